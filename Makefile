@@ -1,5 +1,5 @@
 # Every target is one call of dev.py, which makes .venv on first use. Without make: `python3 dev.py TASK`.
-# Pass arguments with ARGS, another interpreter with PYTHON: make test PYTHON=python3.12 ARGS="-k retraction"
+# ARGS passes arguments, PYTHON chooses an interpreter: make test PYTHON=python3.12 ARGS="-k retraction"
 
 PYTHON ?= python3
 ARGS ?=
@@ -10,7 +10,7 @@ ARGS ?=
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo:       ## how many requests a second one GPU serves within its SLOs; no GPU, no torch
+demo:       ## requests per second that one GPU serves within its SLOs; no GPU, no torch
 	@$(PYTHON) dev.py demo $(ARGS)
 
 check:      ## ruff, its formatter, mypy --strict, and the golden journals
@@ -19,25 +19,25 @@ check:      ## ruff, its formatter, mypy --strict, and the golden journals
 test:       ## the whole test suite
 	@$(PYTHON) dev.py test $(ARGS)
 
-scenarios:  ## run the golden stories and write their expected part; then read the diff
+scenarios:  ## run the scenarios and rewrite their expected parts; then read the diff
 	@$(PYTHON) dev.py scenarios $(ARGS)
 
-golden:     ## record golden journals that are missing; ARGS=NAME records one again, deliberately: docs/journal.md
+golden:     ## record missing golden journals; ARGS=NAME records one again, deliberately: docs/journal.md
 	@$(PYTHON) dev.py golden $(ARGS)
 
-swarm:      ## random runs with every invariant checked; ARGS="--steps 10_000_000" for so many steps
+swarm:      ## random histories with every invariant checked; ARGS="--steps 10_000_000"
 	@$(PYTHON) dev.py swarm $(ARGS)
 
-fleet-swarm: ## the same of prefill and decode engines with a bad network, 10^6 steps; ARGS="--steps 100_000"
+fleet-swarm: ## random histories of prefill and decode engines with a bad network, 10^6 steps; ARGS="--steps 100_000"
 	@$(PYTHON) dev.py fleet-swarm $(ARGS)
 
-rank-swarm: ## the same of four data-parallel ranks, 10^6 steps; ARGS="--steps 100_000"
+rank-swarm: ## random histories of four data-parallel ranks, 10^6 steps; ARGS="--steps 100_000"
 	@$(PYTHON) dev.py rank-swarm $(ARGS)
 
-overload:   ## more than a server can do, from all sides, for five minutes; ARGS=--short for one
+overload:   ## overload of a server by all kinds of requests for five minutes; ARGS=--short for one minute
 	@$(PYTHON) dev.py overload $(ARGS)
 
-kill-campaign: ## the server's engine killed 1,000 times below 32 streams, nothing lost or doubled; ARGS="--kills 200"
+kill-campaign: ## 1,000 kills of a server's engine under 32 streams, no token lost or doubled; ARGS="--kills 200"
 	@$(PYTHON) dev.py kill-campaign $(ARGS)
 
 schema-campaign: ## 1,000 random JSON schemas through the demo model: every answer validates; ARGS="--schemas 100"
@@ -46,5 +46,5 @@ schema-campaign: ## 1,000 random JSON schemas through the demo model: every answ
 bench:      ## the benchmarks
 	@$(PYTHON) dev.py bench $(ARGS)
 
-gpu-check:  ## on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration; under nine minutes
+gpu-check:  ## checks on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration; under nine minutes
 	@$(PYTHON) dev.py gpu-check $(ARGS)

@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
 """Run a task of this repository in a virtual environment that is made on first use.
 
-    python3 dev.py demo               how many requests a second one GPU serves within its SLOs
+    python3 dev.py demo               requests per second that one GPU serves within its SLOs
     python3 dev.py lockstep ARGS      the `lockstep` command, e.g. `lockstep simulate --help`
     python3 dev.py test ARGS          pytest, on all cores; `-n0` for one process
     python3 dev.py check              ruff, its formatter, mypy --strict, and the golden journals
-    python3 dev.py scenarios ARGS     run the golden stories and write their expected part
-    python3 dev.py golden ARGS        record golden journals that are missing, or by name again
-    python3 dev.py swarm ARGS         random runs with every invariant checked; --seconds 600 or --steps 10_000_000
-    python3 dev.py fleet-swarm ARGS   the same of prefill and decode engines with a bad network, 1,000,000 steps
-    python3 dev.py rank-swarm ARGS    the same of four data-parallel ranks; --steps 100_000
-    python3 dev.py overload ARGS      more than a server can do, from all sides; --short for a minute of it
-    python3 dev.py kill-campaign ARGS the server's engine killed 1,000 times below 32 streams; --kills 200
+    python3 dev.py scenarios ARGS     run the scenarios and rewrite their expected parts
+    python3 dev.py golden ARGS        record missing golden journals, or named ones again
+    python3 dev.py swarm ARGS         random histories with every invariant checked; --seconds 600 or --steps 10_000_000
+    python3 dev.py fleet-swarm ARGS   random histories of prefill and decode engines with a bad network, 1,000,000 steps
+    python3 dev.py rank-swarm ARGS    random histories of four data-parallel ranks; --steps 100_000
+    python3 dev.py overload ARGS      overload of a server by all kinds of requests; --short for one minute
+    python3 dev.py kill-campaign ARGS 1,000 kills of a server's engine under 32 streams; --kills 200
     python3 dev.py schema-campaign    1,000 random JSON schemas through the demo model; --schemas 100
     python3 dev.py bench ARGS         the benchmarks
-    python3 dev.py gpu-check ARGS     on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration
+    python3 dev.py gpu-check ARGS     checks on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration
     python3 dev.py run COMMAND ARGS   any other command in the environment, e.g. `run python`
     python3 dev.py install            only make the environment
 
@@ -24,9 +24,9 @@ Needs Python 3.11 or later with venv and pip, and nothing else. The environment 
 
 import sys
 
-# Everything below must at least compile on any Python 3, or an old one shows a SyntaxError instead of this advice.
+# The rest of this file must compile on any Python 3: otherwise an old one shows a SyntaxError instead of this hint.
 
-if sys.version_info < (3, 11):  # noqa: UP036 - anyone may start this file, with whatever `python3` is
+if sys.version_info < (3, 11):  # noqa: UP036 - `python3` may be any version
     print(
         "dev.py needs Python 3.11 or later, this is {}.{} ({})\n"
         "hint: python3.12 dev.py ..., or make PYTHON=python3.12 ...".format(*sys.version_info[:2], sys.executable),
@@ -51,9 +51,9 @@ STAMP = VENV / "lockstep-stamp.json"
 CONSTRAINTS = ROOT / "constraints.txt"
 
 # Three install sets, each containing the one before, all in the same environment:
-#   demo     what runs the simulator and looks into its journals; no torch.
-#   dev      and what the tests and checks need, with the serving package.
-#   runtime  and the GPU runtime with torch, a gigabyte. It has its own set so that it is installed only on request.
+#   demo     the simulator and the tools for its journals; no torch.
+#   dev      adds the serving package and the requirements of tests and checks.
+#   runtime  adds the GPU runtime with torch, a gigabyte, which is therefore installed only on request.
 SETS = ("demo", "dev", "runtime")
 PACKAGES = {
     "demo": ("packages/sched-core", "packages/sim", "tools"),
@@ -89,14 +89,14 @@ def test(args):
 
 
 def check(args):
-    """All checks run even if the first fails, so that one round shows everything there is to mend."""
+    """Run all checks, even after one has failed, so that one run shows all errors."""
     if args:
         return fail(f"dev.py check takes no arguments, got {' '.join(args)}", 2)
     checks = {
         "ruff check": (BIN / "ruff", "check"),
         "ruff format --check": (BIN / "ruff", "format", "--check"),
         "mypy": (BIN / "mypy",),  # strict, on the files named in pyproject.toml
-        "golden journals": (PYTHON, "-m", "pytest", "-q", "tests/golden"),  # every recorded decision, decided again
+        "golden journals": (PYTHON, "-m", "pytest", "-q", "tests/golden"),  # replays every recorded decision
     }
     failed = []
     for name, command in checks.items():
@@ -180,13 +180,13 @@ TASKS = {
 
 
 def ensure_environment(install_set):
-    """Make or update .venv unless its stamp shows that it holds at least `install_set` of these very files."""
+    """Make or update .venv unless its stamp shows that it has at least `install_set`, for the present files."""
     wanted = {"root": str(ROOT), "python": sys.version.split()[0], "files": files_digest()}
     stamp = read_stamp()
     usable = PYTHON.exists() and all(stamp.get(key) == wanted[key] for key in ("root", "python"))
     if usable and stamp.get("files") == wanted["files"] and SETS.index(stamp["set"]) >= SETS.index(install_set):
         return 0
-    if usable:  # a set once installed stays installed
+    if usable:  # an installed set stays installed
         install_set = max(install_set, stamp["set"], key=SETS.index)
 
     began = time.monotonic()
@@ -194,12 +194,12 @@ def ensure_environment(install_set):
     about = "a few minutes" if install_set == "runtime" else "about half a minute"
     print(f"dev.py: {doing} .venv for `{install_set}`, {about} ...", file=sys.stderr, flush=True)
     if not usable:
-        # No stamp means a stranger's, a moved or a half-made environment: start afresh.
+        # Without a valid stamp the environment is foreign, moved or incomplete: make it anew.
         status = make_venv()
         if status:
             return status
     held = stamp["set"] if usable else "demo"
-    STAMP.write_text(json.dumps({**wanted, "set": held, "files": "being installed"}))  # so a failure is noticed
+    STAMP.write_text(json.dumps({**wanted, "set": held, "files": "being installed"}))  # marks a failed installation
     status = pip_install(install_set)
     if status:
         return fail("dev.py: pip failed, see above\nhint: run again; if it fails again, delete .venv first", status)
@@ -211,7 +211,7 @@ def ensure_environment(install_set):
 def make_venv():
     if VENV.is_symlink() or (VENV.exists() and not VENV.is_dir()):
         return fail(f"dev.py: {VENV} is not a folder of this repository\nhint: remove it", 1)
-    base = getattr(sys, "_base_executable", sys.executable)  # not an activated .venv that is about to be replaced
+    base = getattr(sys, "_base_executable", sys.executable)  # not the .venv that is to be replaced
     shutil.rmtree(VENV, ignore_errors=True)
     made = subprocess.run([base, "-m", "venv", str(VENV)], capture_output=True, text=True)
     if made.returncode == 0 and PYTHON.exists():
@@ -225,7 +225,7 @@ def make_venv():
 
 
 def pip_install(install_set):
-    """One call for everything: pip must see all editable packages together, or it looks for them in the index."""
+    """Install all sets by one call: pip must get all editable packages together, or it requests them from the index."""
     sets = SETS[: SETS.index(install_set) + 1]
     requirements = []
     for name in sets:

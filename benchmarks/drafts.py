@@ -120,7 +120,7 @@ def main() -> int:
     arguments = parser.parse_args()
     options: dict[str, Any] = {"device": arguments.device, "overlap_depth": arguments.overlap}
     options["max_running_requests"] = max(arguments.rows, 8)
-    options["random_weights_seed"] = arguments.random_weights
+    options["random_weights"] = arguments.random_weights
     if arguments.model is not None:
         options["model"] = arguments.model
     return 1 if (checked if arguments.check else compared)(arguments, options) else 0

@@ -22,7 +22,8 @@ from typing import Any
 
 from recorded_data import data_folder
 
-from lockstep.core.contract.config import SchedConfig, profile_settings
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.profiles import profile_settings
 from lockstep.sim.metrics.latency import meets_every
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.run.assemble import assemble

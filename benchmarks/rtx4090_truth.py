@@ -36,8 +36,9 @@ from recorded_data import data_folder
 from simpy import Environment
 
 from lockstep.core.contract.commands import Step
-from lockstep.core.contract.config import SchedConfig, profile_settings
+from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import ObservedEvent
+from lockstep.core.contract.profiles import profile_settings
 from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_gpu, load_model

@@ -27,7 +27,7 @@ from peers import load_workloads, packed
 from scheduler_speed import CHUNK_TOKENS, EOS, PEERS_CLOSED_STEPS, PEERS_PREFILL_STEPS, PEERS_PRESSED, closed_loop
 
 from lockstep.core import SchedConfig
-from lockstep.core.contract.config import profile_settings
+from lockstep.core.contract.profiles import profile_settings
 
 GROUPS = (64, 1, 512)
 AMPLE_TOKENS = 1 << 21

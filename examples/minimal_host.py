@@ -1,4 +1,4 @@
-"""A whole host in sixty lines: the scheduler, a journal, and a "device" that takes 10 ms and answers 42.
+"""A complete host in sixty lines: the scheduler, a journal, and a "device" that takes 10 ms and samples token 42.
 
 python examples/minimal_host.py [RUN]        writes RUN/journal (default: runs/minimal)
 lockstep journal verify RUN                  replays every decision
@@ -35,7 +35,7 @@ def main() -> None:
             names.observe(event)
             step = engine.step(event)  # decide
             journal.append(event, step.digest)  # record
-            journal.flush()  # before anything of it leaves the process
+            journal.flush()  # before any effect of the step leaves the process
             for decided in step.decided:
                 print(f"{event.time_us / 1000:7.1f} ms  {decided_line(decided, names)}")
             for command in step.commands:  # perform
@@ -44,7 +44,7 @@ def main() -> None:
                         print(f"{event.time_us / 1000:7.1f} ms  launch {plan_text(plan, names)}")
                         in_flight.append(plan)
                     case StreamTokens() | FinishRequest():
-                        pass  # a server would write to its clients here
+                        pass  # a server writes to its clients here
 
         for request_id, (label, prompt_tokens) in enumerate([("short", 6), ("long", 21), ("third", 9)]):
             prompt = TokenRuns((1, prompt_tokens))

@@ -1,10 +1,10 @@
-"""A Mooncake trace for a small model: lengths and blocks divided by one number, times and sharing as they were.
+"""A Mooncake trace for a small model: lengths and blocks divided by one number, times and sharing unchanged.
 
     python examples/scale_mooncake.py conversation_trace.jsonl.gz --by 16 > small.jsonl
     lockstep workload describe small.jsonl
 
-A hash id of the trace stands for 512 tokens; here it stands for 512 / BY of them, so that prompts share what they
-shared. The rows are in the `plain` format of docs/workloads.md, prompts as token ids.
+A hash id of the trace stands for 512 tokens, and in the result for 512 / BY tokens, so that prompts share the same
+prefixes. The rows are in the `plain` format of docs/workloads.md, with prompts as token ids.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ BLOCK_TOKENS = 512
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--by", type=int, default=16, help="divides 512")
-    parser.add_argument("--outputs-by", type=int, help="divides outputs, if not as prompts are")
-    parser.add_argument("--longest", type=int, default=3072, help="tokens of a prompt, scaled; longer are left out")
+    parser.add_argument("--by", type=int, default=16, help="divisor of lengths and blocks; must divide 512")
+    parser.add_argument("--outputs-by", type=int, help="divisor of output lengths; default: BY")
+    parser.add_argument(
+        "--longest", type=int, default=3072, help="most scaled tokens of a prompt; longer prompts are left out"
+    )
     parser.add_argument("--limit", type=int, help="rows to read")
     arguments = parser.parse_args()
     by = arguments.by

@@ -1,11 +1,11 @@
-"""Generate, learn, generate again: how a trainer for reinforcement learning uses an engine that stays up.
+"""A trainer for reinforcement learning with one running engine: generate, train, load new weights, generate again.
 
     python examples/train_and_serve.py FOLDER        # an empty folder, for the weights of each step
 
-Each step the engine answers, and the answers are scored. While the trainer works the engine lends it its memory. Then
-the new weights, a folder as `save_pretrained` writes it, go into the engine that runs, and every answer states by which
-weights it was drawn. The reward here is the share of letters in a text; the trainer is a random search over
-one vector, which keeps a change if answers got better.
+In each step the engine generates answers, which are scored. The engine releases its memory while the trainer works.
+Then it loads the new weights, a folder as `save_pretrained` writes it, and each answer has the version of the weights
+that drew it. In this example the reward is the share of letters in a text. The trainer is a random search over one
+vector, which keeps a change if the mean reward rises.
 """
 
 import shutil
@@ -24,26 +24,26 @@ STEPS = 2
 
 
 def reward(text: str) -> float:
-    """The share of letters."""
+    """Return the share of letters in a text."""
     return sum(letter.isalpha() for letter in text) / max(len(text), 1)
 
 
 def rollouts(llm: LLM) -> tuple[float, set[int]]:
-    """The mean reward of answers, and the versions of the weights that drew them."""
+    """Return the mean reward of answers, and the versions of the weights that drew them."""
     answers = [one for answer in llm.generate(PROMPTS, ASKED) for one in (answer, *answer.others)]
     versions = {version for answer in answers for _, version in answer.weights}
     return sum(reward(answer.text or "") for answer in answers) / len(answers), versions
 
 
 def main(folder: Path) -> None:
-    """A few steps."""
+    """Run STEPS training steps."""
     tensors = load_file(demo_model_folder() / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     with LLM() as llm:
         best, versions = rollouts(llm)
         print(f"step 0: reward {best:.3f} by weights {versions}")
         for step in range(1, STEPS + 1):
-            llm.release_memory()  # the trainer has the device
+            llm.release_memory()  # frees the device for the trainer
             before = tensors["model.norm.weight"]
             noise = 0.3 * torch.randn(before.shape, generator=generator).to(before.dtype)
             tensors["model.norm.weight"] = before + noise

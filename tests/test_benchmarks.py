@@ -53,6 +53,25 @@ def test_missing_workloads_are_named(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, f"LOCKSTEP_PEERS is {tmp_path}, which has no workloads.py\n")
 
 
+def test_two_checkouts_are_measured_alternately(tmp_path: Path) -> None:
+    (tmp_path / "workloads.py").write_text(WORKLOADS)
+    figures = tmp_path / "figures.json"
+    python = ["--python-here", sys.executable, "--python-there", sys.executable]
+    options = ["scheduler", "--rounds", "1", "--small", "--json", figures]
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "alternate.py", BENCHMARKS.parent, *options, *python],
+        env=os.environ | {"LOCKSTEP_PEERS": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    costs = json.loads(figures.read_text())["scheduler"]
+    assert list(costs["before"][0]) == list(costs["after"][0])
+    assert "all: geometric mean of " in done.stdout
+    assert "not compared" not in done.stdout
+
+
 def test_profiles_compares_every_variant(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = subprocess.run(

@@ -18,7 +18,7 @@ from lockstep.core.contract.events import ClockAdvanced, Pause, Resume, UpdateWe
 from lockstep.core.kv.hybrid import NONE, Hybrid
 from lockstep.core.kv.memory import Memory
 from lockstep.core.kv.state_pool import StatePool
-from lockstep.core.kv.window_pool import Coming, WindowPool
+from lockstep.core.kv.window_pool import IncomingWindows, WindowPool
 from tests.support.fleet.fleet import Fleet
 from tests.support.fleet.histories import run_history
 from tests.support.served import Asked
@@ -359,7 +359,7 @@ def test_slots_behind_drafts_are_given_at_once(drafts: int) -> None:
         made.arrive(asked(key))
     states = hybrid_of(made, "d0").states
     assert states is not None
-    assert [len(slots) for slots in states.coming.values()] == [1 + drafts, 1 + drafts]
+    assert [len(slots) for slots in states.incoming.values()] == [1 + drafts, 1 + drafts]
     made.settle()
     assert all(made.answers[key] == asked(key).answer for key in range(3))
 
@@ -411,7 +411,7 @@ def test_history_that_found_something(seed: int) -> None:
 
 def _given_windows_come_back_with_the_request(patch: pytest.MonkeyPatch) -> None:
     def quarantine(window: WindowPool, request_id: int) -> None:
-        coming = window.coming.pop(request_id, None)
+        coming = window.incoming.pop(request_id, None)
         if coming is not None:
             window.unlock(coming.pages)
             window.drop(coming.pages)
@@ -425,7 +425,7 @@ def _given_slots_come_back_with_the_request(patch: pytest.MonkeyPatch) -> None:
 
     def bug(hybrid: Hybrid, request_id: int) -> None:
         quarantine(hybrid, request_id)
-        if hybrid.states is not None and request_id in hybrid.states.coming:
+        if hybrid.states is not None and request_id in hybrid.states.incoming:
             hybrid.states.received(request_id)
 
     patch.setattr(Hybrid, "quarantine", bug)
@@ -461,11 +461,11 @@ def _windows_to_come_are_not_locked(patch: pytest.MonkeyPatch) -> None:
 
     def bug(window: WindowPool, request: Any, path: Any, *rest: Any) -> None:
         receive(window, request, path, *rest)
-        coming = window.coming[request.request_id]
+        coming = window.incoming[request.request_id]
         cached = max(coming.shared - coming.first, 0)
         window.unlock(coming.pages[:cached])
         first, shared, pages, *more = coming
-        window.coming[request.request_id] = Coming(first + cached, shared, pages[cached:], *more)
+        window.incoming[request.request_id] = IncomingWindows(first + cached, shared, pages[cached:], *more)
 
     patch.setattr(WindowPool, "receive", bug)
 

@@ -7,18 +7,20 @@ from pathlib import Path
 import pytest
 
 from lockstep.host.engine_options import EngineOptions
-from lockstep.host.options import option_table, options_of
+from lockstep.host.options import option_of, option_table, options_of
 from lockstep.sim.cli.plan import PlanOptions
 from lockstep.sim.cli.run_options import RunOptions
 from lockstep.sim.cluster.scenario import ClusterScenario
-from lockstep.sim.scenario.scenario import Scenario
-from lockstep.sim.scenario.settings import tier_fields
+from lockstep.sim.scenario.scenario import Scenario, names_where
+from lockstep.sim.scenario.settings import SCHEDULER_OPTIONS, tier_fields
+from lockstep.tools.sender_options import BenchOptions, LiveOptions
 
 PAGE = Path(__file__).parents[1] / "docs/options.md"
 HEAD = """# Options
 
 Each option is declared once, at the field that holds its value; flags, command lines that a run folder keeps, trials of
-a plan and these tables follow from that. Settings of the scheduler are in [scheduling.md](scheduling.md).
+a plan and these tables follow from that. What settings of the scheduler do: [scheduling.md](scheduling.md).
+`LLM` and a file of `serve --config` have the options of an engine by the names of their flags, with _ for -.
 `python -m tests.test_options_page` writes this page.
 """
 
@@ -35,8 +37,21 @@ def page() -> str:
         "The question of a `plan`": options_of(PlanOptions).values(),
         "An engine with a model: `generate`, `serve`, `LLM`": options_of(EngineOptions).values(),
         "A server: `serve`": own,
+        "A benchmark of a server: `bench serve`": [
+            *options_of(BenchOptions).values(),
+            *(options_of(Scenario)[name] for name in names_where("sent")),
+        ],
+        "A trace sent to a server: `replay --to`": options_of(LiveOptions).values(),
     }
-    return "\n".join([HEAD, *(f"## {title}\n\n{option_table(fields)}\n" for title, fields in sections.items())])
+    tables = {title: option_table(fields) for title, fields in sections.items()}
+    tables["Settings of the scheduler: `simulate`, `plan`, `replay --what-if`; `serve --set NAME=VALUE`"] = settings()
+    return "\n".join([HEAD, *(f"## {title}\n\n{table}\n" for title, table in tables.items())])
+
+
+def settings() -> str:
+    """The settings of the scheduler as a table; their help texts end with the default."""
+    rows = ["| option | meaning |", "|---|---|"]
+    return "\n".join([*rows, *(f"| `{option_of(name)}` | {text} |" for name, _, text in SCHEDULER_OPTIONS)])
 
 
 def test_the_page_of_options_is_what_the_options_are() -> None:

@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu_check.section import Section
 from benchmarks.gpu_check.shapes import PAGE_SIZE, Layer
 from benchmarks.gpu_check.timing import graph_time_us, time_us
-from lockstep.runtime.attention import choose, make
+from lockstep.runtime.attention import Needs, choose, make
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool
@@ -29,7 +29,7 @@ def backends(section: Section, model: Decoder | Layer) -> list[str]:
     for name in ("flashinfer", "triton"):
         try:
             group = model.heads // model.kv_heads
-            choose(name, section.device, model.dtype, model.head_dim, PAGE_SIZE, graphs=True, group=group)
+            choose(name, Needs(section.device, model.dtype, model.head_dim, PAGE_SIZE, graphs=True, group=group))
             decode_us(model, name, 2, 20, PAGE_SIZE)
             extend_us(model, name, 2, 5, 20, PAGE_SIZE)
         except Exception as error:  # for instance a kernel that was not compiled ahead

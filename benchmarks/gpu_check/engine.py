@@ -93,7 +93,7 @@ def variants(section: Section) -> Iterator[Variant]:
     )
     if torch.cuda.device_count() > 1:
         for graphs in ("on", "off"):
-            two: dict[str, Any] = {"tensor_parallel": 2, "attention_backend": "triton", "cuda_graphs": graphs}
+            two: dict[str, Any] = {"tp": 2, "attention_backend": "triton", "cuda_graphs": graphs}
             yield Variant(f"triton float32, two ranks, graphs {graphs}", options=two)
     yield Variant("triton bfloat16, invariant", "bfloat16", {"attention_backend": "triton", "numerics": "invariant"})
 
@@ -101,7 +101,7 @@ def variants(section: Section) -> Iterator[Variant]:
 def run(section: Section) -> None:
     """Every variant of the demo model, a few of a mixture of experts, and what is read off the model."""
     compare(section, Variant("the truth", options=TRUTH), variants(section))
-    experts = {"model": experts_folder(section), "random_weights_seed": 3}
+    experts = {"model": experts_folder(section), "random_weights": 3}
     compare(
         section,
         Variant("the truth of experts", options={**TRUTH, **experts}),

@@ -16,7 +16,7 @@ from benchmarks.gpu_check.section import Section
 from benchmarks.gpu_check.timing import graph_time_us
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.engine_options import Numerics
-from lockstep.runtime.attention import choose, make
+from lockstep.runtime.attention import Needs, choose, make
 from lockstep.runtime.attention.reference import ReferenceAttention
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool
@@ -96,9 +96,9 @@ def run(section: Section) -> None:
 
 def attention(section: Section, case: Case) -> None:
     """All modes of one case, as launched and replayed in a graph."""
-    kind = (case.backend, section.device, case.dtype, case.head_dim, case.page_size)
+    kind, group = (section.device, case.dtype, case.head_dim, case.page_size), case.heads // case.kv_heads
     try:
-        choose(*kind, numerics=case.numerics, graphs=section.gpu, group=case.heads // case.kv_heads)
+        choose(case.backend, Needs(*kind, graphs=section.gpu, numerics=case.numerics, group=group))
     except ConfigError as refusal:
         section.refused(case.name, refusal)
         return
@@ -175,9 +175,9 @@ def far_pages(section: Section, backend: str, name: str) -> None:
     """A pool of more than 2 ** 31 numbers: its last pages must give the bits that the first ones give."""
     dtype, page_size = (torch.bfloat16, 16) if section.gpu else (torch.float32, 4)
     case = Case(backend, "fast", dtype, page_size) if section.gpu else Case(backend, "fast", dtype, page_size, 4, 2, 16)
-    kind = (backend, section.device, dtype, case.head_dim, page_size)
+    kind = (section.device, dtype, case.head_dim, page_size)
     try:
-        choose(*kind, group=case.heads // case.kv_heads)
+        choose(backend, Needs(*kind, group=case.heads // case.kv_heads))
     except ConfigError as refusal:
         section.refused(name, refusal)
         return

@@ -28,10 +28,10 @@ from benchmarks.gpu_check.timing import graph_time_us
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.quantization import Activations, WeightFormat
 from lockstep.runtime import triton_trial
-from lockstep.runtime.attention import choose, make
+from lockstep.runtime.attention import Needs, choose, make
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.quantized import activations
-from lockstep.runtime.quantized.fp8 import Fp8Matrices, to_codes, to_fp8
+from lockstep.runtime.quantized.fp8 import Fp8Matrices, RowRounding, to_codes, to_fp8
 from lockstep.runtime.quantized.int4 import Int4Matrices
 from lockstep.runtime.quantized.matrices import FUSED_ROWS_MAX, Quantized, StoredMatrix
 from tests.support.passes import Pass
@@ -104,7 +104,7 @@ def made(
     """Matrices of random bits, spread like weights."""
     generator = torch.Generator(device).manual_seed(7)
     if stored.layout == "fp8":
-        fp8 = Fp8Matrices(parts, groups, 0, 1, dtype, device, stored, rounded)
+        fp8 = Fp8Matrices(parts, groups, 0, 1, dtype, device, stored, RowRounding(rounded))
         for one in fp8.weight.data if groups else [fp8.weight.data]:
             one.copy_(to_fp8(torch.randn(one.shape, generator=generator, device=device) * 64))
         fp8.scale.data.uniform_(2e-4, 4e-4, generator=generator)
@@ -280,7 +280,7 @@ def kv(section: Section, layer: shapes.Layer, backend: str) -> None:
     case = Case(backend, "fast", layer.dtype, shapes.PAGE_SIZE, layer.heads, layer.kv_heads, layer.head_dim)
     group = case.heads // case.kv_heads
     try:
-        choose(backend, section.device, case.dtype, case.head_dim, case.page_size, group=group, kv_fp8=True)
+        choose(backend, Needs(section.device, case.dtype, case.head_dim, case.page_size, group=group, kv_fp8=True))
     except ConfigError as refusal:
         section.refused(f"KV in fp8, {backend}", refusal)
         return

@@ -24,7 +24,7 @@ from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.loop import HostClock, ResultExtras, RuntimeHost, TokenLogprobs
-from lockstep.runtime.assembly import make_executor
+from lockstep.runtime.assembly import PassKernels, make_executor, stream_lane
 from lockstep.runtime.bubbles import BubbleTimer
 from lockstep.runtime.graphs import graph_sizes
 from lockstep.runtime.models import Decoder
@@ -53,9 +53,8 @@ class Decodes:
         self.executor = make_executor(
             model,
             self.config,
-            HostClock(),
-            attention_backend=backend,
-            graph_sizes=tuple(rows) if graphs else (),
+            stream_lane(model.device, HostClock()),
+            kernels=PassKernels(backend, graph_sizes=tuple(rows) if graphs else ()),
         )
         for kept in (*self.pool.keys, *self.pool.values):
             kept.normal_()
@@ -178,7 +177,8 @@ def serve(
     # Outside of the journal a few sizes do: a start with all of them takes seconds.
     few = tuple(size for size in graph_sizes(requests) if size & (size - 1) == 0 or size == requests)
     sizes = () if not graphs else graph_sizes(requests) if journal is not None else few
-    executor = make_executor(model, config, clock, attention_backend=backend, graph_sizes=sizes)
+    lane = stream_lane(model.device, clock)
+    executor = make_executor(model, config, lane, kernels=PassKernels(backend, graph_sizes=sizes))
     times = LaneTimes(executor.lane)
     engine = Engine(config)
     modes: list[str] = []

@@ -36,7 +36,7 @@ def run(section: Section) -> None:
 def started(section: Section, folder: Path) -> None:
     """The table, and what is in use behind it, with a few tokens made."""
     before = time.perf_counter()
-    with LLM(folder, device=str(section.device), random_weights_seed=0, mem_fraction=MEM_FRACTION) as llm:
+    with LLM(folder, device=str(section.device), random_weights=0, mem_fraction=MEM_FRACTION) as llm:
         section.put("seconds", round(time.perf_counter() - before, 2))
         section.put("table", llm.memory.table().splitlines())
         section.put("backend", llm.attention_backend)
@@ -76,7 +76,7 @@ def refused(section: Section, folder: Path) -> None:
     _, total = torch.cuda.mem_get_info(section.device)
     fraction = round(18e9 / total, 3)
     try:
-        LLM(folder, device=str(section.device), random_weights_seed=0, mem_fraction=fraction).close()
+        LLM(folder, device=str(section.device), random_weights=0, mem_fraction=fraction).close()
     except ConfigError as error:
         section.put("refusal", str(error).splitlines())
         said = str(error)

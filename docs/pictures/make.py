@@ -28,8 +28,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 from simpy import Environment
 
-from lockstep.core.contract.config import SchedConfig, profile_settings
+from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import RequestArrived, RequestCancelled
+from lockstep.core.contract.profiles import profile_settings
 from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.host.arrivals import Arrivals

@@ -30,7 +30,7 @@ from lockstep.core.contract.events import (
 from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import AdapterRegistry
-from lockstep.host.loop import HostClock, ResultExtras, RuntimeHost, TokenLogprobs
+from lockstep.host.loop import DeviceServices, HostClock, ResultExtras, RuntimeHost, TokenLogprobs
 from lockstep.sim.cost import BatchShape, Duration
 from lockstep.sim.host.batch_shapes import RowAdapters
 from lockstep.sim.host.links import Link
@@ -81,7 +81,9 @@ def served(
         EmulatedTimes(FixedCost(), seed=1, speed=speed, adapters=bool(lora)), WORDS, config.rows_max, clock
     )
     shelf = EmulatedAdapterCache(5_000_000, Link(1.0), clock, speed=speed) if lora else None
-    host = RuntimeHost(Engine(config), executor, NoJournal(), clock, observe=observe, adapters=shelf)
+    host = RuntimeHost(
+        Engine(config), executor, NoJournal(), clock, observe=observe, device=DeviceServices(adapters=shelf)
+    )
     if shelf is not None:
         sources = {name: emulated_source(path) for name, path in (lora or {}).items()}
         AdapterRegistry(host, shelf, emulated_source).begin(sources, restarted=False)

@@ -21,7 +21,7 @@ from tests.support.live_server import LiveServer, serving
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
 FOUND = dict(re.findall(r"^## (.+?)\n.*?```python\n(.*?)```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL))
-ELSEWHERE = {"Weights and KV in fewer bits"}  # with a model of its own: test_quantized.py
+ELSEWHERE = {"Quantised weights and KV"}  # with a model of its own: test_quantized.py
 SECTIONS = {section: source for section, source in FOUND.items() if "admin.sock" not in source}  # test_live_weights.py
 PRINTED = {
     "Drafts": r"40 tokens\ntokens of a verification: [1-5]\.\d+\n",

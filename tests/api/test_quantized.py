@@ -31,7 +31,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
 def test_the_guides_example_runs_as_printed_over_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine ends within the answer; the next generation continues, with weights and KV of the same kind."""
     monkeypatch.setenv("LOCKSTEP_FAULT", "written:4:1:BatchFinished")
-    section = PAGE.read_text("utf-8").partition("\n## Weights and KV in fewer bits\n")[2]
+    section = PAGE.read_text("utf-8").partition("\n## Quantised weights and KV\n")[2]
     source = section.partition("```python\n")[2].partition("```")[0]
     assert "--kv-cache-dtype fp8_e4m3" in section
     assert "http://127.0.0.1:8000" in source

@@ -18,7 +18,9 @@ from lockstep.api.engines import HINTS
 from lockstep.api.processes.launch import listen
 from lockstep.api.serve import check, serve
 from lockstep.api.settings import ServeSettings, read_settings, sched_values
+from lockstep.core.cluster.router import RouterConfig, policy_settings
 from lockstep.core.contract.errors import ConfigError
+from lockstep.host.options import options_of
 from lockstep.sim import cost
 
 
@@ -35,6 +37,24 @@ def test_folders_that_are_none_are_found_before_anything_starts(given: dict[str,
     with pytest.raises(ConfigError) as caught:
         check(read_settings(None, given))
     assert str(caught.value).startswith(said)
+
+
+def test_every_setting_of_the_router_is_one_of_the_server() -> None:
+    router, options = RouterConfig(), options_of(ServeSettings)
+    assert {name for name in options if name.startswith("router_")} == {f"router_{name}" for name in policy_settings()}
+    for name in policy_settings():
+        assert options[f"router_{name}"].default == getattr(router, name)
+
+
+def test_an_option_of_an_engine_has_one_name_in_programs_and_settings() -> None:
+    pytest.importorskip("torch", reason="needs the runtime")
+    from lockstep.runtime.engine_config import EngineConfig
+
+    programs, served = options_of(EngineConfig), options_of(ServeSettings)
+    by_flag = {field.flag: name for name, field in programs.items()}
+    assert {name for name, field in served.items() if by_flag.get(field.flag, name) != name} == set()
+    assert {"tp", "random_weights"} <= set(programs) & set(served)
+    assert "lora" in set(EngineConfig.__struct_fields__) & set(ServeSettings.__struct_fields__)
 
 
 def test_flags_go_before_the_file(tmp_path: Path) -> None:

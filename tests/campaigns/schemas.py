@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     for weights in (None, 1):
         with LLM(
             device="cpu",
-            random_weights_seed=weights,
+            random_weights=weights,
             grammar_backend=told.backend,
             jump_forward_tokens=told.jump_forward_tokens,
         ) as llm:

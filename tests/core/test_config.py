@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from lockstep.core.contract.config import PROFILES, SchedConfig, profile_settings, refuse_simulated_only
+from lockstep.core.cluster.router import ROUTER_POLICIES, RouterConfig, policy_settings
+from lockstep.core.contract.config import SchedConfig, refuse_simulated_only
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.profiles import PROFILES, profile_settings
+from lockstep.core.contract.setting import setting_fields
+
+NO_OPTIONS = {
+    SchedConfig: {
+        "tiers",
+        "hybrid",
+        "dp_ranks",
+        "dp_rank",
+        "tables_append_only",
+    },  # options of their own, or what follows from others
+    RouterConfig: {"policy"},  # `--router`
+}
+
+
+@pytest.mark.parametrize("struct", NO_OPTIONS, ids=lambda struct: struct.__name__)
+def test_every_setting_is_declared_with_its_help(struct: type[msgspec.Struct]) -> None:
+    fields = setting_fields(struct)
+    assert {name for name, field in fields.items() if field.setting is None} == NO_OPTIONS[struct]
+    for name, field in fields.items():
+        assert field.setting is None or field.setting.help, name
+    if struct is RouterConfig:
+        assert {one.policy for one in policy_settings().values()} <= set(ROUTER_POLICIES)
 
 
 @pytest.mark.parametrize(

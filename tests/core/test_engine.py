@@ -180,7 +180,7 @@ def traces(engine: Engine) -> list[object]:
         engine.positions.tolist(),
         [request.request_id for request in engine.running_batch.requests],
         engine.active,
-        engine.memory.deferred_frees,
+        engine.memory.deferred.rows,
         engine.memory.rewrites,
         engine.memory.rows_taken,
         engine.ratio.value,

@@ -93,7 +93,7 @@ def test_memory_is_bounded_whatever_is_asked() -> None:
         engine.step(asks_for(request_id, b"%d" % request_id))
         engine.step(RequestCancelled(0, request_id))
     assert len(engine.grammars.known) == GRAMMARS_REMEMBERED
-    assert not engine.held
+    assert not engine.blocked
 
 
 def test_grammar_without_a_digest_is_refused() -> None:

@@ -14,9 +14,10 @@ from lockstep.core.contract.errors import ContractError, InvariantError
 from lockstep.core.contract.events import BlocksFound, PrefetchFinished
 from lockstep.core.journal import snapshot
 from lockstep.core.kv.block_tiers import HostPool
-from lockstep.core.kv.radix import RadixCache, RadixNode
+from lockstep.core.kv.radix import RadixCache
 from lockstep.core.kv.state_pool import StatePool
 from lockstep.core.kv.window_pool import WindowPool
+from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.scheduler.engine import Engine
 from tests.support.driver.driver import Driver
 
@@ -377,8 +378,8 @@ def test_damage_to_what_the_host_has_of_them_is_named(said: str, damage: Damage)
 
 
 FETCHED = {
-    "a prefetch brought states twice, or unasked": (BlocksFound("state", (0,)), BlocksFound("state", ())),
-    "a prefetch brought windows twice, or unasked": (BlocksFound("window", (0,)),),
+    "a prefetch brought states twice, or without a request": (BlocksFound("state", (0,)), BlocksFound("state", ())),
+    "a prefetch brought windows twice, or without a request": (BlocksFound("window", (0,)),),
     "a prefetch brought states at [0, 1]: 1 had room": (BlocksFound("state", (0, 1)),),
     "a prefetch brought states at [2]: 1 had room, ascending, below 2": (BlocksFound("state", (2,)),),
     "a prefetch brought states at [-1]": (BlocksFound("state", (-1,)),),

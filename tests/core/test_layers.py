@@ -14,10 +14,6 @@ CORE = Path(__file__).parents[2] / "packages/sched-core/src/lockstep/core"
 LAYERS = ("contract", "cluster", "requests", "kv", "features", "admin", "scheduler", "journal")
 """From the lowest room to the highest. Modules outside of rooms (invariants.py, command.py) may import every room."""
 
-EXCEPTIONS = {
-    ("requests.table", "kv.radix"): "a request names the node of the radix cache that it locks, as a type only",
-}
-
 
 def imports(source: str) -> Iterator[str]:
     """Modules of the core that a source imports, without the leading `lockstep.core.`."""
@@ -36,8 +32,7 @@ def violations(module: str, source: str) -> list[str]:
     found = []
     for name in imports(source):
         room = name.partition(".")[0]
-        upwards = room in LAYERS and LAYERS.index(room) > own
-        if upwards and not any(module == above and name.startswith(below) for above, below in EXCEPTIONS):
+        if room in LAYERS and LAYERS.index(room) > own:
             found.append(f"{module} imports {name}")
     return found
 

@@ -25,7 +25,7 @@ def asked(cache: EncoderCache, request_id: int, **tokens: int) -> list[EncodeMed
 def served(cache: EncoderCache) -> tuple[list[int], list[EncodeMedia]]:
     step = Step()
     done = cache.serve(step, 0)
-    cache.check()
+    cache.check_room()
     return done, [command for command in step.commands if isinstance(command, EncodeMedia)]
 
 
@@ -65,14 +65,14 @@ def test_all_room_is_taken_at_once_and_in_order() -> None:
     assert asked(cache, 3, dog=2) == [], "a later request waits behind an earlier one"
     cache.encoded(CAT)
     assert served(cache) == ([], [])
-    cache.let_go(1)
+    cache.release(1)
     assert served(cache)[1] == [EncodeMedia(DOG, 2, drop=(CAT,)), EncodeMedia(EEL, 2)]
 
 
 def test_what_is_being_encoded_keeps_its_room_until_the_answer() -> None:
     cache = EncoderCache(4)
     asked(cache, 1, cat=4)
-    cache.let_go(1)
+    cache.release(1)
     assert asked(cache, 2, dog=1) == []
     assert cache.encoded(CAT) == []
     assert served(cache)[1] == [EncodeMedia(DOG, 1, drop=(CAT,))]
@@ -82,7 +82,7 @@ def test_what_a_batch_in_flight_may_read_keeps_its_room_until_the_batch_is_colle
     cache = EncoderCache(4)
     asked(cache, 1, cat=4)
     cache.encoded(CAT)
-    cache.let_go(1, free_after=7)
+    cache.release(1, free_after=7)
     assert asked(cache, 2, dog=1) == []
     cache.release_deferred(6)
     assert served(cache)[1] == []
@@ -96,7 +96,7 @@ def test_least_recently_used_goes_first() -> None:
         asked(cache, number, **{name: 1})
         if not cache.encodings[name.encode()].ready:
             cache.encoded(name.encode())
-        cache.let_go(number)
+        cache.release(number)
     assert asked(cache, 9, fox=2) == [EncodeMedia(b"fox", 2, drop=(DOG, EEL))]
 
 
@@ -106,7 +106,7 @@ def test_an_encoding_of_another_size_is_another_encoding() -> None:
     assert asked(cache, 2, cat=6) == [], "the answer that is due would be taken for it"
     cache.encoded(CAT)
     assert served(cache)[1] == [], "another request needs the other one"
-    cache.let_go(1)
+    cache.release(1)
     assert served(cache)[1] == [EncodeMedia(CAT, 6, drop=(CAT,))]
 
 
@@ -117,7 +117,7 @@ def test_a_failure_leaves_nothing_behind() -> None:
     assert cache.failed(CAT) == [1, 2]
     assert not cache.pins
     assert cache.encoded(DOG) == []
-    cache.check()
+    cache.check_room()
 
 
 def test_with_a_budget_the_encoder_is_asked_for_the_next_when_it_has_time() -> None:
@@ -143,7 +143,7 @@ def test_what_no_request_waits_for_any_more_is_never_encoded() -> None:
     asked(cache, 1, cat=4)
     asked(cache, 2, dog=4)
     assert asked(cache, 3, eel=4) == []
-    cache.let_go(2)
+    cache.release(2)
     assert served(cache)[1] == [], "the encoder is at cat"
     cache.encoded(CAT)
     assert served(cache)[1] == [EncodeMedia(EEL, 4)]
@@ -154,10 +154,10 @@ def test_what_made_room_is_named_with_the_next_order_even_if_it_was_for_another(
     for number, name in enumerate(["cat", "dog"]):
         asked(cache, number, **{name: 4})
         cache.encoded(name.encode())
-        cache.let_go(number)
+        cache.release(number)
     asked(cache, 5, fox=4)
     assert asked(cache, 6, eel=4) == [], "dog makes room, and is not named yet"
-    cache.let_go(6)
+    cache.release(6)
     cache.encoded(b"fox")
     assert served(cache)[1] == []
     assert asked(cache, 7, gnu=2) == [EncodeMedia(b"gnu", 2, drop=(DOG,))]

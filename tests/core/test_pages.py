@@ -31,7 +31,7 @@ def test_asking_for_too_many_pages_raises_and_takes_nothing() -> None:
     pool = PagePool(3)
     pool.alloc(1)
     before = pool.dump()
-    with pytest.raises(PoolExhausted, match="asked for 3 pages, 2 of 3 are free"):
+    with pytest.raises(PoolExhausted, match="3 pages were requested, 2 of 3 are free"):
         pool.alloc(3)
     assert pool.dump() == before
     with pytest.raises(ValueError, match="negative"):

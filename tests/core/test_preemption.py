@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from typing import Literal
 
 import pytest
 
-from lockstep.core.contract.commands import Step
-from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.commands import NO_ROWS, Step
+from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.kv.radix import NO_MATCH
+from lockstep.core.kv.resource import AdmissionView
+from lockstep.core.requests.budget import PrefillBudget
 from lockstep.core.scheduler.engine import Engine
-from lockstep.core.scheduler.preemption import fewest
+from lockstep.core.scheduler.preemption import Projection, fewest
 from tests.support.driver.draw import pressed_actions
 from tests.support.driver.driver import Driver
 
@@ -66,8 +70,8 @@ def test_what_comes_back_is_what_was_foreseen(overlap_depth: int, radix_cache: b
             continue  # an extend that is delivered publishes its prompt, and may find it twice
         leaving = rng.sample(range(engine.running_batch.size), rng.randint(0, engine.running_batch.size))
         members = [engine.running_batch.requests[i] for i in leaving]
-        back = engine.memory.back_once_delivered(
-            [(m, int(engine.positions[i])) for m, i in zip(members, leaving, strict=True)], None
+        back = engine.memory.returning_once_delivered(
+            [(m, int(engine.positions[i])) for m, i in zip(members, leaving, strict=True)], NO_MATCH
         )
         before = engine.memory.available_pages
         step = Step(time_us=driver.now_us)
@@ -81,6 +85,58 @@ def test_what_comes_back_is_what_was_foreseen(overlap_depth: int, radix_cache: b
         assert engine.memory.available_pages == before + back.pages
         looked += 1
     assert looked > 10
+
+
+@pytest.mark.parametrize("overlap_depth", [0, 1])
+@pytest.mark.parametrize("reserve", ["ratio", "full"])
+def test_state_slots_and_window_pages_are_projected_as_admission_then_finds_them(
+    overlap_depth: int, reserve: Literal["ratio", "full"]
+) -> None:
+    """Retract some members for real, deliver all that is in flight, and ask the resources of admission."""
+    rng = random.Random(overlap_depth)
+    compared, scarce = 0, 0
+    for seed in range(60):
+        config = SchedConfig(
+            page_size=2,
+            pages=40,
+            overlap_depth=overlap_depth,
+            reserve=reserve,
+            retracted_kv="free",
+            hybrid=HybridMemory(window_tokens=5, window_pages=9, state_slots=3, checkpoint_tokens=4),
+            chunked_prefill_size=8,
+        )
+        driver = Driver(config)
+        for action in pressed_actions(random.Random(seed), 30):
+            driver.do(action)
+        engine = driver.engine
+        if engine.running_batch.size < 2 or any(batch.plan.mode != "decode" for batch in engine.in_flight):
+            continue  # an extend that is delivered publishes its prompt, and may find it twice
+        if not engine.waiting or engine.prefilling is not None:
+            continue
+        request = engine.waiting[0]
+        leaving = sorted(rng.sample(range(engine.running_batch.size), rng.randint(0, engine.running_batch.size)))
+        members = [engine.running_batch.requests[i] for i in leaving]
+        projection = Projection(engine, NO_MATCH, leaving)
+        budget, take = PrefillBudget(config, 1000, 0), request.prompt_tokens
+
+        def found(view: AdmissionView) -> tuple[bool, int]:
+            room = view.window_room(request, 0, take, NO_ROWS, budget)  # noqa: B023
+            return view.lacks_state(NO_ROWS), room
+
+        foreseen = found(projection)
+        step = Step(time_us=driver.now_us)
+        engine.leave_running(members)
+        for member in members:
+            engine.retract(member, "forced", step)
+            driver.kv.leave(member.request_id)
+        while driver.kv.stream:
+            driver.engine.step(event := driver.kv.finished(driver.now_us))
+            driver.kv.deliver(event.batch_id)
+        assert foreseen == found(engine), (seed, leaving)
+        compared += 1
+        scarce += foreseen[0] or foreseen[1] < take
+    assert compared > 10, compared
+    assert scarce, "no pool was ever short"
 
 
 def test_preemption_needs_the_order_that_puts_victims_behind() -> None:

@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from numpy.typing import NDArray
 
 from lockstep.core.contract.errors import InvariantError
-from lockstep.core.kv.radix import LockError, RadixCache, RadixNode
+from lockstep.core.kv.radix import LockError, RadixCache
+from lockstep.core.requests.radix_node import RadixNode
 
 ALL = 1 << 30  # more pages than any prompt here has
 
@@ -204,7 +205,7 @@ def test_a_lock_moved_down_holds_all_of_its_new_path_and_nothing_twice() -> None
     cache.move_down(handle, below)
     cache.check([below])
     assert (cache.locked_pages, cache.evictable_pages) == (5, 1)
-    with pytest.raises(LockError, match="has no handle to give back"):
+    with pytest.raises(LockError, match="has no handle to release"):
         cache.move_down(handle, below)
     with pytest.raises(LockError, match="does not lie below"):
         cache.move_down(below, lock(cache, tokens(7)))

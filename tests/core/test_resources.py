@@ -81,6 +81,14 @@ def with_resource(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Resource]],
     return add
 
 
+def test_every_resource_is_in_the_loop_of_admission() -> None:
+    def all_below(kind: type[Resource]) -> set[type[Resource]]:
+        return {kind}.union(*map(all_below, kind.__subclasses__())) if kind.__subclasses__() else {kind}
+
+    of_the_core = {kind for kind in all_below(Resource) - {Resource} if kind.__module__.startswith("lockstep.core.")}
+    assert of_the_core == set(admission.RESOURCES)
+
+
 def of_kind(engine: Engine, kind: type[Resource]) -> Any:
     (found,) = [one for one in engine.admission.resources if isinstance(one, kind)]
     return found

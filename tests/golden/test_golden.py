@@ -119,7 +119,7 @@ def test_verify_names_both_decisions_and_without_their_words_what_the_journal_sh
     result = CliRunner().invoke(journal, ["verify", str(bare)])
     assert result.exit_code == 3
     assert "  now   admitted s3t0" in result.stderr
-    assert "  then  only its digest is known; the next result in the journal is b14 with 2 tokens" in result.stderr
+    assert "  then  only its digest is stored; the next result in the journal is b14 with 2 tokens" in result.stderr
 
 
 def test_a_step_that_raises_now_is_told_with_what_it_decided_then(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,8 @@ from lockstep.core.contract.events import (
     TokenRuns,
 )
 from lockstep.core.kv import block_tiers, tiers
-from lockstep.core.kv.block_tiers import HostBlocks, Kind, Moved, in_storage
+from lockstep.core.kv.block_tiers import HostBlocks, in_storage
+from lockstep.core.kv.operations import Kind, MovedBlocks
 from lockstep.core.scheduler.engine import Engine
 from tests.support.driver.actions import Action
 from tests.support.driver.run import run_actions
@@ -113,10 +114,10 @@ def _one_key_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _stored_without_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostBlocks, "was_read", lambda self, moved, host: None)
+    monkeypatch.setattr(HostBlocks, "end_read", lambda self, moved, host: None)
     to_store = HostBlocks.to_store
 
-    def planted(self: HostBlocks, host: Any) -> list[Moved]:
+    def planted(self: HostBlocks, host: Any) -> list[MovedBlocks]:
         found = to_store(self, host)
         for one in found:
             self.pools[one.kind].locks[host[one.index]] -= 1
@@ -128,7 +129,7 @@ def _stored_without_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
 def _fetched_for_the_page_before(monkeypatch: pytest.MonkeyPatch) -> None:
     fetched = HostBlocks.fetched
 
-    def planted(self: HostBlocks, asked: list[Moved], found: tuple[BlocksFound, ...], path: Any) -> None:
+    def planted(self: HostBlocks, asked: list[MovedBlocks], found: tuple[BlocksFound, ...], path: Any) -> None:
         fetched(self, asked, found, np.roll(path, 1))
 
     monkeypatch.setattr(HostBlocks, "fetched", planted)
@@ -137,7 +138,7 @@ def _fetched_for_the_page_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def _room_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     fetched = HostBlocks.fetched
 
-    def planted(self: HostBlocks, asked: list[Moved], found: tuple[BlocksFound, ...], path: Any) -> None:
+    def planted(self: HostBlocks, asked: list[MovedBlocks], found: tuple[BlocksFound, ...], path: Any) -> None:
         if found:
             fetched(self, asked, found, path)
 
@@ -149,7 +150,7 @@ def _counted_on_without_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def planted(self: HostBlocks, hybrid: Any, device: Any, host: Any, *rest: Any) -> Any:
         found = to_fetch(self, hybrid, device, host, *rest)
-        self.let_go(found[0], host)
+        self.end_prefetch(found[0], host)
         return found
 
     monkeypatch.setattr(HostBlocks, "to_fetch", planted)
@@ -237,10 +238,10 @@ def test_a_request_goes_on_from_where_lists_of_device_and_host_say() -> None:
             seen = range(max(2 * pages - 4, 0) // 2, pages)  # a token at 2 x pages sees the four before it
             if all(there["window"][index] for index in seen) and there["state"][pages - 1]:
                 expected = pages
-        found = below.furthest(hybrid, device, host)
+        found = below.usable_pages(hybrid, device, host)
         assert found == expected
         reached.add(found)
-        for one in below.coming_up(hybrid, device, found) if found else ():
+        for one in below.blocks_to_load(hybrid, device, found) if found else ():
             column = hybrid.blocks_of(one.kind, device)
             assert not any(index < device.size and column[index] >= 0 for index in one.lacking)
             assert all(below.pools[one.kind].of[host[one.lacking]] >= 0), "the host has what the device lacks"
@@ -318,7 +319,7 @@ def test_windows_of_chunks_in_flight_come_back_once(launches: dict[str, int]) ->
     engine.step(RequestArrived(time_us=0, request_id=0, prompt=TokenRuns((7, 24)), max_new_tokens=4))
     for number in range(2):
         engine.step(LaneReady(0, number if engine.config.pipelines else 0))
-    available, returning = window.available, window.returning(engine)
+    available, returning = window.available, window.returning()
     for number in range(2):
         engine.step(BatchFinished(0, number, b""))
     assert (available, returning, window.available) == (12, 7, 12 + 7)

@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.runtime import attention, triton_trial  # noqa: E402
-from lockstep.runtime.attention import choose, flashinfer_backend, make  # noqa: E402
+from lockstep.runtime.attention import Needs, choose, flashinfer_backend, make  # noqa: E402
 from lockstep.runtime.attention.reference import ReferenceAttention, attend  # noqa: E402
 from lockstep.runtime.kv_pool import KvPool  # noqa: E402
 from lockstep.runtime.quantized.fp8 import to_fp8  # noqa: E402
@@ -98,7 +98,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(attention, "find_spec", lambda name: name if name in here.installed else None)
     monkeypatch.setattr(attention, "version", lambda name: here.flashinfer)
     monkeypatch.setattr(attention, "_has_compiler", lambda: False)
-    monkeypatch.setattr(attention, "_said", set())
+    monkeypatch.setattr(attention, "_logged_choices", set())
     monkeypatch.setattr(attention, "_flashinfer_fails", lambda needs: None)
     monkeypatch.setattr(triton_trial, "unavailable_because", lambda device: here.triton_unavailable)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: here.capability)
@@ -108,30 +108,30 @@ def machine(monkeypatch):
 
 
 def test_auto_takes_the_fastest_that_can_run(machine):
-    assert choose("auto", CUDA, torch.bfloat16, 128, 16).name == "flashinfer"
-    choice = choose("auto", CUDA, torch.float32, 128, 16)
+    assert choose("auto", Needs(CUDA, torch.bfloat16, 128, 16)).name == "flashinfer"
+    choice = choose("auto", Needs(CUDA, torch.float32, 128, 16))
     assert choice.name == "triton"
     assert choice.reason == "flashinfer cannot: it has kernels for bfloat16 and float16, not for float32"
-    assert choose("auto", CUDA, torch.bfloat16, 80, 16, graphs=True).name == "triton"
-    choice = choose("auto", CPU, torch.float32, 64, 16)
+    assert choose("auto", Needs(CUDA, torch.bfloat16, 80, 16, graphs=True)).name == "triton"
+    choice = choose("auto", Needs(CPU, torch.float32, 64, 16))
     assert choice.name == "reference"
     assert "triton cannot: it needs a CUDA device, this is `cpu`" in choice.reason
-    assert choose("auto", CUDA, torch.bfloat16, 512, 16).name == "reference"
+    assert choose("auto", Needs(CUDA, torch.bfloat16, 512, 16)).name == "reference"
 
 
 def test_auto_does_not_take_the_interpreter(machine, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    choice = choose("auto", CPU, torch.float32, 64, 16)
+    choice = choose("auto", Needs(CPU, torch.float32, 64, 16))
     assert choice.name == "reference"
     assert "triton cannot: it would run in Triton's interpreter" in choice.reason
-    assert choose("triton", CPU, torch.float32, 64, 16).name == "triton"
+    assert choose("triton", Needs(CPU, torch.float32, 64, 16)).name == "triton"
 
 
 def test_auto_with_invariant_numerics_takes_triton(machine):
-    assert choose("auto", CUDA, torch.bfloat16, 128, 16, numerics="invariant").name == "triton"
-    assert choose("flashinfer", CUDA, torch.bfloat16, 128, 16, numerics="invariant").name == "flashinfer"
+    assert choose("auto", Needs(CUDA, torch.bfloat16, 128, 16, numerics="invariant")).name == "triton"
+    assert choose("flashinfer", Needs(CUDA, torch.bfloat16, 128, 16, numerics="invariant")).name == "flashinfer"
     machine.installed.discard("triton")
-    assert choose("auto", CUDA, torch.bfloat16, 128, 16, numerics="invariant").name == "flashinfer"
+    assert choose("auto", Needs(CUDA, torch.bfloat16, 128, 16, numerics="invariant")).name == "flashinfer"
 
 
 @pytest.mark.parametrize(
@@ -146,32 +146,32 @@ def test_auto_with_invariant_numerics_takes_triton(machine):
 def test_a_forced_backend_that_cannot_run_reports_why_and_what_can(machine, change, why):
     vars(machine).update(change)
     with pytest.raises(ConfigError, match=f"`attention_backend` flashinfer cannot run here: {why}") as failed:
-        choose("flashinfer", CUDA, torch.bfloat16, 128, 16)
+        choose("flashinfer", Needs(CUDA, torch.bfloat16, 128, 16))
     others = "`reference`" if "capability" in change else "`triton`, `reference`"
-    assert str(failed.value).endswith(f"hint: of those that can: {others}")
+    assert str(failed.value).endswith(f"hint: these can: {others}")
 
 
 def test_triton_that_does_not_work_is_passed_over_and_named_where_it_is_forced(machine):
     machine.installed.discard("flashinfer")
     machine.triton_unavailable = "a small kernel could not be run: RuntimeError: Failed to find C compiler."
-    choice = choose("auto", CUDA, torch.bfloat16, 128, 16)
+    choice = choose("auto", Needs(CUDA, torch.bfloat16, 128, 16))
     assert choice.name == "reference"
     assert choice.reason.endswith(f"; triton cannot: {machine.triton_unavailable}")
     with pytest.raises(ConfigError, match=r"triton cannot run here: a small kernel could not be run: .* C compiler\."):
-        choose("triton", CUDA, torch.bfloat16, 128, 16)
+        choose("triton", Needs(CUDA, torch.bfloat16, 128, 16))
 
 
 def test_nonsense_is_named(machine):
     with pytest.raises(ConfigError, match="must be one of auto, flashinfer, triton, reference, got `flash`"):
-        choose("flash", CPU, torch.float32, 64, 16)
+        choose("flash", Needs(CPU, torch.float32, 64, 16))
     with pytest.raises(ConfigError, match="`numerics` must be `fast` or `invariant`, got `exact`"):
-        choose("auto", CPU, torch.float32, 64, 16, numerics="exact")
+        choose("auto", Needs(CPU, torch.float32, 64, 16, numerics="exact"))
     with pytest.raises(
         ConfigError, match=r"auto found none that can run here: .*triton: it has kernels for head dims up to"
     ):
-        choose("auto", CUDA, torch.bfloat16, 512, 16, graphs=True)
+        choose("auto", Needs(CUDA, torch.bfloat16, 512, 16, graphs=True))
     with pytest.raises(ConfigError, match="reference cannot run here: it cannot run in CUDA graphs"):
-        choose("reference", CUDA, torch.bfloat16, 128, 16, graphs=True)
+        choose("reference", Needs(CUDA, torch.bfloat16, 128, 16, graphs=True))
     with pytest.raises(ConfigError, match="must be one of flashinfer, triton, reference, got `auto`"):
         make("auto", make_pass([(0, 1)], extend_rows=0).pool, 4)
 
@@ -179,8 +179,8 @@ def test_nonsense_is_named(machine):
 def test_the_reason_is_logged_once(machine, caplog):
     with caplog.at_level(logging.INFO, "lockstep.runtime"):
         for _ in range(3):
-            choose("auto", CPU, torch.float32, 64, 16)
-        choose("reference", CPU, torch.float32, 64, 16)
+            choose("auto", Needs(CPU, torch.float32, 64, 16))
+        choose("reference", Needs(CPU, torch.float32, 64, 16))
     assert len(caplog.messages) == 2
     assert caplog.messages[0].startswith("attention backend reference: flashinfer cannot: it needs a CUDA device")
     assert caplog.messages[1] == "attention backend reference: requested"
@@ -188,8 +188,8 @@ def test_the_reason_is_logged_once(machine, caplog):
 
 def test_choosing_imports_neither_triton_nor_flashinfer():
     code = (
-        "import sys, torch; from lockstep.runtime.attention import choose;"
-        "choose('auto', torch.device('cpu'), torch.float32, 64, 16);"
+        "import sys, torch; from lockstep.runtime.attention import Needs, choose;"
+        "choose('auto', Needs(torch.device('cpu'), torch.float32, 64, 16));"
         "print(sorted({'triton', 'flashinfer'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -291,14 +291,14 @@ def test_flashinfer_receives_the_scales_of_kv_in_fp8(flashinfer):
 
 def test_kv_in_fp8_is_tried_and_has_a_gpu_that_can(trial, machine, flashinfer, monkeypatch):
     trial()
-    assert choose("auto", CUDA, torch.bfloat16, 128, 16, kv_fp8=True).name == "flashinfer"
-    assert choose("triton", CUDA, torch.bfloat16, 128, 16, kv_fp8=True).name == "triton"
+    assert choose("auto", Needs(CUDA, torch.bfloat16, 128, 16, kv_fp8=True)).name == "flashinfer"
+    assert choose("triton", Needs(CUDA, torch.bfloat16, 128, 16, kv_fp8=True)).name == "triton"
     right = Wrapper.run
     monkeypatch.setattr(Wrapper, "run", lambda self, query, paged, *, out, **_: right(self, query, paged, out=out))
-    choice = choose("auto", CUDA, torch.bfloat16, 128, 16, kv_fp8=True)  # a wrapper that passes over the scales
+    choice = choose("auto", Needs(CUDA, torch.bfloat16, 128, 16, kv_fp8=True))  # a wrapper that passes over the scales
     assert (choice.name, "KV in fp8 gives wrong results" in choice.reason) == ("triton", True)
     machine.capability = (8, 0)
-    choice = choose("auto", CUDA, torch.bfloat16, 128, 16, kv_fp8=True)
+    choice = choose("auto", Needs(CUDA, torch.bfloat16, 128, 16, kv_fp8=True))
     assert choice.name == "reference"
     assert "triton cannot: KV in fp8 needs compute capability 8.9" in choice.reason
 
@@ -414,17 +414,17 @@ def test_auto_passes_over_a_flashinfer_without_the_kernels(trial, machine, flash
 
     monkeypatch.setattr(Wrapper, "plan", plan)
     for graphs, page_size in ((False, 16), (True, 16), (True, 1)):
-        assert choose("auto", CUDA, torch.bfloat16, 128, page_size, graphs=graphs, group=4).name == "flashinfer"
+        assert choose("auto", Needs(CUDA, torch.bfloat16, 128, page_size, graphs=graphs, group=4)).name == "flashinfer"
     why = "a trial with float16, head dim 128, 4 heads per KV head failed: MissingJITCacheError: no module for float16"
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="lockstep.runtime"):
-        choice = choose("auto", CUDA, torch.float16, 128, 16, group=4)
+        choice = choose("auto", Needs(CUDA, torch.float16, 128, 16, group=4))
     assert (choice.name, choice.reason) == ("triton", f"flashinfer cannot: {why}")
     assert caplog.messages == [f"attention backend triton: flashinfer cannot: {why}"]
     with pytest.raises(ConfigError) as refused:
-        choose("flashinfer", CUDA, torch.float16, 128, 16, group=4)
+        choose("flashinfer", Needs(CUDA, torch.float16, 128, 16, group=4))
     assert str(refused.value) == (
-        f"`attention_backend` flashinfer cannot run here: {why}\nhint: of those that can: `triton`, `reference`"
+        f"`attention_backend` flashinfer cannot run here: {why}\nhint: these can: `triton`, `reference`"
     )
 
 
@@ -432,7 +432,7 @@ def test_a_flashinfer_that_cannot_be_imported_is_passed_over(trial, machine, mon
     """As without its package apache-tvm-ffi."""
     trial()
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    choice = choose("auto", CUDA, torch.bfloat16, 128, 16)
+    choice = choose("auto", Needs(CUDA, torch.bfloat16, 128, 16))
     assert choice.name == "triton"
     assert "failed: ModuleNotFoundError: import of flashinfer halted" in choice.reason
 
@@ -440,7 +440,7 @@ def test_a_flashinfer_that_cannot_be_imported_is_passed_over(trial, machine, mon
 def test_a_flashinfer_that_computes_nonsense_is_passed_over(trial, machine, flashinfer, monkeypatch):
     trial()
     monkeypatch.setattr(Wrapper, "run", lambda self, query, paged, *, out: out.fill_(0.5))
-    choice = choose("auto", CUDA, torch.bfloat16, 128, 16)
+    choice = choose("auto", Needs(CUDA, torch.bfloat16, 128, 16))
     assert choice.name == "triton"
     assert (
         choice.reason
@@ -450,8 +450,8 @@ def test_a_flashinfer_that_computes_nonsense_is_passed_over(trial, machine, flas
 
 def test_what_is_not_requested_is_not_tried(machine, monkeypatch):
     monkeypatch.setattr(attention, "_flashinfer_fails", lambda needs: pytest.fail("it may compile for minutes"))
-    assert choose("triton", CUDA, torch.bfloat16, 128, 16).name == "triton"
-    assert choose("auto", CUDA, torch.bfloat16, 128, 16, numerics="invariant").name == "triton"
+    assert choose("triton", Needs(CUDA, torch.bfloat16, 128, 16)).name == "triton"
+    assert choose("auto", Needs(CUDA, torch.bfloat16, 128, 16, numerics="invariant")).name == "triton"
 
 
 def test_calls_fit_the_signatures_of_an_installed_flashinfer():
@@ -495,7 +495,7 @@ def chosen_on_a_gpu(name: str, numerics: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     try:
-        choose(name, CUDA, torch.bfloat16, 128, 16, numerics=numerics, graphs=True)
+        choose(name, Needs(CUDA, torch.bfloat16, 128, 16, numerics=numerics, graphs=True))
     except ConfigError as refusal:
         pytest.skip(str(refusal))
 

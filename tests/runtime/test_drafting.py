@@ -26,7 +26,7 @@ from lockstep.core.journal.records import JournalHeader  # noqa: E402
 from lockstep.core.journal.replay import fold, replay  # noqa: E402
 from lockstep.core.journal.writer import JournalWriter  # noqa: E402
 from lockstep.host.drafts import DraftCounts  # noqa: E402
-from lockstep.host.loop import HostClock  # noqa: E402
+from lockstep.host.loop import HostClock, RequestServices  # noqa: E402
 from lockstep.host.recorded import RecordedAnswer, run_recorded  # noqa: E402
 from lockstep.runtime import LLM, Params, assembly  # noqa: E402
 from lockstep.runtime.assembly import TableSampler  # noqa: E402
@@ -268,7 +268,8 @@ def test_rows_with_stop_texts_go_on_token_by_token_beside_the_others(depth: int)
         watched.append(Until(event.prompt, by_prompt[event.prompt.ids]))
         return watched[-1]
 
-    runtime = SmallRuntime(overlap_depth=depth, drafter=Foreseeing, host_options={"watch_text": watch}, **NGRAM)
+    services = RequestServices(watch_text=watch)
+    runtime = SmallRuntime(overlap_depth=depth, drafter=Foreseeing, requests=services, **NGRAM)
     answers = [
         runtime.submit(prompt, 12, **({"stop_texts": ("end",)} if number % 2 else {}))
         for number, (prompt, _) in enumerate(asked)
@@ -390,7 +391,7 @@ def test_a_model_that_drafts_for_itself_is_right_and_one_that_reports_something_
         ({"speculative_method": "draft_model"}, "no `draft_model` is given"),
         ({"speculative_method": "eagle"}, "is eagle, but this runtime drafts by ngram or draft_model only"),
         ({"speculative_method": "ngram", "draft_model": "x"}, "`draft_model` is x, but `speculative_method` is ngram"),
-        ({"draft_model": "x", "tensor_parallel": 2}, "`draft_model` is x, but `tensor_parallel` is 2"),
+        ({"draft_model": "x", "tp": 2}, "`draft_model` is x, but `tp` is 2"),
     ],
 )
 def test_who_cannot_draft_is_one_error(settings: dict[str, Any], message: str) -> None:

@@ -157,7 +157,7 @@ def test_of_two_entries_for_one_place_the_later_wins() -> None:
 WRONG: dict[str, tuple[BatchPlan, str]] = {
     "nobody": (
         plan(1, "decode", [(2, 2, 6, 7)]),
-        "batch 1 runs r2 in row 2, which nobody holds",
+        "batch 1 runs r2 in row 2, which no request holds",
     ),
     "another": (
         plan(1, "decode", [(3, 2, 6, 7)]),
@@ -181,7 +181,7 @@ WRONG: dict[str, tuple[BatchPlan, str]] = {
     ),
     "a table of nobody": (
         plan(1, "decode", [(3, 0, 5, 6)], deltas=deltas((5, 2, [6]))),
-        "batch 1 changes the page table of row 5, which nobody holds",
+        "batch 1 changes the page table of row 5, which no request holds",
     ),
     "no page": (
         plan(1, "decode", [(3, 0, 8, 9)]),
@@ -201,19 +201,19 @@ WRONG: dict[str, tuple[BatchPlan, str]] = {
     ),
     "verify": (
         plan(1, "verify", [(3, 0, 5, 6)]),
-        "batch 1 has mode 'verify', but no `speculation` that says what it verifies",
+        "batch 1 has mode 'verify', but no `speculation` with what it verifies",
     ),
     "hybrid": (
         plan(1, "decode", [(3, 0, 5, 6)], hybrid=HybridChanges(ints(1), ints(2))),
-        "batch 1 has `hybrid`, which this executor does not do",
+        "batch 1 has `hybrid`, which this executor does not support",
     ),
     "after": (
         plan(1, "decode", [(3, 0, 5, 6)], starts_after=(AfterBatch(0, 0, 3),)),
-        "batch 1 has `starts_after`, but no `speculation` that says what it verifies",
+        "batch 1 has `starts_after`, but no `speculation` with what it verifies",
     ),
     "drafts without a drafter": (
         plan(1, "verify", [(3, 0, 5, 7)], speculation=Speculation(3, ints(1), "ngram")),
-        "batch 1 verifies drafts, but this executor has nobody who drafts",
+        "batch 1 verifies drafts, but this executor has no drafter",
     ),
     "another mode": (
         plan(1, "draft_extend", [(3, 0, 5, 6)]),
@@ -248,7 +248,7 @@ def test_nothing_behind_a_batch_that_waits_to_be_sampled_runs_before_it(run_at: 
     device.launch(plan(1, "decode", [(3, 0, 5, 6)]))
     if run_at == "launch":
         assert device.forwards == 1
-    with pytest.raises(ContractError, match="batch 0 is asked for, but waits to be sampled"):
+    with pytest.raises(ContractError, match="batch 0 is collected, but waits to be sampled"):
         device.collect()
     with pytest.raises(ContractError, match="batch 1 is to be sampled, but was not deferred"):
         device.sample(1, ())

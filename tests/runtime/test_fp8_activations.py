@@ -25,7 +25,7 @@ from lockstep.runtime.checkpoint import CheckpointError  # noqa: E402
 from lockstep.runtime.llm import demo_folder  # noqa: E402
 from lockstep.runtime.models import build_model  # noqa: E402
 from lockstep.runtime.quantized.activations import choose_activations  # noqa: E402
-from lockstep.runtime.quantized.fp8 import Fp8Matrices, to_codes, to_fp8  # noqa: E402
+from lockstep.runtime.quantized.fp8 import Fp8Matrices, RowRounding, to_codes, to_fp8  # noqa: E402
 from lockstep.runtime.quantized.matrices import StoredMatrix  # noqa: E402
 from tests.runtime.test_models import Ranks  # noqa: E402
 from tests.runtime.test_quantized import MOE, QWEN3, changed, compressed, folder_of, logits  # noqa: E402
@@ -65,7 +65,7 @@ def nearest(values: Any) -> Any:
 
 def made(kind: str, sizes: list[int], inputs: int, groups: int, activations: Any, device: str = "cpu") -> Fp8Matrices:
     parts = [StoredMatrix(f"part{number}", size, inputs) for number, size in enumerate(sizes)]
-    one = Fp8Matrices(parts, groups, 0, 1, torch.float32, torch.device(device), FORMATS[kind], activations)
+    one = Fp8Matrices(parts, groups, 0, 1, torch.float32, torch.device(device), FORMATS[kind], RowRounding(activations))
     generator = torch.Generator().manual_seed(3)
     one.weight.data.copy_(to_fp8(torch.randn(one.weight.shape, generator=generator) * 60))
     one.scale.data.copy_(torch.rand(one.scale.shape, generator=generator) * 0.01 + 0.001)
@@ -249,9 +249,10 @@ def test_a_run_that_a_gpu_cannot_multiply_is_named_or_widened() -> None:
     stored = WeightFormat(**FP8, block=(16, 16))
     place = ([StoredMatrix("o_proj", 32, 64)], 0, 0, 1, torch.float32)
     with pytest.raises(ConfigError, match="is on, but on this rank 16 inputs of `o_proj` share a scale"):
-        _OnGpu(*place, torch.device("cuda"), stored, "dynamic", True)
-    assert _OnGpu(*place, torch.device("cuda"), stored, "dynamic").activations == ""  # auto: these are widened
-    assert _OnGpu(*place, torch.device("cuda"), WeightFormat(**FP8), "dynamic").activations == "dynamic"
+        _OnGpu(*place, torch.device("cuda"), stored, RowRounding("dynamic", required=True))
+    dynamic = RowRounding("dynamic")
+    assert _OnGpu(*place, torch.device("cuda"), stored, dynamic).activations == ""  # auto: these are widened
+    assert _OnGpu(*place, torch.device("cuda"), WeightFormat(**FP8), dynamic).activations == "dynamic"
 
 
 class _OnGpu(Fp8Matrices):
@@ -290,7 +291,7 @@ def test_an_engine_with_rows_in_fp8(tmp_path: Path) -> None:
     [
         ({"fp8_activations": "yes"}, "`fp8_activations` must be auto, on, off, got `yes`"),
         ({"fp8_activations": "on"}, "`fp8_activations` is on, but weights are not quantised"),
-        ({"fp8_activations": "on", "tensor_parallel": 2}, "`fp8_activations` is on, but weights are not quantised"),
+        ({"fp8_activations": "on", "tp": 2}, "`fp8_activations` is on, but weights are not quantised"),
     ],
 )
 def test_what_cannot_be_is_one_error(settings: Any, said: str) -> None:

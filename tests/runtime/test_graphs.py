@@ -277,7 +277,7 @@ def test_an_llm_gives_the_same_and_decides_the_same(folder: Path, tmp_path: Path
     def run(mode: Any) -> tuple[list[list[int]], Any]:
         journal = tmp_path / mode
         with LLM(
-            folder, random_weights_seed=3, cuda_graphs=mode, debug=True, journal=journal, retract_every=5, **SMALL
+            folder, random_weights=3, cuda_graphs=mode, debug=True, journal=journal, retract_every=5, **SMALL
         ) as llm:
             answers = llm.generate(prompts, params)
             graphs = llm.host.executor.graphs
@@ -324,7 +324,7 @@ def test_graphs_of_a_model_depend_on_their_buffers_only(folder: Path) -> None:
 
     def tokens(recorder: Recorder | None) -> list[list[int]]:
         config = small_config(pages=80)
-        executor = make_executor(build_model(folder, random_weights_seed=3), config, HostClock())
+        executor = make_executor(build_model(folder, random_weights_seed=3), config, CpuLane(HostClock()))
         pool = executor.attention.pool  # type: ignore[attr-defined]
         executor.attention = FixedWidth(pool)
         if recorder is not None:
@@ -359,7 +359,7 @@ def test_modes_that_cannot_be_are_refused(folder: Path) -> None:
 
 
 def test_a_limit_of_rows_is_kept(folder: Path) -> None:
-    with LLM(folder, random_weights_seed=3, device="cpu", cuda_graphs="eager", cuda_graph_max_batch=4, **SMALL) as llm:
+    with LLM(folder, random_weights=3, device="cpu", cuda_graphs="eager", cuda_graph_max_batch=4, **SMALL) as llm:
         assert llm.host.executor.graphs is not None
         assert llm.host.executor.graphs.sizes.tolist() == [1, 2, 4]
         llm.generate([[5 + n, 6] for n in range(7)], Params(max_new_tokens=5, ignore_eos=True))

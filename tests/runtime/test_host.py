@@ -36,7 +36,7 @@ from lockstep.core.journal.records import JournalError, JournalHeader, UnsealedR
 from lockstep.core.journal.replay import fold, replay  # noqa: E402
 from lockstep.core.journal.writer import JournalWriter  # noqa: E402
 from lockstep.host.errors import EngineStopped  # noqa: E402
-from lockstep.host.loop import HostClock, Int32s  # noqa: E402
+from lockstep.host.loop import HostClock, Int32s, RequestServices  # noqa: E402
 from lockstep.runtime.errors import DeviceLost  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from tests.support.small_runtime import (  # noqa: E402
@@ -308,7 +308,7 @@ def test_orders_that_this_host_has_no_hands_for_are_answered() -> None:
     assert "cannot change its weights" in answers[0].message
     assert spoken.reason == "error"
     assert isinstance(bound.end, RejectRequest)
-    assert "without a grammar compiler" in bound.end.message
+    assert "has no grammar compiler" in bound.end.message
     assert isinstance(stops.end, RejectRequest)
     assert "need a tokenizer" in stops.end.message
 
@@ -466,7 +466,7 @@ def test_a_batch_under_a_grammar_samples_behind_its_mask(depth: int, run_at: Any
             run_at=run_at,
             overlap_depth=depth,
             matchers=Alternating(),
-            host_options={"compile_grammar": lambda command, answer: answer("")},
+            requests=RequestServices(compile_grammar=lambda command, answer: answer("")),
             **settings,
         )
         grammar = Grammar("regex", "alternating", b"digest of sixteen")
@@ -535,7 +535,7 @@ def test_a_sink_that_raises_loses_its_own_request_and_no_others(depth: int, capl
     assert broken.reason == "open"
     ended = {event.request_id: event.reason for event in runtime.decided(RequestFinished)}
     assert ended[broken.request_id] == "cancelled"
-    assert "the sink of r0 failed: it is cancelled" in caplog.text
+    assert "the sink of r0 failed: the request is cancelled" in caplog.text
     assert "failed at its end" in caplog.text
     assert "failed when it was rejected" in caplog.text
 

@@ -16,7 +16,7 @@ from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import JournalHeader
 from lockstep.core.journal.replay import replay
 from lockstep.core.journal.writer import JournalWriter
-from lockstep.host.loop import HostClock
+from lockstep.host.loop import HostClock, RequestServices
 from lockstep.host.recorded import run_recorded
 from lockstep.runtime import LLM, Params
 from lockstep.runtime.llm import LlmStats
@@ -48,7 +48,7 @@ ASKED = [
 
 
 def said(journal: Path | None = None, **settings: Any) -> tuple[list[RequestOutput], LlmStats]:
-    with LLM(device="cpu", random_weights_seed=3, numerics="invariant", journal=journal, **settings) as llm:
+    with LLM(device="cpu", random_weights=3, numerics="invariant", journal=journal, **settings) as llm:
         answers = llm.generate([f"Answer {number}: " for number in range(len(ASKED))], ASKED)
         return answers, llm.stats()
 
@@ -88,8 +88,8 @@ def test_its_plans_run_again(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"jump_forward_tokens": 4, "overlap_depth": 0, "retract_every": 5}
     config, grammar = small_config(**settings), Grammar("regex", "alternating", b"digest of sixteen")
     with JournalWriter.create(tmp_path, JournalHeader(config=config, host={"kind": "runtime"})) as journal:
-        options = {"compile_grammar": lambda command, answer: answer("")}
-        runtime = SmallRuntime(journal=journal, matchers=Counting(), host_options=options, **settings)
+        services = RequestServices(compile_grammar=lambda command, answer: answer(""))
+        runtime = SmallRuntime(journal=journal, matchers=Counting(), requests=services, **settings)
         for number in range(4):
             runtime.submit([number, 2, 3], 12, grammar=grammar)
         runtime.submit([9, 9], 12)

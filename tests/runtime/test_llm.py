@@ -41,7 +41,7 @@ from lockstep.runtime import (  # noqa: E402
     attention,
     executor,
 )
-from lockstep.runtime.assembly import make_executor  # noqa: E402
+from lockstep.runtime.assembly import PassKernels, make_executor  # noqa: E402
 from lockstep.runtime.errors import EngineStopped  # noqa: E402
 from lockstep.runtime.generate import generate  # noqa: E402
 from lockstep.runtime.memory import MemoryBudget  # noqa: E402
@@ -135,7 +135,7 @@ def test_greedy_tokens_are_those_of_transformers(
 def test_a_recorded_run_needs_no_scheduler(trained: tuple[Path, Any], tmp_path: Path) -> None:
     with LLM(trained[0], journal=tmp_path, overlap_depth=1, **SMALL) as llm:
         llm.generate([prompt for prompt, _ in random_requests(10)], Params(max_new_tokens=6))
-        executor = make_executor(llm.model, llm.config, HostClock(), lane=CpuLane(HostClock(), run_at="collection"))
+        executor = make_executor(llm.model, llm.config, CpuLane(HostClock(), run_at="collection"))
     results, plans = {}, []
     for event, step in fold(tmp_path):
         plans += [plan] if (plan := step.launched()) is not None else []
@@ -149,7 +149,7 @@ def test_a_recorded_run_needs_no_scheduler(trained: tuple[Path, Any], tmp_path: 
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(folder, random_weights_seed=3, **SMALL) as made:
+    with LLM(folder, random_weights=3, **SMALL) as made:
         yield made
 
 
@@ -168,9 +168,9 @@ def test_penalties_see_prompt_and_kept_output_over_retractions(folder: Path) -> 
         max_new_tokens=14, temperature=0.9, seed=1, frequency_penalty=1.5, repetition_penalty=1.7, ignore_eos=True
     )
     prompts = [[9, 9, 9, 10 + n] for n in range(5)]
-    with LLM(folder, random_weights_seed=3, overlap_depth=0, radix_cache=False, **SMALL) as llm:
+    with LLM(folder, random_weights=3, overlap_depth=0, radix_cache=False, **SMALL) as llm:
         calm = llm.generate(prompts, params)
-    with LLM(folder, random_weights_seed=3, overlap_depth=2, retract_every=2, **SMALL) as llm:
+    with LLM(folder, random_weights=3, overlap_depth=2, retract_every=2, **SMALL) as llm:
         stirred = llm.generate(prompts, params)
     assert [answer.token_ids for answer in stirred] == [answer.token_ids for answer in calm]
 
@@ -191,20 +191,20 @@ def test_an_end_token_that_the_model_does_not_have_fails_no_request(
 ) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, VOCABULARY + 5]}))
-    with LLM(tmp_path, random_weights_seed=1, **SMALL) as llm:
+    with LLM(tmp_path, random_weights=1, **SMALL) as llm:
         assert llm.config.eos_token_ids == (2, 7)
         answers = llm.generate([[5, 6, 7], [8, 9]], [Params(max_new_tokens=4, min_new_tokens=4), Params()])
         assert [answer.error for answer in answers] == ["", ""]
     assert f"`eos_token_id` {VOCABULARY + 5} is passed over" in caplog.text
     with pytest.raises(ConfigError, match=f"`eos_token_ids` holds token 999, but the model has {VOCABULARY}"):
-        LLM(folder, random_weights_seed=1, eos_token_ids=(999,), **SMALL)
+        LLM(folder, random_weights=1, eos_token_ids=(999,), **SMALL)
 
 
 def test_several_answers_to_one_prompt_share_its_kv(folder: Path) -> None:
     """Each is what one request with that seed is answered."""
     prompt = list(range(40, 61))
     drawn = Params(n=3, max_new_tokens=8, temperature=1.0, seed=7, ignore_eos=True, logprobs=0)
-    with LLM(folder, random_weights_seed=3, **SMALL) as llm:
+    with LLM(folder, random_weights=3, **SMALL) as llm:
         several, single = llm.generate([prompt, [5, 6]], [drawn, Params(max_new_tokens=2)])
         alone = [llm.generate([prompt], replace(drawn, n=1, seed=7 + number))[0] for number in range(3)]
         assert not single.others
@@ -224,7 +224,7 @@ def test_several_answers_to_one_prompt_share_its_kv(folder: Path) -> None:
 def test_settings_that_only_the_sampler_finds_wrong_end_one_request(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LLM(folder, random_weights_seed=1, **SMALL) as llm:
+    with LLM(folder, random_weights=1, **SMALL) as llm:
         monkeypatch.setattr(llm.host, "_check_request", lambda request: None)
         wrong = Params(max_new_tokens=4, min_new_tokens=4, stop_token_ids=[VOCABULARY])
         asked = [llm.ask([5, 6, 7], one) for one in (Params(max_new_tokens=4, ignore_eos=True), wrong)]
@@ -238,11 +238,11 @@ def test_end_tokens_are_those_of_both_files(folder: Path, tmp_path: Path) -> Non
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     generation = tmp_path / "generation_config.json"
     generation.write_text('{"eos_token_id": [7, 2]}')
-    with LLM(tmp_path, random_weights_seed=3, **SMALL) as llm:
+    with LLM(tmp_path, random_weights=3, **SMALL) as llm:
         assert llm.config.eos_token_ids == (2, 7)
     generation.write_text('{"eos_token_id": "end"}')
     with pytest.raises(ConfigError, match=r"generation_config\.json .*\n.*`eos_token_id` must be token ids, got `end`"):
-        LLM(tmp_path, random_weights_seed=3, **SMALL)
+        LLM(tmp_path, random_weights=3, **SMALL)
 
 
 def test_a_request_reports_which_tokens_may_be_drawn(trained: tuple[Path, Any], tmp_path: Path) -> None:
@@ -407,16 +407,16 @@ def test_vectors_are_those_of_the_reference(trained: tuple[Path, Any], tmp_path:
 def test_pooling_that_cannot_be_done_is_refused(trained: tuple[Path, Any], tmp_path: Path) -> None:
     folder = pooling_folder(trained[0], tmp_path, {"pooling_mode_cls_token": True})
     with pytest.raises(
-        ConfigError, match=r"config\.json asks for cls_token; one of mean, mean_tokens, lasttoken can be"
+        ConfigError, match=r"config\.json requires cls_token; supported is one of mean, mean_tokens, lasttoken"
     ):
         LLM(folder, **SMALL)
     (folder / "1_Pooling/config.json").write_text('{"pooling_mode_mean_tokens": true, "pooling_mode_lasttoken": true}')
-    with pytest.raises(ConfigError, match="asks for mean_tokens and lasttoken"):
+    with pytest.raises(ConfigError, match="requires mean_tokens and lasttoken"):
         LLM(folder, **SMALL)
     with pytest.raises(ConfigError, match="`pooling` must be mean or last, got `max`"):
         LLM(folder, pooling="max", **SMALL)  # type: ignore[arg-type]
     (folder / "modules.json").write_text('[{"path": "2_Dense", "type": "sentence_transformers.models.Dense"}]')
-    with pytest.raises(ConfigError, match="has a module `Dense`, which is not done here\nhint: give `pooling`"):
+    with pytest.raises(ConfigError, match="has a module `Dense`, which is not supported here\nhint: give `pooling`"):
         LLM(folder, **SMALL)
 
 
@@ -494,7 +494,7 @@ def test_a_folder_without_a_head_gives_vectors(tmp_path: Path, named: str, tied:
 
 def test_logprobs_of_a_row_that_ends_before_the_last_step_of_a_launch(folder: Path) -> None:
     """The others, which did not ask, go on alone."""
-    with LLM(folder, random_weights_seed=1, decode_steps_per_launch=3, **SMALL) as llm:
+    with LLM(folder, random_weights=1, decode_steps_per_launch=3, **SMALL) as llm:
         prompts: list[Any] = [[5, 6, 7], [8, 9]]
         asking, silent = Params(max_new_tokens=3, logprobs=2), Params(max_new_tokens=7, ignore_eos=True)
         both = llm.generate(prompts, [asking, silent])
@@ -517,15 +517,17 @@ def test_what_cannot_be_is_reported_by_name(llm: LLM, folder: Path, tmp_path: Pa
     with pytest.raises(ConfigError, match="`prompt` holds -1, which is no token id"):
         llm.generate([[-1]])
     with pytest.raises(ConfigError, match=r"`tiers` .* are simulated only"):
-        LLM(folder, random_weights_seed=1, tiers=None)
+        LLM(folder, random_weights=1, tiers=None)
     with pytest.raises(ConfigError, match="there is no setting `page_sise`\nhint: did you mean page_size"):
-        LLM(folder, random_weights_seed=1, page_sise=4)
+        LLM(folder, random_weights=1, page_sise=4)
+    with pytest.raises(ConfigError, match="there is no setting `tensor_parallel`\nhint: did you mean tp"):
+        LLM(folder, tensor_parallel=2)
     with pytest.raises(ConfigError, match="`context_tokens_max` 999 is more than the model's 128"):
-        LLM(folder, random_weights_seed=1, context_tokens_max=999)
+        LLM(folder, random_weights=1, context_tokens_max=999)
     with pytest.raises(ConfigError, match="one for each of 2 prompts, got 1"):
         llm.generate([[5], [6]], [Params()])
     (tmp_path / "config.json").write_text(json.dumps(SMALL_QWEN3))
-    with LLM(tmp_path, random_weights_seed=1, **SMALL) as wordless:
+    with LLM(tmp_path, random_weights=1, **SMALL) as wordless:
         with pytest.raises(ConfigError, match=r"a text prompt needs a tokenizer\.json"):
             wordless.generate("text")
         (stops,) = wordless.generate([[5]], Params(stop=["x"]))
@@ -533,7 +535,7 @@ def test_what_cannot_be_is_reported_by_name(llm: LLM, folder: Path, tmp_path: Pa
 
 
 def test_an_engine_that_fails_ends_the_waiting_requests(folder: Path) -> None:
-    llm = LLM(folder, random_weights_seed=3, **SMALL)
+    llm = LLM(folder, random_weights=3, **SMALL)
 
     def fail(*_: Any) -> None:
         raise MemoryError("no more")
@@ -583,7 +585,7 @@ def test_parameters_that_no_journal_can_hold_are_refused_and_the_engine_goes_on(
         "one stop": ({"stop": "x"}, "`stop` is 'x': expected `array`, got `str`"),
         "a large id": ({"logit_bias": {2**70: 1.0}}, "`logit_bias` is {1180591620717411303424: 1.0}: "),
     }
-    with LLM(folder, random_weights_seed=3, journal=tmp_path, **SMALL) as llm:
+    with LLM(folder, random_weights=3, journal=tmp_path, **SMALL) as llm:
         for given, said in wrong.values():
             with pytest.raises(ConfigError) as caught:
                 llm.generate([[5, 6]], Params(**given))
@@ -623,7 +625,7 @@ def test_memory_is_measured_with_rows_that_ask_for_every_step_of_sampling(
 
     monkeypatch.setattr(assembly, "Sampler", Recording)
     monkeypatch.setattr(assembly, "size_pool", lambda *, largest_pass, **sizes: largest_pass() or memory(**sizes))
-    with LLM(folder, random_weights_seed=3, **SMALL) as llm:
+    with LLM(folder, random_weights=3, **SMALL) as llm:
         running = llm.config.max_running_requests
     (table,) = drawn
     for asked in (table.sampled, table.limited, table.edited, table.penalised, table.masked, table.logprobs):
@@ -652,14 +654,14 @@ def test_memory_is_measured_with_as_many_prompts_as_a_pass_can_hold(
     monkeypatch.setattr(Decoder, "forward", recording)
     monkeypatch.setattr(assembly, "size_pool", lambda *, largest_pass, **sizes: largest_pass() or memory(**sizes))
     settings = {**SMALL, "chunked_prefill_size": chunk, "context_tokens_max": context, "max_prefill_tokens": 1024}
-    with LLM(folder, random_weights_seed=3, **settings) as llm:
+    with LLM(folder, random_weights=3, **settings) as llm:
         assert seen == [(lengths, llm.config.max_running_requests)]
 
 
 def test_memory_is_accounted_for_with_pages_given_too(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level("INFO", logger="lockstep.runtime"),
-        LLM(folder, device="cpu", random_weights_seed=3, **SMALL) as llm,
+        LLM(folder, device="cpu", random_weights=3, **SMALL) as llm,
     ):
         assert llm.config.pages == llm.memory.pages == SMALL["pages"]
     table = next(message for message in caplog.messages if message.startswith("memory\n"))
@@ -690,7 +692,7 @@ def test_an_engine_is_put_together_with_its_device_as_the_current_one(
     right = assembly.make_executor
     monkeypatch.setattr(assembly, "current", current)
     monkeypatch.setattr(assembly, "make_executor", lambda *a, **b: inside.append("made") or right(*a, **b))
-    with LLM(folder, device="cpu", random_weights_seed=3, **SMALL):
+    with LLM(folder, device="cpu", random_weights=3, **SMALL):
         assert inside == ["cpu", "made", "left"]
 
 
@@ -720,7 +722,7 @@ def test_what_the_device_keeps_is_made_on_the_stream_that_uses_it(
         monkeypatch.setattr(assembly, name, watched)
     model = build_model(folder, None, torch.device("cpu"), random_weights_seed=3)
     config = SchedConfig(page_size=4, pages=40, context_tokens_max=64)
-    executor = make_executor(model, config, clock, debug=True, lane=lane, graph_sizes=(1, 2))
+    executor = make_executor(model, config, lane, kernels=PassKernels(graph_sizes=(1, 2)), debug=True)
     assert set(found.values()) == {True}
     assert len(found) == 6
     assert not lane.inside
@@ -745,7 +747,7 @@ def test_text_is_written_by_the_waiting_thread(folder: Path, monkeypatch: pytest
         return lambda token: threads.add(threading.current_thread().name) or step(token)
 
     monkeypatch.setattr(Text, "stream", watched)
-    with LLM(folder, random_weights_seed=3, **SMALL) as llm:
+    with LLM(folder, random_weights=3, **SMALL) as llm:
         llm.generate([[5, 6], [7]], Params(max_new_tokens=4, ignore_eos=True))
         list(llm.stream([5, 6], Params(max_new_tokens=4, ignore_eos=True)))
     assert threads == {threading.current_thread().name}
@@ -807,12 +809,12 @@ def test_a_line_that_asks_for_several_answers_has_them_in_one_object(folder: Pat
 @pytest.mark.parametrize(
     ("name", "value", "kind"),
     [
-        ("tensor_parallel", 1.5, "float"),
-        ("tensor_parallel", "2", "str"),
-        ("tensor_parallel", True, "bool"),
-        ("tensor_parallel", None, "NoneType"),
+        ("tp", 1.5, "float"),
+        ("tp", "2", "str"),
+        ("tp", True, "bool"),
+        ("tp", None, "NoneType"),
         ("seed", "a", "str"),
-        ("random_weights_seed", 0.5, "float"),
+        ("random_weights", 0.5, "float"),
         ("cuda_graph_max_batch", [8], "list"),
     ],
 )
@@ -826,7 +828,7 @@ def test_one_prompt_is_answered_as_text(folder: Path, tmp_path: Path) -> None:
         folder, "--prompt", "the dog", "--max-new-tokens", "8", "--ignore-eos", "--journal", str(tmp_path / "run")
     )
     assert result.return_value == 0, result.output
-    with LLM(folder, random_weights_seed=3, page_size=4, pages=64) as llm:
+    with LLM(folder, random_weights=3, page_size=4, pages=64) as llm:
         (answer,) = llm.generate("the dog", Params(max_new_tokens=8, ignore_eos=True))
     assert result.stdout == f"{answer.text}\n"
     assert replay(tmp_path / "run").batches == 8
@@ -846,9 +848,9 @@ def test_an_answer_that_failed_reports_it(folder: Path, monkeypatch: pytest.Monk
     assert result.return_value == 1
     assert [json.loads(line)["error"] for line in result.stdout.splitlines()] == ["RuntimeError: no such kernel"] * 2
     monkeypatch.setattr(Decoder, "logits", lambda self, hidden: torch.full((len(hidden), VOCABULARY), torch.nan))
-    with LLM(folder, random_weights_seed=3, **SMALL) as llm:
+    with LLM(folder, random_weights=3, **SMALL) as llm:
         (answer,) = llm.generate([[5, 6]])
-    assert answer.error == "the model's logits were no numbers, or nothing was allowed to be said"
+    assert answer.error == "the model's logits were no numbers, or no token was allowed"
 
 
 def test_a_journal_that_is_there_is_not_written_over(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:

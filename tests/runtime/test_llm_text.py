@@ -141,7 +141,7 @@ def test_a_request_names_processors_with_arguments(folder: Path, tmp_path: Path)
     narrow, wide = {"band": {"first": 20, "stop": 25}}, {"band": {"first": 100, "stop": 200}}
     common: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
     stirred = {**SMALL, "overlap_depth": 2, "retract_every": 2}
-    with LLM(folder, random_weights_seed=3, journal=tmp_path / "run", logit_processors=["band"], **stirred) as llm:
+    with LLM(folder, random_weights=3, journal=tmp_path / "run", logit_processors=["band"], **stirred) as llm:
         inside, outside, free = llm.generate(
             [[5, 6], [5, 6, 7], [8]],
             [Params(**common, logit_processors=narrow), Params(**common, logit_processors=wide), Params(**common)],

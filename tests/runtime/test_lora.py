@@ -80,7 +80,7 @@ def expected(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 def test_adapters_report_what_merged_models_report_alone_and_in_one_batch(
     adapters: dict[str, Path], expected: dict[str, list[RequestOutput]], tmp_path: Path
 ) -> None:
-    with LLM(adapters=adapters, journal=tmp_path, max_loras=4, chunked_prefill_size=16, debug=True, **CPU) as llm:
+    with LLM(lora=adapters, journal=tmp_path, max_loras=4, chunked_prefill_size=16, debug=True, **CPU) as llm:
         for name, answers in expected.items():
             for answer, other in zip(llm.generate(PROMPTS, greedy(name)), answers, strict=True):
                 same(answer, other)
@@ -99,7 +99,7 @@ def test_sixteen_adapters_in_four_slots_answer_like_merged_models_and_no_request
     asked = [(f"a{(7 * n) % 16:02}", PROMPTS[n % 4]) for n in range(200)]
     passed_at_most = 24
     settings = {"max_loras": 4, "bypass_limit": passed_at_most, "max_running_requests": 8}
-    with LLM(adapters=folders, journal=tmp_path / "run", **settings, **CPU) as llm:
+    with LLM(lora=folders, journal=tmp_path / "run", **settings, **CPU) as llm:
         answers = llm.generate([prompt for _, prompt in asked], [greedy(name, 4) for name, _ in asked])
         assert llm.stats().engine.counts.retractions == 0
     for name, folder in folders.items():
@@ -129,7 +129,7 @@ def most_passed(run: Path) -> int:
 def test_adapters_come_and_go_while_others_stream(
     adapters: dict[str, Path], expected: dict[str, list[RequestOutput]]
 ) -> None:
-    with LLM(adapters={"all": adapters["all"]}, max_loras=3, **CPU) as llm:
+    with LLM(lora={"all": adapters["all"]}, max_loras=3, **CPU) as llm:
         over, streams = threading.Event(), []
 
         def stream() -> None:
@@ -175,7 +175,7 @@ def test_a_load_holds_up_only_requests_that_wait_for_it(
         place(shelf, name, version, slot)
 
     monkeypatch.setattr(HostAdapterCache, "place", slowly)
-    with LLM(adapters=adapters, max_loras=3, **CPU) as llm:
+    with LLM(lora=adapters, max_loras=3, **CPU) as llm:
         for answer, other in zip(llm.generate(PROMPTS, greedy("all")), expected["all"], strict=True):
             same(answer, other)
         waiting = llm.ask(PROMPTS[0], greedy("few"))
@@ -190,7 +190,7 @@ def test_a_load_holds_up_only_requests_that_wait_for_it(
 def test_nothing_is_left_of_what_a_slot_held_before(
     adapters: dict[str, Path], expected: dict[str, list[RequestOutput]]
 ) -> None:
-    with LLM(adapters=adapters, max_loras=3, **CPU) as llm:
+    with LLM(lora=adapters, max_loras=3, **CPU) as llm:
         with torch.no_grad():
             for target in llm.model.targets:
                 target.into.down.fill_(torch.inf)
@@ -232,7 +232,7 @@ def test_slots_weigh_what_the_simulator_takes_off_the_pages() -> None:
 def test_a_newer_version_is_for_later_requests(
     adapters: dict[str, Path], expected: dict[str, list[RequestOutput]]
 ) -> None:
-    with LLM(adapters={"tone": adapters["all"]}, max_loras=3, **CPU) as llm:
+    with LLM(lora={"tone": adapters["all"]}, max_loras=3, **CPU) as llm:
         (before,) = llm.generate(PROMPTS[0], greedy("tone"))
         assert llm.load_adapter("tone", adapters["few"], pinned=True) == 2
         (after,) = llm.generate(PROMPTS[0], greedy("tone"))
@@ -243,7 +243,7 @@ def test_a_newer_version_is_for_later_requests(
 def test_ranks_share_an_adapter(
     adapters: dict[str, Path], expected: dict[str, list[RequestOutput]], tmp_path: Path
 ) -> None:
-    with LLM(adapters=adapters, max_loras=2, tensor_parallel=2, journal=tmp_path, **CPU) as llm:
+    with LLM(lora=adapters, max_loras=2, tp=2, journal=tmp_path, **CPU) as llm:
         names = [name for _ in PROMPTS for name in expected]
         prompts = [prompt for prompt in PROMPTS for _ in expected]
         for answer, name, prompt in zip(
@@ -263,20 +263,20 @@ def test_an_engine_that_begins_again_has_the_adapters_that_it_had(
     adapters: dict[str, Path], expected: dict[str, list[RequestOutput]], tmp_path: Path
 ) -> None:
     gone = write_adapter(tmp_path / "gone", 5)
-    with LLM(adapters={"all": adapters["all"]}, max_loras=3, keeper=Keeper(tmp_path / "run"), **CPU) as llm:
+    with LLM(lora={"all": adapters["all"]}, max_loras=3, keeper=Keeper(tmp_path / "run"), **CPU) as llm:
         llm.load_adapter("few", adapters["few"])
         llm.load_adapter("gone", gone)
         llm.unload_adapter("all")
     (gone / "adapter_model.safetensors").unlink()
     keeper = Keeper(tmp_path / "run", death="killed")
-    with LLM(adapters={"all": adapters["all"]}, max_loras=3, keeper=keeper, **CPU) as llm:
+    with LLM(lora={"all": adapters["all"]}, max_loras=3, keeper=keeper, **CPU) as llm:
         assert sorted(llm.adapters()) == ["few", "gone"]  # what was unloaded since the server began stays so
         (answer,) = llm.generate(PROMPTS[0], greedy("few"))
         same(answer, expected["few"][0])
         (lost,) = llm.generate(PROMPTS[0], greedy("gone"))
         assert lost.finish_reason == "error"
-        assert "are not those that were there when the adapter was loaded" in lost.error
-    with LLM(adapters={"all": adapters["all"]}, max_loras=3, keeper=Keeper(tmp_path / "run"), **CPU) as llm:
+        assert "have changed since the adapter was loaded" in lost.error
+    with LLM(lora={"all": adapters["all"]}, max_loras=3, keeper=Keeper(tmp_path / "run"), **CPU) as llm:
         assert sorted(llm.adapters()) == ["all", "few", "gone"]  # a server that begins anew has what it names
         (answer,) = llm.generate(PROMPTS[0], greedy("all"))
         same(answer, expected["all"][0])
@@ -286,7 +286,7 @@ def test_an_engine_that_begins_again_has_the_adapters_that_it_had(
 def test_a_journal_of_digests_names_the_adapters_that_there_were(
     adapters: dict[str, Path], expected: dict[str, list[RequestOutput]], tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {"adapters": {"all": adapters["all"]}, "max_loras": 3, **CPU}
+    settings: dict[str, Any] = {"lora": {"all": adapters["all"]}, "max_loras": 3, **CPU}
     with LLM(keeper=Keeper(tmp_path, content="digests"), **settings) as llm:
         llm.load_adapter("few", adapters["few"])
         llm.load_adapter("root", adapters["root"])
@@ -307,7 +307,7 @@ def test_drafts_change_no_token_of_an_adapter(
     adapters: dict[str, Path], drafts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows on adapters and on the model alone, verified in one pass. Adapters are laid out once for each pass."""
-    settings: dict[str, Any] = {"adapters": adapters, "max_loras": 4, "max_running_requests": 8, "dtype": "float32"}
+    settings: dict[str, Any] = {"lora": adapters, "max_loras": 4, "max_running_requests": 8, "dtype": "float32"}
     asked = [(prompt, name) for name in ("", *adapters) for prompt in REPEATING]
     params = [Params(max_new_tokens=24, ignore_eos=True, adapter=name) for _, name in asked]
     with LLM(**settings, **CPU) as llm:

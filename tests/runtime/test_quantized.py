@@ -99,7 +99,7 @@ def test_ranks_together_give_what_one_gives(
 
 def test_ranks_that_cut_a_group_are_refused(dense: Path, tmp_path: Path) -> None:
     write(dense, "gptq, symmetric", tmp_path / "stored")  # groups of 32, and 64 / 4 inputs on a rank
-    with pytest.raises(ConfigError, match=r"`tensor_parallel` 4 cuts `o_proj`: .* `quantization_config.group_size` 32"):
+    with pytest.raises(ConfigError, match=r"`tp` 4 cuts `o_proj`: .* `quantization_config.group_size` 32"):
         build_model(tmp_path / "stored", torch.float32, parallel=Ranks(4).parallel(0))
 
 
@@ -205,7 +205,7 @@ def compressed(**weights: Any) -> dict[str, Any]:
         ({"quant_method": "gptq", "bits": 4, "desc_act": True}, "desc_act` must be false, got `true`; a checkpoint"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format` must be gptq or gptq_v2"),
         ({"quant_method": "gptq", "dynamic": {"-:lm_head": {}}}, "dynamic` must be absent"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo` must be FP8, got `NVFP4`; of ModelOpt only"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo` must be FP8, got `NVFP4`; ModelOpt is"),
         (COMPRESSED | {"format": "pack-quantized"}, "format` must be float-quantized .*, got `pack-quantized`"),
         (COMPRESSED | {"ignore": ["re:.*[lm_head"]}, r"ignore` holds the pattern `re:.*\[lm_head`: unterminated"),
         (compressed(num_bits=4), "group_0.weights.num_bits` must be 8, got `4`"),

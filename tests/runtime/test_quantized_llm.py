@@ -55,7 +55,7 @@ def test_32_requests_answer_as_the_widened_model(kind: str, folders: Folders, tm
 
 def test_two_ranks_give_what_one_gives(folders: Folders) -> None:
     stored, widened = folders["awq"]
-    assert said(stored, PROMPTS[:4], tensor_parallel=2) == said(widened, PROMPTS[:4])
+    assert said(stored, PROMPTS[:4], tp=2) == said(widened, PROMPTS[:4])
 
 
 def test_ranks_that_cut_a_group_are_one_error_before_any_begins(tmp_path: Path) -> None:
@@ -64,14 +64,14 @@ def test_ranks_that_cut_a_group_are_one_error_before_any_begins(tmp_path: Path) 
     with pytest.raises(
         ConfigError, match=r"2 cuts `down_proj`: on a rank its 48 inputs .*`quantization_config.group_size` 32"
     ):
-        LLM(folder, tensor_parallel=2, **CPU)
+        LLM(folder, tp=2, **CPU)
 
 
 def test_adapters_on_quantised_weights(folders: Folders, tmp_path: Path) -> None:
     stored, widened = folders["gptq"]
     adapters = {"tone": write_adapter(tmp_path / "tone", 1)}
     each = [Params(max_new_tokens=6, ignore_eos=True, adapter="tone" if n % 2 else "") for n in range(4)]
-    with LLM(stored, adapters=adapters, **CPU) as one, LLM(widened, adapters=adapters, **CPU) as other:
+    with LLM(stored, lora=adapters, **CPU) as one, LLM(widened, lora=adapters, **CPU) as other:
         found, expected = ([a.token_ids for a in llm.generate(PROMPTS[:4], each)] for llm in (one, other))
     assert found == expected
     assert found[1] != said(stored, PROMPTS[1:2], Params(max_new_tokens=6, ignore_eos=True))[0]

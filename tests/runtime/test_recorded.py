@@ -182,7 +182,7 @@ def test_a_batch_that_fails_here_is_named(tmp_path: Path) -> None:
         return RuntimeError("no such kernel") if executor.forwards == 4 else None
 
     executor.model.fail_at = fail  # type: ignore[attr-defined]
-    with pytest.raises(LockstepError, match="batch 4 of the journal fails here: RuntimeError: no such kernel"):
+    with pytest.raises(LockstepError, match="batch 4 of the journal fails in this run: RuntimeError: no such kernel"):
         list(run_recorded(tmp_path, executor, VOCABULARY))
 
 
@@ -200,7 +200,7 @@ def test_plans_of_a_simulator_run_on_a_model(tmp_path: Path) -> None:
     model = build_model(tmp_path, torch.float32, random_weights_seed=3)
     config = simulated(tmp_path / "run", CHAT.replace("n=18", "n=8"), overlap_depth=1, retract_every=6)
     assert all(reached(tmp_path / "run"))
-    executor = assembly.make_executor(model, config, HostClock(), debug=True)
+    executor = assembly.make_executor(model, config, CpuLane(HostClock()), debug=True)
     answers: list[RecordedAnswer] = []
     assert not any(result.error for _, result in run_recorded(tmp_path / "run", executor, 300, answers.append))
     assert len(answers) == 8

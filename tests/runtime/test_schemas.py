@@ -17,7 +17,7 @@ TIGHT = {"page_size": 4, "pages": 48, "context_tokens_max": 128, "schedule_conse
 def test_every_answer_validates_against_its_schema() -> None:
     """Weights are random, batches overlap, and the pool is so small that some answers are retracted in the middle."""
     schemas = draw_schemas(24, seed=5)
-    with LLM(device="cpu", random_weights_seed=3, overlap_depth=1, **TIGHT) as llm:
+    with LLM(device="cpu", random_weights=3, overlap_depth=1, **TIGHT) as llm:
         outcome = judge(llm, schemas, tokens=80, seed=1)
         retracted = llm.stats().engine.counts.retractions
     assert not outcome.faults, outcome.text()

@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine(folder: Path) -> LLM:
     one_row = {"max_running_requests": 1, "request_rows": 1, "pages": 64, "page_size": 4, "radix_cache": False}
-    return LLM(folder, random_weights_seed=3, device="cpu", **one_row)
+    return LLM(folder, random_weights=3, device="cpu", **one_row)
 
 
 @pytest.fixture(scope="module")

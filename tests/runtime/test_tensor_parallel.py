@@ -37,6 +37,7 @@ from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.core.contract.events import Grammar, RequestRetracted, SamplingParams  # noqa: E402
 from lockstep.core.journal.replay import fold  # noqa: E402
 from lockstep.host.batches import BatchResult, RowContext  # noqa: E402
+from lockstep.host.loop import RequestServices  # noqa: E402
 from lockstep.runtime import LLM, Params, RequestOutput  # noqa: E402
 from lockstep.runtime import ranks as ranks_module  # noqa: E402
 from lockstep.runtime.errors import DeviceLost, EngineStopped, RankLost  # noqa: E402
@@ -88,7 +89,7 @@ if "lockstep.runtime.worker" in sys.orig_argv:
         if seed == {CHOOSES_OTHERWISE}:
             import time
             from lockstep.runtime import assembly
-            assembly._backend = lambda *_: (assembly.BackendChoice("triton", "planted"), (1, 2))
+            assembly._kernels = lambda *_: assembly.PassKernels("triton", graph_sizes=(1, 2))
             assembly.size_pool = lambda **_: time.sleep(3600)  # as in a sum over ranks of which one does not come
         fill(wanted, seed, **ranks)
     models.fill_randomly = fill_randomly
@@ -102,7 +103,7 @@ import os, signal, sys, time
 from lockstep.runtime import LLM, Params, llm, ranks
 from lockstep.runtime.errors import EngineStopped
 llm.GRACE_S = ranks.GRACE_S = 1.0
-engine = LLM(tensor_parallel=2, device="cpu")
+engine = LLM(tp=2, device="cpu")
 (worker,) = engine.group._workers
 def hold(*_, **__):
     os.kill(worker.process.pid, signal.SIGKILL)
@@ -260,7 +261,7 @@ class Engines:
     def __call__(self, name: str) -> LLM:
         if name not in self.made:
             journal = self.journals / str(len(self.made))
-            self.made[name] = LLM(tensor_parallel=2, rank_timeout_s=300, journal=journal, **self.options(name))
+            self.made[name] = LLM(tp=2, rank_timeout_s=300, journal=journal, **self.options(name))
         return self.made[name]
 
 
@@ -420,7 +421,7 @@ def test_waiting_requests_are_informed_although_rank_0_is_held(shells: list[subp
     out, said = shells[2].communicate(b"", timeout=300)
     assert out.startswith(b"the engine failed: rank 1 (process ")
     assert b" was ended by SIGKILL" in out
-    assert b"a thread of rank 0 does not come back" in said
+    assert b"a thread of rank 0 does not return" in said
     assert shells[2].returncode == 1
 
 
@@ -457,14 +458,14 @@ def test_a_worker_that_cannot_begin_reports_why(engines: Engines, experts: Path)
     with pytest.raises(
         RankLost, match=r"rank 1 \(process \d+\) failed while loading the model: OSError: planted"
     ) as said:
-        LLM(experts, tensor_parallel=2, random_weights_seed=CANNOT_BEGIN, **SMALL)
+        LLM(experts, tp=2, random_weights=CANNOT_BEGIN, **SMALL)
     assert "\n" not in str(said.value)
 
 
 def test_ranks_that_chose_different_backends_end_before_any_pass(engines: Engines, experts: Path) -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError, match="came to reference with 0 graphs on rank 0 and to triton with 2 graphs on"):
-        LLM(experts, tensor_parallel=2, device="cpu", random_weights_seed=CHOOSES_OTHERWISE, **SMALL)
+        LLM(experts, tp=2, device="cpu", random_weights=CHOOSES_OTHERWISE, **SMALL)
     assert time.monotonic() - began < 300  # a worker of it would take an hour
 
 
@@ -481,7 +482,7 @@ def test_ranks_that_do_not_divide_a_model_are_one_error(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MOE | {"intermediate_size": 50} | changed))
     with pytest.raises(ConfigError) as said:
-        LLM(tmp_path, tensor_parallel=ranks)
+        LLM(tmp_path, tp=ranks)
     assert all(name in str(said.value) for name in names)
 
 
@@ -490,7 +491,7 @@ def test_each_rank_has_the_gpu_behind_the_one_before(monkeypatch: pytest.MonkeyP
     first = torch.device("cuda", 1)
     assert [str(rank_device(first, rank, 3)) for rank in range(3)] == ["cuda:1", "cuda:2", "cuda:3"]
     assert str(rank_device(torch.device("cuda"), 0, 4)) == "cuda:0"
-    with pytest.raises(ConfigError, match="`tensor_parallel` 4 from cuda:1 on needs 5 GPUs, but torch sees 4"):
+    with pytest.raises(ConfigError, match="`tp` 4 from cuda:1 on needs 5 GPUs, but torch sees 4"):
         rank_device(first, 0, 4)
     assert rank_device(torch.device("cpu"), 7, 8).type == "cpu"
 
@@ -624,7 +625,7 @@ def test_workers_sample_under_the_masks_of_rank_0(depth: int, run_at: Any) -> No
         overlap_depth=depth,
         retract_every=3,
         matchers=Alternating(),
-        host_options={"compile_grammar": lambda command, answer: answer("")},
+        requests=RequestServices(compile_grammar=lambda command, answer: answer("")),
     )
     group = OneThread(runtime, run_at)
     grammar = Grammar("regex", "alternating", b"digest of sixteen")
@@ -652,7 +653,7 @@ def test_workers_are_given_what_is_forced() -> None:
         overlap_depth=0,
         retract_every=5,
         matchers=Counting(),
-        host_options={"compile_grammar": lambda command, answer: answer("")},
+        requests=RequestServices(compile_grammar=lambda command, answer: answer("")),
     )
     group = OneThread(runtime, "launch")
     grammar = Grammar("regex", "alternating", b"digest of sixteen")

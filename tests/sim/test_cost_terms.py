@@ -164,6 +164,15 @@ def test_tables_replace_terms_by_name() -> None:
 # -------------------------------------------------------------------------------------------------- a term left out
 
 
+def test_every_builder_of_terms_is_listed() -> None:
+    """A builder is a function or method whose name ends with `_terms` and that is annotated as making cost terms."""
+    makes = ("Iterable[CostTerm]", "Iterator[CostTerm]")
+    places = [vars(roofline_module), vars(RooflineModel)]
+    found = [one for place in places for name, one in place.items() if name.endswith("_terms") and callable(one)]
+    builders = {one for one in found if one.__annotations__.get("return") in makes and not inspect.isabstract(one)}
+    assert builders == set(roofline_module.TERMS)
+
+
 def leave_out(cost: TermSum, where: str) -> None:
     """Leave the term `barrier`, one of the rows, out of the sum of the hot path or out of the breakdown."""
     if where == "batch_us":

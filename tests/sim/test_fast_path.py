@@ -37,7 +37,7 @@ from lockstep.sim.run.fast_runs import fast_run_of
 from lockstep.sim.run.setup import Setup
 from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario
-from lockstep.sim.workload.turns import Turns, TurnsBuilder
+from lockstep.sim.workload.turns import TurnLabel, Turns, TurnsBuilder, TurnStart
 
 pytest.importorskip("numba")
 
@@ -58,13 +58,12 @@ def turns_of(arrival_us: np.ndarray, prompts: np.ndarray, outputs: np.ndarray) -
     ):
         first = 2 * CONTEXT_TOKENS * index
         builder.append(
-            arrival_us=at,
+            TurnStart(at),
+            TurnLabel("r{0}", index),
             prompt=(first, prompt),
             prompt_tokens=prompt,
             output_tokens=output,
             output_first_token=first + prompt,
-            label_form="r{0}",
-            label_number=index,
             tenant=f"t{index % 3}",
         )
     return builder.build()

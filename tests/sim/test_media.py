@@ -31,7 +31,7 @@ from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.media import MediaSpec, parse_media, with_media
 from lockstep.sim.workload.token_runs import cut_runs
-from lockstep.sim.workload.workload import WorkloadError, open_workload, workload_digest
+from lockstep.sim.workload.workload import SourceReading, WorkloadError, open_workload, workload_digest
 
 SMALL = "gen:n=40,rate=20,input=fixed:64,output=fixed:6"
 IMAGES = "image=0.5x1..3:640x480/6"
@@ -472,9 +472,9 @@ def test_recorded_media_change_neither_lengths_nor_times(tmp_path: Path) -> None
     lengths = '"text_tokens": "{20: 0.5, 300: 0.5}", "image_tokens": "{0: 0.2, 700: 0.4, 1001: 0.4}"'
     lengths += ', "audio_tokens": "{0: 1.0}", "image_count": "{1: 0.5, 3: 0.5}", "output_tokens": "{5: 1.0}"'
     (tmp_path / "chunk-0-dataset.json").write_text(f'{{"0": {{{lengths}}}}}')
-    text = open_workload(str(tmp_path), seed=2).turns
-    turns = open_workload(str(tmp_path), seed=2, recorded_media=True, time_window="60..300", limit=150).turns
-    whole = open_workload(str(tmp_path), seed=2, recorded_media=True).turns
+    text, media = open_workload(str(tmp_path), seed=2).turns, SourceReading(recorded_media=True)
+    turns = open_workload(str(tmp_path), seed=2, reading=media, time_window="60..300", limit=150).turns
+    whole = open_workload(str(tmp_path), seed=2, reading=media).turns
     assert np.array_equal(whole.prompt_tokens, text.prompt_tokens)
     assert np.array_equal(whole.arrival_us, text.arrival_us)
     assert len(turns) == 150

@@ -462,7 +462,7 @@ def assert_nobody_is_lost(cluster: Any) -> None:
         engine = host.engine
         assert not engine.requests
         assert not engine.media.pins
-        assert not engine.media.line
+        assert not engine.media.room_queue
         assert not engine.media.queued
         assert not engine.media.deferred
         assert all(encoding.ready for encoding in engine.media.encodings.values()), "every order was answered"

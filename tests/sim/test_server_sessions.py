@@ -26,7 +26,7 @@ from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.server_sessions import with_server_sessions
 from lockstep.sim.workload.token_runs import prompt_ids, runs_behind
-from lockstep.sim.workload.turns import TurnsBuilder
+from lockstep.sim.workload.turns import TurnLabel, TurnsBuilder, TurnStart
 from lockstep.sim.workload.workload import open_workload
 
 CHAT = "gen:n=80,rate=20,turns=uniform:1:5,think=fixed:30ms,input=uniform:20:200,output=uniform:4:40"
@@ -120,13 +120,23 @@ def test_without_sessions_nothing_is_reported_of_them() -> None:
 
 def test_an_edited_history_is_kept_up_to_where_it_was_edited() -> None:
     builder = TurnsBuilder()
-    same: dict[str, Any] = {"arrival_us": 0, "label_form": "r{0}", "output_tokens": 5, "think_us": 9}
-    builder.append(prompt=[0, 50], prompt_tokens=50, output_first_token=50, label_number=0, **same)
+
+    def append(number: int, after: int, prompt: list[int], output_first_token: int) -> None:
+        builder.append(
+            TurnStart(0, after, think_us=9),
+            TurnLabel("r{0}", number),
+            prompt=prompt,
+            prompt_tokens=sum(prompt[1::2]),
+            output_tokens=5,
+            output_first_token=output_first_token,
+        )
+
+    append(0, -1, [0, 50], 50)
     edited = [0, 30, 100, 40]  # 30 tokens as they were
-    builder.append(prompt=edited, prompt_tokens=70, output_first_token=200, label_number=1, after=0, **same)
+    append(1, 0, edited, 200)
     again = [0, 30, 100, 40]  # nothing is new: the last token is brought
-    builder.append(prompt=again, prompt_tokens=70, output_first_token=300, label_number=2, after=1, **same)
-    builder.append(prompt=[400, 9], prompt_tokens=9, output_first_token=409, label_number=3, **same)
+    append(2, 1, again, 300)
+    append(3, -1, [400, 9], 409)
     turns = with_server_sessions(builder.build())
     assert [(turn.session, turn.session_kept, turn.session_last) for turn in turns] == [
         ("s0", 0, False), ("s0", 30, False), ("s0", 69, True), ("", 0, True),

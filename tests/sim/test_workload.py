@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.sim.workload.token_runs import TOKEN_IDS, FreshTokens, append_run, prompt_ids
-from lockstep.sim.workload.workload import Workload, WorkloadError, open_workload
+from lockstep.sim.workload.workload import SourceReading, Workload, WorkloadError, open_workload
 
 MOONCAKE = "traces/mooncake/conversation_trace.jsonl.gz"
 AZURE = "traces/azure/AzureLLMInferenceTrace_code.csv.gz"
@@ -49,6 +49,9 @@ def write(folder: Path, text: str | bytes, name: str = "trace.csv") -> str:
     path = folder / name
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     return str(path)
+
+
+LENIENT = SourceReading(skip_bad_rows=True)
 
 
 def open_text(folder: Path, text: str | bytes, **options: object) -> Workload:
@@ -294,7 +297,7 @@ def test_a_bad_row_is_refused_with_its_place_or_skipped(
     assert f", got `{value}" in message
     assert "--skip-bad-rows" in message
 
-    workload = open_text(tmp_path, text, skip_bad_rows=True)
+    workload = open_text(tmp_path, text, reading=LENIENT)
     assert len(workload.turns) == 2
     assert workload.skipped.count == 1
     assert f"line {line}, column `{column}`" in workload.skipped.examples[0]
@@ -307,7 +310,7 @@ def test_an_output_of_no_tokens_is_a_prompt_and_nothing_more(tmp_path: Path) -> 
 
 
 def test_only_the_first_few_skipped_rows_are_kept_as_messages(tmp_path: Path) -> None:
-    workload = open_text(tmp_path, AZURE_CSV + "bad,1,1\n" * 100, skip_bad_rows=True)
+    workload = open_text(tmp_path, AZURE_CSV + "bad,1,1\n" * 100, reading=LENIENT)
     assert (workload.skipped.count, len(workload.skipped.examples)) == (100, 5)
 
 
@@ -347,7 +350,7 @@ def test_bad_rows_behind_the_limit_are_still_refused(tmp_path: Path) -> None:
 )
 def test_a_bad_file_is_refused_whether_or_not_rows_may_be_skipped(tmp_path: Path, text: str | bytes, says: str) -> None:
     assert says in refusal(tmp_path, text)
-    assert "\nhint: " in refusal(tmp_path, text, skip_bad_rows=True)
+    assert "\nhint: " in refusal(tmp_path, text, reading=LENIENT)
 
 
 def test_an_unknown_format_lists_the_known_ones(tmp_path: Path) -> None:
@@ -357,7 +360,7 @@ def test_an_unknown_format_lists_the_known_ones(tmp_path: Path) -> None:
 
 def test_a_file_of_bad_rows_only_is_refused(tmp_path: Path) -> None:
     text = "arrived_at,num_prefill_tokens,num_decode_tokens\n1,0,5\n1,5,x\n"
-    assert "no usable row: all 2 are bad, first: " in refusal(tmp_path, text, skip_bad_rows=True)
+    assert "no usable row: all 2 are bad, first: " in refusal(tmp_path, text, reading=LENIENT)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

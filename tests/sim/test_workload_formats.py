@@ -15,7 +15,7 @@ import zstandard
 
 from lockstep.sim.workload.arrivals import TimeWindow
 from lockstep.sim.workload.token_runs import FreshTokens, fresh_tokens, prompt_ids
-from lockstep.sim.workload.workload import Workload, WorkloadError, open_workload
+from lockstep.sim.workload.workload import SourceReading, Workload, WorkloadError, open_workload
 
 AGENTIC = "traces/agentic/agentic_developers.jsonl.gz"
 AZURE = "traces/azure/AzureLLMInferenceTrace_code.csv.gz"
@@ -23,6 +23,8 @@ LENGTHS = "traces/lengths/vidur_arxiv_summarization_llama2_lengths.csv.gz"
 SERVEGEN = "traces/servegen/servegen_deepseek-r1.tar.zst"
 SERVEGEN_IMAGES = "traces/servegen/servegen_mm-image.tar.zst"
 SHAREGPT = "published/llmservingsim/sharegpt-llama-3.1-8b-300-sps10.jsonl.gz"
+
+LENIENT = SourceReading(skip_bad_rows=True)
 
 
 def open_text(folder: Path, text: str, **options: object) -> Workload:
@@ -102,7 +104,7 @@ def test_sessions_begin_at_once_or_at_a_rate(tmp_path: Path) -> None:
 )
 def test_a_bad_agentic_row_is_refused(tmp_path: Path, row: str, says: str) -> None:
     assert f"line 2, {says}" in refusal(tmp_path, agentic("a", 64, 1, [[1, 1]], 0) + row)
-    assert open_text(tmp_path, agentic("a", 64, 1, [[1, 1]], 0) + row, skip_bad_rows=True).skipped.count == 1
+    assert open_text(tmp_path, agentic("a", 64, 1, [[1, 1]], 0) + row, reading=LENIENT).skipped.count == 1
 
 
 def test_ids_beyond_what_can_be_numbered_are_refused(tmp_path: Path) -> None:

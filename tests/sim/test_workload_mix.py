@@ -16,7 +16,7 @@ from lockstep.sim.run.assemble import assemble
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.mix import mix_of, mix_turns
 from lockstep.sim.workload.token_runs import prompt_ids
-from lockstep.sim.workload.turns import Turn, Turns, TurnsBuilder
+from lockstep.sim.workload.turns import Turn, TurnLabel, Turns, TurnsBuilder, TurnStart
 from lockstep.sim.workload.workload import WorkloadError, open_workload
 
 CONSTANT = "gen:n=4,arrivals=constant,rate=1,input=fixed:10,output=fixed:5"
@@ -139,13 +139,12 @@ def test_ids_that_do_not_fit_are_moved_together() -> None:
     far = TurnsBuilder()
     for number, first in enumerate((2**30, 2**30 + 2**29)):
         far.append(
-            arrival_us=number,
+            TurnStart(number),
+            TurnLabel("r{0}", number),
             prompt=(0, 8, first, 4),
             prompt_tokens=12,
             output_tokens=2,
             output_first_token=first + 4,
-            label_form="r{0}",
-            label_number=number,
         )
     turns = far.build()
     mixed = mix_turns("mix:a;b", ["a", "b"], [turns, turns])
@@ -227,17 +226,13 @@ def test_a_builder_gives_back_what_it_was_given() -> None:
             )
         )
         builder.append(
-            arrival_us=arrival_us,
+            TurnStart(arrival_us, -1 if after is None else after, n % 4),
+            TurnLabel("t{0}.{1}", n, n % 4),
             prompt=prompt,
             prompt_tokens=5,
             output_tokens=n % 5,
             output_first_token=7 + n,
-            label_form="t{0}.{1}",
-            label_number=n,
-            label_part=n % 4,
             tenant=f"x{n % 2}",
-            after=-1 if after is None else after,
-            think_us=n % 4,
             grammar="g" if n % 7 == 0 else "",
         )
     turns = builder.build()

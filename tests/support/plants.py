@@ -19,9 +19,10 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.features import grammars
 from lockstep.core.features.media import EncoderCache
 from lockstep.core.kv.adapters import Adapters
+from lockstep.core.kv.deferred import DeferredFree
 from lockstep.core.kv.hybrid import Hybrid
-from lockstep.core.kv.memory import DeferredFree, Memory
-from lockstep.core.kv.radix import Found, Inserted, RadixCache, RadixNode
+from lockstep.core.kv.memory import Memory
+from lockstep.core.kv.radix import Inserted, RadixCache
 from lockstep.core.kv.resource import ExtendShare
 from lockstep.core.kv.state_pool import StatePool
 from lockstep.core.kv.tiers import Tiers
@@ -30,6 +31,7 @@ from lockstep.core.requests import delivery
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.budget import Deferral, PrefillBudget
 from lockstep.core.requests.microbatches import Microbatches
+from lockstep.core.requests.radix_node import Found, RadixNode
 from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import Int32s, Request, RequestTable, RunningBatch
 from lockstep.core.scheduler import ordering, preemption
@@ -256,8 +258,8 @@ def early_free() -> Plant:
 
     def bug(leave: Original, memory: Memory, request: Request, step: Step, **how: Any) -> None:
         leave(memory, request, step, **how)
-        while memory.deferred_frees:
-            memory.release(memory.deferred_frees.pop(), step)
+        while memory.deferred.rows:
+            memory.release(memory.deferred.rows.pop(), step)
 
     return _replaced(Memory, "leave", bug)
 
@@ -391,19 +393,19 @@ def evictable_drifts() -> Plant:
 def adapter_evicted_in_use() -> Plant:
     """The slot of an adapter that only work in flight still uses is given to another (VL#47724)."""
 
-    def bug(give_back: Original, adapters: Adapters, row: int) -> None:
+    def bug(release: Original, adapters: Adapters, row: int) -> None:
         if row in adapters.rows:
-            give_back(adapters, row)
+            release(adapters, row)
 
     def early(leave: Original, memory: Memory, request: Request, step: Step, **how: Any) -> None:
         row = request.row
         leave(memory, request, step, **how)
         if memory.adapters.present:
-            memory.adapters.give_back(row)
+            memory.adapters.release(row)
 
     @contextmanager
     def both() -> Iterator[None]:
-        with _replaced(Adapters, "give_back", bug), _replaced(Memory, "leave", early):
+        with _replaced(Adapters, "release", bug), _replaced(Memory, "leave", early):
             yield
 
     return both()
@@ -518,11 +520,11 @@ def checkpoint_written_again() -> Plant:
 def slot_of_state_leaks() -> Plant:
     """A retracted request keeps the checkpoints that it left (SG#16067)."""
 
-    def bug(let_go: Original, states: StatePool, row: int) -> None:
-        states.left.pop(row, None)
-        let_go(states, row)
+    def bug(free_row: Original, states: StatePool, row: int) -> None:
+        states.unpublished.pop(row, None)
+        free_row(states, row)
 
-    return _replaced(StatePool, "let_go", bug)
+    return _replaced(StatePool, "free_row", bug)
 
 
 def other_microbatches_not_searched() -> Plant:
@@ -607,7 +609,7 @@ def page_not_freed() -> Plant:
 
 def lock_not_released() -> Plant:
     """The cached prefix of a request that has left stays locked."""
-    return _replaced(Memory, "let_go", lambda original, memory, handle, namespace, step: None)
+    return _replaced(Memory, "unlock_path", lambda original, memory, handle, namespace, step: None)
 
 
 def running_place_not_released() -> Plant:
@@ -637,22 +639,22 @@ def window_page_not_freed() -> Plant:
 
 def window_not_unlocked() -> Plant:
     """A row that is released keeps the locks on its window blocks."""
-    return _replaced(Hybrid, "let_go", lambda original, hybrid, row, held: None)
+    return _replaced(Hybrid, "unlock_windows", lambda original, hybrid, row, pages: None)
 
 
 def state_slot_not_freed() -> Plant:
     """A row that is released keeps one of its slots of state."""
 
-    def bug(let_go: Original, states: StatePool, row: int) -> None:
-        let_go(states, row)
+    def bug(free_row: Original, states: StatePool, row: int) -> None:
+        free_row(states, row)
         states.pool.alloc(1)
 
-    return _replaced(StatePool, "let_go", bug)
+    return _replaced(StatePool, "free_row", bug)
 
 
 def host_page_not_freed() -> Plant:
     """Pages that are evicted from host memory come back to nothing."""
-    return _replaced(Tiers, "_give_back_host", lambda original, tiers, pages: original(tiers, pages[:-1]))
+    return _replaced(Tiers, "_free_host_pages", lambda original, tiers, pages: original(tiers, pages[:-1]))
 
 
 def tier_locks_not_released() -> Plant:
@@ -662,7 +664,7 @@ def tier_locks_not_released() -> Plant:
 
 def encoder_room_not_released() -> Plant:
     """A request that needs no encoder output any more keeps it pinned."""
-    return _replaced(EncoderCache, "let_go", lambda original, cache, request_id, free_after=None: None)
+    return _replaced(EncoderCache, "release", lambda original, cache, request_id, free_after=None: None)
 
 
 PLANTS: dict[str, Callable[[], Plant]] = {

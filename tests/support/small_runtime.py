@@ -23,10 +23,20 @@ from lockstep.core.contract.events import ObservedEvent, RequestArrived, Samplin
 from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import RowContext
-from lockstep.host.loop import HostClock, Int32s, ResultExtras, RuntimeHost, TokenLogprobs
+from lockstep.host.loop import (
+    NO_DEVICE_SERVICES,
+    NO_REQUEST_SERVICES,
+    DeviceServices,
+    HostClock,
+    Int32s,
+    RequestServices,
+    ResultExtras,
+    RuntimeHost,
+    TokenLogprobs,
+)
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.drafting import NgramDrafter
-from lockstep.runtime.executor import Executor, Matchers
+from lockstep.runtime.executor import Executor, LookAhead, Matchers, RunnableModel
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import DecodeGraphs, Recorder
 from lockstep.runtime.kv_pool import KvPool
@@ -249,7 +259,8 @@ class SmallRuntime:
         check: bool = True,
         graphs: Recorder | None = None,
         graph_sizes: Sequence[int] = (1, 2, 4, 8),
-        host_options: dict[str, Any] | None = None,
+        requests: RequestServices = NO_REQUEST_SERVICES,
+        device: DeviceServices = NO_DEVICE_SERVICES,
         drafter: type[NgramDrafter] = NgramDrafter,
         **settings: Any,
     ) -> None:
@@ -275,8 +286,9 @@ class SmallRuntime:
             self.executor,
             NoJournal() if journal is None else journal,
             self.clock,
+            requests=requests,
+            device=device,
             observe=self._observe,
-            **(host_options or {}),
         )
         self.deepest = 0  # batches in flight at once
 
@@ -342,16 +354,13 @@ def make_executor(
         decodes.prepare(lane)
     drafts = drafter((config.pages + 1) * config.page_size, config.page_size, CPU) if config.speculates else None
     return Executor(
-        model,
-        attention,
+        RunnableModel(model, attention, decodes),
         GreedySampler(),
         tables,
         lane,
         matchers=matchers,
         canary=watching,
-        graphs=decodes,
-        drafter=drafts,
-        jumps=config.jumps,
+        ahead=LookAhead(drafts, jumps=config.jumps),
     )
 
 

@@ -127,5 +127,5 @@ def test_runs_of_other_requests_do_not_drift(runs: Path, tmp_path: Path) -> None
     result = run_diff(runs / "fcfs", tmp_path / "other")
     assert result.exit_code == 1
     assert "how they drift: 0 requests of both" in result.stdout
-    assert "no request is in both, so there is nothing to say of how they drift" in result.stdout
+    assert "no request is in both, so requests cannot be compared" in result.stdout
     assert "the same" not in result.stdout.partition("how they drift")[2]

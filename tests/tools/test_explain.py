@@ -76,13 +76,13 @@ def test_waiting_is_shown_with_its_reason_and_what_made_room(tmp_path: Path) -> 
     c, _, text = story_of(folder, "c")
     assert causes(c) == [("launch", -1, 2, 5), ("running_limit", -1, 5, 14)]
     assert [(one.request_id, one.how) for one in c.waits[0].made_room] == [(0, "length")]
-    assert "3 ms: nobody had refused it: the next batch had not been planned yet" in text
-    assert "9 ms: first in line, but max_running_requests (2) ran already" in text
-    assert "at the end of that a ended (length)" in text
+    assert "3 ms: it was not refused; the next batch was not planned yet" in text
+    assert "9 ms: first in the queue, but max_running_requests (2) ran already" in text
+    assert "at the end of this time a ended (length)" in text
     d, _, text = story_of(folder, "d")
     assert causes(d)[:2] == [("launch", -1, 2, 5), ("running_limit", 2, 5, 14)]
     assert "9 ms: behind c, which could not start: max_running_requests (2) ran already" in text
-    assert "nothing of it was cached (the radix cache is off): 4 tokens to compute" in text
+    assert "no tokens were cached (the radix cache is off): 4 tokens to compute" in text
     assert "finished (length) with 2 output tokens: its limit of output tokens was reached" in text
 
 
@@ -123,7 +123,7 @@ run
     c, _, text = story_of(folder, "c")
     assert causes(c) == [("prefetch", -1, 3, 5), ("load", -1, 5, 6)]
     assert "2 ms: its prefix was being fetched from storage" in text
-    assert "1 ms: its prefix was on the way from host memory to the device" in text
+    assert "1 ms: its prefix was being loaded from host memory to the device" in text
 
 
 def test_grammar_session_adapter_sample_and_pause_are_shown(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_grammar_session_adapter_sample_and_pause_are_shown(tmp_path: Path) -> N
     )
     b, _, text = story_of(session, "b")
     assert causes(b) == [("session", 0, 0, 4), ("launch", -1, 4, 6)]
-    assert "the turn before it in its session, a, had not ended" in text
+    assert "the previous turn of its session, a, had not ended" in text
     assert "a turn of session s, which kept 5 tokens: 7 in all" in text
     adapter = record_story(
         tmp_path / "adapter",
@@ -188,13 +188,13 @@ def test_waits_between_engines_are_shown_on_both_sides(tmp_path: Path) -> None:
     decode = journal_of(fleet, "d0", tmp_path / "d0")
     first, _, text = story_of(decode, "r0")
     assert causes(first)[0][0] == "receiving"
-    assert "its KV was on the way" in text
+    assert "its KV was being transferred" in text
     second, _, text = story_of(decode, "r1")
     assert [cause[0] for cause in causes(second)] == ["receiving", "ready"]
-    assert "there was no row" in text
+    assert "no row, or no slot for its adapter, was free" in text
     prefill, _, text = story_of(journal_of(fleet, "p0", tmp_path / "p0"), "r0")
     assert causes(prefill)[0][0] == "bootstrap"
-    assert "its decode engine had not given it pages" in text
+    assert "its decode engine had not allocated pages for it" in text
 
 
 def test_media_are_listed_content_by_content(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ run
     b, chronicle, text = story_of(folder, "b")
     assert causes(b)[0] == ("media", -1, 2, 9)
     assert "7 ms: its media were being encoded" in text
-    assert f"image {cat}, 4 tokens: encoded from 0.000 s, for another, to 0.005 s" in text
+    assert f"image {cat}, 4 tokens: encoded from 0.000 s, for another request, to 0.005 s" in text
     assert f"video {dog}, 4 tokens: encoded from 0.005 s to 0.009 s" in text
     encoder = next(lane for lane in lanes(b, chronicle) if lane.name == "encoder: its media")
     assert encoder.bars == [(2000, 5000), (5000, 9000)]
@@ -236,11 +236,11 @@ def test_retraction_is_shown_with_the_requests_that_grew(tmp_path: Path) -> None
     assert len(b.retractions) == 1
     assert b.retractions[0].gainers == (0,)
     assert (b.retractions[0].event.needed_pages, b.retractions[0].event.available_pages) == (2, 1)
-    assert "did not fit into the pages that were left (2 wanted, 1 left)" in told_text
+    assert "did not fit into the pages left (2 needed, 1 left)" in told_text
     why = why_step(folder, b.retractions[0].step).parts["why"]
-    assert any("the next decodes need 2 and 1 could be had" in line for line in why)
-    assert "after 6 output tokens: the next decode of all did not fit into the pages that were left" in told_text
-    assert "4 pages went back" in told_text
+    assert any("the next decodes need 2 and 1 were available" in line for line in why)
+    assert "after 6 output tokens: the next decode of the running batch did not fit into the pages left" in told_text
+    assert "4 pages freed" in told_text
     assert "the decodes of a opened pages in the same step" in told_text
     assert "waited again" in told_text or "was admitted again at once" in told_text
     assert "computed its prompt and the output it had kept: 9 tokens in 1 chunk" in told_text
@@ -248,7 +248,7 @@ def test_retraction_is_shown_with_the_requests_that_grew(tmp_path: Path) -> None
 
 def test_preemption_names_the_beneficiary(tmp_path: Path) -> None:
     folder = record_story(tmp_path, (SCENARIOS / "preemption/makes_room.txt").read_text())
-    assert "c is more important and needed the room" in story_of(folder, "b")[2]
+    assert "c has a higher priority and needed the pages" in story_of(folder, "b")[2]
 
 
 @pytest.mark.parametrize(
@@ -339,9 +339,9 @@ def test_step_lists_admitted_and_left_out_requests(tmp_path: Path) -> None:
     assert reason.title == "step 6 at 0.005 s: LaneReady, launched b1"
     assert reason.parts["before"][:2] == ["2 waiting: c and d", "2 decoding: a and b"]
     assert reason.parts["launched"][0] == "2 decodes: a and b"
-    assert reason.parts["why"] == ["only decodes: nobody who waits could start (left out, below)"]
+    assert reason.parts["why"] == ["only decodes: no waiting request could start (left out, below)"]
     assert reason.parts["left out"] == [
-        "c: first in line: max_running_requests (2) ran already",
+        "c: first in the queue: max_running_requests (2) ran already",
         "d: behind c, which could not start: max_running_requests (2) ran already",
     ]
     assert "batch b0 finished" in why_step(folder, 5).parts["the fact"]
@@ -352,7 +352,7 @@ def test_every_step_of_a_crowded_run_can_be_explained(crowd: Path) -> None:
     admitted = chronicle.timelines[20].waits[0].admitted_step
     assert any("r20 was admitted" in line for line in why_step(crowd, admitted).parts["why"])
     reasons = " ".join(str(why_step(crowd, number).parts) for number in range(0, 400, 23))
-    for words in ("left out", "of page tables change", "come back once everything in flight"):
+    for words in ("left out", "of page tables change", "become free once all batches in flight"):
         assert words in reasons
 
 
@@ -401,19 +401,21 @@ def test_requests_that_left_the_routers_queue_never_reached_an_engine(crowd: Pat
 
     assert "120 requests arrived" in hint()  # at both
     record(ends=0)
-    assert "1 request was cancelled or turned away in the router's line and never reached an engine" in hint()
+    assert "1 request was cancelled or rejected in the router's queue and never reached an engine" in hint()
     set_aside(tmp_path, 10**6)
     record(ends=2)
-    assert "3 requests were cancelled or turned away in the router's line" in hint()  # of both files
+    assert "3 requests were cancelled or rejected in the router's queue" in hint()  # of both files
     assert "got `left`" in hint()
     with (tmp_path / "router.jsonl").open("a") as file:
         file.write('{"fact":')  # a server that runs
     assert "3 requests were cancelled" in hint()
     result = run_explain(tmp_path, "--request", "gone\x1b")
     assert result.exit_code == 0, result.output
-    assert "request gone\\x1b came to the router at" in result.stdout
-    assert "with 10 prompt tokens, and left its line, cancelled, 7 µs later. It never reached" in words(result.stdout)
-    assert "was turned away, as too many waited there, 0 µs later" in words(
+    assert "request gone\\x1b arrived at the router at" in result.stdout
+    assert "with 10 prompt tokens, and was cancelled in the router's queue 7 µs later. It never reached" in words(
+        result.stdout
+    )
+    assert "was rejected because the queue was full 0 µs later" in words(
         run_explain(tmp_path, "--request", "full").stdout
     )
     said = json.loads(run_explain(tmp_path, "--request", "full", "--json").stdout)
@@ -507,7 +509,7 @@ def test_rank_reports_that_it_proposed_and_what_all_agreed_on(tmp_path: Path) ->
         result = CliRunner().invoke(explain, [str(folder), "--step", step])
         assert result.exit_code == 0, result.output
         texts.append(result.stdout)
-    assert "it is proposed, and launched once all ranks have agreed" in texts[0]
-    assert "what all ranks agreed on is launched here" in texts[1]
+    assert "the plan is proposed, and launched once all ranks have agreed" in texts[0]
+    assert "this step launches the batch on which all ranks agreed" in texts[1]
     result = CliRunner().invoke(explain, [str(folder), "--request", "3"])
     assert result.exit_code == 0, result.output

@@ -275,4 +275,4 @@ def test_corruption_is_one_clear_error_for_every_command(command: str, run: Path
 def test_help_is_the_docstring(journal: Lockstep) -> None:
     text = journal("--help").stdout
     assert "lockstep journal verify RUN    replay every event and compare every digest" in text
-    assert "Exit status: 0 all well" in text
+    assert "Exit status: 0 no problem" in text

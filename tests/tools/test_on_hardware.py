@@ -134,6 +134,7 @@ def test_a_run_under_grammars_gives_the_same_again_and_so_does_one_with_kv_in_fp
     """A journal of the runtime itself, deferred sampling and drafts among it: greedy answers are those of the run."""
     pytest.importorskip("torch", reason="the GPU runtime is not installed")
     pytest.importorskip("llguidance", reason="no library of grammars is installed")
+    from lockstep.host.engine_options import RankOptions
     from lockstep.host.recorded import RecordedAnswer, run_recorded
     from lockstep.runtime import LLM, Params
     from lockstep.runtime.recorded import make_runner
@@ -148,7 +149,7 @@ def test_a_run_under_grammars_gives_the_same_again_and_so_does_one_with_kv_in_fp
     assert result.exit_code == 0, result.output
     assert "KV in fp8" in json.loads(result.stdout)["notes"]
     config = read_journal(tmp_path / "run").header.config
-    runner = make_runner(_extent(tmp_path / "run", None), config, device="cpu", kv_cache_dtype="fp8_e4m3")
+    runner = make_runner(_extent(tmp_path / "run", None), config, RankOptions(kv_cache_dtype="fp8_e4m3"), device="cpu")
     found: list[RecordedAnswer] = []
     assert list(run_recorded(tmp_path / "run", runner.made.executor, runner.made.model.settings.vocab, found.append))
     assert [one.tokens for one in sorted(found, key=lambda one: one.request_id)] == said
@@ -179,7 +180,7 @@ def test_ctrl_c_ends_it_with_what_there_is(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 130, stderr
-    assert stdout.startswith("interrupted: the figures are those until then\n")
+    assert stdout.startswith("interrupted: the figures end there\n")
     assert 20 <= len(read_batch_times(out).batches) < len(plans_of(long))
 
 

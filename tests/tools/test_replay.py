@@ -75,7 +75,7 @@ def test_conditions_hold_where_the_decided_events_are(run: Path) -> None:
         ("RequestRetracted and", "expected the name of a decided event or of a field at `the end`"),
         ("reason", "expected a comparison at `the end`"),
         ("reason kv_budget 3", "expected ==, !=, <, <=, > or >= at `kv_budget 3`"),
-        ("reason < kv_budget", "is no number"),
+        ("reason < kv_budget", "is not a number"),
         ("(waiting > 3", "expected `)` at `the end`"),
         ("waiting > 3 rows", "expected `and`, `or` or the end at `rows`"),
         ("__import__('os')", "where no name or value begins"),
@@ -127,7 +127,7 @@ def test_a_person_goes_through_a_run(run: Path) -> None:
     assert f"before step {first - 1:,}\n" in said
     assert said.count(f"at the end, {steps:,} steps") == 2
     assert "no command `foo`" in said
-    assert "names nothing" in said
+    assert "is not a name" in said
     assert f"before step {steps - 5:,}" not in said  # nothing is done behind `quit`
 
 

@@ -13,7 +13,7 @@ from lockstep.core.requests.table import NO_REQUEST
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import simulate
 from lockstep.sim.scenario.scenario import Scenario
-from lockstep.tools.narration import DEFERRAL_TEXTS, OWN_AFFAIRS, SHORT, cause_key, key_text
+from lockstep.tools.narration import DEFERRAL_TEXTS, OWN_CAUSES, SHORT, cause_key, key_text
 from lockstep.tools.recorded_waits import waits_of
 from lockstep.tools.request_timeline import Cause, Chronicle
 from lockstep.tools.runs import Walk
@@ -83,8 +83,8 @@ def test_every_cause_has_words() -> None:
     for reason in (*SHORT, *DEFERRAL_TEXTS):
         for other in (NO_REQUEST, 3):
             words = key_text(cause_key(Cause(reason, other)))
-            behind = other != NO_REQUEST and reason not in OWN_AFFAIRS
-            assert words.startswith("in line behind another, which could not start: ") == behind
+            behind = other != NO_REQUEST and reason not in OWN_CAUSES
+            assert words.startswith("in the queue behind another, which could not start: ") == behind
             assert len(words) > 25
             assert reason not in words or "_" not in reason or reason == "running_limit"
             assert "{" not in words

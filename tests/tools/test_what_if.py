@@ -175,7 +175,7 @@ def test_another_policy_lists_winners_and_losers_and_why(run: Path, tmp_path: Pa
     assert "schedule_policy               A fcfs  B lpm" in result.stdout
     assert "requests that lost most, and why" in result.stdout
     assert "requests that won most, and why" in result.stdout
-    assert " in line behind another, which could not start: " in result.stdout
+    assert " in the queue behind another, which could not start: " in result.stdout
     assert f"B  {tmp_path / 'lpm'}" in result.stdout
     text = page.read_text()
     assert "<h2>Why?</h2>" in text
@@ -208,11 +208,11 @@ def test_a_journal_of_another_host_is_simulated_first(run: Path, tmp_path: Path)
     bare = rewritten(run, tmp_path / "served", spelt_out)
     result = what_if(bare, "--policy", "lpm")
     assert result.exit_code == 2
-    assert "does not say which model it is of\nhint: give --model" in result.stderr
+    assert "does not record its model\nhint: give --model" in result.stderr
     result = what_if(bare, "--model", "qwen3-0.6b", "--gpu", "h200", "--policy", "lpm")
     assert result.exit_code == 0, result.output
     assert "A is a simulation of it under its own settings" in result.stderr
-    assert "requests go on where an earlier answer ended" in result.stderr
+    assert "requests continue an earlier answer" in result.stderr
     assert "schedule_policy               A fcfs  B lpm" in result.stdout
     assert "pages" not in result.stdout.partition("SLOs of A")[0].partition("settings that differ")[2]
 
@@ -300,11 +300,11 @@ def test_links_between_prefill_and_decode_engines_stay_what_they_were(tmp_path: 
     ]
     result = what_if(run, "--replicas", 2)
     assert result.exit_code == 2
-    assert "`--replicas` 2 is of one kind of engine, and the run has `1xh200:role=prefill,1xh200" in result.stderr
-    assert "hint: say of which GPU, with --gpu" in result.stderr
+    assert "`--replicas` 2 needs one kind of engine, and the run has `1xh200:role=prefill,1xh200" in result.stderr
+    assert "hint: choose the GPU with --gpu" in result.stderr
     result = what_if(run, "--replicas", 2, "--gpu", "h200", "--out", tmp_path / "two")
     assert result.exit_code == 0, result.output
-    assert "note: link_gbs is left out of B: it is of links between prefill and decode engines" in result.stderr
+    assert "note: link_gbs is left out of B: it applies to links between prefill and decode engines" in result.stderr
     assert "--link" not in json.loads((tmp_path / "two" / "metrics.json").read_text())["about"]["command"]
 
 
@@ -312,8 +312,8 @@ def test_engines_listed_one_by_one_are_changed_as_asked_or_it_is_refused(tmp_pat
     run = simulated(tmp_path / "kinds", "--engines 1xh200:page_size=32,1xh100:tp=2")
     for words, said in (
         (["--gpu", "b200"], "`--gpu` b200 is one GPU, and the run has engines of several kinds: `1xh200:page_size=32,"),
-        (["--page-size", "16"], "`page_size` 16 is for all engines, and the run has it of single ones"),
-        (["--tp", "4"], "`tp` 4 is for all engines, and the run has it of single ones"),
+        (["--page-size", "16"], "`page_size` 16 is for all engines, and the run sets it for single engines"),
+        (["--tp", "4"], "`tp` 4 is for all engines, and the run sets it for single engines"),
     ):
         result = what_if(run, *words)
         assert (result.exit_code, said in result.stderr) == (2, True), result.output
@@ -326,14 +326,14 @@ def test_what_only_the_old_policy_of_a_router_looks_at_is_left_out_and_reported(
     run = simulated(tmp_path / "reports", words)
     result = what_if(run, "--router", "prefix_affinity", "--out", tmp_path / "affine")
     assert result.exit_code == 0, result.output
-    assert "note: router_report_interval is left out of B: prefix_affinity does not look at it" in result.stderr
+    assert "note: router_report_interval is left out of B: prefix_affinity does not use it" in result.stderr
     assert "note: router_report_delay is left out of B" in result.stderr
     result = what_if(run, "--router", "total_tokens")
     assert "left out" not in result.stderr
     words = "--gpu h200 --replicas 2 --router prefix_affinity --router-load-bound 1.5"
     run = simulated(tmp_path / "bound", words)
     result = what_if(run, "--router", "round_robin", "--out", tmp_path / "turns")
-    assert "note: router_load_bound is left out of B: round_robin does not look at it" in result.stderr
+    assert "note: router_load_bound is left out of B: round_robin does not use it" in result.stderr
     command = json.loads((tmp_path / "turns" / "metrics.json").read_text())["about"]["command"]
     assert "--router round_robin" in command
     assert "load-bound" not in command
@@ -352,7 +352,7 @@ def test_a_closed_loop_has_no_rate_to_change(tmp_path: Path) -> None:
     run = simulated(tmp_path / "loop", "--gpu h200 --concurrency 4")
     result = what_if(run, "--rate-scale", 2)
     assert result.exit_code == 2
-    assert "`--rate-scale` 2 is of requests by the clock, and the run was a closed loop of 4 sessions" in result.stderr
+    assert "`--rate-scale` 2 needs an open loop, and the run was a closed loop of 4 sessions" in result.stderr
 
 
 def test_media_whose_workload_is_gone_are_refused(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_media_whose_workload_is_gone_are_refused(tmp_path: Path) -> None:
     result = what_if(run)
     assert result.exit_code == 2, result.output
     assert "had its requests from" in result.stderr
-    assert "requests with media cannot be read off journals\nhint: put the workload back" in result.stderr
+    assert "requests with media cannot be read from journals\nhint: restore the workload" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -374,8 +374,8 @@ def test_one_engine_of_a_cluster_is_not_asked_what_all_would_do(tmp_path: Path) 
     run = simulated(tmp_path / "two", "--gpu h200 --replicas 2")
     result = what_if(run / "engines" / "0", "--policy", "lpm")
     assert result.exit_code == 2, result.output
-    assert "is one engine of a cluster, whose requests are those that its router sent there" in result.stderr
-    assert f"hint: ask the whole run, {run}\n" in result.stderr
+    assert "is one engine of a cluster, and has only the requests that the router sent to it" in result.stderr
+    assert f"hint: use the whole run, {run}\n" in result.stderr
 
 
 def test_the_run_that_is_queried_for_is_not_written_over(run: Path, tmp_path: Path) -> None:
@@ -383,7 +383,7 @@ def test_the_run_that_is_queried_for_is_not_written_over(run: Path, tmp_path: Pa
     shutil.copytree(run, copy)
     result = what_if(copy, "--policy", "lpm", "--out", tmp_path / "x" / ".." / "copy", "--overwrite")
     assert result.exit_code == 2, result.output
-    assert "is the run that is asked about\nhint: keep B in a folder of its own" in result.stderr
+    assert "is the folder of A\nhint: choose another folder for B" in result.stderr
     assert drift(run, copy).equal
 
 
@@ -395,7 +395,7 @@ def test_journals_alone_report_how_their_engine_was_laid_out_or_why_it_cannot_be
     assert setup.config == read_journal(staged).header.config
     for words, said in (
         ("--gpu h200 --host-cache-gb 20", "its `tiers` is set: host memory or storage below its cache"),
-        ("--gpu h200 --prefill-engines 1 --decode-engines 1", "its `role` is set: an engine with another one"),
+        ("--gpu h200 --prefill-engines 1 --decode-engines 1", "its `role` is set: an engine that hands requests over"),
         ("--gpu h200 --tp 2 --attention-dp 2 --rank-schedulers", "its `dp_ranks` is set: one of several ranks"),
     ):
         run = simulated(tmp_path / words.split()[2], words)

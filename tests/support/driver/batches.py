@@ -135,9 +135,9 @@ class BatchPiece(Piece):
             for span in (*plan.logprob_spans, *plan.hidden_spans):
                 if span.start > int(plan.starts[span.index]):
                     self.mark("results wanted from inside an extend")
-        if self.engine.memory.deferred_frees:
+        if self.engine.memory.deferred.rows:
             self.mark("row kept for work in flight")
-        if self.engine.memory.deferred_pages:
+        if self.engine.memory.deferred.pages:
             self.mark("duplicate pages freed later")
 
     def at_rest(self) -> None:

@@ -27,7 +27,7 @@ class GrammarPiece(Piece):
         if not self.compiling:
             return
         name = self.compiling.pop(choice % len(self.compiling))
-        waiting = any(self.subject.records[request_id].grammar == name for request_id in self.engine.held)
+        waiting = any(self.subject.records[request_id].grammar == name for request_id in self.engine.blocked)
         self.mark(("grammar refused" if error else "grammar compiled") if waiting else "grammar compiled in vain")
         if error and self.engine.grammars.known[name.encode()].error is None:
             self.invalid.add(name)

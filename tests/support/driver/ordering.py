@@ -32,7 +32,7 @@ class QueuePiece(Piece):
         self.ran: set[int] = set()  # requests that were admitted at least once
 
     def before(self, event: Observed) -> None:
-        self._queue, self._held = [request.request_id for request in self.engine.waiting], list(self.engine.held)
+        self._queue, self._held = [request.request_id for request in self.engine.waiting], list(self.engine.blocked)
 
     def stepped(self, event: Observed, step: Step) -> None:
         """Follow the waiting queue through the decisions of a Step, in their order."""
@@ -42,7 +42,7 @@ class QueuePiece(Piece):
         behind = self.samples.joined_behind(step)
         turns = [one.request_id for one in step.decided if isinstance(one, TurnStarted)]
         for request_id in self._held:  # those that are held no more joined before any request left the queue
-            if request_id in behind or request_id in turns or request_id in self.engine.held:
+            if request_id in behind or request_id in turns or request_id in self.engine.blocked:
                 continue
             if request_id in self.engine.requests:
                 self._join(queue, request_id)
@@ -99,7 +99,9 @@ class PreemptionPiece(Piece):
             awaited = engine.requests.get(self.made_room.pop(request_id, -1))
             if awaited is not None and awaited.state is RequestState.WAITING:
                 alone = (
-                    awaited.deferred in ("adapter", "load", "prefetch") or awaited.behind >= 0 or awaited.holds
+                    awaited.deferred in ("adapter", "load", "prefetch")
+                    or awaited.behind >= 0
+                    or awaited.open_prerequisites
                 )  # bypassed for a reason of its own
                 assert alone or request_id in urgent, f"B14: r{request_id} is back before {awaited.name} started"
         if admitted and self.made_room:
@@ -138,5 +140,4 @@ class PreemptionPiece(Piece):
 
     def _writes_first(self) -> bool:
         """Whether the KV of retracted requests, which the radix cache holds, is first written to host memory."""
-        tiers = self.engine.memory.tiers
-        return self.engine.config.retracted_kv == "cache" and tiers.device_busy
+        return self.engine.config.retracted_kv == "cache" and self.engine.memory.operations.device_busy

@@ -82,7 +82,7 @@ class RequestPiece(Piece):
         engine, live = self.engine, list(self.engine.requests)
         if live:
             request = engine.requests[live[choice % len(live)]]
-            held, grammar = request.request_id in engine.held, request.grammar
+            held, grammar = request.request_id in engine.blocked, request.grammar
             if grammar is not None and request.request_id in engine.grammars.known[grammar.digest].waiting:
                 self.mark("grammar cancelled while compiling")
             self.mark("cancelled while waiting for prerequisites" if held else f"cancelled while {request.state.name}")
@@ -177,8 +177,8 @@ class RequestPiece(Piece):
             timers = (request.finish_by_us, request.deadline_us if not request.ran else None, request.grammar_due_us)
             for due in timers:
                 assert due is None or wakes <= due, f"{request.name} is due at {due} us, the engine wakes at {wakes}"
-        for request in self.engine.held.values():
-            if request.holds > 1:
+        for request in self.engine.blocked.values():
+            if request.open_prerequisites > 1:
                 self.mark("several prerequisites")
             if request.session and request.extras is not None and request.extras.awaits_media:
                 self.mark("turn waits for its media")
@@ -192,7 +192,7 @@ class SamplePiece(Piece):
     """Parallel samples: which wait for the prompt of their leader, and which sample leads when the leader has left."""
 
     def before(self, event: Observed) -> None:
-        waiting = self.engine.prerequisites.followers.items()
+        waiting = self.engine.prerequisites.waiting_samples.items()
         self._waiting = {leader: [one.request_id for one in samples] for leader, samples in waiting}
 
     def joined_behind(self, step: Step) -> list[int]:
@@ -202,5 +202,5 @@ class SamplePiece(Piece):
 
     def checked(self, event: Observed, step: Step) -> None:
         if self._waiting:
-            for leader in self._waiting.keys() - self.engine.prerequisites.followers.keys():
+            for leader in self._waiting.keys() - self.engine.prerequisites.waiting_samples.keys():
                 self.mark("samples follow" if leader in self.engine.requests else "another sample leads")

@@ -425,8 +425,8 @@ class Fleet:
             assert hybrid.window.window_of[pages].tolist() == beside.window_pages.tolist(), "S31: windows were given up"
             assert (hybrid.window.locks[pages] > 0).all(), "S31: windows that a transfer touches may be evicted"
         if hybrid.states is not None and beside.state_slot >= 0:
-            rows = [row for row, lent in member.engine.memory.lent.items() if lent.request_id == request_id]
-            slots = [int(hybrid.states.slot_of[row]) for row in rows] + hybrid.states.coming.get(request_id, [])[:1]
+            rows = [row for row, lent in member.engine.memory.deferred.lent.items() if lent.request_id == request_id]
+            slots = [int(hybrid.states.slot_of[row]) for row in rows] + hybrid.states.incoming.get(request_id, [])[:1]
             assert slots == [beside.state_slot], f"S31: a transfer touches slot {beside.state_slot}, its own is {slots}"
 
     def stop(self, wire: Wire) -> None:

@@ -1,7 +1,7 @@
-"""`lockstep bench serve`: load a server, and measure it as the simulator measures itself. Arguments and printing only.
+"""`lockstep bench serve`: load a server, and measure it like a simulation. Argument parsing and printing only.
 
-Senders and arrivals are those of a simulation of the same command line (`sim/run/load.py: arrivals_of_load`);
-it is sent by the sender of `lockstep replay --to` (live.py) and measured by bench_run.py.
+Arrivals are those of a simulation with the same options (`sim/run/load.py: arrivals_of_load`). The sender of `lockstep
+replay --to` (live.py) sends them, and bench_run.py measures the answers.
 """
 
 from __future__ import annotations
@@ -13,82 +13,43 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from lockstep.core.contract.errors import ConfigError
+from lockstep.host.options import changed_words, options_of, take, with_flags
 from lockstep.sim.cli.errors import refusals
 from lockstep.sim.cli.progress import terminal_bar
+from lockstep.sim.scenario.scenario import Scenario, names_where
+from lockstep.tools.sender_options import BenchOptions
 
 if TYPE_CHECKING:
-    from lockstep.sim.scenario.scenario import Scenario
     from lockstep.tools.bench_run import BenchRun
     from lockstep.tools.live import Asking, Sender
 
+WORKLOAD = options_of(Scenario)["workload"]
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
 
 @click.group()
 def bench() -> None:
-    """Measure something that runs."""
+    """Measure a running server."""
 
 
 @bench.command(context_settings={"show_default": True, "max_content_width": 120})
-@click.option("--to", "url", required=True, metavar="URL", help="the server, such as http://127.0.0.1:8000")
-@click.option("--model", help="name to ask for  [default: the first that the server offers]")
+@with_flags(click.option, options_of(BenchOptions).values(), choice=click.Choice)
 @click.option(
-    "--workload",
+    WORKLOAD.flag,
     "workloads",
     required=True,
     multiple=True,
-    metavar="PATH|gen:...",
-    help="a trace, a fitted model, or a generator: docs/workloads.md; several, as [TENANT=]WORKLOAD[@RATE], are mixed",
+    metavar=WORKLOAD.option.metavar,
+    help=WORKLOAD.option.help,
 )
-@click.option("--rate", type=click.FLOAT, help="requests per second: stretches a trace  [default: as recorded]")
-@click.option("--rate-scale", default=1.0, help="multiplies the rate: 2 halves every gap")
-@click.option("--time-window", metavar="FROM..TO", help="keep what arrives then, in recorded time: 10m..1h")
-@click.option("--concurrency", type=click.INT, help="closed loop: so many sessions at a time, whatever the clock says")
-@click.option("--limit", type=click.INT, help="keep the first so many requests")
-@click.option("--warm-up", default=0, help="the first so many requests are sent and not measured")
-@click.option("--skip-bad-rows", is_flag=True, help="leave out rows that cannot be right")
-@click.option("--seed", default=7, help="of whatever is drawn")
-@click.option("--slo", "slos", multiple=True, metavar="SLO", help="a bound, such as ttft_p99=500ms; for goodput")
-@click.option(
-    "--prompts",
-    type=click.Choice(["auto", "ids", "words"]),
-    default="auto",
-    help="token ids, exactly as long as in the workload, or words; auto: ids where the vocabulary is known",
-)
-@click.option("--vocab", type=click.INT, help="tokens of the model, for ids  [default: what the server says]")
-@click.option("--chat", is_flag=True, help="ask /v1/chat/completions, each prompt as one message of words")
-@click.option(
-    "--ignore-eos/--no-ignore-eos",
-    default=True,
-    help="ask for answers exactly as long as in the workload (vLLM, SGLang and lockstep know the field; OpenAI not)",
-)
-@click.option("--body", metavar="JSON", help="fields for every request, such as '{\"top_p\": 0.9}'")
-@click.option("--timeout", "timeout_s", default=600.0, help="seconds that one answer may take")
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="write a run folder")
-@click.option("--overwrite", is_flag=True, help="replace the run in DIR")
-@click.option("--json", "as_json", is_flag=True, help="print metrics.json instead of tables")
-def serve(
-    url: str,
-    model: str | None,
-    workloads: tuple[str, ...],
-    slos: tuple[str, ...],
-    prompts: Literal["auto", "ids", "words"],
-    vocab: int | None,
-    chat: bool,
-    ignore_eos: bool,
-    body: str | None,
-    timeout_s: float,
-    out: Path | None,
-    overwrite: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+@with_flags(click.option, [options_of(Scenario)[name] for name in names_where("sent")])
+def serve(workloads: tuple[str, ...], slos: tuple[str, ...], **options: Any) -> None:
     """Send a workload to an OpenAI-compatible server and measure the answers.
 
     Workload, load and figures mean what they mean to `lockstep simulate`, so that `lockstep compare` can hold the run
@@ -100,52 +61,54 @@ def serve(
     lockstep bench serve --to http://127.0.0.1:8000 --workload gen:n=200,rate=5 --slo ttft_p99=500ms --out runs/real
     lockstep bench serve --to http://127.0.0.1:8000 --workload gen:n=500 --concurrency 16
     """
+    given = take(BenchOptions, options)
+    out = given.out
     with refusals():
         from lockstep.sim.metrics.slo import Slo
         from lockstep.sim.run.load import arrivals_of_load, check_load, check_measured, check_seed, open_load
         from lockstep.sim.run.run_folder import prepare_folder, workload_line
-        from lockstep.sim.scenario.scenario import Scenario
         from lockstep.sim.workload.mix import mix_of
         from lockstep.tools.bench_run import measure, write_run
         from lockstep.tools.http_stream import HttpError, ServerAddress
         from lockstep.tools.live import Sender, check_timeout
 
-        check_timeout(timeout_s)
-        target = ServerAddress.parse(url)
+        check_timeout(given.timeout_s)
+        target = ServerAddress.parse(given.url)
         scenario = Scenario(
-            model=model or "", gpu="", workload=mix_of(workloads), slos=tuple(map(Slo.parse, slos)), **options
+            model=given.model or "", gpu="", workload=mix_of(workloads), slos=tuple(map(Slo.parse, slos)), **options
         )
         check_seed(scenario.seed)
         check_load(scenario)
-        extra = _fields(body)
+        extra = _fields(given.body)
         if out is not None:
-            prepare_folder(out, overwrite=overwrite)
+            prepare_folder(out, overwrite=given.overwrite)
         workload = open_load(scenario)
         check_measured(scenario, workload)
         try:
-            server = asyncio.run(_ask_about(target, url, model))
-            asking = _asking(server, prompts, vocab, chat=chat, ignore_eos=ignore_eos, fields=extra)
+            server = asyncio.run(_ask_about(target, given.url, given.model))
+            asking = _asking(server, given, extra)
             arrivals = arrivals_of_load(scenario, workload.turns, server.prompt_tokens_max)
             closed = scenario.concurrency is not None
             click.echo(
-                f"seed {scenario.seed}, {server.model} at {url}; {workload_line(workload, closed=closed)}", err=True
+                f"seed {scenario.seed}, {server.model} at {given.url}; {workload_line(workload, closed=closed)}",
+                err=True,
             )
             with _progress(arrivals.expected) as tick:
-                sender = Sender(target, arrivals, workload.turns, server.model, asking, timeout_s, tick)
+                sender = Sender(target, arrivals, workload.turns, server.model, asking, given.timeout_s, tick)
                 interrupted = asyncio.run(sender.run())
         except (OSError, HttpError) as error:
-            raise _unreachable(url, error) from error
+            raise _unreachable(given.url, error) from error
         run = measure(
             sender,
             scenario,
             workload,
-            url=url,
+            url=given.url,
             interrupted=interrupted,
-            command=_command(url, scenario, prompts, vocab, chat=chat, ignore_eos=ignore_eos, body=body),
+            command=_command(given, scenario),
         )
         if out is not None:
             write_run(out, run)
-    _show(run, out, as_json)
+    _show(run, out, given.as_json)
     if interrupted:
         sys.exit(EXIT_INTERRUPTED)
     if not run.answered:
@@ -153,7 +116,7 @@ def serve(
 
 
 class _Server:
-    """The server's own description."""
+    """The server's description of its model."""
 
     def __init__(self, model: str, vocabulary: int | None, context_tokens_max: int | None) -> None:
         from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX
@@ -163,26 +126,26 @@ class _Server:
 
 
 async def _ask_about(target: Any, url: str, model: str | None) -> _Server:
-    """Find out whether it is there and has the model. Raises ConfigError, OSError, HttpError."""
+    """Request the models of a server and check that it has `model`. Raises ConfigError, OSError, HttpError."""
     from lockstep.tools.live import client_of
 
     client = client_of(target)
     try:
         status, listed = await _get(client, "/v1/models")
         if status in (401, 403):
-            raise ConfigError(f"`{url}` wants a key (status {status})\nhint: set OPENAI_API_KEY")
+            raise ConfigError(f"`{url}` requires a key (status {status})\nhint: set OPENAI_API_KEY")
         models = [one for one in listed.get("data") or () if isinstance(one, dict) and isinstance(one.get("id"), str)]
         names = [one["id"] for one in models]
         if status != 200 or not names:
             raise ConfigError(
-                f"`{url}` is no OpenAI-compatible server: /v1/models has status {status} and lists no models\n"
-                "hint: the part of the URL in front of /v1"
+                f"`{url}` is not an OpenAI-compatible server: /v1/models has status {status} and lists no models\n"
+                "hint: give the part of the URL in front of /v1"
             )
         if model is not None and model not in names:
             raise ConfigError(f"`--model` {model} is not served at {url}\nhint: it has {', '.join(names)}")
         found = next(one for one in models if model in (None, one["id"]))
-        status, said = await _get(client, "/get_model_info")  # of lockstep; others have no vocabulary there, or nothing
-        about = said if status == 200 else {}
+        status, info = await _get(client, "/get_model_info")  # a route of lockstep; other servers may not have it
+        about = info if status == 200 else {}
         context = found.get("max_model_len") or about.get("max_model_len")
         return _Server(found["id"], _whole(about.get("vocab_size")), _whole(context))
     finally:
@@ -193,46 +156,38 @@ async def _get(client: Any, path: str) -> tuple[int, dict[str, Any]]:
     async with client.request("GET", path, b"") as response:
         text = b"".join([piece async for piece in response.pieces()])
     try:
-        said = json.loads(text)
+        content = json.loads(text)
     except ValueError:
-        said = None
-    return response.status, said if isinstance(said, dict) else {}
+        content = None
+    return response.status, content if isinstance(content, dict) else {}
 
 
 def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
-def _asking(
-    server: _Server,
-    prompts: Literal["auto", "ids", "words"],
-    vocab: int | None,
-    *,
-    chat: bool,
-    ignore_eos: bool,
-    fields: dict[str, Any],
-) -> Asking:
+def _asking(server: _Server, given: BenchOptions, fields: dict[str, Any]) -> Asking:
     from lockstep.tools.live import WORDS, Asking, TokenIdPrompts
 
-    vocabulary = server.vocabulary if vocab is None else vocab
-    if chat and prompts == "ids":
+    vocabulary = server.vocabulary if given.vocab is None else given.vocab
+    if given.chat and given.prompts == "ids":
         raise ConfigError("`--prompts` ids cannot be messages of a chat\nhint: leave out --chat, or give words")
-    if prompts == "ids" and vocabulary is None:
+    if given.prompts == "ids" and vocabulary is None:
         raise ConfigError(
-            "`--prompts` ids needs the size of the vocabulary, and the server does not say it\nhint: --vocab"
+            "`--prompts` ids needs the size of the vocabulary, and the server does not report it\nhint: --vocab"
         )
-    if vocab is not None and (chat or prompts == "words"):
-        raise ConfigError(f"`--vocab` {vocab} is for prompts of token ids\nhint: leave it out")
-    ids = prompts != "words" and vocabulary is not None and not chat
+    if given.vocab is not None and (given.chat or given.prompts == "words"):
+        raise ConfigError(f"`--vocab` {given.vocab} is for prompts of token ids\nhint: leave it out")
+    ids = given.prompts != "words" and vocabulary is not None and not given.chat
     form = TokenIdPrompts(vocabulary) if ids and vocabulary is not None else WORDS
-    return Asking(form, chat=chat, ignore_eos=ignore_eos, fields=fields)
+    return Asking(form, chat=given.chat, ignore_eos=given.ignore_eos, fields=fields)
 
 
 def _fields(body: str | None) -> dict[str, Any]:
     try:
         found = json.loads(body or "{}")
     except ValueError as error:
-        raise ConfigError(f"`--body` is no JSON: {error}\nhint: such as '{{\"top_p\": 0.9}}'") from error
+        raise ConfigError(f"`--body` is not JSON: {error}\nhint: such as '{{\"top_p\": 0.9}}'") from error
     if not isinstance(found, dict):
         raise ConfigError(f"`--body` must be an object of fields, got `{body}`")
     return found
@@ -243,38 +198,17 @@ def _unreachable(url: str, error: Exception) -> ConfigError:
     return ConfigError(f"`{url}` cannot be reached: {why}\nhint: is the server up, and is this its port?")
 
 
-def _command(
-    url: str,
-    scenario: Scenario,
-    prompts: str,
-    vocab: int | None,
-    *,
-    chat: bool,
-    ignore_eos: bool,
-    body: str | None,
-) -> str:
-    """The command line that runs this again."""
-    from lockstep.host.options import number_word, option_of
-
-    words = ["lockstep", "bench", "serve", "--to", url, "--workload", scenario.workload]
-    if scenario.model:
-        words += ["--model", scenario.model]
-    for name in ("rate", "rate_scale", "time_window", "concurrency", "warm_up", "limit", "seed"):
-        value = getattr(scenario, name)
-        if name == "seed" or value != getattr(type(scenario), name):
-            words += [option_of(name), number_word(value) if isinstance(value, float) else str(value)]
-    words += ["--skip-bad-rows"] * scenario.skip_bad_rows
-    words += [word for slo in scenario.slos for word in ("--slo", str(slo))]
-    words += ["--prompts", prompts] if prompts != "auto" else []
-    words += ["--vocab", str(vocab)] if vocab is not None else []
-    words += ["--chat"] * chat + ["--no-ignore-eos"] * (not ignore_eos)
-    words += ["--body", body] if body is not None else []
-    return shlex.join(words)
+def _command(given: BenchOptions, scenario: Scenario) -> str:
+    """Return the command line that repeats this run, without the options of its output."""
+    of_engine = [name for name in options_of(Scenario) if name not in ("workload", *names_where("sent"))]
+    words = changed_words(given, leave_out=("timeout_s", "out", "overwrite", "as_json"))
+    words += changed_words(scenario, always=("seed",), leave_out=of_engine)
+    return shlex.join(["lockstep", "bench", "serve", *words])
 
 
 @contextmanager
 def _progress(requests: int) -> Iterator[Callable[[Sender], None] | None]:
-    """A bar on stderr; none if that is no terminal."""
+    """Yield a callback for a progress bar on stderr; None if that is not a terminal."""
     with terminal_bar() as bar:
         if bar is None:
             yield None

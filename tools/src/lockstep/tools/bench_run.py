@@ -1,17 +1,18 @@
-"""What clients saw of a server, as a run: measured by the fold that measures simulations, and written like one.
+"""A run measured at the client of a server, by the metrics fold of simulations, and written like a simulated run.
 
     run = measure(sender, scenario, workload, url=..., interrupted=False, command=...)
     run.metrics["latency"]["ttft_us_p99"]
     write_run(Path("runs/real"), run)             # metrics.json, requests.parquet, requests.csv
 
-A request arrives when it was due. Its messages are the client's, and its end is expressed in the terms of the core:
+A request's arrival is the time at which it was due. Its messages are those that the client received. Its end is
+expressed in the terms of the core:
 
-| what came | counts as |
+| end of the answer | counts as |
 |---|---|
 | the end of a stream, with any finish reason | `length` or `stop`: completed |
-| nothing more within the timeout | `timeout`: failed |
+| no data within the timeout | `timeout`: failed |
 | status 429 or 503 | rejected, `queue_full`: failed |
-| another status from 400 on, below 500 | rejected, `bad_request`: the client's doing |
+| another status from 400 on, below 500 | rejected, `bad_request`: an error of the client |
 | a status from 500 on, a broken connection or stream | `error`: failed |
 | Ctrl-C | still open |
 
@@ -61,8 +62,8 @@ from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.workload import Workload
 from lockstep.tools.live import Sender, Sent, TokenIdPrompts
 
-LATE_SHARE = 0.05  # of the median TTFT: a generator that is later than this, and than LATE_US, measures itself
-LATE_US = 5_000
+LATE_SHARE = 0.05  # share of the median TTFT; a generator later than this and LATE_US distorts the figures
+LATE_US = 5_000  # p99 of the generator's lateness
 EMPTY = np.empty(0, np.int32)
 EXAMPLES = 3
 
@@ -76,12 +77,12 @@ class BenchRun:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """What metrics.json holds."""
+        """The content of metrics.json."""
         return {"about": dict(self.about), **self.data.summary}
 
     @property
     def answered(self) -> int:
-        """Requests that were answered to their end, those of the warm-up aside."""
+        """The number of completed requests, without those of the warm-up."""
         completed: int = self.data.summary["requests"]["completed"]
         return completed
 
@@ -89,7 +90,7 @@ class BenchRun:
 def measure(
     sender: Sender, scenario: Scenario, workload: Workload, *, url: str, interrupted: bool, command: str
 ) -> BenchRun:
-    """Fold what was sent and what came back."""
+    """Fold the sent requests and their answers into a run."""
     sent = sorted(sender.sent, key=lambda one: one.request_id)
     fold = MetricsFold(warm_up=scenario.warm_up)
     for event, step in _events(sent):
@@ -137,7 +138,7 @@ def _about(
 
 
 def _events(sent: list[Sent]) -> Iterator[tuple[RequestArrived | ClockAdvanced, Step]]:
-    """What happened, by time, as the fold takes it in: arrivals, messages, ends."""
+    """Yield arrivals, messages and ends in the order of time, as events and Steps for the metrics fold."""
     messages = [_tokens_so_far(one) for one in sent]
     counts = np.array([len(tokens) for tokens in messages], np.int64)
     rows = np.arange(len(sent))
@@ -180,21 +181,21 @@ def _events(sent: list[Sent]) -> Iterator[tuple[RequestArrived | ClockAdvanced, 
 
 
 def _tokens_so_far(one: Sent) -> NDArray[np.int64]:
-    """Output tokens after each message; where the server only gives their sum, they are shared out evenly."""
-    said = np.array(one.message_tokens, np.int64)
-    count = len(said)
-    if count and (said < 0).any():
-        said = np.rint(np.arange(1, count + 1) * max(one.output_tokens, 1) / count).astype(np.int64)
-    return np.maximum.accumulate(np.maximum(said, 1)) if count else said
+    """Return the output tokens after each message. If the server reports only the sum, it is divided evenly."""
+    reported = np.array(one.message_tokens, np.int64)
+    count = len(reported)
+    if count and (reported < 0).any():
+        reported = np.rint(np.arange(1, count + 1) * max(one.output_tokens, 1) / count).astype(np.int64)
+    return np.maximum.accumulate(np.maximum(reported, 1)) if count else reported
 
 
 def _end_us(one: Sent) -> int:
-    """When nothing more came."""
+    """Return the time of a request's last event at the client."""
     return max(one.ended_us, one.last_us, one.sent_us, one.due_us)
 
 
 def _end(one: Sent, at_us: int) -> Decided | None:
-    """How it ended; None if it is still open."""
+    """Return the end of a request as a decided event; None if it is still open."""
     if one.kind == "interrupted":
         return None
     if one.kind.startswith("status 4") and one.kind != "status 429":
@@ -217,7 +218,7 @@ def _end(one: Sent, at_us: int) -> Decided | None:
 
 
 def _cache(sent: list[Sent]) -> dict[str, Any]:
-    """Hits, where the server reports them."""
+    """Return prompt tokens, cached tokens and hit ratio of requests for which the server reports cached tokens."""
     known = [one for one in sent if one.cached_tokens >= 0 and not one.error]
     if not known:
         return {}
@@ -227,7 +228,7 @@ def _cache(sent: list[Sent]) -> dict[str, Any]:
 
 
 def _generator(sender: Sender, sent: list[Sent]) -> dict[str, Any]:
-    """How far the generator itself was off: when it sent, and when its event loop woke up."""
+    """Return the delays of the generator: of sending, and of the wake-ups of its event loop."""
     late_us = np.array([one.late_us for one in sent if one.sent_us >= 0], np.int64)
     return {
         "sent": len(late_us),
@@ -237,7 +238,7 @@ def _generator(sender: Sender, sent: list[Sent]) -> dict[str, Any]:
 
 
 def _errors(sent: list[Sent]) -> dict[str, Any]:
-    """How many of which kind, with an example of each."""
+    """Return errors by kind: their number, and up to EXAMPLES examples."""
     found: dict[str, Any] = {}
     for kind, count in sorted(Counter(one.kind for one in sent if one.error).items()):
         texts = dict.fromkeys(one.error for one in sent if one.kind == kind)
@@ -246,28 +247,28 @@ def _errors(sent: list[Sent]) -> dict[str, Any]:
 
 
 def generator_is_late(run: BenchRun) -> bool:
-    """Whether the figures are about the generator as much as about the server."""
+    """Whether the lateness of the generator distorts the latencies of the server."""
     late_us = run.data.summary["generator"]["late_us_p99"]
     ttft_us = run.data.summary["latency"]["ttft_us_p50"]
     return late_us is not None and ttft_us is not None and late_us > max(LATE_US, LATE_SHARE * ttft_us)
 
 
-# ---------------------------------------------------------------------------------------------------------- for people
+# ------------------------------------------------------------------------------------------------------------ terminal
 
 
 def tables(run: BenchRun) -> Iterator[Table]:
-    """Those parts of the simulator's tables that a client can observe."""
+    """Yield the tables of the simulator that a client can observe."""
     yield latency_table(run.data.summary)
     if run.data.summary["slos"]:
         yield slo_table(run.data.summary)
 
 
 def report_lines(run: BenchRun) -> Iterator[str]:
-    """What stands below the tables."""
+    """Yield the lines below the tables."""
     summary = run.data.summary
     requests, throughput, generator = summary["requests"], summary["throughput"], summary["generator"]
     if run.about["interrupted"]:
-        yield f"interrupted: the figures are those until then; {requests['unfinished']:,} requests were still open"
+        yield f"interrupted: the figures end there; {requests['unfinished']:,} requests were still open"
     took = show_us(throughput["makespan_us"])
     yield f"{requests['completed']:,} of {requests['arrived']:,} requests completed in {took}"
     for kind, errors in summary["errors"].items():
@@ -283,14 +284,14 @@ def report_lines(run: BenchRun) -> Iterator[str]:
         good = show_rate(throughput["goodput_requests_per_s"])
         yield f"goodput {good} requests/s that met every SLO, {share} of them"
     if summary["cache"]["hit_ratio"] is not None:
-        yield f"{show_share(summary['cache']['hit_ratio'])} of the prompt tokens were cached, the server says"
+        yield f"{show_share(summary['cache']['hit_ratio'])} of the prompt tokens were cached, as the server reports"
     shown = {name: show_us(value) for name, value in generator.items() if name != "sent"}
     yield (
         f"generator: sent {shown['late_us_p50']} (p50), {shown['late_us_p99']} (p99) after it was due; its clock "
         f"woke {shown['loop_lag_us_p50']}, {shown['loop_lag_us_p99']} late"
     )
     if generator_is_late(run):
-        yield "  that is not small beside the latencies: the machine that sends is too busy, and they are about it, too"
+        yield "  that is not small beside the latencies: the sending machine is too busy, which distorts the latencies"
 
 
 def write_run(folder: Path, run: BenchRun) -> None:

@@ -1,14 +1,14 @@
-"""Conditions over decided events, to stop a replay at: a small language with a parser of its own.
+"""Conditions over decided events at which a replay stops: a small language and its parser.
 
     RequestRetracted                                  a request was retracted
-    RequestRetracted and request == r17               r17 was
+    RequestRetracted and request == r17               r17 was retracted
     AdmissionDeferred and reason == kv_budget and needed_tokens > 8000
     (DecodeSkipped or PagesEvicted) and not mode == decode
     waiting > 50 and free_pages < 10
 
-A condition holds in a step if it holds for one of its decided events; a step that decided nothing has only the facts of
-every step. Names: types of decided events, their fields, and FACTS. `request`, `behind` and `beneficiary` are compared
-with a label, an id or r and an id. What an event has no field for is false, and so is its comparison.
+A condition holds in a step if it holds for one of its decided events. A step without decided events has only FACTS.
+Names are types of decided events, their fields, and FACTS. `request`, `behind` and `beneficiary` are compared with a
+label, an id, or r and an id. A comparison with a field that an event does not have is false.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from lockstep.core.scheduler.engine import Engine
 TYPES: dict[str, type[Decided]] = {type_.__name__: type_ for type_ in decided_types()}
 FIELDS = {field.name for type_ in TYPES.values() for field in msgspec.structs.fields(type_)} - {"time_us", "request_id"}
 FACTS = {
-    "event": "name of the observed event",
-    "step": "its number",
-    "time_ms": "when it was",
-    "mode": "of the launched batch: extend, decode, mixed; none if nothing was launched",
-    "rows": "of the launched batch",
-    "waiting": "requests in the line, behind the step",
+    "event": "type of the observed event",
+    "step": "number of the step, from 0",
+    "time_ms": "host time of the event, in milliseconds",
+    "mode": "mode of the launched batch: extend, decode, mixed; none without a launch",
+    "rows": "rows of the launched batch",
+    "waiting": "requests in the waiting queue after the step",
     "running": "requests with a row",
     "in_flight": "batches launched and not delivered",
-    "free_pages": "pages that nobody has",
-    "available_pages": "free ones, and cached ones that nobody holds",
+    "free_pages": "pages on the free list",
+    "available_pages": "free pages and evictable cached pages",
 }
 REQUEST_FIELDS = ("request", "behind", "beneficiary")
 NAMES = {"request", *FIELDS, *FACTS}
@@ -52,7 +52,7 @@ _DEEPEST = 50
 
 
 class Moment(NamedTuple):
-    """A step, as a condition sees it: with one of its decided events."""
+    """The values for one evaluation of a condition: the facts of a step and one of its decided events."""
 
     facts: Mapping[str, Any]
     decided: Decided | None
@@ -63,7 +63,7 @@ Test = Callable[[Moment], bool]
 
 
 class Condition:
-    """A parsed condition. Raises ConfigError for text that is none, naming the place."""
+    """A parsed condition. Raises ConfigError for text that cannot be parsed, with the place of the error."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -75,7 +75,7 @@ class Condition:
             raise self._error("expected `and`, `or` or the end")
 
     def holds(self, number: int, event: ObservedEvent, step: Step, engine: Engine, names: Names) -> bool:
-        """Whether it holds in this step; `engine` stands behind it."""
+        """Whether the condition holds in a step. `engine` is in its state after the step."""
         plan = step.launched()
         facts = {
             "event": type(event).__name__,
@@ -93,7 +93,7 @@ class Condition:
             return self._test(Moment(facts, None, names))
         return any(self._test(Moment(facts, decided, names)) for decided in step.decided)
 
-    # or < and < not < a comparison, a name or something in brackets
+    # Precedence: or < and < not < a comparison, a name or brackets.
 
     def _either(self) -> Test:
         found = self._both()
@@ -132,7 +132,7 @@ class Condition:
         if name not in NAMES:
             near = get_close_matches(name, [*TYPES, *NAMES], n=3)
             hint = f"did you mean {' or '.join(near)}?" if near else f"names are {', '.join([*TYPES, *sorted(NAMES)])}"
-            raise ConfigError(f"`{name}` in the condition `{self.text}` names nothing\nhint: {hint}")
+            raise ConfigError(f"`{name}` in the condition `{self.text}` is not a name\nhint: {hint}")
         sign, place = self._next("a comparison")
         if sign not in _COMPARE:
             self._at -= 1
@@ -181,7 +181,7 @@ def _comparison(name: str, compare: Callable[[Any, Any], bool], word: str, condi
     ordered = compare not in (operator.eq, operator.ne)
     if ordered and number is None:
         raise ConfigError(
-            f"`{name}` in the condition `{condition.text}` is compared with `{word}`, which is no number\n"
+            f"`{name}` in the condition `{condition.text}` is compared with `{word}`, which is not a number\n"
             "hint: words are compared by == and !="
         )
 
@@ -191,8 +191,8 @@ def _comparison(name: str, compare: Callable[[Any, Any], bool], word: str, condi
             request_id = getattr(moment.decided, field, None)
             if request_id is None or ordered:
                 return False
-            is_it = word in (moment.names.request(request_id), f"r{request_id}", str(request_id))
-            return is_it if compare is operator.eq else not is_it
+            equal = word in (moment.names.request(request_id), f"r{request_id}", str(request_id))
+            return equal if compare is operator.eq else not equal
         value = moment.facts[name] if name in moment.facts else getattr(moment.decided, name, None)
         if value is None:
             return False

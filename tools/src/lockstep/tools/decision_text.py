@@ -1,7 +1,8 @@
-"""The text of a step's decisions, by which two engines are compared where a digest only shows that they differ.
+"""The text of a step's decisions, to compare two engines: a digest shows only that decisions differ.
 
-*Exact* text holds all that a digest covers: decided events, plans with their page tables, the requests that tokens go
-to. *Logical* words leave out what follows from the clock and from numbering: times, rows, pages. Neither shows a token.
+*Exact* text has all that a digest covers: decided events, plans with their page tables, and the requests that receive
+tokens. *Logical* text leaves out values that follow from the clock and from numbering: times, rows, pages. Neither has
+token ids.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ _TOKEN_LINES = (" new tokens ", " newest sampled token")
 
 
 class Decision(NamedTuple):
-    """A step of a journal and what was decided in it, in exact words."""
+    """The decisions of one step of a journal, as exact text."""
 
     number: int
     event: str
     lines: tuple[str, ...]
 
     def text(self) -> str:
-        """As in a file of decisions."""
+        """Return the step as in a file of decisions."""
         return "\n".join([f"step {self.number} {self.event}", *(f"  {line}" for line in self.lines)])
 
 
 def exact_text(step: Step, names: Names) -> tuple[str, ...]:
-    """All that the digest of a step covers, a line for each decision."""
+    """Return all that the digest of a step covers, one line for each decision."""
     lines = []
     for decided in step.decided:
         row = f" to row {decided.row}" if isinstance(decided, RequestAdmitted) else ""
@@ -57,7 +58,7 @@ def exact_text(step: Step, names: Names) -> tuple[str, ...]:
 
 
 def logical_text(step: Step, names: Names) -> tuple[str, ...]:
-    """The requests admitted, deferred, retracted and run, whatever the clock and wherever their pages lie."""
+    """Return the decided events and the launch of a step, without times and page numbers."""
     lines = []
     for decided in step.decided:
         if isinstance(decided, RequestAdmitted):
@@ -70,7 +71,7 @@ def logical_text(step: Step, names: Names) -> tuple[str, ...]:
 
 
 def decision_of(number: int, event: ObservedEvent, step: Step, names: Names) -> Decision:
-    """A step in exact words. Prompts and outputs in its event are counted, not shown."""
+    """Return the decisions of a step as exact text. Prompts and outputs in its event are counted, not shown."""
     return Decision(number, event_line(event), exact_text(step, names))
 
 
@@ -78,12 +79,12 @@ def decision_of(number: int, event: ObservedEvent, step: Step, names: Names) -> 
 
 
 def decisions_text(decisions: Iterator[Decision]) -> str:
-    """Decisions as a text file, one step after the other; steps that decided nothing are left out."""
+    """Return decisions as the content of a file, one step after the other, without steps that decided nothing."""
     return "".join(decision.text() + "\n" for decision in decisions if decision.lines)
 
 
 def read_decisions(path: Path) -> dict[int, Decision]:
-    """What `decisions_text` wrote, by step. Raises ConfigError for a file that is none."""
+    """Read a file of `decisions_text`, by step. Raises ConfigError for any other file."""
     found: dict[int, Decision] = {}
     head, lines = "", []
     for at, line in enumerate([*path.read_text("utf-8").splitlines(), "step"], start=1):

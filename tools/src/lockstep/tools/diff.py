@@ -1,4 +1,4 @@
-"""`lockstep diff`: argument parsing and printing only. What is compared, and how, is in drift.py."""
+"""`lockstep diff`: argument parsing and printing only. The comparison is in drift.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.tools.narration import clock
 from lockstep.tools.runs import JSON, engine_runs, print_json, refusals
 
 EXIT_DIFFERENT = 1
-LINES_SHOWN = 24  # of one decision
+LINES_SHOWN = 24  # of one decision's text
 COLUMNS = 118
 
 
@@ -26,12 +26,12 @@ COLUMNS = 118
 @click.argument("other", metavar="RUN_B", type=click.Path(path_type=Path))
 @JSON
 def diff(first: Path, other: Path, as_json: bool) -> None:
-    """Name the first decision in which two journals differ, and show how they drift from there.
+    """Show the first decision in which two journals differ, and how requests and times differ from there.
 
-    Each is replayed strictly under its own header. With the same inputs, steps are compared by digest; otherwise
-    launches in order, with requests known by label or id.
+    Each journal is replayed strictly under its own header. With the same inputs, steps are compared by digest;
+    otherwise launches are compared in order, with requests matched by label or id.
 
-    Exit status: 0 equal, 1 different, 2 unreadable, 3 diverged in itself.
+    Exit status: 0 equal, 1 different, 2 unreadable, 3 the replay of a journal diverged.
 
     \b
     lockstep diff runs/before runs/after
@@ -55,7 +55,7 @@ def diff(first: Path, other: Path, as_json: bool) -> None:
 
 
 def _pairs(first: Path, other: Path) -> list[tuple[str, tuple[Path, Path]]]:
-    """What is compared: two runs, or the engines of two clusters, by number. Raises ConfigError."""
+    """Return the pairs to compare: two runs, or the engines of two clusters by number. Raises ConfigError."""
     mine, theirs = engine_runs(first), engine_runs(other)
     if not mine or not theirs:
         return [("", (first, other))]
@@ -68,7 +68,7 @@ def _pairs(first: Path, other: Path) -> list[tuple[str, tuple[Path, Path]]]:
 
 
 def drift_lines(found: Drift) -> Iterator[str]:
-    """Everything in the order of the usual questions: the runs, their settings, where they part, how they drift."""
+    """Yield the report: the runs, differing settings, the first differing decision, and differences by request."""
     for letter, folder, steps, batches in zip("AB", found.folders, found.steps, found.batches, strict=True):
         yield f"{letter} {folder}: {steps:,} steps, {batches:,} batches"
     for name, (mine, theirs) in found.settings.items():
@@ -90,7 +90,7 @@ def drift_lines(found: Drift) -> Iterator[str]:
         if count:
             yield f"  {count:,} in {letter} alone"
     if not found.matched:
-        yield "  no request is in both, so there is nothing to say of how they drift"
+        yield "  no request is in both, so requests cannot be compared"
         return
     for change in found.changes:
         head = f"  {change.name:<20}{change.changed:>7,} of {change.of:,} differ" if change.changed else None
@@ -110,11 +110,11 @@ def _input_lines(found: Drift) -> Iterator[str]:
     for letter, fact in zip("AB", facts, strict=True):
         yield f"  {letter} {fact}"
     if found.parting is None:
-        yield "launches are the same ones in the same order all the same: only times differ"
+        yield "all launches are the same, in the same order: only times differ"
 
 
 def parting_lines(parting: Parting) -> Iterator[str]:
-    """The first differing decision: both in words, what they share and what they do not, and the state before."""
+    """Yield the first differing decision: shared lines, lines of one run only, and the state before."""
     both = (("A", parting.first, parting.first_us), ("B", parting.other, parting.other_us))
     places = [f"step {at.number:,} of {letter} at {clock(us)}" for letter, at, us in both if at is not None]
     yield f"first differing decision, after {parting.launch:,} launches that are the same: {', '.join(places)}"
@@ -130,10 +130,10 @@ def parting_lines(parting: Parting) -> Iterator[str]:
 
 
 def decision_lines(first_name: str, first: Decision | None, other_name: str, other: Decision | None) -> Iterator[str]:
-    """Two decisions: what is in both, and what in one of them only."""
+    """Yield the text of two decisions: lines of both, then lines of only one."""
     mine, theirs = (list(at.lines) if at is not None else [] for at in (first, other))
     if first is not None and other is not None and mine == theirs:
-        yield "  both say the same in words; what differs is only in the digest: how they are sampled, or which media"
+        yield "  both texts are equal; the difference is only in the digest: how they are sampled, or which media"
         yield from (f"  both  {line}" for line in _shown(tuple(mine)))
         return
     yield from (f"  both  {line}" for line in _shown(tuple(line for line in mine if line in theirs)))
@@ -150,9 +150,9 @@ def _shown(lines: tuple[str, ...]) -> Iterator[str]:
         parts = textwrap.wrap(line, COLUMNS - 8, break_on_hyphens=False, subsequent_indent="    ") or [""]
         yield from parts[:4]
         if len(parts) > 4:
-            yield f"    ... {len(parts) - 4} lines more"
+            yield f"    ... {len(parts) - 4} more lines"
     if len(lines) > LINES_SHOWN:
-        yield f"and {len(lines) - LINES_SHOWN} lines more"
+        yield f"and {len(lines) - LINES_SHOWN} more lines"
 
 
 if __name__ == "__main__":

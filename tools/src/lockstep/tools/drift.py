@@ -1,8 +1,8 @@
-"""Where two journals part and how they drift: the first differing decision, then requests, batches and times.
+"""Compares two journals: the first differing decision, then differences of requests, batches and times.
 
-Two runs of the same inputs are compared step by step, by digest: the first digest that differs is the decision. As soon
-as an input differs (another GPU, another load, what followed from another decision), steps no longer correspond; then
-launches are compared in order, in logical words, with requests known by their label, or by their id.
+Two runs of the same inputs are compared step by step, by digest: the first digest that differs is the first differing
+decision. As soon as an input differs (another GPU, another load, a consequence of another decision), steps no longer
+correspond. Then launches are compared in order, by logical text, with requests matched by label or id.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from lockstep.sim.results.compare_text import show_change
 from lockstep.tools.decision_text import Decision, decision_of, logical_text
 from lockstep.tools.runs import Walk, walked
 
-TABLE_LINES = 12  # of the state before
+TABLE_LINES = 12  # rows of the request table in the state before
 TIMES = {"queue": "queue_us", "ttft": "ttft_us", "tpot": "tpot_us", "e2e": "e2e_us"}
-SAME = 1e-3  # of a time: what is closer has not changed
+SAME = 1e-3  # relative difference up to which a time counts as unchanged
 
 
 class Parting(NamedTuple):
-    """The first decision that differs: in which step of each, and in words. None where a journal had ended."""
+    """The first decision that differs, with its step and text in each journal; None where a journal has ended."""
 
     by: str  # "digest" or "launch"
-    launch: int  # launches before it that were the same
+    launch: int  # equal launches before it
     first: Decision | None
     other: Decision | None
     first_us: int
     other_us: int
-    states: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # of both, before it
+    states: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # state lines of both engines before it
 
     def describe(self) -> dict[str, Any]:
-        """For machines."""
+        """Return the content for --json."""
         both = (self.first, self.other)
         return {
             "by": self.by,
@@ -61,7 +61,7 @@ class Parting(NamedTuple):
 
 
 class Input(NamedTuple):
-    """The first fact that differs; empty text where a journal had ended."""
+    """The first fact that differs; "" where a journal has ended."""
 
     number: int
     first: str
@@ -70,16 +70,16 @@ class Input(NamedTuple):
 
 @dataclass
 class RequestLedger:
-    """What a run's requests went through, as far as two runs are compared by it."""
+    """Facts about a run's requests by which two runs are compared."""
 
     metrics: MetricsFold = field(default_factory=MetricsFold)
-    admitted: dict[RequestId, int] = field(default_factory=dict)  # the order of first admissions
-    chunks: dict[RequestId, int] = field(default_factory=dict)
+    admitted: dict[RequestId, int] = field(default_factory=dict)  # position in the order of first admissions
+    chunks: dict[RequestId, int] = field(default_factory=dict)  # number of extends
     batches: int = 0
     steps: int = 0
 
     def observe(self, event: ObservedEvent, step: Step) -> None:
-        """Take in one step."""
+        """Fold one step."""
         self.steps += 1
         self.metrics.observe(event, step)
         for decided in step.decided:
@@ -93,17 +93,17 @@ class RequestLedger:
 
 
 class FieldChange(NamedTuple):
-    """How a fact or a time of matched requests differs."""
+    """The difference of one fact or time over the matched requests."""
 
     name: str
-    changed: int
-    of: int
+    changed: int  # requests with another value
+    of: int  # requests with a value in both runs
     detail: str
 
 
 @dataclass(frozen=True)
 class Drift:
-    """What differs between two journals."""
+    """The differences between two journals."""
 
     folders: tuple[Path, Path]
     settings: Mapping[str, tuple[Any, Any]]
@@ -114,7 +114,7 @@ class Drift:
     parting: Parting | None
     matched: int
     matched_by: str
-    only: tuple[int, int]  # requests that the other one has not
+    only: tuple[int, int]  # requests that only one of the runs has
     changes: tuple[FieldChange, ...]
 
     @property
@@ -123,7 +123,7 @@ class Drift:
         return self.input is None and self.parting is None
 
     def describe(self) -> dict[str, Any]:
-        """For machines."""
+        """Return the content for --json."""
         return {
             "equal": self.equal,
             "journals": [str(folder) for folder in self.folders],
@@ -141,7 +141,7 @@ class Drift:
 
 
 def drift(first: Path, other: Path) -> Drift:
-    """Compare two journals. Raises JournalError or Divergence if one cannot be replayed under its own header."""
+    """Compare two journals. Raises JournalError or Divergence if a journal cannot be replayed under its own header."""
     walks = Walk(first), Walk(other)
     ledgers = RequestLedger(), RequestLedger()
     differing: Input | None = None
@@ -171,7 +171,7 @@ def _fact(at: tuple[int, ObservedEvent, Step] | None) -> str:
 
 
 def _first_launch(first: Path, other: Path) -> Parting | None:
-    """The first launch that differs, of journals with steps that do not correspond."""
+    """Return the first launch that differs, for journals whose steps do not correspond."""
     walks = Walk(first), Walk(other)
     for launch, (a, b) in enumerate(zip_longest(*map(_launches, walks))):
         both = zip((a, b), walks, strict=True)
@@ -187,14 +187,14 @@ def _first_launch(first: Path, other: Path) -> Parting | None:
 
 
 def _launches(walk: Walk) -> Iterator[tuple[int, ObservedEvent, Step]]:
-    """Its steps that planned anything."""
+    """Yield the LaneReady steps that decided or launched anything."""
     for number, event, step in walk:
         if isinstance(event, LaneReady) and (step.decided or step.launched() is not None):
             yield number, event, step
 
 
 def _state(run: Path, at: Decision | None) -> tuple[str, ...]:
-    """The engine just before a decision."""
+    """Return the state lines of a run's engine just before a decision."""
     if at is None:
         return ()
     walk = walked(Walk(run, until=at.number))
@@ -202,15 +202,15 @@ def _state(run: Path, at: Decision | None) -> tuple[str, ...]:
 
 
 def state_lines(engine: Engine, names: Names) -> tuple[str, ...]:
-    """Pages, waiting line, batches in flight and, of the request table, the first rows."""
+    """Return the state of an engine as text: pages, waiting queue, batches in flight, first rows of the table."""
     table = table_lines(engine, names)
     if len(table) > TABLE_LINES:
-        table = [*table[:TABLE_LINES], f"and {len(table) - TABLE_LINES} rows more"]
+        table = [*table[:TABLE_LINES], f"and {len(table) - TABLE_LINES} more rows"]
     return (pages_line(engine), queue_line(engine, names), *in_flight_lines(engine, names), *table)
 
 
 def differing_settings(first: SchedConfig, other: SchedConfig) -> dict[str, tuple[Any, Any]]:
-    """Settings that are not the same in both."""
+    """Return the settings that differ, with both values."""
     names = [each.name for each in msgspec.structs.fields(SchedConfig)]
     values = {name: (getattr(first, name), getattr(other, name)) for name in names}
     return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
@@ -248,11 +248,11 @@ def _changes(
     others: NDArray[np.int64],
     names: Names,
 ) -> Iterator[FieldChange]:
-    """Facts that some requests have otherwise, then times."""
+    """Yield the differences of facts, then of times."""
     first, other = tables
     ids = first.request_id[rows].tolist(), other.request_id[others].tolist()
 
-    def called(at: int) -> str:
+    def name_of(at: int) -> str:
         return names.request(ids[0][at])
 
     places = [_places(ledger.admitted, of) for ledger, of in zip(ledgers, ids, strict=True)]
@@ -260,7 +260,7 @@ def _changes(
     detail = ""
     if moved.size:
         at = int(moved[np.argmin(np.where(places[0][moved] < 0, len(rows), places[0][moved]))])
-        detail = f"first {called(at)}: {_place(places[0][at])} in A, {_place(places[1][at])} in B"
+        detail = f"first {name_of(at)}: {_place(places[0][at])} in A, {_place(places[1][at])} in B"
     yield FieldChange("order of admission", moved.size, len(rows), detail)
 
     chunks = [[ledger.chunks.get(i, 0) for i in of] for ledger, of in zip(ledgers, ids, strict=True)]
@@ -276,7 +276,7 @@ def _changes(
         detail = ""
         if differ:
             a, b = mine[differ[0]], theirs[differ[0]]
-            detail = f"first {called(differ[0])}: {a or 'none'} in A, {b or 'none'} in B"
+            detail = f"first {name_of(differ[0])}: {a or 'none'} in A, {b or 'none'} in B"
             if name in ("cached tokens", "chunks", "retractions"):
                 detail += f"; together {sum(mine):,} in A, {sum(theirs):,} in B"
         yield FieldChange(name, len(differ), len(rows), detail)
@@ -291,13 +291,13 @@ def _changes(
             worst, best = int(np.argmax(change)), int(np.argmin(change))
             detail = (
                 f"median {show_change(float(np.median(change)))}, worst {show_change(change[worst])} "
-                f"({called(int(both[worst]))}), best {show_change(change[best])} ({called(int(both[best]))})"
+                f"({name_of(int(both[worst]))}), best {show_change(change[best])} ({name_of(int(both[best]))})"
             )
         yield FieldChange(name, differ_at.size, both.size, detail)
 
 
 def _places(admitted: Mapping[RequestId, int], ids: Sequence[RequestId]) -> NDArray[np.int64]:
-    """Place of each among these in the order of admission, from 0; -1 for those never admitted."""
+    """Return the rank of each request in the order of admission, from 0; -1 if it was never admitted."""
     order = np.array([admitted.get(request_id, -1) for request_id in ids], np.int64)
     places = np.full(len(ids), -1, np.int64)
     known = np.flatnonzero(order >= 0)

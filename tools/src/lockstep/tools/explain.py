@@ -1,7 +1,7 @@
-"""`lockstep explain`: why a request, a step or a slow period went as it did. Argument parsing and printing only.
+"""`lockstep explain`: the reasons behind a request, a step or a slow period. Argument parsing and printing only.
 
-Reasons are those the scheduler gave when it decided; the journal is replayed strictly, so they are the ones that were
-in force. docs/replay.md shows how to read the answers.
+The reasons are those that the scheduler recorded with its decisions. The journal is replayed strictly, so they are the
+reasons of the run. docs/replay.md shows how to read the output.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from lockstep.tools.timeline_picture import text_lines, write_page
 from lockstep.tools.why_step import StepReason, why_step
 
 COLUMNS = {"ttft": "ttft_us", "tpot": "tpot_us", "e2e": "e2e_us", "itl": "itl_us_max"}
-SHOWN_IN_FULL = 3  # of the slowest
-LEFT = {"cancelled": "left its line, cancelled,", "line_full": "was turned away, as too many waited there,"}
-"""How a request ended in the line in front of a router."""
+SHOWN_IN_FULL = 3  # of the slowest requests
+LEFT = {"cancelled": "was cancelled in the router's queue", "line_full": "was rejected because the queue was full"}
+"""The ends of a request in the waiting queue of a router, by reason."""
 
 
 @click.command(context_settings={"max_content_width": 120})
 @RUN
-@click.option("--request", "request_name", metavar="ID", help="A request's story: its id (17 or r17) or its label.")
-@click.option("--step", "step_number", type=click.IntRange(0), metavar="N", help="Why step N did what it did.")
+@click.option("--request", "request_name", metavar="ID", help="Explain a request, by id (17 or r17) or label.")
+@click.option("--step", "step_number", type=click.IntRange(0), metavar="N", help="Explain step N.")
 @click.option(
     "--slowest",
     type=(click.Choice(list(COLUMNS)), click.IntRange(1, 1000)),
     metavar="METRIC K",
-    help="The K requests with the longest ttft, tpot, e2e or (longest gap) itl, and what they waited for.",
+    help="Explain the K requests with the longest ttft, tpot, e2e or itl (longest gap), with waits by cause.",
 )
 @click.option(
     "--html", "html_file", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with pictures."
@@ -57,15 +57,15 @@ def explain(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Explain why a request was slow, why a batch is what it is, or what the slowest requests waited for.
+    """Explain the times of a request, the decisions of a step, or the waits of the slowest requests.
 
     \b
     lockstep explain runs/chat --request 17
     lockstep explain runs/chat --slowest ttft 10 --html slow.html
     lockstep explain runs/chat --step 4821
     """
-    asked = sum(option is not None for option in (request_name, step_number, slowest))
-    if asked != 1:
+    chosen = sum(option is not None for option in (request_name, step_number, slowest))
+    if chosen != 1:
         raise click.UsageError("Give one of --request ID, --step N and --slowest METRIC K.")
     if html_file is not None and step_number is not None:
         raise click.UsageError("--html goes with --request and --slowest: a step has no timeline.")
@@ -102,7 +102,7 @@ def explain(
 
 
 def chronicle_of(run: Path, ids: list[RequestId]) -> tuple[Chronicle, Walk]:
-    """The stories of these requests, and the replay that they come from, at its end."""
+    """Replay a run; return the timelines of requests, and the replay at its end."""
     chronicle, walk = Chronicle(ids), Walk(run)
     for number, event, step in walk:
         chronicle.observe(number, event, step, walk.engine)
@@ -110,7 +110,7 @@ def chronicle_of(run: Path, ids: list[RequestId]) -> tuple[Chronicle, Walk]:
 
 
 def measured(run: Path) -> Requests:
-    """The latencies of a journal's requests, as docs/metrics.md defines them."""
+    """Return the latencies of a journal's requests, defined in docs/metrics.md."""
     metrics, walk = MetricsFold(), Walk(run)
     for _, event, step in walk:
         metrics.observe(event, step)
@@ -122,27 +122,26 @@ def _slowest(run: Path, metric: Metric, most: int) -> list[RequestId]:
     values = getattr(requests, COLUMNS[metric]).astype(float)
     known = np.flatnonzero(np.isfinite(values) & (values >= 0))
     if not known.size:
-        raise ConfigError(f"no request of `{run}` has a {metric}\nhint: `lockstep journal info` says what is in it")
+        raise ConfigError(f"no request of `{run}` has a {metric}\nhint: `lockstep journal info` shows its content")
     order = known[np.argsort(-values[known], kind="stable")][:most]
     ids: list[RequestId] = requests.request_id[order].tolist()
     return ids
 
 
 def _show_left(left: LeftQueue, name: str, html_file: Path | None, as_json: bool) -> None:
-    """The record of a request that ended in the queue in front of a router. Raises ConfigError if pictures are
-    requested."""
+    """Print the record of a request that ended in the waiting queue of a router. Raises ConfigError with --html."""
     if html_file is not None:
         raise ConfigError(
-            f"request {shown(name)} ended in the line of the router: it has no timeline\nhint: leave out --html"
+            f"request {shown(name)} ended in the router's queue: it has no timeline\nhint: leave out --html"
         )
     if as_json:
         about = left._asdict() | {"label": name if left.label == label_key(name, left.tenant) else ""}
         print_json({"left_in_queue": about, "waited_us": left.left_us - left.came_us})
         return
-    whose = f" of tenant {shown(left.tenant)}" if left.tenant else ""
+    tenant = f" of tenant {shown(left.tenant)}" if left.tenant else ""
     waited = duration(left.left_us - left.came_us)
     _wrap(
-        f"request {shown(name)}{whose} came to the router at {clock(left.came_us)} with "
+        f"request {shown(name)}{tenant} arrived at the router at {clock(left.came_us)} with "
         f"{count(left.prompt_tokens, 'prompt token')}, and {LEFT.get(left.reason, left.reason)} {waited} later. It "
         "never reached an engine."
     )
@@ -154,13 +153,13 @@ def _show_timeline(timeline: RequestTimeline, chronicle: Chronicle, walk: Walk) 
     click.echo()
     for line in text_lines(timeline, chronicle):
         click.echo(line)
-    click.echo("w waits, E extends, D decodes, - runs without it, | a token goes out")
+    click.echo("w waits, E extends, D decodes, - batches without it, | tokens sent")
 
 
 def _show_slowest(timelines: list[RequestTimeline], metric: Metric, chronicle: Chronicle, walk: Walk) -> None:
     start_us = min(timeline.arrived_us for timeline in timelines)
     stop_us = max(timeline.stop_us for timeline in timelines)
-    click.echo(f"the {len(timelines)} longest {metric}, of requests here from {clock(start_us)} to {clock(stop_us)}")
+    click.echo(f"the {len(timelines)} longest {metric}, of requests open from {clock(start_us)} to {clock(stop_us)}")
     click.echo()
     heads = "".join(f"{head:>10}" for head in ("waited", "prefill", "TTFT", "TPOT", "retracted"))
     click.echo(f"  {'request':<22}{'arrived':>12}{heads}")
@@ -187,7 +186,7 @@ def _show_slowest(timelines: list[RequestTimeline], metric: Metric, chronicle: C
         for line in timeline_text(timeline, chronicle, walk.names, walk.header.config):
             _wrap(line)
     if len(timelines) > SHOWN_IN_FULL:
-        click.echo("\nthe others, by `lockstep explain RUN --request ID`:")
+        click.echo("\nother requests, explained by `lockstep explain RUN --request ID`:")
         for timeline in timelines[SHOWN_IN_FULL:]:
             click.echo(f"  {headline(timeline, walk.names)}")
 
@@ -206,14 +205,14 @@ def _show_step(reason: StepReason, as_json: bool) -> None:
 
 def _wrap(line: str) -> None:
     indent = " " * (len(line) - len(line.lstrip()) + 2)
-    if line[:14].strip() and line[:16].endswith("  "):  # a sentence behind its time
+    if line[:14].strip() and line[:16].endswith("  "):  # a sentence after its time
         indent = " " * 18
     for part in textwrap.wrap(line, 120, subsequent_indent=indent, break_on_hyphens=False) or [""]:
         click.echo(part)
 
 
 def _described(timeline: RequestTimeline, chronicle: Chronicle, walk: Walk) -> dict[str, Any]:
-    """A story for machines: figures, waits by cause, and the sentences."""
+    """Return a timeline for --json: figures, waits by cause, and the sentences."""
     narration = sentences(timeline, chronicle, walk.names, walk.header.config)
     return {
         "request_id": timeline.request_id,

@@ -1,12 +1,13 @@
-"""`lockstep export`: what a run decided as tables in Parquet, for questions in SQL that no command answers.
+"""`lockstep export`: the decisions of a run as Parquet tables, for queries in SQL.
 
-steps       one row per event: time, type, what was launched, how things stood behind it
-decisions   one row per decided event; a column for every field that any of them has
+steps       one row per event: time, type, the launched batch, the state after it
+decisions   one row per decided event; one column for every field of any decided event
 batches     one row per launched batch, with its times on the device
-parts       one row per request and batch: which positions it computed
-requests    one row per request: the latencies of docs/metrics.md, and how it ended
+parts       one row per request and batch: the positions that it computed
+requests    one row per request: the latencies of docs/metrics.md, and the finish reason
 
-Ids join them: `step`, `batch_id`, `request_id`. Times are microseconds since the journal began. Missing is null.
+`step`, `batch_id` and `request_id` join the tables. Times are microseconds since the journal began. Missing values are
+null.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ COLUMNS = tuple(dict.fromkeys(field.name for type_ in decided_types() for field 
 
 
 def kinds() -> dict[str, str]:
-    """What each column of decisions holds, by the types of the fields: the name of a polars type."""
+    """Return the polars type of each column of `decisions` by name, derived from the types of the fields."""
     found: dict[str, str] = {}
     for type_ in decided_types():
         for name, hint in get_type_hints(type_).items():
@@ -44,10 +45,10 @@ def kinds() -> dict[str, str]:
 @click.command(context_settings={"max_content_width": 120})
 @RUN
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Folder for the tables.")
-@click.option("--overwrite", is_flag=True, help="Replace tables that are there.")
+@click.option("--overwrite", is_flag=True, help="Replace existing tables.")
 @click.option("--json", "as_json", is_flag=True, help="Rows of each table as one JSON object.")
 def export(run: Path, out: Path, overwrite: bool, as_json: bool) -> None:
-    """Write what a run decided as Parquet tables, for queries in polars or DuckDB.
+    """Write the decisions of a run as Parquet tables, for queries in polars or DuckDB.
 
     \b
     lockstep export runs/chat --out tables
@@ -71,7 +72,7 @@ def export(run: Path, out: Path, overwrite: bool, as_json: bool) -> None:
 
 
 class ExportTables:
-    """Collects the rows of all tables. Feed it every step of a replay, in order."""
+    """Collects the rows of all tables. `observe` must be called with every step of a replay, in order."""
 
     def __init__(self) -> None:
         self._steps: dict[str, Any] = {
@@ -84,7 +85,7 @@ class ExportTables:
         self._metrics = MetricsFold()
 
     def observe(self, number: int, event: ObservedEvent, step: Step, engine: Engine) -> None:
-        """Take in step `number`; `engine` stands behind it."""
+        """Add step `number`. `engine` is in its state after the step."""
         plan = step.launched()
         steps = self._steps
         steps["time_us"].append(event.time_us)
@@ -103,7 +104,7 @@ class ExportTables:
         self._metrics.observe(event, step)
 
     def write(self, folder: Path, names: Names) -> dict[str, int]:
-        """Write every table to `folder`; returns their rows."""
+        """Write every table to `folder`; return the number of rows of each."""
         import polars as pl
 
         folder.mkdir(parents=True, exist_ok=True)

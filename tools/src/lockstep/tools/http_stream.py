@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client for streams of server-sent events, on asyncio alone: what sending at the right moment needs.
+"""A small HTTP/1.1 client for streams of server-sent events, on asyncio alone, so that it can send at exact times.
 
-One connection per request is kept open for the next one. Bodies may be chunked, counted, or end with the connection.
-Lengths are bounded, so that a server cannot fill the memory of the process that measures it.
+Connections are kept open for later requests. Bodies may be chunked, counted, or end with the connection. Lengths are
+bounded, so that a server cannot fill the memory of the measuring process.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from lockstep.core.contract.errors import ConfigError
 LINE_BYTES_MAX = 1 << 20
 HEADERS_MAX = 200
 TOO_LONG_IDLE = 408
-"""A notice of a server on a connection that was idle for long. What is sent then it has not read (RFC 9110)."""
+"""Status with which a server closes a connection after a long idle time. It has not read the request (RFC 9110)."""
 
 
 class ServerAddress(NamedTuple):
-    """Where requests go."""
+    """The address of a server."""
 
     host: str
     port: int
-    path: str  # in front of every request's own, without a slash at its end
+    path: str  # prefix of every request's path, without a slash at its end
     tls: bool
 
     @classmethod
     def parse(cls, url: str) -> ServerAddress:
-        """Raises ConfigError for what is no http or https URL."""
+        """Parse an http or https URL. Raises ConfigError for any other text."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -45,11 +45,11 @@ class ServerAddress(NamedTuple):
 
 
 class HttpError(Exception):
-    """An answer that is no HTTP, or a connection that broke off."""
+    """An answer that is not HTTP, or a broken connection."""
 
 
 class Response:
-    """The head of an answer; its body comes line by line."""
+    """The head of an answer. The body can be read piece by piece or line by line."""
 
     def __init__(self, status: int, headers: dict[str, str], reader: asyncio.StreamReader) -> None:
         self.status = status
@@ -60,7 +60,7 @@ class Response:
         self.ended = False  # whether the body was read to its end
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes."""
+        """Yield the body in the pieces in which it is received."""
         if "chunked" in self._headers.get("transfer-encoding", "").lower():
             while True:
                 size = await _line(self._reader)
@@ -89,7 +89,7 @@ class Response:
         self.ended = True
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """The body's lines, without their ends."""
+        """Yield the lines of the body without line ends."""
         async for piece in self.pieces():
             self._left += piece
             *lines, self._left = self._left.split(b"\n")
@@ -111,7 +111,7 @@ class HttpClient:
         self._tls = ssl.create_default_context() if target.tls else None
 
     async def warm(self, connections: int) -> None:
-        """Open connections before they are needed. Raises OSError if the server is not there."""
+        """Open connections before they are needed. Raises OSError if the server cannot be reached."""
         for _ in range(connections):
             self._idle.append(await self._connect())
 
@@ -119,10 +119,13 @@ class HttpClient:
     async def request(
         self, method: str, path: str, body: bytes, on_sent: Callable[[], None] | None = None
     ) -> AsyncIterator[Response]:
-        """Send a request and give the head of its answer; the connection is kept if the body was read to its end.
+        """Send a request and yield the head of its answer. The connection is kept if the body was read to its end.
 
-        `on_sent` is called when the request has been written. Raises OSError or HttpError; a kept connection that turns
-        out to be closed is replaced, and only then is a request written twice.
+        A kept connection that the server has closed is replaced. Only then is a request written twice.
+
+        Args:
+            on_sent: called when the request has been written.
+        Raises: OSError or HttpError.
         """
         lines = [f"{method} {self.target.path}{path} HTTP/1.1", f"Host: {self.target.host}:{self.target.port}"]
         lines += [f"{name}: {value}" for name, value in self._headers.items()]
@@ -157,7 +160,7 @@ class HttpClient:
         return await asyncio.open_connection(self.target.host, self.target.port, ssl=self._tls, limit=LINE_BYTES_MAX)
 
     def close(self) -> None:
-        """Close what is kept."""
+        """Close the kept connections."""
         for _, writer in self._idle:
             with suppress(OSError):
                 writer.close()

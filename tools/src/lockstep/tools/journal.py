@@ -1,14 +1,14 @@
-"""Look into a journal, check it, replay it.
+"""Inspect, check and replay a journal.
 
-    lockstep journal info RUN      its writer, how many events of each type, how it ends
+    lockstep journal info RUN      its writer, the number of events of each type, its end
     lockstep journal dump RUN      one line per record, or one JSON object with --jsonl
     lockstep journal check RUN     framing and chain only; --repair cuts a torn tail off
     lockstep journal verify RUN    replay every event and compare every digest
 
-RUN is a run folder or the `journal` folder in it. Results go to stdout and everything else to stderr; --json is for
-machines. Steps are counted from 0, and spans are half-open: `--from 5 --until 8` is steps 5, 6 and 7.
+RUN is a run folder or the `journal` folder in it. Results go to stdout and everything else to stderr. Steps are counted
+from 0, and spans are half-open: `--from 5 --until 8` is steps 5, 6 and 7.
 
-Exit status: 0 all well; 1 a torn tail (check); 2 corrupt, unreadable or no journal; 3 the replay diverged (verify).
+Exit status: 0 no problem; 1 a torn tail (check); 2 corrupt, unreadable or no journal; 3 the replay diverged (verify).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ EXIT_TORN = 1
 
 @click.group(help=__doc__.replace("\n\n    ", "\n\n\b\n    ") if __doc__ else None)
 def journal() -> None:
-    """Look into a journal, check it, replay it."""
+    """Inspect, check and replay a journal."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- info
@@ -114,7 +114,7 @@ def info(run: Path, as_json: bool) -> None:
 
 
 def _config_text(config: SchedConfig) -> str:
-    """The settings that are not at their default; --json has all of them."""
+    """Return the settings that differ from their defaults, as text; --json has all settings."""
     changed = [
         f"{field.name}={getattr(config, field.name)}"
         for field in msgspec.structs.fields(config)
@@ -128,7 +128,7 @@ def _tail_text(tail: Tail, end: str = "") -> str:
         return f"torn: {tail.segment} is whole up to offset {tail.offset}, then {tail.torn_bytes} bytes ({tail.reason})"
     if tail.closed:
         return f"clean, ended: {end}" if end else "clean, closed"
-    return "clean, not closed: the writer died, or is still writing"
+    return "clean, not closed: the writer was killed, or is still writing"
 
 
 def _tail_json(tail: Tail) -> dict[str, object]:
@@ -211,7 +211,7 @@ def _event_json(event: msgspec.Struct) -> dict[str, object]:
 
 
 def _named(value: object) -> object:
-    """A struct as a dict of its fields: on the wire it is an array, which a reader of JSON cannot make sense of."""
+    """Return a struct as a dict of its fields: on the wire it is an array, without the names of the fields."""
     if isinstance(value, msgspec.Struct):
         fields = {field.name: _named(getattr(value, field.name)) for field in msgspec.structs.fields(value)}
         tag = value.__struct_config__.tag
@@ -278,14 +278,14 @@ def check(run: Path, repair: bool, as_json: bool) -> None:
 def verify(run: Path, until: int | None, as_json: bool) -> None:
     """Replay every event, compare every digest.
 
-    A torn tail is verified up to its last whole record. Of a cluster's run every engine is verified, then the router's
-    decisions. Exit status: 0 equal; 3 diverged.
+    A journal with a torn tail is verified up to its last complete record. For a cluster's run every engine is verified,
+    then the decisions of the router. Exit status: 0 equal; 3 diverged.
     """
     verify_all(run, until, as_json)
 
 
 def verify_all(run: Path, until: int | None, as_json: bool) -> None:
-    """Of one engine, or of a cluster with its router."""
+    """Verify the run of one engine, or of a cluster with its router, and print the result."""
     engines = engine_runs(run)
     if not engines:
         verify_run(run, until, as_json)
@@ -296,7 +296,7 @@ def verify_all(run: Path, until: int | None, as_json: bool) -> None:
         verify_run(engine, until, as_json)
     if until is None:
         _verify_router(run, as_json)
-        if (run / "decode").is_dir():  # requests were routed to a second engine too
+        if (run / "decode").is_dir():  # requests were routed to decode engines, too
             _verify_router(run / "decode", as_json)
 
 
@@ -363,7 +363,7 @@ def verify_run(run: Path, until: int | None, as_json: bool) -> None:
 
 
 def say_divergence(run: Path, divergence: Divergence, decisions: Path | None = None) -> None:
-    """Report on stderr where a replay parts from the journal, with the text of both decisions as far as available."""
+    """Print the first differing decision of a replay on stderr, with the text of both decisions as far as available."""
     from lockstep.tools.strict import parted
 
     click.echo(f"Divergence: {divergence}", err=True)

@@ -1,13 +1,14 @@
-"""`lockstep replay TRACE --to URL`: send a workload to an OpenAI-compatible server, each request at its moment.
+"""`lockstep replay TRACE --to URL`: send a workload to an OpenAI-compatible server, each request at its due time.
 
-Open loop: a request is sent when it is due, whether or not the server keeps up; later turns of a session come after the
-answer before them and the user's think time. The sender's own lateness is measured and reported in
-every run, because a generator that lags measures itself.
+Open loop: a request is sent when it is due, whether or not the server keeps up. A later turn of a session is due after
+the previous answer and the user's think time. The sender's own lateness is measured and reported in every run, because
+a late generator distorts the latencies.
 
-Equal prefixes are sent as equal text: each token id is a word, always the same one, so that prompts share exactly what
-they shared in the trace. A later turn that begins with the turn before it begins with the answer that really came, too.
+Equal prefixes are sent as equal text: each token id becomes a word, always the same one, so that prompts share exactly
+the prefixes that they shared in the trace. A later turn that begins with the previous turn continues the real answer of
+that turn.
 
-`lockstep bench serve` (bench.py) sends with the same `Sender`; its arrivals are those of the simulator's hosts.
+`lockstep bench serve` (bench.py) sends with the same `Sender`, and arrivals as in the simulator.
 """
 
 from __future__ import annotations
@@ -33,22 +34,27 @@ import numpy as np
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestArrived, RequestId
+from lockstep.host.options import options_of, take, with_flags
 from lockstep.sim.host.arrivals import Arrivals
 from lockstep.sim.host.closed_loop import ConcurrentSessions
 from lockstep.sim.host.ports import NEVER_US
 from lockstep.sim.results.text import count, duration
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.token_runs import prompt_ids
 from lockstep.sim.workload.turns import Turn, Turns
 from lockstep.sim.workload.workload import open_workload
 from lockstep.tools.http_stream import HttpClient, HttpError, ServerAddress
 from lockstep.tools.recorded import journal_workload
 from lockstep.tools.runs import print_json, refusals
+from lockstep.tools.sender_options import LiveOptions
 
+OF_WORKLOAD = ("rate", "time_window", "limit", "seed")
+"""Options of `lockstep simulate` that `lockstep replay --to` has, too."""
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
-AHEAD_US = 1_000_000  # so long before it is due a request is put together
+AHEAD_US = 1_000_000  # a request is built this long before it is due
 TICK_S = 0.1
-EARLY_S = 0.002  # a sleep ends so much before the moment; the rest is waited for in turns of the loop
+EARLY_S = 0.002  # a sleep ends this long before the due time; the rest is waited in turns of the event loop
 WARM_MAX = 64  # connections opened before the first request
 PERCENTILES = (50, 90, 99)
 
@@ -58,71 +64,45 @@ _SYLLABLES = [c + v for c in _CONSONANTS for v in _VOWELS]  # 70
 
 @dataclass
 class Sent:
-    """What became of one request. Times are microseconds since the first arrival; -1 if it did not happen."""
+    """The record of one request. Times are microseconds since the first arrival; -1 for events that did not happen."""
 
     label: str
     due_us: int
     tenant: str = ""
-    turn_tokens: int = 0  # of the prompt, in the workload
+    turn_tokens: int = 0  # tokens of the prompt in the workload
     sent_us: int = -1
     first_us: int = -1
     last_us: int = -1
     messages: int = 0
-    output_tokens: int = 0  # as the server counts; else its messages
-    prompt_tokens: int = 0  # as the server counts
-    cached_tokens: int = -1  # of the prompt; as the server counts
-    ended_us: int = -1  # the whole answer was there
-    finish_reason: str = ""  # in the server's words
-    status: int = 0
+    output_tokens: int = 0  # counted by the server; without a count, its messages
+    prompt_tokens: int = 0  # counted by the server
+    cached_tokens: int = -1  # of the prompt, counted by the server
+    ended_us: int = -1  # time of the finish reason, or of the last message
+    finish_reason: str = ""  # as the server sent it
+    status: int = 0  # of HTTP
     error: str = ""
     kind: str = ""  # of the error: "status 503", "timeout", "connection", "stream", "interrupted"
     request_id: RequestId = -1
     message_us: array[int] = field(default_factory=lambda: array("q"), repr=False)
     message_tokens: array[int] = field(
         default_factory=lambda: array("i"), repr=False
-    )  # so far, as far as the server reports it
+    )  # output tokens up to each message; -1 if the server does not report them
 
     @property
     def late_us(self) -> int:
         return self.sent_us - self.due_us
 
     def row(self) -> dict[str, Any]:
-        """For a line of JSON: everything but the single messages."""
+        """Return all fields except single messages, for a line of JSON."""
         names = (one.name for one in fields(self))
         return {name: getattr(self, name) for name in names if not name.startswith("message_")}
 
 
-@click.command(context_settings={"max_content_width": 120})
+@click.command(context_settings={"show_default": True, "max_content_width": 120})
 @click.argument("trace")
-@click.option("--to", "url", required=True, metavar="URL", help="The server, such as http://127.0.0.1:8000.")
-@click.option("--model", help="Name to ask for; by default the first that the server offers.")
-@click.option("--speed", default=1.0, help="Divides every gap and think time: 2 is twice as fast.", show_default=True)
-@click.option("--rate", type=click.FLOAT, help="Requests per second: stretches a trace.")
-@click.option("--time-window", metavar="FROM..TO", help="Keep what arrives then, in recorded time.")
-@click.option("--limit", type=click.IntRange(1), help="Keep the first so many requests.")
-@click.option("--seed", default=7, help="Of a generated workload.", show_default=True)
-@click.option("--max-tokens", type=click.IntRange(1), help="Limit of every answer; by default its length in the trace.")
-@click.option("--ignore-eos", is_flag=True, help="Ask for answers of exactly that length (not in OpenAI's API).")
-@click.option("--timeout", "timeout_s", default=600.0, help="Seconds that one answer may take.", show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="One JSON line per request.")
-@click.option("--overwrite", is_flag=True, help="Replace FILE.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
-def live(
-    trace: str,
-    url: str,
-    model: str | None,
-    speed: float,
-    rate: float | None,
-    time_window: str | None,
-    limit: int | None,
-    seed: int,
-    max_tokens: int | None,
-    ignore_eos: bool,
-    timeout_s: float,
-    out: Path | None,
-    overwrite: bool,
-    as_json: bool,
-) -> None:
+@with_flags(click.option, options_of(LiveOptions).values(), kinds={"max_tokens": click.IntRange(1)})
+@with_flags(click.option, [options_of(Scenario)[name] for name in OF_WORKLOAD], kinds={"limit": click.IntRange(1)})
+def live(trace: str, **options: Any) -> None:
     """Send a workload to an OpenAI-compatible server with its own timing, and report how it was answered.
 
     TRACE is a run folder, a recorded trace, or gen:... as for `lockstep simulate`. A key goes in OPENAI_API_KEY.
@@ -133,25 +113,28 @@ def live(
     lockstep replay conversation_trace.jsonl.gz --to http://127.0.0.1:8000 --time-window 0..300
     lockstep replay gen:n=500,rate=50,input=fixed:100,output=fixed:20 --to http://127.0.0.1:8000
     """
+    given = take(LiveOptions, options)
+    out = given.out
     with refusals():
-        if not 1e-3 <= speed <= 1e3:
-            raise ConfigError(f"`--speed` must be from 0.001 to 1000, got `{speed}`\nhint: 2 halves every gap")
-        check_timeout(timeout_s)
-        if out is not None and out.exists() and not overwrite:
+        if not 1e-3 <= given.speed <= 1e3:
+            raise ConfigError(f"`--speed` must be from 0.001 to 1000, got `{given.speed}`\nhint: 2 halves every gap")
+        check_timeout(given.timeout_s)
+        if out is not None and out.exists() and not given.overwrite:
             raise click.UsageError(f"{out} exists\nhint: choose another file, or add --overwrite")
-        turns = _turns(trace, rate=rate, time_window=time_window, limit=limit, seed=seed)
-        asking = Asking(WORDS, max_tokens=max_tokens, ignore_eos=ignore_eos)
-        turns = _sped(turns, speed)
-        sender = Sender(ServerAddress.parse(url), Arrivals(turns), turns, model, asking, timeout_s)
+        turns = _turns(trace, **options)
+        asking = Asking(WORDS, max_tokens=given.max_tokens, ignore_eos=given.ignore_eos)
+        turns = _sped(turns, given.speed)
+        address = ServerAddress.parse(given.url)
+        sender = Sender(address, Arrivals(turns), turns, given.model, asking, given.timeout_s)
         try:
             interrupted = asyncio.run(sender.run())
         except OSError as error:
-            raise ConfigError(f"`{url}` cannot be reached: {error}\nhint: is the server up?") from error
+            raise ConfigError(f"`{given.url}` cannot be reached: {error}\nhint: is the server up?") from error
     if out is not None:
         out.write_text("".join(json.dumps(one.row()) + "\n" for one in sender.sent), "utf-8")
     found = summary(sender.sent, len(turns), sender.span_us)
-    if as_json:
-        print_json({"server": url, "model": sender.model, "interrupted": interrupted, **found})
+    if given.as_json:
+        print_json({"server": given.url, "model": sender.model, "interrupted": interrupted, **found})
     else:
         for line in summary_lines(found, sender.model, interrupted):
             click.echo(line)
@@ -162,7 +145,7 @@ def live(
 
 
 def check_timeout(timeout_s: float) -> None:
-    """Raise ConfigError unless these are seconds that an answer may take."""
+    """Raise ConfigError unless `timeout_s` is a positive, finite number of seconds."""
     if not 0.0 < timeout_s < inf:
         raise ConfigError(f"`--timeout` must be seconds above 0, got `{timeout_s}`\nhint: 600 is the default")
 
@@ -180,14 +163,14 @@ def _turns(trace: str, *, seed: int, rate: float | None, time_window: str | None
 
 
 def _sped(turns: Turns, speed: float) -> Turns:
-    """The same turns with every gap and think time divided, the first at 0."""
+    """Return the turns with every gap and think time divided by `speed`, the first at 0."""
     first_us = turns.arrival_us[turns.by_clock_rows[0]]
     think_us = np.rint(turns.think_us / speed).astype(np.int64)
     return replace(turns, think_us=think_us).at(np.rint((turns.arrival_us - first_us) / speed).astype(np.int64))
 
 
 def word_of(token: int) -> str:
-    """A token id as a word, another one for each id."""
+    """Return the word of a token id. Different ids have different words."""
     syllables = []
     while True:
         token, rest = divmod(token, len(_SYLLABLES))
@@ -197,27 +180,28 @@ def word_of(token: int) -> str:
 
 
 def text_of(runs: Sequence[int], start: int = 0) -> str:
-    """A prompt as words, from token `start` on."""
+    """Return a prompt as words, from token `start` on."""
     return "".join(f" {word_of(token)}" for token in prompt_ids(runs)[start:].tolist())
 
 
 class Words:
-    """Prompts as text: what a word is to the server depends on its tokenizer."""
+    """Prompts as text. The number of the server's tokens per word depends on its tokenizer."""
 
     def of(self, runs: Sequence[int], start: int = 0) -> str:
-        """A prompt from token `start` on."""
+        """Return a prompt from token `start` on."""
         return text_of(runs, start)
 
     def answer(self, texts: Sequence[str], ids: Sequence[int]) -> str | None:
-        """An answer as part of a prompt; None if it cannot be one."""
+        """Return an answer as part of a prompt."""
         return "".join(texts)
 
 
 class TokenIdPrompts:
-    """Prompts as token ids of the model: exactly as long as in the workload.
+    """Prompts as token ids of the model, exactly as long as in the workload.
 
-    An id of the workload stands for one from the middle of the vocabulary, away from both ends, where special tokens
-    are; always the same one. Different prompts part at once, though not for ever: their ids are drawn from few.
+    An id of the workload is mapped to an id from the middle of the vocabulary, away from the special tokens at both
+    ends, always to the same one. Several ids of the workload may be mapped to the same id, so different prompts may
+    have some ids in common.
     """
 
     def __init__(self, vocabulary: int) -> None:
@@ -227,7 +211,7 @@ class TokenIdPrompts:
         self._count = vocabulary * 3 // 4
 
     def of(self, runs: Sequence[int], start: int = 0) -> list[int]:
-        """A prompt from token `start` on."""
+        """Return a prompt from token `start` on."""
         mixed = prompt_ids(runs)[start:].astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
             mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -235,7 +219,7 @@ class TokenIdPrompts:
         return found
 
     def answer(self, texts: Sequence[str], ids: Sequence[int]) -> list[int] | None:
-        """An answer as part of a prompt; None if the server did not report its ids."""
+        """Return an answer as part of a prompt; None if the server did not report its ids."""
         return list(ids) or None
 
 
@@ -244,20 +228,20 @@ WORDS = Words()
 
 @dataclass(frozen=True)
 class Asking:
-    """How a turn becomes a request of a client."""
+    """The form in which a turn is sent to the server."""
 
     prompts: Words | TokenIdPrompts = WORDS
-    chat: bool = False  # as one message of a conversation
+    chat: bool = False  # send the prompt as one message of a conversation
     max_tokens: int | None = None  # None: the turn's own length
     ignore_eos: bool = False
-    fields: Mapping[str, Any] = field(default_factory=dict)  # of every body, over those made here
+    fields: Mapping[str, Any] = field(default_factory=dict)  # added to every body; they replace fields of `body`
 
     @property
     def path(self) -> str:
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
     def body(self, model: str, turn: Turn, prompt: str | list[int]) -> bytes:
-        """A body for a turn."""
+        """Return the JSON body for a turn."""
         content: dict[str, Any] = {
             "model": model,
             "max_tokens": self.max_tokens or max(turn.output_tokens, 1),
@@ -277,22 +261,22 @@ class Asking:
 
 
 @dataclass(slots=True)
-class _ServerEvent:
-    """A turn and its real text."""
+class _Answered:
+    """A turn with the text of its real answer, for the turns that continue it."""
 
     turn: Turn
     text: str | list[int]  # prompt and answer
-    to_come: int  # turns behind it that have not begun
+    to_come: int  # turns after it whose prompts are not built yet
 
 
 class Sender:
-    """Sends every turn at its moment and reads the answers.
+    """Sends every turn at its due time and reads the answers.
 
     Args:
-        arrivals: requests with their moments, by the clock or a number at a time, as a host of the simulator takes
-        them. turns: those of `arrivals`.
-        model: the name to request; the first that the server offers if it is empty.
-        tick: called ten times a second, such as for a progress bar.
+        arrivals: requests with due times, open loop or closed loop, as for a host of the simulator.
+        turns: the turns of `arrivals`.
+        model: the model to request; if empty, the first that the server lists.
+        tick: called ten times a second, e.g. for a progress bar.
     """
 
     def __init__(
@@ -318,13 +302,13 @@ class Sender:
         self._tick = tick
         self._begin_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._broken: BaseException | None = None  # a mistake of ours
-        self._under_way = 0  # taken from the arrivals, and not ended
+        self._broken: BaseException | None = None  # an error of the sender itself, raised by `run`
+        self._under_way = 0  # requests taken from the arrivals and not ended
         self._news = asyncio.Event()
-        self._said: dict[int, _ServerEvent] = {}  # by index of the turn, as long as others are to come behind it
+        self._answers: dict[int, _Answered] = {}  # by index of the turn, as long as further turns continue it
 
     async def run(self) -> bool:
-        """Send everything and wait for the answers. Returns whether Ctrl-C ended it. Raises OSError, ConfigError."""
+        """Send all requests and wait for the answers. Returns whether Ctrl-C ended it. Raises OSError, ConfigError."""
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             with suppress(NotImplementedError, ValueError, RuntimeError):  # not in the main thread, not on this system
@@ -333,7 +317,7 @@ class Sender:
             self.model = (await models_of(self.client))[0]
         await self.client.warm(min(WARM_MAX, self.arrivals.expected))
         gc.collect()
-        gc.freeze()  # what was imported would be looked through while requests are due: 25 ms
+        gc.freeze()  # otherwise a collection scans all imported objects for 25 ms while requests are due
         self._begin_s = loop.time() + 0.05
         stopping = asyncio.ensure_future(stop.wait())
         sending = asyncio.ensure_future(self._send_all())
@@ -360,7 +344,7 @@ class Sender:
             left_us = arrivals.next_us - AHEAD_US - self._now_us()
             if left_us <= 0:
                 due_us, event = arrivals.next_us, arrivals.take(None)
-                assert isinstance(event, RequestArrived)  # no client here cancels
+                assert isinstance(event, RequestArrived)  # this sender has no cancellations
                 turn = arrivals.open_turns[event.request_id]
                 prompt = self._prompt(turn)
                 one = Sent(turn.label, due_us, turn.tenant, turn.prompt_tokens, request_id=event.request_id)
@@ -370,7 +354,7 @@ class Sender:
                 )
                 self._tasks.add(task)
                 task.add_done_callback(self._over)
-                await asyncio.sleep(0)  # what comes in meanwhile is read, and timed
+                await asyncio.sleep(0)  # lets the loop read and time incoming data
             elif arrivals.next_us == NEVER_US and not self._under_way:
                 return
             else:
@@ -385,22 +369,22 @@ class Sender:
             self._news.set()
 
     def _prompt(self, turn: Turn) -> str | list[int]:
-        """The prompt of a turn; behind a turn that it begins with, it goes on from that turn's real text."""
+        """Return the prompt of a turn. If it begins with the previous turn, it continues that turn's real text."""
         prompts = self.asking.prompts
-        said = None if turn.after is None else self._said.get(turn.after)
-        if said is None:
+        answered = None if turn.after is None else self._answers.get(turn.after)
+        if answered is None:
             return prompts.of(turn.prompt)
-        said.to_come -= 1
-        if not said.to_come:
-            del self._said[said.turn.index]
-        before, ids = said.turn, prompt_ids(turn.prompt)
+        answered.to_come -= 1
+        if not answered.to_come:
+            del self._answers[answered.turn.index]
+        before, ids = answered.turn, prompt_ids(turn.prompt)
         known = before.prompt_tokens + before.output_tokens
         if len(ids) < known or not np.array_equal(ids[: before.prompt_tokens], prompt_ids(before.prompt)):
-            return prompts.of(turn.prompt)  # a context made anew
-        return said.text + prompts.of(turn.prompt, known)  # type: ignore[operator]  # both text, or both ids
+            return prompts.of(turn.prompt)  # this turn does not continue the previous one
+        return answered.text + prompts.of(turn.prompt, known)  # type: ignore[operator]  # both text, or both ids
 
     async def _converse(self, turn: Turn, one: Sent, prompt: str | list[int], body: bytes) -> None:
-        """Send a turn when it is due; its answer, or that there is none, decides what comes behind it."""
+        """Send a turn when it is due. Its answer, or its failure, determines the due times of later turns."""
         await self._sleep_until(one.due_us)
         self.sent.append(one)
         answer = await self._ask(one, body)
@@ -412,12 +396,12 @@ class Sender:
         else:
             to_come = len(self.turns.follow_ups(turn.index % len(self.turns)))  # a closed loop plays them several times
             if to_come and answer is not None:
-                said = prompt + answer  # type: ignore[operator]  # both text, or both ids
-                self._said[turn.index] = _ServerEvent(turn, said, to_come)
+                text = prompt + answer  # type: ignore[operator]  # both text, or both ids
+                self._answers[turn.index] = _Answered(turn, text, to_come)
             self.arrivals.answered(one.request_id, one.ended_us)
 
     async def _tick_on(self) -> None:
-        """See how late a sleep ends."""
+        """Measure how late sleeps end, and call `tick`."""
         loop = asyncio.get_running_loop()
         while True:
             due_s = loop.time() + TICK_S
@@ -427,7 +411,7 @@ class Sender:
                 self._tick(self)
 
     async def _ask(self, one: Sent, body: bytes) -> str | list[int] | None:
-        """Send one request and read its stream. Returns the answer as part of a prompt, None where it cannot be one."""
+        """Send one request and read its stream. Returns the answer as part of a prompt; None if that is impossible."""
 
         def on_sent() -> None:
             one.sent_us = self._now_us()
@@ -462,7 +446,7 @@ class Sender:
         return self.asking.prompts.answer(texts, ids)
 
     def _take(self, one: Sent, data: bytes, texts: list[str], ids: list[int]) -> None:
-        """One server-sent event."""
+        """Record one server-sent event."""
         if data == b"[DONE]":
             return
         try:
@@ -500,7 +484,7 @@ class Sender:
         return round((asyncio.get_running_loop().time() - self._begin_s) * 1e6)
 
     async def _sleep_until(self, due_us: int) -> None:
-        """Until the moment: most of it asleep, the last bit awake, because a sleep ends a millisecond late."""
+        """Wait until `due_us`. The last 2 ms pass in turns of the loop, because a sleep ends a millisecond late."""
         left_s = (due_us - self._now_us()) / 1e6
         if left_s > EARLY_S:
             await asyncio.sleep(left_s - EARLY_S)
@@ -509,13 +493,13 @@ class Sender:
 
 
 def client_of(target: ServerAddress) -> HttpClient:
-    """A client with the key of the environment, if there is one."""
+    """Return a client with the API key of the environment, if it has one."""
     key = os.environ.get("OPENAI_API_KEY")
     return HttpClient(target, {"Authorization": f"Bearer {key}"} if key else {})
 
 
 async def models_of(client: HttpClient) -> list[str]:
-    """The models that a server offers. Raises ConfigError if it lists none, OSError."""
+    """Return the models that a server lists. Raises ConfigError if it lists none, OSError."""
     async with client.request("GET", "/v1/models", b"") as response:
         text = b"".join([piece async for piece in response.pieces()])
     try:
@@ -533,7 +517,7 @@ async def models_of(client: HttpClient) -> list[str]:
 
 
 def summary(sent: Sequence[Sent], expected: int, span_us: int) -> dict[str, Any]:
-    """Figures of a run; times in microseconds, None where nothing was measured."""
+    """Return the figures of a run. Times are in microseconds; None without a measurement."""
     done = [one for one in sent if one.last_us >= 0 and not one.error]
     gone = [one for one in sent if one.sent_us >= 0]
     tpot = [(o.last_us - o.first_us) / (o.output_tokens - 1) for o in done if o.output_tokens > 1 and o.first_us >= 0]
@@ -560,9 +544,9 @@ def _spread(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def summary_lines(found: dict[str, Any], model: str, interrupted: bool) -> list[str]:
-    """For a terminal."""
+    """Return the figures as lines for a terminal."""
     seconds = max(found["span_us"] / 1e6, 1e-6)
-    lines = ["interrupted: the figures are those until then"] if interrupted else []
+    lines = ["interrupted: the figures end there"] if interrupted else []
     lines.append(
         f"{found['answered']:,} of {count(found['requests'], 'request')} answered by {model} in {seconds:,.1f} s, "
         f"{count(found['output_tokens'], 'token')} ({found['output_tokens'] / seconds:,.1f}/s)"

@@ -1,4 +1,4 @@
-"""A request's timeline in sentences: what `lockstep explain` prints about a request, its waits, and many requests."""
+"""A request's timeline in sentences: the text of `lockstep explain` about a request and its waits."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from lockstep.tools.request_timeline import (
     Work,
 )
 
-NAMED = 4  # requests that a sentence names before it counts
+NAMED = 4  # requests that a sentence names; further ones are counted
 CHUNKS_NAMED = 3
-MEDIA_SHOWN = 4  # of a wait, before the rest is counted
+MEDIA_SHOWN = 4  # media of a wait that are listed; further ones are counted
 GAPS_SHOWN = 3
-SPANS_SHOWN = 5  # of one wait, before those alike are added up
+SPANS_SHOWN = 5  # spans of a wait that are listed one by one; more are summed by cause
 
 Kind = Literal["arrived", "waited", "prefilled", "decoded", "retracted", "ended"]
 
@@ -45,33 +45,33 @@ DEFERRAL_TEXTS = {
     "pages": "no page was free",
     "window": "no page of the sliding windows was free",
     "state": "no slot of recurrent state was free",
-    "transfer": "its KV was on the way",
+    "transfer": "its KV was being transferred",
     "prefetch": "its prefix was being fetched",
-    "proposal_undone": "the ranks agreed to wait for prompts of others",
+    "proposal_undone": "the ranks agreed to wait for prompts of other ranks",
 }
-"""Of a request that stops the line."""
+"""Texts by deferral reason, for a request that stops the waiting queue."""
 
 WAITED_FOR = {
     "grammar": "its grammar was being compiled",
     "media": "its media were being encoded",
-    "adapter": "there was no place for its adapter on the device",
-    "load": "its prefix was on the way from host memory to the device",
+    "adapter": "no slot for its adapter was free on the device",
+    "load": "its prefix was being loaded from host memory to the device",
     "prefetch": "its prefix was being fetched from storage",
-    "session": "the turn before it in its session had not ended",
-    "bootstrap": "its decode engine had not given it pages",
-    "accepted": "no slot for what is sent with its KV was free",
+    "session": "the previous turn of its session had not ended",
+    "bootstrap": "its decode engine had not allocated pages for it",
+    "accepted": "no metadata slot for its transfer was free",
     "awaited": "its prefill engine had not computed its prompt",
-    "preallocating": "there was no room for its KV",
-    "receiving": "its KV was on the way",
-    "ready": "there was no row, or place for its adapter, to go on in",
+    "preallocating": "its KV did not fit",
+    "receiving": "its KV was being transferred",
+    "ready": "no row, or no slot for its adapter, was free",
     "paused": "the engine was paused",
-    "closed": "the engine admitted nobody: weights or memory were being changed",
-    "launch": "nobody had refused it: the next batch had not been planned yet",
+    "closed": "no request was admitted while weights or memory were changed",
+    "launch": "it was not refused; the next batch was not planned yet",
 }
-"""Of a request that waits for something of its own, or for no particular request."""
+"""Texts by cause, for a request with a cause of its own or without a particular one."""
 
-OWN_AFFAIRS = ("prefix", "sample", "session")
-"""Reasons that name another request, but stop no third one."""
+OWN_CAUSES = ("prefix", "sample", "session")
+"""Causes that name another request, but do not stop the waiting queue."""
 
 SHORT = {
     "running_limit": "running limit",
@@ -104,7 +104,7 @@ SHORT = {
 
 
 class Sentence(NamedTuple):
-    """The moment, the kind of fact, and its text; `more` are lines of detail."""
+    """One sentence of a timeline: time, kind, text, and in `more` lines of detail."""
 
     time_us: int
     kind: Kind
@@ -113,12 +113,12 @@ class Sentence(NamedTuple):
 
 
 def clock(us: int) -> str:
-    """A point in time: seconds since the journal began."""
+    """Return a time as text: seconds since the journal began."""
     return f"{us / 1e6:,.3f} s"
 
 
 def named(requests: Iterable[RequestId], names: Names) -> str:
-    """`a, b and 12 more`."""
+    """Return the names of requests as `a, b and 12 more`."""
     known = [names.request(request_id) for request_id in requests]
     if len(known) > NAMED + 1:
         return f"{', '.join(known[:NAMED])} and {len(known) - NAMED:,} more"
@@ -126,9 +126,9 @@ def named(requests: Iterable[RequestId], names: Names) -> str:
 
 
 def cause_text(cause: Cause, names: Names) -> str:
-    """What was waited for, as the rest of "waited 3 ms: "."""
+    """Return a cause as the rest of the sentence "waited 3 ms: ..."."""
     numbers = (
-        f" ({cause.needed_tokens:,} tokens wanted, {cause.available_tokens:,} left)" if cause.needed_tokens else ""
+        f" ({cause.needed_tokens:,} tokens needed, {cause.available_tokens:,} left)" if cause.needed_tokens else ""
     )
     if cause.reason == "prefix":
         return f"{names.request(cause.other)} was computing the prefix that they share"
@@ -137,25 +137,25 @@ def cause_text(cause: Cause, names: Names) -> str:
             f" ({names.request(cause.other)})" if cause.other != NO_REQUEST else ""
         )
     if cause.reason == "session" and cause.other != NO_REQUEST:
-        return f"the turn before it in its session, {names.request(cause.other)}, had not ended"
+        return f"the previous turn of its session, {names.request(cause.other)}, had not ended"
     if cause.reason in WAITED_FOR and cause.other == NO_REQUEST:
         return WAITED_FOR[cause.reason]
     deferral = deferral_text(cause)
     if cause.other == NO_REQUEST:
-        return f"first in line, but {deferral}{numbers}"
+        return f"first in the queue, but {deferral}{numbers}"
     return f"behind {names.request(cause.other)}, which could not start: {deferral}{numbers}"
 
 
 def deferral_text(cause: Cause, otherwise: str = "") -> str:
-    """What stops the line, with the limit that was reached."""
+    """Return the deferral reason that stops the queue as text, with the limit that was reached."""
     text = DEFERRAL_TEXTS.get(cause.reason, otherwise or cause.reason)
     return text.format(limit=f" ({cause.limit:,})" if cause.limit else "")
 
 
 def cause_key(cause: Cause) -> str:
-    """A cause without its particulars: what times are added up by."""
+    """Return a cause without requests and numbers, as the key by which waiting times are summed."""
     short = SHORT.get(cause.reason, cause.reason)
-    return f"{_BEHIND}{short}" if cause.other != NO_REQUEST and cause.reason not in OWN_AFFAIRS else short
+    return f"{_BEHIND}{short}" if cause.other != NO_REQUEST and cause.reason not in OWN_CAUSES else short
 
 
 _REASONS = {short: reason for reason, short in SHORT.items()}
@@ -163,20 +163,20 @@ _BEHIND = "behind another: "
 
 
 def key_text(key: str) -> str:
-    """A `cause_key` in words: `in line behind another, which could not start: the extend was full`."""
+    """Return a `cause_key` as text: `in the queue behind another, which could not start: the extend was full`."""
     short = key.removeprefix(_BEHIND)
     reason = _REASONS.get(short, short)
     if short != key:
-        return f"in line behind another, which could not start: {deferral_text(Cause(reason))}"
+        return f"in the queue behind another, which could not start: {deferral_text(Cause(reason))}"
     if reason in ("prefix", "sample"):
-        return "waiting while another computed the prefix that they share"
+        return "waiting while another request computed the prefix that they share"
     if reason in WAITED_FOR:
         return f"waiting, as {WAITED_FOR[reason]}"
-    return f"first in line: {deferral_text(Cause(reason))}"
+    return f"first in the queue: {deferral_text(Cause(reason))}"
 
 
 def wait_by_cause(timeline: RequestTimeline) -> Counter[str]:
-    """Microseconds that a request waited, by cause."""
+    """Return the microseconds that a request waited, by `cause_key`."""
     counter: Counter[str] = Counter()
     for wait in timeline.waits:
         for span in wait.spans:
@@ -188,22 +188,22 @@ def wait_by_cause(timeline: RequestTimeline) -> Counter[str]:
 
 
 def headline(timeline: RequestTimeline, names: Names) -> str:
-    """The request and its course, in one line."""
+    """Return the request with its token counts and latencies, in one line."""
     name = names.request(timeline.request_id)
-    who = name if name == f"r{timeline.request_id}" else f"{name} (r{timeline.request_id})"
+    title = name if name == f"r{timeline.request_id}" else f"{name} (r{timeline.request_id})"
     facts = [f"{count(timeline.prompt_tokens, 'prompt token')}, {count(timeline.output_tokens, 'output token')}"]
     if timeline.rejected is not None:
-        return f"{who}: rejected ({timeline.rejected.reason})"
+        return f"{title}: rejected ({timeline.rejected.reason})"
     for label, us in (("TTFT", timeline.ttft_us), ("TPOT", timeline.tpot_us), ("end to end", timeline.e2e_us)):
         if us >= 0:
             facts.append(f"{label} {duration(us)}")
     if timeline.ended_us < 0:
         facts.append("still open when the journal ends")
-    return f"{who}: " + ", ".join(facts)
+    return f"{title}: " + ", ".join(facts)
 
 
 def sentences(timeline: RequestTimeline, chronicle: Chronicle, names: Names, config: SchedConfig) -> list[Sentence]:
-    """The story in order of time."""
+    """Return the sentences of a timeline in the order of time."""
     found, has_first_token = [_arrival(timeline)], False
     for stay, wait in enumerate(timeline.waits):
         found.append(_waited(wait, names, config, again=stay > 0, media=_media(timeline, wait, chronicle)))
@@ -234,7 +234,7 @@ def _arrival(timeline: RequestTimeline) -> Sentence:
         return Sentence(timeline.arrived_us, "arrived", text)
     more = [f"{count(queued.prompt_tokens, 'prompt token')}, at most {count(queued.max_new_tokens, 'output token')}"]
     if queued.truncated_tokens:
-        more.append(f"{queued.truncated_tokens:,} tokens of its prompt were cut off to make it fit")
+        more.append(f"{queued.truncated_tokens:,} tokens of its prompt were truncated")
     if timeline.turn is not None:
         turn = timeline.turn
         more.append(
@@ -248,17 +248,17 @@ def _arrival(timeline: RequestTimeline) -> Sentence:
 
 
 def _media(timeline: RequestTimeline, wait: Wait, chronicle: Chronicle) -> list[str]:
-    """What the encoder had to do for a wait, content by content."""
+    """Return one line for each content that the encoder had to encode for a wait."""
     lines = []
     for kind, tokens, one in chronicle.encodings_of(timeline, wait):
         name = f"{kind} {one.digest.hex()[:8]}, {count(tokens, 'token')}"
         if 0 <= one.done_us <= wait.start_us:
             lines.append(f"{name}: encoded already")
         elif one.done_us < 0:
-            lines.append(f"{name}: the encoder was asked for it at {clock(one.asked_us)} and did not answer")
+            lines.append(f"{name}: encoding was requested at {clock(one.asked_us)} and did not end")
         else:
-            whose = ", for another," if one.asked_us < wait.start_us else ""
-            lines.append(f"{name}: encoded from {clock(one.asked_us)}{whose} to {clock(one.done_us)}")
+            earlier = ", for another request," if one.asked_us < wait.start_us else ""
+            lines.append(f"{name}: encoded from {clock(one.asked_us)}{earlier} to {clock(one.done_us)}")
     return (
         lines if len(lines) <= MEDIA_SHOWN else [*lines[:MEDIA_SHOWN], f"and {len(lines) - MEDIA_SHOWN:,} more media"]
     )
@@ -279,7 +279,7 @@ def _waited(wait: Wait, names: Names, config: SchedConfig, *, again: bool, media
         more.append(_room(wait.made_room, names))
     if wait.bypassed:
         limit = "" if config.bypass_limit is None else f"; at {config.bypass_limit} it would have gone first"
-        more.append(f"{count(wait.bypassed, 'request')} from behind it in the line went before it{limit}")
+        more.append(f"{count(wait.bypassed, 'request')} from behind it in the queue went before it{limit}")
     if admitted is not None:
         total = admitted.cached_tokens + admitted.new_tokens
         text += f" (step {wait.admitted_step:,})"
@@ -290,12 +290,12 @@ def _waited(wait: Wait, names: Names, config: SchedConfig, *, again: bool, media
             )
         else:
             why = "" if config.radix_cache else " (the radix cache is off)"
-            more.append(f"nothing of it was cached{why}: {count(admitted.new_tokens, 'token')} to compute")
+            more.append(f"no tokens were cached{why}: {count(admitted.new_tokens, 'token')} to compute")
     return Sentence(wait.start_us, "waited", text, tuple(more))
 
 
 def _causes(spans: Sequence[Span], names: Names) -> list[str]:
-    """What was waited for, in order; of many spans, those alike together, the longest time first."""
+    """Return the causes of a wait in order, or of many spans the sums by cause, longest first."""
     if len(spans) <= SPANS_SHOWN:
         return [f"{duration(span.stop_us - span.start_us)}: {cause_text(span.cause, names)}" for span in spans]
     groups: dict[str, list[Span]] = {}
@@ -314,9 +314,9 @@ def _causes(spans: Sequence[Span], names: Names) -> list[str]:
             lines.append(f"{duration(total_us)}, in {len(group)} stretches: {cause_text(cause, names)}")
             continue
         what = deferral_text(cause, "its prefix was being computed")
-        numbers = f", {cause.needed_tokens:,} tokens wanted and {cause.available_tokens:,} left"
+        numbers = f", {cause.needed_tokens:,} tokens needed and {cause.available_tokens:,} left"
         lines.append(
-            f"{duration(total_us)}: behind {len(others):,} others in turn, each time because {what}; longest behind "
+            f"{duration(total_us)}: behind {len(others):,} other requests, each time because {what}; longest behind "
             f"{names.request(cause.other)}: {duration(longest_us)}{numbers if cause.needed_tokens else ''}"
         )
     return lines
@@ -325,11 +325,11 @@ def _causes(spans: Sequence[Span], names: Names) -> list[str]:
 def _room(ended: Sequence[RunningRequestLeft], names: Names) -> str:
     last = ended[-1]
     how = "was retracted" if last.how == "retracted" else f"ended ({last.how})"
-    everybody = list(dict.fromkeys(one.request_id for one in ended))
-    if len(everybody) == 1:
-        return f"at the end of that {names.request(last.request_id)} {how}"
-    who, latest = named(everybody, names), names.request(last.request_id)
-    return f"at the end of that {who} left the running; the last, {latest}, {how}"
+    ids = list(dict.fromkeys(one.request_id for one in ended))
+    if len(ids) == 1:
+        return f"at the end of this time {names.request(last.request_id)} {how}"
+    left, latest = named(ids, names), names.request(last.request_id)
+    return f"at the end of this time {left} left the running batch; the last, {latest}, {how}"
 
 
 def _prefilled(
@@ -345,7 +345,7 @@ def _prefilled(
     if last.delivered_us >= 0:
         text += f", {duration(last.delivered_us - first.launched_us)} from the first launch to the last result"
     else:
-        text += f", but the result of b{last.batch_id} did not come"
+        text += f", but b{last.batch_id} has no result"
     more = [_chunk(work, timeline.request_id, names) for work in chunks[:CHUNKS_NAMED]]
     if len(chunks) > CHUNKS_NAMED:
         more.append(f"and {len(chunks) - CHUNKS_NAMED} more, until b{last.batch_id}")
@@ -353,18 +353,18 @@ def _prefilled(
 
 
 def _first_token(timeline: RequestTimeline, stay: int) -> Sentence:
-    """What its TTFT was made of, up to the stay in which it came."""
+    """Return the parts of the TTFT, up to the stay with the first token."""
     waiting_us = sum(wait.took_us for wait in timeline.waits[: stay + 1])
     chunks = [work.batch.delivered_us for work in timeline.works if work.stay == stay and work.extends]
     there_us = min(chunks[-1], timeline.first_token_us) if chunks else timeline.first_token_us
-    prefill = "prefill" if not stay else "prefill, with what was lost when it was retracted"
+    prefill = "prefill" if not stay else "prefill, including the prefill lost by retraction"
     parts = [
         f"{duration(waiting_us)} of waiting",
         f"{duration(there_us - timeline.arrived_us - waiting_us)} of {prefill}",
     ]
     held_us = timeline.first_token_us - there_us
     if held_us > 0:
-        tokens, why = count(timeline.messages[0].tokens, "token"), "" if timeline.stream else ": it does not stream"
+        tokens, why = count(timeline.messages[0].tokens, "token"), "" if timeline.stream else ": no streaming"
         parts.append(f"{duration(held_us)} until its first message, of {tokens}{why}")
     text = f"first token: TTFT {duration(timeline.ttft_us)} = {' + '.join(parts)}"
     return Sentence(timeline.first_token_us, "prefilled", text)
@@ -380,8 +380,8 @@ def _chunk(work: Work, request_id: RequestId, names: Names) -> str:
     if decodes:
         company.append(count(decodes, "decode"))
     took = f", {duration(batch.took_us)} on the device" if batch.took_us else ""
-    with_whom = f" together with {' and '.join(company)}" if company else " alone"
-    return f"b{batch.batch_id} at {clock(batch.launched_us)}: tokens {work.start:,} to {work.stop:,}{with_whom}{took}"
+    together = f" together with {' and '.join(company)}" if company else " alone"
+    return f"b{batch.batch_id} at {clock(batch.launched_us)}: tokens {work.start:,} to {work.stop:,}{together}{took}"
 
 
 def _decoded(
@@ -390,7 +390,7 @@ def _decoded(
     messages = [message for message in timeline.messages if start_us <= message.time_us <= stop_us]
     first, last = decodes[0].batch, decodes[-1].batch
     end_us = messages[-1].time_us if messages else stop_us
-    began_us = max(first.launched_us, messages[0].time_us if messages else 0)  # it may be launched ahead of its token
+    began_us = max(first.launched_us, messages[0].time_us if messages else 0)  # overlap launches before the token
     took_us = max(end_us - began_us, 0)
     tokens = sum(work.stop - work.start for work in decodes)
     text = f"decoded: {count(tokens, 'token')} in {batches_text(len(decodes))}"
@@ -399,32 +399,30 @@ def _decoded(
     mixed = [work.batch for work in decodes if work.batch.mode == "mixed"]
     if mixed:
         prompts = sum(batch.prefill_tokens for batch in mixed)
-        more.append(f"{len(mixed):,} of these also computed {count(prompts, 'prompt token')} of others")
+        more.append(f"{len(mixed):,} of these also computed {count(prompts, 'prompt token')} of other requests")
     out = without(timeline, chronicle, began_us, end_us)
     if out:
         out_us, prompts = sum(batch.took_us for batch in out), sum(batch.prefill_tokens for batch in out)
-        who = named(dict.fromkeys(other for batch in out for other in batch.extend_ids), names)
-        for_whom = f": {count(prompts, 'prompt token')} of {who}" if prompts else ""
-        more.append(
-            f"it took no part in {batches_text(len(out))} meanwhile, {duration(out_us)} on the device{for_whom}"
-        )
+        owners = named(dict.fromkeys(other for batch in out for other in batch.extend_ids), names)
+        computed = f": {count(prompts, 'prompt token')} of {owners}" if prompts else ""
+        more.append(f"{batches_text(len(out))} meanwhile ran without it, {duration(out_us)} on the device{computed}")
     more += gap_lines(timeline, messages, chronicle, names)
     return Sentence(began_us, "decoded", text, tuple(more))
 
 
 def without(timeline: RequestTimeline, chronicle: Chronicle, start_us: int, stop_us: int) -> list[Batch]:
-    """Batches with results that came while it decoded, and in which it had no part."""
+    """Return the batches without a request that were launched and delivered in a time in which it decoded."""
     mine = {work.batch.batch_id for work in timeline.works}
     return [b for b in chronicle.between(start_us, stop_us) if b.batch_id not in mine and b.launched_us >= start_us]
 
 
 def batches_text(number: int) -> str:
-    """`1 batch`, `12 batches`."""
+    """Return a number of batches as `1 batch` or `12 batches`."""
     return f"{number:,} batch{'' if number == 1 else 'es'}"
 
 
 def gap_lines(timeline: RequestTimeline, sent: Sequence[Message], chronicle: Chronicle, names: Names) -> list[str]:
-    """The longest gaps between two messages, if they stand out, and what the device did in them."""
+    """Return lines about the longest gaps between two messages, if over twice the median, with the longest batch."""
     gaps = [(after.time_us - before.time_us, before, after) for before, after in pairwise(sent)]
     if len(gaps) < 3:
         return []
@@ -444,7 +442,7 @@ def gap_lines(timeline: RequestTimeline, sent: Sequence[Message], chronicle: Chr
             prompts = (
                 f" with {count(longest.prefill_tokens, 'prompt token')} of {named(others, names)}" if others else ""
             )
-            part = "" if longest.batch_id in mine else ", in which it had no part"
+            part = "" if longest.batch_id in mine else ", which ran without it"
             text += f": b{longest.batch_id} took {duration(longest.took_us)}{prompts}{part}"
         lines.append(text)
     return lines
@@ -453,20 +451,20 @@ def gap_lines(timeline: RequestTimeline, sent: Sequence[Message], chronicle: Chr
 def _retracted(retraction: Retraction, names: Names) -> Sentence:
     event = retraction.event
     why = {
-        "pages": "the next decode of all did not fit into the pages that were left"
-        + (f" ({event.needed_pages:,} wanted, {event.available_pages:,} left)" if event.needed_pages else ""),
-        "forced": "retract_every is set: it was its turn to be tried out",
-        "pause": "the engine was paused, and asked for its pages",
-        "restart": "the engine restarted: the device's state was gone",
+        "pages": "the next decode of the running batch did not fit into the pages left"
+        + (f" ({event.needed_pages:,} needed, {event.available_pages:,} left)" if event.needed_pages else ""),
+        "forced": "the setting retract_every forces retractions",
+        "pause": "the engine was paused and released its pages",
+        "restart": "the engine restarted, and the device's state was lost",
         "prefix_failed": "the batch that computed its cached prefix failed",
         "weights": "weights were replaced",
-        "preempted": f"{names.request(event.beneficiary)} is more important and needed the room",
+        "preempted": f"{names.request(event.beneficiary)} has a higher priority and needed the pages",
     }[event.reason]
     text = f"was retracted (step {retraction.step:,}) after {count(event.output_tokens, 'output token')}: {why}"
-    more = [f"{count(event.pages_freed, 'page')} went back, the output is kept and its KV is computed again"]
+    more = [f"{count(event.pages_freed, 'page')} freed; the output is kept and its KV is computed again"]
     if event.tokens_discarded:
         was = "was" if event.tokens_discarded == 1 else "were"
-        more.append(f"{count(event.tokens_discarded, 'token')} in flight for it {was} dropped, to be drawn again")
+        more.append(f"{count(event.tokens_discarded, 'token')} in flight {was} dropped and drawn again later")
     if retraction.gainers:
         more.append(f"the decodes of {named(retraction.gainers, names)} opened pages in the same step")
     return Sentence(event.time_us, "retracted", text, tuple(more))
@@ -475,15 +473,15 @@ def _retracted(retraction: Retraction, names: Names) -> Sentence:
 _ENDS = {
     "length": "its limit of output tokens was reached",
     "stop": "it drew an end token",
-    "text_stop": "its text ran into a stop string",
-    "grammar": "its grammar admitted nothing more",
+    "text_stop": "its text contains a stop text",
+    "grammar": "its grammar ended",
     "invalid": "the device returned an invalid token",
     "cancelled": "it was cancelled",
-    "timeout": "its time was over",
-    "out_of_kv": "it alone outgrew the page pool",
+    "timeout": "its deadline passed",
+    "out_of_kv": "it alone exceeded the page pool",
     "transfer": "its transfer failed",
     "error": "its batch failed",
-    "computed": "its prompt was computed, and no more was asked",
+    "computed": "its prompt was computed, and no output was requested",
 }
 
 
@@ -501,12 +499,12 @@ def _end(timeline: RequestTimeline) -> Sentence:
     more: tuple[str, ...] = ()
     if timeline.retractions:
         again = sum(wait.took_us for wait in timeline.waits[1:])
-        more = (f"retracted {count(len(timeline.retractions), 'time')}, {duration(again)} of waiting again",)
+        more = (f"retracted {count(len(timeline.retractions), 'time')}, after which it waited {duration(again)}",)
     return Sentence(timeline.ended_us, "ended", text, more)
 
 
 def timeline_text(timeline: RequestTimeline, chronicle: Chronicle, names: Names, config: SchedConfig) -> list[str]:
-    """The story as lines for a terminal."""
+    """Return a timeline as lines for a terminal."""
     lines = [headline(timeline, names), ""]
     for sentence in sentences(timeline, chronicle, names, config):
         lines.append(f"{clock(sentence.time_us):>14}  {sentence.text}")

@@ -1,8 +1,8 @@
-"""`lockstep replay PLANS --on-hardware`: a journal's batches on a device, without a scheduler, and what was predicted.
+"""`lockstep replay PLANS --on-hardware`: run a journal's batches on a device, and compare times with predictions.
 
-Plans are run in the order in which they were decided (`lockstep.host.recorded`), each timed by the executor. Beside
-each time stands the cost model's prediction for such a batch on such a device. `--out` writes all of them to a file, of
-which `lockstep calibrate --from FILE` makes a calibration; with `--calibration` the corrected model predicts.
+Plans run in the order of the journal, without new decisions (`lockstep.host.recorded`), and the executor times each.
+The output shows the cost model's prediction beside each time. `--out` writes all times to a file, from which `lockstep
+calibrate --from FILE` makes a calibration. With `--calibration` the corrected model predicts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import msgspec
@@ -20,6 +20,9 @@ from lockstep.core.contract.errors import ConfigError, LockstepError
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import CORE_VERSION
 from lockstep.core.journal.replay import fold
+from lockstep.host.engine_options import EngineOptions, RankOptions
+from lockstep.host.host_header import HostHeader
+from lockstep.host.options import Option, options_of, take, with_flags
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cli.progress import terminal_bar
 from lockstep.sim.cost import UNCALIBRATED, Calibration, CalibrationError, CatalogueError, CostModel
@@ -50,7 +53,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Predictor:
-    """What is held against the times."""
+    """The cost model with which measured times are compared."""
 
     cost: CostModel
     model: str
@@ -59,56 +62,58 @@ class Predictor:
 
     @property
     def title(self) -> str:
-        """In a few words."""
+        """Model, GPU and calibration in a few words."""
         corrected = "not calibrated" if self.calibration.engine == "none" else f"calibration {self.calibration.title}"
         return f"{self.model} on {self.gpu}, {corrected}"
 
 
+OF_ENGINE = (
+    *(
+        "device",
+        "random_weights",
+        "dtype",
+        "kv_cache_dtype",
+        "fp8_activations",
+        "attention_backend",
+        "numerics",
+        "cuda_graphs",
+    ),
+    "cuda_graph_max_batch",
+)
+"""Options of an engine with a model (`lockstep.host.engine_options`) that plans of a journal run with."""
+
+
+KV_CACHE_DTYPE = options_of(EngineOptions)["kv_cache_dtype"].absent("as the journal's run had it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareOptions:
+    """Options of `lockstep replay --on-hardware` besides those of an engine."""
+
+    model: Annotated[Path | None, Option("a Hugging Face folder", default="the demo model")] = None
+    gpu: Annotated[
+        str | None,
+        Option("what the cost model takes the device for", metavar="NAME|FILE", default="the device's name"),
+    ] = None
+    calibration: Annotated[str | None, Option("corrects the cost model: docs/cost-models.md", metavar="NAME|FILE")] = (
+        None
+    )
+    batches: Annotated[int | None, Option("run the first N", metavar="N", default="all")] = None
+    out: Annotated[Path | None, Option("write every batch, for lockstep calibrate", metavar="FILE")] = None
+    overwrite: Annotated[bool, Option("replace FILE")] = False
+
+
 @click.command(context_settings={"max_content_width": 120})
 @RUN
-@click.option("--model", type=click.Path(path_type=Path), help="A Hugging Face folder; default: the demo model.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
-@click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16, float32")
-@click.option(
-    "--kv-cache-dtype", type=click.Choice(["auto", "fp8_e4m3"]), help="Of KV.  [default: as the journal's run had it]"
+@with_flags(
+    click.option,
+    [KV_CACHE_DTYPE if name == "kv_cache_dtype" else options_of(EngineOptions)[name] for name in OF_ENGINE],
+    keep_absent=True,
+    choice=click.Choice,
 )
-@click.option(
-    "--fp8-activations",
-    type=click.Choice(["auto", "on", "off"]),
-    default="auto",
-    show_default=True,
-    help="Round what meets fp8 weights to fp8, too.",
-)
-@click.option("--attention-backend", default="auto", show_default=True, help="auto, flashinfer, triton, reference")
-@click.option("--cuda-graphs", type=click.Choice(["auto", "on", "off", "eager"]), default="auto", show_default=True)
-@click.option("--random-weights", type=int, metavar="SEED", help="Small random weights; only config.json is read.")
-@click.option(
-    "--gpu", metavar="NAME|FILE", help="What the cost model takes the device for; default: the device's name."
-)
-@click.option("--calibration", metavar="NAME|FILE", help="Corrects the cost model: docs/cost-models.md.")
-@click.option("--batches", type=click.IntRange(1), metavar="N", help="Run the first N; default: all.")
-@click.option(
-    "--out", type=click.Path(path_type=Path), metavar="FILE", help="Write every batch, for lockstep calibrate."
-)
-@click.option("--overwrite", is_flag=True, help="Replace FILE.")
+@with_flags(click.option, options_of(HardwareOptions).values(), kinds={"batches": click.IntRange(1)})
 @JSON
-def on_hardware(
-    run: Path,
-    model: Path | None,
-    device: str,
-    dtype: str,
-    kv_cache_dtype: str | None,
-    fp8_activations: Any,
-    attention_backend: str,
-    cuda_graphs: Any,
-    random_weights: int | None,
-    gpu: str | None,
-    calibration: str | None,
-    batches: int | None,
-    out: Path | None,
-    overwrite: bool,
-    as_json: bool,
-) -> int:
+def on_hardware(run: Path, as_json: bool, **options: Any) -> int:
     """Run a journal's batches on this machine, and hold their times against the cost model.
 
     Nothing is scheduled: the plans are those of the journal, simulated or real. Ctrl-C ends it with what there is.
@@ -118,27 +123,28 @@ def on_hardware(
     lockstep calibrate --from measured.jsonl --date 2026-11-22 --out mine.json
     lockstep replay runs/other --on-hardware --calibration mine.json
     """
+    given = take(HardwareOptions, options)
+    out, gpu = given.out, given.gpu
     with _refused(), ExitStack() as stack:
         if out is not None:
-            if out.exists() and not overwrite:
+            if out.exists() and not given.overwrite:
                 raise click.UsageError(f"{out} exists\nhint: choose another file, or add --overwrite")
             check_file(out)
         runner_of = _runtime()
         journal = engine_journal(run)
-        corrected = UNCALIBRATED if calibration is None else load_calibration(calibration)
+        corrected = UNCALIBRATED if given.calibration is None else load_calibration(given.calibration)
         header = read_journal(journal).header
-        extent = _extent(journal, batches)
+        extent = _extent(journal, given.batches)
+        of_engine = {name: value for name, value in options.items() if value is not None}
+        of_engine.setdefault("kv_cache_dtype", HostHeader.of(header).kv_cache_dtype or "auto")
+        device, random_weights = of_engine.pop("device", "auto"), of_engine.pop("random_weights", None)
         runner: PlansRunner = runner_of(
             extent,
             header.config,
-            model=model,
+            RankOptions(**of_engine),
+            model=given.model,
             device=device,
-            dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype or str(header.host.get("kv_cache_dtype", "auto")),
-            fp8_activations=fp8_activations,
-            attention_backend=attention_backend,
-            cuda_graphs=cuda_graphs,
-            random_weights_seed=random_weights,
+            random_weights=random_weights,
         )
         predictor = make_predictor(runner, gpu, corrected)
         for doubt in corrected.doubts(predictor.model, predictor.gpu, header.config.overlap_depth, has_intervals=False):
@@ -162,7 +168,7 @@ def on_hardware(
 
 
 def make_predictor(runner: PlansRunner, gpu: str | None, calibration: Calibration) -> Predictor:
-    """The cost model of the device here. Raises ConfigError where the catalogue does not have the device."""
+    """Return the cost model of the runner's device. Raises ConfigError if the catalogue does not have the device."""
     card_name = gpu or runner.device
     try:
         card = load_gpu(card_name)
@@ -170,8 +176,7 @@ def make_predictor(runner: PlansRunner, gpu: str | None, calibration: Calibratio
         if gpu is not None:
             raise
         raise ConfigError(
-            f"the catalogue has no entry for this device, `{runner.device}`\n"
-            "hint: --gpu NAME or FILE says what it is like"
+            f"the catalogue has no entry for this device, `{runner.device}`\nhint: describe it with --gpu NAME or FILE"
         ) from error
     spec = load_model(str(runner.folder) if runner.model != "demo" else "demo")
     model = runner.made.model
@@ -187,7 +192,7 @@ def make_predictor(runner: PlansRunner, gpu: str | None, calibration: Calibratio
 
 
 def _runtime() -> Any:
-    """The runtime, where it is installed."""
+    """Import the runtime. Raises ConfigError if it is not installed."""
     try:
         from lockstep.runtime.recorded import make_runner
     except ImportError as error:
@@ -198,7 +203,7 @@ def _runtime() -> Any:
 
 
 def _extent(journal: Path, most: int | None) -> Extent:
-    """What the first so many plans need. Raises ConfigError if there is none; Divergence."""
+    """Return the sizes that the first `most` plans need. Raises ConfigError if there are no plans; Divergence."""
     from lockstep.runtime.recorded import Extent
 
     extent = Extent()
@@ -209,13 +214,13 @@ def _extent(journal: Path, most: int | None) -> Extent:
                 break
     if not extent.batches:
         raise ConfigError(
-            f"no batch was launched in the journal of `{journal}`\nhint: `lockstep journal info` says more"
+            f"no batch was launched in the journal of `{journal}`\nhint: `lockstep journal info` shows its content"
         )
     return extent
 
 
 def _timed(journal: Path, runner: PlansRunner, predictor: Predictor, most: int) -> Iterator[BatchTime]:
-    """Run the plans. One that failed when it was recorded, or waited to be sampled, has no time."""
+    """Run the plans and yield their times. Failed batches and batches with deferred sampling are left out."""
     from lockstep.host.recorded import run_recorded
 
     durations = Durations()
@@ -233,7 +238,7 @@ def _timed(journal: Path, runner: PlansRunner, predictor: Predictor, most: int) 
 
 
 def _measured(run: Path, runner: PlansRunner, predictor: Predictor, gpu: str | None) -> BatchTimesHeader:
-    """The first line of the file."""
+    """Return the first line of the file."""
     return BatchTimesHeader(
         model="demo" if runner.model == "demo" else str(runner.folder.resolve()),
         gpu=str(Path(gpu).resolve()) if gpu is not None and Path(gpu).is_file() else predictor.gpu,
@@ -247,7 +252,7 @@ def _measured(run: Path, runner: PlansRunner, predictor: Predictor, gpu: str | N
 
 @contextmanager
 def _written(out: Path | None, measured: BatchTimesHeader) -> Iterator[Callable[[BatchTime], object]]:
-    """Writes each batch as it comes, so that nothing is lost with the process."""
+    """Yield a function that writes one batch to the file at once, so that nothing is lost with the process."""
     if out is None:
         yield lambda _: None
         return
@@ -258,7 +263,7 @@ def _written(out: Path | None, measured: BatchTimesHeader) -> Iterator[Callable[
 
 @contextmanager
 def _progress(total: int) -> Iterator[Any]:
-    """A bar on stderr, where that is a terminal."""
+    """Yield a function that advances a progress bar on stderr, if that is a terminal."""
     with terminal_bar(remaining=True) as bar:
         if bar is None:
             yield lambda: None
@@ -269,7 +274,7 @@ def _progress(total: int) -> Iterator[Any]:
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Errors that are made for people as one message."""
+    """Turn expected errors into one message and an exit status."""
     try:
         with refusals():
             yield
@@ -277,7 +282,7 @@ def _refused() -> Iterator[None]:
         raise ToolError(error) from error
 
 
-# ------------------------------------------------------------------------------------------------------------- telling
+# -------------------------------------------------------------------------------------------------------------- output
 
 
 def _show(times: Sequence[BatchTime], runner: PlansRunner, by: Predictor, interrupted: bool, as_json: bool) -> None:
@@ -310,8 +315,8 @@ def _show(times: Sequence[BatchTime], runner: PlansRunner, by: Predictor, interr
 def outlier_lines(
     times: Sequence[BatchTime], rows: Sequence[ErrorRow], unusual: Sequence[Outlier], interrupted: bool
 ) -> list[str]:
-    """For a terminal."""
-    lines = ["interrupted: the figures are those until then"] if interrupted else []
+    """Return times, errors and outliers as lines for a terminal."""
+    lines = ["interrupted: the figures end there"] if interrupted else []
     if not times:
         return [*lines, "no batch was timed"]
     lines.append(
@@ -326,14 +331,14 @@ def outlier_lines(
     lines.append("medians; ratio is measured / predicted, error is |predicted / measured - 1|")
     if unusual:
         lines.append(
-            f"{len(unusual):,} of {len(times):,} took more than {OUTLIER:g} times as long as others of their kind and "
-            "size, or less than half"
+            f"{len(unusual):,} of {len(times):,} took more than {OUTLIER:g} times as long as other batches of their "
+            "kind and size, or less than half"
         )
         for one in unusual[:OUTLIERS_SHOWN]:
             batch = one.batch
             lines.append(
                 f"  b{batch.batch_id} {batch.mode} of {batch.size:,} {_unit(batch)}: "
-                f"{duration(batch.took_us)}, {one.times:.2f} times what was to be expected"
+                f"{duration(batch.took_us)}, {one.times:.2f} times the expected time"
             )
         if len(unusual) > OUTLIERS_SHOWN:
             lines.append(f"  and {len(unusual) - OUTLIERS_SHOWN:,} more: --json lists all")

@@ -1,11 +1,12 @@
 """The requests of a journal, read back as a workload that can be simulated again.
 
-A run that `lockstep simulate` wrote states how to get its workload, which is exact (sim/cli/requested.py). Of any other
-journal the requests are read off the events: when each came, its prompt, how many tokens it was given. A request whose
-prompt begins with the prompt and the whole answer of an earlier one is that one's next turn: it is sent again when that
-answer has ended, as long after it as it was, so that a conversation waits for a slower engine as its user did.
+A run that `lockstep simulate` wrote stores the command that produces its exact workload (sim/cli/requested.py). For any
+other journal the requests are read from the events: arrival time, prompt, number of output tokens. A request whose
+prompt begins with the prompt and the whole answer of an earlier request is the next turn of that request. It is sent
+again the recorded time after the end of that answer, so that a conversation waits for a slower engine.
 
-Prompts spelt out as ids become runs of made-up ids that are equal exactly where the ids were, behind equal ones.
+Prompts recorded as token ids become runs of new ids. Two new ids are equal exactly where the recorded ids and all ids
+before them are equal.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from lockstep.core.kv.radix import RadixCache
 from lockstep.core.requests.table import prompt_bytes
 from lockstep.sim.workload.samples import with_counts
 from lockstep.sim.workload.token_runs import append_run
-from lockstep.sim.workload.turns import Turns, TurnsBuilder, WorkloadError
+from lockstep.sim.workload.turns import TurnLabel, Turns, TurnsBuilder, TurnStart, WorkloadError
 from lockstep.sim.workload.workload import Workload, workload_digest
 from lockstep.tools.runs import Walk
 
-COMPLETE = ("length", "stop", "text_stop", "grammar")  # ends behind which a conversation goes on
+COMPLETE = ("length", "stop", "text_stop", "grammar")  # finish reasons after which a conversation may continue
 _LABEL = re.compile(r"([^0-9{}]*)(0|[1-9][0-9]{0,8})(?:([^0-9{}]+)(0|[1-9][0-9]{0,8}))?")
 
 
 @dataclass
 class RecordedRequest:
-    """A request as it was recorded."""
+    """A request of a journal, with its end."""
 
     arrived: RequestArrived
     output_tokens: int = 0
@@ -56,56 +57,51 @@ class RecordedRequest:
 
 
 def journal_workload(run: Path) -> Workload:
-    """The requests of a journal as a workload. Raises WorkloadError if it has none, or if prompts were not kept."""
-    asked = _asked(Walk(run))
-    if not asked:
-        raise WorkloadError(
-            str(run), "no request arrived in this journal", "`lockstep journal info` says what is in it"
-        )
-    notes = _left_out(asked)
-    prompts, outputs = _chained(run, asked)
-    after = _follow_ups(asked, prompts, outputs)
+    """Return the requests of a journal as a workload. Raises WorkloadError if it has no requests or no prompts."""
+    requests = _requests_in(Walk(run))
+    if not requests:
+        raise WorkloadError(str(run), "no request arrived in this journal", "`lockstep journal info` shows its content")
+    notes = _left_out(requests)
+    prompts, outputs = _chained(run, requests)
+    after = _follow_ups(requests, prompts, outputs)
     builder = TurnsBuilder()
-    origin_us = asked[0].arrived.time_us
-    for at, one in enumerate(asked):
+    origin_us = requests[0].arrived.time_us
+    for at, one in enumerate(requests):
         event, leader = one.arrived, after[at]
-        form, number, part = label_parts(event.label or f"r{event.request_id}")
+        if leader >= 0:
+            start = TurnStart(after=leader, think_us=event.time_us - requests[leader].ended_us)
+        else:
+            start = TurnStart(event.time_us - origin_us)
         builder.append(
-            arrival_us=0 if leader >= 0 else event.time_us - origin_us,
+            start,
+            TurnLabel(*label_parts(event.label or f"r{event.request_id}")),
             prompt=prompts[at],
             prompt_tokens=sum(prompts[at][1::2]),
             output_tokens=one.output_tokens,
             output_first_token=outputs[at],
-            label_form=form,
-            label_number=number,
-            label_part=part,
             tenant=event.tenant,
-            after=leader,
-            think_us=event.time_us - asked[leader].ended_us if leader >= 0 else 0,
             grammar=event.grammar.source if event.grammar is not None else "",
         )
-    turns = _on_adapters(builder.build(), [one.arrived.adapter for one in asked])
-    samples = np.array([sample_count(one.arrived) for one in asked], np.int32)
+    turns = _on_adapters(builder.build(), [one.arrived.adapter for one in requests])
+    samples = np.array([sample_count(one.arrived) for one in requests], np.int32)
     if (samples > 1).any():
         turns = with_counts(turns, samples)
     turned = sum(leader >= 0 for leader in after)
     if turned:
-        notes.append(
-            f"{turned:,} requests go on where an earlier answer ended: they are sent as long behind it as they were"
-        )
+        notes.append(f"{turned:,} requests continue an earlier answer: they are sent the recorded time after its end")
     return Workload(run.name, str(run), "journal", workload_digest(turns), turns, notes=tuple(notes))
 
 
 def _on_adapters(turns: Turns, names: Sequence[str]) -> Turns:
-    """The same turns, each on the adapter of its name; "" is the model alone."""
+    """Return the turns with the adapters of these names; "" is the base model."""
     if not any(names):
         return turns
     codes = {name: code for code, name in enumerate(dict.fromkeys(names))}
     return replace(turns, adapter=np.array([codes[name] for name in names], np.int32), adapters=tuple(codes))
 
 
-def _asked(walk: Walk) -> list[RecordedRequest]:
-    """Every request in the order of its arrival, with what became of it."""
+def _requests_in(walk: Walk) -> list[RecordedRequest]:
+    """Return all requests in the order of arrival, with their ends."""
     found: dict[RequestId, RecordedRequest] = {}
     for _, event, step in walk:
         if isinstance(event, RequestArrived):
@@ -129,44 +125,44 @@ def _asked(walk: Walk) -> list[RecordedRequest]:
     return list(found.values())
 
 
-def _left_out(asked: Sequence[RecordedRequest]) -> list[str]:
-    """Features of the requests that the simulator's workloads lack, one sentence each."""
+def _left_out(requests: Sequence[RecordedRequest]) -> list[str]:
+    """Return one sentence for each feature of the requests that the simulator's workloads do not support."""
     notes = []
     counts = Counter(
         name
-        for one in asked
+        for one in requests
         for name in ("priority", "session", "spans", "deadline_us", "finish_by_us", "stop_texts")
         if getattr(one.arrived, name) not in (None, "", ())
     )
     for name, count in counts.items():
         notes.append(f"`{name}` of {count:,} requests is not simulated")
-    cut = sum(one.reason in ("cancelled", "timeout", "error", "") for one in asked)
+    cut = sum(one.reason in ("cancelled", "timeout", "error", "") for one in requests)
     if cut:
-        notes.append(f"{cut:,} requests did not get their whole answer: they are taken to have wanted what they got")
+        notes.append(f"{cut:,} requests have no complete answer: they are simulated with the length that they got")
     return notes
 
 
-def _chained(run: Path, asked: Sequence[RecordedRequest]) -> tuple[list[list[int]], list[int]]:
-    """Prompts as runs of chained ids, and the first id of each output."""
-    kinds = {type(one.arrived.prompt) for one in asked}
+def _chained(run: Path, requests: Sequence[RecordedRequest]) -> tuple[list[list[int]], list[int]]:
+    """Return prompts as runs of ids, and the first id of each output."""
+    kinds = {type(one.arrived.prompt) for one in requests}
     if TokenDigest in kinds:
         raise WorkloadError(
-            str(run), "its prompts were not kept, only their digests", "record with the tokens to simulate it again"
+            str(run), "its prompts are not recorded, only their digests", "record with the tokens to simulate it again"
         )
-    plain = kinds == {TokenRuns} and not any(one.arrived.namespace or one.arrived.adapter for one in asked)
+    plain = kinds == {TokenRuns} and not any(one.arrived.namespace or one.arrived.adapter for one in requests)
     if plain:
-        runs = [list(one.arrived.prompt.runs) for one in asked if isinstance(one.arrived.prompt, TokenRuns)]
+        runs = [list(one.arrived.prompt.runs) for one in requests if isinstance(one.arrived.prompt, TokenRuns)]
         ends = [first + count for each in runs for first, count in zip(each[0::2], each[1::2], strict=True)]
-        fresh = max(0, *ends, *(one.first_token + one.output_tokens for one in asked))
+        fresh = max(0, *ends, *(one.first_token + one.output_tokens for one in requests))
         outputs = []
-        for one in asked:
+        for one in requests:
             outputs.append(one.first_token if one.first_token >= 0 else fresh)
             fresh += one.output_tokens if one.first_token < 0 else 0
         return runs, outputs
     tree = RadixCache(1)
     prompts, outputs, fresh = [], [], 0
     answers = _answers(Walk(run))
-    for one in asked:
+    for one in requests:
         event = one.arrived
         prompt, namespace = prompt_bytes(event.prompt), f"{event.namespace}\0{event.adapter}"
         tokens = prompt + answers.get(event.request_id, b"")
@@ -179,7 +175,7 @@ def _chained(run: Path, asked: Sequence[RecordedRequest]) -> tuple[list[list[int
         length = len(prompt) // 4
         prompts.append(_runs(ids[:length]))
         rest = ids[length:]
-        if len(rest) and (np.diff(rest) != 1).any():  # an answer that others had in part: it cannot be one run
+        if len(rest) and (np.diff(rest) != 1).any():  # part of the answer equals an earlier one: it cannot be one run
             outputs.append(fresh)
             fresh += len(rest)
         else:
@@ -188,7 +184,7 @@ def _chained(run: Path, asked: Sequence[RecordedRequest]) -> tuple[list[list[int
 
 
 def _answers(walk: Walk) -> dict[RequestId, bytes]:
-    """The tokens that each request was sent, packed int32."""
+    """Return the output tokens of each request, packed int32."""
     parts: dict[RequestId, list[bytes]] = {}
     sent: Counter[RequestId] = Counter()
     for _, _, step in walk:
@@ -205,7 +201,7 @@ def _answers(walk: Walk) -> dict[RequestId, bytes]:
 
 
 def _runs(ids: np.ndarray[Any, np.dtype[np.int32]]) -> list[int]:
-    """Ids as runs of consecutive ones."""
+    """Return ids as runs (first id, count) of consecutive ids."""
     runs: list[int] = []
     breaks = np.flatnonzero(np.diff(ids) != 1) + 1
     bounds = [0, *breaks.tolist(), len(ids)]
@@ -216,26 +212,28 @@ def _runs(ids: np.ndarray[Any, np.dtype[np.int32]]) -> list[int]:
 
 
 def _follow_ups(
-    asked: Sequence[RecordedRequest], prompts: Sequence[Sequence[int]], outputs: Sequence[int]
+    requests: Sequence[RecordedRequest], prompts: Sequence[Sequence[int]], outputs: Sequence[int]
 ) -> list[int]:
-    """For each request the one that it is the next turn of, or -1. Ids are chained: a last id stands for all before
-    it."""
+    """Return for each request the index of the request whose next turn it is, or -1.
+
+    An id identifies all ids before it, so comparing the last id of an answer is enough.
+    """
     ends: list[tuple[int, int]] = []  # of finished requests: (last id of the answer, index), sorted by id
     waiting: list[tuple[int, int, int]] = sorted(
         (one.ended_us, outputs[at] + one.output_tokens - 1, at)
-        for at, one in enumerate(asked)
+        for at, one in enumerate(requests)
         if one.reason in COMPLETE and one.output_tokens
     )
     waiting.reverse()
     found = []
-    for at, one in enumerate(asked):
+    for at, one in enumerate(requests):
         while waiting and waiting[-1][0] <= one.arrived.time_us:
             _, last, index = waiting.pop()
             ends.insert(bisect_left(ends, (last, index)), (last, index))
         best, position = (-1, -1), 0
         for first, count in zip(prompts[at][0::2], prompts[at][1::2], strict=True):
             for last, index in ends[bisect_left(ends, (first, -1)) : bisect_left(ends, (first + count, -1))]:
-                length = sum(prompts[index][1::2]) + asked[index].output_tokens
+                length = sum(prompts[index][1::2]) + requests[index].output_tokens
                 if position + last - first + 1 == length and index != at:
                     best = max(best, (length, index))
             position += count
@@ -244,7 +242,7 @@ def _follow_ups(
 
 
 def label_parts(label: str) -> tuple[str, int, int]:
-    """A label as a form and two numbers, so that a million labels take little room: `s3t1` is `s{0}t{1}`, 3, 1."""
+    """Split a label into a form and two numbers, so that many labels take little memory: `s3t1` is `s{0}t{1}`, 3, 1."""
     match = _LABEL.fullmatch(label)
     if match is None:
         return label.replace("{", "{{").replace("}", "}}"), 0, 0
@@ -253,17 +251,17 @@ def label_parts(label: str) -> tuple[str, int, int]:
 
 
 def output_limit(run: Path) -> int | None:
-    """The limit of output that requests came with, if some ended before it; None if each was as long as its limit.
+    """Return the largest `max_new_tokens` of the requests; None if no request ended before its own limit.
 
-    The scheduler reserves by it. The simulator has one limit for all: the largest.
+    The scheduler reserves KV by this limit. The simulator has one limit for all requests.
     """
-    asked = _asked(Walk(run))
-    early = any(one.reason in COMPLETE and one.output_tokens < one.arrived.max_new_tokens for one in asked)
-    return max(one.arrived.max_new_tokens for one in asked) if early else None
+    requests = _requests_in(Walk(run))
+    early = any(one.reason in COMPLETE and one.output_tokens < one.arrived.max_new_tokens for one in requests)
+    return max(one.arrived.max_new_tokens for one in requests) if early else None
 
 
 def scaled(workload: Workload, rate_scale: float) -> Workload:
-    """The same requests, with every gap between arrivals divided by `rate_scale`; think times stay."""
+    """Return the workload with every gap between arrivals divided by `rate_scale`; think times stay."""
     if rate_scale == 1.0:
         return workload
     if not 1e-6 <= rate_scale <= 1e6:

@@ -1,12 +1,13 @@
-"""What the requests of a recorded run waited for, by strict replays that go on beside whatever this process does.
+"""The waits of requests in a recorded run, by strict replays that run beside other work of this process.
 
     with RecordedWaits(Path("runs/chat")) as waits:
         ...                                     # a simulation, which takes as long
         waits.of([17, 400])[17].by_cause
 
-Long journals are replayed whole, from the beginning of the `with` and each by a process of its own, because the
-requests of interest are not known by then. Short ones, and all where there is one core, are replayed here on the first
-query, until the last of the queried requests has ended: a process would take longer to start. The answers are the same.
+Long journals are replayed to their end, from the start of the `with` block, each in a separate process: the requests of
+interest are not determined by then. Short journals are replayed in this process on the first query, until the last of
+the queried requests has ended, because a process would take longer to start. With one core this holds for all journals.
+The results are the same.
 """
 
 from __future__ import annotations
@@ -30,32 +31,33 @@ from lockstep.sim.run.simulate import collecting_seldom
 from lockstep.tools.runs import Walk, engine_runs
 from lockstep.tools.waits import Waited, WaitFold
 
-PROCESS_BYTES_MIN = 8 << 20  # of journals: some seconds of replay; a process takes one to start
+PROCESS_BYTES_MIN = 8 << 20  # bytes of journals: some seconds of replay, while a process takes one second to start
 
 Waits = dict[RequestId, Waited]
 _WAITS = msgspec.msgpack.Decoder(list[Waited])
 
 
 class SimulatedWaits:
-    """Of a simulation that noted what was waited for, and the engine of each request."""
+    """Waits and routes of the requests of a simulation, recorded while it ran."""
 
     def __init__(self, waits: Waits, routes: Mapping[RequestId, Route]) -> None:
         self._waits = waits
         self._routes = routes
 
     def of(self, ids: Collection[RequestId]) -> Waits:
-        """See RecordedWaits."""
+        """Return the waits of these requests, as RecordedWaits."""
         return {request_id: self._waits[request_id] for request_id in ids if request_id in self._waits}
 
     def routes(self, ids: Collection[RequestId]) -> Mapping[RequestId, Route]:
-        """See RecordedWaits."""
+        """Return the routes of these requests, as RecordedWaits."""
         return {request_id: self._routes[request_id] for request_id in ids if request_id in self._routes}
 
 
 class RecordedWaits:
-    """Of a run folder, whichever engines of a cluster its requests went to. A context manager: leaving it ends replays.
+    """Waits and routes of the requests of a run folder, of one engine or a cluster.
 
-    Of engines that hand requests over to each other nothing is known: each has but a part of a wait.
+    A context manager, whose exit ends the replays. With handover between engines there are no waits, because each
+    engine has only a part of a wait.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,9 +68,9 @@ class RecordedWaits:
     def __enter__(self) -> RecordedWaits:
         folders = [] if _hands_over(self._folder) else engine_runs(self._folder) or [self._folder]
         sizes = {folder: _journal_bytes(folder) for folder in folders}
-        hands = min(len(folders), usable_cores())
+        workers = min(len(folders), usable_cores())
         if usable_cores() > 1 and sum(sizes.values()) >= PROCESS_BYTES_MIN:
-            self._pool = fresh_processes(hands)
+            self._pool = fresh_processes(workers)
             longest_first = sorted(folders, key=lambda folder: -sizes[folder])
             self._coming = {folder: self._pool.submit(_encoded, str(folder)) for folder in longest_first}
         return self
@@ -78,29 +80,29 @@ class RecordedWaits:
             end_processes(self._pool)
 
     def of(self, ids: Collection[RequestId]) -> Waits:
-        """What these requests waited for, those of them that an engine was given. Raises as a strict replay does."""
+        """Return the waits of these requests, without requests that reached no engine. Raises as a strict replay."""
         if not ids or _hands_over(self._folder):
             return {}
         if not (self._folder / ROUTER_FILE).is_file():
-            return self._told(self._folder, ids)
+            return self._waits_in(self._folder, ids)
         found: Waits = {}
         for engine, names in sorted(engines_of(self._folder, ids).items()):
-            noted = self._told(self._folder / "engines" / str(engine), list(names))
+            noted = self._waits_in(self._folder / "engines" / str(engine), list(names))
             found |= {names[own]: one for own, one in noted.items()}
         return found
 
     def routes(self, ids: Collection[RequestId]) -> Mapping[RequestId, Route]:
-        """Where the router sent these requests, those of them that it sent; nothing without a router."""
+        """Return the routes of these requests, without rejected ones; empty without a router."""
         has_router = (self._folder / ROUTER_FILE).is_file() and not _hands_over(self._folder)
         return routes_of(self._folder, ids) if has_router and ids else {}
 
-    def _told(self, folder: Path, ids: Collection[RequestId]) -> Waits:
+    def _waits_in(self, folder: Path, ids: Collection[RequestId]) -> Waits:
         coming = self._coming.get(folder)
         data = b""
         if coming is not None:
             try:
                 data = coming.result()
-            except BrokenProcessPool:  # it was killed
+            except BrokenProcessPool:  # the process was killed
                 self._coming.clear()
         if not data:
             return waits_of(folder, ids)
@@ -109,7 +111,7 @@ class RecordedWaits:
 
 
 def waits_of(folder: Path, ids: Collection[RequestId] | None = None) -> Waits:
-    """What the requests of one journal waited for; with `ids` only these, and no further than until they have ended."""
+    """Return the waits of the requests of one journal; with `ids` only of these, and replayed until they have ended."""
     fold, walk = WaitFold(), Walk(folder)
     wanted = None if ids is None else frozenset(ids)
     ended = 0
@@ -129,7 +131,7 @@ def _known(wanted: Collection[RequestId] | None, found: Waits) -> Iterable[Reque
 
 
 def _encoded(folder: str) -> bytes:
-    """In another process. Empty for a journal that cannot be replayed: this one's caller finds out why."""
+    """Return the encoded waits of a journal, in a pool process. Empty if the replay fails: the caller repeats it."""
     try:
         return msgspec.msgpack.encode(list(waits_of(Path(folder)).values()))
     except (LockstepError, OSError):

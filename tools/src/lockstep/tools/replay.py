@@ -1,14 +1,15 @@
-"""`lockstep replay`: a journal decided again, strictly: all of it, up to a step or a break, or step by step in hand.
+"""`lockstep replay`: a strict replay of a journal, whole, up to a step or a break, or interactively step by step.
 
-Argument parsing, the prompt and what it prints. Going through a journal is stepping.py, conditions are conditions.py.
+Argument parsing, the prompt and its output. Steps are taken in stepping.py, conditions are parsed in conditions.py.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 
@@ -26,29 +27,30 @@ from lockstep.core.scheduler.state_text import (
     table_lines,
     tree_lines,
 )
+from lockstep.host.options import Option, options_of, take, with_flags
 from lockstep.tools.conditions import Condition
 from lockstep.tools.decision_text import decision_of, decisions_text, exact_text
 from lockstep.tools.drift import state_lines
 from lockstep.tools.journal import say_divergence, verify_all, verify_run
 from lockstep.tools.narration import clock
-from lockstep.tools.runs import EXIT_DIVERGED, JSON, RUN, Walk, engine_journal, print_json, refusals
+from lockstep.tools.runs import EXIT_DIVERGED, RUN, Walk, engine_journal, print_json, refusals
 from lockstep.tools.stepping import Stepper, TakenStep
 from lockstep.tools.why_step import short_plan, why_step
 
-HELP = """step [N], back [N]      go N steps forward or back (1)
-goto N                  stand before step N
-continue [COND]         go on until COND or a break holds, or to the end
-break COND              hold where a condition over decided events is met; `breaks` lists them, `clear [N]` drops them
-last, plan              the step just taken: its decisions; the batch it launched, with its page tables
-why                     why the step just taken did what it did
+HELP = """step [N], back [N]      move N steps forward or back (1)
+goto N                  move before step N
+continue [COND]         step until COND or a break holds, or to the end
+break COND              stop where a condition over decided events holds; `breaks` lists them, `clear [N]` drops them
+last, plan              the last step: its decisions; the batch it launched, with its page tables
+why                     the reasons of the last step
 pages, queue, table, flight, owners, tree, sessions, adapters, stats      the state
-help, quit              an empty line repeats the command before
+help, quit              an empty line repeats the previous command
 
 COND, for example: RequestRetracted and request == r17; AdmissionDeferred and reason == kv_budget; waiting > 50"""
 
 
 class _Replay(click.Command):
-    """`--what-if`, `--on-hardware` and `--to` make other commands of it, with their own options, loaded only then."""
+    """Dispatches `--what-if`, `--on-hardware` and `--to` to other commands with options of their own, loaded lazily."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -73,37 +75,41 @@ class _Replay(click.Command):
         return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """Options of `lockstep replay` over a journal."""
+
+    until: Annotated[int | None, Option("stop before step N and show the state there", metavar="N")] = None
+    condition: Annotated[
+        str | None, Option("stop behind the first step in which COND holds", flag="--break", metavar="COND")
+    ] = None
+    interactive: Annotated[bool, Option("step forwards and backwards by hand; `help` says how", short="-i")] = False
+    decisions_file: Annotated[
+        Path | None,
+        Option(
+            "write every decision in words; as RUN/decisions.txt, a divergence can be told with both",
+            flag="--decisions",
+            metavar="FILE",
+        ),
+    ] = None
+    overwrite: Annotated[bool, Option("replace FILE")] = False
+    as_json: Annotated[bool, Option("one JSON object instead of text", flag="--json")] = False
+
+
+def _other_command(*declared: str, **arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A flag that makes another command of `replay`: it is in the help of this one, and never reaches it."""
+    return click.option(*declared, expose_value=False, **arguments)
+
+
 @click.command(cls=_Replay, context_settings={"max_content_width": 120})
 @RUN
-@click.option("--what-if", is_flag=True, help="The same requests under other settings: --what-if --help.")
-@click.option(
-    "--on-hardware", is_flag=True, help="Run its batches on this machine, and time them: --on-hardware --help."
+@_other_command("--what-if", is_flag=True, help="the same requests under other settings: --what-if --help")
+@_other_command(
+    "--on-hardware", is_flag=True, help="run its batches on this machine, and time them: --on-hardware --help"
 )
-@click.option("--to", metavar="URL", help="Send the requests to a server instead: --to URL --help.")
-@click.option("--until", type=click.IntRange(0), metavar="N", help="Stop before step N and show the state there.")
-@click.option("--break", "condition", metavar="COND", help="Stop behind the first step in which COND holds.")
-@click.option("--interactive", "-i", is_flag=True, help="Step forwards and backwards by hand; `help` says how.")
-@click.option(
-    "--decisions",
-    "decisions_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write every decision in words; as RUN/decisions.txt, a divergence can be told with both.",
-)
-@click.option("--overwrite", is_flag=True, help="Replace FILE.")
-@JSON
-def replay(
-    run: Path,
-    what_if: bool,
-    on_hardware: bool,
-    to: str | None,
-    until: int | None,
-    condition: str | None,
-    interactive: bool,
-    decisions_file: Path | None,
-    overwrite: bool,
-    as_json: bool,
-) -> None:
+@_other_command("--to", metavar="URL", help="send the requests to a server instead: --to URL --help")
+@with_flags(click.option, options_of(ReplayOptions).values(), kinds={"until": click.IntRange(0)})
+def replay(run: Path, **options: Any) -> None:
     """Decide a run again and compare every digest, or go through it step by step.
 
     A divergence is shown with the event, the text of both decisions as far as available, the state before and the
@@ -117,18 +123,17 @@ def replay(
     lockstep replay runs/chat --what-if --policy lpm --html lpm.html
     lockstep replay runs/chat --on-hardware
     """
-    assert not what_if, "that is another command"
-    assert not on_hardware, "that too"
-    assert to is None, "and so is that"
-    if interactive and (as_json or decisions_file is not None):
+    given = take(ReplayOptions, options)
+    until, decisions_file, as_json = given.until, given.decisions_file, given.as_json
+    if given.interactive and (as_json or decisions_file is not None):
         raise click.UsageError("--interactive goes with neither --json nor --decisions.")
-    if condition is not None and (as_json or decisions_file is not None):
+    if given.condition is not None and (as_json or decisions_file is not None):
         raise click.UsageError("--break goes with neither --json nor --decisions.")
-    if decisions_file is not None and decisions_file.exists() and not overwrite:
+    if decisions_file is not None and decisions_file.exists() and not given.overwrite:
         raise click.UsageError(f"{decisions_file} exists\nhint: choose another file, or add --overwrite")
     with refusals():
-        if interactive or condition is not None:
-            _in_hand(run, until, condition, interactive)
+        if given.interactive or given.condition is not None:
+            _in_hand(run, until, given.condition, given.interactive)
         elif decisions_file is not None:
             _write_decisions(run, until, decisions_file, as_json)
         elif until is None:
@@ -169,7 +174,7 @@ def _in_hand(run: Path, until: int | None, condition: str | None, interactive: b
         if not interactive:
             _say(list(state_lines(hand.stepper.engine, hand.stepper.names)))
             return
-        click.echo(f"{run}: before step {hand.stepper.position:,}; `help` says what can be done", err=True)
+        click.echo(f"{run}: before step {hand.stepper.position:,}; `help` lists the commands", err=True)
         for line in _input():
             _say(hand.do(line))
             if hand.done:
@@ -180,7 +185,7 @@ def _in_hand(run: Path, until: int | None, condition: str | None, interactive: b
 
 
 def _input() -> Iterator[str]:
-    """Lines of the person, with a prompt if there is a terminal."""
+    """Yield lines of stdin, with a prompt if it is a terminal."""
     while True:
         if sys.stdin.isatty():
             click.echo("(replay) ", nl=False, err=True)
@@ -196,7 +201,7 @@ def _say(lines: list[str]) -> None:
 
 
 class Hand:
-    """Carries out the commands of a person going through a journal; each returns what to print."""
+    """Runs the commands of the interactive prompt. Each returns the lines to print."""
 
     def __init__(self, stepper: Stepper) -> None:
         self.stepper = stepper
@@ -220,7 +225,7 @@ class Hand:
         }
 
     def do(self, line: str) -> list[str]:
-        """Carry out one command; an input error is printed, and changes nothing."""
+        """Run one command. An input error is returned as text and changes nothing."""
         line = line or self._before
         verb, _, rest = line.partition(" ")
         rest = rest.strip()
@@ -263,7 +268,7 @@ class Hand:
         raise ConfigError(f"no command `{f'{verb} {rest}'.strip()}`\nhint: `help` lists them")
 
     def go(self, move: Callable[[], object]) -> list[str]:
-        """Go somewhere, then show where that is."""
+        """Move, then return the last step and the new position as text."""
         held = move()
         stepper = self.stepper
         lines = [f"holds: {held.text}"] if isinstance(held, Condition) else []
@@ -290,9 +295,9 @@ class Hand:
 
     def _last(self) -> list[str]:
         last = self.stepper.last
-        return (
-            ["nothing was done yet"] if last is None else list(exact_text(last.step, self.stepper.names)) or ["nothing"]
-        )
+        if last is None:
+            return ["no step was taken yet"]
+        return list(exact_text(last.step, self.stepper.names)) or ["the last step decided nothing"]
 
     def _plan(self) -> list[str]:
         last = self.stepper.last
@@ -301,7 +306,7 @@ class Hand:
 
     def _why(self) -> list[str]:
         if self.stepper.last is None:
-            return ["nothing was done yet"]
+            return ["no step was taken yet"]
         reason = why_step(self.stepper.folder, self.stepper.last.number)
         lines = [reason.title]
         for heading, parts in reason.parts.items():

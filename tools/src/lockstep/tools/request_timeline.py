@@ -1,14 +1,14 @@
-"""What happened to a request and why: a fold over a replay that keeps what the core decided about some requests.
+"""Timelines of requests: a fold over a replay that collects the core's decisions about selected requests.
 
     chronicle = Chronicle({17})
     for number, event, step in (walk := Walk(run)):
         chronicle.observe(number, event, step, walk.engine)
-    chronicle.stories[17].waits[0].spans
+    chronicle.timelines[17].waits[0].spans
 
-Nothing is guessed. Why a request waits is read after every step from the core's decisions (`AdmissionDeferred`, of it
-or of the request that stops the queue) and from its state (held, paused, weights being swapped); what it does is read
-off the launched plans; when it was served off the messages to its client. Times are microseconds since the journal
-began.
+Nothing is guessed. After every step, the cause of a wait is read from the core's decisions (`AdmissionDeferred` of the
+request or of the request that stops the queue) and from its state (prerequisites, pause, weights being replaced). The
+computed positions are read from launched plans, the delivery of tokens from messages to the client. Times are
+microseconds since the journal began.
 
     arrival             admission                       retraction    admission               finish
     |-- span -- span --| works: chunks, then decodes     |-- span ----| works: chunks, decodes |
@@ -49,11 +49,10 @@ from lockstep.core.scheduler.engine import Engine
 
 
 class Cause(NamedTuple):
-    """What a waiting request waits for. `reason` is a DeferReason, the state of a transfer that holds it, or session,
-    paused, closed or launch.
+    """The cause of a wait. `reason` is a DeferReason, the state of a transfer, or session, paused, closed or launch.
 
-    `other` is the request that stops the queue, or computes its prefix; NO_REQUEST if it is about the request itself.
-    The numbers are those of the AdmissionDeferred.
+    `other` is the request that stops the queue or computes the shared prefix; NO_REQUEST for a cause of the request
+    itself. The numbers are those of the AdmissionDeferred.
     """
 
     reason: str
@@ -65,7 +64,7 @@ class Cause(NamedTuple):
 
 @dataclass
 class Span:
-    """A time for which one thing was waited for."""
+    """A part of a wait with one cause."""
 
     start_us: int
     stop_us: int
@@ -73,7 +72,7 @@ class Span:
 
 
 class RunningRequestLeft(NamedTuple):
-    """A request left the running ones: that makes room for waiting ones."""
+    """A request that left the running batch, which makes room for waiting requests."""
 
     time_us: int
     request_id: RequestId
@@ -82,17 +81,17 @@ class RunningRequestLeft(NamedTuple):
 
 @dataclass
 class Wait:
-    """From an arrival or a retraction to the admission, or to an end without one."""
+    """The time from an arrival or a retraction to the admission, or to the request's end without admission."""
 
     start_us: int
     stop_us: int = -1
     spans: list[Span] = field(default_factory=list)
     admitted: RequestAdmitted | None = None
     admitted_step: int = -1
-    bypassed: int = 0  # requests from behind it in the line that were admitted before it
+    bypassed: int = 0  # requests from behind it in the queue that were admitted before it
     made_room: list[RunningRequestLeft] = field(
         default_factory=list
-    )  # during its last span, if that was for lack of room
+    )  # requests that left during the last span, if its cause was a shortage
 
     @property
     def took_us(self) -> int:
@@ -101,7 +100,7 @@ class Wait:
 
 @dataclass
 class Batch:
-    """A launched batch: what it computes and, once it was delivered, how long it took."""
+    """A launched batch: its prompts and rows and, after delivery, its times."""
 
     batch_id: BatchId
     step: int
@@ -116,7 +115,7 @@ class Batch:
 
     @property
     def took_us(self) -> int:
-        """On the device; 0 if the host did not report it."""
+        """Time on the device; 0 if the host did not report it."""
         return max(self.finished_us - self.started_us, 0) if self.started_us >= 0 else 0
 
 
@@ -125,14 +124,14 @@ class Work:
     """A request's part of a batch: positions [start:stop)."""
 
     batch: Batch
-    stay: int  # behind which of its waits, from 0
+    stay: int  # index of the wait before it, from 0
     extends: bool
     start: int
     stop: int
 
 
 class Message(NamedTuple):
-    """Tokens that went out to the client."""
+    """Tokens sent to the client."""
 
     time_us: int
     offset: int
@@ -141,7 +140,7 @@ class Message(NamedTuple):
 
 @dataclass
 class EncodingRecord:
-    """The result of an encoder for one content, or the pending order."""
+    """The encoding of one content: times of the command and of its result."""
 
     digest: bytes
     asked_us: int
@@ -149,7 +148,7 @@ class EncodingRecord:
 
 
 class Retraction(NamedTuple):
-    """A retraction, its step, and the requests that open new pages in that step's plan."""
+    """A retraction with its step, and the requests whose decodes open new pages in that step's plan."""
 
     event: RequestRetracted
     step: int
@@ -158,7 +157,7 @@ class Retraction(NamedTuple):
 
 @dataclass
 class RequestTimeline:
-    """All that is known of one request. What has not happened is -1, None or empty."""
+    """The timeline of one request. Fields for events that have not happened are -1, None or empty."""
 
     request_id: RequestId
     label: str
@@ -169,8 +168,8 @@ class RequestTimeline:
     stream: bool
     arrived_us: int
     arrived_step: int
-    waiting_then: int = 0  # other requests
-    running_then: int = 0
+    waiting_then: int = 0  # other requests that waited at its arrival
+    running_then: int = 0  # requests with a row at its arrival
     queued: RequestQueued | None = None
     turn: TurnStarted | None = None
     media: dict[bytes, tuple[str, int]] = field(default_factory=dict)  # kind and encoder tokens, by digest
@@ -184,18 +183,18 @@ class RequestTimeline:
     ended_step: int = -1
     finished: RequestFinished | None = None
     rejected: RequestRejected | None = None
-    last_us: int = -1  # when the journal ends, for one that is still open
+    last_us: int = -1  # end of the journal
 
     @property
     def prompt_tokens(self) -> int:
-        """What it had to compute or find: for a turn of a session, with what the session kept."""
+        """Prompt tokens; for a turn of a session, with the tokens that the session kept."""
         if self.turn is not None:
             return self.turn.prompt_tokens
         return self.queued.prompt_tokens if self.queued is not None else 0
 
     @property
     def stop_us(self) -> int:
-        """Its end, or that of the journal."""
+        """End of the request, or of the journal for an open request."""
         return self.ended_us if self.ended_us >= 0 else self.last_us
 
     @property
@@ -204,7 +203,7 @@ class RequestTimeline:
 
     @property
     def queue_us(self) -> int:
-        """Arrival to first admission; -1 if there was none."""
+        """Time from arrival to first admission; -1 without admission."""
         wait = self.waits[0] if self.waits else None
         return wait.took_us if wait is not None and wait.admitted is not None else -1
 
@@ -218,33 +217,33 @@ class RequestTimeline:
 
     @property
     def output_tokens(self) -> int:
-        """Delivered to the client."""
+        """Output tokens sent to the client."""
         return self.messages[-1].offset + self.messages[-1].tokens if self.messages else 0
 
     @property
     def tpot_us(self) -> float:
-        """-1 with fewer than two tokens."""
+        """Time per output token after the first; -1 with fewer than two tokens."""
         tokens = self.output_tokens
         return (self.messages[-1].time_us - self.first_token_us) / (tokens - 1) if tokens > 1 else -1.0
 
 
 class Chronicle:
-    """Timelines of the selected requests, and all batches of the run. Feed it every step of a replay, in order."""
+    """Timelines of selected requests, and all batches of the run. `observe` must be called with every step in order."""
 
-    def __init__(self, wanted: Collection[RequestId]) -> None:
-        self.wanted = frozenset(wanted)
+    def __init__(self, selected: Collection[RequestId]) -> None:
+        self.selected = frozenset(selected)
         self.timelines: dict[RequestId, RequestTimeline] = {}
-        self._open: dict[RequestId, RequestTimeline] = {}  # those that have not ended
+        self._open: dict[RequestId, RequestTimeline] = {}  # timelines of requests that have not ended
         self.batches: dict[BatchId, Batch] = {}
-        self.delivered_us: list[int] = []  # of batches in the order of their delivery ...
-        self.delivered: list[Batch] = []
+        self.delivered_us: list[int] = []  # delivery times of `delivered`
+        self.delivered: list[Batch] = []  # in the order of delivery
         self.ends: list[RunningRequestLeft] = []
-        self.encodings: dict[bytes, list[EncodingRecord]] = {}  # of each content, in order
-        self._said: dict[RequestId, AdmissionDeferred] = {}  # the last of each request that waits
+        self.encodings: dict[bytes, list[EncodingRecord]] = {}  # by digest of the content, in order
+        self._deferrals: dict[RequestId, AdmissionDeferred] = {}  # the last deferral of each waiting request
         self._last_us = 0
 
     def observe(self, number: int, event: Observed, step: Step, engine: Engine) -> None:
-        """Take in step `number`; `engine` stands behind it."""
+        """Fold step `number`. `engine` is in its state after the step."""
         self._last_us = event.time_us
         match event:
             case RequestArrived():
@@ -265,7 +264,7 @@ class Chronicle:
         plan = step.launched()
         before = (
             dict(self._open) if step.decided else self._open
-        )  # a request that ends in this step still receives its last tokens
+        )  # includes requests that end in this step, which still receive their last tokens
         for decided in step.decided:
             self._learn(number, decided, plan)
         if plan is not None:
@@ -283,11 +282,11 @@ class Chronicle:
 
     @property
     def complete(self) -> bool:
-        """Whether all selected requests have come and ended."""
-        return not self._open and len(self.timelines) == len(self.wanted)
+        """Whether all selected requests have arrived and ended."""
+        return not self._open and len(self.timelines) == len(self.selected)
 
     def encodings_of(self, timeline: RequestTimeline, wait: Wait) -> list[tuple[str, int, EncodingRecord]]:
-        """Kind, tokens and encoding of each content that a wait was for: the newest order by its end."""
+        """Return kind, tokens and encoding of each content of a wait: the newest encoding requested before its end."""
         found = []
         for digest, (kind, tokens) in timeline.media.items():
             asked = [one for one in self.encodings.get(digest, ()) if wait.stop_us < 0 or one.asked_us <= wait.stop_us]
@@ -296,7 +295,7 @@ class Chronicle:
         return found
 
     def close(self) -> Chronicle:
-        """The journal has ended: so has what was still going on in it."""
+        """End open waits at the end of the journal. Returns the chronicle."""
         for timeline in self.timelines.values():
             timeline.last_us = self._last_us
             if timeline.ended_us < 0 and timeline.waits and timeline.waits[-1].stop_us < 0:
@@ -304,7 +303,7 @@ class Chronicle:
         return self
 
     def between(self, start_us: int, stop_us: int) -> list[Batch]:
-        """Batches with results in (start_us:stop_us]."""
+        """Return the batches whose results were delivered in (start_us:stop_us]."""
         first, last = bisect_right(self.delivered_us, start_us), bisect_right(self.delivered_us, stop_us)
         return self.delivered[first:last]
 
@@ -313,7 +312,7 @@ class Chronicle:
     def _arrive(self, number: int, event: RequestArrived, engine: Engine) -> None:
         for sample in range(sample_count(event)):
             request_id = event.request_id + sample
-            if request_id in self.wanted:
+            if request_id in self.selected:
                 self.timelines[request_id] = self._open[request_id] = RequestTimeline(
                     request_id=request_id,
                     label=sample_label(event.label, sample),
@@ -325,21 +324,21 @@ class Chronicle:
                     arrived_us=event.time_us,
                     arrived_step=number,
                     media={s.digest: (s.kind, s.encoder_tokens) for s in event.spans if s.encoder_tokens},
-                    waiting_then=sum(r.request_id < event.request_id for r in engine.waiting) + len(engine.held),
+                    waiting_then=sum(r.request_id < event.request_id for r in engine.waiting) + len(engine.blocked),
                     running_then=engine.active,
                 )
 
     def _learn(self, number: int, decided: object, plan: BatchPlan | None) -> None:
         match decided:
             case AdmissionDeferred():
-                self._said[decided.request_id] = decided
+                self._deferrals[decided.request_id] = decided
             case RequestRetracted():
                 self.ends.append(RunningRequestLeft(decided.time_us, decided.request_id, "retracted"))
             case RequestFinished():
                 self.ends.append(RunningRequestLeft(decided.time_us, decided.request_id, decided.reason))
-                self._said.pop(decided.request_id, None)
+                self._deferrals.pop(decided.request_id, None)
             case RequestRejected():
-                self._said.pop(decided.request_id, None)
+                self._deferrals.pop(decided.request_id, None)
         timeline = self.timelines.get(getattr(decided, "request_id", NO_REQUEST))
         if timeline is None:
             return
@@ -385,9 +384,9 @@ class Chronicle:
             wait.made_room = [ended for ended in self.ends[first:] if ended.time_us <= time_us]
 
     def _note_causes(self, time_us: int, engine: Engine) -> None:
-        """What each waiting request waits for; most wait for the same, which is looked up once."""
-        said, requests, held = self._said, engine.requests, engine.held
-        common = line_cause(engine, NO_REQUEST, said)
+        """Record the cause of each open wait. Most requests wait for the same cause, which is determined once."""
+        deferrals, requests, held = self._deferrals, engine.requests, engine.blocked
+        common = line_cause(engine, NO_REQUEST, deferrals)
         for request_id, timeline in self._open.items():
             wait = timeline.waits[-1] if timeline.waits else None
             if wait is None or wait.stop_us >= 0:
@@ -395,8 +394,8 @@ class Chronicle:
             bypassed = requests[request_id].bypassed
             if bypassed > wait.bypassed:
                 wait.bypassed = bypassed
-            own = request_id in said or request_id in held
-            cause = why_waits(engine, request_id, said) if own else common
+            own = request_id in deferrals or request_id in held
+            cause = why_waits(engine, request_id, deferrals) if own else common
             spans = wait.spans
             if not spans:
                 spans.append(Span(wait.start_us, time_us, cause))
@@ -404,7 +403,7 @@ class Chronicle:
                 spans[-1].stop_us = time_us
                 spans.append(Span(time_us, time_us, cause))
 
-    # ------------------------------------------------------------------------------------------------- what was done
+    # ----------------------------------------------------------------------------------------- launches and messages
 
     def _launch(self, number: int, time_us: int, plan: BatchPlan) -> None:
         extends, ids = plan.extend_rows, plan.request_ids
@@ -428,20 +427,24 @@ class Chronicle:
             timeline = self._open.get(request_id) or ending.get(request_id)
             if (
                 timeline is not None and offsets[i] + counts[i] > timeline.output_tokens
-            ):  # sent twice, the client drops it
+            ):  # repeated tokens are dropped by the client
                 timeline.messages.append(Message(time_us, offsets[i], counts[i]))
 
 
-def why_waits(engine: Engine, request_id: RequestId, said: Mapping[RequestId, AdmissionDeferred]) -> Cause:
-    """What a request waits for, by the state of the engine. `said` has the last deferral of each request."""
+def why_waits(engine: Engine, request_id: RequestId, deferrals: Mapping[RequestId, AdmissionDeferred]) -> Cause:
+    """Return the cause of a request's wait, by the engine's state and the last deferral of each request."""
     request = engine.requests[request_id]
-    own = said.get(request_id)
-    if request_id in engine.held:
+    own = deferrals.get(request_id)
+    if request_id in engine.blocked:
         session = engine.sessions.open.get(request.session)
         if session is not None and request_id in session.queue:
             return Cause("session", NO_REQUEST if session.turn is None else session.turn)
         transfer = engine.transfers.all.get(request_id)
-        if transfer is not None and transfer.state in HELD and not (transfer.state == "ready" and request.holds > 1):
+        if (
+            transfer is not None
+            and transfer.state in HELD
+            and not (transfer.state == "ready" and request.open_prerequisites > 1)
+        ):
             return Cause(transfer.state)
         return Cause("grammar") if own is None else Cause(own.reason, own.behind)
     if own is not None and not engine.paused and engine.maintenance.admits:
@@ -450,13 +453,16 @@ def why_waits(engine: Engine, request_id: RequestId, said: Mapping[RequestId, Ad
         if own.reason == "adapter" and request.deferred == "adapter":
             return Cause("adapter")
         tiers = engine.memory.tiers
-        if tiers.holds_back(request, engine.now_us) == own.reason:
+        if tiers.deferral_reason(request, engine.now_us) == own.reason:
             return Cause(own.reason)
-    return line_cause(engine, request_id, said)
+    return line_cause(engine, request_id, deferrals)
 
 
-def line_cause(engine: Engine, request_id: RequestId, said: Mapping[RequestId, AdmissionDeferred]) -> Cause:
-    """What the requests in the queue without a reason of their own wait for, as it concerns this request."""
+def line_cause(engine: Engine, request_id: RequestId, deferrals: Mapping[RequestId, AdmissionDeferred]) -> Cause:
+    """Return the cause for which the waiting queue stands, from the position of this request.
+
+    It is the cause of all requests in the queue without a deferral of their own.
+    """
     if engine.paused:
         return Cause("paused")
     if not engine.maintenance.admits:
@@ -465,7 +471,7 @@ def line_cause(engine: Engine, request_id: RequestId, said: Mapping[RequestId, A
         first, reason = engine.deferred
         head = engine.requests.get(first)
         if head is not None and head.state is RequestState.WAITING:
-            numbers = said.get(first)
+            numbers = deferrals.get(first)
             other = NO_REQUEST if first == request_id else first
             if numbers is None:
                 return Cause(reason, other)
@@ -474,7 +480,7 @@ def line_cause(engine: Engine, request_id: RequestId, said: Mapping[RequestId, A
 
 
 def _computes_prompt(engine: Engine, request_id: RequestId) -> bool:
-    """Whether a request's prompt is being computed: not launched to its end, or the end not delivered."""
+    """Whether a request's prompt is being computed: its last chunk is not launched, or not delivered."""
     request = engine.requests.get(request_id)
     if request is None:
         return False
@@ -484,7 +490,7 @@ def _computes_prompt(engine: Engine, request_id: RequestId) -> bool:
 
 
 def _gainers(plan: BatchPlan | None) -> tuple[RequestId, ...]:
-    """The requests with a decode that opens a page in this plan."""
+    """Return the requests whose decodes open a page in this plan."""
     if plan is None:
         return ()
     opened = np.isin(plan.rows, plan.deltas.opened_rows)

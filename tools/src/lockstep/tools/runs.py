@@ -1,9 +1,8 @@
-"""What every tool over a journal begins with: the named run, its replay, the names of requests, and how errors are
-shown.
+"""Shared parts of the tools over a journal: the named run, its replay, the names of requests, and error output.
 
-RUN is a run folder or the `journal` folder in it; a cluster's run has one journal for each engine, and is asked for one
-of them. A `Walk` replays strictly and shows the engine between the steps, so that an explanation can look at what the
-scheduler saw, and never has to guess it.
+RUN is a run folder or the `journal` folder in it. A cluster's run has one journal for each engine; most tools require
+the folder of one engine. A `Walk` replays strictly and exposes the engine between the steps, so that an explanation
+reads the state of the scheduler and never has to guess it.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object ins
 
 
 class ToolError(click.ClickException):
-    """What cannot be read or done, shown in the error's own words, its type's name in front."""
+    """An expected error, printed as its type's name and its message."""
 
     def __init__(self, error: Exception, exit_code: int = EXIT_UNREADABLE) -> None:
         super().__init__(str(error))
         self.name = type(error).__name__
-        self.exit_code = exit_code  # type: ignore[misc]  # of the class in click, of each here
+        self.exit_code = exit_code  # type: ignore[misc]  # a class attribute in click
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print the message on stderr."""
@@ -52,13 +51,13 @@ class ToolError(click.ClickException):
 
 
 def engine_runs(run: Path) -> list[Path]:
-    """The folders of a cluster's engines, by number; none for the run of one engine."""
+    """Return the folders of a cluster's engines, by number; empty for the run of one engine."""
     engines = [path.parent for path in run.glob("engines/*/journal")] if not (run / "journal").is_dir() else []
     return sorted(engines, key=lambda path: (len(path.name), path.name))
 
 
 def engine_journal(run: Path) -> Path:
-    """The folder of the one journal that `run` names. Raises ConfigError for a cluster's run, which has several."""
+    """Return `run` if it has one journal. Raises ConfigError for a cluster's run, which has several."""
     if engines := engine_runs(run):
         names = ", ".join(engine.name for engine in engines)
         raise ConfigError(
@@ -69,19 +68,19 @@ def engine_journal(run: Path) -> Path:
 
 
 class Walk:
-    """A strict replay, step by step, with its engine and the names of its requests at hand.
+    """A strict replay, step by step, with its engine and the names of its requests.
 
     walk = Walk(run)
     for number, event, step in walk:
-        walk.engine          # as it stands behind this step
+        walk.engine          # in its state after this step
     """
 
     def __init__(self, run: Path, until: int | None = None, *, strict: bool = True) -> None:
-        """Raises JournalError if there is no journal to read, ConfigError if there are several.
+        """Open a journal. Raises JournalError if it cannot be read, ConfigError if there are several.
 
         Args:
-            until: the step before which it ends.
-            strict: compare digests; without, which is a fifth faster, for a run that was simulated a moment ago.
+            until: the step before which the replay ends.
+            strict: compare digests. Without, the replay is a fifth faster, for a run that was just simulated.
         """
         self.folder = engine_journal(run)
         self._journal = read_journal(self.folder)
@@ -92,7 +91,7 @@ class Walk:
         self.strict = strict
 
     def __iter__(self) -> Iterator[tuple[int, ObservedEvent, Step]]:
-        """Raises Divergence at the first decision that is not the recorded one."""
+        """Yield number, event and Step. Raises Divergence at the first decision that differs from the recorded one."""
         self.engine, self.names = engine_at_start(self._journal), Names()
         self.engine.digests = self.strict
         folded = fold(self.folder, lambda _: self.engine, until=self.until, strict=self.strict)
@@ -102,17 +101,18 @@ class Walk:
 
 
 def walked(walk: Walk) -> Walk:
-    """The same, at its end."""
+    """Replay a walk to its end and return it."""
     for _ in walk:
         pass
     return walk
 
 
 def locate_request(run: Path, name: str) -> tuple[Path, RequestId] | LeftQueue:
-    """The engine of a run that had the request of this name, and its id there; or how it ended in the router's line.
+    """Return the engine folder and the id of the request with this name, or its record in the router's queue.
 
-    A number is that of requests.csv, where a simulation wrote it; otherwise the id in the engine.
-    Raises: ConfigError if there is none of this name, or several, as ids of a server's engines are each engine's own.
+    A number is an id of requests.csv if a simulation wrote the run; otherwise an id of an engine.
+    Raises: ConfigError if no request, or several requests have the name: engines of a server number their requests
+        independently.
     """
     engines = engine_runs(run)
     if not engines:
@@ -138,22 +138,22 @@ def locate_request(run: Path, name: str) -> tuple[Path, RequestId] | LeftQueue:
     if found:
         names = ", ".join(dict.fromkeys(engine.name for engine, _ in found))
         if len({engine for engine, _ in found}) == 1:
-            find_request(found[0][0], name)  # which lists them
+            find_request(found[0][0], name)  # raises with a list of them
         raise ConfigError(
             f"`--request` {name} is the name of a request of each of the engines {names}\n"
             f"hint: name one, such as {found[0][0]}"
         )
     if left:
-        those = f"{len(left):,} request{' was' if len(left) == 1 else 's were'} cancelled or turned away"
+        ended = f"{len(left):,} request{' was' if len(left) == 1 else 's were'} cancelled or rejected"
         raise ConfigError(
             f"`--request` must be the id or the label of a request of this run, got `{name}`\n"
-            f"hint: {those} in the router's line and never reached an engine: they are found by their labels"
+            f"hint: {ended} in the router's queue and never reached an engine: they are found by their labels"
         )
     raise _no_such_request(name, sum(named.arrived for _, named in all_named))
 
 
 class _Named(NamedTuple):
-    """Requests of a journal that a name may mean, and how many there are."""
+    """The requests of a journal with a name, and the number of all its requests."""
 
     by_label: list[RequestId]
     by_id: RequestId | None
@@ -161,7 +161,7 @@ class _Named(NamedTuple):
 
 
 def _number(name: str) -> int | None:
-    """`17` of `17` and `r17`."""
+    """Return the id in `17` or `r17`; None for other text."""
     digits = name.removeprefix("r")
     return int(digits) if digits.isascii() and digits.isdigit() else None
 
@@ -183,7 +183,7 @@ def _named(run: Path, name: str) -> _Named:
 
 
 def find_request(run: Path, name: str) -> RequestId:
-    """The request called `name`: by its label, or by its id as `17` or `r17`. Raises ConfigError if none or several."""
+    """Return the request with the label `name`, or with this id as `17` or `r17`. Raises ConfigError if not unique."""
     found, by_id, arrived = _named(run, name)
     if len(found) == 1:
         return found[0]
@@ -200,13 +200,13 @@ def find_request(run: Path, name: str) -> RequestId:
 def _no_such_request(name: str, arrived: int) -> ConfigError:
     return ConfigError(
         f"`--request` must be the id or the label of a request of this run, got `{name}`\n"
-        f"hint: {arrived:,} requests arrived; `lockstep journal dump RUN` or requests.csv name them"
+        f"hint: {arrived:,} requests arrived; `lockstep journal dump RUN` or requests.csv lists them"
     )
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turn the errors that are made for people into one message and an exit status."""
+    """Turn expected errors into one message and an exit status."""
     try:
         with divergences():
             yield
@@ -216,7 +216,7 @@ def refusals() -> Iterator[None]:
 
 @contextmanager
 def divergences() -> Iterator[None]:
-    """The same of replays that decide otherwise, alone."""
+    """Turn Divergence alone into one message and an exit status."""
     try:
         yield
     except Divergence as error:
@@ -224,10 +224,10 @@ def divergences() -> Iterator[None]:
 
 
 def print_json(content: object) -> None:
-    """One JSON object on stdout."""
+    """Print one JSON object on stdout."""
     click.echo(json_line(content))
 
 
 def json_line(content: object) -> str:
-    """JSON that a terminal can be shown: it escapes C0 by itself, and here DEL and C1 as well."""
+    """Return JSON that is safe in a terminal: with DEL and C1 characters escaped, in addition to C0."""
     return msgspec.json.encode(content).decode().translate(JSON_CONTROLS)

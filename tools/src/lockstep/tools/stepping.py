@@ -1,7 +1,7 @@
-"""Going through a journal forwards and backwards: the engine room of `lockstep replay --interactive`.
+"""Steps through a journal forwards and backwards, for `lockstep replay --interactive`.
 
-The replay is strict at every step. Now and then the engine is dumped as a snapshot, so that going back is restoring the
-nearest one before and stepping forward from there; what comes out is compared by digest again.
+The replay is strict at every step. At intervals the engine is dumped as a snapshot. A move backwards restores the
+nearest earlier snapshot and steps forward from there, again with digests compared.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from lockstep.core.scheduler.engine import Engine
 from lockstep.tools.conditions import Condition
 from lockstep.tools.runs import engine_journal
 
-SNAPSHOT_EVERY = 500  # steps at first; as the snapshots become many, every second is dropped and this is doubled
+SNAPSHOT_EVERY = 500  # steps between snapshots at first; at SNAPSHOTS_MAX every second is dropped and this is doubled
 SNAPSHOTS_MAX = 64
 
 
 class TakenStep(NamedTuple):
-    """A step that was taken."""
+    """A step that was replayed."""
 
     number: int
     event: ObservedEvent
@@ -36,21 +36,21 @@ class TakenStep(NamedTuple):
 
 
 class Stepper:
-    """A replay that stands between two steps. `position` is the number of the next one."""
+    """A replay between two steps. `position` is the number of the next step."""
 
     def __init__(self, run: Path) -> None:
-        """Raises JournalError if there is no journal to read, ConfigError if there are several."""
+        """Open a journal. Raises JournalError if there is none, ConfigError if there are several or it has expired."""
         journal = read_journal(engine_journal(run))
         if journal.first_step:
             raise ConfigError(
-                f"the first {journal.first_step} events of {journal.folder} have expired: there is no beginning to "
-                "step from\nhint: lockstep explain and lockstep journal verify take what is left"
+                f"the first {journal.first_step} events of {journal.folder} have expired: it cannot be stepped through "
+                "from the start\nhint: lockstep explain and lockstep journal verify accept the rest"
             )
         self.folder, self.header = journal.folder, journal.header
         self.engine = Engine(self.header.config)
         self.names = Names()
         self.position = 0
-        self.last: TakenStep | None = None  # None at the beginning, and where a step back was restored from a snapshot
+        self.last: TakenStep | None = None  # None at the beginning, and right after a snapshot was restored
         self.breaks: list[Condition] = []
         self._coming: Iterator[EventRecord] = journal.events()
         self._records: list[EventRecord] = []  # read so far
@@ -59,11 +59,11 @@ class Stepper:
 
     @property
     def ended(self) -> bool:
-        """Whether the next step is beyond the journal."""
+        """Whether the journal has no further step."""
         return self._record(self.position) is None
 
     def forward(self) -> TakenStep | None:
-        """Take one step; None at the end. Raises Divergence if it is decided otherwise than recorded."""
+        """Replay one step; return None at the end. Raises Divergence if its decisions differ from the recorded ones."""
         record = self._record(self.position)
         if record is None:
             return None
@@ -82,11 +82,11 @@ class Stepper:
         return self.last
 
     def go_to(self, position: int) -> None:
-        """Stand before step `position`, or at the end if there are fewer; forwards or backwards."""
+        """Move before step `position`, forwards or backwards, or to the end if there are fewer steps."""
         position = max(position, 0)
         if position < self.position:
             starts = sorted(self._snapshots)
-            # One step less, so that the step before is taken, and can be shown.
+            # One step less, so that the step before `position` is replayed and can be shown.
             start = starts[bisect_right(starts, max(position - 1, 0)) - 1]
             self.engine = snapshot.restore(self._snapshots[start])
             self.position, self.last = start, None
@@ -94,7 +94,7 @@ class Stepper:
             pass
 
     def run(self, until: Condition | None = None) -> Condition | None:
-        """Go on until a break, or `until`, holds; returns which did, None at the end."""
+        """Step until a break or `until` holds; return this condition, or None at the end of the journal."""
         conditions = [*self.breaks, *([until] if until is not None else [])]
         while (done := self.forward()) is not None:
             for condition in conditions:

@@ -1,8 +1,8 @@
-"""A divergence in words: what was recorded, what is decided now, and what the engine stood at before.
+"""The report on a divergence: the recorded decision, the decision of the replay, and the state of the engine before.
 
-A journal holds a digest of each decision, not the decision. Where the text was kept (`decisions.txt` in the run
-folder, written by `lockstep replay --decisions`; every golden journal has it), both decisions are shown. Otherwise
-what the journal itself shows of it is: the next result that the device gave.
+A journal stores a digest of each decision, not the decision. If the text was stored (`decisions.txt` in the run folder,
+written by `lockstep replay --decisions`; every golden journal has it), both decisions are shown. Otherwise the report
+has the next result of the device in the journal.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ DECISIONS = "decisions.txt"
 
 
 class Parted(NamedTuple):
-    """The first step that is decided otherwise than recorded."""
+    """The first step whose decisions differ from the recorded ones."""
 
-    recorded: Decision | None  # None if its text was not kept
+    recorded: Decision | None  # None if its text was not stored
     now: Decision | None  # None if the step raises
     raised: str
     next_result: str
     state: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """For a terminal, behind the Divergence's own message."""
+        """Return the lines for a terminal after the message of the Divergence."""
         found = []
         if self.now is None:
             found.append(f"  now   raises {self.raised}")
@@ -42,14 +42,14 @@ class Parted(NamedTuple):
             found += decision_lines("then", self.recorded, "now", self.now)
         else:
             found += [f"  now   {line}" for line in self.now.lines or ("decides nothing",)]
-            found.append(f"  then  only its digest is known; the next result in the journal is {self.next_result}")
+            found.append(f"  then  only its digest is stored; the next result in the journal is {self.next_result}")
         return ["decisions", *found, "state before", *(f"  {line}" for line in self.state)]
 
 
 def parted(run: Path, divergence: Divergence, decisions: Path | None = None) -> Parted | None:
-    """The report on a divergence of Engine. None if it parts elsewhere: then it was of another engine.
+    """Return the report on a divergence; None if the replay diverges at an earlier step, so for another engine.
 
-    Raises ConfigError if the file of decisions is none.
+    Raises: ConfigError if the file of decisions cannot be read.
     """
     number = divergence.step
     try:

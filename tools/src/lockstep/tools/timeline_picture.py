@@ -1,6 +1,6 @@
-"""A story as a picture: lanes of what a request waited for and did, as text for a terminal and as one HTML page.
+"""A request's timeline as a picture: lanes for its waits and batches, as text for a terminal and as one HTML page.
 
-The page loads nothing and runs nothing: its picture is SVG, its style the one of the simulator's reports.
+The page loads no files and runs no scripts. Its picture is SVG; its style is that of the simulator's reports.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDTH = 60  # characters of the bars
 NAME_WIDTH = 38
 LETTERS = {"wait": "w", "prefill": "E", "decode": "D", "out": "-", "token": "|"}
 
-LEFT, LANE, BAR, RIGHT, WIDE = 280, 26, 16, 20, 1180  # of the picture, in its own units
+LEFT, LANE, BAR, RIGHT, WIDE = 280, 26, 16, 20, 1180  # sizes in the picture, in its own units
 
 STYLE = """
 .lane-wait { fill: var(--other); } .lane-prefill { fill: var(--prefill); } .lane-decode { fill: var(--decode); }
@@ -41,7 +41,7 @@ STYLE = """
 
 @dataclass
 class PictureLane:
-    """One row of the picture: what it shows and when that was."""
+    """One row of the picture: its kind, its name and the times of its bars."""
 
     kind: LaneKind
     name: str
@@ -49,7 +49,7 @@ class PictureLane:
 
 
 def lanes(timeline: RequestTimeline, chronicle: Chronicle) -> list[PictureLane]:
-    """What a request waited for, a lane for each cause; its prefills, its decodes, what ran without it, its tokens."""
+    """Return a lane for each cause of waits, then lanes for prefills, decodes, batches without the request, tokens."""
     by_cause: dict[str, list[tuple[int, int]]] = {}
     for wait in timeline.waits:
         for span in wait.spans:
@@ -95,7 +95,7 @@ def _until(us: int, timeline: RequestTimeline) -> int:
 
 
 def text_lines(timeline: RequestTimeline, chronicle: Chronicle) -> list[str]:
-    """The picture in characters, at most 100 columns."""
+    """Return the picture in characters, at most 100 columns."""
     start_us, stop_us = timeline.arrived_us, max(timeline.stop_us, timeline.arrived_us + 1)
     per_us = WIDTH / (stop_us - start_us)
     ends = f"{clock(start_us)}{clock(stop_us):>{WIDTH - len(clock(start_us))}}"
@@ -114,12 +114,12 @@ def text_lines(timeline: RequestTimeline, chronicle: Chronicle) -> list[str]:
 
 
 def picture(timeline: RequestTimeline, chronicle: Chronicle) -> str:
-    """The picture as SVG."""
+    """Return the picture as SVG."""
     rows = lanes(timeline, chronicle)
     start_us, stop_us = timeline.arrived_us, max(timeline.stop_us, timeline.arrived_us + 1)
     scale = (WIDE - LEFT - RIGHT) / (stop_us - start_us)
     height = LANE * (len(rows) + 1) + 8
-    label = escape(f"What {headline_name(timeline)} waited for and did, from {clock(start_us)} to {clock(stop_us)}")
+    label = escape(f"Waits and batches of {headline_name(timeline)}, from {clock(start_us)} to {clock(stop_us)}")
     parts = [f'<svg class="picture" viewBox="0 0 {WIDE} {height}" role="img" aria-label="{label}">']
     for tick in range(6):
         at_us = start_us + (stop_us - start_us) * tick // 5
@@ -143,7 +143,7 @@ def picture(timeline: RequestTimeline, chronicle: Chronicle) -> str:
 
 
 def _merged(bars: Sequence[tuple[int, int]], near_us: float) -> list[tuple[int, int]]:
-    """Bars closer than can be seen become one, so that a picture of any request is small."""
+    """Merge bars with gaps too small to be seen, so that the picture of any request is small."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(bars):
         if merged and start - merged[-1][1] < near_us:
@@ -154,7 +154,7 @@ def _merged(bars: Sequence[tuple[int, int]], near_us: float) -> list[tuple[int, 
 
 
 def headline_name(timeline: RequestTimeline) -> str:
-    """Its label or its id."""
+    """Return the label of a request, or its id without a label."""
     return shown(timeline.label) or f"r{timeline.request_id}"
 
 

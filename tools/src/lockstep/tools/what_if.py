@@ -1,9 +1,9 @@
-"""`lockstep replay RUN --what-if`: the same requests under other settings, in the simulator, and the effect on each.
+"""`lockstep replay RUN --what-if`: simulate the same requests under other settings, and compare each request.
 
-A is the run as it was; if it was no simulation, a simulation of it under its own settings, so that like is compared
-with like. B is the same requests with what was changed. The comparison is that of `lockstep compare`; why a request won
-or lost is described by what it waited for in both: in B that is noted while it is simulated, in a recorded A by a
-replay, which goes on beside that simulation (recorded_waits.py). B has a journal only if it is to be kept.
+A is the run; if it was no simulation, a simulation of it under its own settings, so that two simulations are compared.
+B has the same requests under the changed settings. The comparison is that of `lockstep compare`. The causes of a
+changed TTFT are the waits of a request in both runs. Those of B are recorded while it is simulated, those of a recorded
+A by a replay beside that simulation (recorded_waits.py). B has a journal only with `--out`.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 import msgspec
 import numpy as np
 
-from lockstep.core.cluster.router import RequestRouted, RouterConfig
-from lockstep.core.contract.config import DRAFT_SETTINGS, profile_settings
+from lockstep.core.cluster.router import RequestRouted, RouterConfig, policy_settings
+from lockstep.core.contract.config import DRAFT_SETTINGS
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestId
+from lockstep.core.contract.profiles import profile_settings
 from lockstep.core.contract.text import shown
 from lockstep.core.journal.reader import read_journal
-from lockstep.core.journal.records import JournalHeader
+from lockstep.host.host_header import HostHeader
+from lockstep.host.options import Option, options_of, take, with_flags
 from lockstep.host.router_journal import Route
-from lockstep.sim.cli.cluster_options import ROUTER_OPTIONS
+from lockstep.sim.cli.cluster_options import router_flag
 from lockstep.sim.cli.errors import refusals
 from lockstep.sim.cli.run_output import progress_bar
 from lockstep.sim.cli.stored_command import requested_by_command
@@ -60,18 +62,26 @@ from lockstep.tools.recorded_waits import RecordedWaits, SimulatedWaits
 from lockstep.tools.runs import RUN, divergences
 from lockstep.tools.waits import Waited, WaitFold
 
-REQUESTS_SHOWN = 3  # requests that lost most, and as many that won
-PARTS_SHOWN = 4  # of the change, the largest
+OF_SCENARIO = ("model", "gpu", "tp", "calibration", "profile")
+OF_CLUSTER = ("replicas",)
+AS_IT_WAS = "as in the run"
+CHANGED = (
+    *(options_of(Scenario)[name].absent(AS_IT_WAS) for name in OF_SCENARIO),
+    *(options_of(ClusterScenario)[name].absent(AS_IT_WAS) for name in OF_CLUSTER),
+)
+"""Options of `lockstep simulate` that may have another value. Absent ones are as in the run."""
+REQUESTS_SHOWN = 3  # requests whose TTFT rose most, and as many whose TTFT fell most
+PARTS_SHOWN = 4  # largest parts of a change
 
 ROUTES = {
-    "policy": "as its policy said, whatever it begins with",
+    "policy": "by its policy, without regard to the prompt",
     "session": "which had its session",
-    "prefix": "which had been sent more of its beginning than any other",
-    "bound": "as the one that had been sent more of its beginning had too much to do",
+    "prefix": "which had received the longest beginning of its prompt",
+    "bound": "because the engine with the longest beginning of its prompt was above the load bound",
     "room": "which its room names",
     "named": "which it named",
 }
-"""Why a router chose an engine."""
+"""The reasons of a router for an engine."""
 
 
 @dataclass(frozen=True)
@@ -81,22 +91,22 @@ class Base:
     asked: Scenario | ClusterScenario
     workload: Workload
     notes: tuple[str, ...]
-    simulated: bool  # whether the run folder is that of a simulation, to be compared with as it is
+    simulated: bool  # whether the run folder is that of a simulation, which serves as A
 
     @property
     def scenario(self) -> Scenario:
-        """Of one engine, or what holds for all of them."""
+        """The scenario of one engine, or the part that holds for all engines of a cluster."""
         return self.asked if isinstance(self.asked, Scenario) else self.asked.base
 
     @property
     def cluster(self) -> ClusterScenario | None:
-        """With its router; None for one engine without."""
+        """The scenario with its router; None for one engine."""
         return None if isinstance(self.asked, Scenario) else self.asked
 
 
 @dataclass(frozen=True)
 class Felt:
-    """A request in both runs, and what it waited for in each."""
+    """A request in both runs, with its waits in each."""
 
     name: str
     ids: tuple[RequestId, RequestId]
@@ -110,49 +120,45 @@ class Felt:
         return self.ttft_us[1] - self.ttft_us[0]
 
 
+@dataclass(frozen=True, kw_only=True)
+class WhatIfOptions:
+    """Options of `lockstep replay RUN --what-if` besides those of `lockstep simulate`."""
+
+    rate_scale: Annotated[float, Option("divides gaps between arrivals; think times stay")] = 1.0
+    policy: Annotated[str | None, Option("short for --schedule-policy", metavar="POLICY")] = None
+    html_file: Annotated[Path | None, Option("write a page", flag="--html", metavar="FILE")] = None
+    out: Annotated[Path | None, Option("keep the simulated run", metavar="DIR")] = None
+    overwrite: Annotated[bool, Option("replace FILE and the run in DIR")] = False
+    as_json: Annotated[bool, Option("one JSON object instead of text", flag="--json")] = False
+
+
 @click.command(context_settings={"max_content_width": 120})
 @RUN
-@click.option("--model", help="Catalogue name or path; by default what the run says.")
-@click.option("--gpu", help="Catalogue name or path; by default what the run says.")
-@click.option("--tp", type=click.INT, help="GPUs that share one copy of the model.")
-@click.option("--replicas", type=click.INT, help="Engines behind a router.")
-@click.option("--router", help="Policy of the router: round_robin, prefix_affinity, ...; with --replicas.")
-@click.option("--rate-scale", default=1.0, help="Divides gaps between arrivals; think times stay.", show_default=True)
-@click.option("--calibration", metavar="NAME|FILE", help="Corrects the cost model: docs/cost-models.md.")
-@click.option("--profile", help="Scheduler settings of another engine: sglang or vllm.")
-@click.option("--policy", "policy", metavar="POLICY", help="Short for --schedule-policy.")
-@click.option("--html", "html_file", type=click.Path(path_type=Path), metavar="FILE", help="Write a page.")
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Keep the simulated run.")
-@click.option("--overwrite", is_flag=True, help="Replace FILE and the run in DIR.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+@with_flags(click.option, CHANGED, keep_absent=True)
+@router_flag(AS_IT_WAS)
+@with_flags(click.option, options_of(WhatIfOptions).values())
 @scheduler_options
-def what_if(
-    run: Path,
-    html_file: Path | None,
-    out: Path | None,
-    overwrite: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    """Simulate the same requests under other settings, and show which requests won, which lost and why.
+def what_if(run: Path, **options: Any) -> None:
+    """Simulate the same requests under other settings, and show whose TTFT changed most, with the causes.
 
     Takes every scheduler setting of `lockstep simulate`. Arrivals, prompts and lengths of answers are those of the run;
-    later turns of a conversation are sent as long behind the answer before them as they were.
+    later turns of a conversation are sent the recorded time after the previous answer.
 
     \b
     lockstep replay runs/chat --what-if --policy lpm
     lockstep replay runs/chat --what-if --gpu b200 --html b200.html
     lockstep replay runs/chat --what-if --replicas 2 --router prefix_affinity
     """
+    asks = take(WhatIfOptions, options)
+    html_file, out = asks.html_file, asks.out
     with refusals(), divergences(), ExitStack() as stack:
         if html_file is not None:
-            if html_file.exists() and not overwrite:
+            if html_file.exists() and not asks.overwrite:
                 raise click.UsageError(f"{html_file} exists\nhint: choose another file, or add --overwrite")
             check_file(html_file, "--html")
         changed = given_settings(options)
-        if policy := options.pop("policy"):
-            changed["schedule_policy"] = policy
-        rate_scale = options.pop("rate_scale")
+        if asks.policy:
+            changed["schedule_policy"] = asks.policy
         given = {name: value for name, value in options.items() if value is not None}
         base = read_base(run, given)
         for note in (*base.notes, *base.workload.notes):
@@ -162,9 +168,9 @@ def what_if(
         first, other = run, out if out is not None else scratch / "what if"
         if out is not None:
             if out.resolve() == run.resolve():
-                raise ConfigError(f"`--out` {out} is the run that is asked about\nhint: keep B in a folder of its own")
-            prepare_folder(out, overwrite=overwrite)
-        asked = at_rate(changed_base(base, given, changed), rate_scale)
+                raise ConfigError(f"`--out` {out} is the folder of A\nhint: choose another folder for B")
+            prepare_folder(out, overwrite=asks.overwrite)
+        asked = at_rate(changed_base(base, given, changed), asks.rate_scale)
         for note in asked.notes[len(base.notes) :]:
             click.echo(f"note: {note}", err=True)
         if base.simulated:
@@ -175,36 +181,36 @@ def what_if(
         waits = simulate_base(asked, other, asked.workload, kept=out is not None)
         before, after = read_run(first, run.name or "recorded"), read_run(other, out.name if out else "what if")
         if first != run:
-            before = replace(before, folder=Path(f"{run}, simulated as it was set, and not kept"))
+            before = replace(before, folder=Path(f"{run}, simulated under its own settings, and not kept"))
         if out is None:
             after = replace(after, folder=Path("simulated for this comparison, and not kept"))
         found = compare([before, after], is_asked=True)
         losers, winners = felt(before, after, waits_of_first, waits)
         if html_file is not None:
             write_comparison(html_file, found, [why_html(losers, winners, (before.name, after.name))])
-        if as_json:
+        if asks.as_json:
             click.echo(json.dumps({**found.describe(), **_described(losers, winners)}, indent=2, allow_nan=False))
         else:
             for line in (*comparison_lines(found), *why_lines(losers, winners)):
                 click.echo(line)
             if out is None:
-                click.echo("hint: --out DIR keeps B, to ask it why", err=True)
+                click.echo("hint: --out DIR keeps B for lockstep explain", err=True)
     if html_file is not None:
         click.echo(f"{html_file} written, {html_file.stat().st_size:,} bytes", err=True)
 
 
-# ----------------------------------------------------------------------------------------------- what was, and what if
+# --------------------------------------------------------------------------------------------------------- A and B
 
 
 def read_base(run: Path, given: dict[str, Any]) -> Base:
-    """The requested options of the run. Raises ConfigError, JournalError or WorkloadError where it has none."""
+    """Read options and requests of a run. Raises ConfigError, JournalError or WorkloadError if that is impossible."""
     if not (run / "metrics.json").is_file():
         return _base_of_journal(run, given)
     about = read_run(run).about
     if "engine" in about:
         raise ConfigError(
-            f"`{run}` is one engine of a cluster, whose requests are those that its router sent there\n"
-            f"hint: ask the whole run, {run.parent.parent}"
+            f"`{run}` is one engine of a cluster, and has only the requests that the router sent to it\n"
+            f"hint: use the whole run, {run.parent.parent}"
         )
     asked = requested_by_command(str(about["command"]))
     scenario = asked if isinstance(asked, Scenario) else asked.base
@@ -212,10 +218,10 @@ def read_base(run: Path, given: dict[str, Any]) -> Base:
     try:
         workload = open_load(scenario)
         if workload.digest != about["workload"]["digest"]:
-            notes = (f"`{scenario.workload}` holds other requests than the run had, so they are read off its journal",)
+            notes = (f"`{scenario.workload}` has other requests than the run, so they are read from its journal",)
     except (WorkloadError, OSError) as error:
         workload = None
-        notes = (f"its workload cannot be read ({str(error).partition(chr(10))[0]}): it is read off the journal",)
+        notes = (f"its workload cannot be read ({str(error).partition(chr(10))[0]}): it is read from the journal",)
     if workload is not None and not notes:
         return Base(asked, workload, (), simulated=True)
     lost = [
@@ -229,41 +235,42 @@ def read_base(run: Path, given: dict[str, Any]) -> Base:
     ]
     if lost:
         raise ConfigError(
-            f"`{run}` had its requests from `{scenario.workload}`, which is not there as it was, and "
-            f"{' with '.join(lost)} cannot be read off journals\nhint: put the workload back"
+            f"`{run}` had its requests from `{scenario.workload}`, which is missing or has changed, and "
+            f"{' with '.join(lost)} cannot be read from journals\nhint: restore the workload"
         )
     plain = replace(scenario, rate=None, rate_scale=1.0, time_window=None, limit=None, skip_bad_rows=False)
     return Base(plain, journal_workload(run), notes, simulated=False)
 
 
 def _base_of_journal(run: Path, given: dict[str, Any]) -> Base:
-    """Of a host that is no simulator: settings by the header, model and GPU by the header or the command line."""
+    """Read a journal without metrics.json: settings from its header, model and GPU from the header or command line."""
     from lockstep.tools.runs import engine_journal
 
     header = read_journal(engine_journal(run)).header
     config = header.config
     for name, value, is_there in (
-        ("tiers", "host memory or storage below its cache, of which the journal has the pages and not the gigabytes",
+        ("tiers", "host memory or storage below its cache, whose size in the journal is in pages and not in gigabytes",
          config.tiers is not msgspec.UNSET),
-        ("role", "an engine with another one behind or in front of it", config.hands_over),
+        ("role", "an engine that hands requests over to another one, or receives them", config.hands_over),
         ("dp_ranks", "one of several ranks that run their passes together", config.shares_passes),
     ):  # fmt: skip
         if is_there:
             raise ConfigError(
                 f"`{run}` is a journal without metrics.json, and its `{name}` is set: {value}\n"
-                "hint: simulate it with --out, and ask that folder as it was written"
+                "hint: simulate it with --out, and use that folder as it was written"
             )
-    model, gpu = (_named(header, given, name) for name in ("model", "gpu"))
-    given_there = msgspec.structs.asdict(config)  # all of them: what is left out would be the profile's
-    settings = {name: value for name, value in given_there.items() if value is not msgspec.UNSET}
+    host = HostHeader.of(header)
+    model, gpu = _named("model", given, host.model), _named("gpu", given, host.gpu)
+    recorded = msgspec.structs.asdict(config)  # all settings: the profile would replace missing ones
+    settings = {name: value for name, value in recorded.items() if value is not msgspec.UNSET}
     del settings["schedule_policy_version"]
     workload = journal_workload(run)
-    layout: dict[str, Any] = {name: header.host[name] for name in BESIDES_TP if name in header.host}
+    layout: dict[str, Any] = {name: host.layout[name] for name in BESIDES_TP if name in host.layout}
     scenario = Scenario(
         model=model,
         gpu=gpu,
         workload=str(run),
-        tp=int(given.get("tp", header.host.get("tp", 1))),
+        tp=int(given.get("tp", 1 if host.tp is None else host.tp)),
         **layout,
         seed=header.seed,
         settings=settings,
@@ -274,30 +281,29 @@ def _base_of_journal(run: Path, given: dict[str, Any]) -> Base:
     return Base(scenario, workload, (note,), simulated=False)
 
 
-def _named(header: JournalHeader, given: dict[str, Any], name: str) -> str:
-    value = given.get(name, header.host.get(name))
+def _named(name: str, given: dict[str, Any], recorded: str | None) -> str:
+    value = given.get(name, recorded)
     if not value:
-        raise ConfigError(f"the journal does not say which {name} it is of\nhint: give --{name}, as to `simulate`")
+        raise ConfigError(f"the journal does not record its {name}\nhint: give --{name}, as to `simulate`")
     return str(value)
 
 
 def changed_base(base: Base, given: dict[str, Any], settings: dict[str, Any]) -> Base:
-    """The options with the requested changes. Raises ConfigError if there are none."""
+    """Return the base with the changes of the command line. Raises ConfigError for changes that do not fit it."""
     scenario = base.scenario
-    names = ("model", "gpu", "tp", "calibration", "profile")
     kept = dict(scenario.settings)
     moved = [name for name in ("model", "gpu", "tp") if name in given and given[name] != getattr(scenario, name)]
     named = profile_settings(given["profile"]) if "profile" in given else {}
     if not base.simulated and (moved or "page_size" in settings or "page_size" in named):
-        kept.pop("pages", None)  # a pool of another size fits there
+        kept.pop("pages", None)  # the number of pages follows from the model, the GPU and the page size
     if not base.simulated:
         kept = {name: value for name, value in kept.items() if name not in named}
-    if settings.get("speculative_method") == "none":  # the other settings of drafts go with them
+    if settings.get("speculative_method") == "none":  # drop the other settings of drafts, too
         kept = {name: value for name, value in kept.items() if name not in DRAFT_SETTINGS}
         scenario = replace(scenario, acceptance=None, acceptance_spread=0.0, draft_model=None)
     scenario = replace(
         scenario,
-        **{name: given[name] for name in names if name in given},
+        **{name: given[name] for name in OF_SCENARIO if name in given},
         settings={**kept, **settings},
     )
     cluster, notes = base.cluster, list(base.notes)
@@ -315,20 +321,20 @@ def changed_base(base: Base, given: dict[str, Any], settings: dict[str, Any]) ->
 def _changed_engines(
     cluster: ClusterScenario, given: dict[str, Any], settings: dict[str, Any], notes: list[str]
 ) -> ClusterScenario:
-    """The options with other engines, where `given` or `settings` have them; what goes with the old ones is noted.
+    """Return the scenario with the changes of its engines in `given` and `settings`; note the options that are dropped.
 
-    Raises: ConfigError for options that engines listed one by one in `--engines` would not take.
+    Raises: ConfigError for options that cannot be applied to the engines of `--engines`.
     """
     spec = ",".join(map(str, cluster.engines))
     if "replicas" in given:
         if not cluster.base.gpu:
             raise ConfigError(
-                f"`--replicas` {given['replicas']} is of one kind of engine, and the run has `{spec}`\n"
-                "hint: say of which GPU, with --gpu"
+                f"`--replicas` {given['replicas']} needs one kind of engine, and the run has `{spec}`\n"
+                "hint: choose the GPU with --gpu"
             )
         usual = {name: getattr(ClusterScenario, name) for name in ("link_gbs", "link_latency_us")}
         notes += [
-            f"{name} is left out of B: it is of links between prefill and decode engines"
+            f"{name} is left out of B: it applies to links between prefill and decode engines"
             for name, value in usual.items()
             if getattr(cluster, name) != value
         ]
@@ -346,7 +352,7 @@ def _changed_engines(
     for name, value in asked.items():
         if any(name in group.settings or (name == "tp" and group.tp is not None) for group in cluster.engines):
             raise ConfigError(
-                f"`{name}` {value} is for all engines, and the run has it of single ones: `{spec}`\n"
+                f"`{name}` {value} is for all engines, and the run sets it for single engines: `{spec}`\n"
                 "hint: add --replicas N for N equal engines, or simulate other --engines and compare"
             )
     if "gpu" in given:
@@ -356,29 +362,30 @@ def _changed_engines(
 
 
 def _with_policy(cluster: ClusterScenario, policy: Any, notes: list[str]) -> ClusterScenario:
-    """The same under another policy of the router. What only the old one looks at is left out, and noted."""
+    """Return the scenario with another policy of the router. Settings that only the old policy uses are noted and left
+    out."""
     usual = RouterConfig(policy=policy)
-    others = {name: getattr(usual, name) for name, of_policy, *_ in ROUTER_OPTIONS if of_policy != policy}
+    others = {name: getattr(usual, name) for name, one in policy_settings().items() if one.policy != policy}
     reports: dict[str, Any] = dict.fromkeys(() if policy in REPORTING else ("report_interval_us", "report_delay_us"), 0)
     lost = [name for name, value in others.items() if getattr(cluster.router, name) != value]
     lost += [name.removesuffix("_us") for name, value in reports.items() if getattr(cluster, name) != value]
-    notes += [f"router_{name} is left out of B: {policy} does not look at it" for name in lost]
+    notes += [f"router_{name} is left out of B: {policy} does not use it" for name in lost]
     router = msgspec.structs.replace(cluster.router, policy=policy, **others)
     return replace(cluster, router=router, **reports)
 
 
 def at_rate(base: Base, rate_scale: float) -> Base:
-    """The same requests, with every gap between arrivals divided by `rate_scale`. Raises ConfigError where none is."""
+    """Return the base with every gap between arrivals divided by `rate_scale`. Raises ConfigError for a closed loop."""
     if rate_scale == 1.0:
         return base
     scenario = base.scenario
     if scenario.concurrency is not None:
         raise ConfigError(
-            f"`--rate-scale` {rate_scale:g} is of requests by the clock, and the run was a closed loop of "
+            f"`--rate-scale` {rate_scale:g} needs an open loop, and the run was a closed loop of "
             f"{scenario.concurrency} sessions at a time\nhint: simulate it with another --concurrency, and compare"
         )
     workload = scaled(base.workload, rate_scale)
-    if base.simulated:  # so that what B is kept with states how to get it again
+    if base.simulated:  # the stored command of B must reproduce its workload
         scenario = replace(scenario, rate_scale=scenario.rate_scale * rate_scale)
         workload = open_load(scenario)
     asked = scenario if base.cluster is None else replace(base.cluster, base=scenario)
@@ -386,10 +393,12 @@ def at_rate(base: Base, rate_scale: float) -> Base:
 
 
 def simulate_base(base: Base, folder: Path, workload: Workload, *, kept: bool = False) -> SimulatedWaits:
-    """Simulate, write what a comparison reads, and return what each request waited for, where each engine decides
-    alone.
+    """Simulate a base, write the files of a comparison, and return the waits of each request.
 
-    `kept`: write the journals and the report too, but no trace.
+    There are no waits if engines hand requests over or run their passes together.
+
+    Args:
+        kept: also write journals and report, but no trace.
     """
     journals = folder if kept else None
     with progress_bar(base.scenario.limit or len(workload.turns)) as on_finish:
@@ -402,7 +411,7 @@ def simulate_base(base: Base, folder: Path, workload: Workload, *, kept: bool = 
             return SimulatedWaits(fold.close(), {})
         cluster = assemble_cluster(base.asked, workload=workload)
         folds = [WaitFold() for _ in cluster.engines] if cluster.each_alone else []
-        sent: list[RequestRouted] = []  # or turned away
+        sent: list[RequestRouted] = []  # rejections included
         ended = simulate_cluster(
             cluster,
             folder=journals,
@@ -424,12 +433,12 @@ def simulate_base(base: Base, folder: Path, workload: Workload, *, kept: bool = 
 
 
 def _go_on(interrupted: bool) -> None:
-    """After a Ctrl-C there is nothing to compare."""
+    """Raise KeyboardInterrupt after a Ctrl-C: an incomplete run cannot be compared."""
     if interrupted:
         raise KeyboardInterrupt
 
 
-# --------------------------------------------------------------------------------------------- which requests won, why
+# -------------------------------------------------------------------------------------------------- changes of TTFT
 
 
 def felt(
@@ -438,7 +447,7 @@ def felt(
     waits_of_first: RecordedWaits | SimulatedWaits,
     waits_of_other: SimulatedWaits,
 ) -> tuple[list[Felt], list[Felt]]:
-    """The requests with the first token delayed most, and advanced most, with what they waited for in both runs."""
+    """Return the requests whose TTFT rose most, and those whose TTFT fell most, with their waits in both runs."""
     if first.requests is None or other.requests is None:
         return [], []
     rows, others, _ = match_requests(first.requests, other.requests)
@@ -472,13 +481,13 @@ def felt(
 
 
 def why(one: Felt) -> list[str]:
-    """What made the difference, largest part first, and what each run was like for this request."""
+    """Return the parts of a change of TTFT as text, largest first, and other differences between the runs."""
     mine, theirs = one.waited
     causes = dict.fromkeys((*mine.by_cause, *theirs.by_cause))
     parts = [(key_text(cause), mine.by_cause.get(cause, 0), theirs.by_cause.get(cause, 0)) for cause in causes]
     parts += [("computing its prompt, from its admission to its first token", mine.computed_us, theirs.computed_us)]
     outside = [ttft_us - waited.ttft_us for ttft_us, waited in zip(one.ttft_us, one.waited, strict=True)]
-    parts += [("outside the engine: on the way, or waiting at the router", outside[0], outside[1])]
+    parts += [("outside the engine: hops, or waiting at the router", outside[0], outside[1])]
     moved = sorted((part for part in parts if part[1] != part[2]), key=lambda part: (-abs(part[2] - part[1]), part[0]))
     lines = [
         f"{show_change(b - a)} {what} ({duration(a)} in A, {duration(b)} in B)" for what, a, b in moved[:PARTS_SHOWN]
@@ -486,7 +495,7 @@ def why(one: Felt) -> list[str]:
     if mine.cached_tokens != theirs.cached_tokens:
         lines.append(
             f"of its {one.prompt_tokens:,} prompt tokens {mine.cached_tokens:,} were in the cache in A, "
-            f"{theirs.cached_tokens:,} in B: the others had to be computed"
+            f"{theirs.cached_tokens:,} in B: the rest was computed"
         )
     lines += [
         f"the router of {letter} sent it to engine {route.engine}, {_why_there(route)}"
@@ -494,9 +503,9 @@ def why(one: Felt) -> list[str]:
         if route is not None
     ]
     facts = (
-        ("times that it was retracted", mine.retractions, theirs.retractions),
+        ("retractions", mine.retractions, theirs.retractions),
         ("requests from behind that went before it", mine.bypassed, theirs.bypassed),
-        ("other requests that waited when it came", mine.waiting_then, theirs.waiting_then),
+        ("other requests that waited when it arrived", mine.waiting_then, theirs.waiting_then),
     )
     return lines + [f"{name}: {a:,} in A, {b:,} in B" for name, a, b in facts if a != b]
 
@@ -513,43 +522,43 @@ def _head(one: Felt) -> str:
 
 
 def why_lines(losers: Sequence[Felt], winners: Sequence[Felt]) -> list[str]:
-    """For a terminal."""
+    """Return both lists as lines for a terminal."""
     lines = []
-    for title, those in (("requests that lost most, and why", losers), ("requests that won most, and why", winners)):
-        if those:
+    for title, listed in (("requests that lost most, and why", losers), ("requests that won most, and why", winners)):
+        if listed:
             lines += ["", title]
-        for one in those:
+        for one in listed:
             lines += [f"  {_head(one)}", *(f"      {line}" for line in why(one))]
     if losers or winners:
         lines += [
             "",
-            "whole stories: lockstep explain RUN --request ID, of A, or of B if --out keeps it",
+            "timelines: lockstep explain RUN --request ID, for A, and for B if it was kept with --out",
         ]
     return lines
 
 
 def why_html(losers: Sequence[Felt], winners: Sequence[Felt], names: tuple[str, str]) -> str:
-    """A section of the page, which calls runs by their names."""
+    """Return both lists as a section of the HTML page, with the names of the runs."""
     parts = []
-    for title, those in (("Requests that lost most", losers), ("Requests that won most", winners)):
+    for title, listed in (("Requests that lost most", losers), ("Requests that won most", winners)):
         items = "".join(
-            f"<li><b>{escape(_head(one))}</b><br>{'<br>'.join(map(escape, why(one)))}</li>" for one in those
+            f"<li><b>{escape(_head(one))}</b><br>{'<br>'.join(map(escape, why(one)))}</li>" for one in listed
         )
         parts.append(f"<h3>{title}</h3><ul>{items}</ul>" if items else "")
     if not any(parts):
         return ""
     return (
-        '<section><h2>Why?</h2><p class="lead">By the decisions of both schedulers: what the requests whose first '
-        f"token moved most were waiting for. A is {escape(names[0])}, the run as it was; B is {escape(names[1])}, the "
-        f"same requests under the other settings.</p>{''.join(parts)}</section>"
+        '<section><h2>Why?</h2><p class="lead">The waits of the requests whose TTFT changed most, by the decisions of '
+        f"both schedulers. A is {escape(names[0])}, the recorded run; B is {escape(names[1])}, the same requests under "
+        f"the other settings.</p>{''.join(parts)}</section>"
     )
 
 
 def _described(losers: Sequence[Felt], winners: Sequence[Felt]) -> dict[str, Any]:
-    def each(those: Sequence[Felt]) -> list[dict[str, Any]]:
+    def each(listed: Sequence[Felt]) -> list[dict[str, Any]]:
         return [
             {"name": one.name, "request_ids": list(one.ids), "ttft_us": list(one.ttft_us), "why": why(one)}
-            for one in those
+            for one in listed
         ]
 
     return {"lost_most": each(losers), "won_most": each(winners)}

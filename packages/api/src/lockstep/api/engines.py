@@ -35,7 +35,8 @@ from lockstep.host.durable import DurableJournal, Retention
 from lockstep.host.engine_options import EngineOptions
 from lockstep.host.grammar_backends import choose_backend
 from lockstep.host.grammar_compiler import CompileLimits, make_compilers
-from lockstep.host.loop import HostClock, Observer, RuntimeHost
+from lockstep.host.host_header import EMULATED, HostHeader
+from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, Observer, RequestServices, RuntimeHost
 from lockstep.host.options import options_of
 from lockstep.host.recovery import Death
 from lockstep.host.startup import Keeper
@@ -264,9 +265,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
     config = EngineConfig(
         **{name: getattr(settings, name) for name in options_of(EngineOptions)},
         text=text,
-        random_weights_seed=settings.random_weights,
-        tensor_parallel=settings.tp,
-        adapters=settings.lora,
+        lora=settings.lora,
         grammar_limits=_grammar_limits(settings),
         keeper=keeper,
         start=False,
@@ -508,9 +507,8 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     journal: DurableJournal | None = None
     engine = Engine(config) if keeper is None else None
     if keeper is not None:
-        host: dict[str, str | int | float] = {"kind": "emulated", "model": model.name, "gpu": gpu.name}
-        host |= {"tp": settings.tp, "speed": settings.speed}
-        engine, journal = keeper.begin(JournalHeader(config=config, seed=settings.seed, host=host))
+        host = HostHeader(kind=EMULATED, model=model.name, gpu=gpu.name, tp=settings.tp, speed=settings.speed)
+        engine, journal = keeper.begin(JournalHeader(config=config, seed=settings.seed, host=host.entries()))
     assert engine is not None
 
     def check(request: RequestArrived) -> None:
@@ -547,14 +545,11 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         executor,
         journal or NoJournal(),
         clock,
-        check_request=check,
-        watch_text=watch,
-        compile_grammar=None if grammars is None else grammars.compiler,
-        weight_loader=EmulatedWeightLoader(executor, weights_bytes, bus_gbs, speed=settings.speed),
-        weights=weights,
-        adapters=cache,
-        adapters_log=None if keeper is None else keeper.adapters,
-        orders=() if keeper is None else keeper.orders,
+        requests=RequestServices(check, watch, None if grammars is None else grammars.compiler),
+        device=DeviceServices(
+            weight_loader=EmulatedWeightLoader(executor, weights_bytes, bus_gbs, speed=settings.speed), adapters=cache
+        ),
+        earlier=EarlierGeneration(weights) if keeper is None else keeper.earlier_generation(),
         observe=observe,
     )
 

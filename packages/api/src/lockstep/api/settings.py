@@ -17,15 +17,17 @@ import msgspec
 from lockstep.api.observability.logs import LogFormat
 from lockstep.api.text.chat_formats.tables import THOUGHTS, TOOL_FORMATS
 from lockstep.core.cluster.dispatch import DispatchConfig
-from lockstep.core.cluster.router import RouterConfig, RouterPolicy
+from lockstep.core.cluster.router import RouterConfig, RouterPolicy, policy_settings
 from lockstep.core.contract.config import SchedConfig, refuse_simulated_only
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.setting import setting_fields
 from lockstep.host.admission_options import parse_admission
 from lockstep.host.engine_options import EngineOptions
 from lockstep.host.options import Option, options_of
 
 LOOPBACK = ("localhost",)
 EMULATED_TOO = (
+    "tp",
     "kv_cache_dtype",
     "fp8_activations",
     "mem_fraction",
@@ -34,8 +36,7 @@ EMULATED_TOO = (
     "grammar_backend",
     "batch_timeout_s",
 )
-MODEL_OPTIONS = tuple(name for name in options_of(EngineOptions) if name not in EMULATED_TOO)
-OF_A_MODEL = (*MODEL_OPTIONS, "random_weights")
+OF_A_MODEL = tuple(name for name in options_of(EngineOptions) if name not in EMULATED_TOO)
 """Options of engines with a model. An emulated engine rejects them."""
 AT_MOST = {
     "port": 65535,
@@ -47,10 +48,15 @@ AT_MOST = {
     "answer_tokens": 2**31 - 1,
     "max_lora_rank": 512,
 }
-ROUTER_SETTINGS = (
-    *("router", "router_load_bound", "router_load_floor", "router_block_tokens", "router_sessions_max"),
-    "admission",
-)
+ROUTER_SETTINGS = ("router", *(f"router_{name}" for name in policy_settings()), "admission")
+"""Options of a server with several engines."""
+USUAL_ROUTER = RouterConfig()
+
+
+def router_option(name: str) -> Option:
+    """The option of a setting of the router, by its name in RouterConfig."""
+    setting = policy_settings()[name]
+    return Option(f"Under {setting.policy}: {setting.help}.")
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -110,27 +116,17 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
         int, Option("Engines behind a router, each with its own journal and, on GPUs, its own --tp GPUs.")
     ] = 1
     router: Annotated[RouterPolicy, Option("Policy that assigns requests to engines: docs/routing.md.")] = (
-        "least_requests"
+        USUAL_ROUTER.policy
     )
-    router_load_bound: Annotated[float, Option("prefix_affinity: greatest ratio of an engine's load to the mean.")] = (
-        1.25
-    )
-    router_load_floor: Annotated[
-        int, Option("prefix_affinity: open requests up to which no engine counts as loaded.")
-    ] = 8
-    router_block_tokens: Annotated[int, Option("prefix_affinity: tokens per block in which prompts are compared.")] = (
-        256
-    )
-    router_sessions_max: Annotated[int, Option("Greatest number of sessions that the router stores.")] = 100_000
+    router_load_bound: Annotated[float, router_option("load_bound")] = USUAL_ROUTER.load_bound
+    router_load_floor: Annotated[int, router_option("load_floor")] = USUAL_ROUTER.load_floor
+    router_block_tokens: Annotated[int, router_option("block_tokens")] = USUAL_ROUTER.block_tokens
+    router_sessions_max: Annotated[int, router_option("sessions_max")] = USUAL_ROUTER.sessions_max
     admission: Annotated[
         str | None, Option("Waiting queue of the router, such as open=64,share.a=2: docs/routing.md.", metavar="SPEC")
     ] = None
 
     # the model
-    tp: Annotated[int, Option("GPUs that the model is split over; processes on the CPU.")] = 1
-    random_weights: Annotated[
-        int | None, Option("Use small random weights of this seed; only config.json is read.", metavar="SEED")
-    ] = None
     grammar_compile_s: Annotated[float, Option("CPU seconds that compiling one grammar may take.")] = 2.0
     grammar_compile_mb: Annotated[int, Option("MiB of memory that compiling one grammar may take.")] = 512
     lora: dict[str, str] = msgspec.field(default_factory=dict)  # LoRA adapters: name -> folder as written by PEFT
@@ -352,11 +348,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
         """Return the policy by which requests are assigned to engines. Raises ConfigError."""
         try:
             return RouterConfig(
-                policy=self.router,
-                load_bound=self.router_load_bound,
-                load_floor=self.router_load_floor,
-                block_tokens=self.router_block_tokens,
-                sessions_max=self.router_sessions_max,
+                policy=self.router, **{name: getattr(self, f"router_{name}") for name in policy_settings()}
             )
         except ConfigError as error:  # its message has names of RouterConfig
             raise ConfigError(re.sub(r"^`(?!router)", "`router_", str(error))) from error
@@ -394,7 +386,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
 
 def _check_kind(name: str, value: Any) -> None:
     """Check that a value is a boolean, or a list, if the scheduler requires one. Raises ConfigError."""
-    kind = next(one.type for one in msgspec.structs.fields(SchedConfig) if one.name == name)
+    kind = setting_fields(SchedConfig)[name].type
     if kind is bool and not isinstance(value, bool):
         raise ConfigError(f"`{name}` must be true or false, got `{value}`")
     if get_origin(kind) is tuple:

@@ -1,7 +1,8 @@
-"""The GPU host of `lockstep.core`: the same scheduler as in the simulator, whose commands are kernels on a stream.
+"""The GPU host of `lockstep.core`: the scheduler of the simulator, with kernels on a stream as its commands.
 
-Nothing is decided here. A host (`lockstep.host.loop`) takes in facts and performs commands; an executor
-(`executor.py`) folds each plan into the device's tables and runs it. docs/runtime.md shows how the parts fit together.
+The runtime makes no scheduling decision. A host (`lockstep.host.loop`) takes in facts and performs commands; an
+executor (`executor.py`) folds each plan into the device's tables and runs it. docs/runtime.md shows how the parts fit
+together.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["LLM", "Params", "RequestOutput", "OutputDelta", "Scored"]
 
 
 def __getattr__(name: str) -> Any:
-    """The offline API, imported on first use: parts of the runtime are of use without it."""
+    """Import the offline API on first use: other parts of the runtime work without it."""
     if name in __all__:
         from lockstep.runtime import llm, outputs, params
 

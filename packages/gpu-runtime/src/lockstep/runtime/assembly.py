@@ -1,12 +1,12 @@
-"""A rank, or all of an engine, from settings to its executor: load the model, see what fits, make what runs it.
+"""Build one rank, or a whole engine, from its settings: load the model, size the KV pool, make the executor.
 
-Every rank of a group does this, rank 0 in the process of `LLM` and the others in `worker.py`, all at the same time.
+Every rank of a group runs this code at the same time: rank 0 in the process of `LLM`, the others in `worker.py`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,11 +25,11 @@ from lockstep.host.batches import Int32s, RowContext
 from lockstep.host.engine_options import GraphMode, Numerics
 from lockstep.host.loop import HostClock
 from lockstep.host.quantization import Fp8Activations
-from lockstep.runtime.attention import BackendChoice, choose, make
+from lockstep.runtime.attention import AttentionBackend, Needs, choose, make
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_model import ModelDrafter
 from lockstep.runtime.drafting import Drafter, NgramDrafter
-from lockstep.runtime.executor import Executor, Matchers
+from lockstep.runtime.executor import Executor, LookAhead, Matchers, RunnableModel
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import (
     ROWS_MAX,
@@ -70,19 +70,20 @@ DEAREST_SAMPLING = SamplingParams(
     allowed_token_ids=(0,),
     top_logprobs=1,
 )
-"""Every step of sampling: what takes most of the device's memory."""
+"""Parameters that use every step of sampling; a draw with them takes the most device memory."""
 
 
 class TableSampler:
-    """`sampling` behind the executor's protocol."""
+    """The executor's sampler protocol, implemented by `sampling`."""
 
     def __init__(self, table: SamplingTable, sampler: Sampler) -> None:
         self.table, self.sampler = table, sampler
 
     def take_row(self, taken: RowTaken, context: RowContext) -> None:
-        """Settings, and what penalties start with. A row whose settings cannot work ends as invalid; the others go on.
+        """Store the sampling settings of a row and the tokens that its penalties count.
 
-        Hosts check settings before the engine hears of them. This is for what gets past them, or comes from a journal.
+        A row with settings that cannot be sampled ends as invalid; other rows are not affected. Hosts check settings
+        before a request reaches the engine. This covers settings that pass that check, or that come from a journal.
         """
         try:
             self.table.take_row(
@@ -100,36 +101,39 @@ class TableSampler:
             self.table.refuse_row(taken.row)
 
     def remembers(self, rows_host: Int32s) -> bool:
-        """Penalties count what is drawn."""
+        """Return whether a row of `rows_host` has penalties, which count every drawn token."""
         return bool(self.table.penalised[rows_host].any())
 
     def sample(
         self, logits: Tensor, rows: Tensor, positions: Tensor, rows_host: Int32s, allowed: Tensor | None
     ) -> Sampled:
-        """Draw."""
+        """Draw one token per row; see `Sampler.sample`."""
         return self.sampler.sample(logits, rows, positions, rows_host, allowed)
 
 
 class OtherRanks(Protocol):
-    """What a rank needs of the others to be put together; of rank 0, `ranks.RankGroup`."""
+    """What a rank needs from the other ranks while it is assembled; `ranks.RankGroup` on rank 0."""
 
     @property
     def matchers(self) -> Matchers | None:
-        """What its executor is made with; None on rank 0, which has its own or none."""
+        """Matchers for this rank's executor; None on rank 0, which uses its own or none."""
 
     def parallel(self) -> Parallel:
-        """This rank's part."""
+        """Return this rank's part of the tensor-parallel model."""
 
     def compare(self, chosen: str) -> None:
-        """See that the same was chosen on all ranks, before a pass is run on any. Raises ConfigError on rank 0."""
+        """Compare the choices of all ranks before any of them runs a pass.
+
+        Raises ConfigError on rank 0 if they differ.
+        """
 
     def agree(self, config: SchedConfig) -> SchedConfig:
-        """The settings that hold on all ranks, given those that this one found."""
+        """Return the settings that hold on all ranks, given those that this rank computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A rank, or all of an engine, up to its executor."""
+    """One rank, or a whole engine, up to its executor."""
 
     model: Decoder
     config: SchedConfig
@@ -142,16 +146,17 @@ class Assembled:
 def assemble(
     settings: RankSettings, device: torch.device, clock: HostClock, ranks: OtherRanks | None = None
 ) -> Assembled:
-    """Load the model, see what fits, and make the executor. All ranks of a group do this at the same time.
+    """Load the model, size the KV pool, and make the executor. All ranks of a group do this at the same time.
 
-    Every pass that is run in here, for its memory or for a graph, is run by all of them: they sum over each other.
+    Passes that are run in here, to measure memory or to capture a graph, run on all ranks, because layers sum over the
+    ranks.
     """
     with current(device):
         return _assemble(settings, device, clock, ranks)
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside of it a device is the current one, which kernels, graphs and libraries go by; nothing for the CPU."""
+    """Return a context in which `device` is the current CUDA device; an empty context for the CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -171,15 +176,13 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
             log.info("weights as stored: %s", weights_of(model))
         if slots := settings.sched.get("max_loras"):
             model.take_adapters(slots, settings.max_lora_rank)
-    pick = partial(_backend, model, settings.attention_backend, settings.numerics, mode, graph_rows_max)
+    pick = partial(_kernels, model, settings.attention_backend, settings.numerics, mode, graph_rows_max)
     sched = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.sched.items()}
     draft = None if settings.draft_model is None else _draft_model(settings, settings.draft_model, model, device)
-    config, memory, choice, sizes = _sized(
-        model, device, settings.mem_fraction, settings.numerics, pick, sched, ranks, draft
-    )
-    if draft is not None:  # the same backend, which may not support its heads
-        kind = (choice.name, device, draft.dtype, draft.head_dim, config.page_size)
-        choose(*kind, numerics=settings.numerics, group=draft.heads // draft.kv_heads)
+    config, memory, kernels = _sized(model, device, settings.mem_fraction, pick, sched, ranks, draft)
+    if draft is not None:  # the draft model uses the same backend, which may not support its heads
+        kind = (device, draft.dtype, draft.head_dim, config.page_size)
+        choose(kernels.backend, Needs(*kind, numerics=kernels.numerics, group=draft.heads // draft.kv_heads))
     if ranks is not None:
         config = ranks.agree(config)
         memory = replace(memory, pages=config.pages)
@@ -187,28 +190,27 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
     executor = make_executor(
         model,
         config,
-        clock,
-        attention_backend=choice.name,
-        numerics=settings.numerics,
+        stream_lane(device, clock),
+        kernels=kernels,
         logit_processors=enabled,
         pooling=settings.pooling,
         debug=settings.debug,
-        graph_sizes=sizes,
-        matchers=None if ranks is None else ranks.matchers,
         draft=draft,
     )
+    if ranks is not None:
+        executor.matchers = ranks.matchers
     if model.adapter_slots and device.type == "cuda":
         with executor.lane.stream(), torch.inference_mode():
             run_once(model.targets, executor.lane.upload)
-    return Assembled(model, config, memory, choice.name, enabled, executor)
+    return Assembled(model, config, memory, kernels.backend, enabled, executor)
 
 
 def check_draft_model(folder: str | Path | None, method: object, ranks: int) -> None:
-    """Raise ConfigError where the method of drafts and the draft model do not go together."""
+    """Raise ConfigError if the speculative method and the draft model do not fit together."""
     if method in ("eagle", "mtp"):
         raise ConfigError(
             f"`speculative_method` is {method}, but this runtime drafts by ngram or draft_model only\n"
-            "hint: take one of these; `lockstep simulate` says what others would bring"
+            "hint: take one of these; `lockstep simulate` estimates the gain of the others"
         )
     if folder is None and method == "draft_model":
         raise ConfigError("`speculative_method` is draft_model, but no `draft_model` is given\nhint: give its folder")
@@ -216,15 +218,15 @@ def check_draft_model(folder: str | Path | None, method: object, ranks: int) -> 
         raise ConfigError(f"`draft_model` is {folder}, but `speculative_method` is {method}\nhint: drop one of the two")
     if folder is not None and ranks > 1:
         raise ConfigError(
-            f"`draft_model` is {folder}, but `tensor_parallel` is {ranks}: a draft model is not split\n"
+            f"`draft_model` is {folder}, but `tp` is {ranks}: a draft model is not split\n"
             "hint: speculative_method ngram needs no model"
         )
 
 
 def _draft_model(settings: RankSettings, folder: str, model: Decoder, device: torch.device) -> Decoder:
-    """The model that drafts. Raises ConfigError if it has other tokens."""
+    """Build the draft model. Raises ConfigError if its vocabulary is not the model's, or if it does not generate."""
     with explained("the draft model's weights", device, "a smaller draft model, or none"):
-        rounds: Fp8Activations = "off" if settings.fp8_activations == "off" else "auto"  # on is of the model itself
+        rounds: Fp8Activations = "off" if settings.fp8_activations == "off" else "auto"  # `on` is for the model itself
         draft = build_model(Path(folder), _dtype(settings.dtype, device), device, fp8_activations=rounds)
     if draft.settings.vocab != model.settings.vocab or not draft.settings.generates:
         raise ConfigError(
@@ -234,47 +236,71 @@ def _draft_model(settings: RankSettings, folder: str, model: Decoder, device: to
     return draft
 
 
+@dataclass(frozen=True, slots=True)
+class PassKernels:
+    """The kernels that run the passes of a model.
+
+    Args:
+        backend: of attention.
+        graph_sizes: numbers of rows, ascending, up to which decodes are padded, and for which graphs are captured on a
+            GPU; empty: no graphs.
+    """
+
+    backend: str = "reference"
+    numerics: Numerics = "fast"
+    graph_sizes: tuple[int, ...] = ()
+
+    @property
+    def graph_rows(self) -> int:
+        """Rows of the largest graph; 0 without graphs."""
+        return max(self.graph_sizes, default=0)
+
+    def attention(self, pool: KvPool, model: Decoder, **more: Any) -> AttentionBackend:
+        """The attention backend of a model over its pool."""
+        return make(self.backend, pool, model.heads, scale=model.scale, numerics=self.numerics, **more)
+
+
+REFERENCE = PassKernels()
+
+
+def stream_lane(device: torch.device, clock: HostClock) -> StreamLane:
+    """The lane that runs passes on a device."""
+    return CudaLane(device, clock) if device.type == "cuda" else CpuLane(clock)
+
+
 def make_executor(
     model: Decoder,
     config: SchedConfig,
-    clock: HostClock,
+    lane: StreamLane,
     *,
-    attention_backend: str = "reference",
-    numerics: Numerics = "fast",
+    kernels: PassKernels = REFERENCE,
     logit_processors: Mapping[str, LogitProcessor] | None = None,
     pooling: Pooling | None = None,
     debug: bool = False,
-    lane: StreamLane | None = None,
-    graph_sizes: Sequence[int] = (),
-    matchers: Matchers | None = None,
     draft: Decoder | None = None,
 ) -> Executor:
-    """The executor of a model under these settings, with its pool, tables and sampler.
+    """Make the executor of a model under these settings, with its pool, tables and sampler, and without matchers.
 
     Args:
-        draft: the model that drafts, where the settings say that one does.
-        graph_sizes: decodes are padded up to these numbers of rows, and on a GPU captured.
+        lane: see `stream_lane`.
+        draft: the model that drafts, where the settings require one.
     """
     device = model.device
     gpu = device.type == "cuda"
-    if lane is None:
-        lane = CudaLane(device, clock) if gpu else CpuLane(clock)
+    graph_sizes = kernels.graph_sizes
     rest = explained(
         "tables, workspace and graphs beside the pool",
         device,
         "a smaller mem_fraction or max_running_requests, or fewer `pages` or graphs (cuda_graph_max_batch)",
     )
-    with lane.stream(), rest:  # memory belongs to the stream that it was made on, and goes back to it
+    with lane.stream(), rest:  # memory is freed to the stream on which it was allocated
         what = f"{config.pages:,} KV pages of {page_bytes_of(model, config.page_size):,} bytes"
         with explained(what, device, "fewer `pages`, or a smaller mem_fraction"):
             pool = make_pool(model, config.pages, config.page_size)
-        attention = make(
-            attention_backend,
+        attention = kernels.attention(
             pool,
-            model.heads,
-            scale=model.scale,
-            numerics=numerics,
-            graph_rows=max(graph_sizes, default=0),
+            model,
+            graph_rows=kernels.graph_rows,
             plans_in_flight=max(2, config.decode_steps_per_launch) * (config.overlap_depth + 1),
         )
         enabled = logit_processors or {}
@@ -294,15 +320,7 @@ def make_executor(
         if draft is not None:
             plans = (config.drafts_max + 2) * (config.overlap_depth + 1)
             pool_of_drafts = make_pool(draft, config.pages, config.page_size)
-            drafting = make(
-                attention_backend,
-                pool_of_drafts,
-                draft.heads,
-                scale=draft.scale,
-                numerics=numerics,
-                plans_in_flight=plans,
-            )
-            drafter = ModelDrafter(draft, drafting, config.pages)
+            drafter = ModelDrafter(draft, kernels.attention(pool_of_drafts, draft, plans_in_flight=plans), config.pages)
         elif config.speculates:
             drafter = NgramDrafter((config.pages + 1) * config.page_size, config.page_size, device)
         canary = None
@@ -319,25 +337,19 @@ def make_executor(
                 graphs.bytes / MIB,
             )
         sampler = TableSampler(table, Sampler(table, processors=enabled))
-        split = model.parallel.ranks > 1
         return Executor(
-            model,
-            attention,
+            RunnableModel(model, attention, graphs, split=model.parallel.ranks > 1),
             sampler,
             tables,
             lane,
-            matchers=matchers,
             canary=canary,
-            graphs=graphs,
             pooling=pooling,
-            split=split,
-            drafter=drafter,
-            jumps=config.jumps,
+            ahead=LookAhead(drafter, jumps=config.jumps),
         )
 
 
 def weights_of(model: Decoder) -> str:
-    """In words how matrices are stored, and what they are multiplied with; empty where they are not quantised."""
+    """Describe the format of the quantised matrices and of the rows that they multiply; empty without quantisation."""
     if model.settings.quantization is None:
         return ""
     rows = f"fp8, {model.activations}" if model.activations else str(model.dtype).removeprefix("torch.")
@@ -345,59 +357,60 @@ def weights_of(model: Decoder) -> str:
 
 
 def make_pool(model: Decoder, pages: int, page_size: int) -> KvPool:
-    """A pool for the model's KV."""
+    """Return a pool for the model's KV."""
     sizes = (model.layers, pages, page_size, model.kv_heads, model.head_dim)
     return KvPool(*sizes, model.dtype, model.device, model.kv_scales)
 
 
 def page_bytes_of(model: Decoder, page_size: int) -> int:
-    """Bytes of a page of that pool."""
+    """Return the bytes of one page of a pool made by `make_pool`."""
     stored = model.dtype if model.kv_scales is None else FP8
     return KvPool.bytes_per_page(model.layers, page_size, model.kv_heads, model.head_dim, stored)
 
 
-Picked = tuple[BackendChoice, tuple[int, ...]]
-"""The attention backend, and the numbers of rows that get graphs."""
-
-
-def _backend(
+def _kernels(
     model: Decoder,
     requested: str,
     numerics: Numerics,
     mode: GraphMode,
     graph_rows_max: int | None,
     config: SchedConfig,
-) -> Picked:
-    """An attention backend that can run in graphs, if there are to be any."""
-    kind = (requested, model.device, model.dtype, model.head_dim, config.page_size)
-    group, fp8 = model.heads // model.kv_heads, model.kv_scales is not None
-    ask = partial(choose, *kind, numerics=numerics, group=group, kv_fp8=fp8)
+) -> PassKernels:
+    """Choose the kernels: a backend that can run in graphs, if they are enabled and possible, and sizes of graphs."""
+    needs = Needs(
+        model.device,
+        model.dtype,
+        model.head_dim,
+        config.page_size,
+        numerics=numerics,
+        group=model.heads // model.kv_heads,
+        kv_fp8=model.kv_scales is not None,
+    )
     sizes = graph_sizes(min(ROWS_MAX if graph_rows_max is None else graph_rows_max, config.max_running_requests))
     if mode == "eager":
-        return ask(), sizes
+        return PassKernels(choose(requested, needs).name, numerics, sizes)
     if mode == "off" or model.device.type != "cuda":
-        return ask(), ()
+        return PassKernels(choose(requested, needs).name, numerics)
     try:
-        return ask(graphs=True), sizes
+        return PassKernels(choose(requested, replace(needs, graphs=True)).name, numerics, sizes)
     except ConfigError as error:
         if mode == "on":
             raise
-        choice = ask()  # raises if graphs are not what is wrong
+        without = PassKernels(choose(requested, needs).name, numerics)  # raises if graphs are not the reason
         log.info("no CUDA graphs: %s", str(error).partition("\n")[0])
-        return choice, ()
+        return without
 
 
 def _sized(
     model: Decoder,
     device: torch.device,
     mem_fraction: float,
-    numerics: Numerics,
-    pick: Callable[[SchedConfig], Picked],
+    pick: Callable[[SchedConfig], PassKernels],
     sched: dict[str, Any],
     ranks: OtherRanks | None,
     draft: Decoder | None,
-) -> tuple[SchedConfig, MemoryBudget, BackendChoice, tuple[int, ...]]:
-    """Scheduler settings, with sizes that fit the model and the device."""
+) -> tuple[SchedConfig, MemoryBudget, PassKernels]:
+    """Return scheduler settings with sizes that fit the model and the device."""
     gpu = device.type == "cuda"
     given: dict[str, Any] = {
         "overlap_depth": 1 if gpu else 0,
@@ -414,7 +427,7 @@ def _sized(
         )
     without_pages = SchedConfig(**{"pages": 1 << 20, **given})
     method = without_pages.speculative_method
-    if draft is None and without_pages.speculates and method != "ngram":  # of a journal that is executed again
+    if draft is None and without_pages.speculates and method != "ngram":  # a journal that is executed again
         raise ConfigError(
             f"`speculative_method` is {method}, but nothing here drafts so\n"
             "hint: ngram needs no model; LLM and lockstep serve take a draft_model"
@@ -433,10 +446,10 @@ def _sized(
         page_bytes += page_bytes_of(draft, page_size)
     elif without_pages.speculates:
         page_bytes += NgramDrafter.bytes_of(page_size)
-    choice, sizes = pick(without_pages)
+    kernels = pick(without_pages)
     if ranks is not None:
         rounded = f", rows in fp8, {model.activations}" if model.activations else ""
-        ranks.compare(f"{choice.name} with {len(sizes)} graphs{rounded}")
+        ranks.compare(f"{kernels.backend} with {len(kernels.graph_sizes)} graphs{rounded}")
     budget = size_pool(
         page_bytes=page_bytes,
         weight_bytes=model.weight_bytes + (0 if draft is None else draft.weight_bytes),
@@ -444,39 +457,38 @@ def _sized(
         mem_fraction=mem_fraction,
         largest_pass=lambda: _run_once(
             model,
-            choice.name,
-            numerics,
+            kernels,
             largest_pass_tokens(without_pages),
             context,
             page_size,
             without_pages.max_running_requests,
-            max(sizes, default=0),
             without_pages.beside_newest_max,
         ),
-        graphs=lambda: _graph_bytes(model, choice.name, numerics, sizes, page_size, context),
+        graphs=lambda: _graph_bytes(model, kernels, page_size, context),
         pages_least=-(-context // page_size),
         pages=without_pages.pages if "pages" in given else None,
     )
     log.info("memory\n%s", budget.table())
-    return SchedConfig(**{**given, "pages": budget.pages}), budget, choice, sizes
+    return SchedConfig(**{**given, "pages": budget.pages}), budget, kernels
 
 
 def largest_pass_tokens(config: SchedConfig) -> int:
-    """New tokens of the largest pass. Without chunks the first prompt runs whole, whatever a pass may take."""
+    """Return the new tokens of the largest pass.
+
+    Without chunks the first prompt runs whole, over any budget of a pass.
+    """
     chunk = config.chunked_prefill_size
     if chunk is None:
         return max(config.context_tokens_max, config.max_prefill_tokens)
     return min(chunk, config.max_prefill_tokens)
 
 
-def _graph_bytes(
-    model: Decoder, backend: str, numerics: Numerics, sizes: tuple[int, ...], page_size: int, context: int
-) -> int:
-    """What graphs of these sizes are going to take: the two largest are captured, over a pool of one page."""
+def _graph_bytes(model: Decoder, kernels: PassKernels, page_size: int, context: int) -> int:
+    """Estimate the bytes of the graphs: capture the two largest over a pool of one page."""
+    sizes = kernels.graph_sizes
     if not sizes:
         return 0
-    pool = make_pool(model, 1, page_size)
-    attention = make(backend, pool, model.heads, scale=model.scale, numerics=numerics, graph_rows=sizes[-1])
+    attention = kernels.attention(make_pool(model, 1, page_size), model, graph_rows=sizes[-1])
     tables = DeviceTables(1, 1, page_size, model.device, context_tokens=context)
     graphs = DecodeGraphs(model, attention, tables, sizes[-2:], CudaGraphs())
     return expected_bytes(graphs.prepare(CudaLane(model.device, HostClock())), len(sizes))
@@ -484,26 +496,27 @@ def _graph_bytes(
 
 def _run_once(
     model: Decoder,
-    backend: str,
-    numerics: Numerics,
+    kernels: PassKernels,
     tokens: int,
     context: int,
     page_size: int,
     samples: int,
-    graph_rows: int,
     drafts: int = 0,
 ) -> None:
-    """One extend of so many tokens, of prompts up to `context` long that share one page, and a draw for so many rows.
+    """Run one extend, whose prompts share one page, and a draw. The workspace of the largest graph is allocated, too.
 
-    The workspace of the largest graph, `graph_rows`, is there as well. Where so many drafts of each row are verified
-    they are sought first, in the longest context, and drawn behind.
+    Args:
+        tokens: of the extend.
+        context: tokens of its longest prompt.
+        samples: rows that are drawn.
+        drafts: verified for each of these rows; they are sought first, in the longest context, and drawn behind.
     """
     device = model.device
     if drafts:
         _seek_once(samples, context, page_size, drafts, device)
         samples *= 1 + drafts
     pool = make_pool(model, 1, page_size)
-    attention = make(backend, pool, model.heads, scale=model.scale, numerics=numerics, graph_rows=graph_rows)
+    attention = kernels.attention(pool, model, graph_rows=kernels.graph_rows)
     starts = np.arange(0, tokens, context)
     lengths = np.diff(np.append(starts, tokens)).astype(np.int32)
     positions = torch.arange(tokens, device=device) % context
@@ -528,7 +541,7 @@ def _run_once(
 
 
 def _seek_once(rows: int, context: int, page_size: int, drafts: int, device: torch.device) -> None:
-    """Drafts of so many rows that stand at the end of the context, all in one page."""
+    """Draft once for `rows` rows at the end of the context, all in one page, to measure the drafter's memory."""
     table = torch.zeros((rows, -(-context // page_size)), dtype=torch.int32, device=device)
     stands = torch.full((rows,), context - 1, dtype=torch.int64, device=device)
     with torch.inference_mode():
@@ -544,7 +557,10 @@ def _seek_once(rows: int, context: int, page_size: int, drafts: int, device: tor
 
 
 def _draw_once(logits: Tensor) -> None:
-    """Draw for rows that ask for everything: penalties count by token id, logprobs need the logits once more."""
+    """Draw for `logits` with every sampling step.
+
+    Penalties count by token id, and logprobs need a second copy of the logits.
+    """
     count, vocab = logits.shape
     table = SamplingTable(count, vocab, logits.device)
     for row in range(count):
@@ -554,9 +570,9 @@ def _draw_once(logits: Tensor) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """cpu, cuda, cuda:1; auto is a GPU if there is one, and cuda the current one. Raises ConfigError.
+    """Return the device of `cpu`, `cuda`, `cuda:1` or `auto`; `auto` is a GPU if there is one. Raises ConfigError.
 
-    A GPU always comes with its number: what is current may change while the engine runs.
+    A GPU is always returned with its number, because the current device may change while the engine runs.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -577,7 +593,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """A device as its driver calls it, such as NVIDIA H200; a processor is `cpu`."""
+    """Return the driver's name of a device, such as NVIDIA H200; `cpu` for a processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 

@@ -1,18 +1,18 @@
-"""The GPU bubble timer: how long the device was idle while a request waited for it.
+"""The GPU bubble timer: how long the device was idle while requests were open.
 
     requests   |  r1 arrives ........ r1 ends |        | r2 arrives .............. r2 ends |
     device          | b1 |  | b2 ||  b3  |                  |   b4   |   |   b5   |
     bubbles    |####|    |##|               ##|        |####|        |###|        |########|
 
-A bubble is time in which the device ran nothing although a request had arrived and not ended; `bubble_share` is that
-over the time in which any was open. It is the definition of docs/metrics.md, which the simulator computes over a whole
-run; here it is a fold over events as they come, to be read at any moment. Its times are those of the device that
-BatchFinished carries.
+A bubble is time in which the device ran nothing although a request had arrived and not ended. `bubble_share` is bubble
+time over the time in which any request was open. docs/metrics.md defines both, and the simulator computes them over a
+whole run. This module is a fold over events, which can be read at any moment. Its times are the device times in
+BatchFinished.
 
-On a GPU it is a lower bound. A batch begins there with an event in front of it, which happens as soon as it is launched
-and all before it is done, while the CPU may still be packing and launching the kernels behind it: time in which the GPU
-waits for that counts as busy. Where launches lie far ahead, the two agree. For how long no kernel ran at all, only a
-profile shows (docs/runtime.md, "Profiling"); `gpu-check` states that one.
+On a GPU it is a lower bound. A batch begins there with an event in front of its kernels. That event happens as soon as
+it is launched and the passes before it are done, while the CPU may still be packing and launching the kernels behind
+it: time in which the GPU waits for those launches counts as busy. When launches are far ahead of the device, the two
+agree. Only a profile shows how long no kernel ran at all (docs/runtime.md, "Profiling"); `gpu-check` reports that time.
 """
 
 from __future__ import annotations
@@ -27,33 +27,36 @@ from lockstep.core.contract.samples import sample_count
 
 @dataclass(frozen=True, slots=True)
 class DeviceTime:
-    """What became of the device's time so far."""
+    """How the device's time was used so far."""
 
-    work_us: int  # at least one request was open
-    busy_us: int  # a batch ran
-    bubble_us: int  # at least one request was open, and none ran
+    work_us: int  # time with at least one open request
+    busy_us: int  # time in which a batch ran
+    bubble_us: int  # time with at least one open request and no batch running
 
     @property
     def bubble_share(self) -> float | None:
-        """Bubbles as a share of the time with work there; None before there was any."""
+        """Return bubbles as a share of the time with open requests; None before the first request."""
         return self.bubble_us / self.work_us if self.work_us else None
 
 
 class BubbleTimer:
-    """Folds events and Steps; `fold` is a `RuntimeHost`'s `observe`. Batches must be reported in the order they ran."""
+    """A fold over events and Steps.
+
+    `fold` is an `observe` of `RuntimeHost`. Batches must be reported in the order they ran.
+    """
 
     def __init__(self) -> None:
         self.busy_us = 0
         self._open = 0  # requests that arrived and have not ended
         self._in_flight = 0
         self._newest_us = 0  # time of the newest event
-        self._finished_us = 0  # up to which it is known what ran
-        self._past_us = 0  # work of the spans that are no longer kept
+        self._finished_us = 0  # up to this time it is recorded what ran
+        self._past_us = 0  # open-request time of the spans that are no longer kept
         self._busy_at_work_us = 0
-        self._spans: deque[list[int]] = deque()  # with work [start, stop), the end of the last perhaps still to come
+        self._spans: deque[list[int]] = deque()  # [start, stop) with open requests; stop is -1 while it is open
 
     def fold(self, event: ObservedEvent, step: Step) -> None:
-        """Take in an event and what was decided."""
+        """Fold one event and its Step."""
         self._newest_us = event.time_us
         if type(event) is BatchFinished:
             self._in_flight -= 1
@@ -67,13 +70,13 @@ class BubbleTimer:
             self._open -= ended
             if not self._open:
                 self._spans[-1][1] = event.time_us
-                if self._spans[-1][0] == event.time_us:  # a rejection
+                if self._spans[-1][0] == event.time_us:  # an arrival that was rejected at once
                     self._spans.pop()
         if step.launched() is not None:
             self._in_flight += 1
 
     def read(self) -> DeviceTime:
-        """As of the newest event; while a batch is in flight, as of the end of the one before it."""
+        """Return the sums as of the newest event; while a batch is in flight, as of the end of the batch before it."""
         until_us = self._finished_us if self._in_flight else self._newest_us
         work_us = self._past_us
         for start_us, stop_us in list(self._spans):
@@ -81,8 +84,8 @@ class BubbleTimer:
         return DeviceTime(work_us, self.busy_us, max(0, work_us - self._busy_at_work_us))
 
     def _ran(self, started_us: int, finished_us: int) -> None:
-        """A batch ran; what its time has in common with work is no bubble."""
-        started_us = max(started_us, self._finished_us)  # two stages, or two clocks: no time counts twice
+        """Add a batch that ran; the part of its time inside a span with open requests is no bubble."""
+        started_us = max(started_us, self._finished_us)  # two stages or two clocks: no time counts twice
         if finished_us <= started_us:
             return
         self.busy_us += finished_us - started_us

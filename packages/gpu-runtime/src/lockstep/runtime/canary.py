@@ -1,17 +1,16 @@
 """A debug mode in which every KV slot has a tag, verified before each pass for every slot that the pass reads.
 
-The tag of a slot identifies the KV in it: the prefix that it stands for, and the position. Requests share the KV of
-equal prefixes, so a tag does not name a request; it is a sum over the prefix, from which any token at any place cannot
-be exchanged for another without being seen, except by a chance of 2**-64. The version of the weights is in the
-namespace.
+The tag of a slot identifies its KV by the prefix and the position. Requests share the KV of equal prefixes, so a tag
+does not name a request. It is a sum over the prefix that changes with any token at any position, except by a chance of
+2**-64. The version of the weights is in the namespace.
 
     tag(request, position) = seed(namespace) + sum over j <= position of mix(token j, j)      modulo 2**64
 
-`chains` has by row what its tags must be, position by position: for what a row finds in the radix cache from its
-tokens, which are known on the CPU; for what it computes from the tokens that the pass computes. Both are independent
-of the pool. A pass writes the tags of its new tokens and then compares all that it reads: a page given to two
-requests, freed too early, never written, written by a batch that failed, or left by older weights is found before
-attention reads it.
+`chains` stores the expected tags of each row by position. For the prefix that a row finds in the radix cache they
+follow from the row's tokens, which the CPU has. For positions that the row computes they follow from the tokens of the
+pass. Both are independent of the pool. A pass writes the tags of its new tokens and then compares all tags that it
+reads. A page that was given to two requests, freed too early, never written, written by a batch that failed, or left by
+older weights is found before attention reads it.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from lockstep.core.contract.errors import InvariantError
 from lockstep.runtime.forward import ForwardBatch
 
 EMPTY = -1  # the tag of a slot that was never written
-SPOILED = -2  # ... that a failed batch wrote
+SPOILED = -2  # the tag of a slot that a failed batch wrote
 
 
 class CanaryError(InvariantError):
-    """A pass was about to read KV that is not its request's."""
+    """A pass was about to read KV that does not belong to its request."""
 
 
 class Canary:
     """Tags of all slots of a pool.
 
     Args:
-        pages: of the pool; its scratch page is tagged as well and never read.
-        context_tokens: longest request.
+        pages: pages of the pool; its scratch page is tagged as well and never read.
+        context_tokens: tokens of the longest request.
     """
 
     def __init__(self, rows: int, pages: int, page_size: int, context_tokens: int, device: torch.device) -> None:
@@ -52,11 +51,11 @@ class Canary:
         self.slots_verified = 0
 
     def forget(self) -> None:
-        """Nothing that was written is there any more."""
+        """Clear all tags, after the content of the pool was lost."""
         self.tags.fill_(EMPTY)
 
     def take_row(self, row: int, namespace: str, tokens: NDArray[np.int32]) -> None:
-        """A row changes hands: what its tags must be, as far as its tokens are known."""
+        """Store the expected tags of a row's new request, as far as its tokens are known."""
         seed = int.from_bytes(blake2b(namespace.encode(), digest_size=8).digest(), "little", signed=True)
         self.seeds[row] = seed
         ids = torch.from_numpy(tokens.astype(np.int64))
@@ -64,10 +63,10 @@ class Canary:
         self.chains[row, : len(ids)] = chain.to(self.chains.device)
 
     def check(self, batch: ForwardBatch) -> Tensor:
-        """Tag what the pass is about to write, compare what it is about to read.
+        """Write the tags of the pass's new slots, and compare the tags of all slots that it reads.
 
-        Returns: int64 [1, 4]: how many slots are wrong, and how many of them not just because a failed batch wrote
-            them; of the first such slot its place in the batch's rows, and its position.
+        Returns: int64 [1, 4]: the number of wrong slots; the number of them that a failed batch did not write; for the
+            first such slot, or else the first wrong one, the index of its row in the batch, and its position.
         """
         rows = batch.rows.to(torch.int64)
         counts = torch.from_numpy((batch.lengths_host - batch.starts_host).astype(np.int64)).to(rows.device)
@@ -89,7 +88,7 @@ class Canary:
         read = positions < batch.lengths.to(torch.int64)[:, None]
         wrong = (found != self.chains[rows, : batch.longest]) & read
         foreign = wrong & (found != SPOILED)
-        # What is computed from wrong KV is wrong as well.
+        # KV that is computed from wrong KV is wrong as well.
         self.tags[batch.slots] = torch.where(wrong.any(1)[of_row], SPOILED, chain)
         self.slots_verified += int(batch.lengths_host.sum())
         seen = torch.where(foreign.any(), foreign, wrong)
@@ -97,15 +96,15 @@ class Canary:
         return torch.stack((wrong.sum(), foreign.sum(), place // batch.longest, place % batch.longest))[None]
 
     def spoil(self, slots: Sequence[Tensor]) -> None:
-        """What a batch was to write is not there: it failed."""
+        """Mark the slots of a failed batch as not written."""
         for some in slots:
             self.tags[some] = SPOILED
 
     def judge(self, plan: BatchPlan, found: NDArray[np.int64], *, behind_failure: bool = False) -> None:
-        """Raise CanaryError if any pass of a batch read what is not its own.
+        """Raise CanaryError if any pass of a batch read KV that is not its own.
 
-        A batch that was launched before it was known that another failed (`behind_failure`) may read what that one
-        left: its rows are dead by then, or are retracted.
+        A batch that was launched before the failure of an earlier one was known (`behind_failure`) may read slots of
+        the failed batch: its rows are dead by then, or are retracted.
         """
         for number, (wrong, foreign, i, position) in enumerate(found.tolist()):
             if foreign or (wrong and not behind_failure):
@@ -118,7 +117,7 @@ class Canary:
 
 
 def mix(tokens: Tensor, positions: Tensor) -> Tensor:
-    """64 bits of each (token, position), int64; sums of them stand for sequences."""
+    """Return 64 bits for each (token, position), int64; their sums identify sequences."""
     bits = (tokens + 1) * -7046029254386353131 + (positions + 1) * -4417276706812531889
     bits = (bits ^ (bits >> 30)) * -4658895280553007687
     bits = (bits ^ (bits >> 27)) * -7723592293110705685

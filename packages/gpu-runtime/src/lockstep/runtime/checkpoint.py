@@ -1,12 +1,12 @@
-"""A model as a Hugging Face folder: its settings, its tensors, and everything that is wrong with them in one error.
+"""A model as a Hugging Face folder: its settings, its tensors, and all problems with them in one error.
 
     config.json                      settings
     model.safetensors                all tensors, or
     model.safetensors.index.json     which file holds which tensor: model-00001-of-00004.safetensors, ...
 
-A model requires tensors as a list of `TensorSpec`; `load` compares all of it with the headers of the files before
-it reads the first tensor, and reads of each tensor only this rank's part. Nothing here can run code from a folder:
-tensors come from safetensors, and the pickles that older folders hold (`.bin`, `.pt`) are refused.
+A model requires tensors as a list of `TensorSpec`. `load` compares the whole list with the headers of the files before
+it reads the first tensor, and reads only this rank's part of each tensor. No code from a folder can run: tensors come
+from safetensors, and the pickles of older folders (`.bin`, `.pt`) are refused.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  #
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 SHOWN_PROBLEMS = 200
-RANDOM_STD = 0.02  # of random weights; what the papers of these models start training from
-FP8_STD = 64.0  # of random weights in fp8 before their scale; seven of these are the largest number
+RANDOM_STD = 0.02  # of random weights; the initial standard deviation in the papers of these models
+FP8_STD = 64.0  # of random fp8 weights before their scale; 7 * 64 = 448 is the largest e4m3 number
 
 
 class CheckpointError(ConfigError):
-    """A folder, or what else tensors come from, that cannot be loaded. `problems` are all that were found, by line."""
+    """A folder, or another source of tensors, that cannot be loaded.
+
+    `problems` holds all problems found, one per line.
+    """
 
     def __init__(self, folder: Path | str, problems: Iterable[str], hint: str = "") -> None:
         self.problems = tuple(problems)
@@ -47,16 +50,16 @@ class CheckpointError(ConfigError):
         super().__init__(text + (f"\nhint: {hint}" if hint else ""))
 
 
-# ------------------------------------------------------------------------------------------------ what a model needs
+# ------------------------------------------------------------------------------------------------------ tensors to read
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSplit:
-    """Which part of a tensor a tensor-parallel rank keeps: a run of whole units along `dim`.
+    """The part of a tensor that a tensor-parallel rank keeps: a run of whole units along `dim`.
 
     units 4, ranks 2    [ 0 1 | 2 3 ]
-    units 2, ranks 4    [ 0 | 0 | 1 | 1 ]      where `replicate` (kv heads)
-    units None          [ even | even | even, padded ]    for a vocabulary, which no number of ranks need divide
+    units 2, ranks 4    [ 0 | 0 | 1 | 1 ]      with `replicate` (kv heads)
+    units None          [ even | even | even, padded ]    for a vocabulary, which the number of ranks need not divide
     """
 
     dim: int | None = None  # None: every rank keeps all of it
@@ -64,7 +67,10 @@ class TensorSplit:
     replicate: bool = False
 
     def local(self, total: int, ranks: int, what: str) -> int:
-        """Length of a rank's part of `total`, padding included. Raises ConfigError where units cannot be shared."""
+        """Return the length of a rank's part of `total`, padding included.
+
+        Raises ConfigError if the units cannot be split.
+        """
         if self.dim is None:
             return total
         if self.units is None:
@@ -79,7 +85,7 @@ class TensorSplit:
         )
 
     def shard(self, total: int, rank: int, ranks: int) -> slice:
-        """The rank's part of `total`, without padding."""
+        """Return the rank's part of `total`, without padding."""
         size = self.local(total, ranks, "tensor")
         if self.dim is None:
             return slice(0, total)
@@ -92,7 +98,7 @@ WHOLE = TensorSplit()
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor that a checkpoint must hold, and where this rank's part of it goes.
+    """One tensor that a checkpoint must hold, and the destination of this rank's part.
 
     `into` is a view of a parameter: several tensors of a checkpoint may fill one parameter.
     """
@@ -102,10 +108,10 @@ class TensorSpec:
     into: Tensor
     split: TensorSplit = WHOLE
     initial: float | None = None  # with random weights: this value everywhere; None draws them
-    dtypes: tuple[str, ...] = tuple(DTYPES)  # that it may be stored in, by safetensors' names
-    also: tuple[int, ...] | None = None  # another shape that it may have
-    optional: bool = False  # a checkpoint may lack it: what was there stays
-    convert: Callable[[Tensor], Tensor] | None = None  # from this rank's part as stored; ValueError names what is wrong
+    dtypes: tuple[str, ...] = tuple(DTYPES)  # dtypes that it may be stored in, by safetensors' names
+    also: tuple[int, ...] | None = None  # an alternative shape
+    optional: bool = False  # if the checkpoint lacks it, the tensor keeps its values
+    convert: Callable[[Tensor], Tensor] | None = None  # applied to this rank's stored part; ValueError: the problem
 
 
 # --------------------------------------------------------------------------------------------------------- the folder
@@ -124,10 +130,10 @@ class StoredTensor:
 
 
 class TensorFile:
-    """One safetensors file. Raises: CheckpointError if it is none.
+    """One open safetensors file. Raises CheckpointError if the file is not in that format.
 
     Args:
-        called: the place named in errors.
+        called: the name of the file in errors.
     """
 
     def __init__(self, path: Path, called: str) -> None:
@@ -154,7 +160,7 @@ class TensorFile:
         self._closing.close()
 
     def read(self, name: str, dim: int | None = None, part: slice | None = None) -> Tensor:
-        """As `Checkpoint.read`."""
+        """Return a tensor, or a part of it; see `Checkpoint.read`."""
         return _read(self._file, name, dim, part)
 
 
@@ -169,7 +175,7 @@ def _read(file: Any, name: str, dim: int | None, part: slice | None) -> Tensor:
 
 
 class Checkpoint:
-    """An open folder. Tensors are read on request; headers were read at once.
+    """An open folder. All headers are read when it is opened, tensors when they are requested.
 
     Raises: CheckpointError if files are missing, damaged, contradict each other, or are pickles.
     """
@@ -200,7 +206,7 @@ class Checkpoint:
         self._open.clear()
 
     def read(self, name: str, dim: int | None = None, part: slice | None = None) -> Tensor:
-        """A stored tensor on the CPU, or `part` of it along `dim`: a view of the mapped file, read where it is used."""
+        """Return a stored tensor on the CPU, or `part` of it along `dim`: a view of the mapped file, read on use."""
         return _read(self._open[self.stored[name].file], name, dim, part)
 
     def _read_headers(self) -> None:
@@ -222,7 +228,7 @@ class Checkpoint:
             raise CheckpointError(self.folder, problems, "files that were cut short or mixed up: copy the folder again")
 
     def _files(self) -> tuple[dict[str, set[str] | None], list[str]]:
-        """Names expected in each file, None for whatever it holds, and what is wrong with that."""
+        """Return the tensor names expected in each file (None: all that the file holds), and the problems found."""
         if (self.folder / SINGLE).is_file():
             return {SINGLE: None}, []
         if not (self.folder / INDEX).is_file():
@@ -258,19 +264,22 @@ class Checkpoint:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of config.json. Raises CheckpointError if there is none."""
+    """Return the content of config.json. Raises CheckpointError if it cannot be read."""
     if not folder.is_dir():
         raise CheckpointError(folder, ["there is no such folder"], "name a folder with config.json and safetensors")
     return read_json(folder, "config.json")
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """The content of generation_config.json; empty where there is none. Raises CheckpointError if it cannot be read."""
+    """Return the content of generation_config.json; empty if there is none.
+
+    Raises CheckpointError if it cannot be read.
+    """
     return read_json(folder, "generation_config.json") if (folder / "generation_config.json").exists() else {}
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON object in a file of a folder. Raises CheckpointError."""
+    """Return a JSON object from a file of a folder. Raises CheckpointError."""
     try:
         data = json.loads((folder / name).read_bytes())
     except FileNotFoundError:
@@ -286,18 +295,18 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 class Tensors(Protocol):
-    """Something that tensors are read from."""
+    """A source of tensors: a checkpoint, a file, or weights that a trainer sends."""
 
     @property
     def folder(self) -> Path | str:
-        """What it is called."""
+        """The name of the source in errors."""
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
-        """What there is, by name."""
+        """The stored tensors by name."""
 
     def read(self, name: str, dim: int | None = None, part: slice | None = None) -> Tensor:
-        """A tensor, or `part` of it along `dim`."""
+        """Return a tensor, or `part` of it along `dim`."""
 
 
 def load(
@@ -311,9 +320,9 @@ def load(
     """Fill the tensors of a model from a checkpoint.
 
     Args:
-        surplus: recognises names that a checkpoint may hold although the model does not need them.
-    Raises: CheckpointError with every missing, surplus, wrongly shaped or wrongly typed tensor, before anything is
-        read; or with every tensor that has values which do not fit into the dtype of the model.
+        surplus: returns whether a checkpoint may hold a name that the model does not need.
+    Raises: CheckpointError with every missing, surplus, wrongly shaped or wrongly typed tensor, before any tensor is
+        read; or with every tensor that has values outside the range of the model's dtype.
     """
     found = _compared(wanted, checkpoint, surplus, partial=False)
     problems: list[str] = []
@@ -327,12 +336,12 @@ def load(
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Tensors that were read and are in no model yet, of the model's dtype, on the CPU."""
+    """Tensors that were read and not yet copied into a model, in the model's dtype, on the CPU."""
 
     parts: list[tuple[Tensor, TensorSpec]]
 
     def place(self) -> None:
-        """Put them where they belong. Nothing is read any more."""
+        """Copy the tensors into the model. Nothing is read from the source any more."""
         for tensor, want in self.parts:
             _place(tensor, want)
 
@@ -346,10 +355,10 @@ def stage(
     surplus: Callable[[str], bool] = lambda name: False,
     partial: bool = False,
 ) -> Staged:
-    """As `load`, except that the model is not touched before `Staged.place`.
+    """Read and check tensors as `load` does, but leave the model unchanged until `Staged.place`.
 
     Args:
-        partial: some of the tensors will do, at least one.
+        partial: whether a subset of the tensors, at least one, suffices.
     """
     found = _compared(wanted, source, surplus, partial=partial)
     problems: list[str] = []
@@ -362,7 +371,7 @@ def stage(
 def _compared(
     wanted: Iterable[TensorSpec], source: Tensors, surplus: Callable[[str], bool], *, partial: bool
 ) -> list[TensorSpec]:
-    """What is to be read, by file. Raises CheckpointError with everything that does not fit."""
+    """Return the tensors to read, ordered by file. Raises CheckpointError with all problems."""
     by_name = {want.name: want for want in wanted}
     there = source.stored
     looked_at = [want for want in by_name.values() if not (partial or want.optional) or want.name in there]
@@ -382,10 +391,10 @@ def _compared(
 def _read_part(
     want: TensorSpec, source: Tensors, rank: int, ranks: int, problems: list[str], device: torch.device | None = None
 ) -> Tensor:
-    """This rank's part of a tensor; values that do not fit are added to `problems`.
+    """Return this rank's part of a tensor; add values outside the model's range to `problems`.
 
     Args:
-        device: where it is converted, if it is; None: on the CPU.
+        device: the device for `TensorSpec.convert`; None: the CPU.
     """
     split = want.split
     if split.dim is None:
@@ -412,7 +421,8 @@ def _hint(problems: Iterable[str], narrower: str) -> str:
 def fill_randomly(wanted: Iterable[TensorSpec], seed: int, *, rank: int = 0, ranks: int = 1) -> None:
     """Fill the tensors of a model with small random values instead of a checkpoint's.
 
-    A tensor's values depend on seed, name, shape and kind of device: not on other tensors, nor on the number of ranks.
+    A tensor's values depend on seed, name, shape and kind of device. They do not depend on other tensors or on the
+    number of ranks.
     """
     for want in wanted:
         if want.optional or want.initial is not None:
@@ -422,7 +432,7 @@ def fill_randomly(wanted: Iterable[TensorSpec], seed: int, *, rank: int = 0, ran
         digest = hashlib.blake2b(f"{seed}/{want.name}".encode(), digest_size=8).digest()
         generator = torch.Generator(device=want.into.device)
         generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-        if want.into.dtype == torch.int32:  # packed: each bit by itself
+        if want.into.dtype == torch.int32:  # packed integers: every bit is random
             tensor = torch.empty(want.shape, dtype=torch.int32, device=want.into.device)
             tensor.random_(-(2**31), 2**31, generator=generator)
         else:
@@ -444,7 +454,7 @@ def _mismatch(want: TensorSpec, stored: StoredTensor | None) -> str | None:
 
 
 def _place(tensor: Tensor, want: TensorSpec) -> None:
-    """Copy; where a padded part is longer than what there is, zeros follow."""
+    """Copy a tensor to its destination; fill the rest of a padded part with zeros."""
     into = want.into
     if into.shape != tensor.shape:
         assert want.split.dim is not None

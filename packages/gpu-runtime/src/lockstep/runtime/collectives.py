@@ -1,10 +1,10 @@
 """Sums and joins over the ranks of one tensor-parallel group: NCCL between GPUs, gloo between CPU processes.
 
-The group belongs to one engine: torch's global process group is neither used nor touched, so that a program may have
-one of its own, or several engines. Ranks find each other by a file in a private folder, not by a port; gloo's own
-connections are bound to the loopback device.
+The group belongs to one engine. torch's global process group is neither used nor changed, so that a program may have
+its own, or several engines. Ranks find each other by a file in a private folder, not by a port; gloo's own connections
+are bound to the loopback device.
 
-A collective that fails leaves the ranks out of step. There is no way back from that: the engine ends.
+A collective that fails leaves the ranks out of step. This cannot be repaired: the engine ends.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch._C._distributed_c10d import AllgatherOptions, FileStore
 from lockstep.runtime.errors import DeviceLost
 from lockstep.runtime.models.layers import Parallel
 
-START_S = 300.0  # in which all ranks must have come to the meeting, and be done loading once one of them is
+START_S = 300.0  # limit for all ranks to join the group, and to finish loading after the first of them has
 
 
 class CollectiveFailed(DeviceLost):
-    """A sum or a join did not come about, most likely because another rank has ended."""
+    """A collective failed, most likely because another rank has ended."""
 
 
 class Collectives:
-    """This rank's end of the group. Returns once all ranks have one.
+    """This rank's end of the group. The constructor returns once all ranks have joined.
 
     Args:
-        store: a path that all ranks are given, in a folder of their own; the file is made.
-        timeout_s: of one collective on the CPU; with NCCL, the time after which torch itself gives up.
+        store: a path that is passed to all ranks, in a folder of their own; the file is created.
+        timeout_s: limit for one collective on the CPU; with NCCL, the time after which torch itself aborts.
     Raises: CollectiveFailed.
     """
 
@@ -42,18 +42,18 @@ class Collectives:
         self.rank, self.ranks, self.device = rank, ranks, device
         timeout = timedelta(seconds=timeout_s)
         self._reduce, self._gather = dist.AllreduceOptions(), AllgatherOptions()
-        self._reduce.asyncOp = self._gather.asyncOp = False  # on the caller's stream, not beside it
+        self._reduce.asyncOp = self._gather.asyncOp = False  # on the caller's stream, not on a stream of the group
         self._reduce.timeout = self._gather.timeout = timeout
         self._nccl = device.type == "cuda"
         self._group: Any = None
         self._attempt("meeting", lambda: self._meet(store, timeout))
 
     def parallel(self) -> Parallel:
-        """What models are made with."""
+        """Return this rank's part, with which models are built."""
         return Parallel(self.rank, self.ranks, self.all_reduce, self.all_gather)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, the same bits on each. May overwrite what it is given."""
+        """Return the sum over all ranks, with the same bits on each. May overwrite `tensor`."""
         if not tensor.numel():
             return tensor
         tensor = tensor.contiguous()
@@ -61,7 +61,7 @@ class Collectives:
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """[n, k] of each rank side by side: [n, ranks * k]."""
+        """Return the [n, k] tensors of all ranks side by side: [n, ranks * k]."""
         rows, columns = tensor.shape
         if not rows:
             return tensor.new_empty(0, self.ranks * columns)
@@ -76,12 +76,12 @@ class Collectives:
         return all_ranks.movedim(0, 1).reshape(rows, self.ranks * columns)
 
     def abort(self) -> None:
-        """Release threads that wait for ranks that have ended. gloo notices by itself, NCCL's kernels do not."""
+        """Release threads that wait for ranks that have ended. gloo detects the end itself, NCCL's kernels do not."""
         if self._nccl:
             self._group.abort()
 
     def close(self) -> None:
-        """Leave, without waiting for the others. Collectives may not be used any more."""
+        """Leave the group, without waiting for the other ranks. No collective may follow."""
         self.abort()
         self._group = None
 
@@ -89,8 +89,9 @@ class Collectives:
         shared = FileStore(store, self.ranks)
         shared.set_timeout(timedelta(seconds=START_S))
         if self._nccl:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # for the first contact only; data go over NVLink or PCIe
-            # 2: let go of kernels that wait for a lost rank, but do not end this process; the caller is informed first.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # for the first contact only; data use NVLink or PCIe
+            # 2: release kernels that wait for a lost rank, but do not end this process; the caller reports the error
+            # first.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
@@ -104,10 +105,12 @@ class Collectives:
         self._group = dist.ProcessGroupGloo(shared, self.rank, self.ranks, gloo)
 
     def _attempt(self, what: str, begin: Callable[[], Any]) -> None:
-        """Begin something of all ranks, and wait: on the CPU until it is done, with NCCL until it is on the stream."""
+        """Begin a collective and wait: on the CPU until it is done, with NCCL until it is on the stream."""
         try:
             if (work := begin()) is not None:
                 work.wait()
         except RuntimeError as error:
-            said = str(error).strip().partition("\n")[0]
-            raise CollectiveFailed(f"a {what} of the {self.ranks} ranks failed on rank {self.rank}: {said}") from error
+            reason = str(error).strip().partition("\n")[0]
+            raise CollectiveFailed(
+                f"a {what} of the {self.ranks} ranks failed on rank {self.rank}: {reason}"
+            ) from error

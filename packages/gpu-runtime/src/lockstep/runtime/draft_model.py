@@ -1,12 +1,12 @@
-"""A small model of the same vocabulary as drafter: it gives the token it finds likeliest, one after the other.
+"""A small model of the same vocabulary as drafter: it drafts greedily, one token after the other.
 
-Its KV lies in a pool of its own with the same pages at the same positions: a prompt is computed for both at the same
-time, and what is cached, shared or retracted is so for both. Drafts are deterministic, as `drafting` requires.
+Its KV is in a pool of its own with the same pages at the same positions. A prompt is computed for both models at the
+same time, and pages are cached, shared and retracted for both. Drafts are deterministic, as `drafting` requires.
 
-    draft       newest -> draft 1 -> ... -> draft d          d decodes; what they write is overwritten by
-    saw         newest, draft 1, ..., draft d                the pass that verifies, run by this model too
+    draft       newest -> draft 1 -> ... -> draft d          d decodes; their KV is overwritten by
+    saw         newest, draft 1, ..., draft d                the verifying pass, which this model runs too
 
-The second writes the KV of the last draft as well, which the next drafts read if all were right.
+The second also writes the KV of the last draft, which the next drafts read if all drafts were right.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from lockstep.runtime.models import Decoder
 
 
 class ModelDrafter:
-    """Greedy tokens of a model. See `drafting.Drafter`.
+    """A drafter that takes the greedy tokens of a model; see `drafting.Drafter`.
 
     Args:
-        attention: over a pool of this model's with the pages of the other one's, the scratch page behind the last.
+        attention: over a pool of this model with the pages of the main model's pool; the last page is the scratch page.
     """
 
     def __init__(self, model: Decoder, attention: AttentionBackend, pages: int) -> None:
@@ -34,7 +34,7 @@ class ModelDrafter:
         self.page_shift, self.scratch = self.page_size.bit_length() - 1, pages * self.page_size
 
     def saw(self, batch: ForwardBatch) -> None:
-        """Compute what the other model computes."""
+        """Run this model over the batch, to write its KV."""
         self.attention.plan(batch)
         self.model.forward(batch, self.attention)
 
@@ -48,7 +48,7 @@ class ModelDrafter:
         reach: Tensor,
         stands_host: Int32s,
     ) -> Tensor:
-        """Decode as often as the most drafts of any row; rows that have fewer write to the scratch page from there."""
+        """Decode once per draft, up to the largest number of drafts; rows with fewer then write to the scratch page."""
         count, tokens, found = len(drafts), newest, []
         ints = {"dtype": torch.int32, "device": rows.device}
         indptr, at = torch.arange(count + 1, **ints), torch.arange(count, device=rows.device)

@@ -1,4 +1,4 @@
-"""Everything that an engine in this process is made with, beside the model's folder."""
+"""All settings of an engine in this process, except the model's folder."""
 
 from __future__ import annotations
 
@@ -22,35 +22,30 @@ from lockstep.runtime.ranks import TIMEOUT_S
 from lockstep.runtime.watchdog import check_timeout
 
 LORA_RANK_MAX = 512
+RENAMED = {"tensor_parallel": "tp", "random_weights_seed": "random_weights", "adapters": "lora"}
+"""Earlier names of options; an error names the present one."""
 
 
 class EngineConfig(EngineOptions, frozen=True, kw_only=True):
-    """What an engine is made with: its model, its ranks and what is around them, by layers (`engine_options`).
+    """Settings of an engine: of its model, its ranks and the parts around them, by layers (`engine_options`).
 
     Args:
-        sched: fields of SchedConfig. Sizes not given follow from the model and the device; with `adapters`, `max_loras`
+        sched: fields of SchedConfig. Sizes not given follow from the model and the device; with `lora`, `max_loras`
             is 8 unless given.
-        keeper: in place of `journal`, keeps one that the engine begins again from, with the settings it had.
-        start: whether the engine runs at once; else when `LLM.start` is called, after earlier requests were taken up.
-        pooling: how `embed` makes one vector of a prompt: mean, last; None: as the folder has it (1_Pooling), or mean.
-        normalize: whether to scale that vector to length 1; None: as the folder has it (modules.json), or not.
-        grammar_limits: CPU time and memory that one grammar may take to compile.
+        keeper: replaces `journal`: keeps a journal from which the engine starts again, with its previous settings.
+        start: whether the engine runs at once; otherwise it runs after `LLM.start`, once earlier requests are restored.
+        pooling: how `embed` reduces a prompt to one vector: mean or last; None: as in the folder (1_Pooling), or mean.
+        normalize: whether to scale that vector to length 1; None: as in the folder (modules.json), or not.
+        grammar_limits: CPU time and memory limits for compiling one grammar.
         text: the tokenizer; None: that of the folder, if it has one.
-        adapters: LoRA adapters, folders as PEFT writes them by name; others may be loaded later.
-        draft_model: stands for `speculative_method="draft_model"`, too. Not with `tensor_parallel`.
+        lora: LoRA adapters, folders in the format of PEFT, by name; more can be loaded later.
+        draft_model: implies `speculative_method="draft_model"`. Not possible with `tp`.
     """
 
     sched: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    tensor_parallel: Annotated[
-        int, Option("GPUs, or processes on the CPU, that share one copy of the model.", flag="--tp")
-    ] = 1
     rank_timeout_s: Annotated[
-        float, Option("With --tp: seconds in which a batch must come back from every rank.", flag="--rank-timeout")
+        float, Option("With --tp: seconds within which every rank must return a batch.", flag="--rank-timeout")
     ] = TIMEOUT_S
-    random_weights_seed: Annotated[
-        int | None,
-        Option("Small random weights; only config.json is read.", flag="--random-weights", metavar="SEED"),
-    ] = None
     journal: Annotated[str | Path | None, Option("A run folder for all facts and decisions.", metavar="DIR")] = None
     warm_up: Annotated[
         bool | None,
@@ -63,19 +58,19 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True):
     normalize: bool | None = None
     grammar_limits: CompileLimits | None = None
     text: Text | None = None
-    adapters: Mapping[str, str | Path] = msgspec.field(default_factory=dict)
+    lora: Mapping[str, str | Path] = msgspec.field(default_factory=dict)
 
     def with_options(self, given: Mapping[str, Any]) -> EngineConfig:
-        """This configuration with fields of it, and of SchedConfig, replaced by name. Raises ConfigError."""
+        """Return this configuration with fields of it, and of SchedConfig, replaced by name. Raises ConfigError."""
         own = {name: value for name, value in given.items() if name in self.__struct_fields__}
         sched = {**self.sched, **own.pop("sched", {}), **{n: value for n, value in given.items() if n not in own}}
         refuse_unknown(sched)
         return msgspec.structs.replace(self, **own, sched=sched)
 
     def check(self) -> None:
-        """Raise ConfigError for values that no engine can have, before a model is loaded in vain."""
-        for name in ("tensor_parallel", "seed", "random_weights_seed", "cuda_graph_max_batch", "max_lora_rank"):
-            _check_whole(name, getattr(self, name), optional=name in ("random_weights_seed", "cuda_graph_max_batch"))
+        """Raise ConfigError for invalid values, before a model is loaded."""
+        for name in ("tp", "seed", "random_weights", "cuda_graph_max_batch", "max_lora_rank"):
+            _check_whole(name, getattr(self, name), optional=name in ("random_weights", "cuda_graph_max_batch"))
         known = options_of(EngineOptions)["kv_cache_dtype"].choices
         if self.kv_cache_dtype not in known:
             raise ConfigError(f"`kv_cache_dtype` must be {' or '.join(known)}, got `{self.kv_cache_dtype}`")
@@ -85,7 +80,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True):
             raise ConfigError(f"`journal`: {self.journal} already holds a journal\nhint: choose another run folder")
 
     def rank_options(self) -> dict[str, Any]:
-        """The options that every rank has, by name."""
+        """Return the options that every rank has, by name."""
         return {name: getattr(self, name) for name in RankOptions.__struct_fields__}
 
 
@@ -95,13 +90,13 @@ def refuse_unknown(sched: Mapping[str, Any]) -> None:
     for name in sched:
         refuse_simulated_only(name)
         if name not in names:
-            near = get_close_matches(name, names)
+            near = [RENAMED[name]] if name in RENAMED else get_close_matches(name, names)
             hint = f"did you mean {' or '.join(near)}?" if near else "docs/scheduling.md lists all settings"
             raise ConfigError(f"there is no setting `{name}`\nhint: {hint}")
 
 
 def _check_whole(name: str, value: object, *, optional: bool) -> None:
-    """Raise ConfigError, naming the field and the type, for what is no whole number."""
+    """Raise ConfigError, with the field and the type, unless `value` is a whole number."""
     if (value is None and optional) or (isinstance(value, int) and not isinstance(value, bool)):
         return
     expected = "a whole number" + (" or None" if optional else "")

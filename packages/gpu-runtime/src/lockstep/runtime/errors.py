@@ -1,4 +1,4 @@
-"""What can go wrong in the runtime beside what the core refuses."""
+"""Errors of the runtime, in addition to those of the core."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from lockstep.host.errors import EngineStopped as EngineStopped
 
 
 class PlanError(ContractError):
-    """A plan cannot be run: it names rows without a holder, pages that do not exist, or an unknown mode."""
+    """A plan cannot be run: it names rows without a request, pages that do not exist, or an unknown mode."""
 
 
 class DeviceLost(LockstepError):
-    """The device does not work any more: nothing that is in flight will come back. The engine ends."""
+    """The device does not work any more: no batch in flight will be reported. The engine ends."""
 
 
 class RankLost(DeviceLost):
-    """A rank of a tensor-parallel group ended, does not answer, or is out of step with the others. The engine ends."""
+    """A rank of a tensor-parallel group ended, does not respond, or is out of step with the others. The engine ends."""

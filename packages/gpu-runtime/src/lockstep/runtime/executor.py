@@ -1,16 +1,16 @@
-"""One plan after another on the device: fold, forward, sample, remember the newest token of each row.
+"""Runs plans on the device, one after another: fold, forward, sample, store the newest token of each row.
 
-The executor decides nothing and needs no scheduler: a recorded list of plans runs just as well. What is launched comes
-back in launch order, each batch once, by `collect`.
+The executor makes no decisions and needs no scheduler: it also runs a recorded list of plans. `collect` returns each
+launched batch once, in launch order.
 
     launch(plan) ──pack──> | queue | ──fold, forward──> logits ──(SampleBatch)──> tokens ──copy──> collect()
 
-A batch with deferred sampling keeps its logits until `sample` is called for it. Those behind it stay in the queue
-until then: a decode reads the newest token of its row, and that is not drawn yet.
+A batch with deferred sampling keeps its logits until `sample` is called for it. The batches behind it stay in the queue
+until then, because a decode reads the newest token of its row, which is not drawn yet.
 
-A model that raises spoils its batch and nothing else: the batch comes back with `error`, and whatever it changes in the
-tables is folded in front of the next one. What went wrong with the plan itself (PlanError) or with the device
-(DeviceLost) is raised, and ends the engine.
+An exception of the model affects only its batch. `collect` returns that batch with `error`, and its changes of the
+tables are folded before the next batch runs. An error of the plan itself (PlanError) or of the device (DeviceLost) is
+raised, and ends the engine.
 """
 
 from __future__ import annotations
@@ -60,30 +60,30 @@ from lockstep.runtime.tables import (
 )
 
 MODES = frozenset({"extend", "decode", "mixed", "verify"})
-JUDGED_AT_ONCE = 256  # prompt positions whose logits exist at one time: [256, vocabulary] float32
+JUDGED_AT_ONCE = 256  # prompt positions per chunk of logits: [256, vocabulary] float32
 
 
-# ------------------------------------------------------------------------------------------------ what it is built from
+# ----------------------------------------------------------------------------------------------------------- interfaces
 
 
 class Model(Protocol):
     """A causal language model over a paged pool."""
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
-        """The last layer's hidden states of the new tokens, normed: [tokens, hidden]."""
+        """Return the normed hidden states of the last layer for the new tokens: [tokens, hidden]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [samples, vocabulary] of hidden states [samples, hidden]."""
+        """Return float32 logits [samples, vocabulary] for hidden states [samples, hidden]."""
 
 
 class RowSampler(Protocol):
-    """Draws tokens by row. Its state by row is reset when a row is taken."""
+    """Draws tokens by row. The state of a row is reset when a request takes the row."""
 
     def take_row(self, taken: RowTaken, context: RowContext) -> None:
-        """A row changes hands: settings, penalties' counts, seed. Called in launch order."""
+        """Store the settings, the counts for penalties and the seed of a row's new request. Called in launch order."""
 
     def remembers(self, rows_host: Int32s) -> bool:
-        """Whether what one of these rows draws changes how it draws the token behind."""
+        """Return whether a token drawn for one of these rows changes the draw of its next token."""
 
     def sample(
         self, logits: Tensor, rows: Tensor, positions: Tensor, rows_host: Int32s, allowed: Tensor | None
@@ -92,31 +92,34 @@ class RowSampler(Protocol):
 
         Args:
             logits: float32 [samples, vocabulary]; may be overwritten.
-            rows: int32 [samples]; rows_host: the same on the CPU, but where a row was exchanged on the device for that
-                of padding. Each at most once if any of them remembers.
-            positions: int64 [samples], of the tokens to draw, in their requests.
-            allowed: int32 [samples, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is set where token t may be
-                drawn; None for all.
+            rows: int32 [samples]; rows_host: the same on the CPU, except where the device replaced a row by the padding
+                row. A row occurs at most once if `remembers` is true for any of them.
+            positions: int64 [samples], positions in their requests of the tokens to draw.
+            allowed: int32 [samples, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is set if token t may be
+                drawn; None: all tokens may be drawn.
         """
 
 
 class Matchers(Protocol):
-    """Grammars at work, by row: the host's. A matcher is at its start when its row is taken."""
+    """The host's grammar matchers, by row. A matcher is in its initial state when a request takes its row."""
 
     def take_row(self, taken: RowTaken) -> None:
-        """A row changes hands; it may come without a grammar."""
+        """Start the matcher of a row's new request, which may have no grammar."""
 
     def advance(self, request_id: RequestId, epoch: int, tokens: Sequence[int]) -> None:
         """Move a matcher by tokens; an entry of an older epoch is ignored."""
 
     def allowed(self, rows: Int32s) -> Int32s | None:
-        """int32 [rows, ceil(vocabulary / 32)]: a bit for each token that may come next; None where every one may."""
+        """Return int32 [rows, ceil(vocabulary / 32)] with a bit per allowed next token.
+
+        None if all tokens are allowed.
+        """
 
     def ended(self, row: int, token: int) -> bool:
-        """Whether the row's grammar admits nothing behind this token. The matcher is not moved."""
+        """Return whether the row's grammar allows nothing behind this token. The matcher is not moved."""
 
     def forced(self, row: int, token: int) -> list[int]:
-        """Tokens that the row's grammar forces behind this one. The matcher is not moved."""
+        """Return the tokens that the row's grammar forces behind this one. The matcher is not moved."""
 
 
 @dataclass(slots=True)
@@ -130,83 +133,108 @@ class _Launched:
     allowed: Int32s | None = None
     begun: Any = None
     laid: list[PassTensors] = field(default_factory=list)
-    logits: Tensor | None = None  # of a batch that was computed and may not sample yet
-    wanted: dict[str, Tensor] = field(default_factory=dict)  # to be brought to the CPU
+    logits: Tensor | None = None  # of a computed batch that may not sample yet
+    wanted: dict[str, Tensor] = field(default_factory=dict)  # results to copy to the CPU
     download: Download | None = None
     error: str = ""
-    scored: list[int] = field(default_factory=list)  # rows of the plan for which the last logits are required
-    prompt_tops: list[int] = field(default_factory=list)  # likeliest tokens wanted, by span of the plan
-    behind_failure: bool = False  # launched before it was known that a batch in front of it failed
+    scored: list[int] = field(default_factory=list)  # rows of the plan whose last logits are requested
+    prompt_tops: list[int] = field(default_factory=list)  # requested number of likeliest tokens, by span of the plan
+    behind_failure: bool = False  # launched before the failure of an earlier batch was known
 
     @property
     def over(self) -> bool:
-        """Whether there is nothing more to do for it on the device."""
+        """Return whether the device has no more work for this batch."""
         return self.download is not None or bool(self.error)
 
 
 # --------------------------------------------------------------------------------------------------------- the executor
 
 
+@dataclass(frozen=True, slots=True)
+class RunnableModel:
+    """A model with what its passes run on.
+
+    Args:
+        graphs: prepared; decodes that they hold are replayed.
+        split: the model is one rank's part. A pass that raises leaves the ranks out of step, and ends the engine.
+    """
+
+    model: Model
+    attention: AttentionBackend
+    graphs: DecodeGraphs | None = None
+    split: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LookAhead:
+    """Sources of tokens beyond the next one. With either of them the tables track the position of each row.
+
+    Args:
+        drafter: of plans that verify drafts. None: such plans are refused.
+        jumps: report the tokens that grammars force.
+    """
+
+    drafter: Drafter | None = None
+    jumps: bool = False
+
+
+NO_LOOK_AHEAD = LookAhead()
+
+
 class Executor:
     """Runs plans on one device.
 
     Args:
+        matchers: of grammars. None: plans that take a row under a grammar are refused.
+        canary: verifies the tag of every KV slot before it is read; for debugging.
         pooling: of requests of kind embed; None is the mean.
-        canary: verify the tag of every KV slot before it is read; for debugging.
-        graphs: prepared; decodes that they hold are replayed.
-        drafter: of plans that verify drafts; the tables then track where rows stand. None: such plans are refused.
-        jumps: report the tokens that grammars force; the tables then track where rows stand.
-        split: the model is one rank's part. A pass that raises leaves the ranks out of step, and ends the engine.
     """
 
     def __init__(
         self,
-        model: Model,
-        attention: AttentionBackend,
+        runnable: RunnableModel,
         sampler: RowSampler,
         tables: DeviceTables,
         lane: StreamLane,
         *,
         matchers: Matchers | None = None,
         canary: Canary | None = None,
-        graphs: DecodeGraphs | None = None,
         pooling: Pooling | None = None,
-        split: bool = False,
-        drafter: Drafter | None = None,
-        jumps: bool = False,
+        ahead: LookAhead = NO_LOOK_AHEAD,
     ) -> None:
-        self.model, self.attention, self.sampler = model, attention, sampler
-        self.tables, self.lane, self.matchers, self.canary, self.graphs = tables, lane, matchers, canary, graphs
-        self.pooling, self.split, self.drafter = pooling or Pooling(), split, drafter
-        self.jumps = jumps
+        self.model, self.attention, self.sampler = runnable.model, runnable.attention, sampler
+        self.graphs, self.split = runnable.graphs, runnable.split
+        self.tables, self.lane, self.matchers, self.canary = tables, lane, matchers, canary
+        self.pooling, self.drafter, self.jumps = pooling or Pooling(), ahead.drafter, ahead.jumps
         self.forwards = 0
         self._queue: deque[_Launched] = deque()
-        self._unfolded: deque[_Launched] = deque()  # begun, and not in the tables: failed, or newest
-        self._kinds: list[RequestKind] = ["generate"] * tables.count  # as of the last plan on the device
-        self._prompt_tops = [0] * tables.count  # likeliest tokens wanted beside each of the prompt, likewise
-        self._sums: dict[int, Tensor] = {}  # float32 [hidden] by row of kind embed
+        self._unfolded: deque[_Launched] = deque()  # begun, and not folded into the tables: failed, or newest
+        self._kinds: list[RequestKind] = ["generate"] * tables.count  # as of the newest plan that was folded
+        self._prompt_tops = [0] * tables.count  # requested likeliest tokens per prompt token, as of the same plan
+        self._sums: dict[int, Tensor] = {}  # float32 [hidden], by row of kind embed
 
     @property
     def in_flight(self) -> int:
-        """Batches launched and not collected."""
+        """Number of batches launched and not collected."""
         return len(self._queue)
 
     # ------------------------------------------------------------------------------------------------ for the host
 
     def launch(self, plan: BatchPlan, *, deferred: bool = False, contexts: ContextOf | None = None) -> None:
-        """Put a plan behind those launched before. Returns at once.
+        """Queue a plan behind those launched before. Returns at once.
 
-        With `deferred` it is sampled after `sample` was called for it. `contexts` gives more of rows that are taken.
-        Raises: PlanError for what no executor can run; DeviceLost.
+        With `deferred`, its tokens are drawn only after `sample` is called for it. `contexts` returns further data of
+        the rows that the plan takes.
+        Raises: PlanError for a plan that no executor can run; DeviceLost.
         """
         refuse_unknown(plan)
         if plan.speculation is not None and self.drafter is None and plan.speculation.drafted().any():
-            raise PlanError(f"batch {plan.batch_id} verifies drafts, but this executor has nobody who drafts")
+            raise PlanError(f"batch {plan.batch_id} verifies drafts, but this executor has no drafter")
         if self.matchers is None and any(taken.grammar is not None for taken in plan.rows_taken):
             raise PlanError(f"batch {plan.batch_id} takes a row under a grammar, but this executor has no matchers")
         packed = self.tables.take_in(plan)
-        told = [NO_CONTEXT if contexts is None else contexts(taken) for taken in plan.rows_taken]
-        launched = _Launched(plan, packed, told, not deferred)
+        row_contexts = [NO_CONTEXT if contexts is None else contexts(taken) for taken in plan.rows_taken]
+        launched = _Launched(plan, packed, row_contexts, not deferred)
         if self.matchers is not None:
             for taken in plan.rows_taken:
                 self.matchers.take_row(taken)
@@ -217,7 +245,10 @@ class Executor:
             self._advance(len(self._queue))
 
     def sample(self, batch_id: BatchId, advance: Sequence[tuple[RequestId, int, Sequence[int]]]) -> None:
-        """Move the matchers, then let a deferred batch sample. Raises ContractError when none waits for that."""
+        """Move the matchers, then sample a deferred batch.
+
+        Raises ContractError if no such batch waits to be sampled.
+        """
         launched = next((one for one in self._queue if one.plan.batch_id == batch_id), None)
         if launched is None or launched.may_sample:
             raise ContractError(f"batch {batch_id} is to be sampled, but was not deferred, or was sampled before")
@@ -230,18 +261,21 @@ class Executor:
             self._advance(len(self._queue))
 
     def ready(self) -> bool:
-        """Whether the oldest batch's results are on the CPU. Raises DeviceLost."""
+        """Return whether the results of the oldest batch are on the CPU. Raises DeviceLost."""
         if not self._queue:
             return False
         oldest = self._queue[0]
         return bool(oldest.error) or (oldest.download is not None and oldest.download.ready())
 
     def pause_s(self) -> float:
-        """How long to wait before the next look: a CPU's results come when they are collected. Raises DeviceLost."""
+        """Return the seconds until the next call of `ready`; 0 on a CPU, which computes in `collect`.
+
+        Raises DeviceLost.
+        """
         return 0.0 if self.lane.device.type == "cpu" or self.ready() else POLL_S
 
     def collect(self) -> BatchResult:
-        """The oldest batch's results; waits for them. Raises DeviceLost when they will never come."""
+        """Wait for the results of the oldest batch and return them. Raises DeviceLost if they cannot arrive."""
         self._advance(1)
         launched = self._queue[0]
         if launched.error:
@@ -250,7 +284,7 @@ class Executor:
                 behind.behind_failure = True
             return BatchResult(launched.plan, error=launched.error)
         if launched.download is None:
-            raise ContractError(f"batch {launched.plan.batch_id} is asked for, but waits to be sampled")
+            raise ContractError(f"batch {launched.plan.batch_id} is collected, but waits to be sampled")
         arrays = launched.download.wait()
         self._queue.popleft()
         if self.canary is not None:
@@ -260,7 +294,7 @@ class Executor:
     # -------------------------------------------------------------------------------------------------- on the device
 
     def _advance(self, batches: int) -> None:
-        """Put as much as can be of the first so many batches on the device, in order."""
+        """Launch as much as possible of the first `batches` batches on the device, in order."""
         for launched in list(self._queue)[:batches]:
             if launched.over:
                 continue
@@ -275,7 +309,7 @@ class Executor:
                     self._finish(launched)
             except (DeviceLost, ContractError):
                 raise
-            except Exception as error:  # of the model, a kernel, or memory: whatever it was, the batch is lost
+            except Exception as error:  # of the model, a kernel, or memory: the batch fails
                 self.lane.check()
                 launched.error = f"{type(error).__name__}: {error}".partition("\n")[0]
                 if self.split:
@@ -286,7 +320,7 @@ class Executor:
                         self.canary.spoil([tensors.slots for tensors in launched.laid])
 
     def _compute(self, launched: _Launched) -> None:
-        """Fold a plan, behind those that failed before they were folded, and run its first pass, up to the logits."""
+        """Fold a plan, after those that failed before they were folded, and run its first pass up to the logits."""
         while self._unfolded:
             one = self._unfolded[0]
             one.laid = self.tables.fold(one.packed, self.lane.upload(one.packed.flat))
@@ -297,7 +331,7 @@ class Executor:
         launched.logits = self._pass(launched, 0)
 
     def _take_rows(self, launched: _Launched) -> None:
-        """What is kept by row beside the tables starts anew in the rows that a plan takes."""
+        """Reset the state by row outside of the tables, for the rows that a plan takes."""
         for taken, context in zip(launched.plan.rows_taken, launched.contexts, strict=True):
             self.sampler.take_row(taken, context)
             self._kinds[taken.row] = context.kind
@@ -307,17 +341,17 @@ class Executor:
                 self.canary.take_row(taken.row, context.namespace, context.tokens)
 
     def _pass(self, launched: _Launched, number: int) -> Tensor:
-        """Run one pass; keep what is wanted of its hidden states. Returns the logits of its sampling rows."""
+        """Run one pass and keep the requested parts of its hidden states. Returns the logits of its sampling rows."""
         if self.drafter is not None or launched.packed.passes[number].verifying is not None:
             self._draft(launched, number)
         one, tensors = launched.packed.passes[number], launched.laid[number]
         graphs = self.graphs if one.adapter_slots is None else None
         if graphs is not None and not graphs.holds(one):
             graphs = None
-        batch = None  # made once, for every reader: adapters take time to lay out
+        batch = None  # made once for all readers, because laying out adapters takes time
         if graphs is None or self.drafter is not None or self.canary is not None:
             batch = self._batch(one, tensors)
-            self._tell(launched, batch)
+            self._before_pass(launched, batch)
         if graphs is not None:
             hidden = graphs.run(one, tensors)
         else:
@@ -336,8 +370,8 @@ class Executor:
             self._pool(launched, one, hidden)
         return self.model.logits(hidden.index_select(0, tensors.logits_at[:samples]))
 
-    def _tell(self, launched: _Launched, batch: ForwardBatch) -> None:
-        """The drafter computes a pass as well, and its KV slots are checked."""
+    def _before_pass(self, launched: _Launched, batch: ForwardBatch) -> None:
+        """Pass the batch to the drafter, and verify its KV slots with the canary."""
         if self.drafter is not None:
             self.drafter.saw(batch)
         if self.canary is not None:
@@ -346,13 +380,13 @@ class Executor:
             launched.wanted["canary"] = found if before is None else torch.cat((before, found))
 
     def _draft(self, launched: _Launched, number: int) -> None:
-        """Give a pass the drafts that it verifies."""
+        """Add the drafts that a pass verifies to its input tokens."""
         one, tensors = launched.packed.passes[number], launched.laid[number]
         verifying, there = one.verifying, tensors.verifying
         if verifying is not None and there is not None:
             stands_host = verifying.most
             if not verifying.exact and (self.attention.exact_lengths or self.canary is not None):
-                stands_host = there.stands.cpu().numpy().astype(np.int32)  # waits for the batch in front
+                stands_host = there.stands.cpu().numpy().astype(np.int32)  # waits for the batch before this one
                 behind = len(one.rows) - len(verifying.rows)
                 starts, stops = one.starts.copy(), one.stops.copy()
                 starts[behind:], stops[behind:] = stands_host, stands_host + verifying.counts
@@ -365,7 +399,7 @@ class Executor:
             launched.laid[0] = replace(tensors, given_ids=given)
 
     def _guessed(self, verifying: VerifyRows, there: VerifyingTensors, newest: Tensor, stands_host: Int32s) -> Tensor:
-        """The drafts of each row, int64 [rows, most]: guessed, or forced by its grammar."""
+        """Return the drafts of each row, int64 [rows, most]: guesses, or tokens that its grammar forces."""
         drafted = verifying.drafts - verifying.forced if verifying.forced.size else verifying.drafts
         guessed = newest.new_zeros(len(newest), 0)
         if drafted.any():
@@ -384,7 +418,7 @@ class Executor:
         return torch.where(self.lane.upload(is_given), self.lane.upload(given), guessed)
 
     def _batch(self, one: ForwardPass, tensors: PassTensors) -> ForwardBatch:
-        """A pass as models and backends are given it."""
+        """Return the pass as a batch for the model and the attention backend."""
         return ForwardBatch(
             token_ids=self.tables.token_ids(tensors),
             positions=tensors.positions,
@@ -403,10 +437,10 @@ class Executor:
         )
 
     def _finish(self, launched: _Launched) -> None:
-        """Sample, run the further passes of a plan with several steps, and send the results on their way."""
+        """Sample, run the other passes of a plan with several steps, and start the copy of the results."""
         logits, launched.logits = launched.logits, None
         plan = launched.plan
-        asked = bool(self.tables.with_logprobs[plan.rows[plan.sample_rows]].any())
+        logprobs_requested = bool(self.tables.with_logprobs[plan.rows[plan.sample_rows]].any())
         drawn: dict[str, list[Tensor]] = {}
         for number, (one, tensors) in enumerate(zip(launched.packed.passes, launched.laid, strict=True)):
             if number:
@@ -415,7 +449,7 @@ class Executor:
             if not len(one.sample_rows):
                 continue
             if one.verifying is not None:
-                self._verify(launched, one, tensors, logits, drawn, asked)
+                self._verify(launched, one, tensors, logits, drawn, logprobs_requested)
                 continue
             allowed = None if launched.allowed is None else self.lane.upload(launched.allowed)
             rows_host = one.rows[one.sample_rows]
@@ -423,11 +457,11 @@ class Executor:
             self.tables.sampled(tensors, sampled.tokens)
             drawn.setdefault("tokens", []).append(sampled.tokens)
             drawn.setdefault("invalid", []).append(sampled.invalid)
-            if asked:
+            if logprobs_requested:
                 for name, part in _reported(sampled).items():
                     drawn.setdefault(name, []).append(part)
         for name, parts in drawn.items():
-            if (joined := _joined(parts)).numel():  # no row requested tops where they are of no width
+            if (joined := _joined(parts)).numel():  # top logprobs have width 0 if no row requested them
                 launched.wanted[name] = joined
         launched.download = self.lane.download(launched.wanted, launched.begun)
         launched.wanted = {}
@@ -439,9 +473,9 @@ class Executor:
         tensors: PassTensors,
         logits: Tensor,
         drawn: dict[str, list[Tensor]],
-        asked: bool,
+        logprobs_requested: bool,
     ) -> None:
-        """Draw behind every verified token, and see which drafts were right. All that was drawn is brought back."""
+        """Draw behind every verified token, and count the right drafts. All drawn tokens are copied to the CPU."""
         assert one.samples is not None
         rows_host, samples = one.rows[one.sample_rows].repeat(one.samples), len(logits)
         places_host, there_host = places_of(one.samples)
@@ -450,13 +484,14 @@ class Executor:
         if not self.sampler.remembers(rows_host):
             masks = None if allowed is None else self.lane.upload(allowed)
             sampled = self.sampler.sample(logits, tensors.sample_rows, tensors.sampled_positions, rows_host, masks)
-            found = {"tokens": sampled.tokens, "invalid": sampled.invalid} | (_reported(sampled) if asked else {})
+            found = {"tokens": sampled.tokens, "invalid": sampled.invalid}
+            found |= _reported(sampled) if logprobs_requested else {}
         else:
             turns = [places_host[there_host[:, number], number] for number in range(places_host.shape[1])]
-            found = self._draw_in_turn(turns, tensors, logits, fed, rows_host, allowed, asked)
+            found = self._draw_in_turn(turns, tensors, logits, fed, rows_host, allowed, logprobs_requested)
         places, there = self.lane.upload(places_host), self.lane.upload(there_host)
         accepted = right_ones(found["tokens"], found["invalid"], fed, places, there)
-        if (forced := _forced_by_sampler(one)) is not None:  # they are right; a row that cannot draw one is invalid
+        if (forced := _forced_by_sampler(one)) is not None:  # always right; a row that cannot draw one is invalid
             accepted = torch.maximum(accepted, self.lane.upload((forced + 1).astype(np.int64)))
         last = places.gather(1, (accepted - 1)[:, None])[:, 0]
         self.tables.verified(tensors, found["tokens"], last)
@@ -471,13 +506,12 @@ class Executor:
         fed: Tensor,
         rows_host: Int32s,
         allowed: Int32s | None,
-        asked: bool,
+        logprobs_requested: bool,
     ) -> dict[str, Tensor]:
-        """Draw one token of each row after another, where a row remembers: nothing is counted behind a wrong draft.
-
+        """Draw the tokens of each row one after another, so that penalties count no token behind a wrong draft.
         Args:
-            turns: samples that are drawn together, the first of each row, then the second of those that have one, ...
-        Returns: what was drawn, by sample.
+            turns: samples that are drawn together: the first of each row, then the second of rows with a second, ...
+        Returns: the results by sample, by name.
         """
         parts: dict[str, list[Tensor]] = {}
         tokens = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
@@ -485,7 +519,7 @@ class Executor:
         for number, turn in enumerate(turns):
             at = self.lane.upload(turn)
             rows = tensors.sample_rows.index_select(0, at)
-            if number:  # a row with a wrong draft draws in the row of padding, which is never read
+            if number:  # a row with a wrong draft draws in the padding row, which is never read
                 still = going.index_select(0, at - 1) & (fed.index_select(0, at) == tokens.index_select(0, at - 1))
                 going.index_copy_(0, at, still)
                 rows = torch.where(still, rows, self.tables.count)
@@ -494,15 +528,15 @@ class Executor:
             sampled = self.sampler.sample(logits.index_select(0, at), rows, positions, rows_host[turn], masks)
             tokens.index_copy_(0, at, sampled.tokens)
             parts.setdefault("invalid", []).append(sampled.invalid)
-            for name, part in _reported(sampled).items() if asked else ():
+            for name, part in _reported(sampled).items() if logprobs_requested else ():
                 parts.setdefault(name, []).append(part)
         in_order = self.lane.upload(np.argsort(np.concatenate(turns)))
         return {"tokens": tokens} | {name: _joined(some).index_select(0, in_order) for name, some in parts.items()}
 
     def _judge(self, hidden: Tensor, at: Tensor, targets: Tensor, tops: int) -> dict[str, Tensor]:
-        """Logprobs of given tokens behind given new tokens, and of so many of the likeliest; some positions at a time.
+        """Compute logprobs of the target tokens, and of the `tops` likeliest tokens, a chunk of positions at a time.
 
-        Returns what there is, by name: float32 [targets]; int32 and float32 [targets, tops].
+        Returns: by name: float32 [targets]; if tops > 0 also int32 and float32 [targets, tops].
         """
         parts: dict[str, list[Tensor]] = {}
         for first in range(0, len(targets), JUDGED_AT_ONCE):
@@ -515,15 +549,15 @@ class Executor:
         return {name: torch.cat(some) for name, some in parts.items()}
 
     def _keep_hidden(self, launched: _Launched, number: int, hidden: Tensor) -> None:
-        """Keep the hidden states that requests need of this pass."""
+        """Keep the hidden states of this pass that requests need."""
         for i, first, last in _hidden_wanted(launched.plan, launched.packed.passes[number], self.tables):
-            # A copy even of float32: a graph's hidden states are gone with its next replay.
+            # A copy even of float32, because the next replay of a graph overwrites its hidden states.
             launched.wanted[f"hidden {number} {i}"] = hidden[first:last].to(torch.float32, copy=True)
             if (there := launched.laid[number].verifying) is not None:
                 launched.wanted["stands"] = there.stands
 
     def _pool(self, launched: _Launched, one: ForwardPass, hidden: Tensor) -> None:
-        """Add up what rows of kind embed computed, and set aside what becomes of prompts that end here."""
+        """Sum hidden states of rows of kind embed, and keep the vectors and scores of prompts that end in this pass."""
         indptr, rows = one.indptr, one.rows.tolist()
         for i in range(one.extend_rows):
             if self._kinds[rows[i]] == "embed" and self.pooling.mode == "mean":
@@ -546,16 +580,18 @@ class Executor:
     # ---------------------------------------------------------------------------------------------------- results
 
     def _allowed(self, plan: BatchPlan) -> Int32s | None:
-        """The tokens that a plan's sampling rows may draw next, if any of them is under a grammar."""
+        """Return the allowed next tokens of a plan's sampling rows, or None if no row is under a grammar."""
         rows = plan.rows[plan.sample_rows]
         if self.matchers is None or not self.tables.under_grammar[rows].any():
             return None
         if plan.steps > 1:
-            raise PlanError(f"batch {plan.batch_id} decodes {plan.steps} times under a grammar, which sees each token")
+            raise PlanError(
+                f"batch {plan.batch_id} decodes {plan.steps} times under a grammar, which must take each token"
+            )
         return self.matchers.allowed(rows)
 
     def _result(self, launched: _Launched, arrays: dict[str, NDArray[Any]]) -> BatchResult:
-        """Put what came back in order."""
+        """Build the result of a batch from the arrays on the CPU."""
         assert launched.download is not None
         plan, passes = launched.plan, launched.packed.passes
         result = BatchResult(plan)
@@ -596,13 +632,13 @@ class Executor:
             match name.split():
                 case ["hidden", number, i]:
                     one = passes[int(number)]
-                    whose = int(plan.request_ids[np.flatnonzero(plan.rows == one.rows[int(i)])[0]])
+                    request_id = int(plan.request_ids[np.flatnonzero(plan.rows == one.rows[int(i)])[0]])
                     start = int(one.stops[int(i)]) - len(array)
                     if one.verifying is not None and int(i) >= plan.extend_rows:
                         start = int(arrays["stands"][int(i) - plan.extend_rows])
                         sampler = int(np.flatnonzero(plan.sample_rows == int(i))[0])
                         array = array[: int(arrays["accepted"][sampler])]
-                    result.hidden_states.append(HiddenStates(whose, start, array))
+                    result.hidden_states.append(HiddenStates(request_id, start, array))
                 case ["scores"]:
                     ids = plan.request_ids[launched.scored].tolist()
                     result.pooled += [Pooled(one, "score", logits) for one, logits in zip(ids, array, strict=True)]
@@ -612,7 +648,7 @@ class Executor:
 
 
 def _forced_by_sampler(one: ForwardPass) -> Int32s | None:
-    """How many tokens of each sampler of a pass are forced; None where none is. int32 [samplers]"""
+    """Return the number of forced tokens of each sampler of a pass, int32 [samplers]; None if there are none."""
     verifying = one.verifying
     if verifying is None or not verifying.forced.size:
         return None
@@ -621,11 +657,11 @@ def _forced_by_sampler(one: ForwardPass) -> Int32s | None:
 
 
 def _masks(allowed: Int32s | None, one: ForwardPass, vocabulary: int) -> Int32s | None:
-    """The tokens that may be drawn behind each verified token: forced ones, or those that the row's matcher allows.
+    """Return the tokens allowed behind each verified token: the forced one, or those that the row's matcher allows.
 
     Args:
-        allowed: int32 [samplers, words], of the last token of each; None where every one may.
-    Returns: int32 [samples, words]; None where every one may.
+        allowed: int32 [samplers, words], masks behind the last token of each sampler; None: all tokens are allowed.
+    Returns: int32 [samples, words]; None: all tokens are allowed.
     """
     assert one.samples is not None
     masks = None if allowed is None else allowed.repeat(one.samples, axis=0)
@@ -642,7 +678,7 @@ def _masks(allowed: Int32s | None, one: ForwardPass, vocabulary: int) -> Int32s 
 
 
 def _verified(result: BatchResult, samples: Int32s, arrays: dict[str, NDArray[Any]], forced: Int32s | None) -> None:
-    """Keep of what a verification drew what counts."""
+    """Reduce the results of a verification to the accepted samples."""
     accepted: Int32s = arrays["accepted"]
     kept, firsts = kept_samples(samples, accepted), np.cumsum(samples) - samples
     result.accepted, result.tokens = accepted, result.tokens[kept]
@@ -657,7 +693,10 @@ def _verified(result: BatchResult, samples: Int32s, arrays: dict[str, NDArray[An
 
 
 def _reported(sampled: Sampled) -> dict[str, Tensor]:
-    """Logprobs of one pass. Of several passes one may have no requesting row left; its rows are filled up."""
+    """Return the logprobs of one pass.
+
+    A pass without a requesting row gets placeholders, so that passes can be joined.
+    """
     tokens = sampled.tokens
     logprobs, ids, tops = sampled.logprobs, sampled.top_ids, sampled.top_logprobs
     if logprobs is None:
@@ -668,7 +707,7 @@ def _reported(sampled: Sampled) -> dict[str, Tensor]:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """Results of several passes, one below the other; narrow ones are filled up with zeros."""
+    """Concatenate the results of several passes; narrower ones are padded with zeros."""
     if len(parts) == 1:
         return parts[0]
     if parts[0].dim() > 1:
@@ -678,7 +717,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def refuse_unknown(plan: BatchPlan) -> None:
-    """Raise PlanError for a plan with something in it that this executor does not do."""
+    """Raise PlanError for a plan with a feature that this executor does not support."""
     if plan.mode not in MODES:
         raise PlanError(f"batch {plan.batch_id} has mode {plan.mode!r}; this executor runs {', '.join(sorted(MODES))}")
     for name, given in (
@@ -689,10 +728,10 @@ def refuse_unknown(plan: BatchPlan) -> None:
         ("media_spans", plan.media_spans),
     ):
         if given:
-            raise PlanError(f"batch {plan.batch_id} has `{name}`, which this executor does not do")
+            raise PlanError(f"batch {plan.batch_id} has `{name}`, which this executor does not support")
     if plan.speculation is None and (plan.starts_after or plan.mode == "verify"):
         what = "`starts_after`" if plan.starts_after else "mode 'verify'"
-        raise PlanError(f"batch {plan.batch_id} has {what}, but no `speculation` that says what it verifies")
+        raise PlanError(f"batch {plan.batch_id} has {what}, but no `speculation` with what it verifies")
     if plan.steps > 1 and plan.speculation is not None:
         raise PlanError(f"batch {plan.batch_id} both verifies drafts and has {plan.steps} steps")
     if plan.steps > 1 and plan.mode != "decode":
@@ -702,7 +741,7 @@ def refuse_unknown(plan: BatchPlan) -> None:
 
 
 def _hidden_wanted(plan: BatchPlan, one: ForwardPass, tables: DeviceTables) -> list[tuple[int, int, int]]:
-    """Rows of a pass with requested hidden states, with the first and the last of their new tokens: [first:last)."""
+    """Return the rows of a pass with requested hidden states, as (row, first token, stop) in the pass's new tokens."""
     decodes_from = one.extend_rows - (0 if one.verifying is None else len(one.verifying.rows))
     decoding = tables.with_hidden_states[one.rows[decodes_from:]]
     if not plan.hidden_spans and not decoding.any():

@@ -1,4 +1,4 @@
-"""What a model and an attention backend are given for one forward pass."""
+"""The input of models and attention backends for one forward pass."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ Int32s = NDArray[np.int32]
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """One pass over `tokens` new tokens of `rows` requests, extend rows first, then rows that compute one token each.
+    """One pass over `tokens` new tokens of `rows` requests: extend rows first, then rows that compute one token each.
 
-        row        0                1          2   3   4
-        tokens   [ a a a a a a a ][ b b b ][ c ][ d ][ e ]        extend_rows = 2
-        indptr   0                7        10   11   12   13
+    row        0                1          2   3   4
+    tokens   [ a a a a a a a ][ b b b ][ c ][ d ][ e ]        extend_rows = 2
+    indptr   0                7        10   11   12   13
 
-    Tensors are on the device of the model. What has a host twin is known to the CPU without asking the device: only
-    those may decide about shapes and launches. In a CUDA graph rows are padded: padding rows have one token at position
-    0 of the scratch page, and their results are not looked at.
+    Tensors are on the device of the model. Values with a copy on the host are available without a query of the device;
+    shapes and launches may depend on these only. In a CUDA graph rows are padded: a padding row has one token at
+    position 0 of the scratch page, and its results are not read.
     """
 
     token_ids: Tensor  # int64 [tokens]
     positions: Tensor  # int64 [tokens], of each new token in its request
-    slots: Tensor  # int64 [tokens], where its KV goes: page * page_size + offset in the page
+    slots: Tensor  # int64 [tokens], slot of its KV: page * page_size + offset in the page
     rows: Tensor  # int32 [rows], rows of the page table
     indptr: Tensor  # int32 [rows + 1], first new token of each row
     lengths: Tensor  # int32 [rows], positions with KV that a row reads, its new ones included
     page_table: Tensor  # int32 [table rows, width], pages of all rows of the engine; the pass reads those in `rows`
-    logits_at: Tensor  # int64 [samples], the new tokens from which a token, or a logprob, is to be drawn
+    logits_at: Tensor  # int64 [samples], new tokens behind which a token is drawn or a logprob computed
 
     extend_rows: int
     starts_host: Int32s  # [rows], position of each row's first new token
     lengths_host: Int32s  # [rows]; a row's new tokens are [starts_host:lengths_host)
-    adapters: AdapterBatch | None = None  # which tokens run on which; None: all on the model alone
+    adapters: AdapterBatch | None = None  # slots of tokens on adapters; None: no token is on an adapter
 
     @property
     def count(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.lengths_host)
 
     @property
     def tokens(self) -> int:
-        """New tokens of all rows."""
+        """Number of new tokens of all rows."""
         return len(self.token_ids)
 
     @property
     def most_new(self) -> int:
-        """New tokens of the row that has most."""
+        """New tokens of the row with the most."""
         return int((self.lengths_host - self.starts_host).max(initial=0))
 
     @property
     def longest(self) -> int:
-        """Positions read by the row that reads most."""
+        """Positions that are read for the longest row."""
         return int(self.lengths_host.max(initial=0))

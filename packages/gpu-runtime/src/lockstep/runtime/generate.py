@@ -1,16 +1,16 @@
 """`lockstep generate`: prompts in, answers out, through the whole engine. Argument parsing, JSONL and the progress bar.
 
-A line of input is an object: `prompt` (text or token ids) or `messages` (a conversation), an `id` of the client's own
-if it likes, and fields of Params, which go before the options of the command line.
+A line of input is an object with `prompt` (text or token ids) or `messages` (a conversation), optionally an `id` chosen
+by the client, and fields of Params, which override the options of the command line.
 
     {"id": "a", "prompt": "Returns the", "max_new_tokens": 20}
     {"messages": [{"role": "user", "content": "What does len do?"}], "temperature": 0.7, "seed": 3}
     {"prompt": "def ", "temperature": 0.7, "n": 3}
     {"prompt": "It is", "grammar": ["regex", "true|false"]}
 
-A line of output answers the line of input with the same number; where that asks for several answers, with `n`, they are
-in `answers`. A line that is wrong is answered with `error`, and the
-others go on; the exit status is then 1.
+A line of output answers the line of input with the same number. If that line requests several answers with `n`, they
+are in `answers`. The output of an invalid line has `error`. Other lines are not affected, but the exit status is then
+1.
 """
 
 from __future__ import annotations
@@ -90,42 +90,44 @@ class GenerateOptions:
     """Options of `lockstep generate` besides those of the engine."""
 
     prompts: Annotated[tuple[str, ...], Option("A prompt, instead of INPUT; may be repeated.", flag="--prompt")] = ()
-    chat: Annotated[bool, Option("Each --prompt is a user's message, put into the model's chat template.")] = False
-    out: Annotated[Path | None, Option("Where the answers go, as JSONL.", short="-o", default="stdout")] = None
+    chat: Annotated[bool, Option("Format each --prompt as a user's message by the model's chat template.")] = False
+    out: Annotated[Path | None, Option("The file for the answers, as JSONL.", short="-o", default="stdout")] = None
     model: Annotated[Path | None, Option("A Hugging Face folder.", default="the demo model")] = None
     no_cuda_graphs: Annotated[bool, Option("Launch the kernels of every decode one by one.")] = False
-    max_new_tokens: Annotated[int, Option("Output tokens, at most.")] = Params.max_new_tokens
+    max_new_tokens: Annotated[int, Option("Most output tokens of an answer.")] = Params.max_new_tokens
     temperature: Annotated[float, Option("0 is greedy.")] = Params.temperature
-    top_p: Annotated[float, Option("Share of the probability that is drawn from.")] = Params.top_p
-    top_k: Annotated[int, Option("Likeliest tokens that are drawn from; 0: all tokens.")] = Params.top_k
-    stop: Annotated[tuple[str, ...], Option("A text at which an answer ends; may be repeated.")] = ()
-    ignore_eos: Annotated[bool, Option("Go on behind the model's end tokens.")] = False
+    top_p: Annotated[float, Option("Share of the probability from which tokens are drawn.")] = Params.top_p
+    top_k: Annotated[int, Option("Number of likeliest tokens from which tokens are drawn; 0: all.")] = Params.top_k
+    stop: Annotated[tuple[str, ...], Option("A text that ends an answer; may be repeated.")] = ()
+    ignore_eos: Annotated[bool, Option("Continue after the model's end tokens.")] = False
     lora: Annotated[tuple[str, ...], Option("A LoRA adapter; lines of INPUT may name it.", metavar="NAME=PATH")] = ()
-    adapter: Annotated[str, Option("The adapter of prompts that name none.", metavar="NAME")] = ""
+    adapter: Annotated[str, Option("The adapter of prompts without their own.", metavar="NAME")] = ""
     settings: Annotated[tuple[str, ...], Option("A setting of the scheduler.", flag="--set", metavar="NAME=VALUE")] = ()
-    profile: Annotated[Path | None, Option("Write traces of CPU and GPU there.", metavar="DIR")] = None
-    profile_start_step: Annotated[int, Option("Launches before the first recorded.")] = 0
-    profile_steps: Annotated[int, Option("Launches recorded; 0: all that follow.")] = 10
-    profile_activity: Annotated[tuple[str, ...], Option("May be repeated.", default="all", choices=("cpu", "gpu"))] = ()
-    profile_shapes: Annotated[bool, Option("With the shapes of the operators' inputs. Slower.")] = False
-    profile_stacks: Annotated[bool, Option("With the Python lines that called them. Much slower.")] = False
-    profile_by_stage: Annotated[bool, Option("Extends and decodes in files of their own.")] = False
-    show_token_ids: Annotated[bool, Option("Answers have their token ids as well.")] = False
-    quiet: Annotated[bool, Option("No log, summary and progress bar.")] = False
-    verbose: Annotated[bool, Option("The log with a single --prompt, too: backend, memory, time to start.")] = False
+    profile: Annotated[Path | None, Option("Write traces of CPU and GPU to this folder.", metavar="DIR")] = None
+    profile_start_step: Annotated[int, Option("Launches before the first that is recorded.")] = 0
+    profile_steps: Annotated[int, Option("Launches to record; 0: all that follow.")] = 10
+    profile_activity: Annotated[
+        tuple[str, ...], Option("A processor to record; may be repeated.", default="all", choices=("cpu", "gpu"))
+    ] = ()
+    profile_shapes: Annotated[bool, Option("Record the shapes of the operators' inputs. Slower.")] = False
+    profile_stacks: Annotated[bool, Option("Record the Python lines that called the operators. Much slower.")] = False
+    profile_by_stage: Annotated[bool, Option("Write extends and decodes to separate files.")] = False
+    show_token_ids: Annotated[bool, Option("Add the token ids to the answers.")] = False
+    quiet: Annotated[bool, Option("Show no log, summary or progress bar.")] = False
+    verbose: Annotated[bool, Option("Show the log for a single --prompt, too: backend, memory, time to start.")] = False
 
     @property
     def prints(self) -> bool:
-        """Whether the answer to a single prompt is printed as text while it is made."""
+        """Return whether the answer to a single prompt is printed as text while it is generated."""
         return len(self.prompts) == 1 and self.out is None
 
     def params(self) -> Params:
-        """Parameters of requests that have none of their own."""
+        """Return the parameters of requests that set none themselves."""
         names = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos", "adapter")
         return Params(**{name: getattr(self, name) for name in names})
 
     def profile_options(self) -> dict[str, Any]:
-        """Options of `LLM.start_profile`."""
+        """Return the options of `LLM.start_profile`."""
         return {
             "start_step": self.profile_start_step,
             "steps": self.profile_steps or None,
@@ -143,8 +145,8 @@ class GenerateOptions:
 def generate(source: IO[bytes] | None, **options: Any) -> int:
     """Answer prompts with a model in this process, from a JSONL file or from --prompt.
 
-    With one --prompt and no --out the answer is printed as text, while it is made. Else answers are JSON, one object
-    per line, in the order of the input.
+    With one --prompt and no --out the answer is printed as text, while it is generated. Otherwise answers are JSON, one
+    object per line, in the order of the input.
     """
     given = take(GenerateOptions, options)
     if (source is None) == (not given.prompts):
@@ -156,7 +158,7 @@ def generate(source: IO[bytes] | None, **options: Any) -> int:
     engine = {name: value for name, value in options.items() if value not in (None, ())}
     click.get_current_context().with_resource(_logged(given.quiet or (given.prints and not given.verbose)))
     try:
-        config = EngineConfig(adapters=named_folders(given.lora), cuda_graphs="off" if given.no_cuda_graphs else "auto")
+        config = EngineConfig(lora=named_folders(given.lora), cuda_graphs="off" if given.no_cuda_graphs else "auto")
         llm = LLM(given.model, config, **engine, **_sched(given.settings))
         with llm, ExitStack() as at_end:
             if given.profile is not None:
@@ -175,14 +177,14 @@ def generate(source: IO[bytes] | None, **options: Any) -> int:
 
 
 def _check_out(out: Path, source: IO[bytes] | None) -> None:
-    """Raise ConfigError, before a model is loaded, for a file that cannot be written, or that is being read."""
+    """Raise ConfigError, before a model is loaded, if `out` cannot be written or is the input file."""
     if not out.parent.is_dir():
         raise ConfigError(f"`--out` {out}: there is no folder {out.parent}\nhint: make it first")
     if out.is_dir():
         raise ConfigError(f"`--out` {out} is a folder\nhint: name a file in it")
     try:
         same = source is not None and out.exists() and os.path.samestat(out.stat(), os.fstat(source.fileno()))
-    except io.UnsupportedOperation:  # input that is no file
+    except io.UnsupportedOperation:  # input that is not a file
         same = False
     if same:
         raise ConfigError(f"`--out` {out} is the input, which would be lost\nhint: name another file")
@@ -190,7 +192,7 @@ def _check_out(out: Path, source: IO[bytes] | None) -> None:
 
 @contextmanager
 def _logged(quiet: bool) -> Iterator[None]:
-    """What the runtime logs goes to stderr: which backend was chosen, what takes memory, how long a start took."""
+    """Send the runtime's log to stderr: chosen backend, memory, start-up time."""
     handler, logger = logging.StreamHandler(), logging.getLogger("lockstep.runtime")
     before = logger.level
     logger.addHandler(handler)
@@ -203,10 +205,10 @@ def _logged(quiet: bool) -> Iterator[None]:
 
 
 def _print(llm: LLM, prompt: str, chat: bool, params: Params) -> int:
-    """One answer, as text, while it is made."""
-    said = llm.chat_prompt([{"role": "user", "content": prompt}]) if chat else prompt
+    """Print one answer as text while it is generated. Returns the exit status."""
+    request = llm.chat_prompt([{"role": "user", "content": prompt}]) if chat else prompt
     answer = None
-    for piece in llm.stream(said, params):
+    for piece in llm.stream(request, params):
         click.echo(piece.text, nl=False)
         answer = piece.answer
     assert answer is not None
@@ -219,57 +221,57 @@ def _print(llm: LLM, prompt: str, chat: bool, params: Params) -> int:
 
 
 def _end_profile(llm: LLM) -> None:
-    """Say where the traces are, or why there are none."""
+    """Print the paths of the traces, or why there are none."""
     try:
         files = llm.stop_profile()
     except (ConfigError, EngineStopped) as error:
         click.echo(f"lockstep generate: {error}", err=True)
         return
-    said = f"profile: {', '.join(map(str, files))}" if files else "profile: no launch came to be recorded"
-    click.echo(said, err=True)
+    line = f"profile: {', '.join(map(str, files))}" if files else "profile: no launch was recorded"
+    click.echo(line, err=True)
 
 
 def _answer(llm: LLM, lines: Iterable[bytes], out: IO[str], given: GenerateOptions) -> int:
-    """Every line's answer, in order. All are sent first, so that the engine has something to choose from."""
-    asked: list[PendingRequest | str] = []
-    names: list[dict[str, Any]] = []
+    """Write the answer of every line, in order. All requests are sent first, so that the engine can batch them."""
+    sent: list[PendingRequest | str] = []
+    records: list[dict[str, Any]] = []
     for number, raw in enumerate(lines, 1):
         if raw.strip():
             line, error = _read(raw)
-            names.append({"line": number} | ({"id": line.id} if line is not None and line.id is not None else {}))
-            asked.append(error if line is None else _ask(llm, line, given.params()))
+            records.append({"line": number} | ({"id": line.id} if line is not None and line.id is not None else {}))
+            sent.append(error if line is None else _send(llm, line, given.params()))
     wrong = output_tokens = 0
-    with _progress(len(asked), given.quiet) as advance:
-        for one, said in zip(asked, names, strict=True):
+    with _progress(len(sent), given.quiet) as advance:
+        for one, record in zip(sent, records, strict=True):
             if isinstance(one, str):
-                said["error"] = one
+                record["error"] = one
             else:
                 answer = llm.wait(one)
                 output_tokens += sum(len(sample.token_ids) for sample in (answer, *answer.others))
-                said.update(_spoken(answer, given.show_token_ids))
-            wrong += "error" in said
-            out.write(json.dumps(said, ensure_ascii=False) + "\n")
+                record.update(_answer_fields(answer, given.show_token_ids))
+            wrong += "error" in record
+            out.write(json.dumps(record, ensure_ascii=False) + "\n")
             out.flush()
             advance()
     if wrong:
-        click.echo(f"lockstep generate: {wrong} of {len(asked)} lines have an `error` in the output", err=True)
+        click.echo(f"lockstep generate: {wrong} of {len(sent)} lines have an `error` in the output", err=True)
     if not given.quiet:
-        click.echo(_summary(llm.stats(), len(asked) - wrong, output_tokens), err=True)
+        click.echo(_summary(llm.stats(), len(sent) - wrong, output_tokens), err=True)
     return 1 if wrong else 0
 
 
 def _summary(stats: LlmStats, answers: int, output_tokens: int) -> str:
-    """What was done, how fast, and whether the device had to wait."""
+    """Return a line with the amount of output, the speed and the idle time of the device."""
     work_s = stats.device.work_us / 1e6
-    said = f"{answers:,} answers, {output_tokens:,} output tokens in {stats.batches:,} batches"
+    done = f"{answers:,} answers, {output_tokens:,} output tokens in {stats.batches:,} batches"
     if not work_s or stats.device.bubble_share is None:
-        return said
+        return done
     speed = f"{work_s:,.2f} s, {output_tokens / work_s:,.0f} tokens/s"
-    return f"{said} and {speed}; bubbles: the device was idle {stats.device.bubble_share:.1%} of that time"
+    return f"{done} and {speed}; bubbles: the device was idle {stats.device.bubble_share:.1%} of that time"
 
 
 def _read(raw: bytes) -> tuple[InputLine | None, str]:
-    """A line of input, or what is wrong with it."""
+    """Parse a line of input; return it, or None and the error."""
     try:
         line = msgspec.json.decode(raw, type=InputLine)
     except msgspec.ValidationError as error:
@@ -281,8 +283,8 @@ def _read(raw: bytes) -> tuple[InputLine | None, str]:
     return line, ""
 
 
-def _ask(llm: LLM, line: InputLine, params: Params) -> PendingRequest | str:
-    """Send a line's request, or say what is wrong with it."""
+def _send(llm: LLM, line: InputLine, params: Params) -> PendingRequest | str:
+    """Send the request of a line; return its handle, or the error."""
     given = {name: value for name in FROM_LINE if (value := getattr(line, name)) is not None}
     if isinstance(line.stop, str):
         given["stop"] = [line.stop]
@@ -294,23 +296,23 @@ def _ask(llm: LLM, line: InputLine, params: Params) -> PendingRequest | str:
         return str(error)
 
 
-def _spoken(answer: RequestOutput, show_token_ids: bool) -> dict[str, Any]:
-    """What came of a prompt as JSON. Of several answers, where one failed, `error` of the line says so as well."""
+def _answer_fields(answer: RequestOutput, show_token_ids: bool) -> dict[str, Any]:
+    """Return the answer of a line as JSON. If one of several answers failed, `error` of the line repeats its error."""
     if not answer.others:
-        return _spoken_alone(answer, show_token_ids)
-    said = [_spoken_alone(one, show_token_ids) for one in (answer, *answer.others)]
-    errors = [one["error"] for one in said if "error" in one]
-    return {"answers": said} | ({"error": errors[0]} if errors else {})
+        return _sample_fields(answer, show_token_ids)
+    samples = [_sample_fields(one, show_token_ids) for one in (answer, *answer.others)]
+    errors = [one["error"] for one in samples if "error" in one]
+    return {"answers": samples} | ({"error": errors[0]} if errors else {})
 
 
-def _spoken_alone(answer: RequestOutput, show_token_ids: bool) -> dict[str, Any]:
-    """An answer as JSON."""
+def _sample_fields(answer: RequestOutput, show_token_ids: bool) -> dict[str, Any]:
+    """Return one answer as JSON."""
     if answer.error:
         return {"error": answer.error}
-    said: dict[str, Any] = {"text": answer.text} if answer.text is not None else {}
+    found: dict[str, Any] = {"text": answer.text} if answer.text is not None else {}
     if show_token_ids or answer.text is None:
-        said["token_ids"] = answer.token_ids
-    said |= {
+        found["token_ids"] = answer.token_ids
+    found |= {
         "finish_reason": answer.finish_reason,
         "prompt_tokens": len(answer.prompt_token_ids),
         "output_tokens": len(answer.token_ids),
@@ -318,18 +320,18 @@ def _spoken_alone(answer: RequestOutput, show_token_ids: bool) -> dict[str, Any]
     }
     for name in ("logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs"):
         if value := getattr(answer, name):
-            said[name] = value
-    return said
+            found[name] = value
+    return found
 
 
 def _given(prompts: tuple[str, ...], chat: bool) -> list[bytes]:
-    """Prompts of the command line as lines of input."""
-    said = [{"messages": [{"role": "user", "content": one}]} if chat else {"prompt": one} for one in prompts]
-    return [json.dumps(one).encode() for one in said]
+    """Return the prompts of the command line as lines of input."""
+    lines = [{"messages": [{"role": "user", "content": one}]} if chat else {"prompt": one} for one in prompts]
+    return [json.dumps(one).encode() for one in lines]
 
 
 def _sched(settings: tuple[str, ...]) -> dict[str, Any]:
-    """--set NAME=VALUE: numbers and true, false, null as JSON says them, everything else is text."""
+    """Parse the values of --set NAME=VALUE: numbers, true, false and null as in JSON, everything else as text."""
     found: dict[str, Any] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -345,7 +347,7 @@ def _sched(settings: tuple[str, ...]) -> dict[str, Any]:
 
 @contextmanager
 def _progress(total: int, quiet: bool) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, where that is a terminal."""
+    """Show a progress bar on stderr if that is a terminal; yields a function that advances it."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         yield lambda: None

@@ -1,29 +1,29 @@
-"""Decodes in CUDA graphs: one for each of a few numbers of rows, replayed for every batch padded up to it.
+"""Decodes in CUDA graphs: one graph per batch size of a short list; a batch is padded to the next size and replayed.
 
     a batch of 5 decodes, graphs of 1, 2, 4, 8, 16, ... rows: it is padded up to 8
 
     rows        [  7   2   9   4   0 | pad pad pad ]    pad: the row behind the last; all its pages are the scratch page
     lengths     [ 81   9  30  12   5 |  1   1   1  ]
-    ----------- filled in front of each replay, by two launches; what follows is in the graph ------------------------
+    ----------- filled before each replay, by two launches; the lines below are in the graph -------------------------
     positions   = lengths - 1
-    token ids   = newest[rows]                          sampled by the batch in front, on the same stream
+    token ids   = newest[rows]                          sampled by the previous batch, on the same stream
     slots       = page_table[rows, position's page]     padding writes to the scratch page, which is never read
-    hidden      = the model, up to its last norm        [ 5 rows of results | not looked at ]
+    hidden      = the model, up to its last norm        [ 5 rows of results | not read ]
 
 Logits and sampling stay outside: they need few launches, and logits of all sizes would take gigabytes.
 
-What must hold, and what keeps it:
+What must hold, and how it is ensured:
 
-- Whatever a graph reads lies where it lay at capture. Inputs and `hidden` are buffers of this file; the page table is
-  as wide as it ever gets (`DeviceTables(context_tokens=...)`), and if it was replaced all the same, decodes run without
-  graphs; backends keep their workspaces (attention/base.py).
-- What is launched depends on the number of rows alone. `plan(batch, graph=True)` sees to it, before each replay.
-- Nothing is compiled or allocated by a library during a capture: the same pass ran before it, on the same stream.
-- All graphs share one memory pool, so a replay destroys what another left there. Batches run one after another on one
-  stream, and `hidden` lies outside of the pool. It is read before the next replay, on the same stream.
-- The largest is captured first: the others find room in its pool.
+- All memory that a graph reads has the address that it had at capture. Inputs and `hidden` are buffers of this file.
+  The page table is made with its largest width (`DeviceTables(context_tokens=...)`); if it is replaced all the same,
+  decodes run without graphs. Backends keep their workspaces (attention/base.py).
+- The launches depend only on the number of rows. `plan(batch, graph=True)` ensures that, before each replay.
+- No library compiles or allocates during a capture: the same pass ran before it, on the same stream.
+- All graphs share one memory pool, so a replay overwrites the results of the previous one there. Batches run one after
+  another on one stream, and `hidden` is outside of the pool. It is read before the next replay, on the same stream.
+- The largest graph is captured first: the smaller ones then fit into its pool.
 
-On the CPU `EagerGraphs` stands in: the same padded pass over the same buffers, without a capture.
+On the CPU `EagerGraphs` takes their place: the same padded pass over the same buffers, without a capture.
 """
 
 from __future__ import annotations
@@ -51,11 +51,14 @@ Int32s = NDArray[np.int32]
 log = logging.getLogger("lockstep.runtime")
 
 
-ROWS_MAX = 512  # of the largest graph, by default; more rows keep a GPU busy without
+ROWS_MAX = 512  # rows of the largest graph, by default; larger batches keep a GPU busy without graphs
 
 
 def graph_sizes(rows_max: int) -> tuple[int, ...]:
-    """Numbers of rows that get a graph, up to `rows_max`, which is one of them. Steps are those of vLLM and SGLang."""
+    """Return the batch sizes that get a graph, up to and including `rows_max`.
+
+    The steps are those of vLLM and SGLang.
+    """
     if rows_max < 1:
         raise ConfigError(f"`cuda_graph_max_batch` must be 1 or more, got `{rows_max}`\nhint: cuda_graphs=off for none")
     usual = (1, 2, 4, *range(8, 256, 8), *range(256, rows_max, 16))
@@ -63,7 +66,7 @@ def graph_sizes(rows_max: int) -> tuple[int, ...]:
 
 
 def check_graph_mode(mode: str, device: torch.device, rows_max: int | None = None) -> None:
-    """Raise ConfigError for a mode that there is not, or that does not go with the device or with `rows_max`."""
+    """Raise ConfigError for an unknown mode, or one that does not fit the device or `rows_max`."""
     if mode not in get_args(GraphMode):
         raise ConfigError(f"`cuda_graphs` must be one of {', '.join(get_args(GraphMode))}, got `{mode}`")
     if mode == "on" and device.type != "cuda":
@@ -74,37 +77,38 @@ def check_graph_mode(mode: str, device: torch.device, rows_max: int | None = Non
 
 
 class CapturedModel(Protocol):
-    """What is captured of a model."""
+    """The part of a model that is captured."""
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
-        """The last layer's hidden states of the new tokens, normed: [tokens, hidden]."""
+        """Return the normed hidden states of the last layer for the new tokens: [tokens, hidden]."""
 
 
 class Recorder(Protocol):
-    """Makes something that can be replayed of a function over static buffers."""
+    """Turns a function over static buffers into a replayable one."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], object]:
-        """What does the same as `run`, which was not called yet and takes no arguments."""
+        """Return a function with the effect of `run`, which takes no arguments and was not called before."""
 
 
 class EagerGraphs:
     """No capture: a replay is a call."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], object]:
-        """The function itself."""
+        """Return the function itself."""
         return run
 
 
 class CudaGraphs:
-    """torch's CUDA graphs, all in one memory pool. To be used on the stream on which they are replayed later."""
+    """torch's CUDA graphs, all in one memory pool. Used on the stream on which they are replayed later."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], None]) -> Callable[[], object]:
-        """Run twice, so that all is compiled and allocated, then capture; the current stream must not be the default.
+        """Run twice, so that everything is compiled and allocated, then capture.
 
-        `thread_local`: what other threads do with CUDA meanwhile, such as NCCL's watchdog, does not end the capture.
+        The current stream must not be the default stream. With `thread_local`, CUDA calls of other threads, such as
+        NCCL's watchdog, do not invalidate the capture.
         """
         stream = torch.cuda.current_stream()
         for _ in range(2):
@@ -117,12 +121,12 @@ class CudaGraphs:
 
 
 class DecodeGraphs:
-    """The decodes of one executor, as graphs.
+    """The decodes of one executor as graphs.
 
     Args:
-        tables: made with `context_tokens`, so that the page table stays where it is.
-        sizes: numbers of rows, rising; see `graph_sizes`.
-        recorder: CudaGraphs, or EagerGraphs where there is no GPU.
+        tables: made with `context_tokens`, so that the page table keeps its address.
+        sizes: batch sizes in rows, rising; see `graph_sizes`.
+        recorder: CudaGraphs, or EagerGraphs without a GPU.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class DecodeGraphs:
         self.model, self.attention, self.tables, self.recorder = model, attention, tables, recorder
         self.sizes: Int32s = np.array(sizes, np.int32)
         self.replays = 0
-        self.bytes = 0  # that the captures took of the device, as far as they are known
+        self.bytes = 0  # device memory that the captures took, as far as it can be measured
         most, device = int(self.sizes[-1]), tables.device
         self._rows = torch.full((most,), tables.count, dtype=torch.int32, device=device)
         self._lengths = torch.ones(most, dtype=torch.int32, device=device)
@@ -145,15 +149,15 @@ class DecodeGraphs:
         self._slots = torch.zeros(most, dtype=torch.int64, device=device)
         self._indptr = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._places = torch.arange(most, dtype=torch.int64, device=device)
-        self._hidden: Tensor | None = None  # [most, hidden], once the first pass ran
+        self._hidden: Tensor | None = None  # [most, hidden], after the first pass
         self._page_table = tables.page_table
-        self._stale = False  # the page table moved away
+        self._stale = False  # the page table was replaced
         self._filled = 0  # rows of the buffers that are not padding
         self._batches = {size: self._padded(size) for size in self.sizes.tolist()}
         self._replay: dict[int, Callable[[], object]] = {}
 
     def _padded(self, size: int) -> ForwardBatch:
-        """So many rows of the buffers, as one pass."""
+        """Return a pass of the first `size` rows of the buffers."""
         return ForwardBatch(
             token_ids=self._token_ids[:size],
             positions=self._positions[:size],
@@ -173,8 +177,8 @@ class DecodeGraphs:
     def prepare(self, lane: StreamLane) -> list[int]:
         """Record all sizes, the largest first.
 
-        Returns: bytes that each took of the device, in that order; zeros on a CPU.
-        Raises: ConfigError if a capture fails, with the numbers and the way out.
+        Returns: bytes of device memory that each took, in that order; zeros on a CPU.
+        Raises: ConfigError if a capture fails, with the numbers and options to change.
         """
         grown: list[int] = []
         with lane.stream(), torch.inference_mode():
@@ -190,7 +194,7 @@ class DecodeGraphs:
         return grown
 
     def _refusal(self, size: int, error: Exception, device: torch.device) -> str:
-        """The message for a capture that failed."""
+        """Return the message for a failed capture."""
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         numbers = ""
         if device.type == "cuda":
@@ -206,7 +210,7 @@ class DecodeGraphs:
     # --------------------------------------------------------------------------------------------------- the passes
 
     def holds(self, one: ForwardPass) -> bool:
-        """Whether a pass can be replayed: nothing but decodes, no more than the largest graph has rows."""
+        """Return whether a pass can be replayed: decodes only, and at most as many rows as the largest graph."""
         if one.extend_rows or not 0 < len(one.rows) <= self.sizes[-1]:
             return False
         if self.tables.page_table is not self._page_table and not self._stale:
@@ -217,7 +221,7 @@ class DecodeGraphs:
     def run(self, one: ForwardPass, tensors: PassTensors) -> Tensor:
         """Replay a pass.
 
-        Returns: hidden states of its rows, [rows, hidden]: read them on this stream before the next call.
+        Returns: hidden states of its rows, [rows, hidden]; valid on this stream until the next call.
         """
         count = len(one.rows)
         batch = self._batches[int(self.sizes[np.searchsorted(self.sizes, count)])]
@@ -231,7 +235,7 @@ class DecodeGraphs:
         return self._hidden[:count]
 
     def _fill(self, tensors: PassTensors, count: int) -> None:
-        """Put a pass into the buffers, and padding where the pass before was longer."""
+        """Copy a pass into the buffers, and reset the rows behind it to padding."""
         self._rows[:count].copy_(tensors.rows)
         self._lengths[:count].copy_(tensors.lengths)
         if self._filled > count:
@@ -246,7 +250,7 @@ class DecodeGraphs:
             self.attention.plan(batch)
 
     def _run(self, batch: ForwardBatch) -> None:
-        """What is captured."""
+        """Run the captured part of a pass."""
         width, shift, mask = self._page_table.shape[1], self.tables.page_shift, self.tables.page_size - 1
         torch.sub(batch.lengths, 1, out=batch.positions)
         torch.index_select(self.tables.newest, 0, batch.rows, out=batch.token_ids)
@@ -260,9 +264,10 @@ class DecodeGraphs:
 
 
 def expected_bytes(grown: Sequence[int], count: int) -> int:
-    """What `count` graphs take, of which the largest and the next took `grown`.
+    """Estimate the bytes of `count` graphs from `grown`, the bytes of the largest and the next smaller ones.
 
-    The first brings the pool, which the others share; each of those adds its own launches, and a backend's buffers.
+    The first includes the memory pool, which all graphs share. Each of the others adds its launches and the buffers of
+    a backend.
     """
     first, *others = grown
     return first + (count - 1) * max(others, default=0)

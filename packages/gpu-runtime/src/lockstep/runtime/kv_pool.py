@@ -12,17 +12,18 @@ from lockstep.runtime.quantized.fp8 import to_fp8
 from lockstep.runtime.quantized.fp8_format import FP8
 
 KvScales = Sequence[tuple[float, float]]
-"""Of keys and of values, by layer: what lies in the pool is multiplied by them."""
+"""Scales of keys and of values, by layer: the stored numbers are multiplied by them."""
 
 
 class KvPool:
     """Keys and values by layer, page and offset: [pages + 1, page_size, kv_heads, head_dim] each.
 
-    Page numbers are those of the plans. The page behind the last one is scratch: what padding rows write goes there.
+    Page numbers are those of the plans. The page behind the last one is the scratch page, to which padding rows write.
 
     Args:
-        dtype: of what is written, and of what lies there unless `scales` are given.
-        scales: numbers lie there in fp8 (e4m3), divided by these; what is larger than fp8 has becomes the largest.
+        dtype: dtype of keys and values that are written, and of the stored ones unless `scales` are given.
+        scales: with scales, numbers are stored in fp8 (e4m3), divided by them; numbers above the range of fp8 are
+            clamped to it.
     """
 
     def __init__(
@@ -45,12 +46,12 @@ class KvPool:
         self.values = [torch.zeros(shape, dtype=stored, device=device) for _ in range(layers)]
 
     def release(self) -> None:
-        """Give the memory back; what lay in it is gone."""
+        """Free the memory; its content is lost."""
         for tensor in (*self.keys, *self.values):
             tensor.untyped_storage().resize_(0)
 
     def resume(self) -> None:
-        """Take memory again, of zeros."""
+        """Allocate the memory again, filled with zeros."""
         for tensor in (*self.keys, *self.values):
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
             tensor.zero_()
@@ -62,22 +63,22 @@ class KvPool:
 
     @staticmethod
     def bytes_per_page(layers: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes that one page takes in all layers."""
+        """Return the bytes that one page takes in all layers."""
         return 2 * layers * page_size * kv_heads * head_dim * dtype.itemsize
 
     def write(self, layer: int, key: Tensor, value: Tensor, batch: ForwardBatch) -> None:
-        """Keep the KV of a pass's new tokens, [tokens, kv_heads, head_dim] each, in the slots `batch.slots`."""
+        """Store the KV of a pass's new tokens, [tokens, kv_heads, head_dim] each, in the slots `batch.slots`."""
         flat = (-1, self.kv_heads, self.head_dim)
         if self.fp8:
             for kept, new, scale in zip((self.keys, self.values), (key, value), self.scales[layer], strict=True):
-                bits = to_fp8(new.float() / scale).view(torch.uint8)  # torch moves bytes, but not all of fp8
+                bits = to_fp8(new.float() / scale).view(torch.uint8)  # not all copies of torch support fp8
                 kept[layer].view(torch.uint8).view(flat).index_copy_(0, batch.slots, bits)
             return
         self.keys[layer].view(flat).index_copy_(0, batch.slots, key.to(self.keys[layer].dtype))
         self.values[layer].view(flat).index_copy_(0, batch.slots, value.to(self.values[layer].dtype))
 
     def read(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of pages, int64 [n]: [n * page_size, kv_heads, head_dim] each; of fp8 in float32."""
+        """Return keys and values of pages, int64 [n]: [n * page_size, kv_heads, head_dim] each; fp8 as float32."""
         flat = (-1, self.kv_heads, self.head_dim)
         keys, values = self.keys[layer][pages].view(flat), self.values[layer][pages].view(flat)
         if not self.fp8:

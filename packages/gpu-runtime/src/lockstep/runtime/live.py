@@ -1,14 +1,14 @@
-"""Other weights in a model that serves, and memory given back for a while: `lockstep.host.weights.Hands`.
+"""Replaces the weights of a serving model, and releases its memory for a time: `lockstep.host.weights.WeightLoader`.
 
-    prepare(source)   compare names, shapes and settings, read everything      on all ranks; the model is not touched
-    commit()          copy it over the weights before                          on all ranks, once all are prepared
+    prepare(source)   compare names, shapes and settings, read everything      on all ranks; the model is not changed
+    commit()          copy the new weights over the old ones                   on all ranks, once all have prepared
 
-What is read waits in the CPU's memory, so a file that is cut short or does not fit changes nothing, and no two ranks
-have different weights. An update so needs the size of the weights once more in the CPU's memory.
+`prepare` reads into CPU memory. So a file that is cut short or does not fit changes nothing, and no two ranks have
+different weights. An update therefore needs the size of the weights once more in CPU memory.
 
-Memory: tensors keep their shapes and lose their storage. KV is void by then. Weights are kept meanwhile: those of a GPU
-in the CPU's memory, those of the CPU in a nameless file of the system's temporary folder. CUDA graphs hold addresses,
-so where there are any, a GPU's memory cannot be given back.
+Memory: tensors keep their shapes and lose their storage. The KV is void by then. Weights are kept meanwhile: a GPU's in
+CPU memory, a CPU's in an unnamed file of the system's temporary folder. CUDA graphs contain addresses, so a GPU's
+memory cannot be released while there are any.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from lockstep.runtime.executor import Executor
 from lockstep.runtime.models import Decoder, ModelSettings, read_settings
 from lockstep.runtime.weights_group import Backend, Received, WeightsGroup, check_backend
 
-SHARED_MEMORY = Path("/dev/shm")  # where POSIX shared memory has its names on Linux
-MAY_DIFFER = frozenset({"dtype", "end_tokens", "context_tokens"})  # settings that are fixed when an engine begins
-VALUES_MAX = 1 << 20  # that are read of one tensor at a time
+SHARED_MEMORY = Path("/dev/shm")  # the folder of POSIX shared memory on Linux
+MAY_DIFFER = frozenset({"dtype", "end_tokens", "context_tokens"})  # settings that are fixed when an engine starts
+VALUES_MAX = 1 << 20  # most values that one request can read
 
 
 class LiveModel:
-    """The weights and the memory of one rank, or of all of an engine."""
+    """The weights and the memory of one rank, or of a whole engine."""
 
     def __init__(self, model: Decoder, executor: Executor) -> None:
         self.model, self.executor, self.pool = model, executor, executor.attention.pool
         self.version = 0
-        self._wanted = list(model.tensors())  # views, which cannot be made while there is no memory
+        self._wanted = list(model.tensors())  # views, which cannot be made while the memory is released
         self._staged: Staged | None = None
         self._groups: dict[str, WeightsGroup] = {}
-        self._kept: _ReleasedTensor | None = None  # the weights, while their memory is given back
-        self._lock = threading.Lock()  # a reader of weights does not see half of an update
+        self._kept: _ReleasedTensor | None = None  # the weights, while their memory is released
+        self._lock = threading.Lock()  # a reader of weights must not see half of an update
 
     # ------------------------------------------------------------------------------------------------------ weights
 
     def load_weights(self, version: int, source: str) -> None:
-        """Both steps, where there is one rank."""
+        """Prepare and commit new weights, on an engine with one rank."""
         self.prepare(source)
         self.commit(version)
 
     def prepare(self, source: str) -> None:
-        """Read weights; those that there are stay in place. Raises ConfigError."""
+        """Read and check new weights; the current ones stay in use. Raises ConfigError."""
         self._staged = None
         where = read_source(source)
         parallel, model = self.model.parallel, self.model
@@ -74,12 +74,12 @@ class LiveModel:
                     partial=not isinstance(where, Folder),
                 )
             except (OSError, MemoryError, RuntimeError) as error:
-                said = str(error).partition("\n")[0]
-                raise CheckpointError(tensors.folder, [f"{type(error).__name__}: {said}"]) from error
+                reason = str(error).partition("\n")[0]
+                raise CheckpointError(tensors.folder, [f"{type(error).__name__}: {reason}"]) from error
 
     @contextmanager
     def _opened(self, source: Source) -> Iterator[Tensors]:
-        """What to read from. Raises ConfigError."""
+        """Open the source of the tensors. Raises ConfigError."""
         opened: AbstractContextManager[Tensors]
         match source:
             case Folder(path):
@@ -98,7 +98,7 @@ class LiveModel:
             yield tensors
 
     def join_group(self, name: str, address: str, port: int, rank: int, ranks: int, backend: Backend = "gloo") -> None:
-        """Meet a trainer, for weights that it sends. Raises ConfigError."""
+        """Connect to the group of a trainer, which sends weights. Raises ConfigError."""
         check_backend(backend, self.model.device)
         if self.model.parallel.ranks > 1:
             raise ConfigError("an engine of several ranks joins no group\nhint: update it from a folder")
@@ -107,27 +107,27 @@ class LiveModel:
         self._groups[name] = WeightsGroup(address, port, rank, ranks, name, backend=backend, device=self.model.device)
 
     def leave_group(self, name: str) -> None:
-        """Raises ConfigError for a group that it is not in."""
+        """Leave a group. Raises ConfigError if this engine has not joined it."""
         if name not in self._groups:
             raise ConfigError(f"this engine has joined no group {name!r}")
         self._groups.pop(name).close()
 
     def commit(self, version: int) -> None:
-        """Put what was prepared in place."""
+        """Copy the prepared weights into the model."""
         staged, self._staged = self._staged, None
         assert staged is not None
         lane = self.executor.lane
         with self._lock, lane.stream(), torch.no_grad():
             staged.place()
-            lane.check()  # all is there before anything is launched
+            lane.check()  # wait until all weights are in place, before anything is launched
             self.version = version
 
     def discard(self) -> None:
-        """Forget what was prepared."""
+        """Drop the prepared weights."""
         self._staged = None
 
     def read(self, name: str, rows: int) -> WeightsRead:
-        """The first rows of a tensor, by the name that it has in a checkpoint. Raises ConfigError."""
+        """Return the first rows of a tensor, by its name in a checkpoint. Raises ConfigError."""
         if self.model.parallel.ranks > 1:
             raise ConfigError("weights are split over the ranks, of which no one has all\nhint: read them without `tp`")
         found = {want.name: want.into for want in self._wanted}
@@ -152,7 +152,7 @@ class LiveModel:
     # ------------------------------------------------------------------------------------------------------- memory
 
     def switch_memory(self, tags: Sequence[str], *, released: bool) -> None:
-        """Give memory back, or take it again. Raises ConfigError."""
+        """Release memory, or allocate it again. Raises ConfigError."""
         gpu = self.model.device.type == "cuda"
         if released and gpu and self.executor.graphs is not None:
             raise ConfigError(
@@ -180,7 +180,7 @@ class LiveModel:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """The memory is not taken again."""
+        """Drop the kept weights; the memory is not allocated again."""
         if self._kept is not None:
             self._kept.close()
 
@@ -189,7 +189,7 @@ class LiveModel:
 
 
 def check_settings(folder: Path, running: ModelSettings) -> None:
-    """Raise ConfigError, naming every setting, where the model of a folder is not the one that runs."""
+    """Raise ConfigError with every setting in which the model of a folder differs from the running one."""
     there = read_settings(folder)
     wrong = [
         f"`{one.name}` is {getattr(there, one.name)}, and of the model that runs {getattr(running, one.name)}"
@@ -204,7 +204,7 @@ def check_settings(folder: Path, running: ModelSettings) -> None:
 
 
 class _ReleasedTensor:
-    """Tensors without memory, and their content. Raises ConfigError where there is no room for it."""
+    """The content of tensors whose memory is released. Raises ConfigError if there is no room for it."""
 
     def __init__(self, tensors: Iterator[Tensor]) -> None:
         by_address = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
@@ -231,7 +231,10 @@ class _ReleasedTensor:
             storage.resize_(0)
 
     def put_back(self) -> None:
-        """Everything as it was. Raises RuntimeError where there is no memory; then all of it is still kept."""
+        """Allocate the memory and restore the content.
+
+        Raises RuntimeError without memory; the content is then still kept.
+        """
         try:
             for storage, size in zip(self._storages, self._sizes, strict=True):
                 storage.resize_(size)
@@ -255,7 +258,7 @@ class _ReleasedTensor:
         self.close()
 
     def close(self) -> None:
-        """Nothing is kept any more."""
+        """Drop the content."""
         self._copies = []
         if self._file is not None:
             self._file.close()
@@ -266,18 +269,22 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _in_place(storage: torch.UntypedStorage) -> memoryview:
-    """The bytes of a CPU's storage. One that was seen as a numpy array could never be resized again."""
+    """Return the bytes of a CPU storage. A storage that was viewed as a numpy array could not be resized any more."""
     return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 
 @contextmanager
 def _room(what: str) -> Iterator[None]:
-    """Raise ConfigError where there is no memory for something."""
+    """Raise ConfigError if the memory for `what` cannot be allocated."""
     try:
         yield
     except (torch.cuda.OutOfMemoryError, MemoryError) as error:
-        raise ConfigError(f"there is no memory for {what} now\nhint: whoever has it must give it back first") from error
+        raise ConfigError(
+            f"there is no memory for {what} now\nhint: free memory in the processes that use it first"
+        ) from error
     except RuntimeError as error:
         if "memory" not in str(error):
             raise
-        raise ConfigError(f"there is no memory for {what} now\nhint: whoever has it must give it back first") from error
+        raise ConfigError(
+            f"there is no memory for {what} now\nhint: free memory in the processes that use it first"
+        ) from error

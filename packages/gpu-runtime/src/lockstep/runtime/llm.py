@@ -8,9 +8,9 @@
         for piece in llm.stream("Returns"):
             print(piece.text, end="")
 
-Requests go through the same scheduler as everywhere: radix cache, chunks, retraction, overlap. The engine runs in a
-thread of its own, so any number of threads may ask at once. With `journal` every decision is recorded, and
-`lockstep journal verify` makes them again.
+Requests use the same scheduler as on a server: radix cache, chunks, retraction, overlap. The engine runs in a thread of
+its own, so any number of threads may send requests at once. With `journal` every decision is recorded, and
+`lockstep journal verify` derives the decisions again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ from lockstep.host.errors import EngineStopped
 from lockstep.host.grammar_backends import choose_backend
 from lockstep.host.grammar_compiler import make_compilers
 from lockstep.host.grammars import make_grammar
-from lockstep.host.loop import HostClock, RuntimeHost
+from lockstep.host.host_header import RUNTIME, HostHeader
+from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, RequestServices, RuntimeHost
 from lockstep.host.text import Message, StopTexts, Text
 from lockstep.host.weights import (
     Folder,
@@ -114,34 +115,34 @@ from lockstep.runtime.weights_group import Backend
 log = logging.getLogger("lockstep.runtime")
 
 UpdateMode = Literal["wait", "retract", "cancel", "in_place"]
-JOIN_S = 0.2  # between two looks at whether the engine's thread will ever end
+JOIN_S = 0.2  # interval of the checks whether the engine's thread can still end
 
 
 @dataclass(frozen=True, slots=True)
 class LlmStats:
-    """How an LLM stands."""
+    """State of an LLM at one moment."""
 
     engine: Stats
     device: DeviceTime
     batches: int  # launched so far
-    drafts: DraftCounts  # what became of them, where drafts are verified
+    drafts: DraftCounts  # results of verified drafts
 
 
 class LLM:
     """A model with its engine.
 
     Args:
-        model: a Hugging Face folder; None is the demo model.
-        config: what the engine is made with.
-        options: fields of `EngineConfig`, and of SchedConfig, by name; they go before those of `config`.
-    Raises: ConfigError; RankLost when another rank fails before it has begun.
+        model: a Hugging Face folder; None: the demo model.
+        config: settings of the engine.
+        options: fields of `EngineConfig`, and of SchedConfig, by name; they override those of `config`.
+    Raises: ConfigError; RankLost if another rank fails before the engine runs.
     """
 
     def __init__(self, model: str | Path | None = None, config: EngineConfig | None = None, **options: Any) -> None:
         config = (EngineConfig() if config is None else config).with_options(options)
         config.check()
         keeper, journal, text, seed = config.keeper, config.journal, config.text, config.seed
-        tensor_parallel, draft_model = config.tensor_parallel, config.draft_model
+        tp, draft_model = config.tp, config.draft_model
         fp8_activations = config.fp8_activations
         sched = dict(config.sched)
         packages = processors.versions(config.logit_processors)
@@ -153,14 +154,14 @@ class LLM:
         self.pooling = choose_pooling(folder, config.pooling, config.normalize)
         if not 1 <= config.max_lora_rank <= LORA_RANK_MAX:
             raise ConfigError(f"`max_lora_rank` must be 1 to {LORA_RANK_MAX}, got `{config.max_lora_rank}`")
-        if config.adapters:
+        if config.lora:
             sched.setdefault("max_loras", LORAS)
-        sources = {name: source_of(path) for name, path in config.adapters.items()}
+        sources = {name: source_of(path) for name, path in config.lora.items()}
         if keeper is not None and keeper.config is not None:
             sched = keeper.settings(sched)
         if sources and not sched["max_loras"]:
-            raise ConfigError("`adapters` are named, but `max_loras` is 0, which is no LoRA\nhint: leave it out")
-        check_draft_model(draft_model, sched.get("speculative_method"), tensor_parallel)
+            raise ConfigError("`lora` names adapters, but `max_loras` is 0, which is no LoRA\nhint: leave it out")
+        check_draft_model(draft_model, sched.get("speculative_method"), tp)
         weights = WeightsLog() if keeper is None else keeper.weights
         if weights.version:
             check_lasting(weights.version, read_source(weights.source))
@@ -170,7 +171,7 @@ class LLM:
         }
         settings = RankSettings(
             model=str(folder.resolve()),
-            random_weights_seed=config.random_weights_seed,
+            random_weights_seed=config.random_weights,
             pooling=self.pooling,
             debug=config.debug,
             sched=sched,
@@ -186,10 +187,10 @@ class LLM:
         with ExitStack() as undo:
             if fp8_activations == "on":  # before ranks are started
                 choose_activations(fp8_activations, read_settings(folder).quantization, where)
-            if tensor_parallel != 1:
-                check_split(read_settings(folder), tensor_parallel)
-                read_settings(folder, tensor_parallel)
-                self.group = RankGroup(tensor_parallel, where, settings, timeout_s=config.rank_timeout_s)
+            if tp != 1:
+                check_split(read_settings(folder), tp)
+                read_settings(folder, tp)
+                self.group = RankGroup(tp, where, settings, timeout_s=config.rank_timeout_s)
                 undo.callback(self.group.close)
                 where = self.group.device
             made = assemble(settings, where, clock, self.group)
@@ -215,15 +216,16 @@ class LLM:
             weight_loader = self._live if self.group is None else LeadModel(self._live, self.group)
             engine = Engine(self.config)
             if journal is not None or keeper is not None:
-                host: dict[str, str | int | float] = {"kind": "runtime", "model": model_name(folder)}
-                host |= {"gpu": device_name(where), "tp": tensor_parallel}
-                if packages:
-                    host["logit_processors"] = packages
-                if config.kv_cache_dtype != "auto":
-                    host["kv_cache_dtype"] = config.kv_cache_dtype
-                if self.model.activations:
-                    host["fp8_activations"] = self.model.activations
-                header = JournalHeader(config=self.config, seed=seed, host=host)
+                host = HostHeader(
+                    kind=RUNTIME,
+                    model=model_name(folder),
+                    gpu=device_name(where),
+                    tp=tp,
+                    logit_processors=packages or None,
+                    kv_cache_dtype=None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+                    fp8_activations=self.model.activations or None,
+                )
+                header = JournalHeader(config=self.config, seed=seed, host=host.entries())
                 if keeper is not None:
                     engine, self._journal = keeper.begin(header)
                 else:
@@ -244,15 +246,13 @@ class LLM:
                 executor,
                 self._journal or NoJournal(),
                 clock,
-                check_request=self._check,
-                watch_text=self._watch if self.text is not None else None,
-                compile_grammar=None if self.grammars is None else self.grammars.compiler,
-                profiler=self._profiler,
-                weight_loader=weight_loader,
-                weights=weights,
-                adapters=self._shelf,
-                adapters_log=None if keeper is None else keeper.adapters,
-                orders=() if keeper is None else keeper.orders,
+                requests=RequestServices(
+                    check=self._check,
+                    watch_text=self._watch if self.text is not None else None,
+                    compile_grammar=None if self.grammars is None else self.grammars.compiler,
+                ),
+                device=DeviceServices(self._profiler, weight_loader, self._shelf),
+                earlier=EarlierGeneration(weights) if keeper is None else keeper.earlier_generation(),
                 observe=self._bubbles.fold,
             )
             self.adapter_desk: AdapterRegistry | None = None
@@ -262,7 +262,7 @@ class LLM:
             if self.group is not None:
                 self.group.on_stuck = self.host.fail
             undo.pop_all()
-        own_limit_s = config.batch_timeout_s if self.group is None else 0  # a group watches itself
+        own_limit_s = config.batch_timeout_s if self.group is None else 0  # a group has its own watchdog
         self._watchdog = watchdog.Watchdog(self.host.oldest_batch, self.host.fail, own_limit_s)
         self._requests = 0
         self._lock = threading.Lock()
@@ -271,7 +271,7 @@ class LLM:
             self.start()
 
     def start(self) -> None:
-        """Run the engine, if that was left to the caller."""
+        """Start the engine's thread, for an LLM made with `start=False`."""
         self._thread.start()
 
     # --------------------------------------------------------------------------------------------------- questions
@@ -283,13 +283,13 @@ class LLM:
         *,
         progress: Callable[[int], object] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts, text or token ids, all together; answers in their order.
+        """Answer prompts, text or token ids, all at the same time. Returns the answers in the order of the prompts.
 
         Args:
             params: for all of them, or one for each.
-            progress: called with the number of answers that have ended, after each.
-        Raises: ConfigError, before any of them is sent, for a prompt or parameters that are none; EngineStopped if the
-            engine ends first. A prompt that cannot be served has `error` in its answer.
+            progress: called after each answer that ends, with the number that have ended.
+        Raises: ConfigError for an invalid prompt or invalid parameters, before any request is sent; EngineStopped if
+            the engine ends first. A prompt that cannot be served has `error` in its answer.
         """
         listed = listed_prompts(prompts)
         return self._answers(zip(listed, params_of_each(params, len(listed)), strict=True), "generate", progress)
@@ -301,42 +301,44 @@ class LLM:
         *,
         progress: Callable[[int], object] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, written by the model's chat template."""
+        """Answer one conversation or several, formatted by the model's chat template."""
         one = bool(conversations) and isinstance(conversations[0], Mapping)
         several = cast("Sequence[Sequence[Message]]", [conversations] if one else conversations)
         return self.generate([self.chat_prompt(messages) for messages in several], params, progress=progress)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids of a conversation, ready for the answer. Raises ConfigError."""
+        """Return the token ids of a conversation, up to the start of the answer. Raises ConfigError."""
         if not messages:
             raise ConfigError("`messages` is empty\nhint: give at least one, of role user")
         text = self._needs_text("a conversation")
         return text.encode(text.chat(messages), special=False)
 
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[OutputDelta]:
-        """Answer one prompt piece by piece; the last piece carries the whole answer. Leaving early cancels it.
+        """Answer one prompt piece by piece; the last piece carries the whole answer.
 
-        Raises: as `ask` and `wait`.
+        Closing the iterator early cancels the request.
+
+        Raises: the errors of `ask` and `wait`.
         """
         if params is not None and params.n != 1:
             raise ConfigError(f"`n` is {params.n}, but a stream is of one answer\nhint: generate")
         tokens: SimpleQueue[list[int] | None] = SimpleQueue()
-        asked = self.ask(prompt, params or Params(), tokens=tokens)
+        pending = self.ask(prompt, params or Params(), tokens=tokens)
         try:
             while (new := tokens.get()) is not None:
-                yield OutputDelta(asked.spell(new), new)
-            answer = self.wait(asked)
-            yield OutputDelta(asked.spell(()), [], answer)
+                yield OutputDelta(pending.spell(new), new)
+            answer = self.wait(pending)
+            yield OutputDelta(pending.spell(()), [], answer)
         finally:
-            if not asked.over.is_set():
-                self.host.cancel(asked.answer.request_id)
+            if not pending.over.is_set():
+                self.host.cancel(pending.answer.request_id)
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, progress: Callable[[int], object] | None = None
     ) -> list[RequestOutput]:
-        """One vector for each prompt, in `vector`: the last layer's hidden states, normed and pooled.
+        """Return one vector per prompt, in `vector`: the normed hidden states of the last layer, pooled.
 
-        A prompt's vector takes nothing from the radix cache, which holds no hidden states; all positions are computed.
+        A prompt's vector uses no KV of the radix cache, which stores no hidden states; all positions are computed.
         """
         nothing = Params(max_new_tokens=0)
         return self._answers([(prompt, nothing) for prompt in listed_prompts(prompts)], "embed", progress)
@@ -348,15 +350,16 @@ class LLM:
         *,
         progress: Callable[[int], object] | None = None,
     ) -> list[Scored]:
-        """How likely each of some labels is behind each prompt, as its logprob: the sum over the label's tokens.
+        """Return the logprob of each label behind each prompt: the sum over the label's tokens.
 
-        Where all labels are of one token, each prompt is one request, judged at its last position. Else each label of
-        each prompt is one, all of which share the prompt's KV. A label's text is put into tokens by itself.
+        If all labels have one token, each prompt is one request, scored at its last position. Otherwise each pair of
+        prompt and label is one request, and requests of one prompt share its KV. The text of a label is tokenized on
+        its own.
 
         Args:
             labels: text, token ids, or one token id each; the same for all prompts.
-            progress: called with the number of requests that have ended, after each.
-        Raises: as `generate`; a prompt that cannot be served has `error`.
+            progress: called after each request that ends, with the number that have ended.
+        Raises: the errors of `generate`; a prompt that cannot be served has `error`.
         """
         ids = [self._ids_of_label(label) for label in labels]
         if not ids:
@@ -385,32 +388,34 @@ class LLM:
         kind: RequestKind = "generate",
         tokens: SimpleQueue[list[int] | None] | None = None,
     ) -> PendingRequest:
-        """Send one request without waiting for its answer. New tokens are put into `tokens`, and None behind the last;
-        of several answers, those of the first.
+        """Send one request without waiting for its answer.
 
-        Raises: ConfigError for a prompt or parameters that are none; EngineStopped.
+        New tokens are put into `tokens`, followed by None after the last. If the request has several answers, they are
+        those of the first.
+
+        Raises: ConfigError for an invalid prompt or invalid parameters; EngineStopped.
         """
         return self._send(self._request(prompt, params, kind, stream=tokens is not None), params, tokens)
 
-    def wait(self, asked: PendingRequest) -> RequestOutput:
-        """The answer, once it is whole. Raises EngineStopped if the engine ends first."""
-        for one in asked.samples:
+    def wait(self, pending: PendingRequest) -> RequestOutput:
+        """Wait for the whole answer and return it. Raises EngineStopped if the engine ends first."""
+        for one in pending.samples:
             one.over.wait()
             if one.failure:
                 raise EngineStopped(one.failure)
             one.spell_rest()
-        return asked.answer
+        return pending.answer
 
     def stats(self) -> LlmStats:
-        """How the engine stands, and what became of the device's time so far. Raises EngineStopped."""
-        answered = self.host.ask(GetState()).result()
-        assert answered.stats is not None
+        """Return the state of the engine, and how the device's time was used so far. Raises EngineStopped."""
+        answer = self.host.ask(GetState()).result()
+        assert answer.stats is not None
         drafts = self.host.drafts
         drafts = replace(drafts, right_by_position=list(drafts.right_by_position))
-        return LlmStats(answered.stats, self._bubbles.read(), self.host.batches, drafts)
+        return LlmStats(answer.stats, self._bubbles.read(), self.host.batches, drafts)
 
     def start_profile(self, folder: str | Path, **options: Any) -> None:
-        """Record what CPU and GPU do from the next launch on, into files of `folder`.
+        """Record the activity of CPU and GPU from the next launch on, into files of `folder`.
 
         Args:
             options: fields of `profiler.ProfileOptions`: start_step, steps, activities, record_shapes, with_stack,
@@ -422,17 +427,17 @@ class LLM:
             self.stop_profile()
         self._profiler.configure(wanted)
         launches = None if wanted.steps is None or wanted.by_stage else wanted.start_step + wanted.steps
-        answered = self.host.ask(Profile("start", launches)).result()
-        if not answered.ok:
-            raise ConfigError(answered.message)
+        answer = self.host.ask(Profile("start", launches)).result()
+        if not answer.ok:
+            raise ConfigError(answer.message)
 
     def stop_profile(self) -> list[Path]:
-        """End the profile, if it has not ended by itself. Returns its files. Raises ConfigError if there is none."""
-        answered = self.host.ask(Profile("stop")).result()
+        """End the profile if it is still recording. Returns its files. Raises ConfigError if there is none."""
+        answer = self.host.ask(Profile("stop")).result()
         if self._profiler.error:
             raise ConfigError(f"the profile failed: {self._profiler.error}")
-        if not answered.ok and not self._profiler.files:
-            raise ConfigError(answered.message)
+        if not answer.ok and not self._profiler.files:
+            raise ConfigError(answer.message)
         return list(self._profiler.files)
 
     # ------------------------------------------------------------------------------------------- weights and memory
@@ -440,14 +445,14 @@ class LLM:
     def update_weights(
         self, source: str | Path | Source, *, version: int | None = None, mode: UpdateMode = "wait"
     ) -> int:
-        """Put other weights in place while requests are there. Returns their version.
+        """Replace the weights while requests are open. Returns the version of the new weights.
 
         Args:
             source: a folder of the same model; or tensors of it, see `lockstep.host.weights`.
-            version: above those there were; None: the next.
-            mode: what becomes of requests that run: wait for their end, retract (they go on with the new weights, their
-                KV computed again), cancel, or in_place (they go on with KV of both).
-        Raises: ConfigError with everything that does not fit; then the weights before are in place.
+            version: a number above all earlier ones; None: the next.
+            mode: what happens to running requests: wait for their end; retract them, which continue with the new
+                weights after their KV is computed again; cancel them; or in_place: they continue with KV of both.
+        Raises: ConfigError with all problems; the weights are then unchanged.
         """
         if isinstance(source, str | Path):
             folder = Path(source).resolve()
@@ -458,49 +463,49 @@ class LLM:
         return version
 
     def weights(self, name: str, rows: int = 100) -> WeightsRead:
-        """The first rows of a tensor, by the name it has in a checkpoint. Raises ConfigError."""
+        """Return the first rows of a tensor, by its name in a checkpoint. Raises ConfigError."""
         return self._live.read(name, rows)
 
     def join_group(self, name: str, address: str, port: int, rank: int, ranks: int, backend: Backend = "gloo") -> None:
-        """Meet a trainer: `weights_group`. Raises ConfigError."""
+        """Connect to the group of a trainer, see `weights_group`. Raises ConfigError."""
         self._live.join_group(name, address, port, rank, ranks, backend)
 
     def leave_group(self, name: str) -> None:
-        """Raises ConfigError for a group that it is not in."""
+        """Leave a group. Raises ConfigError if this engine has not joined it."""
         self._live.leave_group(name)
 
     def release_memory(self, *tags: str) -> None:
-        """Give the memory of kv_cache and weights back, or of what is named, once nothing runs. Requests wait then.
+        """Release the memory of kv_cache and weights, or of the named tags, once nothing runs. Requests wait meanwhile.
 
         Raises: ConfigError.
         """
         self._ordered(ReleaseMemory(tags or MEMORY_TAGS))
 
     def resume_memory(self, *tags: str) -> None:
-        """Take it again; requests go on. Raises ConfigError."""
+        """Allocate the memory again; requests continue. Raises ConfigError."""
         self._ordered(ResumeMemory(tags or MEMORY_TAGS))
 
     # ---------------------------------------------------------------------------------------------------- adapters
 
     def load_adapter(self, name: str, folder: str | Path, *, pinned: bool = False) -> int:
-        """Make a LoRA adapter known, or a newer version of it, while requests run. Returns its version.
+        """Add a LoRA adapter, or a newer version of one, while requests run. Returns its version.
 
-        Requests that came before keep the version that they came with. It is read now, and copied to the device when it
-        is wanted; with `pinned` at once, and stays there.
+        Requests that arrived before keep their version. The adapter is read now, and copied to the device when a
+        request needs it; with `pinned` it is copied at once, and keeps its slot.
 
-        Raises: ConfigError with everything that does not fit.
+        Raises: ConfigError with all problems.
         """
         return self._desk().load(name, folder, pinned=pinned)
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; returns once no request uses it any more. New ones are refused from now on.
+        """Remove an adapter; returns once no request uses it. New requests on it are refused from now on.
 
-        Raises: ConfigError for one that is not there.
+        Raises: ConfigError if there is no such adapter.
         """
         self._desk().unload(name)
 
     def adapters(self) -> dict[str, str]:
-        """Folders of the adapters that are loaded, by name."""
+        """Return the folders of the loaded adapters, by name."""
         return {one.name: one.path for one in self.host.adapters.entries}
 
     def _desk(self) -> AdapterRegistry:
@@ -509,9 +514,9 @@ class LLM:
         return self.adapter_desk
 
     def _ordered(self, control: Control) -> None:
-        answered = self.host.ask(control).result()
-        if not answered.ok:
-            raise ConfigError(answered.message)
+        answer = self.host.ask(control).result()
+        if not answer.ok:
+            raise ConfigError(answer.message)
 
     def close(self) -> None:
         """End the engine; waiting calls raise EngineStopped."""
@@ -534,7 +539,7 @@ class LLM:
             self._journal.close()
 
     def _join(self) -> None:
-        """Wait for the engine's thread, but not for ever for one that waits for a rank or for a kernel."""
+        """Wait for the engine's thread, but only for a limited time if it waits for a rank or a kernel."""
         while self._thread.is_alive() and not self._watchdog.fired and not (self.group and self.group.failure):
             self._thread.join(JOIN_S)
         if self._thread.ident is not None:
@@ -551,7 +556,7 @@ class LLM:
     # ----------------------------------------------------------------------------------------------------- inside
 
     def _serve(self) -> None:
-        """The engine's thread."""
+        """Run the engine, in its own thread."""
         try:
             self.host.run()
         except LockstepError as error:
@@ -560,7 +565,7 @@ class LLM:
             log.exception("the engine failed")  # with the traceback
 
     def _request(self, prompt: Prompt, params: Params, kind: RequestKind, *, stream: bool = False) -> RequestArrived:
-        """A request, not sent yet. Raises ConfigError if prompt or parameters are none."""
+        """Make a request without sending it. Raises ConfigError if prompt or parameters are invalid."""
         check_params(params)
         ids = self._ids(prompt)
         return RequestArrived(
@@ -591,7 +596,7 @@ class LLM:
         return self._needs_text("a text prompt").encode(prompt) if isinstance(prompt, str) else token_ids_of(prompt)
 
     def _ids_of_label(self, label: Prompt | int) -> list[int]:
-        """Token ids of a label, at least one and all of this model. Raises ConfigError."""
+        """Return the token ids of a label, at least one, all in the model's vocabulary. Raises ConfigError."""
         if isinstance(label, str):
             ids = self._needs_text("a label's text").encode(label, special=False)
         else:
@@ -605,7 +610,7 @@ class LLM:
     def _send(
         self, request: RequestArrived, params: Params, tokens: SimpleQueue[list[int] | None] | None = None
     ) -> PendingRequest:
-        """Send a request; one without a seed of its own is given the next of the LLM's."""
+        """Send a request; a request without a seed gets one derived from the LLM's seed."""
         with self._lock:
             number = self._requests
             self._requests += 1
@@ -613,16 +618,16 @@ class LLM:
             params = replace(params, seed=seed_of(self.seed, number))
             request = msgspec.structs.replace(request, sampling=sampling_of(params))
         ids = np.frombuffer(prompt_bytes(request.prompt), np.int32).tolist()
-        asked, *others = (
+        pending, *others = (
             PendingRequest(RequestOutput(-1, ids), self.text, request.stop_texts, None if number else tokens)
             for number in range(sample_count(request))
         )
-        asked.samples += others
-        asked.answer.others = [one.answer for one in others]
-        first = self.host.submit(request, *asked.samples)
-        for number, one in enumerate(asked.samples):
+        pending.samples += others
+        pending.answer.others = [one.answer for one in others]
+        first = self.host.submit(request, *pending.samples)
+        for number, one in enumerate(pending.samples):
             one.answer.request_id = first + number
-        return asked
+        return pending
 
     def _answers(
         self,
@@ -630,35 +635,35 @@ class LLM:
         kind: RequestKind,
         progress: Callable[[int], object] | None,
     ) -> list[RequestOutput]:
-        """Answers in order; nothing is sent before all of it is known to be a request."""
+        """Answer all prompts, in order. All of them are checked before any request is sent."""
         return self._served([(self._request(prompt, params, kind), params) for prompt, params in wanted], progress)
 
     def _served(
         self, requests: Sequence[tuple[RequestArrived, Params]], progress: Callable[[int], object] | None
     ) -> list[RequestOutput]:
-        """Send all, and wait for them in order; what is left is cancelled."""
-        asked: list[PendingRequest] = []
+        """Send all requests, and wait for them in order; if that fails, the rest is cancelled."""
+        pending: list[PendingRequest] = []
         try:
             for request, params in requests:
-                asked.append(self._send(request, params))
-            for ended, one in enumerate(asked):
+                pending.append(self._send(request, params))
+            for ended, one in enumerate(pending):
                 self.wait(one)
                 if progress is not None:
                     progress(ended + 1)
-        except BaseException:  # Ctrl-C as well
-            for one in chain.from_iterable(each.samples for each in asked):
+        except BaseException:  # Ctrl-C included
+            for one in chain.from_iterable(each.samples for each in pending):
                 if not one.over.is_set():
                     self.host.cancel(one.answer.request_id)
             raise
-        return [one.answer for one in asked]
+        return [one.answer for one in pending]
 
     def _check(self, request: RequestArrived) -> None:
-        """Refuse what this model cannot do, before the engine hears of it."""
+        """Raise ConfigError for a request that this model cannot serve, before it reaches the engine."""
         vocabulary = self.model.settings.vocab
         if request.grammar is not None and self.grammars is None:
             raise ConfigError(f"`grammar` asks for structured output: {self.no_grammars}")
-        asks = request.max_new_tokens or request.kind == "score" or request.logprob_start is not None
-        if asks and not self.model.settings.generates:
+        needs_logits = request.max_new_tokens or request.kind == "score" or request.logprob_start is not None
+        if needs_logits and not self.model.settings.generates:
             raise ConfigError(
                 "this model has no `lm_head`: it gives vectors (`embed`), but neither tokens nor logprobs"
             )
@@ -674,7 +679,7 @@ class LLM:
 
     @property
     def no_grammars(self) -> str:
-        """Why there is no structured output, and what to do; "" where there is."""
+        """Return why structured output is not available, and how to enable it; empty if it is available."""
         if self.grammars is not None:
             return ""
         if self.text is None:
@@ -693,7 +698,7 @@ class LLM:
 
 
 def model_name(folder: Path) -> str:
-    """What a folder's model is called: by its folder, and the demo model `demo`."""
+    """Return the name of a folder's model: the name of the folder, and `demo` for the demo model."""
     from lockstep.runtime.demo_model import COMMITTED
 
     name = folder.resolve()
@@ -701,7 +706,7 @@ def model_name(folder: Path) -> str:
 
 
 def demo_folder() -> Path:
-    """The folder of the demo model."""
+    """Return the folder of the demo model."""
     from lockstep.runtime.demo_model import demo_model_folder
 
     return demo_model_folder()

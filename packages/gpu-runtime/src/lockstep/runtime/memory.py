@@ -1,4 +1,4 @@
-"""What weights, activations, graphs and KV take of a device, and how many pages the pool gets.
+"""How weights, activations, graphs and KV share a device's memory, and how many pages the pool gets.
 
 | other processes | weights | activations of the largest pass | CUDA graphs |       KV pages        |  left alone  |
 |<--------------------------------- mem_fraction of the device ----------------------------------->|
@@ -16,7 +16,7 @@ import torch
 
 from lockstep.core.contract.errors import ConfigError
 
-CPU_KV_BYTES = 256 << 20  # where no number of pages is given
+CPU_KV_BYTES = 256 << 20  # if no number of pages is given
 MIB = 1 << 20
 
 
@@ -24,21 +24,21 @@ MIB = 1 << 20
 class MemoryBudget:
     """Bytes on one device."""
 
-    total: int  # of the device; 0 for the CPU
-    others: int  # in use before anything of ours, with the driver's own
+    total: int  # memory of the device; 0 for the CPU
+    others: int  # in use before this process, the driver's own included
     weights: int
-    activations: int  # of the largest pass, as measured; with the attention backend's workspace
-    graphs: int  # CUDA graphs, expected from the two largest
-    page: int  # of one KV page, in all layers
+    activations: int  # of the largest pass, as measured, with the workspace of the attention backend
+    graphs: int  # CUDA graphs, extrapolated from the two largest
+    page: int  # one KV page, in all layers
     pages: int
 
     @property
     def kv(self) -> int:
-        """All pages, the scratch page with them."""
+        """Bytes of all pages, the scratch page included."""
         return (self.pages + 1) * self.page
 
     def table(self) -> str:
-        """For a person, at start."""
+        """Return the budget as a table in text, for the log."""
         rows = [("weights", self.weights), ("activations", self.activations), ("KV pages", self.kv)]
         if self.total:
             rows.insert(2, ("CUDA graphs", self.graphs))
@@ -49,7 +49,10 @@ class MemoryBudget:
 
 
 def taken_bytes(device: torch.device) -> int:
-    """Bytes in use of a GPU, by any process, with nothing kept for later; 0 for the CPU. Waits for the device."""
+    """Return the used bytes of a GPU, by all processes, with torch's cache emptied; 0 for the CPU.
+
+    Waits for the device.
+    """
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
@@ -59,7 +62,7 @@ def taken_bytes(device: torch.device) -> int:
 
 
 def free_bytes_of(device: torch.device) -> int | None:
-    """Of a device's memory; None where it is unknown."""
+    """Return the free bytes of a device's memory; None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     with suppress(OSError, ValueError, StopIteration):
@@ -70,28 +73,28 @@ def free_bytes_of(device: torch.device) -> int | None:
     return None
 
 
-SPEAKS_OF_MEMORY = (
-    "out of memory",  # CUDA's own, of what is not allocated by torch
+MEMORY_ERROR_TEXTS = (
+    "out of memory",  # CUDA's own, for memory that torch does not allocate
     "can't allocate memory",  # torch's allocator on a CPU
-    "ALLOC_FAILED",  # cuBLAS, cuDNN and their like, which keep a workspace
+    "ALLOC_FAILED",  # cuBLAS, cuDNN and others, which keep a workspace
     "Storage size calculation overflowed",
 )
-"""The text that means this in a RuntimeError that is no OutOfMemoryError."""
+"""Texts that mark a lack of memory in a RuntimeError that is not an OutOfMemoryError."""
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an error reports a lack of memory."""
+    """Return whether an error reports a lack of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in SPEAKS_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in MEMORY_ERROR_TEXTS)
 
 
 @contextmanager
 def explained(what: str, device: torch.device, hint: str) -> Iterator[None]:
-    """Turn running out of memory at start into a ConfigError with the numbers.
+    """Turn a lack of memory at start into a ConfigError with the numbers.
 
     Args:
-        what: there was no room for, e.g. `the weights`.
+        what: what needs the memory, e.g. `the weights`.
         hint: what to change.
     """
     try:
@@ -109,8 +112,8 @@ def explained(what: str, device: torch.device, hint: str) -> Iterator[None]:
             )
         elif (free_bytes := free_bytes_of(device)) is not None:
             numbers = f": {free_bytes / MIB:,.0f} MiB of memory are free"
-        asked = str(error).partition("\n")[0] or type(error).__name__
-        raise ConfigError(f"there is no room for {what}{numbers}\n{asked}\nhint: {hint}") from error
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ConfigError(f"there is no room for {what}{numbers}\n{reason}\nhint: {hint}") from error
 
 
 def size_pool(
@@ -124,15 +127,15 @@ def size_pool(
     pages_least: int,
     pages: int | None = None,
 ) -> MemoryBudget:
-    """How many pages fit, and what takes the rest.
+    """Return how many pages fit, and the sizes of everything else.
 
     Args:
-        mem_fraction: of the device's memory that may be taken in all, other processes included.
-        largest_pass: runs one, so that its peak can be seen; called on CUDA devices only, like the next.
-        graphs: bytes that CUDA graphs are going to take.
-        pages_least: what one request of the longest kind needs.
-        pages: the requested number; the rest is accounted for all the same.
-    Raises: ConfigError with the numbers if not even `pages_least` fit, or not the requested `pages`.
+        mem_fraction: share of the device's memory that may be used in all, other processes included.
+        largest_pass: runs the largest pass, whose peak is measured; called on CUDA devices only, like `graphs`.
+        graphs: returns the expected bytes of CUDA graphs.
+        pages_least: pages of one request of the largest length.
+        pages: the requested number; the other sizes are measured all the same.
+    Raises: ConfigError with the numbers if `pages_least` pages do not fit, or the requested `pages`.
     """
     if not 0.0 < mem_fraction <= 1.0:
         raise ConfigError(f"`mem_fraction` must be above 0 and at most 1, got `{mem_fraction}`\nhint: 0.9 is usual")
@@ -140,7 +143,7 @@ def size_pool(
         here = max(pages_least, CPU_KV_BYTES // page_bytes - 1) if pages is None else pages
         budget = MemoryBudget(0, 0, weight_bytes, 0, 0, page_bytes, here)
         free_bytes = free_bytes_of(device)
-        if free_bytes is not None and budget.kv > free_bytes:  # the system might promise it all the same
+        if free_bytes is not None and budget.kv > free_bytes:  # the system may overcommit
             what = "the longest request" if pages is None else f"`pages` {pages:,}"
             hint = (
                 "a shorter context_tokens_max"
@@ -171,17 +174,17 @@ def size_pool(
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Bytes of a device before there is a pool, as measured."""
+    """Measured bytes of a device before the pool is made."""
 
     taken: int  # by all processes, weights included
-    others: int  # of these not ours
+    others: int  # by other processes
     weights: int
-    activations: int  # to come
-    graphs: int  # to come
+    activations: int  # not allocated yet
+    graphs: int  # not allocated yet
 
 
 def fitted(use: Use, total: int, mem_fraction: float, page_bytes: int, pages_least: int, device: str) -> MemoryBudget:
-    """What is left of `mem_fraction` of `total` bytes, as pages; one of them is scratch.
+    """Return a budget with the rest of `mem_fraction` of `total` bytes as pages; one of them is scratch.
 
     Raises: ConfigError with the numbers if `pages_least` do not fit.
     """
@@ -200,7 +203,7 @@ def fitted(use: Use, total: int, mem_fraction: float, page_bytes: int, pages_lea
 
 
 def as_asked(use: Use, total: int, page_bytes: int, pages: int, device: str) -> MemoryBudget:
-    """The requested number of pages, of all of the device's `total` bytes.
+    """Return a budget with the requested number of pages, out of all `total` bytes of the device.
 
     Raises: ConfigError with the numbers if they do not fit.
     """

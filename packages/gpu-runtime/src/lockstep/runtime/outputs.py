@@ -1,4 +1,4 @@
-"""Outputs of requests: whole, in deltas, scored; and the sink of a request that is under way."""
+"""Outputs of requests: whole, in deltas, scored; and the sink of an open request."""
 
 from __future__ import annotations
 
@@ -17,55 +17,51 @@ from lockstep.host.text import StopTexts, Text
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What came of one request."""
+    """The result of one request."""
 
     request_id: int
     prompt_token_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
     text: str | None = None  # None without a tokenizer
-    finish_reason: str = ""  # of the core: length, stop, text_stop, computed, ...; or why it was rejected
-    error: str = ""  # a sentence, where it was rejected or failed
-    cached_tokens: int = 0  # of the prompt
+    finish_reason: str = ""  # the core's reason: length, stop, text_stop, computed, ...; or why it was rejected
+    error: str = ""  # a sentence if the request was rejected or failed
+    cached_tokens: int = 0  # prompt tokens from the cache
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    prompt_logprobs: dict[int, float] = field(
-        default_factory=dict
-    )  # of the token at position p, by p; none of the first
-    prompt_top_logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by p: by token, likeliest first
+    prompt_logprobs: dict[int, float] = field(default_factory=dict)  # by position; the first has none
+    prompt_top_logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # [position][token], likeliest first
     hidden_states: Float32s | None = None  # [positions, hidden]
-    vector: Float32s | None = None  # [hidden] or, of kind score, [vocabulary]
-    weights: tuple[
-        tuple[int, int], ...
-    ] = ()  # (first output token, version of the weights that drew it and those behind)
-    others: list[RequestOutput] = field(default_factory=list)  # to the same prompt, where `Params.n` asked for several
+    vector: Float32s | None = None  # [hidden] or, for kind score, [vocabulary]
+    weights: tuple[tuple[int, int], ...] = ()  # (first output token, version of the weights from there on)
+    others: list[RequestOutput] = field(default_factory=list)  # further answers to the same prompt, with `Params.n` > 1
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """How likely the labels are behind one prompt."""
+    """The logprobs of the labels behind one prompt."""
 
     prompt_token_ids: list[int]
     logprobs: list[float] = field(default_factory=list)  # of each label as a whole, given the prompt
-    token_logprobs: list[list[float]] = field(default_factory=list)  # of its tokens
-    error: str = ""  # a sentence, where the prompt was rejected or failed
+    token_logprobs: list[list[float]] = field(default_factory=list)  # of each label's tokens
+    error: str = ""  # a sentence if the prompt was rejected or failed
 
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """What is new of an answer."""
+    """A new part of an answer."""
 
     text: str
     token_ids: list[int]
-    answer: RequestOutput | None = None  # the whole of it, with the last piece
+    answer: RequestOutput | None = None  # the whole answer, with the last delta
 
 
-FAILURES = {"invalid": "the model's logits were no numbers, or nothing was allowed to be said"}
+FAILURES = {"invalid": "the model's logits were no numbers, or no token was allowed"}
 
 
 class PendingRequest:
-    """A request on its way: `LLM.ask` gives it, `LLM.wait` takes it. It is the request's sink.
+    """Handle of a submitted request: returned by `LLM.ask`, consumed by `LLM.wait`. It is the request's sink.
 
-    The host's thread only keeps tokens; their text is written by the thread that asks for it.
+    The host's thread only stores tokens. Their text is decoded by the thread that reads it.
     """
 
     def __init__(
@@ -76,18 +72,18 @@ class PendingRequest:
         tokens: SimpleQueue[list[int] | None] | None,
     ) -> None:
         self.answer = answer
-        self.samples = [self]  # and those of the other answers to the same prompt, in order
+        self.samples = [self]  # this answer and the others to the same prompt, in order
         self.over = threading.Event()
         self.failure = ""
         self._tokens = tokens
         self._watch = StopTexts(text, answer.prompt_token_ids, stops) if text is not None else None
-        self._spelled = 0  # tokens
-        self._shown = 0  # characters that were given out
+        self._spelled = 0  # tokens decoded so far
+        self._shown = 0  # characters returned so far
 
     # ------------------------------------------------------------------------------------------ in the host's thread
 
     def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
-        """Take in new tokens; what was seen before is passed over."""
+        """Store new tokens; tokens that were received before are skipped."""
         ids = self.answer.token_ids
         repeats = len(ids) - offset
         new = tokens[repeats:] if repeats else tokens
@@ -101,7 +97,7 @@ class PendingRequest:
             self._tokens.put(new)
 
     def finished(self, end: FinishRequest, extras: ResultExtras) -> None:
-        """The end."""
+        """Store the end of the request and its extra results."""
         answer = self.answer
         answer.finish_reason, answer.cached_tokens = end.reason, end.cached_tokens
         answer.error = extras.error if end.reason == "error" else FAILURES.get(end.reason, "")
@@ -115,12 +111,12 @@ class PendingRequest:
         self._end()
 
     def rejected(self, end: RejectRequest) -> None:
-        """It never ran."""
+        """Store that the request was rejected."""
         self.answer.finish_reason, self.answer.error = end.reason, end.message
         self._end()
 
     def failed(self, message: str) -> None:
-        """The engine ended."""
+        """Store that the engine ended."""
         self.failure = message
         self._end()
 
@@ -132,14 +128,14 @@ class PendingRequest:
     # --------------------------------------------------------------------------------- in the waiting thread
 
     def spell(self, tokens: Sequence[int]) -> str:
-        """Text that these tokens, the next ones, add to what was given out; nothing behind a stop."""
+        """Return the text that the next tokens add to what was returned before, up to a stop text."""
         self._push(tokens)
         whole = self._text()
         new, self._shown = whole[self._shown :], max(self._shown, len(whole))
         return new
 
     def spell_rest(self) -> None:
-        """Write the text of the whole answer."""
+        """Store the text of the whole answer."""
         if self._watch is not None:
             self._push(self.answer.token_ids[self._spelled :])
             self.answer.text = self._text()
@@ -155,7 +151,7 @@ class PendingRequest:
 
 
 def scored_at_once(answer: RequestOutput, tokens: list[int]) -> Scored:
-    """What the logits of a prompt's last position say of these tokens."""
+    """Return the logprobs of tokens by the logits at a prompt's last position."""
     if answer.error or answer.vector is None:
         return Scored(answer.prompt_token_ids, error=answer.error or f"it ended with reason {answer.finish_reason}")
     logits = answer.vector.astype(np.float64)
@@ -165,7 +161,7 @@ def scored_at_once(answer: RequestOutput, tokens: list[int]) -> Scored:
 
 
 def scored_by_label(prompt: list[int], answers: Sequence[RequestOutput]) -> Scored:
-    """What came of the labels of one prompt, each judged behind it."""
+    """Return the logprobs of the labels of one prompt, each from a request with prompt and label."""
     for answer in answers:
         missing = len(answer.prompt_token_ids) - len(prompt) - len(answer.prompt_logprobs)
         if answer.error or missing:

@@ -1,10 +1,10 @@
-"""Streams, events and pinned memory; and the same without any of them, on the CPU.
+"""Streams, events and pinned memory of a GPU, and the same interface without them on the CPU.
 
-Everything that changes or reads what the device keeps runs on one stream, `forward`, in launch order. Results leave on
-a second one, `copy`, so that the next pass does not stand behind a transfer. While it serves, the CPU waits in one
-place only, `Download.wait`, and only for a batch that it is about to deliver. (At start it waits for captures and
-measurements; after an error, in `StreamLane.check`; and in FlashInfer's ring of pinned plans, if more were in flight
-than it holds.)
+All launches that change or read the device's state run on one stream, `forward`, in launch order. Results leave on a
+second stream, `copy`, so that the next pass does not wait for a transfer. While serving, the CPU waits in one place
+only, `Download.wait`, and only for a batch that it is about to deliver. (At start it waits for captures and
+measurements; after an error, in `StreamLane.check`; and in FlashInfer's ring of pinned plans, if more plans are in
+flight than it holds.)
 
     CPU      | pack n | launch n |            | pack n+1 | launch n+1 |  wait n | deliver n | pack n+2 ...
     forward  |                   | fold n, pass n, sample n | fold n+1, pass n+1, sample n+1 |
@@ -13,27 +13,29 @@ than it holds.)
 Hazards, and how each is closed:
 
 1.  The upload of a plan still reads its staging memory when the next plan is packed. Each plan, and each mask, is
-    packed into pinned memory of its own; torch's caching host allocator gives it out again only behind the copy.
+    packed into its own pinned memory; torch's caching host allocator reuses that only after the copy.
 2.  The page table changes while a pass still reads it. Changes are launches on `forward`, behind that pass.
 3.  A wider page table replaces one that a pass still reads. Tables are made and replaced inside `StreamLane.stream`, so
-    that the memory of the old one is given out again only to what comes behind on `forward`.
-4.  A decode needs a token that is not sampled yet. It reads `Tables.newest` on the device; sampling wrote it before,
+    the memory of the old one is reused only by launches that follow on `forward`.
+4.  A decode needs a token that is not sampled yet. It reads `Tables.newest` on the device, which sampling wrote before,
     on the same stream.
-5.  A batch would run before the one in front of it is sampled (deferred sampling). The executor keeps it in its queue
-    until the SampleBatch of the one before has come.
+5.  A batch would run before the batch in front of it is sampled (deferred sampling). The executor keeps it in its queue
+    until the SampleBatch of that batch has arrived.
 6.  The copy of results begins before they are computed. `copy` waits for an event recorded on `forward` behind them.
-7.  Results are freed, and `forward` uses their memory again, while `copy` reads them. The download holds them until
-    its event was seen.
-8.  The CPU reads results that are not there yet. `Download.wait` waits for the event recorded behind the copy.
-9.  A shape depends on a value on the device. Shapes come from the plan, which is on the CPU; `ForwardBatch` has twins.
-10. The default stream runs beside ours. Weights are made on it, before the lane, which waits for them once; pool,
-    tables and the inputs of graphs are made inside `StreamLane.stream`, and so is whatever changes them later.
+7.  Results are freed, and `forward` reuses their memory, while `copy` reads them. The download keeps a reference until
+    its event has happened.
+8.  The CPU reads results that have not arrived. `Download.wait` waits for the event recorded behind the copy.
+9.  A shape depends on a value on the device. Shapes come from the plan, which is on the CPU; `ForwardBatch` has copies
+    of such values on the host.
+10. The default stream runs concurrently with `forward`. Weights are made on it before the lane, which waits for them
+    once. Pool, tables and the inputs of graphs are made inside `StreamLane.stream`, and all later changes of them are
+    launched inside it.
 11. The inputs of a CUDA graph are filled for batch n + 1 while n is replayed. They are filled by launches on `forward`,
-    behind the replay; so is every copy that a backend's plan makes.
-12. A replay overwrites what the one before computed. Logits are taken from its hidden states on `forward`, in front of
-    the next replay, and whatever leaves on `copy` is a copy outside of the graphs' memory.
-13. A batch fails before its changes are in the page table, and one behind writes KV to pages that its rows do not have
-    any more. Such changes are folded, in launch order, before anything else runs (`Executor._unfolded`).
+    behind the replay; every copy of a backend's plan is also launched there.
+12. A replay overwrites the results of the previous one. Logits are computed from its hidden states on `forward`, before
+    the next replay, and all results on `copy` are copies outside of the graphs' memory.
+13. A batch fails before its changes are in the page table, and a later one writes KV to pages that its rows have lost.
+    Such changes are folded, in launch order, before anything else runs (`Executor._unfolded`).
 """
 
 from __future__ import annotations
@@ -51,55 +53,58 @@ from torch import Tensor
 from lockstep.runtime.errors import DeviceLost
 
 Clock = Callable[[], int]
-"""Whole microseconds since the journal began."""
+"""Returns whole microseconds since the journal began."""
 
 WhenToRun = Literal["launch", "collection"]
 
-POLL_S = 50e-6  # between two looks at whether a batch has come back
-ANCHOR_US_MAX = 10_000_000  # events measure time in float32 milliseconds: not over longer stretches than this
+POLL_S = 50e-6  # interval of checks whether a batch has ended
+ANCHOR_US_MAX = 10_000_000  # events measure time in float32 milliseconds, which are too coarse over longer stretches
 
 
 class Download(Protocol):
-    """Results on their way to the CPU."""
+    """Results that are being copied to the CPU."""
 
     def ready(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
 
     def wait(self) -> dict[str, NDArray[Any]]:
-        """The results, by name. Raises DeviceLost when they will never come."""
+        """Wait for the results and return them by name. Raises DeviceLost if they cannot arrive."""
 
     def times_us(self) -> tuple[int, int]:
-        """When the device could begin the batch, with all before it done and `begin` called, and when it ended it; once
-        `wait` returned. Launches that the device had to wait for lie between the two."""
+        """Return when the device began and ended the batch, in microseconds of the clock; valid after `wait`.
+
+        The start is the time at which all earlier work was done and `begin` had been called. Time in which the device
+        waited for launches of the batch is included.
+        """
 
 
 class StreamLane(Protocol):
-    """Where a device's work is put, in order."""
+    """The queue of a device's work, in order."""
 
     device: torch.device
     eager: bool  # work is done at launch; otherwise when its results are read
 
     def stream(self) -> AbstractContextManager[Any]:
-        """Inside of it, launches go to the stream of forward passes."""
+        """Return a context in which launches go to the stream of forward passes."""
 
     def begin(self) -> Any:
-        """Mark the start of a batch. Returns what `download` needs of it."""
+        """Mark the start of a batch. Returns a value for `download`."""
 
     def upload(self, array: NDArray[Any]) -> Tensor:
-        """A copy of an array on the device, behind what was put there before. The array may be changed at once."""
+        """Copy an array to the device, behind all earlier work. The array may be changed at once."""
 
     def download(self, tensors: Mapping[str, Tensor], begun: Any) -> Download:
-        """Bring results to the CPU, behind what was put there before."""
+        """Start the copy of results to the CPU, behind all earlier work."""
 
     def check(self) -> None:
         """Raise DeviceLost if the device does not work any more. May wait for it; for use after an error."""
 
 
 class CpuLane:
-    """The CPU as a device that runs work when it is launched or, to shake out mistakes of order, when it is collected.
+    """The CPU as a device: runs work when it is launched or, to expose mistakes of order, when it is collected.
 
-    Either way a result is not `ready` before it is waited for: batches are delivered as late as can be, and as
-    many are in flight as the engine's depth allows.
+    In both cases a result is not `ready` before `wait`. So batches are delivered as late as possible, and as many are
+    in flight as the engine's overlap depth allows.
     """
 
     def __init__(self, clock: Clock, *, run_at: WhenToRun = "launch") -> None:
@@ -108,34 +113,34 @@ class CpuLane:
         self._clock = clock
 
     def stream(self) -> AbstractContextManager[Any]:
-        """Nothing to choose."""
+        """Return an empty context."""
         return nullcontext()
 
     def begin(self) -> int:
-        """The time."""
+        """Return the time."""
         return self._clock()
 
     def upload(self, array: NDArray[Any]) -> Tensor:
-        """A copy."""
+        """Return a copy."""
         return torch.from_numpy(array.copy())
 
     def download(self, tensors: Mapping[str, Tensor], begun: Any) -> Download:
-        """Copies, at once."""
+        """Copy the results at once."""
         return _Here({name: tensor.numpy().copy() for name, tensor in tensors.items()}, begun, self._clock())
 
     def check(self) -> None:
-        """The CPU works."""
+        """Do nothing: the CPU cannot be lost."""
 
 
 class _Here:
-    """Results that are there already."""
+    """Results that have arrived."""
 
     def __init__(self, arrays: dict[str, NDArray[Any]], started_us: int, finished_us: int) -> None:
         self._arrays = arrays
         self._times = (started_us, finished_us)
 
     def ready(self) -> bool:
-        return False  # see CpuLane
+        return False  # keeps batches in flight, see CpuLane
 
     def wait(self) -> dict[str, NDArray[Any]]:
         return self._arrays
@@ -145,9 +150,9 @@ class _Here:
 
 
 class CudaLane:
-    """One GPU: a stream for the work and one for what comes back.
+    """One GPU: a stream for the work and one for the results.
 
-    Everything that launches kernels must run inside `stream()`; the executor does.
+    Everything that launches kernels must run inside `stream()`; the executor ensures that.
     """
 
     eager = True
@@ -156,31 +161,31 @@ class CudaLane:
         self.device = device
         self.forward = torch.cuda.Stream(device)
         self.copy = torch.cuda.Stream(device)
-        torch.cuda.synchronize(device)  # what was made on the default stream is there
+        torch.cuda.synchronize(device)  # waits for tensors that were made on the default stream
         anchor = torch.cuda.Event(enable_timing=True)
         anchor.record(self.forward)
         anchor.synchronize()
         self.times = EventTimes(clock, anchor)
 
     def stream(self) -> AbstractContextManager[Any]:
-        """The stream `forward`."""
+        """Return a context with the stream `forward`."""
         return torch.cuda.stream(self.forward)
 
     def begin(self) -> torch.cuda.Event:
-        """An event in front of the batch."""
+        """Record an event in front of the batch."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.forward)
         return event
 
     def upload(self, array: NDArray[Any]) -> Tensor:
-        """By way of pinned memory, without waiting."""
+        """Copy an array through pinned memory, without waiting."""
         host = torch.from_numpy(array)
         pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
         pinned.copy_(host)
         return pinned.to(self.device, non_blocking=True)
 
     def download(self, tensors: Mapping[str, Tensor], begun: Any) -> Download:
-        """To pinned memory, on the copy stream."""
+        """Start the copy of results to pinned memory, on the copy stream."""
         launched_us = self.times.clock()
         ended = torch.cuda.Event(enable_timing=True)
         ended.record(self.forward)
@@ -194,7 +199,7 @@ class CudaLane:
         return _Coming(self.times, dict(tensors), pinned, arrived, begun, ended, launched_us)
 
     def check(self) -> None:
-        """Wait for the device; an error that spoiled the context comes out here."""
+        """Wait for the device, which raises errors of its context."""
         try:
             torch.cuda.synchronize(self.device)
         except RuntimeError as error:
@@ -202,17 +207,18 @@ class CudaLane:
 
 
 class TimedEvent(Protocol):
-    """The part of a device's event from which its time follows."""
+    """An event of a device from which times are computed."""
 
     def elapsed_time(self, end_event: Any, /) -> float:
-        """Milliseconds from this event to another."""
+        """Return the milliseconds from this event to another."""
 
 
 class EventTimes:
-    """When events happened, by the host's clock, of which a device's runs off by some parts in a million.
+    """Converts events to times of the host's clock. The clocks drift apart by some parts in a million.
 
-    A moment known by both clocks, the anchor, dates the events behind it. What the host saw itself, that a batch was
-    not over yet and later that it was, bounds the date: whatever lies outside is moved, and is the new anchor.
+    One moment with its time on both clocks, the anchor, dates later events. The host's own checks bound the date: one
+    before which the batch had not ended, and one after which it had. A date outside is moved to the bound and becomes
+    the new anchor.
     """
 
     def __init__(self, clock: Clock, anchor: TimedEvent) -> None:
@@ -220,10 +226,10 @@ class EventTimes:
         self._anchor, self._anchor_us = anchor, clock()  # the event has only just happened
 
     def times_us(self, begun: TimedEvent, ended: TimedEvent, not_before_us: int) -> tuple[int, int]:
-        """When a batch began and ended, by two events that the host has seen completed.
+        """Return when a batch began and ended, in microseconds, by two events that have happened.
 
         Args:
-            not_before_us: at this moment the batch had not ended.
+            not_before_us: a time at which the batch had not ended.
         """
         dated_us = self._anchor_us + round(1000.0 * self._anchor.elapsed_time(ended))
         finished_us = min(max(dated_us, not_before_us), self.clock())
@@ -233,7 +239,7 @@ class EventTimes:
 
 
 class _Coming:
-    """Results on their way through pinned memory."""
+    """Results that are being copied through pinned memory."""
 
     def __init__(
         self,
@@ -250,7 +256,7 @@ class _Coming:
         self._pinned = pinned
         self._arrived = arrived
         self._begun, self._ended = begun, ended
-        self._not_before_us = launched_us  # the newest moment at which it had not ended
+        self._not_before_us = launched_us  # latest time at which the batch had not ended
 
     def ready(self) -> bool:
         looked_us = self._times.clock()

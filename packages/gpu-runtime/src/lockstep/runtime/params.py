@@ -1,4 +1,4 @@
-"""Parameters of a request, checked, and as the engine receives them; prompts as lists of token ids."""
+"""Parameters of a request, their checks, and their form for the engine; prompts as lists of token ids."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lockstep.host.grammars import Kind
 from lockstep.runtime.sampling.processors import Arguments
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""What a journal can hold."""
+"""The range of integers in a journal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """What is wanted of one request. Names and meanings are those of vLLM and SGLang where they have one."""
+    """Parameters of one request. Names and meanings are those of vLLM and SGLang, if they have the parameter."""
 
-    n: Int64 = 1  # answers to the prompt, whose KV they share; answer k is drawn with seed + k
+    n: Int64 = 1  # answers to the prompt, which share its KV; answer k is drawn with seed + k
     max_new_tokens: Int64 = 128
     min_new_tokens: Int64 = 0
     temperature: float = 0.0
@@ -39,34 +39,34 @@ class Params:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[Int64, float] = field(default_factory=dict)
-    allowed_token_ids: Sequence[Int64] | None = None  # nothing else is drawn; None: every token may be
-    seed: Int64 | None = None  # None: one of its own, which follows from the LLM's
-    stop: Sequence[str] = ()  # texts; the answer ends in front of the first
+    allowed_token_ids: Sequence[Int64] | None = None  # only these are drawn; None: all tokens
+    seed: Int64 | None = None  # None: derived from the LLM's seed
+    stop: Sequence[str] = ()  # texts; the answer ends before the first that occurs
     stop_token_ids: Sequence[Int64] = ()
     ignore_eos: bool = False
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = (
-        None  # of each output token, and of so many of the likeliest beside it
+        None  # of each output token, and of this many of the likeliest tokens
     )
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = (
-        None  # of each prompt token, and of so many of the likeliest in its place
+        None  # of each prompt token, and of this many of the likeliest tokens in its place
     )
     hidden_states: bool = False
     priority: Int64 | None = None
-    logit_processors: Mapping[str, Arguments] = field(default_factory=dict)  # those enabled, by name, with arguments
-    adapter: str = ""  # the name of one that is loaded; "": the model alone
-    grammar: tuple[Kind, str] | None = None  # what the answer must keep to: ("json_schema", '{"type": "object"}')
+    logit_processors: Mapping[str, Arguments] = field(default_factory=dict)  # arguments by name of the processor
+    adapter: str = ""  # name of a loaded adapter; "": the model alone
+    grammar: tuple[Kind, str] | None = None  # constraint of the answer: ("json_schema", '{"type": "object"}')
 
 
 Prompt = str | Sequence[int]
 
 
 def seed_of(seed: int, number: int) -> int:
-    """The seed of request `number` of an LLM with this seed; 63 bits."""
+    """Return the 63-bit seed of request `number` of an LLM with seed `seed`."""
     return int.from_bytes(blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 def sampling_of(params: Params) -> SamplingParams:
-    """Sampling parameters as the engine receives them. Whole numbers become floats, as which they are read back."""
+    """Return the sampling parameters for the engine. Integers become floats, because they are read back as floats."""
     return SamplingParams(
         temperature=float(params.temperature),
         top_p=float(params.top_p),
@@ -85,7 +85,7 @@ def sampling_of(params: Params) -> SamplingParams:
 
 
 def _json(name: str, arguments: Arguments) -> str:
-    """Arguments of a logit processor as a journal holds them."""
+    """Return the arguments of a logit processor as JSON, for the journal."""
     try:
         return json.dumps(arguments, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -93,13 +93,13 @@ def _json(name: str, arguments: Arguments) -> str:
 
 
 def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt or several, as several: a text, or something that begins with a number, is one."""
+    """Return one prompt or several as a sequence: a text, or a sequence that begins with a number, is one prompt."""
     one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
     return cast("Sequence[Prompt]", [prompts] if one else prompts)
 
 
 def token_ids_of(prompt: Sequence[int]) -> list[int]:
-    """The ids of a prompt. Raises ConfigError for what cannot be one; whether the model has it is seen later."""
+    """Return the ids of a prompt. Raises ConfigError for an invalid id; the model's vocabulary is checked later."""
     ids = []
     for token in prompt:
         try:
@@ -112,7 +112,7 @@ def token_ids_of(prompt: Sequence[int]) -> list[int]:
 
 
 def check_params(params: Params) -> None:
-    """Raise ConfigError, naming the field, for values that are not of its type, or larger than a journal can hold."""
+    """Raise ConfigError, with the field, for values of a wrong type, or beyond the range of a journal."""
     try:
         msgspec.convert(vars(params), Params)
     except msgspec.ValidationError as error:
@@ -124,11 +124,13 @@ def check_params(params: Params) -> None:
     if not all(params.stop):
         raise ConfigError("`stop` holds an empty text, which is in front of every answer\nhint: leave it out")
     if params.allowed_token_ids is not None and not len(params.allowed_token_ids):
-        raise ConfigError("`allowed_token_ids` is empty, so that nothing could be said\nhint: None allows every token")
+        raise ConfigError(
+            "`allowed_token_ids` is empty, so that no token could be drawn\nhint: None allows every token"
+        )
 
 
 def params_of_each(params: Params | Sequence[Params] | None, count: int) -> Sequence[Params]:
-    """Parameters for each of so many prompts."""
+    """Return the parameters of each of `count` prompts."""
     if params is None or isinstance(params, Params):
         return [params or Params()] * count
     if len(params) != count:

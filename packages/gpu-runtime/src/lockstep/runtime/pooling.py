@@ -1,7 +1,7 @@
-"""How the hidden states of a prompt become one vector: by the settings of a folder, and by options that replace them.
+"""Pooling of a prompt's hidden states to one vector: the settings of a folder, and options that replace them.
 
-Embedding models come as folders of sentence-transformers. Its `modules.json` lists what is done one after another, each
-with a folder of its own:
+Embedding models are folders of sentence-transformers. Its `modules.json` lists the steps in order, each with its own
+folder:
 
     [{"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"},
      {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
@@ -22,23 +22,23 @@ from lockstep.core.contract.errors import ConfigError
 
 PoolingMode = Literal["mean", "last"]
 MODES: dict[str, PoolingMode] = {"mean": "mean", "mean_tokens": "mean", "lasttoken": "last"}
-"""Of sentence-transformers, by their names there."""
+"""Supported modes by their names in sentence-transformers."""
 
 MODULES, CONFIG = "modules.json", "1_Pooling/config.json"
-NOT_DONE_HINT = "hint: give `pooling` mean or last to decide yourself"
+NOT_DONE_HINT = "hint: give `pooling` mean or last to override it"
 
 
 class Pooling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What becomes of a request of kind embed. `mean` is over all positions of the prompt, `last` is the last one's."""
+    """Pooling of requests of kind embed: `mean` over all positions of the prompt, or the state of the `last` one."""
 
     mode: PoolingMode = "mean"
-    normalize: bool = False  # to length 1
+    normalize: bool = False  # scale to length 1
 
 
 def choose_pooling(folder: Path, mode: str | None = None, normalize: bool | None = None) -> Pooling:
-    """The chosen options, and for the rest the settings of the folder; the mean, not normalised, where it has none.
+    """Return the given options, completed by the settings of the folder; by default the mean, not normalised.
 
-    Raises: ConfigError for another mode, and for a folder that requires what is not done here.
+    Raises: ConfigError for an unknown mode, and for a folder that requires an unsupported step.
     """
     if mode is not None and mode not in get_args(PoolingMode):
         raise ConfigError(f"`pooling` must be {' or '.join(get_args(PoolingMode))}, got `{mode}`")
@@ -55,7 +55,9 @@ def _read(folder: Path) -> Pooling:
     modules = _modules(folder)
     unknown = [kind for kind, _ in modules if kind not in ("Transformer", "Pooling", "Normalize")]
     if unknown:
-        raise ConfigError(f"{folder / MODULES} has a module `{unknown[0]}`, which is not done here\n{NOT_DONE_HINT}")
+        raise ConfigError(
+            f"{folder / MODULES} has a module `{unknown[0]}`, which is not supported here\n{NOT_DONE_HINT}"
+        )
     paths = [folder / path / "config.json" for kind, path in modules if kind == "Pooling"]
     if not modules and (folder / CONFIG).is_file():
         paths = [folder / CONFIG]
@@ -67,12 +69,12 @@ def _read(folder: Path) -> Pooling:
     named += [name.removeprefix("pooling_mode_") for name, on in config.items() if on is True and "_mode_" in name]
     if len(named) != 1 or named[0] not in MODES:
         modes = " and ".join(named) or "no mode"
-        raise ConfigError(f"{file} asks for {modes}; one of {', '.join(MODES)} can be done\n{NOT_DONE_HINT}")
+        raise ConfigError(f"{file} requires {modes}; supported is one of {', '.join(MODES)}\n{NOT_DONE_HINT}")
     return Pooling(MODES[named[0]], "Normalize" in dict(modules))
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
-    """Kind and folder of each module, in order; none where the folder is not of sentence-transformers."""
+    """Return kind and folder of each module, in order; empty if the folder is not of sentence-transformers."""
     if not (folder / MODULES).is_file():
         return []
     found = []

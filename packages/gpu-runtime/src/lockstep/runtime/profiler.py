@@ -1,15 +1,16 @@
-"""Traces of what CPU and GPU do, by torch.profiler, between two launches: files for chrome://tracing and Perfetto.
+"""Traces of CPU and GPU by torch.profiler, between two launches: files for chrome://tracing and Perfetto.
 
-The core orders it (`StartProfile`, `StopProfile`), so that a journal has the moment; options arrive here before.
+The core orders start and stop (`StartProfile`, `StopProfile`), so that the journal has the moment. Options are set
+before.
 
     launches   0   1   2   3   4   5   6   7 ...       start_step=2, steps=3
     recorded           [===========]                   trace-01
     by stage           [E ][D  D   D ]  [E  E ]        extend-01, decode-01, extend-02: `steps` launches of each stage
 
-Each launch is a span named for its batch: "extend b12: 3 rows, 512 new tokens". A recording ends behind everything that
-was launched in it; on a GPU that is waited for. While nothing is recorded, it costs nothing.
+Each launch is a span named for its batch: "extend b12: 3 rows, 512 new tokens". A recording ends after all work
+launched in it; on a GPU the host waits for that. While nothing is recorded, the profiler costs nothing.
 
-Whatever goes wrong here, a full disk or a tracer that cannot start, is logged and kept in `error`; serving goes on.
+Any error here, such as a full disk or a tracer that cannot start, is logged and stored in `error`; serving continues.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ Activity = Literal["cpu", "gpu"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    """What to record.
+    """Options of a profile.
 
     Args:
         folder: where traces are written; made if missing.
-        start_step: launches that pass before the first that is recorded.
-        steps: launches to record, with `by_stage` of each stage; None: until it is stopped.
-        activities: of these processors; none named: of all that there are.
-        record_shapes: with the shapes of what operators are given. Slower.
-        with_stack: with the Python lines that called them. Much slower.
-        by_stage: extends (mixed batches among them) and decodes go into files of their own.
+        start_step: launches before the first that is recorded.
+        steps: launches to record, with `by_stage` of each stage; None: until the profile is stopped.
+        activities: processors to record; empty: all.
+        record_shapes: record the shapes of the operators' inputs. Slower.
+        with_stack: record the Python lines that called the operators. Much slower.
+        by_stage: write extends (mixed batches included) and decodes to separate files.
     """
 
     folder: Path
@@ -55,7 +56,7 @@ class ProfileOptions:
     by_stage: bool = False
 
     def check(self, device: torch.device) -> None:
-        """Raise ConfigError, naming the field, for what cannot be recorded on this device."""
+        """Raise ConfigError, with the field, for options that this device does not support."""
         if self.folder.exists() and not self.folder.is_dir():
             raise ConfigError(
                 f"`folder` {self.folder} of a profile is a file\nhint: name a folder; it is made if missing"
@@ -74,25 +75,25 @@ class ProfileOptions:
 
 
 class TorchProfiler:
-    """`host.Profiler` over torch.profiler. All but `configure` is called in the host's thread.
+    """A `host.Profiler` over torch.profiler. All methods except `configure` are called in the host's thread.
 
     Args:
-        device: of the model.
+        device: device of the model.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.files: list[Path] = []  # of the newest profile, in the order they were written
-        self.error = ""  # why the newest profile has none, or not all
+        self.error = ""  # why the newest profile has no files, or not all
         self._options: ProfileOptions | None = None
         self._on = False
         self._launches = 0  # since the start
         self._recorded: dict[str, int] = {}  # launches by stage
         self._running: profile | None = None
-        self._stage = ""  # of what runs
+        self._stage = ""  # stage of the running recording
 
     def configure(self, options: ProfileOptions) -> None:
-        """What the next profile shall record. Raises ConfigError; also where one is on."""
+        """Set the options of the next profile. Raises ConfigError, also while a profile runs."""
         options.check(self.device)
         if self._on:
             raise ConfigError("a profile is running already\nhint: stop it first")
@@ -100,7 +101,7 @@ class TorchProfiler:
 
     @property
     def over(self) -> bool:
-        """Whether it is on, and has recorded all that was requested."""
+        """Return whether a profile is on and has recorded all requested launches."""
         options = self._options
         if options is None or options.steps is None or not self._on:
             return False
@@ -108,22 +109,22 @@ class TorchProfiler:
         return all(self._recorded.get(stage, 0) >= options.steps for stage in stages)
 
     def start(self) -> None:
-        """From the next launch on."""
+        """Start the profile with the next launch."""
         self.files, self.error = [], ""
         if self._options is None:
-            self.error = "nobody said where traces go"
+            self.error = "no folder for traces was configured"
             log.error("no profile: %s", self.error)
             return
         self._launches, self._recorded, self._on = 0, {}, True
 
     def stop(self) -> None:
-        """Behind every batch launched so far; writes what was seen. Harmless where nothing is on."""
+        """End the recording after all batches launched so far, and write it. Does nothing if no profile is on."""
         self._end()
         self._on = False
 
     @contextmanager
     def batch(self, plan: BatchPlan) -> Iterator[None]:
-        """Around each launch."""
+        """Record the launch inside this context, if it belongs to the profile."""
         if not self._on:
             yield
             return
@@ -139,7 +140,7 @@ class TorchProfiler:
             self._end()
 
     def _recording(self, plan: BatchPlan) -> bool:
-        """Whether this launch is to be recorded; begins and ends recordings as it needs."""
+        """Return whether to record this launch; starts and ends recordings as needed."""
         options = self._options
         assert options is not None
         self._launches += 1
@@ -160,7 +161,7 @@ class TorchProfiler:
         names = options.activities or (("cpu", "gpu") if self.device.type == "cuda" else ("cpu",))
         activities = [ProfilerActivity.CPU if name == "cpu" else ProfilerActivity.CUDA for name in names]
         try:
-            self._wait()  # what was launched before is not part of it
+            self._wait()  # earlier launches are not part of it
             running = profile(activities=activities, record_shapes=options.record_shapes, with_stack=options.with_stack)
             running.start()
         except Exception as error:
@@ -170,7 +171,7 @@ class TorchProfiler:
         return True
 
     def _end(self) -> None:
-        """End what runs, and write it."""
+        """End the running recording, and write it."""
         running, self._running = self._running, None
         stage, self._stage = self._stage, ""
         if running is None or self._options is None:
@@ -197,7 +198,7 @@ class TorchProfiler:
 
 
 def _free(folder: Path, stage: str) -> Path:
-    """A file that is not there yet."""
+    """Return a path that does not exist yet."""
     folder.mkdir(parents=True, exist_ok=True)
     number = 1
     while (path := folder / f"{stage}-{number:02}.json.gz").exists():
@@ -206,7 +207,7 @@ def _free(folder: Path, stage: str) -> Path:
 
 
 def options_of(folder: str | Path, **given: Any) -> ProfileOptions:
-    """Options from keywords; what is not given, or None, is the default. Raises ConfigError for an unknown one."""
+    """Return options from keywords; missing ones have their default. Raises ConfigError for an unknown one."""
     for name in given:
         if name not in ProfileOptions.__dataclass_fields__:
             raise ConfigError(f"there is no option `{name}` of a profile")

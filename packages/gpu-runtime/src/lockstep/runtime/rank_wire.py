@@ -1,11 +1,11 @@
-"""What passes between rank 0 and the workers of a tensor-parallel group: typed messages over one socket pair each.
+"""Messages between rank 0 and the workers of a tensor-parallel group: typed, over one socket pair each.
 
     4 bytes      length bytes
     | length   | message, msgpack |          little endian; never a pickle
 
-Every order that reaches the device is part of a chain: rank 0 hashes what it sends, each worker hashes what it decoded,
-encoded again, and both mix in the value before. So a plan that was lost, doubled, moved or read differently is refused
-before it is run, and not found in an answer that looks odd.
+Every order for the device is part of a chain. Rank 0 hashes what it sends; each worker decodes an order, encodes it
+again and hashes that; both hashes include the previous value. So a plan that was lost, doubled, moved or decoded
+differently is refused before it runs, and does not have to be noticed in a wrong answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lockstep.host.engine_options import RankOptions
 from lockstep.runtime.errors import RankLost
 from lockstep.runtime.pooling import Pooling
 
-MESSAGE_BYTES_MAX = 1 << 30  # longer lengths are not believed
+MESSAGE_BYTES_MAX = 1 << 30  # longer messages are refused
 DIGEST_BYTES = 16
 NO_CHAIN = bytes(DIGEST_BYTES)
 
@@ -45,7 +45,7 @@ class RankSettings(RankOptions, frozen=True, kw_only=True, forbid_unknown_fields
     random_weights_seed: int | None
     pooling: Pooling
     debug: bool
-    sched: dict[str, Any]  # of SchedConfig, as given
+    sched: dict[str, Any]  # fields of SchedConfig, as given
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -54,20 +54,20 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rank: int
     ranks: int
     device: str
-    threads: int  # of torch on the CPU: of all ranks alike, since some results depend on it
-    store: str  # a file in a folder that only this user can read, where the ranks find each other
+    threads: int  # torch's CPU threads: the same number on all ranks, since some results depend on it
+    store: str  # a file in a folder that only this user can read, by which the ranks find each other
     timeout_s: float
     settings: RankSettings
 
 
 class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """What the ranks agreed on; the executor can be made."""
+    """The settings that all ranks agreed on; the executor can be made."""
 
     config: SchedConfig
 
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that `Executor.launch` is told."""
+    """The arguments of `Executor.launch`."""
 
     plan: BatchPlan
     deferred: bool
@@ -75,54 +75,57 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Launch an order, if the digest fits."""
+    """Launch an order, if the digest is right."""
 
-    order: bytes  # of Order
-    digest: bytes  # of the chain, this order included
+    order: bytes  # an encoded Order
+    digest: bytes  # of the chain up to this order
 
 
 class Mask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """What the sampling rows of the batch just named may say next: int32 [rows, words]; no words where all may."""
+    """Allowed next tokens of the sampling rows of the previously named batch: int32 [rows, words]; None: all tokens."""
 
     rows: int
     words: bytes | None
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Let a deferred batch sample."""
+    """Sample a deferred batch."""
 
     batch_id: BatchId
 
 
 class Collect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Take the oldest batch's results, and say what was drawn."""
+    """Collect the oldest batch, and report the digest of its tokens."""
 
 
 class Prepare(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Read this rank's part of new weights. Nothing is in flight. This and the next three are answered by Done."""
+    """Read this rank's part of new weights.
+
+    Nothing is in flight. This and the next three are answered by CommandDone.
+    """
 
     source: str
 
 
 class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Put what was prepared in place."""
+    """Copy the prepared weights into the model."""
 
     version: int
 
 
 class Discard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Forget what was prepared: another rank could not."""
+    """Drop the prepared weights, because another rank could not prepare them."""
 
 
 class Switch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Give the memory behind tags back, or take it again."""
+    """Release the memory of tags, or allocate it again."""
 
     tags: tuple[str, ...]
     released: bool
 
 
 class ReadAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Read this rank's part of an adapter, beside whatever runs. This and the next are answered by AdapterDone."""
+    """Read this rank's part of an adapter, while batches run. This and the next are answered by AdapterDone."""
 
     ticket: int
     name: str
@@ -131,7 +134,7 @@ class ReadAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=T
 
 
 class PlaceAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Copy it into a slot that no batch uses, beside whatever runs."""
+    """Copy an adapter into a slot that no batch uses, while other batches run."""
 
     ticket: int
     name: str
@@ -140,7 +143,7 @@ class PlaceAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
 
 
 class LackAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """An adapter of before cannot be read again."""
+    """Record that an adapter of the previous engine cannot be read again."""
 
     name: str
     version: int
@@ -148,14 +151,14 @@ class LackAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=T
 
 
 class ForgetAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """This name, or this version of it, is not needed any more."""
+    """Drop this adapter, or this version of it."""
 
     name: str
     version: int | None
 
 
 class StopWorker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """End."""
+    """End the worker."""
 
 
 AdapterUpdate = ReadAdapter | PlaceAdapter | LackAdapter | ForgetAdapter
@@ -178,43 +181,46 @@ ToWorker = (
 
 
 class Doing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """What the worker begins to do, for a message about its end: `loading the model`."""
+    """The activity that the worker begins, for a message about its end: `loading the model`."""
 
     what: str
 
 
 class Chosen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """The model is there; what runs its passes must be the same on all ranks, which sum over each other in them."""
+    """The model is loaded.
+
+    Attention backend and graphs must be equal on all ranks, because their passes sum over the ranks.
+    """
 
     chosen: str  # attention backend and graphs
 
 
 class Sized(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """So many pages of KV fit beside the model."""
+    """The number of pages of KV that fit beside the model."""
 
     pages: int
 
 
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """The executor is there."""
+    """The executor is ready."""
 
 
 class Collected(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """A batch came back on the worker; `drawn` is the digest of its tokens, which must be those of rank 0."""
+    """The worker has collected a batch; `drawn` is the digest of its tokens, which must equal that of rank 0."""
 
     batch_id: BatchId
     drawn: bytes
 
 
 class CommandDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """The worker did what it was told, or could not; then everything there is as it was."""
+    """The worker has carried out a command, or failed; after a failure its state is unchanged."""
 
     version: int  # of its weights
     error: str = ""
 
 
 class AdapterDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """The worker read an adapter or put it in its slot, or could not."""
+    """The worker has read an adapter or copied it into its slot, or failed."""
 
     ticket: int
     error: str = ""
@@ -225,7 +231,7 @@ FailureKind = Literal["config", "collective", "other"]
 
 
 class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """The worker's last word."""
+    """The worker's last message, before it ends because of an error."""
 
     message: str
     kind: FailureKind
@@ -244,7 +250,7 @@ def _bytes_of(value: Any) -> bytes:
 
 
 def _array_of(kind: type, value: Any) -> Any:
-    """An array of the annotated type, e.g. NDArray[np.int32], from its bytes; read only."""
+    """Return a read-only array of the annotated type, e.g. NDArray[np.int32], from its bytes."""
     (dtype,) = get_args(get_args(kind)[1])
     return np.frombuffer(value, dtype)
 
@@ -263,13 +269,13 @@ class PlanChain:
         self.digest = NO_CHAIN
 
     def seal(self, order: Order) -> Launch:
-        """An order as it is sent."""
+        """Return the message for an order, and add the order to the chain."""
         encoded = _encode(order)
         self._add(encoded)
         return Launch(encoded, self.digest)
 
     def verify(self, launch: Launch) -> Order:
-        """What was sent, understood as it was meant. Raises RankLost otherwise."""
+        """Decode an order and add it to the chain. Raises RankLost if the digests differ."""
         order = _read_order(launch.order)
         self._add(_encode(order))
         if self.digest != launch.digest:
@@ -284,13 +290,13 @@ class PlanChain:
 
 
 def in_turn(contexts: Iterable[RowContext]) -> ContextOf:
-    """Contexts found before, given out in the order in which an executor asks for them."""
+    """Return a function that returns these contexts one after another, in the order of the executor's calls."""
     waiting = iter(contexts)
     return lambda taken: next(waiting)
 
 
 def drawn_digest(result: BatchResult) -> bytes:
-    """Of the tokens of a batch, of which of them mean nothing, and of how many each verifying row got."""
+    """Return the digest of a batch's tokens, of its invalid rows, and of the tokens that each verifying row got."""
     invalid = np.array(result.invalid, np.int32)
     if result.accepted is not None:
         invalid = np.concatenate((result.accepted, invalid))
@@ -298,27 +304,27 @@ def drawn_digest(result: BatchResult) -> bytes:
 
 
 class Channel:
-    """One end of the socket pair between rank 0 and a worker. One thread receives; any may send.
+    """One end of the socket pair between rank 0 and a worker. One thread receives; any thread may send.
 
     Args:
         reads: ToLead or ToWorker.
-        timeout_s: a peer that takes nothing in for so long is lost. Waiting for its next message has no limit.
+        timeout_s: a peer that receives nothing for this time is lost. `receive` has no limit.
     """
 
     def __init__(self, end: socket.socket, reads: object, timeout_s: float) -> None:
         self._socket, self._read = end, _read_by[reads]
-        # Only what is sent has a limit: SO_SNDTIMEO, since settimeout would limit receiving as well.
+        # Only sending has a limit: SO_SNDTIMEO, because settimeout would limit receiving as well.
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", max(1, round(timeout_s)), 0))
         self._sending = threading.Lock()
 
     def send(self, message: ToWorker | ToLead) -> None:
-        """Raises: OSError when the other end is gone, or takes nothing in."""
+        """Send a message. Raises OSError if the other end is closed, or receives nothing within the limit."""
         encoded = _encode(message)
         with self._sending:
             self._socket.sendall(_LENGTH.pack(len(encoded)) + encoded)
 
     def receive(self) -> Any:
-        """The next message; None when the other end is gone. Raises msgspec.DecodeError for what is no message."""
+        """Return the next message; None if the other end is closed. Raises msgspec.DecodeError for invalid data."""
         head = self._exactly(_LENGTH.size)
         if head is None:
             return None
@@ -329,8 +335,8 @@ class Channel:
         return None if body is None else self._read(body)
 
     def close(self) -> None:
-        """Both ends are shut down: `receive` returns None."""
-        with suppress(OSError):  # the other end was faster
+        """Shut down both ends: `receive` returns None."""
+        with suppress(OSError):  # the other end was closed before
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 

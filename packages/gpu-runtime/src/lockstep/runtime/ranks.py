@@ -1,26 +1,26 @@
-"""Rank 0 of a tensor-parallel group: it starts the workers, tells them every plan, and ends with the first of them.
+"""Rank 0 of a tensor-parallel group: starts the workers, sends them every plan, and ends with the first of them.
 
     rank 0, the user's process                       ranks 1, 2, ...: worker.py, a process each
 
-    RuntimeHost ──> LeadExecutor ──orders, socket pair──> Follower        no rank but the first has a scheduler
-                        │         <──what was drawn, last words──  │
-                        v                                          v
-                    Executor  <───────sums and joins───────>   Executor   one GPU each; gloo on the CPU
+    RuntimeHost ──> LeadExecutor ──orders, socket pair──> Follower        only rank 0 has a scheduler
+                         │         <──digests, errors───  │
+                         v                                v
+                      Executor  <───────sums and joins───────>   Executor   one GPU each; gloo on the CPU
 
-Plans go over a channel of their own and not through a collective: a collective that cannot complete cannot be left.
-What can happen to a worker, and how rank 0 hears of it:
+Plans have their own channel instead of a collective, because a thread cannot leave a collective that cannot complete.
+Failures of a worker, and how rank 0 detects them:
 
-| a worker | shows as | then |
-|---|---|---|
-| is killed, crashes | its channel ends; its exit status says how | |
-| raises | its last word, Failed, with the error | |
-| stops answering | no answer to the oldest batch for `timeout_s` | |
-| draws other tokens than rank 0 | the digests in Collected differ | |
+| a worker | detected by |
+|---|---|
+| is killed, crashes | its channel closes; its exit status has the reason |
+| raises | its last message, Failed, with the error |
+| stops responding | no answer to the oldest batch for `timeout_s` |
+| draws other tokens than rank 0 | different digests in Collected |
 
-Each becomes `failure`, one sentence, the first one wins; and all workers are killed, so that a thread that waits for
-them in a collective comes back. The host finds the failure at its next look at the executor. If it does not within
-GRACE_S, since some kernel never ends, `on_stuck` is called, which fails the waiting requests; while rank 0 still
-starts, its process ends.
+The first failure becomes `failure`, one sentence. All workers are then killed, so that a thread that waits for them in
+a collective returns. The host finds the failure in its next call of the executor. If it does not within GRACE_S,
+because a kernel never ends, `on_stuck` is called, which fails the waiting requests; while rank 0 still starts, its
+process ends.
 """
 
 from __future__ import annotations
@@ -100,17 +100,17 @@ Int32s = NDArray[np.int32]
 T = TypeVar("T")
 
 TIMEOUT_S = 300.0  # for one batch; the first one may compile kernels
-GRACE_S = 10.0  # from a failure to the moment at which the host must have found it
-CAUSE_S = 5.0  # rank 0 waits so long for the reason why a collective failed
-LAST_WORD_S = 1.0  # a collective that failed elsewhere is blamed only if nothing better came within this time
-END_S = 5.0  # a worker that was told to stop is killed after this time
+GRACE_S = 10.0  # from a failure to the time at which the host must have found it
+CAUSE_S = 5.0  # limit of rank 0's wait for the reason why a collective failed
+LAST_WORD_S = 1.0  # a collective that failed elsewhere is reported only if no better reason arrives within this time
+END_S = 5.0  # a worker is killed this long after its StopWorker message
 POLL_S = 0.2
 
 
 def check_split(model: ModelSettings, ranks: int) -> None:
-    """Raise ConfigError, naming the fields of config.json, if so many ranks cannot share a model."""
+    """Raise ConfigError, with the fields of config.json, if `ranks` ranks cannot split a model."""
     if ranks < 1:
-        raise ConfigError(f"`tensor_parallel` must be at least 1, got `{ranks}`")
+        raise ConfigError(f"`tp` must be at least 1, got `{ranks}`")
     shared = {"num_attention_heads": model.heads}
     if model.experts is None or model.experts.dense_layers:
         shared["intermediate_size"] = model.intermediate
@@ -123,27 +123,26 @@ def check_split(model: ModelSettings, ranks: int) -> None:
         sizes = [size for size in range(1, model.heads + 1) if not any(n % size for n in shared.values())]
         fitting = [size for size in sizes if not (model.kv_heads % size and size % model.kv_heads)]
         raise ConfigError(
-            f"`tensor_parallel` {ranks} does not fit this model: {'; '.join(wrong)}\n"
-            f"hint: it can be {', '.join(map(str, fitting))}"
+            f"`tp` {ranks} does not fit this model: {'; '.join(wrong)}\nhint: it can be {', '.join(map(str, fitting))}"
         )
 
 
 def rank_device(first: torch.device, rank: int, ranks: int) -> torch.device:
-    """The device of a rank, given that of rank 0: the GPUs behind it. Raises ConfigError if there are too few."""
+    """Return the device of a rank, counted from that of rank 0. Raises ConfigError if there are too few GPUs."""
     if first.type != "cuda":
         return first
     index, count = first.index or 0, torch.cuda.device_count()
     if index + ranks > count:
         raise ConfigError(
-            f"`tensor_parallel` {ranks} from cuda:{index} on needs {index + ranks} GPUs, but torch sees {count}\n"
-            "hint: a smaller tensor_parallel, or CUDA_VISIBLE_DEVICES"
+            f"`tp` {ranks} from cuda:{index} on needs {index + ranks} GPUs, but torch sees {count}\n"
+            "hint: a smaller tp, or CUDA_VISIBLE_DEVICES"
         )
     return torch.device("cuda", index + rank)
 
 
 @dataclass(slots=True)
 class _Worker:
-    """One worker as rank 0 sees it. What changes is guarded by the group's lock."""
+    """Rank 0's state of one worker. The group's lock guards all that changes."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -152,18 +151,18 @@ class _Worker:
     chosen: Chosen | None = None
     sized: Sized | None = None
     ready: bool = False
-    launched: deque[BatchId] = field(default_factory=deque)  # and not answered
-    drawn: dict[BatchId, bytes] = field(default_factory=dict)  # what it drew, where rank 0 has not said yet
-    done: CommandDone | None = None  # its answer to the last change of weights or memory
-    waited_s: float = 0.0  # spent waiting since it said something, or was told something
+    launched: deque[BatchId] = field(default_factory=deque)  # batches launched and not answered
+    drawn: dict[BatchId, bytes] = field(default_factory=dict)  # the worker's digests that rank 0 still lacks
+    done: CommandDone | None = None  # answer to the newest change of weights or memory
+    waited_s: float = 0.0  # time waited since the last message from or to it
     threads: list[threading.Thread] = field(default_factory=list)
 
     def described(self) -> str:
-        """Its rank and process."""
+        """Return rank and process."""
         return f"rank {self.rank} (process {self.process.pid})"
 
     def busy(self) -> str:
-        """What it was doing, for a message about its end."""
+        """Return the current activity, for a message about its end."""
         if self.doing:
             return f"while {self.doing}"
         if not self.launched:
@@ -174,12 +173,12 @@ class _Worker:
 
 
 class RankGroup:
-    """The workers, and rank 0's end of the collectives. Returns once all ranks have met.
+    """The workers, and rank 0's end of the collectives. The constructor returns once all ranks have joined.
 
     Args:
-        device: of rank 0. `cuda` is the first GPU; `self.device` says so.
-        timeout_s: in which a batch must come back from every rank.
-    Raises: ConfigError; RankLost when a worker ends before it has begun.
+        device: device of rank 0. `cuda` is the first GPU, stored in `self.device`.
+        timeout_s: limit for a batch, in which every rank must return its result.
+    Raises: ConfigError; RankLost if a worker ends before it has started.
     """
 
     def __init__(
@@ -194,13 +193,13 @@ class RankGroup:
         self.failure = ""  # why the group has ended
         self.on_stuck: Callable[[str], None] | None = None
         self._kind = ""  # of the failure
-        self._lock = threading.Condition()  # of everything below, and of the workers
+        self._lock = threading.Condition()  # guards the fields below, and the workers
         self._failed = threading.Event()
-        self._noticed = threading.Event()  # rank 0 has noticed, or has ended
+        self._noticed = threading.Event()  # rank 0 has found the failure, or has ended
         self._closing = False
-        self._adapter_answers: dict[int, list[str]] = {}  # by ticket: what workers said, until all have
+        self._adapter_answers: dict[int, list[str]] = {}  # by ticket: errors of the workers so far, "" for success
         self._tickets = 0
-        self._drawn: dict[BatchId, tuple[bytes, int]] = {}  # what rank 0 drew, and how many have not said yet
+        self._drawn: dict[BatchId, tuple[bytes, int]] = {}  # rank 0's digest, and the number of workers without one
         self._chain = PlanChain()
         self._folder = Path(tempfile.mkdtemp(prefix="lockstep-ranks-"))  # of mode 0700
         self._workers: list[_Worker] = []
@@ -230,18 +229,21 @@ class RankGroup:
 
     @property
     def _collective_s(self) -> float:
-        """Seconds until a collective gives up by itself: later than the group, which has the reason."""
+        """Limit of a collective in seconds: longer than the group's, which has a better reason."""
         return self.timeout_s + 2 * GRACE_S
 
     # ---------------------------------------------------------------------------------------------------- for rank 0
 
     def parallel(self) -> Parallel:
-        """Rank 0's part of the model."""
+        """Return rank 0's part of the model."""
         assert self._collectives is not None
         return self._collectives.parallel()
 
     def compare(self, chosen: str) -> None:
-        """Raise ConfigError if a rank chose otherwise: its passes would wait for ours, and ours for its. RankLost."""
+        """Raise ConfigError if a rank has another choice, because its passes and rank 0's would wait for each other.
+
+        RankLost.
+        """
         self._until(lambda worker: worker.chosen is not None, "to choose its attention backend")
         for worker in self._workers:
             if worker.chosen is not None and worker.chosen.chosen != chosen:
@@ -251,16 +253,16 @@ class RankGroup:
                 )
 
     def agree(self, config: SchedConfig) -> SchedConfig:
-        """What holds on all ranks: the pool is as large as the smallest has room for. Raises RankLost."""
-        self._until(lambda worker: worker.sized is not None, "to say how many pages of KV fit")
-        said = [worker.sized for worker in self._workers if worker.sized is not None]
-        agreed = msgspec.structs.replace(config, pages=min([config.pages, *(one.pages for one in said)]))
+        """Return the settings of all ranks: the pool has the size of the smallest. Raises RankLost."""
+        self._until(lambda worker: worker.sized is not None, "to report how many pages of KV fit")
+        sized = [worker.sized for worker in self._workers if worker.sized is not None]
+        agreed = msgspec.structs.replace(config, pages=min([config.pages, *(one.pages for one in sized)]))
         for worker in self._workers:
             self._send(worker, Start(agreed))
         return agreed
 
     def lead(self, executor: Executor) -> LeadExecutor:
-        """Rank 0's executor together with those of the workers, which are there when this returns."""
+        """Wait for the workers' executors; return an executor that runs rank 0's together with them."""
         self._until(lambda worker: worker.ready, "to make its executor")
         return LeadExecutor(executor, self)
 
@@ -271,7 +273,7 @@ class RankGroup:
             raise RankLost(self.failure)
 
     def explain(self, error: DeviceLost) -> DeviceLost:
-        """What rank 0 raises instead of `error`: the reason for it, if that lies with another rank."""
+        """Return the error for rank 0 to raise instead of `error`: its cause, if that is on another rank."""
         if isinstance(error, CollectiveFailed):
             self._failed.wait(CAUSE_S)
         self._noticed.set()
@@ -280,7 +282,7 @@ class RankGroup:
         return error if self.failure.endswith(str(error)) else RankLost(self.failure)
 
     def launch(self, order: Order) -> None:
-        """Tell every worker what rank 0 is about to launch."""
+        """Send every worker the order that rank 0 is about to launch."""
         sealed = self._chain.seal(order)
         for worker in self._workers:
             with self._lock:
@@ -288,21 +290,21 @@ class RankGroup:
             self._send(worker, sealed)
 
     def tell(self, message: Mask | Sample | Collect | LackAdapter | ForgetAdapter) -> None:
-        """The same to every worker."""
+        """Send a message to every worker."""
         for worker in self._workers:
             self._send(worker, message)
 
     def change(self, message: Prepare | Commit | Discard | Switch, what: str) -> None:
-        """Tell every worker to change weights or memory; `changed` has the answers."""
+        """Send every worker a change of weights or memory; `changed` returns the answers."""
         for worker in self._workers:
             with self._lock:
                 worker.done, worker.doing = None, what
             self._send(worker, message)
 
     def changed(self, version: int) -> str:
-        """Wait for all answers. Returns the first error, or nothing.
+        """Wait for all answers. Returns the first error, or "".
 
-        Raises: RankLost, also where a rank has other weights than this version.
+        Raises: RankLost, also if a rank has weights of another version.
         """
         self._until(lambda worker: worker.done is not None, "to change its weights or its memory")
         for worker in self._workers:
@@ -314,10 +316,10 @@ class RankGroup:
         return errors[0] if errors else ""
 
     def about_adapter(self, make: Callable[[int], ReadAdapter | PlaceAdapter], own: Callable[[], None]) -> None:
-        """Do something about an adapter on all ranks, here by `own`. Raises ConfigError where one cannot; RankLost."""
+        """Run a step for an adapter on all ranks, on rank 0 by `own`. Raises ConfigError if a rank fails; RankLost."""
         with self._lock:
             ticket, self._tickets = self._tickets, self._tickets + 1
-            said = self._adapter_answers[ticket] = []
+            errors = self._adapter_answers[ticket] = []
         for worker in self._workers:
             self._send(worker, make(ticket))
         error: ConfigError | None = None
@@ -326,17 +328,17 @@ class RankGroup:
         except ConfigError as raised:
             error = raised
         with self._lock:
-            while not self.failure and len(said) < len(self._workers):
+            while not self.failure and len(errors) < len(self._workers):
                 self._lock.wait(POLL_S)
             del self._adapter_answers[ticket]
         self.check()
         if error is not None:
             raise error
-        if wrong := next(filter(None, said), ""):
+        if wrong := next(filter(None, errors), ""):
             raise ConfigError(wrong)
 
     def drew(self, result: BatchResult) -> None:
-        """Compare what rank 0 drew with what the workers drew, or will have drawn."""
+        """Compare rank 0's digest of a batch with those of the workers, now or when they arrive."""
         batch_id, drawn = result.plan.batch_id, drawn_digest(result)
         with self._lock:
             missing = sum(batch_id not in worker.drawn for worker in self._workers)
@@ -348,7 +350,10 @@ class RankGroup:
         self.check()
 
     def close(self, *, stuck: bool = False) -> None:
-        """End the workers. With `stuck`, rank 0 has a thread that does not come back: the process will end hard."""
+        """End the workers.
+
+        With `stuck`, a thread of rank 0 does not return, and the process will end without waiting for it.
+        """
         with self._lock:
             if self._closing:
                 return
@@ -379,7 +384,7 @@ class RankGroup:
     # -------------------------------------------------------------------------------------------------------- inside
 
     def _spawn(self, rank: int) -> _Worker:
-        """Start a worker: a new interpreter, since a forked one would have torch's threads half."""
+        """Start a worker in a new interpreter, because a forked one would have lost torch's threads."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -403,10 +408,10 @@ class RankGroup:
         try:
             worker.channel.send(message)
         except OSError as error:
-            raise self.explain(CollectiveFailed(f"{worker.described()} takes nothing in: {error}")) from error
+            raise self.explain(CollectiveFailed(f"{worker.described()} does not receive: {error}")) from error
 
     def _until(self, there: Callable[[_Worker], bool], what: str) -> None:
-        """Wait for all workers, which have as much to do as rank 0 had."""
+        """Wait for all workers, which start at the same time as rank 0."""
         until = time.monotonic() + START_S
         with self._lock:
             while not self.failure and (late := [worker for worker in self._workers if not there(worker)]):
@@ -415,7 +420,7 @@ class RankGroup:
         self._raise_at_start()
 
     def _while_alive(self, run: Callable[[], T]) -> T:
-        """Run something that waits for all ranks, but no longer than they live."""
+        """Call a function that waits for all ranks, until it returns or a rank ends."""
         done: list[T] = []
         errors: list[BaseException] = []
 
@@ -447,12 +452,12 @@ class RankGroup:
     # --------------------------------------------------------------------------------------------- in their threads
 
     def _listen(self, worker: _Worker) -> None:
-        """Take in what a worker says, until it says nothing any more."""
+        """Process the messages of a worker until its channel closes."""
         while True:
             try:
                 message = worker.channel.receive()
             except msgspec.DecodeError as error:
-                self._fail(f"{worker.described()} sent what cannot be read: {error}")
+                self._fail(f"{worker.described()} sent an unreadable message: {error}")
                 return
             if message is None:
                 break
@@ -462,10 +467,10 @@ class RankGroup:
         try:
             status = worker.process.wait(END_S)
         except subprocess.TimeoutExpired:
-            self._fail(f"{worker.described()} closed its channel {worker.busy()}, but lives on")
+            self._fail(f"{worker.described()} closed its channel {worker.busy()}, but still runs")
             return
-        worker.threads[1].join(LAST_WORD_S)  # what it wrote before comes before what we say of it
-        self._fail(f"{worker.described()} {_how(status)} {worker.busy()}")
+        worker.threads[1].join(LAST_WORD_S)  # log what it wrote before its end is reported
+        self._fail(f"{worker.described()} {_exit_text(status)} {worker.busy()}")
 
     def _take_in(self, worker: _Worker, message: ToLead) -> None:
         compared: tuple[BatchId, bytes, bytes] | None = None
@@ -483,7 +488,7 @@ class RankGroup:
                 case CommandDone():
                     worker.done, worker.doing = message, ""
                 case AdapterDone(ticket, error):
-                    self._adapter_answers.get(ticket, []).append(error)  # no call waits where the group has ended
+                    self._adapter_answers.get(ticket, []).append(error)  # nothing waits after the group has ended
                 case Collected(batch_id, drawn):
                     if batch_id in worker.launched:
                         worker.launched.remove(batch_id)
@@ -501,7 +506,7 @@ class RankGroup:
         if isinstance(message, Failed):
             log.debug("%s\n%s", worker.described(), message.trace)
             if message.kind == "collective":
-                self._failed.wait(LAST_WORD_S)  # the rank that was lost first is the reason
+                self._failed.wait(LAST_WORD_S)  # the failure of the rank that ended first is the reason
             self._fail(f"{worker.described()} failed {worker.busy()}: {message.message}", message.kind)
 
     def _compare(self, worker: _Worker, batch_id: BatchId, ours: bytes, theirs: bytes) -> None:
@@ -512,7 +517,7 @@ class RankGroup:
             )
 
     def _forward(self, worker: _Worker) -> None:
-        """What a worker prints goes to our log."""
+        """Copy the output of a worker to this process's log."""
         printed: IO[bytes] | None = worker.process.stdout
         assert printed is not None
         with printed:
@@ -520,13 +525,13 @@ class RankGroup:
                 log.warning("rank %d: %s", worker.rank, line.decode("utf-8", "replace").rstrip())
 
     def _watch(self) -> None:
-        """Find ranks that do not answer; after a failure, report it to the host."""
+        """Detect ranks that do not respond; after a failure, report it to the host."""
         before = time.monotonic()
         while not self._failed.wait(POLL_S):
             if self._closing:
                 return
             now = time.monotonic()
-            passed, before = min(now - before, 5 * POLL_S), now  # if we were stopped, they may have been as well
+            passed, before = min(now - before, 5 * POLL_S), now  # the workers may have been paused as well
             with self._lock:
                 late = [worker for worker in self._workers if worker.launched]
                 for worker in late:
@@ -539,13 +544,13 @@ class RankGroup:
             return
         if self.on_stuck is not None:
             self.on_stuck(self.failure)
-        elif not self._noticed.wait(START_S):  # it still starts: only the call of the constructor waits
+        elif not self._noticed.wait(START_S):  # during start only the constructor waits
             shutil.rmtree(self._folder, ignore_errors=True)
-            log.critical("%s; rank 0 does not come back from its start, and ends", self.failure)
+            log.critical("%s; rank 0 does not return from its start, and ends", self.failure)
             _end_hard()
 
     def _fail(self, message: str, kind: str = "other") -> None:
-        """The group has ended. Calls that wait for a worker return."""
+        """End the group because of a failure. Calls that wait for a worker return."""
         with self._lock:
             if self.failure or self._closing:
                 return
@@ -559,7 +564,7 @@ class RankGroup:
 
 
 class LeadExecutor:
-    """Rank 0's executor, each call of which the workers make as well. To the host it is an executor like any other."""
+    """Rank 0's executor, with every call repeated on the workers. The host uses it as an ordinary executor."""
 
     def __init__(self, executor: Executor, group: RankGroup) -> None:
         self.executor, self.group = executor, group
@@ -568,35 +573,38 @@ class LeadExecutor:
 
     @property
     def in_flight(self) -> int:
-        """Batches launched and not collected."""
+        """Number of batches launched and not collected."""
         return self.executor.in_flight
 
     def launch(self, plan: BatchPlan, *, deferred: bool = False, contexts: ContextOf | None = None) -> None:
-        """As `Executor.launch`, on all ranks. Raises RankLost beside what that raises."""
-        told = tuple(NO_CONTEXT if contexts is None else contexts(taken) for taken in plan.rows_taken)
-        self.group.launch(Order(plan, deferred, told))
+        """Launch on all ranks; see `Executor.launch`. Also raises RankLost."""
+        row_contexts = tuple(NO_CONTEXT if contexts is None else contexts(taken) for taken in plan.rows_taken)
+        self.group.launch(Order(plan, deferred, row_contexts))
         with self._explained():
-            self.executor.launch(plan, deferred=deferred, contexts=in_turn(told))
+            self.executor.launch(plan, deferred=deferred, contexts=in_turn(row_contexts))
 
     def sample(self, batch_id: BatchId, advance: Sequence[tuple[RequestId, int, Sequence[int]]]) -> None:
-        """As `Executor.sample`."""
+        """Sample on all ranks; see `Executor.sample`."""
         self.group.tell(Sample(batch_id))
         with self._explained():
             self.executor.sample(batch_id, advance)
 
     def ready(self) -> bool:
-        """As `Executor.ready`; also where nothing is in flight, RankLost says that a worker has ended."""
+        """Return whether the oldest batch is ready; see `Executor.ready`.
+
+        Raises RankLost also when nothing is in flight.
+        """
         self.group.check()
         with self._explained():
             return self.executor.ready()
 
     def pause_s(self) -> float:
-        """As `Executor.pause_s`."""
+        """Return the pause until the next call of `ready`; see `Executor.pause_s`."""
         with self._explained():
             return self.executor.pause_s()
 
     def collect(self) -> BatchResult:
-        """As `Executor.collect`."""
+        """Collect on all ranks; see `Executor.collect`."""
         self.group.tell(Collect())
         with self._explained():
             result = self.executor.collect()
@@ -612,13 +620,19 @@ class LeadExecutor:
 
 
 class LeadModel:
-    """The weights and the memory of all ranks: `lockstep.host.weights.Hands`. Either all change, or none."""
+    """The weights and the memory of all ranks: `lockstep.host.weights.WeightLoader`.
+
+    Either all ranks change, or none.
+    """
 
     def __init__(self, live: LiveModel, group: RankGroup) -> None:
         self.live, self.group = live, group
 
     def load_weights(self, version: int, source: str) -> None:
-        """All ranks read; then all put it in place. Raises ConfigError where one cannot; RankLost."""
+        """Read the weights on all ranks, then commit them on all.
+
+        Raises ConfigError if a rank cannot read them; RankLost.
+        """
         self.group.change(Prepare(source), "reading new weights")
         error = ""
         try:
@@ -636,7 +650,7 @@ class LeadModel:
         self.group.changed(version)
 
     def switch_memory(self, tags: tuple[str, ...], *, released: bool) -> None:
-        """On all ranks, or on none. Raises ConfigError where one cannot; RankLost."""
+        """Switch on all ranks, or on none. Raises ConfigError if a rank fails; RankLost."""
         self.live.switch_memory(tags, released=released)
         self.group.change(Switch(tags, released), "giving memory back" if released else "taking memory again")
         error = self.group.changed(self.live.version)
@@ -644,19 +658,21 @@ class LeadModel:
             self.live.switch_memory(tags, released=not released)
             self.group.change(Switch(tags, not released), "undoing that")
             if undone := self.group.changed(self.live.version):
-                raise RankLost(f"memory of {', '.join(tags)} could not be switched, nor that be undone: {undone}")
+                raise RankLost(
+                    f"memory of {', '.join(tags)} could not be switched, and the change not undone: {undone}"
+                )
             raise ConfigError(error)
 
 
 class LeadAdapters:
-    """Adapters of all ranks: `lockstep.host.adapters.AdapterHands`. One is in a slot once it is there on every rank."""
+    """The adapter loader of all ranks. `place` has ended once every rank has the adapter in its slot."""
 
     def __init__(self, shelf: HostAdapterCache, group: RankGroup) -> None:
         self.shelf, self.group = shelf, group
         self._thread = ThreadPoolExecutor(1, "lockstep-adapters")
 
     def read(self, name: str, version: int, source: str) -> None:
-        """On all ranks, or on none. Raises ConfigError with what does not fit; RankLost."""
+        """Read an adapter on all ranks, or on none. Raises ConfigError with all problems; RankLost."""
         try:
             self.group.about_adapter(
                 lambda ticket: ReadAdapter(ticket, name, version, source),
@@ -672,7 +688,7 @@ class LeadAdapters:
         self.shelf.lack(name, version, why)
 
     def place(self, name: str, version: int, slot: int, done: Callable[[BaseException | None], None]) -> None:
-        """Copy into a slot on all ranks, beside whatever runs."""
+        """Copy an adapter into a slot on all ranks, while batches run."""
 
         def work() -> None:
             self.group.about_adapter(
@@ -688,18 +704,18 @@ class LeadAdapters:
         self.shelf.forget(name, version)
 
     def close(self) -> None:
-        """Nothing more is loaded."""
+        """Cancel loads that have not started."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class ShownMasks:
-    """Rank 0's matchers; what they allow is sent to the workers, in front of the pass or the draw that needs it."""
+    """Rank 0's matchers. Their masks are sent to the workers, ahead of the pass or the draw that needs them."""
 
     def __init__(self, matchers: Matchers, group: RankGroup) -> None:
         self._matchers, self._group = matchers, group
 
     def take_row(self, taken: RowTaken) -> None:
-        """A row changes hands."""
+        """Start the matcher of a row's new request."""
         self._matchers.take_row(taken)
 
     def advance(self, request_id: RequestId, epoch: int, tokens: Sequence[int]) -> None:
@@ -707,22 +723,25 @@ class ShownMasks:
         self._matchers.advance(request_id, epoch, tokens)
 
     def allowed(self, rows: Int32s) -> Int32s | None:
-        """What may come next, here and on every rank."""
+        """Return the mask of allowed next tokens, and send it to every rank."""
         mask = self._matchers.allowed(rows)
         self._group.tell(Mask(len(rows), None if mask is None else mask.astype("<i4").tobytes()))
         return mask
 
     def ended(self, row: int, token: int) -> bool:
-        """Whether the row's grammar admits nothing behind this token."""
+        """Return whether the row's grammar allows nothing behind this token."""
         return self._matchers.ended(row, token)
 
     def forced(self, row: int, token: int) -> list[int]:
-        """What must follow this token: the core plans it, and so every rank is told."""
+        """Return the tokens that the grammar forces behind this token.
+
+        The core plans them, so every rank receives them.
+        """
         return self._matchers.forced(row, token)
 
 
-def _how(status: int) -> str:
-    """How a process ended."""
+def _exit_text(status: int) -> str:
+    """Describe how a process ended."""
     if status == -signal.SIGKILL:
         return "was ended by SIGKILL (the kernel does that when memory runs out)"
     if status < 0:
@@ -731,23 +750,23 @@ def _how(status: int) -> str:
 
 
 def _state(pid: int) -> str:
-    """Of a process that does not answer, where the system tells: stopped, waiting for a disk."""
+    """Describe the state of a process that does not respond, if the system reports it: stopped, waiting for a disk."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
-    said = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for a disk or a driver"}.get(letter)
-    return f", which is {said}" if said else ""
+    state = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for a disk or a driver"}.get(letter)
+    return f", which is {state}" if state else ""
 
 
 def end_hard_at_exit(what: str) -> None:
-    """Let the process end although `what` does not; torch would wait for it."""
-    log.error("%s does not come back; when the program ends, its process ends with status 1", what)
+    """At exit, end the process without waiting for `what`, for which torch would wait."""
+    log.error("%s does not return; when the program ends, its process ends with status 1", what)
     atexit.register(_end_hard)
 
 
 def _end_hard() -> None:
-    """End a process with a thread that does not come back; torch would wait for it."""
+    """End a process with a thread that does not return, for which torch would wait."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

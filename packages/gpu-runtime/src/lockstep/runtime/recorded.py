@@ -1,25 +1,24 @@
 """A model with its executor for the plans of any journal: `lockstep.host.recorded` runs them on it.
 
-The scheduler's settings are the journal's; the pool has as many pages as its plans name, and not more, so that a run of
-a large simulated device may fit a small one.
+The scheduler's settings are the journal's. The pool has only the pages that its plans name, so that the plans of a
+large simulated device may fit a small one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+import msgspec
 import torch
 
 from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
-from lockstep.host.engine_options import KvCacheDtype
+from lockstep.host.engine_options import RankOptions
 from lockstep.host.grammar_backends import choose_backend, make_backend
 from lockstep.host.grammars import CompiledGrammars, GrammarBackend, GrammarMatchers
 from lockstep.host.loop import HostClock
-from lockstep.host.quantization import Fp8Activations
 from lockstep.runtime.assembly import Assembled, assemble, choose_device, device_name, weights_of
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.llm import demo_folder, model_name
@@ -32,19 +31,20 @@ from lockstep.runtime.quantized.fp8_format import FP8
 from lockstep.runtime.rank_wire import RankSettings
 from lockstep.runtime.warmup import warm_up
 
-LORA_RANK = 16  # of adapters that a journal only names: their slots hold zeros, and take as long
+USUAL = RankOptions()
+LORA_RANK = 16  # of adapters of a journal: their slots hold zeros, and take the same time
 
 
 @dataclass(slots=True)
 class Extent:
-    """What plans need of a device."""
+    """The device resources that plans need."""
 
     batches: int = 0
     pages: int = 0
     context_tokens: int = 0  # of the longest request
 
     def see(self, plan: BatchPlan) -> None:
-        """One more plan."""
+        """Add a plan."""
         self.batches += 1
         if len(plan.deltas.pages):
             self.pages = max(self.pages, int(plan.deltas.pages.max()) + 1)
@@ -54,32 +54,28 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class PlansRunner:
-    """A model that is ready for a journal's plans."""
+    """A model that is ready to run a journal's plans."""
 
     made: Assembled
     model: str  # `demo`, or the folder's name
     folder: Path
-    device: str  # as its driver calls it; of a processor `cpu`
+    device: str  # the driver's name of the device; `cpu` for a processor
     notes: tuple[str, ...]
 
 
 def make_runner(
     extent: Extent,
     config: SchedConfig,
+    options: RankOptions = USUAL,
     *,
     model: Path | None = None,
     device: str = "auto",
-    dtype: str = "auto",
-    attention_backend: str = "auto",
-    cuda_graphs: Literal["auto", "on", "off", "eager"] = "auto",
-    random_weights_seed: int | None = None,
-    kv_cache_dtype: KvCacheDtype = "auto",
-    fp8_activations: Fp8Activations = "auto",
+    random_weights: int | None = None,
 ) -> PlansRunner:
     """Load the model, make its pool, and run a few requests, so that no batch waits for what happens once.
 
     Args:
-        config: of the journal. The rest is as in `LLM`.
+        config: of the journal. The rest is as in `LLM`, but for `max_lora_rank`, which is LORA_RANK.
     Raises: ConfigError if the model is too short for the journal's requests, or its pool too large for the device.
     """
     if config.shares_passes:
@@ -97,8 +93,8 @@ def make_runner(
         )
     pages = max(extent.pages, -(-min(config.request_tokens_max, settings.context_tokens) // config.page_size))
     pages = min(pages, config.pages)
-    wanted = DTYPES.get(dtype, torch.float32 if where.type == "cpu" else settings.dtype)
-    if kv_cache_dtype == "fp8_e4m3":
+    wanted = DTYPES.get(options.dtype, torch.float32 if where.type == "cpu" else settings.dtype)
+    if options.kv_cache_dtype == "fp8_e4m3":
         wanted = FP8
     page_bytes = KvPool.bytes_per_page(settings.layers, config.page_size, settings.kv_heads, settings.head_dim, wanted)
     free_bytes = free_bytes_of(where)
@@ -110,21 +106,16 @@ def make_runner(
         )
     sched = {one: getattr(config, one) for one in config.__struct_fields__}
     sched |= {"pages": pages, "context_tokens_max": min(config.context_tokens_max, settings.context_tokens)}
-    sched["eos_token_ids"] = ()  # of the journal's model; plans state when a request ends
+    sched["eos_token_ids"] = ()  # those are of the journal's model; plans determine when a request ends
     clock = HostClock()
     made = assemble(
         RankSettings(
             model=str(folder.resolve()),
-            dtype=dtype,
-            attention_backend=attention_backend,
-            random_weights_seed=random_weights_seed,
-            cuda_graphs=cuda_graphs,
+            random_weights_seed=random_weights,
             pooling=choose_pooling(folder),
             debug=False,
-            max_lora_rank=LORA_RANK,
             sched=sched,
-            kv_cache_dtype=kv_cache_dtype,
-            fp8_activations=fp8_activations,
+            **msgspec.structs.asdict(msgspec.structs.replace(options, max_lora_rank=LORA_RANK)),
         ),
         where,
         clock,
@@ -143,7 +134,10 @@ def make_runner(
 
 
 def _matchers(backend: str, folder: Path, settings: ModelSettings) -> GrammarMatchers:
-    """Grammars of the journal with this model's tokenizer. What is none here, as a simulator's, allows every token."""
+    """Return the journal's grammars with this model's tokenizer.
+
+    A grammar that cannot be compiled allows every token.
+    """
 
     def library() -> GrammarBackend:
         if not backend:

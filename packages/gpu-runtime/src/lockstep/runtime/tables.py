@@ -1,20 +1,20 @@
-"""What the device keeps by request row, as a fold over plans: page tables and newest tokens.
+"""The device's state by request row, as a fold over plans: page tables and newest tokens.
 
-    rows_taken   a row changes hands: its page table and newest token are reset
-    deltas       table[rows, index] = pages; of two entries for one place the later wins
+    rows_taken   a request takes a row: its page table and newest token are reset
+    deltas       table[rows, index] = pages; of two entries for one place the later applies
     sampled      newest[row] = token
 
-A plan comes to the device in one copy of packed integers, `PackedPlan`. What is folded from it takes a launch for the
-rows taken, one for the pages and none for what does not change. Everything here runs on the stream of the forward
-passes, so that a table is changed behind the batches that read what was there before.
+A plan is copied to the device as one array of packed integers, `PackedPlan`. Its fold needs one launch for the rows
+taken, one for the pages and none for what does not change. All launches here are on the stream of the forward passes,
+so that a table changes only behind the batches that read its previous content.
 
     flat     | taken | places | page places | offsets | tokens | ... |  rows | indptr | lengths | pages |
              |<----------- used as int64, converted in one launch --->|<----- used as int32 ----------->|
 
-Where a row stands is known here alone while a batch that verifies drafts is in flight (`stands`, the position of its
-newest token): a plan gives the least and the most, and the fold puts positions, slots and lengths where the row stands.
+While a batch that verifies drafts is in flight, only the device has the position of a row's newest token (`stands`). A
+plan has its least and its largest value, and the fold computes positions, slots and lengths from the actual one.
 
-The holder of each row is kept on the CPU as well (`holders`): with `debug`, each plan is checked against that and a
+The request of each row is stored on the CPU as well (`holders`). With `debug`, each plan is checked against that and a
 copy of the page tables before it is launched, and an impossible one is refused with a PlanError that names the place.
 """
 
@@ -36,56 +36,59 @@ from lockstep.runtime.errors import PlanError
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
-ENTRIES_MAX = 2**31  # of a page table: places in it travel as int32
-FIRST_WIDTH = 16  # pages of a row before the table grows
+ENTRIES_MAX = 2**31  # of a page table: indices of its entries are copied as int32
+FIRST_WIDTH = 16  # initial pages of a row, before the table grows
 NO_HOLDER = -1
 NONE: Int32s = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
 class VerifyRows:
-    """Rows that compute their newest token and drafts behind it, the last ones of a pass. int32 [rows] all."""
+    """Rows that compute their newest token and drafts behind it, the last ones of a pass.
+
+    All fields are int32 [rows].
+    """
 
     rows: Int32s
-    least: Int32s  # where a row can stand ...
-    most: Int32s  # ... at most
+    least: Int32s  # least position of a row's newest token ...
+    most: Int32s  # ... and the most it can be
     drafts: Int32s
-    forced: Int32s = field(default_factory=lambda: NONE)  # of the drafts those that are given; empty where none is
+    forced: Int32s = field(default_factory=lambda: NONE)  # drafts that a grammar forces; empty if none
     forced_tokens: Int32s = field(default_factory=lambda: NONE)  # end to end
 
     @property
     def counts(self) -> Int32s:
-        """New tokens of each."""
+        """New tokens of each row."""
         return self.drafts + np.int32(1)
 
     @property
     def exact(self) -> bool:
-        """Whether their positions are known on the CPU."""
+        """Whether the positions are known on the CPU."""
         return np.array_equal(self.least, self.most)
 
 
 @dataclass(slots=True)
 class ForwardPass:
-    """One forward pass of a plan, as the CPU has it. A plan has one, or one for each of its `steps`.
+    """One forward pass of a plan, on the CPU. A plan has one, or one for each of its `steps`.
 
-    `token_rows` and what follows have an entry for each new token, extend rows first.
+    Extend rows come first, in the rows and in the new tokens.
     """
 
-    rows: Int32s  # [rows] rows of the tables
+    rows: Int32s  # [rows], rows of the tables
     starts: Int32s  # [rows]
     stops: Int32s  # [rows]
     extend_rows: int
-    token_ids: Int32s  # of the extend rows, end to end
-    sample_rows: Int32s  # positions in `rows`
-    logprob_at: Int32s = field(default_factory=lambda: NONE)  # new tokens behind which a given token is judged ...
-    logprob_targets: Int32s = field(default_factory=lambda: NONE)  # ... and these tokens
-    adapter_slots: Int32s | None = None  # [rows], -1 for the model alone; None where all are
+    token_ids: Int32s  # new tokens of the extend rows, end to end
+    sample_rows: Int32s  # indices in `rows`
+    logprob_at: Int32s = field(default_factory=lambda: NONE)  # new tokens before each logprob target
+    logprob_targets: Int32s = field(default_factory=lambda: NONE)  # tokens with requested logprobs
+    adapter_slots: Int32s | None = None  # [rows], -1 for the model alone; None if all are
     verifying: VerifyRows | None = None  # its last rows; they count among `extend_rows`, and `starts` has their most
-    samples: Int32s | None = None  # [samplers] tokens that each samples; None: one each
+    samples: Int32s | None = None  # [samplers], samples of each; None: one each
 
     @property
     def indptr(self) -> Int32s:
-        """First new token of each row, and their number."""
+        """First new token of each row, and the number of new tokens."""
         if not self.extend_rows:  # one each
             return np.arange(len(self.rows) + 1, dtype=np.int32)
         return np.concatenate((np.zeros(1, np.int32), np.cumsum(self.stops - self.starts, dtype=np.int32)))
@@ -93,17 +96,17 @@ class ForwardPass:
 
 @dataclass(slots=True)
 class VerifyingTensors:
-    """Of the verifying rows of a pass, on the device. int64 all."""
+    """The verifying rows of a pass on the device. All fields are int64."""
 
     rows: Tensor  # [rows]
     stands: Tensor  # [rows], position of the newest token
     members: Tensor  # [new tokens of these rows]: the row of each
-    numbers: Tensor  # [new tokens]: 0 for the newest token, then the drafts' numbers from 1 on
+    numbers: Tensor  # [new tokens]: 0 for the newest token, then 1, 2, ... for the drafts
 
 
 @dataclass(slots=True)
 class PassTensors:
-    """The same on the device."""
+    """A forward pass on the device."""
 
     rows: Tensor  # int32 [rows]
     indptr: Tensor  # int32 [rows + 1]
@@ -111,7 +114,7 @@ class PassTensors:
     positions: Tensor  # int64 [tokens]
     slots: Tensor  # int64 [tokens]
     given_ids: Tensor  # int64 [tokens of extend rows]
-    decode_rows: Tensor  # int64 [decode rows], each of which computes its newest token
+    decode_rows: Tensor  # int64 [decode rows], each computes its newest token
     logits_at: Tensor  # int64 [samples + logprobs]
     sample_rows: Tensor  # int32 [samples], rows
     sampled_rows: Tensor  # int64, the same
@@ -122,24 +125,27 @@ class PassTensors:
 
 @dataclass(slots=True)
 class PackedPlan:
-    """A plan as one array of integers, with where each part of it lies."""
+    """A plan as one array of integers, with the sizes of its parts."""
 
     flat: Int32s
-    longs: int  # so many from the left are used as int64
+    longs: int  # this many numbers at the start are used as int64
     sizes: list[int]  # of the parts, in order
-    long_parts: int  # so many of them are used as int64
+    long_parts: int  # this many parts are used as int64
     passes: list[ForwardPass]
-    taken: int  # rows that change hands
-    width: int  # of the page table that the places are meant for
+    taken: int  # rows that new requests take
+    width: int  # of the page table for which places were computed
 
 
 def verifies(plan: BatchPlan) -> bool:
-    """Whether rows of a plan verify drafts, or stand where only the device can tell. Others merely decode."""
+    """Return whether rows of a plan verify drafts, or have positions that only the device has.
+
+    Other rows only decode.
+    """
     return plan.speculation is not None and bool(plan.starts_after or plan.speculation.draft_lengths.any())
 
 
 def passes_of(plan: BatchPlan) -> list[ForwardPass]:
-    """The forward passes of a plan: one, or one for each step of a plan that decodes several times."""
+    """Return the forward passes of a plan: one, or one for each step of a plan that decodes several times."""
     at, targets = _judged(plan)
     if verifies(plan):
         assert plan.speculation is not None
@@ -180,7 +186,7 @@ def passes_of(plan: BatchPlan) -> list[ForwardPass]:
 
 
 def _judged(plan: BatchPlan) -> tuple[Int32s, Int32s]:
-    """Of a plan's logprob spans: the new tokens behind which a token is judged, and these tokens, end to end."""
+    """Return the new tokens behind which logprobs are requested, and the target tokens, over all spans end to end."""
     if not plan.logprob_spans:
         return NONE, NONE
     counts = (plan.stops - plan.starts)[: plan.extend_rows]
@@ -193,7 +199,7 @@ def _judged(plan: BatchPlan) -> tuple[Int32s, Int32s]:
 
 
 def check_page_table(rows: int, context_tokens: int, page_size: int) -> None:
-    """Raise ConfigError if the pages of so many rows are more than a page table has places."""
+    """Raise ConfigError if the page table of `rows` rows has more entries than int32 can index."""
     width = -(-context_tokens // page_size)
     if (rows + 1) * width > ENTRIES_MAX:
         raise ConfigError(
@@ -207,12 +213,12 @@ class DeviceTables:
     """Page table and newest token of every request row.
 
     Args:
-        rows: of the engine, `SchedConfig.rows_max`. One more is kept for the padding of CUDA graphs.
-        pages: of the pool; the page behind the last is scratch.
-        context_tokens: with it, tables are as wide as they can ever need to be; without they grow by doubling.
-        debug: check every plan against what the rows hold.
-        adapter_slots: of the model; rows may run on adapters in these.
-        speculates: plans may verify drafts, so the device keeps where each row stands.
+        rows: rows of the engine, `SchedConfig.rows_max`. One more is kept for the padding of CUDA graphs.
+        pages: pages of the pool; the page behind the last is scratch.
+        context_tokens: makes tables as wide as they can ever become; without it they grow by doubling.
+        debug: check every plan against the content of the rows.
+        adapter_slots: adapter slots of the model, which rows may use.
+        speculates: whether plans may verify drafts, so that the device stores the position of each row.
     Raises: ConfigError, see `check_page_table`.
     """
 
@@ -252,9 +258,9 @@ class DeviceTables:
     # -------------------------------------------------------------------------------------------- at launch, on the CPU
 
     def take_in(self, plan: BatchPlan) -> PackedPlan:
-        """Note the holders of rows from this plan on, and pack what the device needs of it.
+        """Record the requests of rows from this plan on, and pack the plan for the device.
 
-        Raises: PlanError, with `debug`, for a plan that cannot be.
+        Raises: PlanError, with `debug`, for an impossible plan.
         """
         for taken in plan.rows_taken:
             if not 0 <= taken.row < self.count:
@@ -284,7 +290,7 @@ class DeviceTables:
         return taken.adapter_slot
 
     def _wider(self, plan: BatchPlan, needed: int) -> int:
-        """Twice the width until it is enough; less where there are no more places."""
+        """Return the width doubled until it suffices, at most the limit of entries."""
         most, width = ENTRIES_MAX // (self.count + 1), self.width
         if needed > most:
             raise PlanError(f"batch {plan.batch_id} needs {needed:,} pages of a row, but tables have {most:,} at most")
@@ -303,7 +309,7 @@ class DeviceTables:
         ints: list[Int32s] = [pages]
         for one in passes:
             token_rows, positions, indptr = one.rows, one.starts, one.indptr
-            if one.extend_rows:  # else one new token for each row
+            if one.extend_rows:  # otherwise one new token for each row
                 counts = one.stops - one.starts
                 token_rows, positions = one.rows.repeat(counts), one.starts.repeat(counts) + step_numbers(counts)
             sampling, behind = one.rows[one.sample_rows], indptr[one.sample_rows + 1] - np.int32(1)
@@ -340,19 +346,19 @@ class DeviceTables:
         )
 
     def _check(self, plan: BatchPlan, rows: Int32s, index: Int32s, pages: Int32s) -> None:
-        """Refuse a plan that names rows without a holder, pages that do not exist, or positions without a page."""
+        """Raise PlanError for rows without a request, pages that do not exist, or positions without a page."""
         name = f"batch {plan.batch_id}"
         all_rows = np.concatenate((plan.rows, rows))
         if all_rows.size and (int(all_rows.min()) < 0 or int(all_rows.max()) >= self.count):
             raise PlanError(f"{name} names rows outside 0 to {self.count - 1}: {_few(all_rows)}")
         for i in np.flatnonzero(self.holders[plan.rows] != plan.request_ids).tolist():
             row, holder = int(plan.rows[i]), int(self.holders[plan.rows[i]])
-            whose = "nobody holds" if holder == NO_HOLDER else f"r{holder} holds"
-            raise PlanError(f"{name} runs r{int(plan.request_ids[i])} in row {row}, which {whose}")
+            holding = "no request holds" if holder == NO_HOLDER else f"r{holder} holds"
+            raise PlanError(f"{name} runs r{int(plan.request_ids[i])} in row {row}, which {holding}")
         if np.unique(plan.rows).size != plan.rows.size:
             raise PlanError(f"{name} names a row twice: {_few(plan.rows)}")
         for row in rows[self.holders[rows] == NO_HOLDER].tolist():
-            raise PlanError(f"{name} changes the page table of row {row}, which nobody holds")
+            raise PlanError(f"{name} changes the page table of row {row}, which no request holds")
         wrong = (pages < 0) | (pages >= self.page_count)
         if wrong.any():
             raise PlanError(f"{name} gives out pages outside 0 to {self.page_count - 1}: {_few(pages[wrong])}")
@@ -393,12 +399,11 @@ class DeviceTables:
     # ------------------------------------------------------------------------------------------------- on the device
 
     def fold(self, packed: PackedPlan, flat: Tensor) -> list[PassTensors]:
-        """Apply a plan's changes, and lay out what its passes are given. To be called once, in launch order.
+        """Apply a plan's changes, and return the tensors of its passes. Called once per plan, in launch order.
 
         Args:
             flat: int32, `packed.flat` on the device.
-        Returns: for each pass its tensors. The tokens that its decode rows compute are read pass by pass, see
-        `token_ids`.
+        Returns: the tensors of each pass. The tokens of its decode rows are read before each pass, see `token_ids`.
         """
         longs = flat[: packed.longs].to(torch.int64)
         parts = list(torch.split(longs, packed.sizes[: packed.long_parts]))
@@ -432,7 +437,7 @@ class DeviceTables:
     def _place(
         self, tensors: PassTensors, rows: Tensor, least: Tensor, most: Tensor, members: Tensor, numbers: Tensor
     ) -> None:
-        """Put the verifying rows of a pass where they stand. Where a batch in front failed, that is anywhere it may."""
+        """Compute positions of the verifying rows of a pass. After a failed batch they are any in the allowed range."""
         assert self.stands is not None
         stands = torch.minimum(torch.maximum(self.stands.index_select(0, rows), least), most)
         tensors.verifying = VerifyingTensors(rows, stands, members, numbers)
@@ -448,9 +453,9 @@ class DeviceTables:
         tensors.sampled_positions = tensors.positions.index_select(0, tensors.logits_at[:samples]) + 1
 
     def token_ids(self, tensors: PassTensors) -> Tensor:
-        """The new tokens of a pass, int64 [tokens]: given ones first, then the newest of each decode row.
+        """Return the new tokens of a pass, int64 [tokens]: given ones first, then the newest of each decode row.
 
-        To be called right before the pass, behind the sampling of everything before it: future tokens are known here.
+        Called right before the pass, after the sampling of everything before it, when the newest tokens are drawn.
         """
         if not len(tensors.decode_rows):
             return tensors.given_ids
@@ -458,15 +463,15 @@ class DeviceTables:
         return torch.cat((tensors.given_ids, newest)) if len(tensors.given_ids) else newest
 
     def sampled(self, tensors: PassTensors, tokens: Tensor) -> None:
-        """Keep each token, int32 [samples], as the newest of its row."""
+        """Store each token, int32 [samples], as the newest of its row."""
         self.newest.index_copy_(0, tensors.sampled_rows, tokens.to(torch.int64))
         if self.stands is not None:
             self.stands.index_copy_(0, tensors.sampled_rows, tensors.sampled_positions)
 
     def verified(self, tensors: PassTensors, tokens: Tensor, last: Tensor) -> None:
-        """Keep the last token that each sampler got as its row's newest.
+        """Store the last accepted token of each sampler as its row's newest.
 
-        Args: tokens: int32 [samples]; last: int64 [samplers], which of them that is.
+        Args: tokens: int32 [samples]; last: int64 [samplers], the indices of these tokens.
         """
         assert self.stands is not None
         rows = tensors.sampled_rows.index_select(0, last)
@@ -475,9 +480,9 @@ class DeviceTables:
 
 
 def last_entries(deltas: PageDeltas) -> tuple[Int32s, Int32s, Int32s]:
-    """Rows, places and pages of a plan's changes, without those that a later entry of the same plan overwrites.
+    """Return rows, indices and pages of a plan's changes, without entries that a later one of the same plan overwrites.
 
-    A scatter with two entries for one place may keep either; so there must not be two.
+    A scatter with two entries for one place may keep either, so duplicates must be removed.
     """
     rows, index, pages = deltas.rows, deltas.index, deltas.pages
     if len(deltas.runs) > 3 or (len(deltas.runs) and len(deltas.opened_rows)):
@@ -490,6 +495,6 @@ def last_entries(deltas: PageDeltas) -> tuple[Int32s, Int32s, Int32s]:
 
 
 def _few(values: Sequence[int] | Int32s) -> str:
-    """Some numbers in a message."""
+    """Return some of the numbers, for a message."""
     listed = [int(value) for value in values[:8]]
     return ", ".join(map(str, listed)) + (", ..." if len(values) > 8 else "")

@@ -1,7 +1,6 @@
-"""Whether Triton can run on a GPU. An installed Triton may not: it needs a C compiler when it first launches.
+"""Whether Triton can run on a GPU. An installed Triton may fail: it needs a C compiler at its first launch.
 
-Every choice between a Triton kernel and plain torch calls `unavailable_because` first. The trial is made once for a
-device.
+Every choice between a Triton kernel and plain torch calls `unavailable_because` first. The trial runs once per device.
 """
 
 from __future__ import annotations
@@ -19,7 +18,10 @@ WRONG = "a small kernel gave wrong results"
 
 
 def unavailable_because(device: torch.device) -> str | None:
-    """Why our Triton kernels cannot run on a CUDA device, or None. The first time it compiles and runs a small one."""
+    """Return why our Triton kernels cannot run on a CUDA device, or None.
+
+    The first call compiles and runs a small kernel.
+    """
     return _tried(torch.cuda.current_device() if device.index is None else device.index)
 
 
@@ -30,15 +32,15 @@ def _tried(index: int) -> str | None:
     try:
         why = None if try_out(torch.device("cuda", index)) else WRONG
     except Exception as error:  # no C compiler, no ptxas for this GPU, a cache folder that cannot be written
-        said = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-        why = f"a small kernel could not be run: {said}"
+        reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        why = f"a small kernel could not be run: {reason}"
     if why is not None:
         log.warning("Triton cannot be used on cuda:%d, and plain torch does what its kernels would: %s", index, why)
     return why
 
 
 def try_out(device: torch.device) -> bool:
-    """Compile and run a small kernel. Returns whether its result is right. Raises whatever Triton raises."""
+    """Compile and run a small kernel. Returns whether its result is right. Raises any exception of Triton."""
     from lockstep.runtime.triton_trial_kernel import add_one
 
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode():

@@ -1,10 +1,10 @@
 """A few requests before the first real one, so that no client waits while kernels are compiled.
 
-Triton compiles a kernel when it is first launched, for seconds, and again for each way in which it is specialised: by
-the size of a tile, by whether some number is 1 or a multiple of 16. So this runs what serving will run, through the
-real executor: extends of every tile size, decodes of one row, few, and many, and every step of sampling. The engine is
-one of its own, without a journal; what it leaves in tables and pool is never read, because a row is reset when it is
-taken and a slot is written before it is read.
+Triton compiles a kernel at its first launch, which takes seconds, and again for each specialisation: by the size of a
+tile, by whether a number is 1 or a multiple of 16. Therefore the warm-up runs what serving will run, through the real
+executor: extends of every tile size, decodes of one row, few and many, and every step of sampling. It has its own
+engine, without a journal. Its state in tables and pool is never read, because a row is reset when it is taken and a
+slot is written before it is read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lockstep.host.loop import HostClock, ResultExtras, RuntimeHost, TokenLogpro
 log = logging.getLogger("lockstep.runtime")
 
 NEW_TOKENS = 4  # of each request: an extend and decodes
-PROMPT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)  # an extend's tile is a power of two of tokens x heads that share KV
+PROMPT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)  # an extend's tile is a power of two of tokens x heads per KV head
 ROWS = (1, 3, 16, 40)  # Triton distinguishes 1, multiples of 16 and other numbers; many rows decode without splitting
 LOGIT_BIAS = ((0, 0.5), (1, -0.5), (2, 0.25))
 ALLOWED = (0, 1, 2, 3)
@@ -38,7 +38,7 @@ SHAPING = (
     "chunk_unit truncation_align_size batching overlap_depth decode_steps_per_launch speculative_method "
     "num_speculative_tokens speculative_max_batch_size"
 ).split()
-"""Settings that decide about the shape of a batch."""
+"""Settings that determine the shape of a batch."""
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.8, seed=1)
@@ -57,7 +57,7 @@ KINDS = (GREEDY, SAMPLED, LIMITED, EDITED)
 
 @dataclass(slots=True)
 class WarmUp:
-    """What was run."""
+    """The extent of a warm-up."""
 
     requests: int = 0
     batches: int = 0
@@ -67,37 +67,37 @@ class WarmUp:
 
 @dataclass(slots=True)
 class _Ended:
-    """A sink that waits for the end."""
+    """A sink that stores how its request ended."""
 
     failure: str = field(default="the engine stopped")
 
     def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
-        """They are not read."""
+        """Ignore the tokens."""
 
     def finished(self, end: FinishRequest, extras: ResultExtras) -> None:
-        """Whether a batch failed; logits that are no numbers are no fault of kernels."""
+        """Store the error if a batch failed; logits that are not numbers are not an error of kernels."""
         self.failure = extras.error if end.reason == "error" else ""
 
     def rejected(self, end: RejectRequest) -> None:
-        """It was one too long for this engine."""
+        """Store the rejection of a request that is too long for this engine."""
         self.failure = end.message
 
     def failed(self, message: str) -> None:
-        """The engine ended."""
+        """Store the engine's error."""
         self.failure = message
 
 
 def warm_up(executor: BatchExecutor, config: SchedConfig, clock: HostClock, vocab: int) -> WarmUp:
-    """Run every kernel that serving will; logs how long it took.
+    """Run every kernel that serving will run; logs the duration.
 
     Args:
-        executor: idle. clock: that of its lane.
-        vocab: of the model; prompts are of all its ids.
-    Raises: ConfigError if every request fails. Where only some do, a step of sampling perhaps, others can be served:
-        the log has the errors.
+        executor: idle. clock: the clock of its lane.
+        vocab: vocabulary of the model; prompts use all its ids.
+    Raises: ConfigError if every request fails. If only some do, a step of sampling perhaps, other requests can be
+        served: the log has the errors.
     """
     began_s, done = time.monotonic(), WarmUp()
-    shapes = SchedConfig(**{name: getattr(config, name) for name in SHAPING})  # no policy, limit or timeout of theirs
+    shapes = SchedConfig(**{name: getattr(config, name) for name in SHAPING})  # no policy, limit or timeout
     host = RuntimeHost(Engine(shapes), executor, NoJournal(), clock)
     for wave in _waves(shapes, vocab):
         ends = [_Ended() for _ in wave]
@@ -119,7 +119,7 @@ def warm_up(executor: BatchExecutor, config: SchedConfig, clock: HostClock, voca
 
 
 def _waves(config: SchedConfig, vocab: int) -> Iterator[list[RequestArrived]]:
-    """Requests that run together, wave by wave."""
+    """Yield lists of requests that run together."""
     most = config.request_tokens_max - NEW_TOKENS
     longest = (config.chunked_prefill_size or config.max_prefill_tokens) + 1
     number = 0
@@ -134,7 +134,7 @@ def _waves(config: SchedConfig, vocab: int) -> Iterator[list[RequestArrived]]:
             prompt=TokenIds(ids.astype(np.int32).tobytes()),
             max_new_tokens=NEW_TOKENS,
             min_new_tokens=NEW_TOKENS,
-            stop_token_ids=(0,),  # banned for so long, which is a kernel of its own
+            stop_token_ids=(0,),  # banned for so long, which needs its own kernel
             sampling=KINDS[number % len(KINDS)],
         )
 
@@ -143,6 +143,6 @@ def _waves(config: SchedConfig, vocab: int) -> Iterator[list[RequestArrived]]:
             yield [request(tokens)]
     for _ in KINDS:  # one row of each kind
         yield [request(1)]
-    for rows in ROWS:  # and all kinds together
+    for rows in ROWS:  # all kinds together
         if rows <= config.max_running_requests:
             yield [request(3 + i % 5) for i in range(rows)]

@@ -1,8 +1,8 @@
-"""Ends an engine whose oldest batch does not come back: a kernel that never ends raises nothing, and cannot be stopped.
+"""Ends an engine whose oldest batch does not finish: a kernel that never ends raises nothing, and cannot be stopped.
 
-A thread looks at the engine from outside, since the engine's own may stand in a call that does not return. Time counts
-only while the thread checks, so that a process that was stopped for a while, or a laptop that slept, is not blamed.
-Groups of ranks have their own (`ranks`), which names the rank.
+A thread checks the engine from outside, because the engine's own thread may be in a call that does not return. Time
+counts only while the thread checks, so that a process that was stopped, or a laptop that slept, does not count as late.
+Groups of ranks have their own watchdog (`ranks`), which names the rank.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Watchdog:
     """Watches until it is closed, or has reported.
 
     Args:
-        oldest: the batch that must come back next; None where none is in flight. Called in the watchdog's thread.
-        report: receives one sentence about what has happened, once.
-        timeout_s: for one batch, from the moment at which it is the oldest; 0 never ends an engine.
-    Raises: ConfigError for a time that is none.
+        oldest: returns the batch that must finish next; None if none is in flight. Called in the watchdog's thread.
+        report: receives one sentence about the failure, once.
+        timeout_s: limit for one batch, from the time at which it is the oldest; 0: no limit.
+    Raises: ConfigError for an invalid limit.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Watchdog:
             self._thread.start()
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop the watchdog."""
         self._closing.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
@@ -60,7 +60,7 @@ class Watchdog:
 
 
 def check_timeout(timeout_s: float) -> None:
-    """Raise ConfigError for a time in which nothing can come back."""
+    """Raise ConfigError unless the limit is 0 or a valid positive time."""
     if not 0 <= timeout_s < threading.TIMEOUT_MAX:
         raise ConfigError(
             f"`batch_timeout_s` must be 0 (never) or more, got `{timeout_s}`\nhint: {TIMEOUT_S:g} is the default"

@@ -1,14 +1,14 @@
 """A group of a trainer and engines, over which the trainer, rank 0, sends new weights.
 
-By gloo they go by way of CPU memory, and by NCCL, with a GPU at every end, from GPU to GPU. An engine keeps what came
-in CPU memory, tensor by tensor, until all of it is there: its GPU has no room for its weights twice.
+With gloo weights are sent through CPU memory, and with NCCL, with a GPU at every end, from GPU to GPU. An engine stores
+received tensors in CPU memory until all have arrived: its GPU has no room for the weights twice.
 
     trainer                                             engine (docs/features.md, "Live weights")
-    group = WeightsGroup("127.0.0.1", 29500, 0, 2)      POST /init_weights_update_group: comes back when all have met
+    group = WeightsGroup("127.0.0.1", 29500, 0, 2)      POST /init_weights_update_group: returns when all have joined
     for tensor in tensors.values():                     POST /update_weights_from_distributed with names, dtypes, shapes
-        group.send(tensor)                              receives them in this order, then puts them in place
+        group.send(tensor)                              receives them in this order, then copies them into the model
 
-Torch's global process group is neither used nor touched, on neither side.
+Torch's global process group is neither used nor changed, on either side.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from lockstep.runtime.checkpoint import DTYPES, StoredTensor
 Backend = Literal["gloo", "nccl"]
 NAME = "weights"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-TIMEOUT_S = 120.0  # for all to meet, and for one tensor
-BY_NAME = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safetensors have them
+TIMEOUT_S = 120.0  # limit for all ends to join, and for one tensor
+BY_NAME = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # by their names in safetensors
 
 
 class WeightsGroup:
-    """One end of a group. Returns once all ends are there.
+    """One end of a group. The constructor returns once all ends have joined.
 
     Args:
-        address, port: where rank 0 is found; it opens the port.
-        ranks: of all, rank 0 included.
-        backend: of all the same. device: of this end, which NCCL needs to be a GPU that no other end has.
-    Raises: ConfigError if they do not meet.
+        address, port: address of rank 0, which opens the port.
+        ranks: number of all ranks, rank 0 included.
+        backend: the same at all ends. device: of this end; for NCCL a GPU that no other end uses.
+    Raises: ConfigError if an end does not join in time.
     """
 
     def __init__(
@@ -81,25 +81,25 @@ class WeightsGroup:
         self._attempt("to meet", meet)
 
     def send(self, tensor: Tensor) -> None:
-        """To all engines, from rank 0. Raises ConfigError."""
+        """Send a tensor to all engines, from rank 0. Raises ConfigError."""
         whole = tensor.detach().to(self.device).contiguous()
         self._attempt("to send a tensor", lambda: self._broadcast(whole))
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """What rank 0 sends next, in CPU memory. Raises ConfigError."""
+        """Return the next tensor of rank 0, in CPU memory. Raises ConfigError."""
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
         self._attempt("to receive a tensor", lambda: self._broadcast(tensor))
         return tensor.cpu()
 
     def close(self) -> None:
-        """Leave."""
+        """Leave the group."""
         if self.device.type == "cuda" and self._group is not None:
             self._group.abort()
         self._group = None
         self._store = None
 
     def _broadcast(self, tensor: Tensor) -> None:
-        """Until it is over: what NCCL calls done is only on the stream."""
+        """Broadcast and wait: NCCL's `wait` only orders the stream, so a GPU is synchronised."""
         self._group.broadcast([tensor], self._options).wait()
         if tensor.device.type == "cuda":
             torch.cuda.current_stream(tensor.device).synchronize()
@@ -108,22 +108,22 @@ class WeightsGroup:
         try:
             run()
         except RuntimeError as error:
-            said = str(error).strip().partition("\n")[0][:300]
-            raise ConfigError(f"the {self.ranks} ranks of the group {self.name!r} failed {what}: {said}") from error
+            reason = str(error).strip().partition("\n")[0][:300]
+            raise ConfigError(f"the {self.ranks} ranks of the group {self.name!r} failed {what}: {reason}") from error
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Raise ConfigError where a group cannot go by this backend from here."""
+    """Raise ConfigError if a group cannot use this backend on this device."""
     if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
         why = f"this end is on {device.type}" if device.type != "cuda" else f"torch {torch.__version__} has none"
         raise ConfigError(f"`backend` is nccl, which goes from GPU to GPU, but {why}\nhint: gloo, at every end")
 
 
 def _nccl_group(store: PrefixStore, end: WeightsGroup, address: str, timeout: timedelta) -> Any:
-    """As `Collectives` meets. Returns once all ends are there."""
+    """Join an NCCL group, as `Collectives` does. Returns once all ends have joined."""
     if address in LOOPBACK:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # for the first contact only; data go over NVLink or PCIe
-    # 2: let go of kernels that wait for a lost end, but do not end this process; the caller is informed first.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # for the first contact only; data use NVLink or PCIe
+    # 2: release kernels that wait for a lost end, but do not end this process; the caller reports the error first.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -134,7 +134,7 @@ def _nccl_group(store: PrefixStore, end: WeightsGroup, address: str, timeout: ti
 
 
 class Received:
-    """Tensors that come over a group, in the order in which they were announced: `checkpoint.Tensors`."""
+    """Tensors received over a group, in the order in which they were announced: `checkpoint.Tensors`."""
 
     def __init__(
         self, group: WeightsGroup, names: tuple[str, ...], dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]
@@ -160,7 +160,7 @@ class Received:
         self._tensors = {}
 
     def read(self, name: str, dim: int | None = None, part: slice | None = None) -> Tensor:
-        """The first that is read finds that all fit, and so receives all."""
+        """Return a tensor. The first call, made once all tensors are known to fit, receives them all."""
         if not self._tensors:
             for one, stored in self.stored.items():
                 self._tensors[one] = self._group.receive(stored.shape, DTYPES[stored.dtype])

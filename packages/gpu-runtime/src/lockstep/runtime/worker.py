@@ -1,13 +1,13 @@
 """A rank other than the first: `python -m lockstep.runtime.worker FD`, started by `ranks.py` only.
 
-It makes its part of the model, then carries out rank 0's messages, in order: the same launches, the same samples, the
-same results taken. It decides nothing, receives no requests and keeps no journal.
+It makes its part of the model, then carries out rank 0's messages in order: the same launches, samples and results. It
+makes no decisions, receives no requests and keeps no journal.
 
 Every rank draws every token. Logits are joined on all ranks with the same bits, and a draw is a function of them, the
-row's settings, the seed and the position; so the next token of a row is known on each device without another message.
-What was drawn is compared afterwards, by digest.
+row's settings, the seed and the position. So each device has the next token of a row without another message. The drawn
+tokens are compared afterwards, by digest.
 
-Rank 0 may end in any way: the channel closes, or the parent is another one, and a thread of its own ends this process,
+If rank 0 ends in any way, the channel closes or the parent process changes. A separate thread then ends this process,
 wherever the main thread may be waiting.
 """
 
@@ -79,74 +79,74 @@ from lockstep.runtime.rank_wire import (
 Int32s = NDArray[np.int32]
 T = TypeVar("T")
 
-PARENT_S = 1.0  # between two checks for the parent process
+PARENT_S = 1.0  # interval of checks for the parent process
 FAILED = 1
 
 
 class Orders:
-    """What rank 0 sends, in order. Ends the process when rank 0 is gone."""
+    """The messages of rank 0, in order. Ends the process when rank 0 has ended."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.folder: Path | None = None  # of all ranks; a worker that finds rank 0 gone removes it
+        self.folder: Path | None = None  # of all ranks; a worker removes it when rank 0 has ended
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         threading.Thread(target=self._receive, name="orders", daemon=True).start()
         threading.Thread(target=self._watch, args=(os.getppid(),), name="parent", daemon=True).start()
 
     def next(self) -> Any:
-        """The next message."""
+        """Return the next message."""
         message = self._inbox.get()
         if isinstance(message, Exception):
             raise message
         return message
 
     def expect(self, kind: type[T]) -> T:
-        """The next message, which must be of this kind."""
+        """Return the next message, which must be of this kind."""
         message = self.next()
         if not isinstance(message, kind):
             raise RankLost(f"rank 0 sent {type(message).__name__} where {kind.__name__} was due")
         return message
 
     def fail(self, error: BaseException) -> None:
-        """Let the receiver of the next message meet this instead. From any thread."""
+        """Make the receiver of the next message raise this error. Called from any thread."""
         self._inbox.put(error if isinstance(error, Exception) else RankLost(repr(error)))
 
     def _receive(self) -> None:
         try:
             while (message := self.channel.receive()) is not None:
                 self._inbox.put(message)
-        except Exception as error:  # no message of ours
-            self._inbox.put(RankLost(f"rank 0 sent what cannot be read: {error}"))
+        except Exception as error:  # not a message of this protocol
+            self._inbox.put(RankLost(f"rank 0 sent an unreadable message: {error}"))
             return
         self.leave()
 
     def _watch(self, parent: int) -> None:
-        """The channel stays open where rank 0 had forked, and its child lives on."""
+        """End with the parent. The channel stays open if rank 0 had forked and its child still runs."""
         while os.getppid() == parent:
             time.sleep(PARENT_S)
         self.leave()
 
     def leave(self) -> None:
-        """Rank 0 is gone: clean up, end."""
+        """Clean up and end the process, after rank 0 has ended."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(FAILED)
 
 
 class SentMasks:
-    """The executor's matchers, of which there is one set only, that of rank 0: masks come with the orders."""
+    """Matchers of this rank's executor. Only rank 0 has real ones; their masks arrive with the orders."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
 
     def take_row(self, taken: RowTaken) -> None:
-        """Rank 0 has done it."""
+        """Do nothing: rank 0 takes the row."""
 
     def advance(self, request_id: RequestId, epoch: int, tokens: Sequence[int]) -> None:
-        """Rank 0 has done it."""
+        """Do nothing: rank 0 moves the matcher."""
 
     def allowed(self, rows: Int32s) -> Int32s | None:
-        """What rank 0 found for the same rows."""
+        """Return rank 0's mask for the same rows."""
         mask = self._orders.expect(Mask)
         if mask.rows != len(rows):
             raise RankLost(f"rank 0 sent a mask of {mask.rows} rows for {len(rows)}")
@@ -155,31 +155,31 @@ class SentMasks:
         return np.frombuffer(mask.words, np.int32).reshape(len(rows), -1)
 
     def ended(self, row: int, token: int) -> bool:
-        """Rank 0 reports it to the core; it is not read here."""
+        """Return False: only rank 0 reports it to the core."""
         return False
 
     def forced(self, row: int, token: int) -> list[int]:
-        """Rank 0 reports that, too."""
+        """Return nothing: only rank 0 reports forced tokens to the core."""
         return []
 
 
 class LeadRank:
-    """What this rank must have of the others to be put together: they follow rank 0."""
+    """The other ranks as seen by a worker while it is assembled: it follows rank 0."""
 
     def __init__(self, orders: Orders, collectives: Collectives) -> None:
         self._orders, self._collectives = orders, collectives
         self.matchers = SentMasks(orders)
 
     def parallel(self) -> Parallel:
-        """This rank's part of the model."""
+        """Return this rank's part of the model."""
         return self._collectives.parallel()
 
     def compare(self, chosen: str) -> None:
-        """Send the choices made here. Rank 0 ends all ranks if they differ."""
+        """Send the choices of this rank. Rank 0 ends all ranks if they differ."""
         self._orders.channel.send(Chosen(chosen))
 
     def agree(self, config: SchedConfig) -> SchedConfig:
-        """Send what fits here; receive what fits everywhere."""
+        """Send the pages that fit here; return the settings that all ranks agreed on."""
         self._orders.channel.send(Sized(config.pages))
         start = self._orders.expect(Start)
         self._orders.channel.send(Doing("making its pool and its executor"))
@@ -192,10 +192,10 @@ class Follower:
     def __init__(self, executor: Executor, orders: Orders, live: LiveModel) -> None:
         self.executor, self.orders, self.live, self.chain = executor, orders, live, PlanChain()
         self.shelf = HostAdapterCache(live.model)
-        self._adapters = ThreadPoolExecutor(1, "lockstep-adapters")  # plans do not wait for a disk
+        self._adapters = ThreadPoolExecutor(1, "lockstep-adapters")  # so that plans do not wait for a disk
 
     def run(self) -> None:
-        """Until the message to stop. Raises what ends this rank."""
+        """Carry out messages until StopWorker. Raises any error that ends this rank."""
         while True:
             match self.orders.next():
                 case Launch() as launch:
@@ -217,7 +217,7 @@ class Follower:
                     raise RankLost(f"rank 0 sent {type(other).__name__} to a rank that runs")
 
     def _change(self, change: Prepare | Commit | Discard | Switch) -> str:
-        """Work on weights and memory; why it could not be, or nothing."""
+        """Change weights or memory; return the error, or ""."""
         try:
             match change:
                 case Prepare(source):
@@ -233,7 +233,10 @@ class Follower:
         return ""
 
     def _adapter(self, about: AdapterUpdate) -> None:
-        """Read an adapter, or bring it to the device. In a thread of its own; what is no ConfigError ends this rank."""
+        """Read an adapter, or copy it to the device, in a separate thread.
+
+        Errors other than ConfigError end this rank.
+        """
         error = ""
         try:
             match about:
@@ -255,7 +258,7 @@ class Follower:
 
 
 def follow(orders: Orders) -> None:
-    """A rank's whole life."""
+    """Run a rank from its first message to its end."""
     setup = orders.expect(WorkerSetup)
     orders.folder = Path(setup.store).parent
     torch.set_num_threads(setup.threads)
@@ -272,10 +275,8 @@ def follow(orders: Orders) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run, and end the process without ceremony: torch may wait for ranks that are not there any more."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes at the terminal; rank 0 decides what follows
+    """Run the worker, then exit at once: torch may wait for ranks that have ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes at the terminal; rank 0 decides
     orders = Orders(Channel(socket.socket(fileno=int(arguments[0])), ToWorker, timeout_s=30.0))
     status = 0
     try:
@@ -290,7 +291,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _failed(error: BaseException) -> Failed:
-    """The report to rank 0: one line, and all of it for debugging."""
+    """Return the report to rank 0: one line, and the whole trace for debugging."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, ConfigError):
         return Failed(str(error), "config", trace)
@@ -300,9 +301,9 @@ def _failed(error: BaseException) -> Failed:
     where = ""
     if not isinstance(root, CollectiveFailed | RankLost) and (frames := traceback.extract_tb(root.__traceback__)):
         where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
-    said = str(root).strip().partition("\n")[0]
+    reason = str(root).strip().partition("\n")[0]
     kind: FailureKind = "collective" if isinstance(root, CollectiveFailed) else "other"
-    return Failed(f"{type(root).__name__}: {said}{where}", kind, trace)
+    return Failed(f"{type(root).__name__}: {reason}{where}", kind, trace)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Adapters of an engine: the sources of their weights, and their loader.
 
-A name is loaded in versions, which rise. The source of a version is part of the control request that registered it, and
-so is in the journal: an engine that begins again reads the weights from there.
+An adapter name has versions, whose numbers rise. The source of a version is part of the control request that registered
+it, and is therefore in the journal. A restarted engine reads the weights from this source.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from lockstep.host.weights import Folder, read_source, stamp_of_files, write_sou
 logger = logging.getLogger("lockstep.host")
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-LORAS = 8  # slots for adapters where some are named and no number is given
+LORAS = 8  # adapter slots where adapters are named and `max_loras` is not set
 LORA_OFF = "LoRA is off\nhint: start with max_loras, the number of adapters on the device"
 
 
 def source_of(folder: str | Path) -> str:
-    """The source of a PEFT folder, as text for LoadAdapterControl. Raises ConfigError if it is none."""
+    """Return the source of a PEFT folder, as text for LoadAdapterControl. Raises ConfigError for any other folder."""
     whole = Path(folder).resolve()
     return write_source(Folder(str(whole), _stamp(whole)))
 
 
 def path_of(source: str) -> str:
-    """The path of a source, or the source itself where it has none."""
+    """Return the path of a source, or the source itself where it has no path."""
     found = read_source(source)
     return found.path if isinstance(found, Folder) else source
 
 
 def folder_of(source: str) -> Path:
-    """The folder that a source names. Raises ConfigError where its files have changed since."""
+    """Return the folder that a source names. Raises ConfigError where its files have changed since the load."""
     found = read_source(source)
     if not isinstance(found, Folder):
         raise ConfigError(f"an adapter comes from a folder, got {source}")
     folder = Path(found.path)
     if found.stamp and _stamp(folder) != found.stamp:
         raise ConfigError(
-            f"the files in {folder} are not those that were there when the adapter was loaded\n"
+            f"the files in {folder} have changed since the adapter was loaded\n"
             "hint: write each version into a folder of its own"
         )
     return folder
@@ -67,7 +67,7 @@ def _stamp(folder: Path) -> str:
 
 
 def named_folders(settings: Sequence[str]) -> dict[str, str]:
-    """Paths by name, from NAME=PATH settings of a command line. Raises ConfigError."""
+    """Return paths by adapter name, from NAME=PATH settings of a command line. Raises ConfigError."""
     found: dict[str, str] = {}
     for setting in settings:
         name, equals, path = setting.partition("=")
@@ -88,13 +88,13 @@ class Entry(NamedTuple):
 
 
 class KnownAdapters(NamedTuple):
-    """All adapters that requests may name; of two values of one engine the one of the higher revision is newer."""
+    """All adapters that requests may name. Of two values of one engine, the value with the higher revision is newer."""
 
     revision: int = 0
     entries: tuple[Entry, ...] = ()
 
     def next(self, log: AdaptersLog, gone: Sequence[str]) -> KnownAdapters:
-        """The adapters after a change; announced ones that are still loading stay."""
+        """Return the adapters after a change. Announced adapters that are still loading stay."""
         there = {one.name: one for one in self.entries if one.name not in gone}
         there |= {one.name: one for one in log.entries()}
         return KnownAdapters(self.revision + 1, tuple(there.values()))
@@ -104,22 +104,23 @@ class AdapterLoader(Protocol):
     """Loads adapters into slots of the device."""
 
     def place(self, name: str, version: int, slot: int, done: Callable[[BaseException | None], None]) -> None:
-        """Copy into a slot that no batch uses, while batches run; then call back, from any thread.
+        """Copy an adapter into a slot that no batch uses, while batches run; then call `done`, from any thread.
 
-        With a ConfigError the slot is free again, and requests that wait end with it; another error ends the engine.
+        `done` receives None or the error. After a ConfigError the slot is free again, and requests that wait for the
+        adapter end with this error. Any other error ends the engine.
         """
 
     def forget(self, name: str, version: int | None = None) -> None:
-        """Drop this name, or this version of it: no request needs it any more."""
+        """Drop a name, or one version of it. No request needs it any more."""
 
 
 class AdaptersLog(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """The sources of a host's adapters; part of its image in snapshots."""
 
-    sources: dict[str, dict[int, str]] = {}  # by name and version: those registered, and older ones that may be in use
+    sources: dict[str, dict[int, str]] = {}  # by name and version: registered versions, and older ones in use
 
     def fold(self, engine: Engine, event: ObservedEvent) -> tuple[str, ...]:
-        """Take in an event that the engine has stepped. Returns names that no request needs any more."""
+        """Fold an event that the engine has stepped. Returns the names that no request needs any more."""
         adapters = engine.memory.adapters
         if not adapters.present:
             return ()
@@ -136,11 +137,11 @@ class AdaptersLog(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
         return gone
 
     def newest(self) -> dict[str, tuple[int, str]]:
-        """The newest version of each name, and its source."""
+        """Return the newest version of each name, with its source."""
         return {name: (max(versions), versions[max(versions)]) for name, versions in self.sources.items() if versions}
 
     def entries(self) -> tuple[Entry, ...]:
-        """The newest version of each name, as an Entry with its path."""
+        """Return the newest version of each name, as an Entry with its path."""
         return tuple(Entry(name, version, path_of(source)) for name, (version, source) in self.newest().items())
 
 
@@ -158,7 +159,7 @@ class AdapterCache(AdapterLoader, Protocol):
 
 
 class AdapterHost(Protocol):
-    """What the registry needs of an engine's host; `lockstep.host.loop.RuntimeHost` is one."""
+    """The interface of an engine's host for the registry; `lockstep.host.loop.RuntimeHost` implements it."""
 
     adapters: KnownAdapters
     adapters_log: AdaptersLog
@@ -169,17 +170,17 @@ class AdapterHost(Protocol):
     def ask(
         self, control: Control, answered: Callable[[Future[ControlAnswered]], object] | None = None
     ) -> Future[ControlAnswered]:
-        """Send a control request; the future will have its answer. Raises EngineStopped."""
+        """Send a control request; the future receives its answer. Raises EngineStopped."""
 
     def fail(self, message: str) -> None:
         """Report a failure of the engine to all open sinks. From any thread."""
 
 
 class AdapterRegistry:
-    """Loads and unloads adapters of an engine that serves. For any thread.
+    """Loads and unloads adapters of a running engine. All methods may be called from any thread.
 
     Args:
-        source_of: gives the source of a folder, as text for LoadAdapterControl. Raises ConfigError.
+        source_of: returns the source of a folder, as text for LoadAdapterControl. Raises ConfigError.
     """
 
     def __init__(self, host: AdapterHost, cache: AdapterCache, source_of: Callable[[str | Path], str]) -> None:
@@ -203,17 +204,19 @@ class AdapterRegistry:
         return version
 
     def unload(self, name: str) -> None:
-        """Unload an adapter; returns once no request uses it. Raises ConfigError for an unknown one."""
+        """Unload an adapter; return once no request uses it. Raises ConfigError for an unknown adapter."""
         answered = self._host.ask(UnloadAdapterControl(name)).result()
         if not answered.ok:
             raise ConfigError(answered.message)
 
     def begin(self, sources: Mapping[str, str], *, restarted: bool) -> None:
-        """Read the adapters of the previous engine and those named at the start; call it before the engine runs.
+        """Read the adapters of the previous engine and the adapters named at the start. Call it before the engine runs.
 
         Args:
-            restarted: by its server; some of the named adapters may have been unloaded since the server began.
-        Raises: ConfigError for one that is named and cannot be read.
+            sources: by name, the sources of the adapters named at the start.
+            restarted: the server restarted the engine. Named adapters that the engine has had before are then skipped:
+                they may have been unloaded since the server started.
+        Raises: ConfigError for a named adapter that cannot be read.
         """
         log = self._host.adapters_log
         before = log.newest()
@@ -227,7 +230,7 @@ class AdapterRegistry:
                     self._cache.lack(name, version, why)
         seen = {*self._known.versions, *log.sources}
         for name in [name for name in log.sources if name not in self._known.registered]:
-            del log.sources[name]  # the journal had no content: it must be registered again
+            del log.sources[name]  # the journal has no content, so the adapter must be registered again
             if name in before:
                 self._first(name, *before[name])
         for name, source in sources.items():

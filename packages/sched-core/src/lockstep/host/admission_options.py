@@ -1,4 +1,4 @@
-"""How `--admission` is written, `open=64,waiting=1000,order=priority,share.team-a=2`; see docs/routing.md."""
+"""The text form of `--admission`, `open=64,waiting=1000,order=priority,share.team-a=2`; see docs/routing.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS = {
     "`tenant_weights`: that of `": f"`{SHARE}",
     **{f"`{field}`": f"`{word}`" for word, field in COUNTS.items()},
 }
-"""What errors of DispatchConfig say of its fields, and how they are written here."""
+"""Field names in errors of DispatchConfig, and the words of `--admission` that replace them."""
 
 EXAMPLE = "open=64,waiting=1000,order=priority,share.TENANT=2"
 
@@ -49,7 +49,7 @@ def parse_admission(text: str) -> DispatchConfig:
 
 
 def admission_word(config: DispatchConfig) -> str:
-    """As `parse_admission` reads it."""
+    """Return the text that `parse_admission` reads as this config."""
     words = [f"open={config.open_max}"]
     words += [f"waiting={config.waiting_max}"] if config.waiting_max != WAITING_MAX else []
     words += [] if isinstance(config.order, msgspec.UnsetType) else [f"order={config.order}"]
@@ -60,7 +60,7 @@ def admission_word(config: DispatchConfig) -> str:
 
 
 def pairs(option: str, text: str) -> Iterator[tuple[str, str]]:
-    """NAME=VALUE, separated by commas; each once. Raises ConfigError."""
+    """Yield the (name, value) pairs of NAME=VALUE texts separated by commas. Raises ConfigError for a repeated name."""
     seen: set[str] = set()
     for item in text.split(","):
         name, equals, value = item.strip().partition("=")

@@ -1,7 +1,7 @@
-"""What a host and its executor tell each other beside plans. No torch: an executor may be anything that runs plans.
+"""The interface of an executor, and the values beside plans that host and executor exchange. Imports no torch.
 
-`lockstep.runtime.executor.Executor` runs them on a device. One that only takes as long as a device would serves for
-trying out what stands in front of an engine.
+`lockstep.runtime.executor.Executor` runs plans on a device. `lockstep.api.emulate.EmulatedExecutor` runs none: it takes
+the time of a cost model, for tests of the server around an engine.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Float32s = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class RowContext:
-    """What the executor may need of a row's holder beyond the plan. All of it is in the journal."""
+    """Facts about the request of a row that the executor may need beyond the plan. All of them are in the journal."""
 
     tokens: Int32s = field(default_factory=lambda: NONE)  # the prompt, and output kept over a retraction
-    prompt_tokens: int = 0  # of these
+    prompt_tokens: int = 0  # the first of `tokens` that are prompt
     kind: RequestKind = "generate"
-    namespace: str = ""  # requests of different ones share no KV
+    namespace: str = ""  # requests of different namespaces share no KV
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
 
@@ -37,14 +37,14 @@ ContextOf = Callable[[RowTaken], RowContext]
 NO_CONTEXT = RowContext()
 
 
-# ------------------------------------------------------------------------------------------------------ what comes back
+# ------------------------------------------------------------------------------------------------------------- results
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Of a request's prompt: logprob i is that of the token at position start + i + 1, given those before it.
+    """Logprobs of a request's prompt: item i belongs to the token at position start + i + 1, given the tokens before.
 
-    The likeliest tokens in its place, where requested, have the shape [positions, number of them], likeliest first.
+    `top_ids` and `top_logprobs` have shape [positions, top_logprobs requested], likeliest first; None unless requested.
     """
 
     request_id: RequestId
@@ -65,7 +65,8 @@ class HiddenStates:
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """What a prompt came to: of kind embed the pooled vector [hidden], of kind score the last logits [vocabulary]."""
+    """Result of a prompt without output: for kind embed the pooled vector [hidden], for kind score the last logits
+    [vocabulary]."""
 
     request_id: RequestId
     kind: RequestKind
@@ -76,25 +77,25 @@ class MatchersAsked(Protocol):
     """The matchers' interface for the results of a batch; `lockstep.host.grammars.GrammarMatchers` implements it."""
 
     def ended(self, row: int, token: int) -> bool:
-        """Whether the row's grammar admits nothing behind this token. The matcher is not moved."""
+        """Whether the row's grammar ends with this token. The matcher is not moved."""
 
     def forced(self, row: int, token: int) -> list[int]:
-        """Tokens that the row's grammar forces behind this one. The matcher is not moved."""
+        """Return the tokens that the row's grammar forces after this token. The matcher is not moved."""
 
 
 @dataclass(slots=True)
 class BatchResult:
-    """A batch that came back. Everything is on the CPU."""
+    """The result of one batch. All arrays are on the CPU."""
 
     plan: BatchPlan
     error: str = ""
-    tokens: Int32s = field(default_factory=lambda: NONE)  # by sampling row; if several, those of each row end to end
-    logprobs: Float32s | None = None  # of these tokens, where any row requested logprobs
+    tokens: Int32s = field(default_factory=lambda: NONE)  # of all sampling rows, end to end
+    logprobs: Float32s | None = None  # [tokens], where any row requested logprobs
     top_ids: Int32s | None = None  # [tokens, largest number requested]
     top_logprobs: Float32s | None = None
-    accepted: Int32s | None = None  # where drafts were verified: tokens of each sampling row
-    invalid: tuple[int, ...] = ()  # sampling rows
-    grammar_ended: tuple[int, ...] = ()  # sampling rows
+    accepted: Int32s | None = None  # [sampling rows] tokens of each row, where drafts were verified
+    invalid: tuple[int, ...] = ()  # indices of sampling rows
+    grammar_ended: tuple[int, ...] = ()  # indices of sampling rows
     forced: tuple[tuple[int, bytes], ...] = ()  # sampling rows, and int32 ids that their grammars force next
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     hidden_states: list[HiddenStates] = field(default_factory=list)
@@ -103,20 +104,26 @@ class BatchResult:
     finished_us: int = 0
 
     def firsts(self) -> Int32s:
-        """Which token is the first of each sampling row of a plan with one forward. int32 [sampling rows]"""
+        """Return the index in `tokens` of each sampling row's first token, for a plan with one forward.
+
+        Returns: int32 [sampling rows].
+        """
         if self.accepted is None:
             return np.arange(len(self.plan.sample_rows), dtype=np.int32)
         return np.cumsum(self.accepted, dtype=np.int32) - self.accepted
 
     def lasts(self) -> Int32s:
-        """Which token is the newest of each sampling row of a plan with one forward. int32 [sampling rows]"""
+        """Return the index in `tokens` of each sampling row's newest token, for a plan with one forward.
+
+        Returns: int32 [sampling rows].
+        """
         return self.firsts() if self.accepted is None else np.cumsum(self.accepted, dtype=np.int32) - np.int32(1)
 
     def look_at_grammars(self, rows: Sequence[int], matchers: MatchersAsked, *, jumps: bool) -> None:
         """Record the rows with a grammar that ended at the newest token and, with `jumps`, the tokens forced next.
 
         Args:
-            rows: sampling rows under grammars, of a plan with one forward.
+            rows: indices of the sampling rows with a grammar, of a plan with one forward.
         """
         tables, lasts = self.plan.rows[self.plan.sample_rows], self.lasts()
         newest = [(i, int(tables[i]), int(self.tokens[lasts[i]])) for i in rows]
@@ -131,27 +138,29 @@ class BatchResult:
 
 
 class BatchExecutor(Protocol):
-    """Runs one plan after another. What is launched comes back in launch order, each batch once."""
+    """Runs one plan after another. Results are collected in launch order, once per batch."""
 
     @property
     def in_flight(self) -> int:
         """Batches launched and not collected."""
 
     def launch(self, plan: BatchPlan, *, deferred: bool = False, contexts: ContextOf | None = None) -> None:
-        """Put a plan behind those launched before. Returns at once.
+        """Queue a plan after the plans launched before. Returns at once.
 
-        With `deferred` it is sampled after `sample` was called for it. `contexts` gives the context of a row taken.
-        Raises: LockstepError for what it cannot run, or when nothing will run any more.
+        Args:
+            deferred: the batch is sampled once `sample` was called for it.
+            contexts: returns the context of a row that the plan takes.
+        Raises: LockstepError for a plan that the executor cannot run, or after the executor has failed.
         """
 
     def sample(self, batch_id: BatchId, advance: Sequence[tuple[RequestId, int, Sequence[int]]]) -> None:
         """Move the matchers, then let a deferred batch sample."""
 
     def ready(self) -> bool:
-        """Whether the oldest batch's results are there."""
+        """Whether the results of the oldest batch can be collected without waiting."""
 
     def pause_s(self) -> float:
-        """How long to wait before the oldest batch is looked at again; 0 where it is time to collect it."""
+        """Return the seconds to wait before the next check of the oldest batch; 0 if it should be collected now."""
 
     def collect(self) -> BatchResult:
-        """The oldest batch's results; waits for them."""
+        """Wait for the results of the oldest batch and return them."""

@@ -1,4 +1,4 @@
-"""What became of drafts: how many were verified, how many were right, and how many of the first n of a row."""
+"""Counts of drafts: verified, right, and verifications whose first n drafts were right."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from lockstep.host.batches import Int32s
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Totals since the engine began, of all verifying rows with a result, dead ones included."""
+    """Totals since the engine started, over all verifying rows with a result, dead rows included."""
 
-    verifications: int = 0  # of a row in a batch, those without room for a draft included
+    verifications: int = 0  # rows of batches that verified, rows without room for a draft included
     drafts: int = 0
-    right: int = 0
-    forced: int = 0  # tokens that grammars forced, and that were computed beside others; none of the above
+    right: int = 0  # drafts
+    forced: int = 0  # tokens forced by grammars and computed in a verification; not part of the counts above
     right_by_position: list[int] = field(default_factory=list)  # verifications with the first n drafts right, n from 1
 
     @property
     def accepted_length_mean(self) -> float:
-        """Tokens that a row got from one verification: the drafts that were right, and one. 0 where there was none."""
+        """Mean tokens per verification and row: the right drafts and one. 0 without verifications."""
         return 1 + self.right / self.verifications if self.verifications else 0.0
 
     @property
     def acceptance_ratio(self) -> float:
-        """Drafts that were right, of all; 0 where there was none."""
+        """Right drafts over drafts; 0 without drafts."""
         return self.right / self.drafts if self.drafts else 0.0
 
     def fold(self, plan: BatchPlan, accepted: Int32s | None) -> None:

@@ -1,13 +1,15 @@
-"""A journal that an engine can be restored from: it begins segments with snapshots, and lets old ones expire.
+"""A journal from which an engine can be restored: segments begin with snapshots, and old segments expire.
 
-    segment 6  header | snapshot | events ...       whatever happens, the newest segment that begins with a snapshot and
-    segment 7  header | snapshot | events ...        those behind it are enough: `recovery` starts there
+    segment 6  header | snapshot | events ...       `recovery` needs only the newest segment that begins with an intact
+    segment 7  header | snapshot | events ...        snapshot and the segments after it
     segment 8  header | snapshot | events ... torn
 
-A snapshot is taken between two events, every so often, and never so often that it takes a hundredth of the time. Beside
-the engine's state it has the origins of requests that arrived before it, which recovery needs (`HostImage`).
+A snapshot is taken between two events, at most every `Retention.snapshot_s` seconds, and so rarely that snapshots take
+at most a hundredth of the time. Beside the engine's state it stores the origins of open requests, which recovery needs
+(`HostImage`).
 
-With content "digests" prompts, outputs and other text are left out, and so are snapshots, which contain them.
+With content "digests" the journal leaves out prompts, outputs and other text. It then has no snapshots, because they
+contain text.
 """
 
 from __future__ import annotations
@@ -41,28 +43,28 @@ from lockstep.host.adapters import AdaptersLog
 from lockstep.host.weights import WeightsLog
 
 Content = Literal["full", "digests"]
-LOOK_EVERY = 64  # events between two looks at the clock
-COST_SHARE = 0.01  # of the time that snapshots may take
-RECENT_S = 60.0  # the end of a request may take this long to reach its client; until then nothing expires
-OLD_SNAPSHOTS_MAX = 32  # where a journal may begin once more of it expires; beyond, every other one goes
-SNAPSHOTS_KEPT = 2  # the newest, beside the one that a journal begins with
+LOOK_EVERY = 64  # events between two reads of the clock
+COST_SHARE = 0.01  # largest share of the time that snapshots take
+RECENT_S = 60.0  # the end of a request may take this long to reach its client; younger segments do not expire
+OLD_SNAPSHOTS_MAX = 32  # old snapshots, at which a shortened journal may begin; beyond, every second one is dropped
+SNAPSHOTS_KEPT = 2  # the newest snapshots, beside the one that the journal begins with
 
 
 class HostImage(msgspec.Struct, forbid_unknown_fields=True):
-    """What a host keeps beside the engine's state."""
+    """State of a host beside the engine's state, stored in snapshots."""
 
     origins: dict[str, tuple[RequestId, int]] = {}  # of open requests: id of the first sample, samples
     newest: dict[str, int] = {}  # by sender: the highest number of an arrival in the journal
     suspects: dict[RequestId, int] = {}  # on probation, see recovery: output tokens each had when the engine died
-    running_max: int | None = None  # requests at once, while suspects are let in one at a time: as it was before
-    alone: dict[RequestId, int] = {}  # how often the engine was killed while this one was being tried
-    strikes: dict[str, int] = {}  # by origin: how often the engine died of taking it in
+    running_max: int | None = None  # max_running_requests before probation; None without suspects
+    alone: dict[RequestId, int] = {}  # how often the engine was killed while only this suspect was on trial
+    strikes: dict[str, int] = {}  # by origin: how often the step of its arrival raised
     weights: WeightsLog = msgspec.field(default_factory=WeightsLog)
-    adapters: AdaptersLog | msgspec.UnsetType = msgspec.UNSET  # of an engine that has slots for them
+    adapters: AdaptersLog | msgspec.UnsetType = msgspec.UNSET  # set for an engine with adapter slots
 
 
 def image_of(config: SchedConfig) -> HostImage:
-    """Of an engine that has only begun."""
+    """Return the image of the host of a new engine."""
     return HostImage(adapters=AdaptersLog()) if config.max_loras else HostImage()
 
 
@@ -70,30 +72,30 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def read_image(data: bytes) -> HostImage:
-    """The host's part of a snapshot. Raises ValueError for bytes that are none."""
+    """Decode the host's part of a snapshot. Raises ValueError if it cannot be decoded."""
     part = snapshot.host_part(data)
     if not part:
         return HostImage()
     try:
         return msgspec.msgpack.decode(part, type=HostImage)
     except msgspec.DecodeError as error:
-        raise ValueError(f"not what a host keeps beside a snapshot: {error}") from error
+        raise ValueError(f"the host's part of the snapshot cannot be decoded: {error}") from error
 
 
 def sender_and_number(origin: str) -> tuple[str, int]:
-    """An origin is SENDER/NUMBER; numbers of a sender rise. (origin, 0) for one that is no such thing."""
+    """Split an origin SENDER/NUMBER; the numbers of a sender rise. Returns (origin, 0) for any other text."""
     sender, _, number = origin.rpartition("/")
     return (sender, int(number)) if number.isdecimal() else (origin, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """How much of a journal is kept.
+    """The limits within which segments and snapshots of a journal are kept.
 
     Args:
-        snapshot_s: between two snapshots, at least.
-        bytes_max: of all segments and snapshots; what is needed to recover stays, however large.
-        age_s: segments that ended longer ago expire; None: none does by age.
+        snapshot_s: least seconds between two snapshots.
+        bytes_max: bytes of all segments and snapshots. The part that recovery needs stays, whatever its size.
+        age_s: seconds after its end at which a segment expires; None: no segment expires by age.
     """
 
     snapshot_s: float = 30.0
@@ -102,11 +104,11 @@ class Retention:
 
 
 class DurableJournal:
-    """What a host writes to. Used in its thread.
+    """The journal of a host, with snapshots and expiry. Used only in the host's thread.
 
     Args:
-        engine: that the events are folded into; between two calls it stands behind the newest.
-        image: carried over from before a restart.
+        engine: the engine that steps the events. At each call its state includes the newest appended event.
+        image: state of the host before a restart.
     """
 
     def __init__(
@@ -124,10 +126,10 @@ class DurableJournal:
         self._now_s = now_s
         self._due_s = now_s() + retention.snapshot_s
         self._until_look = LOOK_EVERY
-        self._openings: dict[Path, str] = {}  # by segment: the snapshot it begins with, if there is one
+        self._openings: dict[Path, str] = {}  # by segment: the name of a snapshot at its beginning
 
     def append(self, event: ObservedEvent, digest: bytes) -> None:
-        """Record one event and the digest of its Step; now and then behind it a snapshot."""
+        """Record one event and the digest of its Step; take a snapshot after it if one is due."""
         if isinstance(event, RequestArrived) and event.origin:
             sender, number = sender_and_number(event.origin)
             self.image.origins[event.origin] = (event.request_id, sample_count(event))
@@ -144,11 +146,11 @@ class DurableJournal:
         self.writer.append_unsealed(_without_content(event) if self.digests_only else event)
 
     def flush(self) -> None:
-        """Hand what was appended to the kernel."""
+        """Write buffered records to the operating system."""
         self.writer.flush()
 
     def begin_segment(self, *, expire: bool = True) -> None:
-        """Take a snapshot, and let expire what is not needed any more."""
+        """Take a snapshot, begin a segment with it, and drop expired segments and snapshots."""
         began_s = self._now_s()
         if not self.digests_only:
             self._forget_ended()
@@ -174,7 +176,7 @@ class DurableJournal:
             del image.suspects[request_id]
 
     def expire(self) -> None:
-        """Drop the oldest segments while they are too old, or all together too large."""
+        """Drop the oldest segments while they are older than `age_s`, or all segments exceed `bytes_max`."""
         folder = self.writer.folder
         segments = sorted(folder.glob("*.log"))
         if time.time() - segments[0].stat().st_mtime < RECENT_S:
@@ -184,7 +186,7 @@ class DurableJournal:
         }
         there = {path.name for path in folder.glob("snapshot-*")}
         starts = segments if self.digests_only else [path for path in segments if openings[path] in there]
-        needed = starts[-SNAPSHOTS_KEPT:]  # to recover, also in case the newest snapshot is damaged
+        needed = starts[-SNAPSHOTS_KEPT:]  # for recovery, also if the newest snapshot is damaged
         first = self._first_kept(segments, [*starts[:-SNAPSHOTS_KEPT], *needed[:1]])
         old = [path for path in starts if first < path and time.time() - path.stat().st_mtime >= RECENT_S]
         thinned = old[::2] if len(old) > OLD_SNAPSHOTS_MAX else old
@@ -193,7 +195,7 @@ class DurableJournal:
         self.writer.drop_before(int(first.stem), names)
 
     def _first_kept(self, segments: list[Path], starts: list[Path]) -> Path:
-        """With which segment the journal begins from now on; `starts` are those that it may begin with."""
+        """Return the segment with which the journal begins from now on, out of the possible ones in `starts`."""
         sizes = {path: path.stat().st_size for path in segments}
         snapshots = sum(path.stat().st_size for path in self.writer.folder.glob("snapshot-*"))
         first, now_s, age_s = segments[0], time.time(), self.retention.age_s
@@ -210,13 +212,13 @@ class DurableJournal:
 
 
 def _opening(path: Path) -> str:
-    """What the snapshot is called that a segment begins with, if it does: it has the number behind the header's."""
+    """Return the name that a snapshot at the beginning of a segment has: its sequence number follows the header's."""
     with path.open("rb") as file:
         return snapshot_name(first_sequence(file.read(HEADER_BYTES)) + 1)
 
 
 def _without_content(event: ObservedEvent) -> ObservedEvent:
-    """The event with lengths and digests in place of its content."""
+    """Return the event with lengths and digests in place of its content."""
     if isinstance(event, RequestArrived):
         try:
             tokens = prompt_bytes(event.prompt)

@@ -1,4 +1,4 @@
-"""What a host's callers may meet."""
+"""Errors that a host raises in its callers."""
 
 from __future__ import annotations
 
@@ -6,5 +6,4 @@ from lockstep.core.contract.errors import LockstepError
 
 
 class EngineStopped(LockstepError):
-    """The host has ended, on request or by a failure; the message has the reason, and no request is accepted any
-    more."""
+    """The host has ended, by `stop` or a failure, and accepts no requests. The message has the reason."""

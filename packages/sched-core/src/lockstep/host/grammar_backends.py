@@ -1,4 +1,4 @@
-"""The choice of a grammar library: llguidance or xgrammar, imported when one is made."""
+"""The choice of a grammar library: llguidance or xgrammar, imported in `make_backend`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BackendName = Literal["auto", "llguidance", "xgrammar", "none"]
 
 
 def choose_backend(name: BackendName) -> str:
-    """The library to use; "" for none. Raises ConfigError for one that is not installed."""
+    """Return the library to use; "" for none. Raises ConfigError for a library that is not installed."""
     if name == "none":
         return ""
     if name == "auto":
@@ -25,13 +25,13 @@ def choose_backend(name: BackendName) -> str:
 
 
 def make_backend(name: str, tokenizer: Path, vocabulary: int, end_tokens: Sequence[int]) -> GrammarBackend:
-    """A library with a tokenizer.
+    """Return a library for one tokenizer.
 
     Args:
         name: from `choose_backend`.
-        tokenizer: a tokenizer.json.
-        vocabulary: ids that the model's logits have.
-        end_tokens: which of them end an answer.
+        tokenizer: path of a tokenizer.json.
+        vocabulary: number of token ids in the model's logits.
+        end_tokens: token ids that end an answer.
     Raises: ConfigError for a tokenizer that the library cannot use.
     """
     if name == "xgrammar":

@@ -1,12 +1,13 @@
-"""Compiles grammars off the engine's loop: first in a process that may be killed, then, if that succeeded, here.
+"""Compiles grammars off the engine's loop: first in a trial process that may be killed, then in the engine's process.
 
-    CompileGrammar ──> queue ──> a thread ──source──> trial, a process of its own     memory, CPU time and depth of the
-                                    |    <──error, ""──                               stack are limited by the kernel
-                                    └── compile and keep it here ──> GrammarReady
+    CompileGrammar ──> queue ──> a thread ──source──> trial process                   the kernel limits its memory, CPU
+                                    |    <──error, ""──                               time and stack
+                                    └── compile and keep in the engine's process ──> GrammarReady
 
-A grammar is untrusted input: it may explode, recurse without end or crash the library. All of this happens in the trial
-process; if that ends, the grammar gets an error, and the next grammar a new process. A grammar that passed the trial is
-compiled here within the same limits, off the loop, since llguidance releases the interpreter lock meanwhile.
+A grammar is untrusted input: it may need exponential memory, recurse without end or crash the library. All of this
+happens in the trial process. If that process ends, the grammar gets an error, and the next grammar a new process. A
+grammar that passed the trial is compiled in a thread of the engine's process, within the same limits. llguidance
+releases the interpreter lock meanwhile, so the loop continues.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatche
 
 log = logging.getLogger("lockstep.host")
 
-START_S = 120.0  # a machine may be busy; what is waited for is an interpreter that imports a library
-WALL_PER_CPU = 60.0  # a computing trial is ended by its CPU time long before, also on a loaded machine
-STACK_BYTES = 8 * 2**20  # of the thread that compiles here; a trial's has half of it
-ENDED_S = 5.0
+START_S = 120.0  # until a trial process has started and imported the library; the machine may be busy
+WALL_PER_CPU = 60.0  # wall-clock limit over CPU limit; a trial that computes reaches its CPU limit long before
+STACK_BYTES = 8 * 2**20  # of the compiling threads; the thread of a trial process has half of it
+ENDED_S = 5.0  # wait for each thread in `close`
 
 
 class TrialSettings(msgspec.Struct, frozen=True, array_like=True):
-    """What a trial is started with."""
+    """The first message to a trial process."""
 
     backend: str
     tokenizer: str
@@ -55,12 +56,12 @@ class TrialSettings(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, kw_only=True)
 class CompileLimits:
-    """What one grammar may take.
+    """Limits of the compilation of one grammar, and of compilations at the same time.
 
     Args:
-        cpu_s: of CPU time; of the clock's, WALL_PER_CPU times as much.
-        memory_bytes: beside what the library takes by itself.
-        source_bytes: of its source; the server looks at that before.
+        cpu_s: seconds of CPU time. The limit of wall-clock time is WALL_PER_CPU times as much.
+        memory_bytes: memory beyond what the library uses without a grammar.
+        source_bytes: size of the grammar's source. The server checks the same limit before.
         workers: grammars that are compiled at the same time.
     """
 
@@ -71,7 +72,7 @@ class CompileLimits:
 
 
 class GrammarCompiler:
-    """`lockstep.host.loop.GrammarCompiler` with limits. Processes and threads begin with the first grammar."""
+    """A `lockstep.host.loop.GrammarCompiler` with limits. The first grammar starts its processes and threads."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class GrammarCompiler:
         self._closed = False
 
     def __call__(self, command: CompileGrammar, answer: Callable[[str], None]) -> None:
-        """Compile, then call back, from another thread, with the error or ""."""
+        """Queue a grammar. Another thread compiles it and calls `answer` with the error or ""."""
         with self._lock:
             if self._closed:
                 return
@@ -115,7 +116,7 @@ class GrammarCompiler:
         self._queue.put((command.grammar, answer))
 
     def close(self) -> None:
-        """End the processes; what is not compiled yet is not answered any more."""
+        """End the processes. Grammars that are not compiled yet get no answer."""
         with self._lock:
             self._closed = True
             trials, threads = list(self._trials), self._threads
@@ -180,14 +181,14 @@ def make_compilers(
     end_tokens: Sequence[int],
     limits: CompileLimits | None = None,
 ) -> GrammarCompilers:
-    """Matchers and compiler of one engine; arguments as of `grammar_backends.make_backend`."""
+    """Return matchers and compiler of one engine. The arguments are those of `grammar_backends.make_backend`."""
     compiled = CompiledGrammars(partial(make_backend, backend, tokenizer, vocabulary, end_tokens))
     compiler = GrammarCompiler(compiled, backend, tokenizer, vocabulary, end_tokens, limits)
     return GrammarCompilers(backend, GrammarMatchers(compiled, vocabulary, end_tokens), compiler)
 
 
 class _Trial:
-    """A process that tries grammars, until one of them ends it."""
+    """A process that compiles grammars on trial, until a grammar ends it."""
 
     def __init__(self, settings: TrialSettings, limits: CompileLimits) -> None:
         self._limits = limits
@@ -196,17 +197,17 @@ class _Trial:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the engine
+            start_new_session=True,  # Ctrl-C must reach only the engine
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         self.over = self._late = False
         self._send(msgspec.msgpack.encode(settings))
         if (reply := self._receive(START_S)) != "":
             self.kill()
-            raise GrammarError(f"the process that compiles grammars does not begin: {reply or 'it ended'}")
+            raise GrammarError(f"the process that compiles grammars does not start: {reply or 'it ended'}")
 
     def compile(self, grammar: Grammar) -> str:
-        """Try a grammar. Returns: its error, or an empty string."""
+        """Compile a grammar on trial. Returns: its error, or an empty string."""
         self._send(msgspec.msgpack.encode(grammar))
         reply = self._receive(self._limits.cpu_s * WALL_PER_CPU)
         if reply is not None:
@@ -220,7 +221,7 @@ class _Trial:
         )
 
     def kill(self) -> int | None:
-        """End it. Returns its status, or None if it was still at work."""
+        """End the process. Returns its exit status, or None if it was still running and had to be killed."""
         self.over = True
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._ended(self._process.wait(0.2))
@@ -242,11 +243,11 @@ class _Trial:
     def _send(self, message: bytes) -> None:
         stream = self._process.stdin
         assert stream is not None
-        with contextlib.suppress(OSError):  # it has ended, which `_receive` reports
+        with contextlib.suppress(OSError):  # the process has ended, which `_receive` reports
             write_message(stream, message)
 
     def _receive(self, seconds: float) -> str | None:
-        """The process's next message; None if none comes in time, or it has ended."""
+        """Return the next message of the process; None if it sends none in time or has ended."""
         stream = self._process.stdout
         assert stream is not None
         timer = threading.Timer(seconds, self._end_late)
@@ -262,13 +263,13 @@ class _Trial:
 
 
 def write_message(stream: IO[bytes], message: bytes) -> None:
-    """A message behind its length."""
+    """Write a message after its length, 4 bytes little-endian."""
     stream.write(struct.pack("<I", len(message)) + message)
     stream.flush()
 
 
 def read_message(stream: IO[bytes]) -> bytes | None:
-    """The next message; None at the end."""
+    """Read the next message; None at the end of the stream."""
     head = stream.read(4)
     if len(head) < 4:
         return None

@@ -1,7 +1,7 @@
-"""A process that tries grammars, one after the other, within limits that the kernel keeps: `grammar_compiler.py`.
+"""The trial process of `grammar_compiler.py`: compiles grammars one after the other, within limits of the kernel.
 
-It compiles one, makes the first mask, and writes the error, or an empty string. Too much CPU time ends it by
-SIGPROF, one that takes too much memory or stack by a signal of the library's. It ends with its parent process.
+It compiles a grammar, computes the first mask, and writes the error or an empty string. Too much CPU time ends the
+process by SIGPROF, too much memory or stack by a signal from within the library. It ends with its parent process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lockstep.host.grammars import GrammarBackend, GrammarError
 
 
 def main() -> None:
-    """Settings, then grammars, over stdin; a text for each, over stdout."""
+    """Read settings, then grammars, from stdin; write one text for each to stdout."""
     inputs, outputs = sys.stdin.buffer, sys.stdout.buffer
     first = read_message(inputs)
     if first is None:
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _limit_memory(beside_bytes: int) -> None:
-    """Let the process have so much more address space than it has now."""
+    """Limit the address space of the process to its present size and `beside_bytes` more."""
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
     if pages:
         most = pages * resource.getpagesize() + beside_bytes
@@ -57,7 +57,7 @@ def _limit_memory(beside_bytes: int) -> None:
 
 
 def _in_a_thread(backend: GrammarBackend, grammar: Grammar, words: int, stack_bytes: int) -> str:
-    """Try a grammar on a stack of its own, which is smaller than the one it will be compiled on."""
+    """Compile a grammar on a thread with a smaller stack than that of the engine's compiling threads."""
     found: list[str] = []
 
     def attempt() -> None:
@@ -65,10 +65,10 @@ def _in_a_thread(backend: GrammarBackend, grammar: Grammar, words: int, stack_by
             backend.compile(grammar).matcher().fill(np.zeros(words, np.int32))
             found.append("")
         except GrammarError as error:
-            found.append(str(error) or "it is no grammar")
+            found.append(str(error) or "it is not a grammar")
         except MemoryError:
             found.append("it takes too much memory to compile")
-        except Exception as error:  # of whatever kind: this process is there for it
+        except Exception as error:  # any error of the library becomes the answer
             found.append(f"{type(error).__name__}: {error}"[:500])
 
     threading.stack_size(stack_bytes)

@@ -2,10 +2,10 @@
 
     Grammar(kind, source, digest) ──backend.compile──> Compiled ──matcher──> Matcher, a row's
                                                            |                  accept(token), fill(mask), is_done()
-                              kept by digest, the least recently used goes
+                              kept by digest, the least recently used is dropped
 
-`llguidance_backend.py` and `xgrammar_backend.py` bring one each; `grammar_compiler.py` compiles off the engine's loop.
-No torch: masks are bits on the CPU, and the sampler copies them to a device.
+`llguidance_backend.py` and `xgrammar_backend.py` implement `GrammarBackend`; `grammar_compiler.py` compiles off the
+engine's loop. This module imports no torch: masks are bits on the CPU, and the sampler copies them to a device.
 """
 
 from __future__ import annotations
@@ -29,48 +29,48 @@ log = logging.getLogger("lockstep.host")
 Kind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 
 FORCED_MAX = 64  # forced tokens that a matcher returns at once: as many as one launch may compute, see SchedConfig
-COMPILED_MAX = 128  # grammars kept; each is a megabyte or two,
-SOURCE_BYTES_MAX = 16 * 2**20  # and what their sources may have together
+COMPILED_MAX = 128  # grammars kept; each has a megabyte or two
+SOURCE_BYTES_MAX = 16 * 2**20  # sources of all grammars kept
 LONGEST_ERROR = 500  # characters of a library's message that a client receives
 
 
 class GrammarError(LockstepError):
-    """A grammar that cannot be compiled, with a sentence for the client that sent it."""
+    """A grammar that cannot be compiled. The message is for the client that sent it."""
 
 
 def make_grammar(kind: Kind, source: str) -> Grammar:
-    """A grammar with the digest that identifies it: SHA-256 of kind and source."""
+    """Return a grammar with the digest that identifies it: SHA-256 of kind and source."""
     hashed = f"{kind}\0".encode() + source.encode("utf-8", "surrogatepass")
     return Grammar(kind, source, sha256(hashed).digest())
 
 
 class Matcher(Protocol):
-    """How far one answer has got in its grammar."""
+    """The position of one answer in its grammar."""
 
     def accept(self, token: int) -> bool:
-        """Move by a token; False, and no move, where the grammar does not admit it."""
+        """Move by a token. Returns False, without a move, if the grammar does not admit it."""
 
     def rollback(self, tokens: int) -> None:
-        """Take the last so many tokens back."""
+        """Undo the moves by the last `tokens` tokens."""
 
     def fill(self, mask: Int32s) -> None:
-        """Write which tokens may come next: int32 [ceil(vocabulary / 32)], bit t % 32 of word t // 32.
+        """Write the tokens that may come next: int32 [ceil(vocabulary / 32)], bit t % 32 of word t // 32.
 
-        Raises: GrammarError where the grammar turns out to be too much work.
+        Raises: GrammarError if the mask exceeds a limit of the library.
         """
 
     def is_done(self) -> bool:
-        """Whether nothing may follow but the end."""
+        """Whether only the end may follow."""
 
     def forced(self) -> Sequence[int]:
-        """Tokens that must follow, in turn: each is the only one in the mask that `fill` would write. No move."""
+        """Return the tokens that must follow, in order: each is the only token in the mask at its place. No move."""
 
 
 class Compiled(Protocol):
-    """A grammar that was compiled."""
+    """A compiled grammar."""
 
     def matcher(self) -> Matcher:
-        """One at the start."""
+        """Return a new matcher at the start of the grammar."""
 
 
 class GrammarBackend(Protocol):
@@ -79,14 +79,14 @@ class GrammarBackend(Protocol):
     name: str
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """Raises GrammarError."""
+        """Compile a grammar. Raises GrammarError."""
 
 
 class CompiledGrammars:
-    """What was compiled, by digest, least recently used first. For any thread.
+    """Compiled grammars by digest, least recently used first. All methods may be called from any thread.
 
     Args:
-        make: the library with its tokenizer, which may take seconds; called with the first grammar.
+        make: returns the library with its tokenizer, which may take seconds. Called for the first grammar.
     """
 
     def __init__(self, make: Callable[[], GrammarBackend]) -> None:
@@ -98,7 +98,7 @@ class CompiledGrammars:
         self._source_bytes = 0
 
     def get(self, grammar: Grammar) -> Compiled:
-        """A grammar, compiled here and now unless it is kept. Raises GrammarError."""
+        """Return a compiled grammar; compile it in this thread if it is not kept. Raises GrammarError."""
         with self._lock:
             found = self._kept.get(grammar.digest)
             if found is not None:
@@ -134,24 +134,25 @@ class _Row:
 
     def __init__(self, request_id: RequestId, epoch: int, matcher: Matcher | None) -> None:
         self.request_id, self.epoch, self.matcher = request_id, epoch, matcher
-        self.over = False  # it took its end, which min_new_tokens or ignore_eos did not heed
+        self.over = False  # the answer has ended for the grammar; min_new_tokens or ignore_eos may let it continue
 
 
 class GrammarMatchers:
-    """The matchers of an executor's rows: `lockstep.runtime.executor.Matchers`. For one thread.
+    """The matchers of an executor's rows; implements `lockstep.runtime.executor.Matchers`. For one thread.
 
-    A grammar that fails while it runs allows nothing from then on, so its request ends as invalid and no other does.
+    A grammar that fails during generation admits no token from then on. Its request ends as invalid; other requests are
+    not affected.
 
     Args:
-        vocabulary: ids that logits have.
-        end_tokens: each of them ends an answer, where its grammar lets it end.
-        lenient: a grammar that fails, or is none here, allows every token, without an error.
+        vocabulary: number of token ids in the logits.
+        end_tokens: token ids that end an answer where its grammar admits the end.
+        lenient: a grammar that fails or cannot be compiled admits every token, without an error.
     """
 
     def __init__(
         self, compiled: CompiledGrammars, vocabulary: int, end_tokens: Sequence[int], *, lenient: bool = False
     ) -> None:
-        self._compiled, self._failed = compiled, -1 if lenient else 0  # words of the mask of what failed
+        self._compiled, self._failed = compiled, -1 if lenient else 0  # words of the mask of a failed grammar
         self._level = logging.DEBUG if lenient else logging.ERROR
         self._words, self._vocabulary = -(-vocabulary // 32), vocabulary
         self._ends = frozenset(end_tokens)
@@ -159,7 +160,7 @@ class GrammarMatchers:
         self._row_of: dict[RequestId, int] = {}
 
     def take_row(self, taken: RowTaken) -> None:
-        """Assign a row to a request, with its grammar or none."""
+        """Assign a row to a request, with a matcher if the request has a grammar."""
         before = self._rows.pop(taken.row, None)
         if before is not None and self._row_of.get(before.request_id) == taken.row:
             del self._row_of[before.request_id]
@@ -168,14 +169,14 @@ class GrammarMatchers:
         matcher: Matcher | None = None
         try:
             matcher = self._compiled.get(taken.grammar).matcher()
-        except GrammarError as error:  # it was compiled before: by another process, or within other limits
+        except GrammarError as error:  # it was compiled before by another process or within other limits
             message = "r%d ends as invalid: its grammar does not compile any more: %s"
             log.log(self._level, message, taken.request_id, error)
         self._rows[taken.row] = _Row(taken.request_id, taken.epoch, matcher)
         self._row_of[taken.request_id] = taken.row
 
     def advance(self, request_id: RequestId, epoch: int, tokens: Sequence[int]) -> None:
-        """Move a matcher by tokens; an entry of an older epoch is ignored."""
+        """Move a request's matcher by tokens. A call with an older epoch is ignored."""
         row = self._rows.get(self._row_of.get(request_id, -1))
         if row is None or row.epoch != epoch:
             return
@@ -191,7 +192,7 @@ class GrammarMatchers:
                 row.over = True
 
     def allowed(self, rows: Int32s) -> Int32s | None:
-        """int32 [rows, ceil(vocabulary / 32)]: a bit for each token that may come next."""
+        """Return int32 [rows, ceil(vocabulary / 32)]: one bit for each token that may come next."""
         mask = np.full((len(rows), self._words), -1, np.int32)
         for i, number in enumerate(rows.tolist()):
             row = self._rows.get(number)
@@ -208,7 +209,7 @@ class GrammarMatchers:
         return mask
 
     def ended(self, row: int, token: int) -> bool:
-        """Whether the row's grammar admits nothing behind this token. The matcher is not moved."""
+        """Whether the row's grammar ends with this token. The matcher is not moved."""
         held = self._rows.get(row)
         if held is None or held.matcher is None:
             return False
@@ -221,9 +222,9 @@ class GrammarMatchers:
         return done
 
     def forced(self, row: int, token: int) -> list[int]:
-        """Tokens that the row's grammar forces behind this one; the matcher is not moved.
+        """Return the tokens that the row's grammar forces after this token. The matcher is not moved.
 
-        None of them ends an answer or its grammar: the result of the batch that samples such a token reports the end.
+        None of them ends the answer or its grammar: the result of the batch that samples such a token reports the end.
         """
         held = self._rows.get(row)
         if held is None or held.matcher is None or held.over or token in self._ends:
@@ -244,6 +245,6 @@ class GrammarMatchers:
 
 
 def short(message: str) -> str:
-    """A library's message as one line of bearable length."""
+    """Return a library's message as one line of at most LONGEST_ERROR characters."""
     line = " ".join(message.split())
     return line if len(line) <= LONGEST_ERROR else line[: LONGEST_ERROR - 3] + "..."

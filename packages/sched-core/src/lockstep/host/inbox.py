@@ -1,10 +1,10 @@
-"""An inbox for one thread, filled by others: a queue that can be waited for with a time limit.
+"""An inbox of one thread that any thread can fill: a queue whose reader can wait with a time limit.
 
-`queue.SimpleQueue.get(timeout=...)` of CPython 3.11 may wait for ever. Its lock stays open behind an item that was
-taken without waiting; the next `get` passes it, finds nothing, and waits again for what is left of the time. If that is
-below zero by then, which microseconds soon are, it is taken for no limit. `queue.Queue` has no such fault, but a signal
-handler that puts something while its own thread does the same would wait for itself. So: SimpleQueue for the items, and
-a bare lock, which keeps its time limit, for the waiting.
+`queue.SimpleQueue.get(timeout=...)` of CPython 3.11 may wait for ever. Its lock stays open after an item was taken
+without waiting. The next `get` acquires the lock, finds no item, and waits again for the rest of the time. A rest below
+zero, which is likely for a limit of microseconds, counts as no limit. `queue.Queue` has no such fault, but a signal
+handler that puts an item while its own thread is in `put` would deadlock. Therefore the items are in a SimpleQueue, and
+the reader waits on a bare lock, which keeps its time limit.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 class Inbox(Generic[T]):
-    """Any thread and any signal handler may put; one thread takes."""
+    """A queue for one reading thread. Any thread and any signal handler may put items."""
 
     def __init__(self) -> None:
         self._items: SimpleQueue[T] = SimpleQueue()
-        self._bell = threading.Lock()  # open: something was put since the last wait
+        self._bell = threading.Lock()  # open: an item was put since the last wait
         self._bell.acquire()
 
     def put(self, item: T) -> None:
@@ -30,15 +30,15 @@ class Inbox(Generic[T]):
         self._items.put(item)
         try:
             self._bell.release()
-        except RuntimeError:  # rung already
+        except RuntimeError:  # the lock is open already
             return
 
     def get_nowait(self) -> T:
-        """The oldest item. Raises Empty."""
+        """Return the oldest item. Raises Empty."""
         return self._items.get_nowait()
 
     def wait(self) -> T:
-        """The oldest item, whenever it comes."""
+        """Wait for the oldest item without a time limit and return it."""
         while True:
             try:
                 return self._items.get_nowait()
@@ -46,7 +46,7 @@ class Inbox(Generic[T]):
                 self._bell.acquire()
 
     def get(self, timeout_s: float) -> T:
-        """The oldest item, if one comes within so many seconds. Raises Empty."""
+        """Wait up to `timeout_s` seconds for the oldest item and return it. Raises Empty."""
         until_s = time.monotonic() + timeout_s
         while True:
             try:
@@ -58,9 +58,9 @@ class Inbox(Generic[T]):
                 self._bell.acquire(timeout=left_s)
 
     def empty(self) -> bool:
-        """Whether there was nothing a moment ago."""
+        """Whether the inbox was empty at the time of the call."""
         return self._items.empty()
 
     def qsize(self) -> int:
-        """How many items there were a moment ago."""
+        """Return the number of items at the time of the call."""
         return self._items.qsize()

@@ -1,8 +1,8 @@
-"""llguidance behind `grammars.GrammarBackend`: no dependencies, grammars compile in about a millisecond.
+"""llguidance as a `grammars.GrammarBackend`: no dependencies, grammars compile in about a millisecond.
 
-A schema is enforced exactly, or refused: keywords that llguidance does not support are an error ("lenient" is
-off). Between tokens of JSON there may be one space, or a new line with its indentation, but not whitespace without end,
-which a model might never leave.
+A schema is enforced exactly, or refused: keywords that llguidance does not support are an error ("lenient" is off).
+Between tokens of JSON, one space or a new line with its indentation is admitted. Unlimited whitespace is not, because a
+model might continue it without end.
 
 Source of the interface: github.com/guidance-ai/llguidance, python/llguidance/_lib.pyi, version 1.9.
 """
@@ -26,11 +26,11 @@ from lockstep.host.grammars import GrammarError, short
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,20})?", "lenient": False}
 
 LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-"""What a matcher may take: some 100 MB, and by the library's own limits some tens of milliseconds for a mask."""
+"""Limits of a matcher: about 100 MB, and by the library's own limits some tens of milliseconds for a mask."""
 
 
 class LlGuidance:
-    """The library with one tokenizer; arguments as of `grammar_backends.make_backend`."""
+    """The library with one tokenizer. The arguments are those of `grammar_backends.make_backend`."""
 
     name = "llguidance"
 
@@ -41,14 +41,14 @@ class LlGuidance:
             self._tokenizer = llguidance.LLTokenizer(
                 text, n_vocab=max(vocabulary, known), eos_token=list(end_tokens) or None
             )
-        except Exception as error:  # of whatever kind the library raises
+        except Exception as error:  # the library documents no error classes
             raise ConfigError(f"`{tokenizer}` cannot be used for grammars by llguidance: {error}") from error
         self._words = -(
             -self._tokenizer.vocab_size // 32
-        )  # of its masks: more than the logits need, where its vocabulary is larger
+        )  # int32 words of the library's masks: more than the logits need if its vocabulary is larger
 
     def compile(self, grammar: Grammar) -> LlCompiled:
-        """Raises GrammarError."""
+        """Compile a grammar. Raises GrammarError."""
         try:
             source = self._source(grammar)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -70,11 +70,11 @@ class LlGuidance:
                 return llguidance.LLMatcher.grammar_from_lark(self._tagged(json.loads(grammar.source)))
 
     def _tagged(self, tag: dict[str, Any]) -> str:
-        """Free text with parts behind triggers, as a grammar of Lark's form.
+        """Return a grammar in Lark's form for free text with parts after triggers.
 
             start: (text_0 (part_0 | part_1) | text_1 part_2)* REST          text_n ends with trigger n
 
-        With `at_least_one` the answer begins and goes on until a part; with `stop_after_first` it ends behind it.
+        With `at_least_one` an answer without a part cannot end. With `stop_after_first` it ends after its first part.
         """
         branches, rules = [], []
         for number, trigger in enumerate(tag["triggers"]):
@@ -98,18 +98,18 @@ class LlGuidance:
         return "\n".join([f"start: {start}", r"REST: /(.|\n)*/", *rules, ""])
 
     def _until(self, number: int, trigger: str) -> str:
-        """The rule of text up to a trigger and with it; one that is a single special token is that token."""
+        """Return the rule of text up to the end of a trigger. If this is a special token, the rule has the token."""
         special = self._special(trigger)
         if special:
             return f"text_{number}: REST {special}"
         return f"text_{number}[lazy]: /(.|\\n)*/ {json.dumps(trigger)}"
 
     def _literal(self, text: str) -> str:
-        """A text in a rule; nothing for an empty one."""
+        """Return a text as part of a rule; "" for an empty text."""
         return (self._special(text) or json.dumps(text)) if text else ""
 
     def _special(self, text: str) -> str:
-        """How Lark writes a special token, if this text is one."""
+        """Return Lark's form of a special token if this text is one, else ""."""
         if not text.startswith("<"):
             return ""
         tokens = self._tokenizer.tokenize_str(text, parse_special=True)
@@ -117,41 +117,41 @@ class LlGuidance:
 
 
 def _trigger_of(begin: str, triggers: Sequence[str]) -> int:
-    """The number of the longest trigger that a part begins with."""
+    """Return the number of the longest trigger that a part begins with. Raises ValueError if there is none."""
     found = [(len(trigger), -number) for number, trigger in enumerate(triggers) if begin.startswith(trigger)]
     if not found:
-        raise ValueError(f"none of the triggers begins {begin!r}")
+        raise ValueError(f"{begin!r} begins with no trigger")
     return -max(found)[1]
 
 
 class LlCompiled:
-    """A grammar: a matcher at its start, which is copied."""
+    """A compiled grammar: a matcher at its start, which is copied for each row."""
 
     def __init__(self, words: int, start: Any) -> None:
         self._words, self._start = words, start
 
     def matcher(self) -> LlMatcher:
-        """One at the start."""
+        """Return a new matcher at the start of the grammar."""
         return LlMatcher(self._words, self._start.deep_copy())
 
 
 class LlMatcher:
-    """How far one answer has got."""
+    """The position of one answer in its grammar; implements `grammars.Matcher`."""
 
     def __init__(self, words: int, matcher: Any) -> None:
         self._matcher = matcher
         self._scratch = np.empty(words, np.int32)
 
     def accept(self, token: int) -> bool:
-        """Move by a token."""
+        """Move by a token. Returns False, without a move, if the grammar does not admit it."""
         return bool(self._matcher.try_consume_tokens([token]))
 
     def rollback(self, tokens: int) -> None:
-        """Take tokens back."""
+        """Undo the moves by the last `tokens` tokens."""
         self._matcher.rollback(tokens)
 
     def fill(self, mask: Int32s) -> None:
-        """Write what may come next."""
+        """Write the mask of the tokens that may come next. Raises GrammarError at a limit of the library."""
         scratch = self._scratch
         self._matcher.unsafe_compute_mask_ptr(scratch.ctypes.data, scratch.nbytes)
         if self._matcher.is_error():
@@ -159,10 +159,10 @@ class LlMatcher:
         mask[:] = scratch[: len(mask)]
 
     def is_done(self) -> bool:
-        """Whether nothing may follow but the end."""
+        """Whether only the end may follow."""
         return bool(self._matcher.is_stopped())
 
     def forced(self) -> list[int]:
-        """What must follow. Where text is forced, masks have the canonical token of it alone, so these are the same."""
+        """Return the forced tokens. Masks of forced text admit only its canonical token, so these equal the masks'."""
         found: list[int] = self._matcher.compute_ff_tokens()
         return found

@@ -1,4 +1,4 @@
-"""The loop of the contract with a device in it: take in facts, journal them, step the engine, perform its commands.
+"""The host loop of the contract for a real device: receive facts, step the engine, journal, perform commands.
 
     submit, cancel, control ──> inbox ─┐
     executor.ready() ─────────────────>├─ fold(event): step, journal, perform      one thread: the caller of `run`
@@ -12,10 +12,10 @@ the process before any command that follows from it is performed.
 Failures and their effects:
 
 - a model that raises: its batch ends with BatchFinished(error=...), the requests in it with reason "error";
-- a command that this host does not support (media; weights, adapters, grammars where no loader or compiler was given):
-  answered with the error that the contract has for it;
+- a command that this host does not support (media; weights, adapters, grammars without a loader or compiler): answered
+  with the error event that the contract defines for it;
 - a lost device, an impossible plan, a journal that cannot be written, an error in host or core: `run` raises, the sink
-  of every open request receives `failed`, and nothing is accepted any more. No request waits for ever.
+  of every open request receives `failed`, and requests are refused from then on. No request waits for ever.
 """
 
 from __future__ import annotations
@@ -112,10 +112,13 @@ class Sink(Protocol):
     """
 
     def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
-        """Output tokens from number `offset` on; numbers seen before are repeats. `logprobs` only where requested."""
+        """Receive output tokens from number `offset` on; numbers received before are repeats.
+
+        `logprobs` is None unless requested.
+        """
 
     def finished(self, end: FinishRequest, extras: ResultExtras) -> None:
-        """The request finished, with `end.reason`; no more tokens follow."""
+        """The request finished with `end.reason`; no tokens follow."""
 
     def rejected(self, end: RejectRequest) -> None:
         """The request was rejected before it ran."""
@@ -126,9 +129,9 @@ class Sink(Protocol):
 
 @dataclass(slots=True)
 class ResultExtras:
-    """Results of a request beside its tokens, in the order in which they came."""
+    """Results of a request beside its tokens, in the order of the batches that computed them."""
 
-    prompt_logprobs: dict[int, float] = field(default_factory=dict)  # of the token at position p, for each requested p
+    prompt_logprobs: dict[int, float] = field(default_factory=dict)  # by position of the token, for requested ones
     prompt_top_logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by position, likeliest first
     hidden_states: dict[int, Float32s] = field(default_factory=dict)  # [hidden], by position
     pooled: Pooled | None = None
@@ -137,11 +140,12 @@ class ResultExtras:
 
 
 class TextWatch(Protocol):
-    """The text of one request that has stop texts."""
+    """The text of one request with stop texts."""
 
     def push(self, number: int, token: int) -> tuple[bool, int]:
-        """Take in output token `number`. Returns: whether the text matched a stop text, and how many of the newest
-        tokens may begin one. A number that was pushed before resets the text to that place.
+        """Append output token `number`, counted from 0. A number that was pushed before resets the text to that place.
+
+        Returns: whether the text contains a stop text, and how many of the newest tokens may begin one.
         """
 
 
@@ -153,7 +157,7 @@ class UnsentOutput:
     tokens: list[int]
     logprobs: dict[int, tuple[float, Int32s | None, Float32s | None]]  # by output number, from `offset` on
     end: FinishRequest | RejectRequest | None = None
-    weights: tuple[tuple[int, int], ...] = ()  # as in ResultExtras, where there is an end
+    weights: tuple[tuple[int, int], ...] = ()  # as in ResultExtras, if there is an end
 
 
 @dataclass(slots=True)
@@ -192,11 +196,11 @@ class _Fact:
 
 
 class HostClock:
-    """Whole microseconds since it was made; they never fall, whatever the clock below does.
+    """Whole microseconds since the clock was made. The value never falls, even if `now_ns` does.
 
     Args:
-        now_ns: a monotonic clock.
-        start_us: its first value, where it continues an earlier clock.
+        now_ns: a monotonic clock in nanoseconds.
+        start_us: the first value, if the clock continues an earlier one.
     """
 
     def __init__(self, now_ns: Callable[[], int] = time.monotonic_ns, start_us: int = 0) -> None:
@@ -204,7 +208,7 @@ class HostClock:
         self._zero_ns = now_ns() - 1000 * start_us
         self._newest_us = 0
         self._raw_us = 0
-        self.stepped_back_us = 0  # by how much the clock below fell since the last call of `clamped`
+        self.stepped_back_us = 0  # by how much `now_ns` fell since the last call of `clamped`
 
     def __call__(self) -> int:
         raw_us = (self._now_ns() - self._zero_ns) // 1000
@@ -215,31 +219,79 @@ class HostClock:
         return self._newest_us
 
     def at(self, now_ns: int) -> int:
-        """The value of this clock at the moment when the clock below shows `now_ns`. For any thread."""
+        """Return the value of this clock at the moment when its `now_ns` clock shows `now_ns`. For any thread."""
         return (now_ns - self._zero_ns) // 1000
 
     def clamped(self) -> int:
-        """By how much the clock below fell since the last call, in microseconds."""
+        """Return by how much `now_ns` fell since the last call, in microseconds."""
         back_us, self.stepped_back_us = self.stepped_back_us, 0
         return back_us
 
 
 Observer = Callable[[ObservedEvent, Step], None]
 GrammarCompiler = Callable[[CompileGrammar, Callable[[str], None]], None]
-"""Compile off the loop, then call back, from any thread, with the error or ""."""
+"""Compiles a grammar off the loop, then calls its second argument, from any thread, with the error or ""."""
 
 
 class Profiler(Protocol):
-    """A profiler of the device. It raises nothing: a failure of it does not stop serving."""
+    """A profiler of the device. Its methods never raise: a failure of the profiler does not stop serving."""
 
     def start(self) -> None:
         """Profile from the next launch on."""
 
     def stop(self) -> None:
-        """Stop after every batch launched so far and write the trace. Does nothing where none was started."""
+        """Stop after all batches launched so far and write the trace. No effect if no profile was started."""
 
     def batch(self, plan: BatchPlan) -> AbstractContextManager[None]:
-        """A context around each launch."""
+        """Return a context for the launch of a plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestServices:
+    """Functions of the model and its tokenizer that requests need.
+
+    Args:
+        check: raises ConfigError for a request that this runtime cannot serve; the message rejects it.
+        watch_text: makes the watch of a request with stop texts; without it such requests are rejected.
+        compile_grammar: without it, a request under a grammar is rejected with that reason.
+    """
+
+    check: Callable[[RequestArrived], None] | None = None
+    watch_text: Callable[[RequestArrived], TextWatch] | None = None
+    compile_grammar: GrammarCompiler | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceServices:
+    """Operations on the device besides batches.
+
+    Args:
+        profiler: without one a request for a profile is logged and ignored.
+        weight_loader: changes weights and releases memory; without one such commands are refused.
+        adapters: loads adapters on the device; without it a load fails.
+    """
+
+    profiler: Profiler | None = None
+    weight_loader: WeightLoader | None = None
+    adapters: AdapterLoader | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierGeneration:
+    """State of an earlier generation of the engine, which the host continues.
+
+    Args:
+        weights: the weights log. None: a new one.
+        adapters: the adapters log. None: a new one.
+        orders: commands that are performed first: those of the engine's step at its restart.
+    """
+
+    weights: WeightsLog | None = None
+    adapters: AdaptersLog | None = None
+    orders: Sequence[Command] = ()
+
+
+NO_REQUEST_SERVICES, NO_DEVICE_SERVICES, FIRST_GENERATION = RequestServices(), DeviceServices(), EarlierGeneration()
 
 
 class RuntimeHost:
@@ -247,14 +299,8 @@ class RuntimeHost:
 
     Args:
         clock: the clock of the executor's lane, so that all times have one origin.
-        check_request: raises ConfigError for a request that this runtime cannot serve; the message rejects it.
-        watch_text: makes the watch of a request with stop texts; without it such requests are rejected.
-        compile_grammar: without it, a request under a grammar is rejected with that reason.
-        weight_loader: changes weights and releases memory; without one such commands are refused.
-        weights: the weights log of an earlier generation of the engine; the host continues it.
-        adapters: loads adapters on the device; without it a load fails. adapters_log: as `weights`.
-        orders: commands that are performed first: those of an engine's step at its restart.
         observe: called with each event and its Step, e.g. to fold metrics.
+    Attributes:
         performed: called after the commands of an event, once its sinks have received everything, e.g. to send it.
     """
 
@@ -265,39 +311,32 @@ class RuntimeHost:
         journal: JournalSink,
         clock: HostClock,
         *,
-        check_request: Callable[[RequestArrived], None] | None = None,
-        watch_text: Callable[[RequestArrived], TextWatch] | None = None,
-        compile_grammar: GrammarCompiler | None = None,
-        profiler: Profiler | None = None,
-        weight_loader: WeightLoader | None = None,
-        weights: WeightsLog | None = None,
-        adapters: AdapterLoader | None = None,
-        adapters_log: AdaptersLog | None = None,
-        orders: Sequence[Command] = (),
+        requests: RequestServices = NO_REQUEST_SERVICES,
+        device: DeviceServices = NO_DEVICE_SERVICES,
+        earlier: EarlierGeneration = FIRST_GENERATION,
         observe: Observer | None = None,
-        performed: Callable[[], object] | None = None,
     ) -> None:
         self.engine, self.executor, self.journal, self.clock = engine, executor, journal, clock
-        self.failure = ""  # why nothing is accepted any more
+        self.failure = ""  # why the host ended; "" while it accepts requests
         self.batches = 0
         self.drafts = DraftCounts()
-        self.turns = 0  # of the loop; several a second unless something does not return
-        self._check_request = check_request
-        self._watch_text = watch_text
-        self._compile_grammar = compile_grammar
-        self._profiler = profiler
-        self._weight_loader = weight_loader
+        self.turns = 0  # turns of the loop: several per second unless a call does not return
+        self._check_request = requests.check
+        self._watch_text = requests.watch_text
+        self._compile_grammar = requests.compile_grammar
+        self._profiler = device.profiler
+        self._weight_loader = device.weight_loader
         self._maintaining = False
-        self.weights = WeightsLog() if weights is None else weights
-        self._adapters = adapters
-        self.adapters_log = AdaptersLog() if adapters_log is None else adapters_log
+        self.weights = WeightsLog() if earlier.weights is None else earlier.weights
+        self._adapters = device.adapters
+        self.adapters_log = AdaptersLog() if earlier.adapters is None else earlier.adapters
         self.adapters = KnownAdapters(0, self.adapters_log.entries())  # replaced, never changed: for any thread
-        self._orders = tuple(orders)
+        self._orders = tuple(earlier.orders)
         self.observe = observe
-        self.performed = performed
+        self.performed: Callable[[], object] | None = None
         self._inbox: Inbox[_Submitted | _Cancel | _ControlItem | _Fact | None] = Inbox()
-        self._gate = threading.Lock()  # ids are assigned in the order of the inbox; nothing enters after the end, and
-        #                                code that removes an entry of `_open` or `_answers` must answer it
+        self._gate = threading.Lock()  # ids are assigned in the order of the inbox; after the end the inbox gets no
+        #                                items; code that removes an entry of `_open` or `_answers` must answer it
         self._next_request_id = engine.last_request_id + 1
         waiting = [*engine.controls.drains, *(job.control_id for job in engine.maintenance.jobs)]
         self._next_control_id = max(waiting, default=-1) + 1  # answers to earlier control requests are dropped
@@ -310,9 +349,10 @@ class RuntimeHost:
     # ------------------------------------------------------------------------------------------- from any thread
 
     def submit(self, request: RequestArrived, *sinks: Sink) -> RequestId:
-        """Send a request; its time and its id are filled in. With n samples it takes n ids and needs n sinks.
+        """Send a request; the host sets its time and its id. A request with n samples takes n ids and needs n sinks.
 
-        Returns: its id, or that of its first sample. Raises: EngineStopped; ValueError for a wrong number of sinks.
+        Returns: its id, or the id of its first sample.
+        Raises: EngineStopped; ValueError for a wrong number of sinks.
         """
         samples = sample_count(request)
         if len(sinks) != samples:
@@ -325,11 +365,13 @@ class RuntimeHost:
         return request_id
 
     def adopt(self, event: RequestArrived, sinks: Sequence[Sink], unsent: Sequence[UnsentOutput | None]) -> None:
-        """Resume a request that the engine has had since before a restart. Call it before `run`.
+        """Resume a request that the engine accepted before a restart. Call it before `run`.
 
         Args:
-            event: as it arrived, with its id; with n samples it needs n sinks.
-            unsent: of each sample, the output that its sink has not received; None if it has received the end.
+            event: the arrival with its id.
+            sinks: one for each sample.
+            unsent: for each sample, the output that its sink has not received; None if the sink has received the end.
+        Raises: ContractError if the engine does not have the request.
         """
         for number, (sink, remaining) in enumerate(zip(sinks, unsent, strict=True)):
             if remaining is None:
@@ -349,7 +391,7 @@ class RuntimeHost:
                 case RejectRequest():
                     sink.rejected(remaining.end)
                 case None if request is None:
-                    raise ContractError(f"request {request_id} is to be taken up, but the engine does not have it")
+                    raise ContractError(f"request {request_id} cannot be resumed: the engine does not have it")
                 case None:
                     if event.stop_texts and self._watch_text is not None:
                         opened.watch = self._watch_text(opened.event)
@@ -359,13 +401,13 @@ class RuntimeHost:
                     self._open[request_id] = opened
 
     def cancel(self, request_id: RequestId) -> None:
-        """The client left. Ids that are unknown or have ended are ignored."""
+        """Cancel a request whose client left. Ids of unknown or ended requests are ignored."""
         self._inbox.put(_Cancel(request_id))
 
     def ask(
         self, control: Control, answered: Callable[[Future[ControlAnswered]], object] | None = None
     ) -> Future[ControlAnswered]:
-        """Send a control request; the future will have its answer.
+        """Send a control request; the future receives its answer.
 
         Args:
             answered: called in the host's thread with the answer. A callback added to the future later may be called
@@ -381,18 +423,18 @@ class RuntimeHost:
         return answer
 
     def drain(self) -> Future[ControlAnswered]:
-        """Accept no more requests; answered once all accepted ones have ended."""
+        """Reject new requests. The future is answered once all accepted requests have ended."""
         return self.ask(Drain())
 
     def oldest_batch(self) -> BatchId | None:
-        """The batch that must come back next; None where none is in flight."""
+        """Return the batch that is collected next; None if none is in flight. From any thread."""
         try:
             return self.engine.in_flight[0].plan.batch_id
-        except IndexError:  # and it may come back at this moment
+        except IndexError:  # the host's thread may collect it at this moment
             return None
 
     def stop(self) -> None:
-        """End `run` before the next fact. The sinks of open requests receive that the engine stopped."""
+        """End `run` before the next fact. The sinks of open requests receive `failed`."""
         self._stop.set()
         self._inbox.put(None)
 
@@ -403,10 +445,10 @@ class RuntimeHost:
     # --------------------------------------------------------------------------------------------------- the loop
 
     def run(self, *, until_idle: bool = False) -> None:
-        """Serve until `stop`, or with `until_idle` until everything submitted so far has ended.
+        """Serve until `stop`, or with `until_idle` until all requests submitted so far have ended.
 
-        Raises: the error that ends the engine, after all open sinks received it. After `stop` or an error the host
-        has ended; after `until_idle` it may run again.
+        After `stop` or an error the host has ended; after `until_idle` it may run again.
+        Raises: the error that ends the engine, after all open sinks received it.
         """
         try:
             orders, self._orders = self._orders, ()
@@ -435,10 +477,10 @@ class RuntimeHost:
         try:
             self._end(f"the engine failed: {message}", stuck=True)
         finally:
-            self._stop.set()  # only now, or the engine's own thread might report its end first
+            self._stop.set()  # after `_end`, or the engine's own thread might report its end first
 
     def _end(self, message: str, *, stuck: bool = False) -> None:
-        """Accept nothing any more, and report the end to all open sinks. Recorded events are flushed if possible."""
+        """Refuse requests from now on, and report the end to all open sinks. Flush recorded events if possible."""
         with self._gate:
             if self.failure:
                 return
@@ -449,7 +491,7 @@ class RuntimeHost:
             self._answers.clear()
         if self._profiler is not None and not stuck:
             self._profiler.stop()  # its trace up to here may show the cause
-        with suppress(Empty):  # the host's own thread may take from it at the same time
+        with suppress(Empty):  # the host's own thread may take items at the same time
             while True:
                 match self._inbox.get_nowait():
                     case _Submitted(_, sinks):
@@ -460,8 +502,8 @@ class RuntimeHost:
             try:
                 sink.failed(message)
             except Exception:
-                log.exception("a sink failed when it received that %s", message)
-        if not stuck:  # only its own thread may use a writer
+                log.exception("a sink failed while it received the end: %s", message)
+        if not stuck:  # only the thread of `run` may use the journal's writer
             try:
                 self.journal.flush()
             except LockstepError as error:
@@ -472,14 +514,14 @@ class RuntimeHost:
             self.performed()
 
     def _take_in(self) -> None:
-        """Fold all facts: items sent up to now, results of the device, a wake time that has come."""
-        sent = self._inbox.qsize()  # not items that come meanwhile: an endless sender must not keep the device idle
+        """Fold all facts: items sent up to now, results of the device, a wake time that has passed."""
+        sent = self._inbox.qsize()  # excludes items sent meanwhile: an endless sender must not keep the device idle
         while not self._stop.is_set():
             if sent:
                 sent -= 1
                 try:
                     item = self._inbox.get_nowait()
-                except Empty:  # `fail` took the items
+                except Empty:  # `fail` removed the items
                     return
                 self._receive(item)
             elif self.executor.ready():
@@ -499,7 +541,7 @@ class RuntimeHost:
         self._nothing_new = step.launched() is None
 
     def _await_result(self) -> None:
-        """Wait for the result of the oldest batch, an item in the inbox, or the wake time."""
+        """Wait for the result of the oldest batch, an item of the inbox, or the wake time."""
         pause_s = self.executor.pause_s()
         if pause_s:
             self._listen(pause_s)
@@ -507,11 +549,11 @@ class RuntimeHost:
             self._collect()
 
     def _sleep(self) -> None:
-        """Nothing runs: wait for an item in the inbox, or until the wake time."""
+        """Wait for an item of the inbox or the wake time. No batch is in flight."""
         self._listen(IDLE_S)
 
     def _listen(self, timeout_s: float) -> None:
-        """Take in the next item of the inbox, if one comes within `timeout_s` and before the wake time."""
+        """Receive the next item of the inbox if one arrives within `timeout_s` seconds and before the wake time."""
         if self._wake_at_us is not None:
             timeout_s = min(timeout_s, max(0, self._wake_at_us - self.clock()) / 1e6)
         try:
@@ -520,7 +562,7 @@ class RuntimeHost:
             return
 
     def _now(self) -> int:
-        """The time for an event. A clock that fell is reported first."""
+        """Return the time for the next event. A fall of the clock is folded first."""
         now_us = self.clock()
         back_us = self.clock.clamped()
         if back_us:
@@ -528,7 +570,7 @@ class RuntimeHost:
         return now_us
 
     def _fold(self, event: ObservedEvent) -> Step:
-        """Step the engine, record, and perform what follows."""
+        """Step the engine with an event, record it, and perform the commands."""
         try:
             step = self.engine.step(event)
         except Exception:
@@ -566,7 +608,7 @@ class RuntimeHost:
                     if not ended:
                         for number, sink in enumerate(sinks):
                             self._open[event.request_id + number] = _OpenRequest(sample_of(event, number), sink)
-                if ended:  # from another thread, a moment ago
+                if ended:  # `fail` was called from another thread
                     for sink in sinks:
                         sink.failed(ended)
                     return
@@ -581,7 +623,7 @@ class RuntimeHost:
             case _Cancel(request_id):
                 self._fold(RequestCancelled(self._now(), request_id))
             case _ControlItem(control, answer):
-                if not answer.set_running_or_notify_cancel():  # from here on it cannot be cancelled
+                if not answer.set_running_or_notify_cancel():  # from here on the future cannot be cancelled
                     return
                 control_id = self._next_control_id
                 self._next_control_id += 1
@@ -597,9 +639,9 @@ class RuntimeHost:
                 self._fold(make(self._now()))
 
     def _refusal(self, event: RequestArrived) -> tuple[str, str] | None:
-        """Reason and message where this host cannot serve a request, which then does not reach the engine."""
+        """Return reason and message if this host cannot serve a request. The engine then never receives it."""
         if event.stop_texts and self._watch_text is None:
-            return "unsupported", "`stop_texts` need a tokenizer, and this engine was started without one"
+            return "unsupported", "`stop_texts` need a tokenizer, and this engine has no tokenizer"
         try:
             if self._check_request is not None:
                 self._check_request(event)
@@ -607,11 +649,11 @@ class RuntimeHost:
             return "bad_request", str(error).partition("\nhint: ")[0]
         except Exception as error:  # an error about one request ends only this request
             log.exception("a request could not be checked")
-            return "bad_request", f"it could not be checked: {type(error).__name__}: {error}"
+            return "bad_request", f"the request could not be checked: {type(error).__name__}: {error}"
         return None
 
     def _collect(self) -> None:
-        """Take the oldest batch's results to the engine."""
+        """Collect the oldest batch and fold its result."""
         result = self.executor.collect()
         plan, now_us = result.plan, self._now()
         if result.error:
@@ -652,7 +694,10 @@ class RuntimeHost:
             self._fold(TokensForced(now_us, plan.generation, forced))
 
     def _forced(self, result: BatchResult) -> tuple[tuple[RequestId, int, bytes], ...]:
-        """What grammars force behind a result, by request. To be asked before the engine takes it in."""
+        """Return the tokens that grammars force after a result: request id, output number, int32 ids.
+
+        Call it before the engine steps the result.
+        """
         if not result.forced:
             return ()
         plan = result.plan
@@ -665,7 +710,7 @@ class RuntimeHost:
         return tuple(found)
 
     def _watch(self, result: BatchResult) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-        """Sampling rows with text that matched a stop text; rows with text that may begin one, and its tokens."""
+        """Return the sampling rows whose text contains a stop text, and (row, tokens) whose tokens may begin one."""
         plan = result.plan
         stops: list[int] = []
         held: list[tuple[int, int]] = []
@@ -690,7 +735,7 @@ class RuntimeHost:
         return self.engine.requests[int(plan.request_ids[number])].prompt_tokens
 
     def _keep(self, result: BatchResult) -> None:
-        """Keep results beside tokens by request, until the request ends or its tokens are sent."""
+        """Store results beside tokens by request, until the request ends or its tokens are sent."""
         plan = result.plan
         for judged in result.prompt_logprobs:
             if (request := self._open.get(judged.request_id)) is not None:
@@ -769,23 +814,23 @@ class RuntimeHost:
             case StopProfile() if self._profiler is not None:
                 self._profiler.stop()
             case StartProfile() | StopProfile():
-                log.warning("a profile was requested, but this runtime was started without a profiler")
+                log.warning("a profile was requested, but this runtime has no profiler")
             case FreezeHeap():
                 gc.collect()
                 gc.freeze()
             case _:
-                # Commands of features that an engine on this host refuses by name: docs/contract.md.
+                # An engine on this host refuses the features with other commands in its settings: docs/contract.md.
                 raise ContractError(f"the engine ordered {type(command).__name__}, which this host does not support")
 
     def _load_adapter(self, order: LoadAdapter) -> None:
-        """Copy an adapter into its slot, in a thread of its own."""
+        """Start the copy of an adapter into its slot. `place` does it in another thread."""
         generation = self.engine.generation
 
         def done(error: BaseException | None) -> None:
             if error is None or isinstance(error, ConfigError):
                 message = "" if error is None else str(error).partition("\nhint: ")[0]
                 self._inbox.put(_Fact(partial(self._adapter_loaded, order, generation, message)))
-            else:  # the content of the device is unknown
+            else:  # the content of device memory is unknown, so the host must end
                 self._inbox.put(_Fact(partial(_raise, error)))
 
         if self._adapters is None:
@@ -803,11 +848,13 @@ class RuntimeHost:
         return AdapterLoaded(now_us, order.adapter, order.version, error, generation)
 
     def _maintain(self, order: SwapWeights | ReleaseDeviceMemory | ResumeDeviceMemory) -> None:
-        """Work on the device, in a thread of its own, so that requests can arrive and leave. Nothing is launched
-        then."""
+        """Change weights or memory of the device in another thread, so that requests can arrive and be cancelled.
+
+        The engine launches no batch meanwhile.
+        """
         loader = self._weight_loader
         if loader is None:
-            what = "change its weights" if isinstance(order, SwapWeights) else "give its memory back"
+            what = "change its weights" if isinstance(order, SwapWeights) else "release or resume its memory"
             self._inbox.put(_Fact(partial(_answer_to, order, f"this runtime cannot {what} while it runs")))
             return
         self._maintaining = True
@@ -822,7 +869,7 @@ class RuntimeHost:
                         loader.switch_memory(tags, released=isinstance(order, ReleaseDeviceMemory))
             except ConfigError as raised:
                 error = str(raised).partition("\nhint: ")[0]
-            except BaseException as raised:  # the content of the device is unknown
+            except BaseException as raised:  # the content of device memory is unknown, so the host must end
                 self._inbox.put(_Fact(partial(_raise, raised)))
                 return
             self._inbox.put(_Fact(partial(self._worked, order, error)))
@@ -836,17 +883,17 @@ class RuntimeHost:
         return _answer_to(order, error, now_us)
 
     def _context(self, taken: RowTaken) -> RowContext:
-        """The context of a request that takes a row, for the executor."""
-        opened = self._open.get(taken.request_id)  # None once its sink has failed or the engine was ended
+        """Return the context of a request that takes a row, for the executor."""
+        opened = self._open.get(taken.request_id)  # None after its sink has failed or the host has ended
         return row_context(self.engine.requests[taken.request_id], "generate" if opened is None else opened.event.kind)
 
     def _taken_out(self, request_id: RequestId) -> _OpenRequest | None:
-        """Remove an open request; the caller is the only one that may still call its sink."""
+        """Remove an open request. From then on only the caller may call its sink."""
         with self._gate:
             return self._open.pop(request_id, None)
 
     def _stream(self, command: StreamTokens) -> None:
-        """Give tokens to their sinks. In a decode this runs once for each request: it is most of the loop's time."""
+        """Send tokens to their sinks. A decode sends to every request, which takes most of the loop's time."""
         find, first = self._open.get, 0
         ids, offsets, tokens = command.request_ids.tolist(), command.offsets.tolist(), command.tokens.tolist()
         for request_id, offset, count in zip(ids, offsets, command.token_counts.tolist(), strict=True):
@@ -856,7 +903,7 @@ class RuntimeHost:
                 try:
                     request.sink.tokens(offset, tokens[first:stop], _taken_from(kept, offset, count) if kept else None)
                 except Exception:
-                    log.exception("the sink of r%d failed: it is cancelled", request_id)
+                    log.exception("the sink of r%d failed: the request is cancelled", request_id)
                     self._taken_out(request_id)
                     self.cancel(request_id)
             first = stop
@@ -875,7 +922,7 @@ class RuntimeHost:
             self._inbox.put(_Fact(lambda now: GrammarReady(now, digest, error)))
 
         if self._compile_grammar is None:
-            answer("this runtime was started without a grammar compiler")
+            answer("this runtime has no grammar compiler")
         else:
             self._compile_grammar(command, answer)
 
@@ -884,7 +931,7 @@ Answer = WeightsSwapped | MemorySwitched
 
 
 def _answer_to(order: SwapWeights | ReleaseDeviceMemory | ResumeDeviceMemory, error: str, now_us: int) -> Answer:
-    """The event that answers a command about the device."""
+    """Return the event that answers a command about weights or memory of the device."""
     if isinstance(order, SwapWeights):
         return WeightsSwapped(now_us, order.version, error, order.generation)
     return MemorySwitched(now_us, order.tags, isinstance(order, ReleaseDeviceMemory), error, order.generation)
@@ -896,7 +943,7 @@ def _raise(error: BaseException, now_us: int) -> ObservedEvent:
 
 
 def row_context(request: Request, kind: RequestKind) -> RowContext:
-    """The context of a request that takes a row: its tokens with those of its session, after truncation."""
+    """Return the context of a request that takes a row: its tokens with those of its session, after truncation."""
     return RowContext(
         tokens=np.frombuffer(request.tokens, np.int32),
         prompt_tokens=request.prompt_tokens,
@@ -908,13 +955,13 @@ def row_context(request: Request, kind: RequestKind) -> RowContext:
 
 
 def sampled_spans(engine: Engine, plan: BatchPlan, accepted: Int32s | None) -> tuple[Int32s, Int32s]:
-    """Position of the first token that each sampling row of the oldest batch got, and the number of its tokens.
+    """Return position of the first new token and number of new tokens of each sampling row of the oldest batch.
 
-    Call it before the engine takes in the result: until then the engine has the positions of verifying rows.
+    Call it before the engine steps the result: until then the engine has the positions of verifying rows.
 
     Args:
-        accepted: of the result, where drafts were verified.
-    Returns: int32 [sampling rows] both.
+        accepted: `BatchResult.accepted`: int32 [sampling rows], or None if no drafts were verified.
+    Returns: positions and counts, both int32 [sampling rows].
     """
     rows = plan.sample_rows
     if plan.speculation is not None:
@@ -932,14 +979,14 @@ def _drop_behind_the_end(extras: ResultExtras, end: FinishRequest) -> None:
 
 
 def _with_logprobs(event: RequestArrived) -> bool:
-    """Whether a request has logprobs of its output requested."""
+    """Whether a request requires logprobs of its output."""
     return event.logprob_start is not None or (event.sampling is not None and event.sampling.top_logprobs > 0)
 
 
 def _taken_from(
     kept: dict[int, tuple[float, Int32s | None, Float32s | None]], offset: int, count: int
 ) -> TokenLogprobs | None:
-    """Remove and return the logprobs of output [offset:offset + count); None where they did not come."""
+    """Remove and return the logprobs of output tokens [offset:offset + count); None unless all are there."""
     if not all(number in kept for number in range(offset, offset + count)):
         return None
     entries = [kept.pop(number) for number in range(offset, offset + count)]

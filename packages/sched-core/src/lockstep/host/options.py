@@ -7,15 +7,15 @@
     options_of(Scenario)["tp"].words(2)                       # ["--tp", "2"]
     command = with_flags(click.option, options_of(Scenario).values())(command)
 
-A struct is a dataclass or a msgspec.Struct; those of its fields that carry an `Option` are options. No
-command line library is imported here: its `option` decorator is passed in.
+A struct is a dataclass or a msgspec.Struct. Its fields that carry an `Option` are options. This module imports no
+command line library: the library's `option` decorator is passed in.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -27,7 +27,7 @@ Given = TypeVar("Given")
 
 
 class _Required:
-    """The default of an option that has none."""
+    """The default of an option without a default."""
 
     def __repr__(self) -> str:
         return "required"
@@ -38,19 +38,19 @@ REQUIRED = _Required()
 
 @dataclass(frozen=True)
 class Option:
-    """What a command line and a table state about a field.
+    """The declaration of a field as an option of command lines and tables.
 
     Args:
-        help: of the flag, in one line, with the unit where the field's name does not carry it.
-        flag: in place of the one that follows from the field's name.
-        short: a flag of one letter beside it.
-        metavar: what stands for the value in help.
-        default: what the absence of the flag means, in place of the field's default.
+        help: text of the flag, in one line, with the unit if the field's name does not carry it.
+        flag: replaces the flag that follows from the field's name.
+        short: an additional flag of one letter.
+        metavar: placeholder of the value in help.
+        default: the meaning of an absent flag, in place of the field's default.
         commands: the commands that take the option; empty: every command that takes options of the struct.
-        choices: texts that the value may be, where its type does not have them.
-        separator: the flag may be repeated, and the values are joined by this text into one.
-        negatable: of a switch: there is `--no-FLAG`, too.
-        text: writes the value as the flag's one word. Such a flag arrives as text, or as None where it is not given.
+        choices: texts that the value may be, if its type is no Literal.
+        separator: the flag may be repeated, and this text joins the values into one.
+        negatable: the switch also has `--no-FLAG`.
+        text: writes the value as the one word of the flag. Such a flag arrives as text, or as None if it is absent.
     """
 
     help: str
@@ -71,10 +71,10 @@ class OptionField:
     """A field with its option.
 
     Args:
-        kind: bool, int, float, str, dict, or the class of the value; of a tuple, of its items.
-        multiple: whether the value is a tuple, and the flag may be repeated.
-        default: of the field; REQUIRED without one.
-        choices: the texts that the field's type admits; empty where it is no Literal.
+        kind: bool, int, float, str, dict, or the class of the value; for a tuple, of its items.
+        multiple: the value is a tuple, and the flag may be repeated.
+        default: default of the field; REQUIRED without a default.
+        choices: the texts that the field's type admits; empty if it is no Literal.
     """
 
     name: str
@@ -86,15 +86,19 @@ class OptionField:
 
     @property
     def flag(self) -> str:
-        """`page_size` is `--page-size`, and `waiting_timeout_us`, whose value carries its unit, `--waiting-timeout`."""
+        """The flag of the field: `--page-size` for `page_size`, `--waiting-timeout` for `waiting_timeout_us`."""
         return self.option.flag or option_of(self.name)
+
+    def absent(self, meaning: str) -> OptionField:
+        """Return the option without its default: not given, it arrives as None, and help shows this meaning."""
+        return replace(self, default=None, option=replace(self.option, default=meaning))
 
     def takes(self, command: str) -> bool:
         """Whether a command has this option."""
         return not self.option.commands or command in self.option.commands
 
     def words(self, value: Any) -> list[str]:
-        """Words of a command line that give this value."""
+        """Return the words of a command line that set this value."""
         if self.option.text is not None:
             return [self.flag, self.option.text(value)]
         if self.kind is bool:
@@ -106,7 +110,7 @@ class OptionField:
         return [self.flag, value_word(self.name, value)]
 
     def default_text(self) -> str:
-        """The default as help and tables show it; empty for an option that is required, off or empty."""
+        """Return the default for help and tables; "" for an option that is required, off or empty."""
         if self.option.default:
             return self.option.default
         if self.default is REQUIRED or self.default is False or self.default in (None, (), {}, ""):
@@ -115,17 +119,17 @@ class OptionField:
 
 
 def number_word(value: float) -> str:
-    """The shortest text that reads back as the same number."""
+    """Return the shortest text that reads back as the same number."""
     return word if float(word := f"{value:g}") == value else repr(value)
 
 
 def option_of(name: str) -> str:
-    """`page_size` is `--page-size`; a time in microseconds has its unit in the value: `--waiting-timeout 30s`."""
+    """Return the flag of a field: `--page-size` for `page_size`. A `_us` is dropped: `--waiting-timeout 30s`."""
     return "--" + name.removesuffix("_us").replace("_", "-")
 
 
 def value_word(name: str, value: Any) -> str:
-    """A value as one word: `none`, a number, or a time in microseconds with its unit."""
+    """Return a value as one word: `none`, a number, a text, or a time in microseconds with its unit."""
     if value is None:
         return "none"
     if isinstance(value, float):
@@ -134,7 +138,7 @@ def value_word(name: str, value: Any) -> str:
 
 
 def setting_words(name: str, value: Any) -> list[str]:
-    """Words of a command line for a setting of the scheduler, or of memory below the device, by its name."""
+    """Return the words of a command line for a named setting of the scheduler or of the memory tiers."""
     option = option_of(name)
     if isinstance(value, bool):
         return [option if value else "--no-" + option.removeprefix("--")]
@@ -146,14 +150,14 @@ def setting_words(name: str, value: Any) -> list[str]:
 
 
 def options_of(struct: type) -> Mapping[str, OptionField]:
-    """The options of a struct by the name of their field, in the order of the fields."""
+    """Return the options of a struct by the names of their fields, in the order of the fields."""
     if struct not in _FOUND:
         _FOUND[struct] = _options_in(struct)
     return _FOUND[struct]
 
 
 _FOUND: dict[type, Mapping[str, OptionField]] = {}
-"""Options by struct: reading annotations takes a millisecond, and trials of a plan look at options often."""
+"""Cache of options by struct: reading annotations takes a millisecond, and trials of a plan need options often."""
 
 
 def _options_in(struct: type) -> Mapping[str, OptionField]:
@@ -170,7 +174,7 @@ def _options_in(struct: type) -> Mapping[str, OptionField]:
 
 
 def _defaults(struct: type) -> dict[str, Any]:
-    """Defaults by field, in order."""
+    """Return defaults by field, in the order of the fields."""
     if dataclasses.is_dataclass(struct):
         return {
             field.name: field.default_factory()
@@ -191,9 +195,9 @@ def _defaults(struct: type) -> dict[str, Any]:
 
 
 def _kind_of(hint: Any) -> tuple[Any, bool, tuple[str, ...]]:
-    """What a value is, whether there are several, and the texts that it may be."""
+    """Return `kind`, `multiple` and `choices` of an OptionField with this type."""
     if get_origin(hint) in (Union, UnionType):
-        hint = next(one for one in get_args(hint) if one is not NoneType)  # a command line gives the first of several
+        hint = next(one for one in get_args(hint) if one is not NoneType)  # a command line sets the first type
     if get_origin(hint) is tuple:
         kind, _, choices = _kind_of(get_args(hint)[0])
         return kind, True, choices
@@ -211,14 +215,14 @@ def with_flags(
     kinds: Mapping[str, Any] | None = None,
     choice: Callable[[tuple[str, ...]], Any] | None = None,
 ) -> Callable[[Command], Command]:
-    """A decorator that gives a command one flag for each field, in their order; fields of kind dict have none.
+    """Return a decorator that adds one flag to a command for each field, in order; fields of kind dict have no flag.
 
     Args:
         option: `click.option`.
-        keep_absent: a flag that is not given arrives as None, or as () where it may be repeated, and not as the field's
-            default, which help shows all the same.
+        keep_absent: an absent flag arrives as None, or as () if it may be repeated, and not as the field's default.
+            Help shows the default in both cases.
         kinds: types of values by the end of a field's name, such as `_us`.
-        choice: `click.Choice`, for fields of a Literal; None: their texts are checked by the struct.
+        choice: `click.Choice`, for fields of a Literal; None: the struct checks their texts.
     """
     made = [option(*_declared(field), **_arguments(field, keep_absent, kinds or {}, choice)) for field in fields
             if field.kind is not dict]  # fmt: skip
@@ -232,7 +236,7 @@ def with_flags(
 
 
 def take(struct: type[Given], given: dict[str, Any]) -> Given:
-    """Take the options of a struct out of what a command was given, by name; return the struct."""
+    """Remove the options of a struct from the arguments of a command, by name; return the struct."""
     return struct(**{name: given.pop(name) for name in options_of(struct)})
 
 
@@ -244,7 +248,7 @@ def _declared(field: OptionField) -> tuple[str, ...]:
 def _arguments(
     field: OptionField, keep_absent: bool, kinds: Mapping[str, Any], choice: Callable[[tuple[str, ...]], Any] | None
 ) -> dict[str, Any]:
-    """Keyword arguments of `click.option`."""
+    """Return the keyword arguments of `click.option` for a field."""
     text, shown = field.option.help, field.default_text()
     several = field.multiple or bool(field.option.separator)
     if keep_absent or field.option.default:
@@ -263,7 +267,7 @@ def _arguments(
     if kind in (int, float, str) or not isinstance(kind, type):
         arguments["type"] = kind
     elif issubclass(kind, Path):
-        arguments["type"] = kind  # a callable, which a command line library applies to the word
+        arguments["type"] = kind  # a callable that the command line library applies to the word
     if several:
         arguments["multiple"] = True
     if field.option.separator:
@@ -272,8 +276,10 @@ def _arguments(
         arguments["required"] = True
     elif keep_absent:
         arguments["default"] = None
+    elif field.multiple and field.default:
+        arguments["default"] = field.default
     elif not several and field.default is not None:
-        read = any(field.name.endswith(end) for end in kinds)  # then the default is text that the kind reads
+        read = any(field.name.endswith(end) for end in kinds)  # the kind then reads the default as text
         arguments["default"] = value_word(field.name, field.default) if read else field.default
     return arguments
 
@@ -283,14 +289,13 @@ def _joined(separator: str) -> Callable[[Any, Any, tuple[str, ...]], str | None]
 
 
 def changed_words(value: Any, *, always: Iterable[str] = (), leave_out: Iterable[str] = ()) -> list[str]:
-    """Words of a command line for every option of a struct whose value is not its default.
+    """Return the words of a command line for every option of a struct whose value is not its default.
 
-    Options with a value come first, then switches, then what settings and repeated flags give, each in the order of the
-    fields.
+    Options with one value come first, then switches, then settings and repeated flags, each in the order of the fields.
 
     Args:
-        always: options that are given at their default, too.
-        leave_out: options that are not given.
+        always: names of options that are also written at their default.
+        leave_out: names of options that are not written.
     """
     fields = [field for field in options_of(type(value)).values() if field.name not in tuple(leave_out)]
     given = [field for field in fields if field.name in tuple(always) or getattr(value, field.name) != field.default]
@@ -310,7 +315,7 @@ def option_table(fields: Iterable[OptionField]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text of a cell: a bar would end it."""
+    """Escape bars, which would end a cell."""
     return text.replace("|", "\\|")
 
 

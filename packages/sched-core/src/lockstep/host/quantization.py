@@ -1,7 +1,7 @@
-"""Weights and KV in fewer bits: bytes of each kind, and the weight format in a checkpoint's config.json.
+"""Quantised weights and KV: bytes per number, and the weight format in a checkpoint's config.json.
 
-One table for simulator and runtime: the simulator prices the formats that the runtime loads. Only plain data is read;
-problems are collected, so that one error can report all of them.
+Simulator and runtime share these tables: the simulator prices the formats that the runtime loads. Problems of a config
+are collected, so that one error can report all of them.
 
     quant_method         tensors of a matrix [outputs, inputs]                         a weight is
     fp8                  weight F8_E4M3, weight_scale_inv [outputs / 128, inputs / 128]    q * scale, in blocks
@@ -28,23 +28,23 @@ WeightsDtype = Literal["bf16", "fp8", "mxfp4", "int4"]
 KvDtype = Literal["bf16", "fp8"]
 Layout = Literal["fp8", "awq", "gptq"]
 Activations = Literal["", "dynamic", "static"]
-"""How rows are rounded to fp8 before a product: not; by their own largest number; by a scale of the checkpoint."""
+"""Rounding of rows to fp8 before a product: none; by the largest number of each row; by a scale of the checkpoint."""
 Fp8Activations = Literal["auto", "on", "off"]
 """The setting of `rounds_rows`."""
 
 KV_BYTES: dict[str, int] = {"bf16": 2, "fp8": 1}
-"""Of one number of a token's keys or values."""
+"""Bytes of one number of a token's keys or values."""
 
-INT4_BITS, INT4_GROUP = 4, 128  # the usual group; the table has its bytes
+INT4_BITS, INT4_GROUP = 4, 128  # bits of a weight; inputs of the usual group, on which WEIGHT_BYTES is based
 
 
 def int4_bytes(group: int) -> float:
-    """Bytes of a weight as AWQ and GPTQ store it: 4 bits, and of each group of inputs a 16-bit scale, a 4-bit zero."""
+    """Return the bytes of a weight in AWQ and GPTQ: 4 bits, and for each group a 16-bit scale and a 4-bit zero."""
     return (INT4_BITS + (16 + INT4_BITS) / group) / 8
 
 
-# Bytes per weight, by what the matrix is. Scales: fp8 has one float32 per 128 x 128 weights, which is 0.02 % and left
-# out; mxfp4 has one byte per 32 weights (4.25 bit). Only experts are stored as mxfp4 (gpt-oss,
+# Bytes per weight, by dtype and kind of matrix. Scales: fp8 has one float32 per 128 x 128 weights, which is 0.02 % and
+# left out; mxfp4 has one byte per 32 weights (4.25 bit). Only experts are stored as mxfp4 (gpt-oss,
 # `modules_to_not_convert`).
 WEIGHT_BYTES: dict[str, dict[str, float]] = {
     "bf16": {"linear": 2.0, "expert": 2.0, "plain": 2.0},
@@ -64,7 +64,7 @@ METHODS: dict[str, WeightsDtype] = {
 """Rows of `WEIGHT_BYTES` by `quant_method`."""
 
 FP8_CAPABILITY = (8, 9)
-"""Compute capability from which a GPU multiplies fp8 by fp8."""
+"""Lowest compute capability of GPUs that multiply fp8 by fp8."""
 
 SERVED = ("fp8", "compressed-tensors", "modelopt", "awq", "gptq")
 FIELD = "quantization_config"
@@ -72,33 +72,36 @@ FIELD = "quantization_config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFormat:
-    """How the matrices of a checkpoint's layers are stored. Embeddings, norms, routers and `lm_head` are as ever."""
+    """The storage of the matrices of a checkpoint's layers. Embeddings, norms, routers, `lm_head` stay unquantised."""
 
-    method: str  # as config.json calls it
+    method: str  # `quant_method` of config.json
     layout: Layout
-    scale: str = ""  # fp8: the name of its scales
-    block: tuple[int, int] | None = None  # fp8: outputs and inputs that share a scale; None: all of them
-    by_output: bool = False  # fp8: a scale for each output
-    group: int = 0  # awq, gptq: inputs that share scale and zero; 0: all of them
-    zero_add: int = 0  # what is added to a stored zero: the first format of GPTQ stores it less 1
+    scale: str = ""  # fp8: the name of the tensors with scales
+    block: tuple[int, int] | None = None  # fp8: outputs and inputs that share a scale; None: all of the matrix
+    by_output: bool = False  # fp8: one scale for each output
+    group: int = 0  # awq, gptq: inputs that share scale and zero; 0: all inputs
+    zero_add: int = 0  # added to a stored zero: the first format of GPTQ stores zero - 1
     kept: tuple[str, ...] = ()  # modules that are not quantised; "re:" begins a pattern, "*" is any text
-    activations: Activations = ""  # fp8: how rows are rounded according to the checkpoint; "": not stated
+    activations: Activations = ""  # fp8: rounding of rows according to the checkpoint; "": not stated
 
     def __str__(self) -> str:
-        """For messages."""
+        """Return the format in words, for messages."""
         if self.layout != "fp8":
             return f"{self.method} in groups of {self.group or 'all'} inputs"
         by = "blocks of {} x {}".format(*self.block) if self.block else "outputs" if self.by_output else "tensors"
         return f"{self.method} by {by}" + (f", activations {self.activations}" if self.activations else "")
 
     def keeps(self, module: str) -> bool:
-        """Whether a module, by its name in the checkpoint, is not quantised."""
+        """Whether a module, named as in the checkpoint, is not quantised."""
         bare = module.removeprefix("model.")
         return any(_names(one, module) or _names(one, bare) for one in self.kept)
 
 
 def _names(pattern: str, module: str) -> bool:
-    """A whole name, the name of something around it, its last parts, or a pattern. As transformers and vLLM read it."""
+    """Whether a pattern matches a module: its whole name, its first or last parts, or by pattern.
+
+    Source: transformers and vLLM match alike.
+    """
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     if "*" in pattern:
@@ -107,23 +110,23 @@ def _names(pattern: str, module: str) -> bool:
 
 
 def rounds_rows(setting: Fp8Activations, stored: Activations, tensor_cores: bool) -> bool:
-    """Whether fp8 weights meet rows in fp8, so that a product runs at a GPU's rate for fp8; else both are widened.
+    """Whether rows are rounded to fp8 before a product with fp8 weights, which then runs at the GPU's rate for fp8.
 
-    Runtime and planner both ask here.
+    Otherwise weights are widened. Runtime and planner both call this function.
 
     Args:
-        setting: auto follows the checkpoint, where the GPU supports it.
+        setting: auto follows the checkpoint, if the GPU supports it.
         stored: the activations according to the checkpoint.
-        tensor_cores: whether the GPU multiplies fp8 by fp8: from `FP8_CAPABILITY` on.
+        tensor_cores: whether the GPU multiplies fp8 by fp8, see `FP8_CAPABILITY`.
     """
     return setting == "on" or (setting == "auto" and stored != "" and tensor_cores)
 
 
 def read_weight_format(config: Mapping[str, Any], problems: list[str]) -> WeightFormat | None:
-    """The weight format of a config.json; None where weights are not quantised.
+    """Return the weight format in a config.json; None if weights are not quantised or the format has problems.
 
     Args:
-        problems: gets a sentence for each field that is wrong or names a format that cannot be read.
+        problems: receives a sentence for each field that is wrong or names a format that is not supported.
     """
     found = config.get(FIELD)
     if found is None:
@@ -148,20 +151,20 @@ def read_weight_format(config: Mapping[str, Any], problems: list[str]) -> Weight
 
 
 class _JsonFields:
-    """One object of JSON; what is wrong with it goes to `problems`."""
+    """One object of JSON. Wrong fields add a sentence to `problems`."""
 
     def __init__(self, data: Mapping[str, Any], problems: list[str], inside: str = FIELD) -> None:
         self.data, self.problems, self.inside = data, problems, inside
 
     def wrong(self, name: str, must: str, fix: str = "") -> None:
-        """Note it, with the value and what helps."""
+        """Add a problem with the field, the allowed values, the value and a remedy."""
         value = self.data.get(name)
         shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
         text = f"`{self.inside}.{name}` must be {must}, got `{shown[:80]}`"
         self.problems.append(f"{text}; {fix}" if fix else text)
 
     def only(self, name: str, *allowed: object, fix: str = "") -> Any:
-        """A value of which only some are read; the first is what its absence means."""
+        """Return a value, or the first allowed value if the field is absent. Another value is a problem."""
         value = self.data.get(name)
         value = allowed[0] if value is None else value
         if not any(value is one or (value == one and type(value) is type(one)) for one in allowed):
@@ -170,7 +173,7 @@ class _JsonFields:
         return value
 
     def names(self, *fields: str) -> tuple[str, ...]:
-        """Lists of names, all that are there together."""
+        """Return the items of all given fields, each a list of module names."""
         found: list[str] = []
         for field in fields:
             value = self.data.get(field)
@@ -188,7 +191,7 @@ class _JsonFields:
         return tuple(found)
 
     def sides(self, name: str) -> tuple[int, int] | None:
-        """Two sizes of a block."""
+        """Return the two sizes of a block; None if the field is absent or wrong."""
         value = self.data.get(name)
         if value is None:
             return None
@@ -198,7 +201,7 @@ class _JsonFields:
         return value[0], value[1]
 
     def inner(self, name: str) -> _JsonFields | None:
-        """An object inside of this one."""
+        """Return an inner object; None if it is absent or wrong."""
         value = self.data.get(name)
         if not isinstance(value, Mapping):
             if value is not None:
@@ -212,7 +215,7 @@ def _whole(value: Any) -> bool:
 
 
 def _fp8(read: _JsonFields) -> WeightFormat:
-    """transformers' and vLLM's."""
+    """Read the format that transformers and vLLM write."""
     read.only("fmt", "e4m3", "float8_e4m3fn")
     scheme = read.only("activation_scheme", "dynamic", "static")
     activations: Activations = "" if read.data.get("activation_scheme") is None else scheme
@@ -224,7 +227,7 @@ def _fp8(read: _JsonFields) -> WeightFormat:
 
 def _compressed(read: _JsonFields) -> WeightFormat:
     kept = read.names("ignore")
-    only_fp8 = "of compressed-tensors only weights in fp8 are read; AWQ and GPTQ folders hold 4 bits"
+    only_fp8 = "compressed-tensors is supported with fp8 weights only; for 4 bits use AWQ or GPTQ"
     read.only("format", "float-quantized", "naive-quantized", fix=only_fp8)
     _no_transforms(read)
     groups = read.data.get("config_groups")
@@ -265,7 +268,7 @@ def _compressed(read: _JsonFields) -> WeightFormat:
 
 
 def _of_input_activations(found: Any) -> Activations:
-    """Of compressed-tensors: absent where weights alone are quantised; else 8-bit floats, with or without a scale."""
+    """Return the rounding in `input_activations` of compressed-tensors; "" if only weights are quantised."""
     if not isinstance(found, Mapping) or found.get("num_bits", 8) != 8 or found.get("type", "float") != "float":
         return ""
     return "dynamic" if found.get("dynamic") else "static"
@@ -275,15 +278,15 @@ def _no_transforms(read: _JsonFields) -> None:
     for name in ("sparsity_config", "transform_config"):
         value = read.data.get(name)
         if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
-            read.wrong(name, "absent", "what it requires is not supported here")
+            read.wrong(name, "absent", "such transforms are not supported")
 
 
 def _modelopt(read: _JsonFields) -> WeightFormat:
-    read.only("quant_algo", "FP8", fix="of ModelOpt only FP8 with a scale for each matrix is read")
+    read.only("quant_algo", "FP8", fix="ModelOpt is supported with FP8 and one scale for each matrix only")
     if read.data.get("quant_algo") is None:
         read.wrong("quant_algo", "FP8")
     kept = read.names("ignore", "exclude_modules")
-    # FP8 is of weights and activations there, both with a scale in the checkpoint.
+    # ModelOpt's FP8 quantises weights and activations, both with a scale in the checkpoint.
     return WeightFormat(method="modelopt", layout="fp8", scale="weight_scale", kept=kept, activations="static")
 
 
@@ -312,7 +315,7 @@ def _gptq(read: _JsonFields) -> WeightFormat:
     read.only("desc_act", False, fix="a checkpoint quantised with desc_act=False has its groups in order")
     read.only("lm_head", False)
     if read.data.get("dynamic"):
-        read.wrong("dynamic", "absent", "one kind of groups for all layers is read")
+        read.wrong("dynamic", "absent", "only one group size for all layers is supported")
     stored = read.only("checkpoint_format", "gptq", "gptq_v2", fix="GPTQModel writes gptq with format=gptq")
     kept = read.names("modules_to_not_convert")
     return WeightFormat(

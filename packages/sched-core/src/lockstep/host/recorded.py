@@ -1,19 +1,18 @@
 """Runs the plans of a journal on a device: plans decided earlier, in the simulator or on another machine.
 
-No scheduler decides: the journal's events are folded for the plans that they led to, each checked by its digest. Every
-command goes to the executor in the order of the journal, and is collected where the journal has its result. The device
-draws its own tokens. So that every request still computes one text, these replace the journal's tokens wherever they
-would be computed again: after a retraction, and in a prompt that quotes an answer.
+The run makes no new decisions: the journal's events are folded to derive their plans, and each Step is checked by its
+digest. Commands go to the executor in the order of the journal. A batch is collected at its result in the journal. The
+device draws its own tokens. They replace the journal's tokens wherever these are computed again, which is after a
+retraction and in a prompt that quotes an answer. So every request still computes one consistent text.
 
-A simulator's ids identify equal tokens without any text, and there are more of them than in any model's vocabulary. An
-id of an answer is replaced by the token drawn in its place, every other id by its remainder by the model's vocabulary.
-A prompt may quote an answer before its tokens are drawn (a trace with overlapping turns). Its batches run and take as
-long, but its tokens have no meaning, and a canary finds its KV.
+A simulator's ids identify equal tokens without any text, and exceed the vocabulary of any model. An id of an answer is
+replaced by the token drawn in its place, every other id by its remainder modulo the model's vocabulary. A prompt may
+quote an answer before its tokens are drawn (a trace with overlapping turns). Its batches run and take as long, but its
+tokens have no meaning, and a canary reports its KV.
 
-Matchers of grammars move by the tokens drawn here, too. A grammar without a source here, as a simulator's, allows every
-token.
+Matchers of grammars move by the drawn tokens. A grammar without a source, such as a simulator's, admits every token.
 
-Drafts are made and verified here as well. Where other drafts are right than in the journal, as with another model,
+Drafts are proposed and verified on the device. Where other drafts are right than in the journal, as with another model,
 plans continue from the positions in the journal, and the text of that request has no meaning from there on.
 """
 
@@ -44,14 +43,13 @@ from lockstep.core.journal.replay import fold
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import BatchExecutor, BatchResult, Int32s, RowContext
+from lockstep.host.host_header import SIMULATOR, HostHeader
 from lockstep.host.loop import row_context
-
-SIMULATOR = "simulator"  # `kind` in the header's `host`
 
 
 @dataclass(slots=True)
 class RecordedAnswer:
-    """What a request was answered here: as many tokens as in the journal."""
+    """The answer of a request in this run, with as many tokens as in the journal."""
 
     request_id: RequestId
     prompt: Int32s
@@ -64,9 +62,9 @@ class _Going:
 
     kind: RequestKind
     prompt_tokens: int = 0
-    prompt: Int32s | None = None  # as the model is given it; once it has a row
+    prompt: Int32s | None = None  # ids for the model; None before the request takes its first row
     drawn: list[int] = field(default_factory=list)
-    recorded: list[int] = field(default_factory=list)  # what the journal has in their place
+    recorded: list[int] = field(default_factory=list)  # the journal's tokens at the same positions
 
 
 def run_recorded(
@@ -75,17 +73,17 @@ def run_recorded(
     vocab: int,
     answered: Callable[[RecordedAnswer], None] | None = None,
 ) -> Iterator[tuple[BatchFinished, BatchResult]]:
-    """Run a journal's plans; for each batch its recorded event, with the times it had, and what came of it here.
+    """Run a journal's plans; yield for each batch its recorded event and its result in this run.
 
     Args:
-        executor: made for the settings in the journal's header, with nothing in flight.
-        vocab: ids that the model has.
-        answered: called with every request that ends with a row of its own, whatever it ended with.
-    Raises: LockstepError when a batch fails here that did not fail there, or needs what this executor does not do;
+        executor: made for the settings in the journal's header, with no batch in flight.
+        vocab: number of token ids of the model.
+        answered: called with the answer of every request that took a row, whatever its finish reason.
+    Raises: LockstepError for a batch that fails in this run only, or needs a feature that the executor does not have;
         Divergence, JournalError.
     """
     header = read_journal(folder).header
-    run = _Recorded(Engine(header.config), executor, vocab, simulated=header.host.get("kind") == SIMULATOR)
+    run = _Recorded(Engine(header.config), executor, vocab, simulated=HostHeader.of(header).kind == SIMULATOR)
     for event, step in fold(folder, lambda _: run.engine):
         match event:
             case RequestArrived():
@@ -106,29 +104,27 @@ def run_recorded(
                     answered(answer)
                 case RequestRejected(_, request_id):
                     run.drop(request_id)
-    run.forget()  # what a journal that breaks off has no results of
+    run.forget()  # batches in flight at the end of an incomplete journal
 
 
 class _Recorded:
-    """How far a recorded run is."""
+    """The state of a recorded run."""
 
     def __init__(self, engine: Engine, executor: BatchExecutor, vocab: int, *, simulated: bool) -> None:
         self.engine, self.executor, self.vocab, self.simulated = engine, executor, vocab, simulated
         self.in_flight: deque[BatchPlan] = deque()
         self._unsampled: set[int] = set()
-        self._verifying: dict[
-            int, InFlight
-        ] = {}  # by batch in flight: the engine's record of it, with the positions of rows
+        self._verifying: dict[int, InFlight] = {}  # by batch in flight: the engine's record with the positions of rows
         self._going: dict[RequestId, _Going] = {}
-        self._drawn: dict[int, int] = {}  # the token that was drawn where a simulator's answer has this id
+        self._drawn: dict[int, int] = {}  # by id in a simulator's answers: the token drawn in its place
 
     def expect(self, event: RequestArrived) -> None:
-        """A request came, or several samples of one."""
+        """Add a request that arrived, with all its samples."""
         for number in range(sample_count(event)):
             self._going[event.request_id + number] = _Going(sample_of(event, number).kind)
 
     def ended(self, end: RequestFinished) -> RecordedAnswer | None:
-        """What it was answered, if it ever had a row."""
+        """Remove a request that finished. Returns its answer, or None if it never took a row."""
         going = self._going.pop(end.request_id, None)
         if going is None or going.prompt is None:
             return None
@@ -138,11 +134,11 @@ class _Recorded:
         return answer
 
     def drop(self, request_id: RequestId) -> None:
-        """It never runs."""
+        """Remove a request that was rejected."""
         self._going.pop(request_id, None)
 
     def launch(self, plan: BatchPlan, *, deferred: bool) -> None:
-        """Run a plan, in the words of the model."""
+        """Launch a plan, with token ids of the model."""
         for taken in plan.rows_taken:
             going, request = self._going[taken.request_id], self.engine.requests[taken.request_id]
             going.prompt_tokens = request.prompt_tokens
@@ -163,21 +159,21 @@ class _Recorded:
             self._unsampled.add(plan.batch_id)
 
     def sample(self, batch_id: int, advance: tuple[tuple[RequestId, int, tuple[int, ...]], ...] = ()) -> None:
-        """Let a deferred batch sample; matchers move by the tokens that stand here for the journal's."""
+        """Sample a deferred batch. Matchers move by the drawn tokens in place of the journal's."""
         self.executor.sample(batch_id, [(one, epoch, self._drawn_for(one, tokens)) for one, epoch, tokens in advance])
         self._unsampled.discard(batch_id)
 
     def collect(self, event: BatchFinished) -> BatchResult:
-        """The oldest batch, and what was drawn in it."""
+        """Collect the oldest batch and store its drawn tokens."""
         plan = self.in_flight.popleft()
         verified = self._verifying.pop(plan.batch_id, None)
-        if plan.batch_id in self._unsampled:  # it failed there before it was sampled
+        if plan.batch_id in self._unsampled:  # in the journal it failed before it was sampled
             self.sample(plan.batch_id)
         result = self.executor.collect()
         if event.error:
             return result
         if result.error:
-            raise LockstepError(f"batch {plan.batch_id} of the journal fails here: {result.error}")
+            raise LockstepError(f"batch {plan.batch_id} of the journal fails in this run: {result.error}")
         recorded = np.frombuffer(event.tokens, "<i4").tolist()
         rows = plan.sample_rows
         counts = plan.stops[rows] - plan.starts[rows] if plan.steps > 1 else np.ones(len(rows), np.int32)
@@ -199,12 +195,12 @@ class _Recorded:
         return result
 
     def _drawn_for(self, request_id: RequestId, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """Of a request's newest tokens in the journal, those that were drawn in their place."""
+        """Return the tokens that were drawn in place of a request's newest tokens in the journal."""
         going = self._going.get(request_id)
         return tokens if going is None else tuple(going.drawn[len(going.drawn) - len(tokens) :])
 
     def forget(self) -> None:
-        """Drop the batches in flight: their results are not needed any more."""
+        """Collect the batches in flight and drop their results."""
         while self.in_flight:
             plan = self.in_flight.popleft()
             self._verifying.pop(plan.batch_id, None)
@@ -213,7 +209,7 @@ class _Recorded:
             self.executor.collect()
 
     def _new_tokens(self, plan: BatchPlan) -> Int32s:
-        """The ids that the extend rows of a plan compute: of prompts, and of output kept over a retraction."""
+        """Return the token ids of a plan's extend rows: of prompts, and of output kept over a retraction."""
         ids = self._words(plan.token_ids)
         first, extending = 0, slice(plan.extend_rows)
         for request_id, start, stop in zip(
@@ -231,7 +227,7 @@ class _Recorded:
         return ids
 
     def _context(self, taken: RowTaken) -> RowContext:
-        """What `RuntimeHost` would say, in the words of the model."""
+        """Return the context of a row as `RuntimeHost` does, with token ids of the model."""
         request, going = self.engine.requests[taken.request_id], self._going[taken.request_id]
         assert going.prompt is not None
         kept = np.array(going.drawn[: len(request.tokens) // 4 - going.prompt_tokens], np.int32)
@@ -243,7 +239,7 @@ class _Recorded:
         )
 
     def _words(self, ids: Int32s) -> Int32s:
-        """Ids that the model has; a copy."""
+        """Return token ids of the model for ids of the journal, as a copy."""
         words = ids % np.int32(self.vocab)
         if self._drawn:
             drawn_for = self._drawn.get
@@ -254,7 +250,7 @@ class _Recorded:
 
 
 def _as_many(result: BatchResult, counts: Int32s) -> list[int]:
-    """A verification's tokens, of each row as many as the journal has: those behind are dropped, the last repeated."""
+    """Return a verification's tokens, as many per row as in the journal: more are dropped, or the last is repeated."""
     tokens, firsts = result.tokens.tolist(), result.firsts().tolist()
     ends = [*firsts[1:], len(tokens)]
     return [

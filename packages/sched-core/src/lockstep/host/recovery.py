@@ -1,12 +1,12 @@
-"""Restores an engine from its journal: the recorded events are folded again, and open answers are found again.
+"""Restores an engine from its journal: recorded events are folded again, and open answers are restored.
 
     newest intact snapshot ──fold the events after it──> the engine at its last record
                                                          + tokens sent by request, and the requests that ended
 
-Tokens leave a process after the record that they follow from was written. So the journal has every token that a client
-has. Tokens that the journal has and the client has not are sent again from here; later ones are computed. The sender of
-a request reports how much it has of the answer (`Recovered.find`); no token of a request absent from the journal was
-ever sent.
+Tokens leave a process only after the record from which they follow was written, so the journal has every token that a
+client has. Tokens in the journal that the client has not received are sent again; later tokens are computed. The sender
+of a request reports how many tokens of the answer it has (`Recovered.find`). No token of a request that is absent from
+the journal was ever sent.
 
 **Suspects.** A crash of an engine may be caused by a request. The requests in flight at that time are suspects. After
 the restart they are admitted one at a time (`Probation`): each must get past the token that it had reached before the
@@ -55,9 +55,9 @@ Death = Literal["killed", "crashed"]
 """Killed from outside, or crashed: by an error, a signal that it caused itself, or a stall."""
 
 STRIKES_MAX = 2
-KILLED_MAX = 4  # times that an engine was killed while the same request was being tried
+KILLED_MAX = 4  # kills of an engine with the same single request on trial, after which the request fails
 Kept = tuple[float, Int32s | None, Float32s | None]
-"""The logprob of a token, and the likeliest beside it."""
+"""The logprob of a token, and ids and logprobs of the likeliest tokens in its place."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class RecoveredSample:
 
 @dataclass(slots=True)
 class Recovered:
-    """An engine in its state at the last whole record of its journal, before it takes in its restart."""
+    """An engine in its state at the last complete record of its journal, before EngineRestarted is folded."""
 
     engine: Engine
     journal: Journal
@@ -80,20 +80,20 @@ class Recovered:
     image: HostImage
     answers: dict[RequestId, RecoveredSample] = field(
         default_factory=dict
-    )  # of requests that were open at the snapshot or came later
+    )  # of requests that were open at the snapshot or arrived later
     origins: dict[str, tuple[RequestId, int]] = field(default_factory=dict)
     in_flight: tuple[RequestId, ...] = ()
     steps: int = 0  # folded
     batches: int = 0  # results of batches among them
     refused: tuple[str, ...] = ()  # why newer snapshots were not used
-    lost_bytes: int = 0  # of a torn tail
+    lost_bytes: int = 0  # bytes of a torn tail
 
     def find(self, origin: str, samples: Sequence[int]) -> RequestId | None:
-        """The first id of the request with this origin; None if the journal never had it.
+        """Return the first id of the request with this origin; None if it is not in the journal.
 
         Args:
             samples: numbers of the samples whose answers must be available.
-        Raises: JournalError where these are in a part of the journal that has expired.
+        Raises: JournalError if these are in an expired part of the journal.
         """
         found = self.origins.get(origin)
         if found is not None and all(found[0] + sample in self.answers for sample in samples):
@@ -104,12 +104,14 @@ class Recovered:
         return self._look_back(origin, samples)
 
     def _look_back(self, origin: str, samples: Sequence[int]) -> RequestId | None:
-        """Find a request with a sample that ended before the snapshot, without its sender having received the end.
-        Rare."""
+        """Find a request with a sample that ended before the snapshot, while its sender has not received the end. Rare.
+
+        Raises: JournalError if the answer is in an expired or damaged part of the journal.
+        """
         arrived = _segment_of(self.journal, origin)
         if arrived is None:
             if read_journal(self.journal.folder).first_segment > 0:
-                raise JournalError(f"what became of {origin} is in a part of the journal that has expired")
+                raise JournalError(f"the answer of {origin} is in a part of the journal that has expired")
             return None
         for first in _starts(self.journal.folder, below=arrived + 1):
             past = _fold(read_journal(self.journal.folder, first_segment=first), stop=self.journal.first_step)
@@ -118,11 +120,11 @@ class Recovered:
                 for request_id in (first_id + sample for sample in samples):
                     self.answers.setdefault(request_id, past.answers[request_id])
                 return first_id
-        raise JournalError(f"what became of {origin} is behind snapshots that cannot be used")
+        raise JournalError(f"the answer of {origin} cannot be restored: the snapshots before it cannot be used")
 
 
 def _segment_of(journal: Journal, origin: str) -> int | None:
-    """The segment before those of this journal in which the newest arrival of this name is."""
+    """Return the segment with the newest arrival of this origin, before the segments of this journal; None without."""
     for path in sorted(journal.folder.glob("*.log"), reverse=True):
         number, found = int(path.stem), False
         if number >= journal.first_segment:
@@ -140,8 +142,8 @@ def _segment_of(journal: Journal, origin: str) -> int | None:
 def recover(folder: Path) -> Recovered:
     """Restore an engine. A torn tail is cut off.
 
-    Raises: JournalError when there is no journal, none of its snapshots can be used and its beginning has expired, or
-        it was written under rules that this core does not know; JournalCorrupt; Divergence.
+    Raises: JournalError if there is no journal, if none of its snapshots can be used and its beginning has expired, or
+        if it was written under rules that this core does not support; JournalCorrupt; Divergence.
     """
     journal_folder = find_journal(folder)
     refused: list[str] = []
@@ -169,7 +171,7 @@ def recover(folder: Path) -> Recovered:
 
 
 def _starts(folder: Path, below: int | None = None) -> Iterator[int]:
-    """Numbers of the segments at which a replay can begin, the newest first."""
+    """Yield the numbers of the segments at which a replay can begin, newest first."""
     for path in sorted(folder.glob("*.log"), reverse=True):
         number = int(path.stem)
         if (below is None or number < below) and (number == 0 or opening_snapshot(path) is not None):
@@ -177,9 +179,11 @@ def _starts(folder: Path, below: int | None = None) -> Iterator[int]:
 
 
 def _fold(journal: Journal, stop: int | None = None) -> Recovered | None:
-    """Fold a journal from its first segment on; None if that begins with a snapshot that was altered.
+    """Fold a journal from its first segment on; None if the snapshot at its beginning is missing or altered.
 
-    Raises: ValueError for a snapshot of a format this core does not know.
+    Args:
+        stop: number of the first step that is not folded; None: fold all.
+    Raises: ValueError for a snapshot in a format that this core does not support.
     """
     recovered: Recovered | None = None
     if not journal.first_segment:
@@ -224,7 +228,7 @@ def _restored(journal: Journal, stored: Snapshot) -> Recovered | None:
 
 
 def _take(recovered: Recovered, record: EventRecord) -> None:
-    """Fold one event, and record the tokens and ends that followed."""
+    """Fold one event, and store the tokens and ends that follow from it."""
     event, engine = record.event, recovered.engine
     if isinstance(event, RequestArrived):
         samples = sample_count(event)
@@ -270,7 +274,7 @@ def _note_tokens(recovered: Recovered, command: StreamTokens) -> None:
 
 
 def _keep_logprobs(recovered: Recovered, plan: BatchPlan, event: BatchFinished) -> None:
-    """Keep logprobs by request and output number, as the host does until they are sent."""
+    """Store logprobs by request and output number, as the host does until they are sent."""
     logprobs = np.frombuffer(event.logprobs, "<f4")
     tops = len(event.top_ids) // 4 // len(logprobs)
     top_ids = np.frombuffer(event.top_ids, "<i4").reshape(len(logprobs), tops)
@@ -292,11 +296,11 @@ def _keep_logprobs(recovered: Recovered, plan: BatchPlan, event: BatchFinished) 
 def may_go_on(recovered: Recovered, event: RequestArrived, first_id: RequestId, have: Sequence[int]) -> bool:
     """Whether all results of a request beside its tokens are available, so that it can continue after its last token.
 
-    Otherwise it has to begin again. Results of a prompt are sent at the end of a request, and the journal does not have
-    them; it has the logprobs of output.
+    Otherwise it has to start again. Results of a prompt are sent at the end of a request, and are not in the journal.
+    Logprobs of output are in the journal.
 
     Args:
-        have: output tokens of each sample that its sender has; below 0 for a sample that has ended.
+        have: output tokens of each sample that the sender has; below 0 for a sample that has ended.
     """
     start = event.logprob_start
     if event.kind != "generate" or event.return_hidden_states:
@@ -316,7 +320,7 @@ def may_go_on(recovered: Recovered, event: RequestArrived, first_id: RequestId, 
 
 
 def outputs_now(engine: Engine, request: Request) -> list[int]:
-    """The delivered output tokens of a request."""
+    """Return the delivered output tokens of a request."""
     outputs = engine.outputs_of(request)
     tokens: list[int] = np.frombuffer(engine.tokens_of(request, outputs), np.int32).tolist()
     return tokens[request.prompt_tokens :]
@@ -329,12 +333,12 @@ def outputs_now(engine: Engine, request: Request) -> list[int]:
 class Verdict:
     """The requests that are blamed or suspected for the end of an engine."""
 
-    guilty: tuple[RequestId, ...] = ()  # to be failed alone
-    suspects: dict[RequestId, int] = field(default_factory=dict)  # to be tried one at a time: tokens each had
+    guilty: tuple[RequestId, ...] = ()  # these fail
+    suspects: dict[RequestId, int] = field(default_factory=dict)  # admitted one at a time: output tokens of each
 
 
 def judge(recovered: Recovered, death: Death) -> Verdict:
-    """The requests to fail and those to try after the end of an engine. Call it before the restart is folded."""
+    """Return the requests to fail and the suspects after the end of an engine. Call it before the restart is folded."""
     engine, image = recovered.engine, recovered.image
     in_flight = [engine.requests[request_id] for request_id in recovered.in_flight if request_id in engine.requests]
     on_trial = [request.request_id for request in in_flight if _not_past(engine, request, image.suspects)]
@@ -352,7 +356,7 @@ def judge(recovered: Recovered, death: Death) -> Verdict:
 
 
 def _not_past(engine: Engine, request: Request, suspects: dict[RequestId, int]) -> bool:
-    """Whether a suspect has not got past the tokens that were in flight when the engine died."""
+    """Whether a suspect has not passed the tokens that were in flight when the engine died."""
     had = suspects.get(request.request_id)
     return had is not None and engine.outputs_of(request) <= had + engine.config.overlap_depth
 
@@ -360,12 +364,12 @@ def _not_past(engine: Engine, request: Request, suspects: dict[RequestId, int]) 
 class Probation:
     """Admits suspects one at a time, by the number of requests that may run at once.
 
-    The last suspect admitted must get past the token that it had reached before the next one is admitted. Other running
-    requests are past theirs, or were never suspected, so that only one suspect is on trial. At the end the limit is
-    restored, also where an engine died meanwhile and all suspects have ended since.
+    The last suspect admitted must pass the token that it had reached before the next suspect is admitted. Other running
+    requests have passed theirs or were never suspects, so only one suspect is on trial. At the end the limit is
+    restored, also if an engine died meanwhile and all suspects have ended since.
 
     Args:
-        image: has the suspects, and the running limit before there were any. Suspects are removed as they are cleared.
+        image: stores the suspects and the running limit before probation. Suspects are removed when they are cleared.
     """
 
     def __init__(self, host: RuntimeHost, image: HostImage) -> None:
@@ -384,7 +388,7 @@ class Probation:
         return self._image.running_max is None
 
     def fold(self, event: ObservedEvent, step: Step) -> None:
-        """Take in one event and its Step; admit the next suspect where the last one is cleared."""
+        """Fold one event and its Step; admit the next suspect if the last one is cleared."""
         if self._image.running_max is None or not isinstance(event, BatchFinished):
             return
         engine, suspects = self._host.engine, self._image.suspects

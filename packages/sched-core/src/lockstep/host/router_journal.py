@@ -1,14 +1,15 @@
-"""The router's journal: every fact that the router took in, and its decisions, one JSON object per line.
+"""The router's journal: every fact that the router received, and its decisions, one JSON object per line.
 
     {"router":{...},"engines":[...],"format":1}
     {"fact":{"type":"RequestOffered",...},"routed":{...},"digest":"..."}
 
-With a waiting queue at the router the first line has `dispatch`, and others have `decided`, several decisions.
+With a waiting queue at the router the first line has `dispatch`, and other lines have `decided`, several decisions.
 
-`verify_router` replays it with a router made from the first line: equal facts give equal decisions. Facts that cross to
-an engine are found in its own journal: of a simulation under the same request id, of a server by the request's origin.
+`verify_router` replays the journal with a router made from the first line: equal facts result in equal decisions. A
+request that was sent to an engine is also in the engine's journal: in a simulation under the same request id, in a
+server under the request's origin.
 
-A server begins a new file whenever it starts, and when one has become large; those before are router-0.jsonl and so on.
+A server begins a new file at each start, and when a file has become large. Earlier files are router-0.jsonl and so on.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ FORMAT = 1
 
 
 class RouterHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The first line."""
+    """The first line of a router's journal."""
 
     router: RouterConfig
     engines: tuple[EngineShare, ...]
@@ -50,48 +51,48 @@ class RouterHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RouterRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Every other line."""
+    """A line after the first: one fact and the decisions that follow from it."""
 
     fact: DispatchFact
     routed: RequestRouted | None = None
     decided: tuple[RequestRouted, ...] = ()  # by a Dispatcher
-    digest: str = ""  # of all decisions so far, where there is one
-    label: str = ""  # `label_key` of a request offered to the waiting queue: one that ends there is in no other journal
+    digest: str = ""  # of all decisions so far; "" for a line without a decision
+    label: str = ""  # `label_key` of a request offered to the waiting queue; if it ends there no engine journal has it
 
 
 def label_key(label: str, tenant: str) -> str:
-    """The key of a tenant's label: it can be found given the label, but the label cannot be read from it."""
+    """Return the key of a tenant's label. It can be computed from the label, but the label not from the key."""
     return session_key(f"{tenant}\0{label}") if label else ""
 
 
 def session_key(name: str) -> str:
-    """The router's name of a session: it serves to compare sessions, and hides what clients call them."""
+    """Return the router's name of a session, with which sessions are compared. It hides the client's name."""
     return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 class NoRouterJournal:
-    """For runs that are only measured."""
+    """A router journal that stores nothing, for runs that are only measured."""
 
     size_bytes = 0
 
     def append(self, fact: DispatchFact, routed: RequestRouted | None, digest: bytes) -> None:
-        """Forget."""
+        """Do nothing."""
 
     def append_decided(
         self, fact: DispatchFact, decided: tuple[RequestRouted, ...], digest: bytes, label: str = ""
     ) -> None:
-        """Forget."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
 
 class RouterJournal:
     """Writes `router.jsonl`. Raises JournalError if the folder has one.
 
     Args:
-        live: every line is written at once, so that it survives the process.
-        dispatch: of the router's waiting queue, where there is one.
+        live: write every line to the operating system at once, so that it survives the process.
+        dispatch: settings of the router's waiting queue, if it has one.
     """
 
     def __init__(
@@ -107,14 +108,14 @@ class RouterJournal:
         self.size_bytes = 0
         path = folder / FILE
         if path.exists():
-            raise JournalError(f"{path} is there already\nhint: choose another run folder")
+            raise JournalError(f"{path} exists already\nhint: choose another run folder")
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._file: IO[bytes] = os.fdopen(descriptor, "wb", buffering=0 if live else -1)
         queue = msgspec.UNSET if dispatch is None else dispatch
         self._write(RouterHeader(router=config, engines=engines, dispatch=queue))
 
     def append(self, fact: DispatchFact, routed: RequestRouted | None, digest: bytes) -> None:
-        """Record one fact and what followed."""
+        """Record one fact and the decision of a Router, if there is one."""
         record = RouterRecord(fact=fact, routed=routed, digest=digest.hex() if routed is not None else "")
         self._write(record)
 
@@ -124,13 +125,17 @@ class RouterJournal:
         self.size_bytes += len(data)
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Close the file."""
         self._file.close()
 
     def append_decided(
         self, fact: DispatchFact, decided: tuple[RequestRouted, ...], digest: bytes, label: str = ""
     ) -> None:
-        """Record one fact and what a Dispatcher decided; `label`: `label_key` of a request that is offered."""
+        """Record one fact and the decisions of a Dispatcher.
+
+        Args:
+            label: `label_key` of a request that is offered.
+        """
         self._write(RouterRecord(fact=fact, decided=decided, digest=digest.hex() if decided else "", label=label))
 
     def __enter__(self) -> RouterJournal:
@@ -143,7 +148,7 @@ class RouterJournal:
 class Route(NamedTuple):
     """The engine of a request, the reason, and the request's id on that engine.
 
-    `matched_tokens` of its beginning had been sent there before; 0 where the policy does not compare prompts.
+    The first `matched_tokens` tokens of the prompt were sent to that engine before; 0 if the policy ignores prompts.
     """
 
     engine: int
@@ -153,10 +158,11 @@ class Route(NamedTuple):
 
 
 def routes_of(folder: Path, requests: Collection[RequestId]) -> dict[RequestId, Route]:
-    """The routes of these requests in a simulated run; rejected ones are left out.
+    """Return the routes of requests in a simulated run, without rejected requests.
 
-    With a waiting queue at the router, engines number requests in the order in which they were sent; otherwise they
-    have the router's ids. Raises JournalError for a file that is no journal.
+    With a waiting queue at the router, an engine's ids number the requests in the order in which they were sent.
+    Otherwise they equal the router's ids.
+    Raises: JournalError for a file that is not a router's journal.
     """
     selected, found = frozenset(requests), dict[RequestId, Route]()
     decode = msgspec.json.Decoder(RouterRecord).decode
@@ -180,7 +186,7 @@ def routes_of(folder: Path, requests: Collection[RequestId]) -> dict[RequestId, 
 
 
 def engines_of(folder: Path, requests: Collection[RequestId]) -> dict[int, dict[RequestId, RequestId]]:
-    """The same by engine: under which id there, and which it was. Raises JournalError for what is no journal."""
+    """Return by engine, and by request id on the engine, the router's request ids. Raises as `routes_of`."""
     found = dict[int, dict[RequestId, RequestId]]()
     for request_id, route in routes_of(folder, requests).items():
         found.setdefault(route.engine, {})[route.own_id] = request_id
@@ -188,7 +194,7 @@ def engines_of(folder: Path, requests: Collection[RequestId]) -> dict[int, dict[
 
 
 def set_aside(folder: Path, bytes_max: int) -> None:
-    """Make room for a new `router.jsonl`: the one there is gets a number, and the oldest go beyond so many bytes."""
+    """Make room for a new `router.jsonl`: number the present file, and delete the oldest files beyond `bytes_max`."""
     numbered = router_files(folder)[:-1]
     if (folder / FILE).exists():
         number = 1 + int(numbered[-1].stem.partition("-")[2]) if numbered else 0
@@ -198,16 +204,16 @@ def set_aside(folder: Path, bytes_max: int) -> None:
 
 
 def router_files(folder: Path) -> list[Path]:
-    """The files of a router in a run folder, the oldest first, and `router.jsonl` at the end, be it there or not."""
+    """Return the router's files in a run folder, oldest first. `router.jsonl` is last, even if it does not exist."""
     numbered = [path for path in folder.glob("router-*.jsonl") if path.stem.partition("-")[2].isdecimal()]
     return [*sorted(numbered, key=lambda path: int(path.stem.partition("-")[2])), folder / FILE]
 
 
 class LeftQueue(NamedTuple):
-    """A request that ended in the router's waiting queue: no engine's journal has it."""
+    """A request that ended in the router's waiting queue. No engine's journal has it."""
 
-    request_id: RequestId  # the router's number
-    label: str  # `label_key`; empty where the client gave none, or the journal is of before they were kept
+    request_id: RequestId  # the router's id
+    label: str  # `label_key`; "" without a label, or in a journal from before labels were stored
     tenant: str
     prompt_tokens: int
     came_us: int
@@ -216,7 +222,7 @@ class LeftQueue(NamedTuple):
 
 
 def has_queue(folder: Path) -> bool:
-    """Whether requests wait in front of this run's router. Raises JournalError for what is no journal."""
+    """Whether this run's router has a waiting queue. Raises JournalError for a file that is not a router's journal."""
     try:
         with (folder / FILE).open("rb") as file:
             return isinstance(msgspec.json.decode(next(file, b""), type=RouterHeader).dispatch, DispatchConfig)
@@ -225,9 +231,10 @@ def has_queue(folder: Path) -> bool:
 
 
 def left_in_queue(folder: Path) -> list[LeftQueue]:
-    """Requests that ended in the router's waiting queue, cancelled or refused, in order; none without such a queue.
+    """Return the requests that ended in the router's waiting queue, cancelled or refused, in the order of their ends.
 
-    An incomplete last line of a file is ignored. Raises JournalError for a file that is no journal.
+    An incomplete last line of a file is ignored.
+    Raises: JournalError for a file that is not a router's journal.
     """
     decode = msgspec.json.Decoder(RouterRecord).decode
     left: list[LeftQueue] = []
@@ -264,11 +271,11 @@ def _left(offered: RouterRecord, left_us: int, reason: RouteReason | Literal["ca
 
 
 class RouterDivergence(LockstepError):
-    """The replay decided something else."""
+    """The replay of a router's journal made another decision than the recorded one."""
 
 
 def verify_router(folder: Path) -> tuple[int, int]:
-    """Replay the router of a run folder; return how many facts and decisions it has.
+    """Replay the router of a run folder; return the numbers of facts and decisions.
 
     Raises: RouterDivergence with the first line that differs; JournalError for a file that cannot be read.
     """
@@ -286,25 +293,25 @@ def _verify_file(path: Path) -> tuple[int, int]:
     try:
         header = msgspec.json.decode(lines[0], type=RouterHeader)
         router = Router(header.router, header.engines)
-        line_up = None
+        dispatcher = None
         if not isinstance(header.dispatch, msgspec.UnsetType):
-            line_up = Dispatcher(header.dispatch, header.router, header.engines)
+            dispatcher = Dispatcher(header.dispatch, header.router, header.engines)
         for number, line in enumerate(lines[1:-1], 2):
             record = decode(line)
-            if line_up is not None:
-                decided = line_up.step(record.fact)
-                if decided != record.decided or (decided and line_up.digest.hex() != record.digest):
+            if dispatcher is not None:
+                decided = dispatcher.step(record.fact)
+                if decided != record.decided or (decided and dispatcher.digest.hex() != record.digest):
                     raise RouterDivergence(f"{path}, line {number}: recorded {record.decided}, replayed {decided}")
                 decisions += len(decided)
                 continue
             if isinstance(record.fact, ProbeAnswered):
-                raise JournalError(f"{path}, line {number}: a router without a waiting queue takes in no probes")
+                raise JournalError(f"{path}, line {number}: a router without a waiting queue receives no probes")
             routed = router.step(record.fact)
             if routed != record.routed or (routed is not None and router.digest.hex() != record.digest):
                 raise RouterDivergence(f"{path}, line {number}: recorded {record.routed}, replayed {routed}")
             decisions += routed is not None
     except msgspec.MsgspecError as error:
-        raise JournalError(f"{path} is no journal of a router: {error}") from error
+        raise JournalError(f"{path} is not the journal of a router: {error}") from error
     if lines[-1]:
         raise JournalError(f"{path}: the last line is cut off after {len(lines[-1])} bytes")
     return len(lines) - 2, decisions

@@ -3,7 +3,7 @@
 keeper = Keeper(run, death="killed")            reads the journal of the folder, if there is one
 clock = HostClock(start_us=keeper.start_us)     continues the time
 engine, journal = keeper.begin(header)          folds EngineRestarted, and takes a snapshot
-keeper.recovered.find(...), keeper.verdict      for clients that ask for open answers
+keeper.recovered.find(...), keeper.verdict      for clients with open requests
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import AdaptersLog
 from lockstep.host.durable import Content, DurableJournal, HostImage, Retention
+from lockstep.host.loop import EarlierGeneration
 from lockstep.host.recovery import Death, Recovered, Verdict, judge, recover
 from lockstep.host.weights import WeightsLog
 
@@ -47,11 +48,12 @@ Started = tuple[Engine, DurableJournal]
 
 @dataclass(slots=True)
 class Keeper:
-    """What is in a run folder, and what will be.
+    """The journal of a run folder: the recorded one, recovered, and its continuation.
 
     Args:
-        death: how the previous engine ended; None: unknown, as when a whole server was started again.
-    Raises: JournalError, JournalCorrupt, Divergence for a journal that cannot be gone on with.
+        death: how the previous engine ended; None: unknown, as after a restart of the whole server.
+    Raises: JournalError, JournalCorrupt, Divergence for a journal that cannot be continued; ConfigError for another
+        `content` than the journal's.
     """
 
     run: Path
@@ -59,16 +61,16 @@ class Keeper:
     durability: Durability = "none"
     retention: Retention = field(default_factory=Retention)
     death: Death | None = None
-    recovered: Recovered | None = None  # None: a new journal, or one of digests
+    recovered: Recovered | None = None  # None: a new journal, or a journal of digests
     verdict: Verdict = field(default_factory=Verdict)
-    before: JournalHeader | None = None  # of the journal that is there
+    before: JournalHeader | None = None  # header of the recorded journal
     start_us: int = 0
     last_request_id: int = -1  # in a journal without content
-    took_s: float = 0.0  # to recover
-    journal: DurableJournal | None = None  # that goes on
-    orders: tuple[Command, ...] = ()  # commands of the step at the restart, for the host to perform first
-    weights: WeightsLog = field(default_factory=WeightsLog)  # the host's, from now on
-    adapters: AdaptersLog = field(default_factory=AdaptersLog)  # likewise; empty where there are no slots
+    took_s: float = 0.0  # time of the recovery
+    journal: DurableJournal | None = None  # the recorded journal, once it is continued
+    orders: tuple[Command, ...] = ()  # commands of the step at the restart, which the host performs first
+    weights: WeightsLog = field(default_factory=WeightsLog)  # for the host
+    adapters: AdaptersLog = field(default_factory=AdaptersLog)  # for the host; empty without adapter slots
 
     def __post_init__(self) -> None:
         if not any((self.run / "journal").glob("*.log")):
@@ -78,7 +80,7 @@ class Keeper:
         newest = max(folder.glob("*.log")).stat().st_mtime
         if (header := read_journal(folder, first_segment=_first_whole(folder)).header).content != self.content:
             raise ConfigError(
-                f"`journal_content` is {self.content}, but the journal in {self.run} was begun with {header.content}\n"
+                f"`journal_content` is {self.content}, but the journal in {self.run} has {header.content}\n"
                 "hint: choose another folder"
             )
         self.before = header
@@ -96,24 +98,26 @@ class Keeper:
 
     @property
     def config(self) -> SchedConfig | None:
-        """The settings that the journal was begun with."""
+        """The settings in the header of the recorded journal; None without one."""
         return None if self.before is None else self.before.config
 
     def suspects(self) -> dict[RequestId, int]:
-        """Requests to be admitted alone. Remove those that are cleared: the next snapshot has the rest."""
+        """Return the suspects, by request id. The caller removes cleared ones; the next snapshot stores the rest."""
         return {} if self.recovered is None else self.recovered.image.suspects
 
     def settings(self, given: dict[str, Any]) -> dict[str, Any]:
-        """All settings of the scheduler, as the journal has them, where these were given, which must be the same.
+        """Return all settings of the scheduler in the journal, so that sizes derived from device memory stay the same.
 
-        So that sizes which follow from a device's memory are the same again. Raises ConfigError.
+        Args:
+            given: settings that were set explicitly.
+        Raises: ConfigError if a given setting differs from the journal's.
         """
         assert self.config is not None
         self.check(msgspec.structs.replace(self.config, **given))
         return {one.name: getattr(self.config, one.name) for one in msgspec.structs.fields(SchedConfig)}
 
     def check(self, config: SchedConfig) -> None:
-        """Raise ConfigError where settings are not those that the journal was begun with."""
+        """Raise ConfigError if settings differ from those of the recorded journal."""
         if self.config is None or config == self.config:
             return
         names = [one.name for one in msgspec.structs.fields(SchedConfig)]
@@ -121,11 +125,11 @@ class Keeper:
         differing = ", ".join(f"`{name}` {getattr(config, name)} (was {getattr(self.config, name)})" for name in other)
         raise ConfigError(
             f"the journal in {self.run} was begun with other settings: {differing}\n"
-            "hint: a journal is of one engine; give these settings again, or another folder"
+            "hint: a journal belongs to one engine; use these settings again, or another folder"
         )
 
     def begin(self, header: JournalHeader) -> Started:
-        """The engine and its journal, ready for the first event. Raises ConfigError, JournalError."""
+        """Return the engine and its journal, ready for the next event. Raises ConfigError, JournalError."""
         header = msgspec.structs.replace(header, content=self.content)
         self.check(header.config)
         if self.before is None:
@@ -150,17 +154,21 @@ class Keeper:
         step = engine.step(event)
         journal.append(event, step.digest)
         journal.flush()
-        journal.begin_segment(expire=False)  # clients may still ask for requests that ended
+        journal.begin_segment(expire=False)  # clients may still need requests that ended
         self.journal, self.orders = journal, tuple(step.commands)
         return engine, journal
 
+    def earlier_generation(self) -> EarlierGeneration:
+        """Return the state that the host continues. Call it after `begin`."""
+        return EarlierGeneration(self.weights, self.adapters, self.orders)
+
     def settled(self) -> None:
-        """Drop the requests that ended before the restart: no client asks for them any more."""
+        """Let old segments expire. Call it once no client needs requests that ended before the restart."""
         if self.journal is not None:
             self.journal.expire()
 
     def _read_ids(self, folder: Path) -> None:
-        """How far a journal without content went, and which weights it ended with."""
+        """Read the newest time and request id, the weights and the adapters from a journal without content."""
         for record in read_journal(folder, repair=True).events():
             self.start_us = record.event.time_us
             match record.event:
@@ -176,7 +184,7 @@ class Keeper:
                     self.weights = WeightsLog(version, self.weights.requested.get(version, ""))
 
     def _begin_without_content(self, header: JournalHeader) -> Started:
-        """An empty engine behind a journal of digests; ids go on, so that none is used twice."""
+        """Return an empty engine that continues a journal of digests. Its ids continue, so that none is used twice."""
         engine = Engine(header.config)
         engine.now_us, engine.last_request_id = self.start_us, self.last_request_id
         engine.memory.weights_version = self.weights.version
@@ -189,7 +197,7 @@ class Keeper:
 
 
 def _first_whole(folder: Path) -> int:
-    """The newest segment with a header; all segments have its settings."""
+    """Return the number of the newest segment with a complete header. All segments have the same settings."""
     segments = sorted(folder.glob("*.log"))
     newest = segments[-1]
     if newest.stat().st_size < 4096 and len(segments) > 1:  # it may be torn within its header

@@ -1,9 +1,8 @@
-"""Text in and out: a folder's tokenizer, its chat template, text as it streams, and stop texts.
+"""The text of requests: a folder's tokenizer, its chat template, streamed text, and stop texts.
 
-A chat template is a program of a stranger: it runs in jinja2's immutable sandbox, sees the conversation and nothing
-else, changes nothing, and cannot reach Python. How long it runs and how much it writes is bounded: every turn of a
-loop, every call and every piece of output looks at a `Budget`. What decides about the time is given (`strftime_now`),
-so that a journal can say it.
+A chat template is untrusted code. It runs in jinja2's immutable sandbox, reads only the conversation, changes nothing,
+and cannot reach Python. Its running time and output are bounded: every turn of a loop, every call and every piece of
+output checks a `Budget`. The caller supplies the time for `strftime_now`, so that a journal can record it.
 """
 
 from __future__ import annotations
@@ -29,60 +28,63 @@ from lockstep.core.contract.errors import ConfigError
 Message = Mapping[str, Any]
 
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
-"""Some templates mark the model's output, for training; transformers supports this tag, jinja2 does not."""
+"""A tag with which some templates mark the model's output for training. transformers supports it, jinja2 does not."""
 TEMPLATE_S = 10.0
 TEMPLATE_CHARACTERS = 2**27
-"""Limits of time and output of a chat template, by default."""
+"""Default limits of a chat template: seconds, and characters of output."""
 
-CONTEXT = 32  # tokens in front of one that may decide how it is written: a space, bytes of one character
+CONTEXT = 32  # preceding tokens that may affect the text of a token: a space, bytes of one character
 
 
 class Text:
     """The tokenizer of a Hugging Face folder.
 
-    Raises: ConfigError, from the constructor, if the folder has none that can be read.
+    Raises: ConfigError, from the constructor, if the folder has no tokenizer that can be read.
     """
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
         try:
             self.tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # of whatever kind: the library raises plain Exception
+        except Exception as error:  # the library raises plain Exception
             raise ConfigError(
                 f"`{path}` cannot be read: {error}\n"
                 "hint: give token ids instead of text, or make tokenizer.json with transformers' save_pretrained"
             ) from error
         self.settings = _read_json(folder / "tokenizer_config.json")
         self.chat_template = _template(folder, self.settings)
-        """Its source; None where the folder has none."""
+        """Source of the chat template; None if the folder has none."""
         self._template: jinja2.Template | None = None
-        self._dropped: frozenset[int] | None = None  # special tokens without a text; None: all of them
+        self._dropped: frozenset[int] | None = None  # special tokens that are not decoded; None: all of them
 
     def keep(self, texts: Iterable[str]) -> None:
-        """From now on special tokens with these texts are text, as when they stand around the call of a tool."""
+        """Decode special tokens with these texts from now on, such as those around the call of a tool."""
         added = self.tokenizer.get_added_tokens_decoder()
         special = {token: one.content for token, one in added.items() if one.special}
         kept = {token for token, text in special.items() if text in set(texts)}
         self._dropped = frozenset(special.keys() - kept) if kept else None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids; with `special`, what the tokenizer puts around every text as well."""
+        """Return the token ids of a text; with `special`, also those that the tokenizer adds to every text."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
     def characters_max(self) -> int:
-        """Of text, the most that one token of the vocabulary can stand for."""
+        """Return the most characters of text that one token of the vocabulary has."""
         return max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text, without special tokens but for those that are kept."""
+        """Return the text of token ids, without special tokens except the kept ones."""
         if self._dropped is not None:
             ids = [token for token in ids if token not in self._dropped]
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=self._dropped is None)
         return text
 
     def stream(self, prompt_ids: Sequence[int]) -> Callable[[int], str]:
-        """Decode token by token behind a prompt: a function that gives the text that a token completes, often ""."""
+        """Return a function that decodes token by token after a prompt: it returns the text that a token completes.
+
+        This is "" for a token that completes no character.
+        """
         dropped, skip = self._dropped or frozenset(), self._dropped is None
         recent = [token for token in prompt_ids[-CONTEXT:] if token >= 0 and token not in dropped]
         stream = DecodeStream(ids=list(recent), skip_special_tokens=skip)
@@ -96,7 +98,7 @@ class Text:
             del recent[:-CONTEXT]
             try:
                 return stream.step(self.tokenizer, token) or ""
-            except Exception:  # of no other kind: bytes that looked like a character are none, with what follows them
+            except Exception:  # the library's only error: bytes that began a character do not complete one
                 stream = DecodeStream(ids=list(recent), skip_special_tokens=skip)
                 return self.decode([*before, token])[len(self.decode(before)) :]
 
@@ -111,12 +113,15 @@ class Text:
         characters_max: int = TEMPLATE_CHARACTERS,
         **more: Any,
     ) -> str:
-        """A conversation as the model's template writes it, ready for the answer.
+        """Return a conversation as text in the form of the model's template, up to the start of the answer.
 
         Args:
-            messages: {"role": ..., "content": ...} each; other variables of a template go into `more`, e.g. tools.
-            seconds, characters_max: how long it may take and how much it may write.
-        Raises: ConfigError if the folder has no template, or it refuses this conversation, or goes beyond these.
+            messages: {"role": ..., "content": ...} each.
+            now: the local time for `strftime_now`.
+            seconds, characters_max: limits of the template's running time and output.
+            more: other variables of the template, e.g. tools.
+        Raises: ConfigError if the folder has no template, or if the template refuses the conversation or exceeds a
+            limit.
         """
         if self.chat_template is None:
             raise ConfigError("this model's folder has no chat template\nhint: give a prompt instead of messages")
@@ -132,11 +137,11 @@ class Text:
                 budget.write(len(part))
                 written.append(part)
             return "".join(written)
-        except Exception as error:  # of any kind: a template is a program of a stranger
+        except Exception as error:  # a template is untrusted code and may raise anything
             raise ConfigError(f"the chat template refuses the conversation: {error}") from error
 
     def special_tokens(self) -> dict[str, str]:
-        """`bos_token` and the like, as templates call them."""
+        """Return special tokens by their names in templates: `bos_token`, `eos_token`, ..."""
         found = {}
         for name, value in self.settings.items():
             if name.endswith("_token"):
@@ -147,20 +152,20 @@ class Text:
 
 
 class Spelling(Protocol):
-    """Decodes tokens as they come; `Text` is one."""
+    """A decoder of token streams; `Text` implements it."""
 
     def stream(self, prompt_ids: Sequence[int]) -> Callable[[int], str]:
-        """Decode token by token behind a prompt: a function that gives the text that a token completes, often ""."""
+        """Return a function that decodes token by token after a prompt: it returns the text that a token completes."""
 
 
 class StopTexts:
-    """The text of one request, watched for texts at which it stops.
+    """The text of one request, searched for its stop texts.
 
         text     | the answer begins . . . and goes on </en
         tokens   |  0  |  1  |  2  |  3  | ...  | n-1 | n  |      n - 1 and n may begin "</end>": 2 are held back
 
-    A token that completes no character yet is held back as well. Numbers count output tokens from 0; one that was
-    pushed before takes the text back to that place, as when a request draws a token again after a retraction.
+    A token that completes no character yet is held back as well. Numbers count output tokens from 0. A number that was
+    pushed before resets the text to that place, as when a request draws a token again after a retraction.
     """
 
     def __init__(self, text: Spelling, prompt_ids: Sequence[int], stops: Sequence[str]) -> None:
@@ -171,11 +176,14 @@ class StopTexts:
     def _begin(self) -> None:
         self.decoded = ""
         self._tokens: list[int] = []
-        self._ends: list[int] = []  # characters there are behind each token
+        self._ends: list[int] = []  # characters of the text up to the end of each token
         self._step = self._text.stream(self._prompt_ids)
 
     def push(self, number: int, token: int) -> tuple[bool, int]:
-        """Whether the text ran into a stop, and how many of the newest tokens may be the beginning of one."""
+        """Append output token `number`.
+
+        Returns: whether the text contains a stop text, and how many of the newest tokens may begin one.
+        """
         if number < len(self._tokens):
             kept = self._tokens[:number]
             self._begin()
@@ -187,16 +195,20 @@ class StopTexts:
             return True, 0
         free = self._free()
         first = bisect_right(self._ends, free)
-        while first and self._silent(first - 1):  # tokens that begin the character
+        while first and self._silent(first - 1):  # tokens that begin the same character
             first -= 1
         return False, len(self._ends) - first
 
     def _silent(self, number: int) -> bool:
-        """Whether a token completed no character."""
+        """Whether a token completes no character."""
         return self._ends[number] == (self._ends[number - 1] if number else 0)
 
     def stopped_at(self, checked: int = 0) -> int | None:
-        """Where the first stop begins, if any is in the text; characters before `checked` were seen before."""
+        """Return the index in the text at which the first stop text begins; None without.
+
+        Args:
+            checked: characters that were searched before.
+        """
         found = [self.decoded.find(stop, max(0, checked - len(stop) + 1)) for stop in self._stops]
         return min((at for at in found if at >= 0), default=None)
 
@@ -206,7 +218,7 @@ class StopTexts:
         self._ends.append(len(self.decoded))
 
     def _free(self) -> int:
-        """Characters that cannot belong to a stop that is still to come."""
+        """Return the number of leading characters that cannot belong to a stop text whose end is still missing."""
         longest = max(map(len, self._stops), default=0)
         for start in range(max(0, len(self.decoded) - longest + 1), len(self.decoded)):
             if any(stop.startswith(self.decoded[start:]) for stop in self._stops):
@@ -215,7 +227,7 @@ class StopTexts:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """What a JSON file holds; nothing if it is not there."""
+    """Return the object in a JSON file; empty if the file does not exist. Raises ConfigError."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -228,7 +240,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The chat template: of its own file, or of tokenizer_config.json, there perhaps one of several by name."""
+    """Return the chat template from its own file or from tokenizer_config.json, of several the one named default."""
     path = folder / "chat_template.jinja"
     template = path.read_text("utf-8") if path.is_file() else settings.get("chat_template")
     if isinstance(template, list):
@@ -241,11 +253,11 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 # ------------------------------------------------------------------------------------------------------ chat templates
 
 BUDGET = "budget of lockstep"
-"""What the budget is called: no name that a template could say."""
+"""The variable with the budget. A template cannot contain a name with spaces."""
 
 
 class Budget:
-    """What one rendering of a template may still take."""
+    """Time and output that one rendering of a template has left."""
 
     def __init__(self, seconds: float, characters: int) -> None:
         self._seconds, self._characters = seconds, characters
@@ -255,49 +267,49 @@ class Budget:
     def spend(self) -> None:
         """Raise jinja2.TemplateError when the time is up."""
         if time.monotonic() > self._ends_s:
-            raise jinja2.TemplateError(f"it takes longer than the {self._seconds:g} s that are given to it")
+            raise jinja2.TemplateError(f"it takes longer than {self._seconds:g} s")
 
     def write(self, characters: int) -> None:
-        """Raise jinja2.TemplateError when so much more is too much, or the time is up."""
+        """Count characters of output. Raise jinja2.TemplateError when they exceed the limit, or the time is up."""
         self._written += characters
         if self._written > self._characters:
-            raise jinja2.TemplateError(f"it writes more than the {self._characters} characters that can be taken")
+            raise jinja2.TemplateError(f"it writes more than {self._characters} characters")
         self.spend()
 
     def turns(self, items: Iterable[Any]) -> Iterator[Any]:
-        """The items of a loop, as long as there is time."""
+        """Yield the items of a loop. Raise jinja2.TemplateError when the time is up."""
         for item in items:
             self.spend()
             yield item
 
 
 class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, with an eye on what a template takes."""
+    """The sandbox, in which calls and operators of a template count against its budget."""
 
     intercepted_binops = frozenset(("*", "**", "%", "+"))
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function that the sandbox allows, and count it."""
+        """Call a function that the sandbox allows, if there is time left."""
         context[BUDGET].spend()
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Calculate; nothing that becomes large at once."""
+        """Apply an operator. Raise jinja2.TemplateError for a result that may be too large."""
         context[BUDGET].spend()
         sized = [value for value in (left, right) if hasattr(value, "__len__")]
         if operator == "+" and sum(map(len, sized)) > LARGEST:
-            raise jinja2.TemplateError("`+` makes something too large")
+            raise jinja2.TemplateError("the result of `+` is too large")
         if operator == "*" and sized and len(sized[0]) * (left if sized[0] is right else right) > LARGEST:
-            raise jinja2.TemplateError("`*` makes something too large")
+            raise jinja2.TemplateError("the result of `*` is too large")
         if operator == "**" and max(abs(left), abs(right)) > 1000:
-            raise jinja2.TemplateError("`**` makes something too large")
+            raise jinja2.TemplateError("the result of `**` is too large")
         if operator == "%" and isinstance(left, str):
             _check_widths(left)
         return super().call_binop(context, operator, left, right)
 
 
 LARGEST = 2**24
-"""Characters or items that one operation of a template may make."""
+"""Most characters or items in the result of one operation of a template."""
 
 WIDE = re.compile(r"%[^a-zA-Z%]*(?:\d{4}|\*)")
 """A number format with a width of four digits or more, or a variable one."""
@@ -309,20 +321,20 @@ def _check_widths(written: str) -> None:
 
 
 def _format(value: str, *args: Any, **kwargs: Any) -> str:
-    """The filter of jinja2, for widths that are none."""
+    """Apply jinja2's `format`, without large widths."""
     _check_widths(str(value))
     return jinja2.filters.do_format(value, *args, **kwargs)
 
 
 def _center(value: str, width: int = 80) -> str:
-    """The filter of jinja2, for widths of lines."""
+    """Apply jinja2's `center`, with a width of at most 1000."""
     return jinja2.filters.do_center(value, min(width, 1000))
 
 
 def _joined(text: str) -> str:
-    """What `~` makes."""
+    """Check the result of `~`."""
     if len(text) > LARGEST:
-        raise jinja2.TemplateError("`~` makes something too large")
+        raise jinja2.TemplateError("the result of `~` is too large")
     return text
 
 
@@ -333,7 +345,7 @@ def _turns(context: jinja2.runtime.Context, items: Iterable[Any]) -> Iterator[An
 
 
 def _compiled(source: str) -> jinja2.Template:
-    """A template with loops that count against the budget."""
+    """Return a template in which loops and `~` count against the budget."""
     environment = _environment()
     tree = environment.parse(source)
     for loop in tree.find_all(jinja2.nodes.For):
@@ -343,7 +355,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def _bound_joins(node: jinja2.nodes.Node) -> None:
-    """Have every `~` below a node looked at."""
+    """Wrap every `~` below a node in the filter that checks its result."""
     for name in node.fields:
         value = getattr(node, name)
         bounded = [_bounded_join(one) for one in (value if isinstance(value, list) else [value])]
@@ -363,7 +375,7 @@ TURNS, JOINED = "lockstep_turns", "lockstep_joined"
 
 
 def _environment() -> BoundedEnvironment:
-    """What templates of Hugging Face folders expect, and no more."""
+    """Return an environment with the names that templates of Hugging Face folders expect, and no others."""
     environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 
     def raise_exception(message: str) -> None:

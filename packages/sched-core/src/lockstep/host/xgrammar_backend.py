@@ -1,7 +1,7 @@
-"""xgrammar behind `grammars.GrammarBackend`: compiles for tens of milliseconds, then makes masks the fastest.
+"""xgrammar as a `grammars.GrammarBackend`: grammars compile in tens of milliseconds; its masks are the fastest.
 
-It needs torch and transformers, and passes over keywords of JSON Schema that it does not support, so an answer may not
-validate against a schema that has such: llguidance refuses them, and is the default.
+It needs torch and transformers. It ignores keywords of JSON Schema that it does not support, so an answer may not
+validate against a schema with such keywords. llguidance refuses such schemas and is the default.
 
 Source of the interface: xgrammar.mlc.ai/docs, version 0.2.
 """
@@ -23,12 +23,12 @@ from lockstep.host.grammars import FORCED_MAX, GrammarError, short
 
 
 class XGrammar:
-    """The library with one tokenizer; arguments as of `grammar_backends.make_backend`."""
+    """The library with one tokenizer. The arguments are those of `grammar_backends.make_backend`."""
 
     name = "xgrammar"
 
     def __init__(self, tokenizer: Path, vocabulary: int, end_tokens: Sequence[int]) -> None:
-        import torch  # here and not above: nothing else in the host imports torch
+        import torch  # local, because the rest of the package must run without torch
         import xgrammar
 
         self._new, self._tensor = xgrammar.GrammarMatcher, torch.from_numpy
@@ -47,21 +47,21 @@ class XGrammar:
                 add_prefix_space=kind["add_prefix_space"],
             )
             self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-        except Exception as error:  # of whatever kind the library raises
+        except Exception as error:  # the library documents no error classes
             raise ConfigError(f"`{tokenizer}` cannot be used for grammars by xgrammar: {error}") from error
         ends = np.zeros(32 * -(-vocabulary // 32), np.bool_)
         ends[list(end_tokens)] = True
         self._ends = np.packbits(ends, bitorder="little").view(np.int32)
 
     def compile(self, grammar: Grammar) -> XCompiled:
-        """Raises GrammarError."""
+        """Compile a grammar. Raises GrammarError."""
         try:
             return XCompiled(self, self._compile(grammar))
-        except Exception as error:  # of whatever kind the library raises
-            raise GrammarError(short(str(error)) or "it is no grammar") from error
+        except Exception as error:  # the library documents no error classes
+            raise GrammarError(short(str(error)) or "it is not a grammar") from error
 
     def matcher(self, compiled: Any) -> XMatcher:
-        """A matcher of what was compiled, at its start."""
+        """Return a new matcher at the start of a compiled grammar."""
         return XMatcher(self._new(compiled), self._ends, self._tensor)
 
     def _compile(self, grammar: Grammar) -> Any:
@@ -80,7 +80,7 @@ class XGrammar:
 
 
 def _tag_format(tag: dict[str, Any]) -> dict[str, Any]:
-    """Tags as this library has them."""
+    """Return a structural tag in the form of this library."""
     tags = [
         {
             "begin": one["begin"],
@@ -95,43 +95,43 @@ def _tag_format(tag: dict[str, Any]) -> dict[str, Any]:
 
 
 class XCompiled:
-    """A grammar that was compiled."""
+    """A compiled grammar."""
 
     def __init__(self, backend: XGrammar, compiled: Any) -> None:
         self._backend, self._compiled = backend, compiled
 
     def matcher(self) -> XMatcher:
-        """One at the start."""
+        """Return a new matcher at the start of the grammar."""
         return self._backend.matcher(self._compiled)
 
 
 class XMatcher:
-    """How far one answer has got. The library goes on until it is given an end token, which never happens here."""
+    """The position of one answer in its grammar. The library ends a matcher at an end token, which it never gets."""
 
     def __init__(self, matcher: Any, ends: Int32s, tensor: Any) -> None:
         self._matcher, self._ends, self._tensor = matcher, ends, tensor
 
     def accept(self, token: int) -> bool:
-        """Move by a token."""
+        """Move by a token. Returns False, without a move, if the grammar does not admit it."""
         return bool(self._matcher.accept_token(token))
 
     def rollback(self, tokens: int) -> None:
-        """Take tokens back."""
+        """Undo the moves by the last `tokens` tokens."""
         self._matcher.rollback(tokens)
 
     def fill(self, mask: Int32s) -> None:
-        """Write what may come next; the library writes nothing where every token may."""
+        """Write the mask of the tokens that may come next. The library writes no mask if every token may."""
         if not self._matcher.fill_next_token_bitmask(self._tensor(mask[None])):
             mask[:] = -1
 
     def is_done(self) -> bool:
-        """Whether nothing may follow but the end."""
+        """Whether only the end may follow."""
         mask = np.empty_like(self._ends)
         self.fill(mask)
         return not (mask & ~self._ends).any()
 
     def forced(self) -> list[int]:
-        """What must follow, found mask by mask: forced text would be known at once, but not as which tokens."""
+        """Return the forced tokens, found mask by mask: the library returns forced text at once, but not its tokens."""
         found: list[int] = []
         mask = np.empty_like(self._ends)
         while len(found) < FORCED_MAX:

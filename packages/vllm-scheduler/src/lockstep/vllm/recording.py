@@ -17,6 +17,7 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import BatchFinished, ObservedEvent, RequestArrived, RequestId
 from lockstep.core.journal.records import JournalError, JournalHeader
 from lockstep.core.journal.writer import JournalWriter
+from lockstep.host.host_header import VLLM, HostHeader
 from lockstep.vllm.pseudonyms import Pseudonyms
 
 if TYPE_CHECKING:
@@ -126,16 +127,14 @@ def begin_recording(
     """Begin the journal that the settings name, if they name one."""
     if not settings.journal:
         return NoRecording()
-    header = JournalHeader(
-        config=config,
-        host={
-            "kind": "vllm",
-            "vllm": version,
-            "model": vllm_config.model_config.model,
-            "profile": settings.profile,
-            "tokens": "kept" if settings.journal_tokens else "pseudonyms",
-            "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
-        },
+    host = HostHeader(
+        kind=VLLM,
+        vllm=version,
+        model=vllm_config.model_config.model,
+        tp=vllm_config.parallel_config.tensor_parallel_size,
+        profile=settings.profile,
+        tokens="kept" if settings.journal_tokens else "pseudonyms",
     )
+    header = JournalHeader(config=config, host=host.entries())
     pseudonyms = None if settings.journal_tokens else Pseudonyms()
     return Recording(Path(settings.journal), header, pseudonyms)

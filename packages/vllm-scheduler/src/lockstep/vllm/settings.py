@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from lockstep.core.contract.config import SchedConfig, profile_settings
+from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.profiles import profile_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -21,7 +21,7 @@ import numpy as np
 
 from lockstep.api.endpoints.errors import ApiError, failure
 from lockstep.api.endpoints.schemas import Sampling
-from lockstep.api.observability.metrics import Metrics
+from lockstep.api.observability.metrics import CountedAnswer, Metrics
 from lockstep.api.processes.bridge import EngineUnavailable, Reply, Ticket, fresh_seed
 from lockstep.api.processes.cluster_bridge import Engines
 from lockstep.api.processes.wire import EngineInfo, SampleEnded
@@ -282,11 +282,9 @@ class Choice:
     ticket: Ticket
     reply: Reply
     answer: AnswerText
+    counted: CountedAnswer  # by the metrics
     taken: int = 0  # tokens that were returned in pieces
     over: bool = False  # whether its last piece was returned, or it was cancelled
-    measured: int = 0  # tokens counted by the metrics
-    measured_s: float = 0.0  # when the last of these arrived, time.monotonic
-    end_measured: bool = False  # whether the metrics counted the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,12 +389,13 @@ class Generation:
                         stop_token_ids=request.stop_token_ids,
                         min_tokens=request.min_new_tokens,
                     )
-                    self.choices.append(Choice(len(self.choices), prompt, ticket, reply, answer))
+                    counted = CountedAnswer(ticket, reply, self.came_s, self.parameters.stream)
+                    self.choices.append(Choice(len(self.choices), prompt, ticket, reply, answer, counted))
         except EngineUnavailable as error:
             self.cancel()
             raise unavailable(error) from error
         for ticket, prompt in zip(self._tickets, self._prompts, strict=True):
-            ticket.when_placed(partial(self.metrics.began, self, ticket, prompt))
+            ticket.when_placed(partial(self.metrics.began, ticket, len(prompt.ids), self.parameters.max_tokens))
 
     async def accepted(self) -> None:
         """Wait briefly for the first result, so that a refusal can still determine the status of the answer.
@@ -424,7 +423,7 @@ class Generation:
             over(sum(len(choice.reply.tokens) for choice in self.choices))
         for choice in self.choices:
             if not choice.over:
-                self.metrics.saw(self, choice)
+                self.metrics.saw(choice.counted)
                 choice.over = True
 
     async def pieces(self) -> AsyncIterator[list[ChoiceDelta]]:
@@ -482,8 +481,8 @@ class Generation:
         text = choice.answer.spell(reply.tokens, ended)
         choice.taken = stop
         choice.over = ended is not None
-        if choice.over or not choice.measured or len(reply.arrivals) >= MEASURED_AT_ONCE:
-            self.metrics.saw(self, choice)
+        if choice.over or not choice.counted.tokens or len(reply.arrivals) >= MEASURED_AT_ONCE:
+            self.metrics.saw(choice.counted)
         return ChoiceDelta(choice, text, first, stop, ended)
 
 

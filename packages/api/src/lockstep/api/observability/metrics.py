@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,8 +24,7 @@ from lockstep.api.observability.metrics_folder import FOLDER
 from lockstep.api.processes.wire import ITERATION_TOKENS, RATIOS, BatchDrift, DraftFigures, Gauges, SampleEnded
 
 if TYPE_CHECKING:
-    from lockstep.api.endpoints.generation import Choice, Generation, Prompt
-    from lockstep.api.processes.bridge import Ticket
+    from lockstep.api.processes.bridge import Reply, Ticket
 
 # fmt: off
 TTFT_S = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -59,6 +59,19 @@ NOT_VLLM = (
 )
 NOT_VLLM_GROUPS = ("http_", "batch_")
 """Metrics with these prefixes have no vLLM equivalent; every other metric is also served under its vLLM name."""
+
+
+@dataclass(slots=True)
+class CountedAnswer:
+    """An answer, with the part of it that the metrics have counted. The times are of time.monotonic, in seconds."""
+
+    ticket: Ticket
+    reply: Reply
+    came_s: float  # when its request arrived
+    streams: bool  # whether tokens are sent as they come
+    tokens: int = 0  # counted
+    newest_s: float = 0.0  # when the last of these came
+    end: bool = False  # whether the end was counted
 
 
 class Metrics:
@@ -111,37 +124,37 @@ class Metrics:
 
     # --------------------------------------------------------------------------------------------------------- requests
 
-    def began(self, generation: Generation, ticket: Ticket, prompt: Prompt) -> None:
-        """Count a prompt that was sent to its engine."""
+    def began(self, ticket: Ticket, prompt_tokens: int, max_tokens: int | None) -> None:
+        """Count a prompt that was sent to its engine, and the limit of its answers."""
         engine = ticket.engine
         for _ in ticket.replies:
-            self._prompt[engine].observe(len(prompt.ids))
+            self._prompt[engine].observe(prompt_tokens)
             self._requests[engine].inc()
-            if generation.parameters.max_tokens is not None:
-                self._tokens_max[engine].observe(generation.parameters.max_tokens)
-        self._prompt_tokens[engine].inc(len(prompt.ids))
+            if max_tokens is not None:
+                self._tokens_max[engine].observe(max_tokens)
+        self._prompt_tokens[engine].inc(prompt_tokens)
 
-    def saw(self, generation: Generation, choice: Choice) -> None:
-        """Count new tokens of a choice, or its end. Each token is counted once."""
-        reply, engine = choice.reply, choice.ticket.engine
+    def saw(self, answer: CountedAnswer) -> None:
+        """Count new tokens of an answer, or its end. Each token is counted once."""
+        reply, engine = answer.reply, answer.ticket.engine
         arrivals, reply.arrivals = reply.arrivals, []
         if arrivals:
-            if generation.parameters.stream:  # other answers arrive whole, or a few dozen tokens at a time
-                self._saw_times(generation, choice, arrivals)
+            if answer.streams:  # other answers arrive whole, or a few dozen tokens at a time
+                self._saw_times(answer, arrivals)
             now_s, tokens = arrivals[-1]
-            self._output_tokens[engine].inc(tokens - choice.measured)
-            choice.measured, choice.measured_s = tokens, now_s
+            self._output_tokens[engine].inc(tokens - answer.tokens)
+            answer.tokens, answer.newest_s = tokens, now_s
         ended = reply.ended
-        if ended is None or choice.end_measured:
+        if ended is None or answer.end:
             return
-        choice.end_measured = True
+        answer.end = True
         self._ended.labels(*self._labels(engine), ended.reason).inc()
         if ended.reason == "cancelled":
             self._aborted[engine].inc()
         if ended.rejected:
             return
         self._output[engine].observe(len(reply.tokens))
-        self._e2e[engine].observe((choice.measured_s or time.monotonic()) - generation.came_s)
+        self._e2e[engine].observe((answer.newest_s or time.monotonic()) - answer.came_s)
         self._cached[engine].inc(ended.cached_tokens)
         self._queries[engine].inc(ended.prompt_tokens)
         self._hits[engine].inc(ended.cached_tokens)
@@ -159,13 +172,13 @@ class Metrics:
         if ended.output_tokens > 1:
             self._tpot[engine].observe(ended.decode_us / 1e6 / (ended.output_tokens - 1))
 
-    def _saw_times(self, generation: Generation, choice: Choice, arrivals: list[tuple[float, int]]) -> None:
+    def _saw_times(self, answer: CountedAnswer, arrivals: list[tuple[float, int]]) -> None:
         times = [now_s for now_s, _ in arrivals]
-        if choice.measured:
-            times.insert(0, choice.measured_s)
+        if answer.tokens:
+            times.insert(0, answer.newest_s)
         else:
-            self._ttft[choice.ticket.engine].observe(times[0] - generation.came_s)
-        observe = self._itl[choice.ticket.engine].observe
+            self._ttft[answer.ticket.engine].observe(times[0] - answer.came_s)
+        observe = self._itl[answer.ticket.engine].observe
         for before_s, now_s in pairwise(times):
             observe(now_s - before_s)
 

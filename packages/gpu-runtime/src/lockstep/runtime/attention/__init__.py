@@ -1,4 +1,4 @@
-"""Attention backends behind one interface, `base.AttentionBackend`; `choose` picks one, `make` makes it."""
+"""Attention backends behind one interface, `base.AttentionBackend`: `choose` selects one, `make` creates it."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from lockstep.runtime import triton_trial
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.kv_pool import KvPool
 
-__all__ = ["NAMES", "WRONG", "AttentionBackend", "Choice", "Numerics", "choose", "make"]
+__all__ = ["NAMES", "WRONG", "AttentionBackend", "BackendChoice", "Needs", "Numerics", "choose", "make"]
 
-NAMES = ("flashinfer", "triton", "reference")  # as `auto` prefers them, with fast numerics
-INVARIANT_NAMES = ("triton", "flashinfer", "reference")  # and with invariant ones
+NAMES = ("flashinfer", "triton", "reference")  # order of preference of `auto` with fast numerics
+INVARIANT_NAMES = ("triton", "flashinfer", "reference")  # order of preference with invariant numerics
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
-FLASHINFER_VERSION = "0.6.18"  # the wrappers' pinned buffers, and the signatures, are those of this release
+FLASHINFER_VERSION = "0.6.18"  # the pinned buffers of the wrappers, and the signatures, are those of this release
 TRITON_HEAD_DIM_MAX = 256
-WRONG = "gives wrong results"  # in the reason of a backend that ran its trial and failed it
+WRONG = "gives wrong results"  # part of the reason of a backend with wrong results in its trial
 SMALLEST_CAPABILITY = (8, 0)  # Ampere: bf16 on tensor cores, asynchronous copies
-FP8_CAPABILITY = (8, 9)  # Ada: Triton has no e4m3 below
+FP8_CAPABILITY = (8, 9)  # Ada: Triton has no e4m3 on older GPUs
 
 log = logging.getLogger("lockstep.runtime")
 
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """An attention backend that can run here, and why it was taken."""
+    """An attention backend that can run here, and the reason for the choice."""
 
     name: str
     reason: str
@@ -43,30 +43,25 @@ class BackendChoice:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Requirements for a backend."""
+    """Requirements for a backend.
+
+    Args:
+        graphs: whether it must run in CUDA graphs.
+        group: query heads that share a KV head.
+        kv_fp8: whether KV lies in fp8.
+    """
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
     page_size: int
-    graphs: bool
-    numerics: Numerics
-    group: int
+    graphs: bool = False
+    numerics: Numerics = "fast"
+    group: int = 1
     kv_fp8: bool = False
 
 
-def choose(
-    requested: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    page_size: int,
-    *,
-    numerics: Numerics = "fast",
-    graphs: bool = False,
-    group: int = 1,
-    kv_fp8: bool = False,
-) -> BackendChoice:
+def choose(requested: str, needs: Needs) -> BackendChoice:
     """Pick the attention backend; logs the choice with its reason once.
 
     FlashInfer is tried out on the device before it is taken: that its packages are there does not prove that its
@@ -75,16 +70,13 @@ def choose(
 
     Args:
         requested: `auto`, or the name of the one to take.
-        graphs: whether it must run in CUDA graphs.
-        group: query heads that share a KV head.
-        kv_fp8: whether KV lies in fp8.
     Raises: ConfigError if the requested one cannot run here, with why, and with what can.
     """
     if requested not in ("auto", *NAMES):
         raise ConfigError(f"`attention_backend` must be one of auto, {', '.join(NAMES)}, got `{requested}`")
+    numerics = needs.numerics
     if numerics not in ("fast", "invariant"):
         raise ConfigError(f"`numerics` must be `fast` or `invariant`, got `{numerics}`")
-    needs = Needs(device, dtype, head_dim, page_size, graphs, numerics, group, kv_fp8)
     if requested != "auto":
         unavailable_because = UNAVAILABLE_BECAUSE[requested](needs)
         if unavailable_because is None:
@@ -92,11 +84,11 @@ def choose(
         able = [name for name in NAMES if name != requested and UNAVAILABLE_BECAUSE[name](needs) is None]
         others = ", ".join(f"`{name}`" for name in able) or "none without another setting"
         why = f"`attention_backend` {requested} cannot run here: {unavailable_because}"
-        raise ConfigError(f"{why}\nhint: of those that can: {others}")
+        raise ConfigError(f"{why}\nhint: these can: {others}")
     unavailable: dict[str, str] = {}
     for name in INVARIANT_NAMES if numerics == "invariant" else NAMES:
         unavailable_because = UNAVAILABLE_BECAUSE[name](needs)
-        if unavailable_because is None and name == "triton" and device.type != "cuda":
+        if unavailable_because is None and name == "triton" and needs.device.type != "cuda":
             unavailable_because = "it would run in Triton's interpreter"
         if unavailable_because is not None:
             unavailable[name] = unavailable_because
@@ -119,13 +111,13 @@ def make(
     graph_rows: int = 0,
     plans_in_flight: int | None = None,
 ) -> AttentionBackend:
-    """Make the backend of that name over a pool.
+    """Create the backend of this name over a pool.
 
     Args:
         heads: query heads of this rank.
-        scale: of the scores before the softmax; head_dim ** -0.5 unless given.
-        graph_rows: of the largest CUDA graph, 0 for none: workspaces are sized for it.
-        plans_in_flight: that may be made before the first of them is on the device; see `flashinfer_backend`.
+        scale: factor of the scores before the softmax; head_dim ** -0.5 unless given.
+        graph_rows: rows of the largest CUDA graph, 0 for none; workspaces are sized for it.
+        plans_in_flight: plans that may be made before the first of them is on the device; see `flashinfer_backend`.
     """
     if name == "reference":
         from lockstep.runtime.attention.reference import ReferenceAttention
@@ -144,17 +136,17 @@ def make(
 
 
 def _logged(choice: BackendChoice) -> BackendChoice:
-    if choice not in _said:
-        _said.add(choice)
+    if choice not in _logged_choices:
+        _logged_choices.add(choice)
         log.info("attention backend %s: %s", choice.name, choice.reason)
     return choice
 
 
-_said: set[BackendChoice] = set()
+_logged_choices: set[BackendChoice] = set()
 
 
 def _flashinfer_unavailable(needs: Needs) -> str | None:
-    """Why FlashInfer cannot run, or None."""
+    """Return why FlashInfer cannot run, or None."""
     if needs.device.type != "cuda":
         return f"it needs a CUDA device, this is `{needs.device}`"
     if find_spec("flashinfer") is None:
@@ -179,7 +171,7 @@ def _flashinfer_unavailable(needs: Needs) -> str | None:
 
 
 def _flashinfer_fails(needs: Needs) -> str | None:
-    """What goes wrong when FlashInfer runs one small pass of this kind, or None."""
+    """Return the error of one small FlashInfer pass of this kind, or None if it succeeds."""
     kind = f"{_name(needs.dtype)}, head dim {needs.head_dim}, {needs.group} heads per KV head"
     kind += ", KV in fp8" * needs.kv_fp8
     try:
@@ -195,14 +187,14 @@ def _flashinfer_fails(needs: Needs) -> str | None:
             needs.graphs,
             needs.kv_fp8,
         )
-    except Exception as error:  # a module that lacks, a kernel that was not compiled ahead, a compiler that fails
+    except Exception as error:  # a missing module, a kernel that was not compiled ahead, a failing compiler
         why = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         return f"a trial with {kind} failed: {why}"
     return None if right else f"a trial with {kind} {WRONG}"
 
 
 def _triton_unavailable(needs: Needs) -> str | None:
-    """Why our Triton kernels cannot run, or None."""
+    """Return why our Triton kernels cannot run, or None."""
     if find_spec("triton") is None:
         return "triton is not installed; pip install triton"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -221,7 +213,7 @@ def _triton_unavailable(needs: Needs) -> str | None:
 
 
 def _reference_unavailable(needs: Needs) -> str | None:
-    """Why plain torch cannot run, or None."""
+    """Return why plain torch cannot run, or None."""
     return "it cannot run in CUDA graphs" if needs.graphs else None
 
 

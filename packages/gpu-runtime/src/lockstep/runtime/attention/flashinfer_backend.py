@@ -1,14 +1,14 @@
 """Attention by FlashInfer 0.6.18: its paged prefill wrapper for rows that extend, its decode wrapper for the others.
 
-What decides launches comes from host twins; only the page numbers are gathered on the device. Facts that shaped this
+Launches are planned from lengths on the host; only the page numbers are gathered on the device. Facts that shaped this
 file (read in flashinfer/prefill.py, decode.py and attention/scheduler.cuh of 0.6.18.post1):
 
-- `plan` takes q_data_type float16 by default, and anything behind `page_size` by keyword only.
-- `plan` fills a pinned buffer and copies it to the device without waiting. The next `plan` would overwrite it under a
-  copy that still waits behind a running pass. `PinnedRing` closes that.
-- A wrapper for CUDA graphs belongs to one number of rows; buffers, split workspace included, keep their addresses.
-- With tensor cores a decode's `plan` goes through the rows' lengths in Python, some microseconds a row, and copies them
-  from memory that is not pinned. Overlap hides what the CPU does; at depth 0 it is seen.
+- `plan` takes q_data_type float16 by default, and every argument after `page_size` by keyword only.
+- `plan` fills a pinned buffer and copies it to the device without waiting. The next `plan` would overwrite the buffer
+  while its copy still waits behind a running pass. `PinnedRing` prevents that.
+- A wrapper for CUDA graphs belongs to one number of rows; its buffers, split workspace included, keep their addresses.
+- With tensor cores the `plan` of a decode loops over the rows' lengths in Python, some microseconds per row, and copies
+  them from memory that is not pinned. Overlap hides this CPU time; at depth 0 it adds to the step.
 - The decode kernels without tensor cores support few group sizes, and no fixed split size.
 """
 
@@ -30,7 +30,7 @@ from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.memory import MIB
 
 WORKSPACE_BYTES_MIN = 256 << 20  # partial results of split KV; FlashInfer recommends 128 MiB or more
-PLANS_IN_FLIGHT = 4  # plans made and not yet copied, unless a limit is given; one more waits for the device
+PLANS_IN_FLIGHT = 4  # plans made and not yet copied, unless a limit is given; a further plan waits for the device
 TRIAL_ROWS = 2
 NO_TENSOR_CORES_GROUP_MAX = 2  # heads per KV head up to which a decode is faster without tensor cores
 
@@ -40,7 +40,7 @@ class FlashInferAttention:
 
     name = "flashinfer"
     graphs = True
-    exact_lengths = True  # its plan cuts the pages of each row on the CPU
+    exact_lengths = True  # its plan splits the pages of each row on the CPU
 
     def __init__(
         self,
@@ -54,13 +54,13 @@ class FlashInferAttention:
     ) -> None:
         """Args:
         heads: query heads, a multiple of the pool's KV heads.
-        scale: of the scores before the softmax; head_dim ** -0.5 unless given.
-        numerics: `invariant` gives a decode the same bits in every batch, by splitting no row at all: pieces of a fixed
-            size cannot be captured, and a long prompt in them needs gigabytes of partial results. An extend too, as
-            long as the average number of new tokens in a batch selects the same query tile of FlashInfer. Triton has
-            pieces of a fixed size and no such condition.
-        graph_rows: of the largest graph.
-        plans_in_flight: two for each pass that extends, one for each other, of all batches launched at a time.
+        scale: factor of the scores before the softmax; head_dim ** -0.5 unless given.
+        numerics: with `invariant` a decode has the same bits in every batch, because no row is split at all: pieces of
+            a fixed size cannot be captured, and in a long prompt they need gigabytes of partial results. An extend has
+            the same bits as long as the average number of new tokens in a batch selects the same query tile of
+            FlashInfer. The Triton backend has pieces of a fixed size and no such condition.
+        graph_rows: rows of the largest graph; 0 for none.
+        plans_in_flight: two for each pass that extends, one for each other, over all batches in flight at a time.
         workspace_bytes: device memory for partial results; None: as much as these settings need.
         """
         import flashinfer
@@ -89,9 +89,9 @@ class FlashInferAttention:
         self.ring = PinnedRing(self.decode._pin_memory_int_workspace_buffer, plans_in_flight)
 
     def plan(self, batch: ForwardBatch, graph: bool = False) -> None:
-        """Plan both wrappers for the rows they get.
+        """Plan the prefill wrapper for the rows that extend, and the decode wrapper for the others.
 
-        Raises: ValueError if a graph is wanted for rows that extend.
+        Raises: ValueError if `graph` is set and rows extend.
         """
         if graph and batch.extend_rows:
             raise ValueError(f"a CUDA graph holds decodes only, got {batch.extend_rows} rows that extend")
@@ -107,7 +107,7 @@ class FlashInferAttention:
             self.ring.plan(self.active, *self._pages(batch, count, batch.count), *heads, **self.options)
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
-        """Keep the new keys and values in the pool, then attend; see `AttentionBackend.run`."""
+        """Write the new keys and values to the pool, then attend; see `AttentionBackend.run`."""
         self.pool.write(layer, key, value, batch)
         paged = (self.pool.keys[layer], self.pool.values[layer])
         query = query.contiguous()
@@ -124,7 +124,7 @@ class FlashInferAttention:
         return out
 
     def _for_graph(self, batch: ForwardBatch) -> Any:
-        """The decode wrapper for graphs of this number of rows."""
+        """Return the decode wrapper for graphs of this number of rows; made on first use."""
         count = batch.count
         if count not in self.decode_graphs:
             ints: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
@@ -141,15 +141,17 @@ class FlashInferAttention:
         return self.decode_graphs[count]
 
     def _pages(self, batch: ForwardBatch, first: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Pages of rows [first:stop) in FlashInfer's layout.
+        """Return the pages of rows [first:stop) in FlashInfer's layout.
 
-        Returns: indptr [rows + 1] on the CPU, page numbers on the device, fill of last pages [rows] on the CPU; int32.
+        Returns: indptr [rows + 1] on the CPU; page numbers on the device; used slots of last pages [rows] on the CPU.
+            All int32.
         """
         lengths = batch.lengths_host[first:stop]
         counts = -(-lengths // self.pool.page_size)
         indptr = np.concatenate([[0], np.cumsum(counts)])
         last = (lengths - 1) % self.pool.page_size + 1
-        # Of each page: its row and its place there, flat in the page table. Known to the host but for the table's rows.
+        # For each page: its row and its index in that row, flat over the page table. Only the rows of the table are not
+        # on the host.
         total = int(indptr[-1])
         lengths_there = batch.lengths[first:stop]
         counts_there = (lengths_there + (self.pool.page_size - 1)) // self.pool.page_size
@@ -160,26 +162,27 @@ class FlashInferAttention:
         return self._pinned(indptr), pages, self._pinned(last)
 
     def _pinned(self, numbers: NDArray[np.integer]) -> Tensor:
-        """int32 on the CPU, in pinned memory: a copy of pageable memory may wait for the stream."""
+        """Return int32 numbers on the CPU in pinned memory: a copy from pageable memory may wait for the stream."""
         tensor = torch.from_numpy(numbers.astype(np.int32))
         return tensor.pin_memory() if self.device.type == "cuda" else tensor
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a device; 1 for the CPU."""
+    """Return the streaming multiprocessors of a device; 1 for the CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def workspace_needed(heads: int, kv_heads: int, head_dim: int, graph_rows: int, sms: int) -> int:
-    """Bytes of partial results that a plan may need; by PrefillSplitQOKVIndptr and PrefillPlan of scheduler.cuh.
+    """Return the bytes of partial results that a plan may need.
 
-    Each piece of a split, a tile of query heads and tokens with a part of the positions, leaves [tile, head_dim] values
-    and a sum for each of its rows, in fp32. Without a graph there are no more pieces than fill the device twice over;
-    in a graph as many as there could be tiles if the rows' lengths were others.
+    Each piece of a split, a tile of query heads and tokens with a part of the positions, stores [tile, head_dim] values
+    and a sum for each of its rows, in fp32. Without a graph there are at most as many pieces as fill the device twice.
+    In a graph there are as many as the tiles of any lengths of the rows could need.
 
     Args:
-        graph_rows: of the largest graph; 0 for none.
+        graph_rows: rows of the largest graph; 0 for none.
         sms: streaming multiprocessors of the device.
+    Source: PrefillSplitQOKVIndptr and PrefillPlan in FlashInfer's scheduler.cuh.
     """
     group = heads // kv_heads
     filling = max(1, 2 * sms // kv_heads)
@@ -196,10 +199,10 @@ def workspace_needed(heads: int, kv_heads: int, head_dim: int, graph_rows: int, 
 
 
 class PinnedRing:
-    """Pinned buffers for plans on their way to the device.
+    """Pinned buffers for plans that are being copied to the device.
 
-    Hazard: `plan` n + 1 writes the pinned buffer that the copy of plan n still reads, behind a pass that is running.
-    Closed by a ring of buffers; a buffer is taken again once the event behind its last copy has happened.
+    Hazard: `plan` n + 1 writes the pinned buffer that the copy of plan n, behind a running pass, has still to read.
+    Closed by a ring of buffers: a buffer is used again only after the event behind its last copy.
     """
 
     def __init__(self, like: Tensor, count: int) -> None:
@@ -208,9 +211,9 @@ class PinnedRing:
         self.turn = 0
 
     def plan(self, wrapper: Any, *args: Any, **options: Any) -> None:
-        """`wrapper.plan` by way of the next buffer."""
+        """Run `wrapper.plan` with the next buffer of the ring."""
         self.turn = (self.turn + 1) % len(self.buffers)
-        self.copied[self.turn].synchronize()  # returns at once where nothing was recorded
+        self.copied[self.turn].synchronize()  # returns at once if nothing was recorded
         wrapper._pin_memory_int_workspace_buffer = self.buffers[self.turn]
         wrapper.plan(*args, **options)
         self.copied[self.turn].record()
@@ -226,14 +229,14 @@ def try_out(
     graphs: bool,
     fp8: bool = False,
 ) -> bool:
-    """Load every kernel that a model of this kind needs, and run it once: an extend beside a decode, then decodes.
+    """Load every kernel that a model of this kind needs, and run each once: an extend beside a decode, then decodes.
 
     Args:
         group: query heads of the one KV head.
         graphs: also plan as for a CUDA graph; nothing is captured.
-        fp8: with KV in it.
+        fp8: whether KV is stored in fp8.
     Returns: whether all results are right.
-    Raises: whatever FlashInfer raises.
+    Raises: any exception of FlashInfer.
     """
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode():
         pool = KvPool(1, 4, page_size, 1, head_dim, dtype, device, [(0.5, 0.25)] if fp8 else None)
@@ -244,13 +247,13 @@ def try_out(
             ones = torch.ones(batch.tokens, 1, head_dim, dtype=dtype, device=device)
             backend.plan(batch, graph)
             out = backend.run(0, ones.expand(-1, group, -1), ones, ones, batch)
-            if not torch.equal(out, torch.ones_like(out)):  # all values are one, and so is every mean of them
+            if not torch.equal(out, torch.ones_like(out)):  # all values are one, so every weighted mean is one
                 return False
     return True
 
 
 def _two_rows(new: int, page_size: int, device: torch.device) -> ForwardBatch:
-    """A row with so many new tokens and one with a single one, both from their start on, each on pages of its own."""
+    """Return a batch of a row with `new` new tokens and a row with one, both from position 0, each on its own pages."""
     pages = -(-new // page_size)
     positions = torch.cat((torch.arange(new, device=device), torch.zeros(1, dtype=torch.int64, device=device)))
     slots = positions.clone()

@@ -1,4 +1,4 @@
-"""Triton kernels of attention over pages; `triton_backend.py` launches them, `reference.py` is what they must equal.
+"""Triton kernels of attention over pages, launched by `triton_backend.py`; `reference.py` defines their results.
 
 Keys and values of a layer are [pages, PAGE, KV_HEADS, D] each. A position is found through its row of the page table:
 
@@ -6,25 +6,24 @@ Keys and values of a layer are [pages, PAGE, KV_HEADS, D] each. A position is fo
     page table      17    |    3    |  90
     cell          (page * PAGE + position % PAGE) * KV_HEADS + kv_head, of D numbers each
 
-A tile of scores is BLOCK_M queries times BLOCK_N positions. The GROUP query heads that share a KV head lie in one tile,
-beside the tokens, so that keys and values are read once for all of them and no row of the tile is wasted on an odd
-GROUP:
+A tile of scores is BLOCK_M queries times BLOCK_N positions. The GROUP query heads that share a KV head share a tile
+with the tokens. Keys and values are then read once for all of them, and an odd GROUP wastes no row of the tile:
 
     row of the tile       0   1   2   3   4   5   6   7   ...       GROUP = 3
     token                 0   0   0   1   1   1   2   2             row // GROUP
     head of the group     0   1   2   0   1   2   0   1             row % GROUP
 
-A decode is the same tile with one token. Softmax is online: of the positions seen so far a row keeps the largest score
-`top`, the sum of 2 ** (score - top) in `total`, and in `acc` the sum of the values weighted so. Scores are in units of
-log 2 because exp2 is what the hardware has.
+A decode is the same tile with one token. Softmax is online: for the positions scanned so far, each row keeps the
+largest score `top`, the sum `total` of 2 ** (score - top), and in `acc` the sum of the values with these weights.
+Scores are in units of log 2 because the hardware computes exp2.
 
-Where KV lies in fp8, what is read is widened to the dtype of the query, which is exact. The scale of keys is part of
-`scale`, and that of values comes behind the sums.
+KV in fp8 is widened to the dtype of the query, which is exact. The scale of keys is part of `scale`; the scale of
+values is applied to the finished sums.
 
 `SPLIT` > 0 fixes the order of additions: positions are cut every SPLIT, each piece is summed by itself, and pieces are
 added from left to right. The numbers of a token then do not depend on the kernel that adds: one program that walks
-along all of them, or many with a merge behind, for one token or for a chunk, in a batch or alone. Launch with
-`enable_fp_fusion=False` then, so that no compiler fuses a product and a sum in one kernel and not in another.
+along all positions, or several with a merge behind; for one token or for a chunk; in a batch or alone. Such launches
+need `enable_fp_fusion=False`, so that the compiler does not fuse a product and a sum in only some of the kernels.
 """
 
 # Triton reads the source of these functions: constants are upper case, as in its own kernels.
@@ -38,13 +37,14 @@ import triton
 import triton.language as tl
 
 ANYWHERE = ["rows", "indptr", "lengths"]
-"""Parts of a packed plan, which begin wherever the part before ends. Triton would compile a kernel anew for each
-mixture of those that happen to lie at a multiple of 16 bytes: seconds each, while requests wait."""
+"""Parts of a packed plan, each of which begins at the end of the part before it. Without this list Triton would
+compile a kernel anew for each combination of parts that happen to be aligned to 16 bytes: seconds each, while requests
+wait."""
 
 
 @triton.jit
 def write_kv(
-    key,  # [tokens, KV_HEADS, D], strides given, numbers of a head side by side
+    key,  # [tokens, KV_HEADS, D], strides given, numbers of a head contiguous
     value,
     keys,  # [cells, KV_HEADS, D]
     values,
@@ -60,7 +60,7 @@ def write_kv(
     BLOCK: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Copy the new keys and values to their slots; to fp8 divided by their scales, and no further than its largest.
+    """Copy the new keys and values to their slots; for fp8, divide them by their scales and clamp them to its range.
 
     One program per token:  [ head 0: D ][ head 1: D ] ...  KV_HEADS * D numbers in one block, to one run of memory.
     """
@@ -82,15 +82,15 @@ def write_kv(
 @triton.jit
 def _scan(
     acc,  # fp32 [BLOCK_M, BLOCK_D]
-    top,  # fp32 [BLOCK_M], -inf where nothing was seen
+    top,  # fp32 [BLOCK_M], -inf before the first position
     total,  # fp32 [BLOCK_M]
     queries,  # [BLOCK_M, BLOCK_D]
-    seen,  # int32 [BLOCK_M], the last position that each row sees; -1 where the row is padding
+    seen,  # int32 [BLOCK_M], the last position that each row attends to; -1 for padding
     first,
     stop,
     keys,
     values,
-    table,  # the row's pages
+    table,  # page numbers of the row
     kv_head,
     scale,
     KV_HEADS: tl.constexpr,
@@ -101,7 +101,7 @@ def _scan(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Take in positions [first:stop). Without MASKED all rows see all of them, and they are whole tiles.
+    """Accumulate positions [first:stop). Without MASKED, every row attends to all of them, and all tiles are whole.
 
     first                            stop
       | tile 0 | tile 1 | tile 2 | t...        one turn of the loop: BLOCK_N keys, BLOCK_N values
@@ -118,7 +118,7 @@ def _scan(
 
         where_key = keys + cells[None, :] + dims[:, None]
         where_value = values + cells[:, None] + dims[None, :]
-        if MASKED:  # what lies behind the last position may be anything, NaN too, and is not read
+        if MASKED:  # slots behind the last position may hold anything, NaN included, and are not read
             key = tl.load(where_key, mask=(at[None, :] < stop) & (dims[:, None] < D), other=0.0)
             value = tl.load(where_value, mask=(at[:, None] < stop) & (dims[None, :] < D), other=0.0)
         elif BLOCK_D > D:
@@ -132,7 +132,7 @@ def _scan(
         if MASKED:
             score = tl.where((at[None, :] <= seen[:, None]) & (at[None, :] < stop), score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
-        # A row that has seen nothing yet has no largest score; -inf minus -inf would be NaN.
+        # Before its first position a row has no largest score; -inf minus -inf would be NaN.
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
         weight = tl.exp2(score - anchor[:, None])
         shrink = tl.exp2(top - anchor)
@@ -145,7 +145,7 @@ def _scan(
 
 @triton.jit
 def _add(acc, top, total, part, part_top, part_total):
-    """Add a piece to what was summed before it: [rows, dims], [rows], [rows] each."""
+    """Add a piece to the sum of the pieces before it; shapes [rows, dims], [rows], [rows] each."""
     higher = tl.maximum(top, part_top)
     anchor = tl.where(higher == float("-inf"), 0.0, higher)
     shrink = tl.exp2(top - anchor)
@@ -175,10 +175,10 @@ def _attend(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One piece: positions [first:stop), of which all rows see those before `whole`.
+    """Compute one piece, positions [first:stop). All rows attend to the positions before `whole`.
 
     first             whole        stop
-      | tile | tile | ti|e | tile | t       whole tiles that every row sees go without masks
+      | tile | tile | ti|e | tile | t       whole tiles that every row attends to need no masks
       |   no masks    |   masks    |
     """
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -216,7 +216,7 @@ def _attend_in_order(
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """All positions [0:stop) by one program, in pieces of SPLIT if that is given.
+    """Compute all positions [0:stop) in one program, in pieces of SPLIT positions if SPLIT > 0.
 
     0           SPLIT       2 * SPLIT   stop
     |   piece 0   |   piece 1   | piece 2 |        ((0 + piece 0) + piece 1) + piece 2
@@ -253,7 +253,7 @@ def extend(
     query_head,
     table_row,
     scale,
-    value_scale,  # of what lies in fp8; that of keys is part of `scale`
+    value_scale,  # scale of values in fp8; that of keys is part of `scale`
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -265,16 +265,16 @@ def extend(
     PRECISION: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """New tokens of rows whose earlier positions have KV already: prefill, chunks, prefixes from the cache.
+    """Attend from the new tokens of rows with earlier KV: prefill, chunks, prefixes from the cache.
 
     Grid (tiles over new tokens, KV heads, rows). What a tile reads, for a row of length 11 with 6 new tokens:
 
-                         positions 0 . . . . | 5 . . . . 10
-        tile 0   tokens 5, 6       x x x x x   x x
-        tile 1   tokens 7, 8       x x x x x   x x x x            x computed; to the right of the diagonal
-        tile 2   tokens 9, 10      x x x x x   x x x x x x        inside of a tile, masked
+              positions 0 . . . . | 5 . . . . 10
+      tile 0   tokens 5, 6       x x x x x   x x
+      tile 1   tokens 7, 8       x x x x x   x x x x            x computed; to the right of the diagonal
+      tile 2   tokens 9, 10      x x x x x   x x x x x x        inside of a tile, masked
 
-    Tiles with most to read are started first: what is left when the GPU runs empty is short.
+    Tiles with the most positions start first, so that only short tiles run at the end, when the GPU is no longer full.
     """
     row = tl.program_id(2)
     kv_head = tl.program_id(1)
@@ -320,26 +320,27 @@ def decode(
     rows,  # int32 [rows]
     indptr,  # int32 [rows + 1]
     lengths,  # int32 [rows]
-    first_row,  # the first that decodes
+    first_row,  # index of the first row that decodes
     query_token,
     query_head,
     table_row,
     scale,
-    value_scale,  # of what lies in fp8; that of keys is part of `scale`
+    value_scale,  # scale of values in fp8; that of keys is part of `scale`
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # GROUP, rounded up to what a tensor core takes
+    BLOCK_M: tl.constexpr,  # GROUP, rounded up to the rows that a tensor core takes
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """One new token per row, a program for all positions of a row: enough where rows alone fill the GPU.
+    """Attend from one new token per row, with one program for all positions of a row.
 
-    Grid (KV heads, rows). Programs of neighbouring KV heads run side by side and read neighbouring memory.
+    For batches with enough rows to fill the GPU. Grid (KV heads, rows). Programs of neighbouring KV heads run side by
+    side and read neighbouring memory.
     """
     kv_head = tl.program_id(0)
     row = first_row + tl.program_id(1)
@@ -381,7 +382,7 @@ def decode_split(
     query_head,
     table_row,
     scale,
-    most,  # pieces that `parts` has room for
+    most,  # pieces per row and head that `parts` has room for
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -392,12 +393,12 @@ def decode_split(
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One new token per row, positions shared out between programs; `merge` adds what they found.
+    """Attend from one new token per row, with the positions split over several programs; `merge` adds the pieces.
 
     Grid (KV heads, programs per row, rows).
 
-        SPLIT = 0, 3 programs:    |  tiles of 0  |  tiles of 1  | tiles 2 |         one piece per program
-        SPLIT > 0, 3 programs:    |  0  |  1  |  2  |  0  |  1  |  2  | 0 |         pieces in turn
+      SPLIT = 0, 3 programs:    |  tiles of 0  |  tiles of 1  | tiles 2 |         one piece per program
+      SPLIT > 0, 3 programs:    |  0  |  1  |  2  |  0  |  1  |  2  | 0 |         pieces in turn
     """
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
@@ -454,7 +455,7 @@ def merge(
 ):
     """Add the pieces of a row from left to right. Grid (heads, rows).
 
-    | 0 1 2 ... AHEAD - 1 | AHEAD ...         loads of AHEAD pieces are under way at a time, additions stay in order
+    | 0 1 2 ... AHEAD - 1 | AHEAD ...         AHEAD pieces are loaded at a time, additions stay in order
     """
     head = tl.program_id(0)
     part_row = tl.program_id(1).to(tl.int64)

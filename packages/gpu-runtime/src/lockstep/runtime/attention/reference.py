@@ -1,4 +1,4 @@
-"""Attention in plain torch, row by row: slow, on any device, and the truth for all other backends."""
+"""Attention in plain torch, row by row: slow, on any device, and the reference of all other backends."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from lockstep.runtime.kv_pool import KvPool
 
 
 class ReferenceAttention:
-    """Gathers each row's pages into dense keys and values, and accumulates in fp32 (in fp64 where the query is)."""
+    """Attention that gathers each row's pages into dense keys and values and sums in fp32, for fp64 queries in fp64."""
 
     name = "reference"
     graphs = False  # lengths of rows are shapes of its tensors
     exact_lengths = True
 
     def __init__(self, pool: KvPool, scale: float | None = None) -> None:
-        """Args: scale: of the scores before the softmax; head_dim ** -0.5 unless given."""
+        """Args: scale: factor of the scores before the softmax; head_dim ** -0.5 unless given."""
         self.pool = pool
         self.scale = pool.head_dim**-0.5 if scale is None else scale
 
     def plan(self, batch: ForwardBatch, graph: bool = False) -> None:
-        """Nothing to prepare.
+        """Do nothing: this backend needs no preparation.
 
-        Raises: ValueError if a CUDA graph is wanted.
+        Raises: ValueError if `graph` is set.
         """
         if graph:
             raise ValueError("attention backend `reference` cannot run in a CUDA graph\nhint: use `triton`")
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
-        """Keep the new keys and values in the pool, then attend; see `AttentionBackend.run`."""
+        """Write the new keys and values to the pool, then attend; see `AttentionBackend.run`."""
         self.pool.write(layer, key, value, batch)
         tables = batch.page_table.index_select(0, batch.rows)
         out = torch.empty_like(query)
@@ -47,7 +47,7 @@ class ReferenceAttention:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attention of one row's last tokens over all of its positions.
+    """Compute the attention of one row's last `new` tokens over all of its positions.
 
     Args:
         query: [new, heads, head_dim], of the last `new` positions; key, value: [positions, kv_heads, head_dim].
@@ -56,7 +56,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     new, heads, head_dim = query.shape
     positions, kv_heads, _ = key.shape
     exact = torch.promote_types(query.dtype, torch.float32)
-    # Query head h reads KV head h // group: heads of a group are rows of one matrix, beside its tokens.
+    # Query head h reads KV head h // group: the heads of a group and the tokens are together the rows of one matrix.
     grouped = query.to(exact).view(new, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
     scores = (grouped @ key.to(exact).permute(1, 2, 0) * scale).view(kv_heads, -1, new, positions)
     if new > 1:

@@ -17,8 +17,8 @@ from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool
 
 LOG2_E = log2(2.718281828459045)
-PIECE = 1024  # positions that are added up by themselves with `numerics="invariant"`; a multiple of every BLOCK_N
-PROGRAMS_PER_SM = 4  # a decode is cut until there are so many programs: each keeps few bytes under way
+PIECE = 1024  # positions per separately summed piece with `numerics="invariant"`; a multiple of every BLOCK_N
+PROGRAMS_PER_SM = 4  # a decode is split into this many programs, because each has few bytes of loads in flight
 PROGRAMS_PER_ROW_MAX = 64
 AHEAD = 8  # pieces that `merge` loads at a time
 
@@ -34,7 +34,7 @@ class Tiling:
 
 
 def positions_per_tile(head_dim: int, dtype: torch.dtype) -> int:
-    """BLOCK_N. One for all kernels, or the order of additions would depend on the kernel."""
+    """Return BLOCK_N. All kernels use the same, since the order of additions depends on it."""
     wide = head_dim > 128
     if dtype.itemsize > 2:
         return 16 if wide else 32
@@ -42,16 +42,19 @@ def positions_per_tile(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def decode_tiling(head_dim: int, dtype: torch.dtype, group: int) -> Tiling:
-    """Bound by memory: small tiles, several stages of loads under way, so that a few programs share an SM."""
+    """Return the tiling of a decode: small tiles and several stages of loads, so that programs share an SM.
+
+    A decode is bound by memory bandwidth.
+    """
     block_m = max(16, triton.next_power_of_2(group))
     return Tiling(block_m, positions_per_tile(head_dim, dtype), 4, 3 if dtype.itemsize == 2 else 2)
 
 
 def extend_tiling(head_dim: int, dtype: torch.dtype, group: int, most_new: int, numerics: Numerics) -> Tiling:
-    """Bound by arithmetic: as many query rows as registers hold, fewer where there are not so many.
+    """Return the tiling of an extend, which arithmetic bounds: as many query rows as registers hold and tokens fill.
 
-    From 64 rows on Hopper and Blackwell take other tensor-core instructions. `invariant` stays with those of a decode:
-    a token then has the same bits whether it was decoded or extended.
+    From 64 rows on, Hopper and Blackwell use other tensor-core instructions. With `invariant` numerics an extend keeps
+    to those of a decode, so that a token has the same bits whether it was decoded or extended.
     """
     block_n = positions_per_tile(head_dim, dtype)
     if dtype.itemsize > 2:  # no tensor cores in full fp32: registers are the limit
@@ -63,19 +66,19 @@ def extend_tiling(head_dim: int, dtype: torch.dtype, group: int, most_new: int, 
 
 
 class TritonAttention:
-    """`kernels` behind `AttentionBackend`."""
+    """The kernels of `kernels.py` as an `AttentionBackend`."""
 
     name = "triton"
     graphs = True
-    exact_lengths = False  # only grids and tiles follow from them
+    exact_lengths = False  # only grids and tiles depend on them
 
     def __init__(
         self, pool: KvPool, heads: int, scale: float | None = None, numerics: Numerics = "fast", piece: int = PIECE
     ) -> None:
         """Args:
         heads: query heads, a multiple of the pool's KV heads.
-        scale: of the scores before the softmax; head_dim ** -0.5 unless given.
-        numerics: `invariant` gives a token the same bits in every batch, chunk and graph.
+        scale: factor of the scores before the softmax; head_dim ** -0.5 unless given.
+        numerics: with `invariant` a token has the same bits in every batch, chunk and graph.
         piece: positions per piece with `invariant`, a multiple of 64.
         """
         if heads % pool.kv_heads:
@@ -89,15 +92,15 @@ class TritonAttention:
         device = pool.keys[0].device
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         self.block_d = max(16, triton.next_power_of_2(pool.head_dim))
-        # A graph reads the workspace at the address it had at capture: those planned for graphs are never given back.
+        # A graph reads the workspace at its address at capture, so workspaces planned for graphs are never freed.
         self.workspace = torch.empty(0, dtype=torch.float32, device=device)
         self.graph_workspaces: list[Tensor] = []
         self.programs = self.most = 1
 
     def plan(self, batch: ForwardBatch, graph: bool = False) -> None:
-        """Choose how many programs share a row that decodes, and have room for what they find.
+        """Choose the number of programs per decoding row, and make the workspace for their results large enough.
 
-        Raises: ValueError if a graph is wanted for rows that extend.
+        Raises: ValueError if `graph` is set and rows extend.
         """
         if graph and batch.extend_rows:
             raise ValueError(f"a CUDA graph holds decodes only, got {batch.extend_rows} rows that extend")
@@ -106,7 +109,7 @@ class TritonAttention:
         longest = batch.page_table.shape[1] * self.pool.page_size if graph else batch.longest
         unit = self.piece or positions_per_tile(self.pool.head_dim, self.pool.keys[0].dtype)
         units = -(-longest // unit)
-        # As many as run at once and not one more: rounded up, a few of them would be a second wave for all to wait for.
+        # Rounded down to what runs at once: rounded up, the last few programs would form a second wave.
         wanted = PROGRAMS_PER_SM * self.sms // max(rows * self.pool.kv_heads, 1)
         self.programs = max(1, min(wanted, units, PROGRAMS_PER_ROW_MAX))
         if self.programs > 1:
@@ -118,7 +121,7 @@ class TritonAttention:
                 self.graph_workspaces.append(self.workspace)
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
-        """Keep the new keys and values in the pool, then attend; see `AttentionBackend.run`."""
+        """Write the new keys and values to the pool, then attend; see `AttentionBackend.run`."""
         if not batch.tokens:
             return query
         self._write(layer, key, value, batch)
@@ -212,7 +215,7 @@ class TritonAttention:
         )
 
     def _scales(self, layer: int) -> tuple[float, float]:
-        """Of scores, in units of log 2, and of values."""
+        """Return the scale of scores, in units of log 2, and the scale of values."""
         key_scale, value_scale = self.pool.scales[layer]
         return self.scale * LOG2_E * key_scale, value_scale
 
@@ -226,7 +229,7 @@ class TritonAttention:
             "BLOCK_D": self.block_d,
             "BLOCK_N": tiling.BLOCK_N,
             "SPLIT": self.piece,
-            "PRECISION": "ieee",  # fp32 means fp32, not tf32
+            "PRECISION": "ieee",  # exact fp32, not tf32
             "num_warps": tiling.num_warps,
             "num_stages": tiling.num_stages,
             "enable_fp_fusion": self.numerics == "fast",

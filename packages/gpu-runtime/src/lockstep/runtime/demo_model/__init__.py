@@ -1,10 +1,10 @@
-"""The small model that everything uses that needs one: committed beside this file, and how it was made.
+"""The small model of demos and tests: committed beside this file, with the code that made it.
 
-It has the form of Qwen3 (four layers, 2.2 million weights) and continues texts in the manner of Python's documentation;
-prompted with a function of the standard library, it answers in that manner. The answers are not true.
+It has the architecture of Qwen3 (four layers, 2.2 million weights) and continues text in the style of Python's
+documentation. Prompted with a function of the standard library, it answers in that style; the answers are not true.
 
-The text it learnt from, and the words in its tokenizer, are Python's: copyright Python Software Foundation, under the
-PSF License Agreement (PSF-2.0), https://docs.python.org/3/license.html. The committed files hold no passage of it.
+Its training text, and the words in its tokenizer, are Python's: copyright Python Software Foundation, under the PSF
+License Agreement (PSF-2.0), https://docs.python.org/3/license.html. The committed files hold no passage of it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 
 from lockstep.core.contract.errors import ConfigError
 
-MADE = "made.json"  # the source of a demo model; marks a folder as one
+MADE = "made.json"  # how a demo model was made; its presence marks a folder as one
 COMMITTED = Path(__file__).with_name("files")
 
 
 def demo_model_folder() -> Path:
-    """The committed demo model, a Hugging Face folder: pass it to `build_model`. Not to be written to.
+    """Return the committed demo model, a Hugging Face folder for `build_model`. Its files must not be changed.
 
-    Raises: ConfigError if this installation came without it.
+    Raises: ConfigError if this installation lacks it.
     """
     if not (COMMITTED / MADE).is_file():
         raise ConfigError(f"no demo model in `{COMMITTED}`\nhint: `lockstep demo-model DIR --train` makes one")
@@ -33,7 +33,7 @@ def demo_model_folder() -> Path:
 
 
 def copy_demo_model(folder: Path) -> bool:
-    """Put a copy of the committed demo model into `folder`; False if it was there already.
+    """Copy the committed demo model to `folder`; return False if it holds that model already.
 
     Raises: ConfigError if the folder holds anything but a demo model.
     """
@@ -46,13 +46,13 @@ def copy_demo_model(folder: Path) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises: ConfigError unless the folder is absent, empty, or holds a demo model, which may be replaced."""
+    """Raise ConfigError unless the folder is absent, empty, or holds a demo model, which may be replaced."""
     if folder.exists() and not (folder.is_dir() and ((folder / MADE).is_file() or not any(folder.iterdir()))):
         raise ConfigError(f"`{folder}` exists and does not hold a demo model\nhint: name a new folder")
 
 
 def read_made(folder: Path) -> dict[str, Any] | None:
-    """From what the demo model of a folder was made, or None."""
+    """Return how the demo model of a folder was made, or None if there is none."""
     try:
         made = json.loads((folder / MADE).read_bytes())
     except (OSError, ValueError):
@@ -61,7 +61,7 @@ def read_made(folder: Path) -> dict[str, Any] | None:
 
 
 def replace_folder(folder: Path, fill: Callable[[Path], object]) -> None:
-    """Fill a folder beside `folder`, then put it in its place: `folder` never holds half a model."""
+    """Fill a temporary folder beside `folder`, then rename it, so that `folder` never holds half a model."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         part = Path(scratch) / "model"

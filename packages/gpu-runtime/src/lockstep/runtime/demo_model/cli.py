@@ -11,12 +11,12 @@ from lockstep.runtime.demo_model import copy_demo_model
 
 @click.command("demo-model")
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--train", is_flag=True, help="Make it anew from this Python's documentation; takes a few minutes.")
+@click.option("--train", is_flag=True, help="Train the model from this Python's documentation; takes a few minutes.")
 def demo_model(folder: Path, train: bool) -> None:
     """Write a small model in the Hugging Face layout to DIR, without any download.
 
     DIR then holds config, weights in bfloat16, and a tokenizer with a chat template; transformers loads it too. Without
-    --train it is a copy of the one that comes with Lockstep. What DIR holds already is not made again.
+    --train it is a copy of the model that is part of Lockstep. An equal model in DIR is kept.
     """
     if not train:
         made = copy_demo_model(folder)

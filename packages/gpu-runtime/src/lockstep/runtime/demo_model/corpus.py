@@ -1,9 +1,9 @@
-"""What the demo model learns from: text that every Python carries.
+"""The training text of the demo model: text that is part of every Python installation.
 
-Documentation strings of the standard library, the language reference behind `help()`, and the licence. A documentation
-string becomes a short conversation, so that the model answers in the form of its chat template; everything else, and
-every documentation string once more, is plain text. All of it is the Python Software Foundation's, under the PSF
-License Agreement; it is read where Python is installed and not kept.
+The text consists of the documentation strings of the standard library, the language reference behind `help()`, and the
+licence. A documentation string becomes a short conversation, so that the model learns the form of its chat template.
+All other text, and every documentation string a second time, is plain text. All of it is the Python Software
+Foundation's, under the PSF License Agreement; it is read from the installed Python and not stored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 LEFT_OUT = frozenset(
     "__pycache__ ensurepip idlelib lib2to3 lib-dynload pydoc_data site-packages test tests turtledemo".split()
 )
-SHORTEST_CHARS = 40  # of a documentation string that is worth a conversation
+SHORTEST_CHARS = 40  # shorter documentation strings make no conversation
 QUESTIONS = ("What does {name} do?", "Explain {name}.", "What is {name}?", "Tell me about {name}.")
 
 
@@ -32,7 +32,7 @@ class Passage:
 
 
 def passages(library: Path | None = None) -> list[Passage]:
-    """All passages of one Python's standard library, in an order that depends on nothing but its files.
+    """Return all passages of one Python's standard library, in an order that depends only on its files.
 
     Raises: FileNotFoundError if the folder holds no documentation strings.
     """
@@ -51,13 +51,13 @@ def _documented(library: Path) -> Iterator[Passage]:
             continue
         try:
             tree = ast.parse(path.read_bytes())
-        except SyntaxError:  # templates and the like
+        except SyntaxError:  # a template, for example
             continue
         module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         for name, text in _strings(tree, module):
             yield Passage(text)
             if len(text) >= SHORTEST_CHARS and not name.rpartition(".")[2].startswith("_"):
-                # The question follows from the name, so that adding a module changes nothing elsewhere.
+                # The question depends only on the name, so that a new module changes no other question.
                 yield Passage(text, QUESTIONS[sum(name.encode()) % len(QUESTIONS)].format(name=name))
 
 
@@ -72,7 +72,10 @@ def _strings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _topics(library: Path) -> Iterator[Passage]:
-    """The language reference: a module with one statement, which assigns a dict of texts. It is read, not run."""
+    """Yield the language reference: a module with one statement, which assigns a dict of texts.
+
+    It is parsed, not run.
+    """
     path = library / "pydoc_data" / "topics.py"
     if not path.is_file():
         return

@@ -19,12 +19,12 @@ CHAT_TEMPLATE = (
 
 
 def conversation(question: str, answer: str) -> str:
-    """One question and its answer, as CHAT_TEMPLATE writes them."""
+    """Return one question and its answer in the form of CHAT_TEMPLATE."""
     return f"{TURN_START}user\n{question}{TURN_END}\n{TURN_START}assistant\n{answer}{TURN_END}\n"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE of exactly `vocab_size` tokens, its three special ones first. Any bytes can be encoded."""
+    """Train byte-level BPE of exactly `vocab_size` tokens, its three special ones first. Any bytes can be encoded."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,7 +41,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def tokenizer_config(context_tokens: int) -> dict[str, Any]:
-    """The content of tokenizer_config.json."""
+    """Return the content of tokenizer_config.json."""
     return {
         "add_prefix_space": False,
         "bos_token": None,

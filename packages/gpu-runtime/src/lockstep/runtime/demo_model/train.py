@@ -1,7 +1,7 @@
-"""How the demo model was made: a few minutes of training on one CPU thread, on text that Python carries.
+"""Training of the demo model: a few minutes on one CPU thread, on text that is part of Python.
 
-The model that is trained is the one that is served (`models/`): what is swapped is the attention backend, for one that
-keeps no KV. Equal Python, torch and machine give equal bytes; elsewhere rounding differs, and so do the weights.
+The trained code is the served code (`models/`), with an attention backend that keeps no KV. Equal Python, torch and
+machine give equal bytes. On other machines rounding differs, and so do the weights.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from lockstep.runtime.models.decoder import Decoder
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that decides the weights, beside the text."""
+    """Everything that determines the weights, except the text."""
 
     seed: int = 7
     vocab: int = 2048
-    context_tokens: int = 4096  # that config.json allows; training sees `window` of them at a time
+    context_tokens: int = 4096  # limit in config.json; training uses rows of `window` tokens
     hidden: int = 192
     intermediate: int = 512
     layers: int = 4
     heads: int = 4
     kv_heads: int = 2
-    head_dim: int = 64  # the least that all attention kernels have
-    window: int = 256  # tokens of a row
-    rows: int = 4  # of a step
+    head_dim: int = 64  # the smallest that all attention kernels support
+    window: int = 256  # tokens per row
+    rows: int = 4  # rows per step
     steps: int = 2400
     warmup_steps: int = 50
-    peak_rate: float = 3e-3  # AdamW's learning rate, then down a cosine to a hundredth of it
+    peak_rate: float = 3e-3  # AdamW's learning rate after the warm-up, followed by a cosine down to a hundredth of it
     weight_decay: float = 0.1
 
     def config(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The content of config.json."""
+        """Return the content of config.json."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "attention_bias": False,
@@ -88,7 +88,7 @@ class Recipe:
 
 
 class WholeRows:
-    """Causal attention over rows of equal length that are all new: nothing is kept, gradients flow."""
+    """Causal attention over rows of equal length without cached tokens. It keeps no KV and has gradients."""
 
     name = "training"
 
@@ -96,10 +96,10 @@ class WholeRows:
         self.window, self.scale = window, scale
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Nothing depends on the batch."""
+        """Do nothing: the backend keeps nothing per batch."""
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
-        """[rows * window, heads, head_dim] to the same."""
+        """Attend within each row; query and result are [rows * window, heads, head_dim]."""
         query, key, value = (
             part.view(-1, self.window, *part.shape[1:]).transpose(1, 2) for part in (query, key, value)
         )
@@ -118,9 +118,9 @@ def train_demo_model(
 
     Args:
         folder: absent, empty, or with a demo model, which is replaced.
-        texts: what to learn from; None is what this Python carries.
-        progress: receives a line now and then.
-    Returns: False if the folder holds the outcome of this very recipe, text and software already.
+        texts: training passages; None: those of this Python.
+        progress: receives a line every 50 steps.
+    Returns: False if the folder already holds the result of this recipe, text and software.
     Raises: ConfigError if the folder holds anything but a demo model.
     """
     recipe = recipe or Recipe()
@@ -143,7 +143,7 @@ def train_demo_model(
     config = recipe.config(tokenizer)
     model = build_model(config, torch.float32, random_weights_seed=recipe.seed)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums in one order
+    torch.set_num_threads(1)  # fixes the order of additions
     try:
         made["loss"] = round(_train(model, tokens, recipe, progress), 4)
     finally:
@@ -153,7 +153,7 @@ def train_demo_model(
 
 
 def training_tokens(texts: Sequence[Passage], tokenizer: Tokenizer, seed: int) -> NDArray[np.int64]:
-    """All passages in a random order, end to end, each behind an end of text."""
+    """Return all passages in a random order, end to end, each preceded by END_OF_TEXT."""
     order = np.random.default_rng(seed).permutation(len(texts))
     end = tokenizer.token_to_id(END_OF_TEXT)
     written = [conversation(text.question, text.text) if text.question else text.text for text in texts]
@@ -177,7 +177,10 @@ def _write(folder: Path, config: dict[str, Any], tokenizer: Tokenizer, model: De
 
 
 def _train(model: Decoder, tokens: NDArray[np.int64], recipe: Recipe, progress: Callable[[str], None]) -> float:
-    """AdamW over random windows, each drawn once before any is drawn again. Returns the mean loss of the last steps."""
+    """Train with AdamW over random windows, each used once before any is used again.
+
+    Returns the mean loss of the last 50 steps.
+    """
     model.train().requires_grad_(True)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     rest = [parameter for parameter in model.parameters() if parameter.ndim == 1]
@@ -208,7 +211,7 @@ def _train(model: Decoder, tokens: NDArray[np.int64], recipe: Recipe, progress: 
 
 
 def _windows(tokens: int, recipe: Recipe) -> Iterator[NDArray[np.int64]]:
-    """Starts of the rows of each step, int64 [rows]."""
+    """Yield the starts of the rows of each step, int64 [rows]."""
     random = np.random.default_rng(recipe.seed)
     while True:
         offset = int(random.integers(recipe.window))
@@ -225,7 +228,7 @@ def _warmth(step: int, recipe: Recipe) -> float:
 
 
 def _whole_rows(rows: int, window: int) -> ForwardBatch:
-    """A pass over `rows` rows of `window` new tokens each, without places in a pool."""
+    """Return a pass over `rows` rows of `window` new tokens each, without slots in a pool."""
     none = torch.empty(0, dtype=torch.int64)
     return ForwardBatch(
         token_ids=none,

@@ -1,4 +1,4 @@
-"""The new tokens of a pass that run on adapters, laid out by slot: tiles for the kernels, groups for the reference."""
+"""The new tokens of a pass on adapters, laid out by slot: tiles for the kernels, groups for the reference."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch import Tensor
 Int32s = NDArray[np.int32]
 
 NO_SLOT = -1
-LOW_TILE, HIGH_TILE = 16, 64  # tokens of a tile: a decode has a few for each adapter, an extend many
-FEW_TOKENS = 32  # for each adapter, up to which tiles are low
+LOW_TILE, HIGH_TILE = 16, 64  # tokens per tile: a decode has a few per adapter, an extend many
+FEW_TOKENS = 32  # average tokens per adapter up to which tiles are low
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterBatch:
-    """Which new tokens of a pass run on which slot. Only passes in which some do have one."""
+    """The new tokens of a pass on adapters, by slot. Passes without such tokens have none."""
 
-    tokens: Tensor  # int64 [tokens on adapters], numbers of new tokens, by slot
+    tokens: Tensor  # int64 [tokens on adapters], indices of new tokens, by slot
     tiles: Tensor  # int32 [3, tiles]: first and stop in `tokens`, and slot
     groups: tuple[tuple[int, int, int], ...]  # (slot, first, stop) in `tokens`, on the CPU
-    tile: int  # tokens of a tile at most
+    tile: int  # most tokens of a tile
 
 
 def lay_out(slots: Int32s, counts: Int32s, upload: Callable[[Int32s], Tensor]) -> AdapterBatch:
-    """Which tokens run on what.
+    """Lay out the tokens of a pass by slot.
 
     Args:
-        slots: [rows], of each row of the pass, NO_SLOT for the model alone; counts: its new tokens.
-        upload: brings an array to the device.
+        slots: [rows], slot of each row of the pass, NO_SLOT for the model alone; counts: [rows], new tokens.
+        upload: copies an array to the device.
     """
     of_tokens = slots if (counts == 1).all() else np.repeat(slots, counts)
     order = np.argsort(of_tokens, kind="stable")

@@ -1,11 +1,11 @@
-"""Adapters of one rank in host memory, and their way into slots while batches run.
+"""Adapters of one rank in host memory, and their copies into slots while batches run.
 
-    read(name, version, source)   a folder into host memory, before the engine learns of it     in the caller's thread
-    place(name, version, slot)    from there into a slot that no batch uses                     in a thread of its own
-    forget(name)                  all versions, once the name is in no use
+    read(name, version, source)   a folder into host memory, before the adapter is passed to the engine    caller's
+    thread place(name, version, slot)    from host memory into a slot that no batch uses                          own
+    thread forget(name)                  all versions, once no request uses the name
 
-A copy to a GPU runs on a stream of its own, from pinned memory. It is over when `place` answers, and the engine lets
-no batch into the slot before that: so nothing on the stream of the forward passes waits for it.
+A copy to a GPU runs on its own stream, from pinned memory. It has ended when `place` returns, and the engine launches
+no batch with the slot before that. So nothing on the stream of the forward passes waits for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("lockstep.runtime")
 
 
 class HostAdapterCache:
-    """What of adapters is on this rank. For any thread."""
+    """Adapters of this rank in host memory. Safe to use from any thread."""
 
     def __init__(self, model: Decoder) -> None:
         self._model, self._lock = model, threading.Lock()
@@ -37,33 +37,33 @@ class HostAdapterCache:
         self._stream = torch.cuda.Stream(model.device) if gpu else None
 
     def read(self, name: str, version: int, source: str) -> None:
-        """Read a folder. Raises ConfigError, with everything in it that does not fit."""
+        """Read a folder. Raises ConfigError with all problems."""
         model, parallel = self._model, self._model.parallel
         folder = folder_of(source)
         try:
             found = read_adapter(folder, model.targets, model.adapter_rank, rank=parallel.rank, ranks=parallel.ranks)
         except (OSError, MemoryError, RuntimeError) as error:
-            said = str(error).partition("\n")[0]
-            raise CheckpointError(folder, [f"{type(error).__name__}: {said}"]) from error
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(folder, [f"{type(error).__name__}: {reason}"]) from error
         with self._lock:
             self._kept[name, version] = found
         log.info("adapter %s, version %d: rank %d, %.1f MB", name, version, found.rank, found.nbytes / 1e6)
 
     def lack(self, name: str, version: int, why: str) -> None:
-        """An adapter of before cannot be read again. Requests on it end with this."""
+        """Record that an adapter of the previous engine cannot be read again. Requests on it end with this reason."""
         with self._lock:
             self._kept[name, version] = why
 
     def place(self, name: str, version: int, slot: int) -> None:
-        """Copy into a slot; it is there when this returns. Raises ConfigError for one that is not on the shelf."""
+        """Copy an adapter into a slot and wait for the copy. Raises ConfigError if the adapter was not read."""
         with self._lock:
-            found = self._kept.get((name, version), "nobody read it")
+            found = self._kept.get((name, version), "it was not read")
         if isinstance(found, str):
             raise ConfigError(f"adapter {name!r}, version {version}, cannot be loaded: {found}")
         stream = self._stream
         with nullcontext() if stream is None else torch.cuda.stream(stream), torch.no_grad():
             there = {id(into) for into, _, _ in found.parts}
-            for target in self._model.targets:  # what this adapter leaves alone is not left as the one before had it
+            for target in self._model.targets:  # clear what only the slot's previous adapter changed
                 if id(target.into) not in there:
                     there.add(id(target.into))
                     target.into.down[slot].zero_()
@@ -75,7 +75,7 @@ class HostAdapterCache:
                 stream.synchronize()
 
     def forget(self, name: str, version: int | None = None) -> None:
-        """Drop all versions, or one."""
+        """Drop one version, or all."""
         with self._lock:
             for key in [key for key in self._kept if key[0] == name and version in (None, key[1])]:
                 del self._kept[key]
@@ -97,7 +97,7 @@ class LocalAdapters:
         self.shelf.lack(name, version, why)
 
     def place(self, name: str, version: int, slot: int, done: Callable[[BaseException | None], None]) -> None:
-        """Copy into a slot beside whatever runs."""
+        """Copy an adapter into a slot in a thread, while batches run; then call `done`."""
         self._thread.submit(answering, lambda: self.shelf.place(name, version, slot), done)
 
     def forget(self, name: str, version: int | None = None) -> None:
@@ -105,12 +105,12 @@ class LocalAdapters:
         self.shelf.forget(name, version)
 
     def close(self) -> None:
-        """Nothing more is loaded."""
+        """Cancel loads that have not started."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def answering(work: Callable[[], object], done: Callable[[BaseException | None], None]) -> None:
-    """Work, then report the outcome."""
+    """Call `work`, then report its outcome to `done`."""
     try:
         work()
     except BaseException as error:

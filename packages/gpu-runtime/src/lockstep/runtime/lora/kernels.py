@@ -1,10 +1,10 @@
-"""What adapters add, in Triton: tiles of tokens that run on one adapter, laid out by `batch.lay_out`.
+"""The LoRA product in Triton: tiles of tokens on one adapter, laid out by `batch.lay_out`.
 
-    shrink   inner[token, parts * rank] = down[slot] x          summed in float32, kept in the model's dtype
-    expand   out[token, n]             += up[slot, n] inner     of n's part; one launch for each part
+    shrink   inner[token, parts * rank] = down[slot] x          summed in float32, stored in the model's dtype
+    expand   out[token, n]             += up[slot, n] inner     of n's part; one launch per part
 
-A tile is tokens [first:stop) of `tokens`, all of one slot; no tile crosses the border of an adapter. A token is in at
-most one tile, so nothing is added twice at a time. The CPU has tiles and sizes: the device is not queried.
+A tile is the tokens [first:stop) of `tokens`, all of one slot. A token is in at most one tile, so no two programs add
+to the same output at a time. Tiles and sizes are on the CPU: the device is not queried.
 
 Reference: `slots.add_lora_reference`.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 from lockstep.runtime.lora.batch import AdapterBatch
 
 BLOCK_N, BLOCK_K = 64, 64
-LEAST = 16  # the smallest side of a tile that tensor cores multiply
+LEAST = 16  # the smallest tile side that tensor cores support
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def shrink_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (tile, n): the tile's tokens times BLOCK_N rows of the slot's `down`."""
+    """Multiply the tokens of a tile with BLOCK_N rows of the slot's `down`. Program (tile, n)."""
     tile = tl.program_id(0)
     first = tl.load(tiles + tile)
     stop = tl.load(tiles + tile_count + tile)
@@ -70,20 +70,20 @@ def expand_kernel(
     up,  # [slots, outputs, RANK], contiguous
     tokens,
     tiles,
-    out,  # [tokens, outputs], rows `out_stride` apart; added to
+    out,  # [tokens, outputs], rows `out_stride` apart; the result is added to it
     out_stride,
     tile_count,
     outputs,
     inner_width,
-    inner_first,  # of this part in `inner`,
-    out_first,  # and in `out` and `up`,
-    N,  # which has so many outputs
+    inner_first,  # first column of this part in `inner`
+    out_first,  # first output of this part in `out` and `up`
+    N,  # outputs of this part
     RANK: tl.constexpr,
     RANK_PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Program (tile, n): the tile's tokens times BLOCK_N rows of the slot's `up`, of one part."""
+    """Multiply the tokens of a tile with BLOCK_N rows of one part of the slot's `up`. Program (tile, n)."""
     tile = tl.program_id(0)
     first = tl.load(tiles + tile)
     stop = tl.load(tiles + tile_count + tile)
@@ -106,7 +106,7 @@ def expand_kernel(
 def add_lora_triton(
     out: Tensor, hidden: Tensor, down: Tensor, up: Tensor, sizes: Sequence[int], batch: AdapterBatch
 ) -> Tensor:
-    """See `slots.add_lora_reference`. Of one dtype, on one device."""
+    """Add the LoRA product to `out`; see `slots.add_lora_reference`. All tensors share dtype and device."""
     (slots, width, inputs), (_, outputs, rank) = down.shape, up.shape
     assert hidden.shape[1] == inputs, f"tokens have {hidden.shape[1]} inputs, adapters {inputs}"
     assert out.shape == (len(hidden), outputs), f"{tuple(out.shape)} for {len(hidden)} tokens and {outputs} outputs"

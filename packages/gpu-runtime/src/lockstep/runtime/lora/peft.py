@@ -1,12 +1,12 @@
-"""An adapter as PEFT writes it: a folder with its settings and its tensors, converted for this rank's slots.
+"""An adapter in the format of PEFT: a folder with settings and tensors, converted for this rank's slots.
 
     adapter_config.json           r, lora_alpha, target_modules, ...
     adapter_model.safetensors     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight   [r, inputs]
                                   base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight   [outputs, r]
 
-Everything that does not fit is found before any tensor is read, and named in one error. What would change the answer
-and is not served here is refused: DoRA, biases, whole modules saved beside, embeddings, experts. Nothing in a folder
-can run code: a pickle (`adapter_model.bin`) is refused. Source of the fields: huggingface/peft, `LoraConfig`.
+All problems are found before any tensor is read, and reported in one error. Features that would change the answer and
+are not supported are refused: DoRA, biases, whole modules saved beside, embeddings, experts. No code from a folder can
+run: a pickle (`adapter_model.bin`) is refused. Source of the fields: huggingface/peft, `LoraConfig`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 PLAIN = re.compile(r"[\w.]+")
-STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # ways to begin that leave the model as it is
-OFF: dict[str, tuple[Any, ...]] = {  # fields that are not served, and their values that have no effect
+STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # initialisations that keep the model's weights
+OFF: dict[str, tuple[Any, ...]] = {  # unsupported fields, and their values without effect
     "bias": ("none", None),
     "fan_in_fan_out": (False, None),
     "use_dora": (False, None),
@@ -46,10 +46,10 @@ OFF: dict[str, tuple[Any, ...]] = {  # fields that are not served, and their val
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """One rank's part of an adapter on the CPU, as wide as slots are: a copy puts it in place."""
+    """One rank's part of an adapter on the CPU, padded to the rank of the slots, so that one copy fills a slot."""
 
-    parts: tuple[tuple[LoraSlots, Tensor, Tensor], ...]  # into, down [parts * rank, inputs], up [outputs, rank]
-    rank: int  # the largest that it has
+    parts: tuple[tuple[LoraSlots, Tensor, Tensor], ...]  # destination, down [parts * rank, inputs], up [outputs, rank]
+    rank: int  # the largest rank of its matrices
 
     @property
     def nbytes(self) -> int:
@@ -63,9 +63,9 @@ def read_adapter(
     """Read this rank's part of an adapter.
 
     Args:
-        targets: what adapters may change; rank_max: of the slots.
-        rank, ranks: this one among those that split the model.
-    Raises: CheckpointError with everything in the folder that does not fit.
+        targets: the matrices that adapters may change; rank_max: the rank of the slots.
+        rank, ranks: this tensor-parallel rank, and their number.
+    Raises: CheckpointError with all problems of the folder.
     """
     if not folder.is_dir():
         raise CheckpointError(folder, ["there is no such folder"], f"name a folder with {CONFIG} and {TENSORS}")
@@ -87,13 +87,13 @@ def read_adapter(
 
 
 def _plain(name: str) -> str:
-    """A tensor's name as the model has it. Embedding models are saved without `model.` in front of their layers."""
+    """Return a tensor's name in the model. Embedding models are saved without `model.` before their layers."""
     bare = name.removeprefix(PREFIX)
     return f"model.{bare}" if bare.startswith("layers.") else bare
 
 
 def _settings_problems(settings: Mapping[str, Any], rank_max: int) -> Iterator[str]:
-    """The settings of adapter_config.json that cannot be served."""
+    """Yield the settings of adapter_config.json that are not supported."""
     if (kind := settings.get("peft_type")) != "LORA":
         yield f"{CONFIG}: `peft_type` must be LORA, got {kind!r}"
     rank = settings.get("r")
@@ -131,7 +131,7 @@ def _compared(
     rank_max: int,
     problems: list[str],
 ) -> list[LoraTarget]:
-    """The matrices that the folder changes; mismatches are added to `problems`."""
+    """Return the matrices that the folder changes; mismatches are added to `problems`."""
     wanted, known = [], set()
     for target in targets:
         down, up = target.name + DOWN, target.name + UP
@@ -170,7 +170,10 @@ def _read(
     rank: int,
     ranks: int,
 ) -> AdapterWeights:
-    """This rank's part of all tensors. Raises CheckpointError for values that do not fit."""
+    """Read this rank's part of all tensors.
+
+    Raises CheckpointError for values that are not finite in the model's dtype.
+    """
     placed: dict[int, tuple[LoraSlots, Tensor, Tensor]] = {}
     problems, largest = [], 0
     for target in wanted:
@@ -197,14 +200,14 @@ def _read(
 
 
 def scaling(settings: Mapping[str, Any], module: str) -> float:
-    """By what `up (down x)` of a module is multiplied."""
+    """Return the factor of `up (down x)` of a module."""
     rank = _of_module(settings, "rank_pattern", module, settings["r"])
     alpha = _of_module(settings, "alpha_pattern", module, settings["lora_alpha"])
     return float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
 def _of_module(settings: Mapping[str, Any], pattern: str, module: str, otherwise: Any) -> Any:
-    """The value that a pattern gives a module; the first entry that names it holds, as in PEFT."""
+    """Return the value of a pattern for a module; the first entry that names the module applies, as in PEFT."""
     given = settings.get(pattern) or {}
     if not isinstance(given, dict):
         return otherwise
@@ -216,7 +219,7 @@ def _is_named(module: str, name: str) -> bool:
 
 
 def _empty(like: Tensor) -> Tensor:
-    """Zeros of one slot in host memory, from which a GPU can copy by itself."""
+    """Return zeros of one slot in host memory, pinned if the slot is on a GPU."""
     return torch.zeros(like.shape[1:], dtype=like.dtype, pin_memory=like.device.type == "cuda")
 
 

@@ -1,17 +1,18 @@
-"""Where adapters lie on the device, which tokens of a pass run on which, and what they add: the reference in torch.
+"""Adapter slots on the device, and the product of their matrices: the reference in torch.
 
-Slots are of one size: each has room for every matrix that an adapter may change, at the largest rank. What an adapter
-leaves out, and rank that it does not have, is zero, so whatever lay there before is gone. Its scaling is part of `up`.
+Slots have one size: each has room for every matrix that an adapter may change, at the largest rank. Matrices that an
+adapter lacks, and unused rank, are zero, so nothing of the slot's previous adapter remains. The scaling is part of
+`up`.
 
-    down   [slots, parts * rank, inputs]     q, k and v read the same input: parts 3, one product for the three
+    down   [slots, parts * rank, inputs]     q, k and v read the same input: 3 parts, one product for all three
     up     [slots, outputs of the parts end to end, rank]
 
-Tokens are laid out by slot, so that those of one adapter are one product however they are spread over the batch. Those
-that run on the model alone are in no group and cost nothing:
+Tokens are laid out by slot, so that the tokens of one adapter are one product, wherever they are in the batch. Tokens
+of the model alone are in no group and cost nothing:
 
     rows         a a b - c b          slots 0 0 1 -1 2 1
     tokens       by slot: [those of a, a | of b, b | of c]
-    tiles        first, stop and slot of every so many tokens, for the kernels; the CPU makes and keeps them all
+    tiles        first, stop and slot of runs of tokens, for the kernels; made on the CPU
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from lockstep.runtime.lora.batch import FEW_TOKENS, AdapterBatch, Int32s, lay_ou
 
 
 class LoraSlots(nn.Module):
-    """What adapters add to one product of the model, which may be of several matrices that read the same input.
+    """The adapters' part of one product of the model, which may consist of several matrices that read the same input.
 
     Args:
-        inputs: of this rank. sizes: outputs of each part, of this rank.
+        inputs: inputs of this rank. sizes: outputs of each part, of this rank.
     """
 
     def __init__(
@@ -41,17 +42,17 @@ class LoraSlots(nn.Module):
     ) -> None:
         super().__init__()
         self.rank, self.inputs, self.sizes = rank, inputs, tuple(sizes)
-        # Parameters, although they are not trained: so they are counted, released and taken again with the weights.
+        # Parameters, although they are not trained: so they are counted, released and allocated again with the weights.
         self.down = nn.Parameter(
             torch.zeros(slots, len(sizes) * rank, inputs, dtype=dtype, device=device), requires_grad=False
         )
         self.up = nn.Parameter(torch.zeros(slots, sum(sizes), rank, dtype=dtype, device=device), requires_grad=False)
 
     def add_to(self, out: Tensor, hidden: Tensor, batch: AdapterBatch) -> Tensor:
-        """Add what adapters add, in place.
+        """Add the product of the adapters to `out`, in place.
 
         Args:
-            out: [tokens, outputs], the model's product, contiguous; hidden: [tokens, inputs], what it was made of.
+            out: [tokens, outputs], the model's product, contiguous; hidden: [tokens, inputs], its input.
         """
         device = out.device
         if device.type == "cuda" and triton_trial.unavailable_because(device) is None:
@@ -64,7 +65,7 @@ class LoraSlots(nn.Module):
 def add_lora_reference(
     out: Tensor, hidden: Tensor, down: Tensor, up: Tensor, sizes: Sequence[int], batch: AdapterBatch
 ) -> Tensor:
-    """The product adapter by adapter, in place.
+    """Add the product adapter by adapter, in place.
 
     Args:
         down: [slots, parts * rank, inputs]; up: [slots, outputs, rank].
@@ -78,8 +79,10 @@ def add_lora_reference(
 
 
 def run_once(targets: Sequence[LoraTarget], upload: Callable[[Int32s], Tensor]) -> int:
-    """Run each kind of product for a few tokens and for many, so that no request waits for a kernel. Returns how
-    many."""
+    """Run each kind of product for few tokens and for many, so that no request waits for a kernel's compilation.
+
+    Returns: the number of products.
+    """
     kinds = {(one.into.sizes, one.into.down.shape): one.into for one in targets}
     for into in kinds.values():
         for tokens in (1, FEW_TOKENS + 1):  # low tiles, high tiles
@@ -90,16 +93,16 @@ def run_once(targets: Sequence[LoraTarget], upload: Callable[[Int32s], Tensor]) 
 
 @dataclass(frozen=True, slots=True)
 class LoraTarget:
-    """One matrix of a checkpoint that adapters may change, and where what they add to it goes on this rank.
+    """One matrix of a checkpoint that adapters may change, and the place of its LoRA product on this rank.
 
-    A matrix with rows shared by ranks shares those of `up`, and one with shared columns those of `down`: partial
-    results are then summed with the model's own.
+    If the ranks split the matrix by rows, they split `up`; if they split it by columns, they split `down`, and partial
+    results are summed together with the model's own.
     """
 
     name: str  # model.layers.0.self_attn.q_proj
     inputs: int  # of all ranks together
     outputs: int
     into: LoraSlots
-    part: int  # of its product
-    rows: TensorSplit = WHOLE  # of `up`
-    columns: TensorSplit = WHOLE  # of `down`
+    part: int  # index of the part in its product
+    rows: TensorSplit = WHOLE  # split of `up`
+    columns: TensorSplit = WHOLE  # split of `down`

@@ -35,7 +35,10 @@ from lockstep.runtime.models.settings import ModelSettings as ModelSettings
 
 MODELOPT = "hf_quant_config.json"
 GENERATES, VECTORS_ONLY = "ForCausalLM", "Model"
-"""How names of architectures end. Those of one family differ in whether they have the last product, `lm_head`."""
+"""Suffixes of architecture names.
+
+The variants of a family differ in whether they have the output projection, `lm_head`.
+"""
 
 
 def build_model(
@@ -48,16 +51,16 @@ def build_model(
     kv_fp8: bool = False,
     fp8_activations: Fp8Activations = "off",
 ) -> Decoder:
-    """A model ready to run, without gradients.
+    """Return a model ready to run, without gradients.
 
     Args:
-        source: a Hugging Face folder; or what its config.json says, which needs `random_weights_seed`.
-        dtype: of the parameters; None takes that of config.json.
+        source: a Hugging Face folder; or the content of its config.json, which needs `random_weights_seed`.
+        dtype: dtype of the parameters; None: that of config.json.
         random_weights_seed: fill with small random values instead of the folder's; only config.json is read.
-        parallel: this rank's part, with how partial results are summed; None is the whole model.
-        kv_fp8: its KV is to lie in fp8, with the scales that the folder has, or 1.
-        fp8_activations: whether rows are rounded to fp8 where they meet fp8 weights: quantized/activations.py.
-    Raises: ConfigError for settings that cannot be served; CheckpointError, which is one, for tensors.
+        parallel: this rank's part, and the functions that combine partial results; None: the whole model.
+        kv_fp8: store its KV in fp8, with the scales of the folder, or 1.
+        fp8_activations: whether rows are rounded to fp8 before products with fp8 weights: quantized/activations.py.
+    Raises: ConfigError for settings that are not supported; its subclass CheckpointError for tensors.
     """
     config: Mapping[str, Any]
     if isinstance(source, Mapping):
@@ -68,7 +71,7 @@ def build_model(
     if folder is None and random_weights_seed is None:
         raise ConfigError("a config without a folder has no weights\nhint: give `random_weights_seed`")
     if dtype is None:
-        dtype = ConfigReader(config).dtype()  # one that is wrong is named with everything else, when the model is made
+        dtype = ConfigReader(config).dtype()  # an invalid one is reported when the model is made, with all problems
     if dtype not in DTYPES.values():
         raise ConfigError(f"`dtype` must be {', '.join(DTYPES)}, got `{dtype}`")
     parallel = parallel or Parallel()
@@ -91,9 +94,9 @@ def build_model(
 
 
 def _for_tensors(config: Mapping[str, Any], maker: Maker, checkpoint: Checkpoint) -> tuple[Decoder, str]:
-    """The model that a checkpoint fills, and what its tensors lack in front of their names.
+    """Return the model that a checkpoint fills, and the prefix that its tensor names lack.
 
-    Embedding models are saved without `model.` and often without `lm_head`, whatever `architectures` says.
+    Embedding models are saved without `model.` and often without `lm_head`, whatever `architectures` names.
     """
     bare = "embed_tokens.weight" in checkpoint.stored
     name, untied = _named(config), not config.get("tie_word_embeddings")
@@ -103,13 +106,13 @@ def _for_tensors(config: Mapping[str, Any], maker: Maker, checkpoint: Checkpoint
 
 
 def read_kv_scales(checkpoint: Checkpoint, layers: int, prefix: str = "") -> tuple[tuple[float, float], ...]:
-    """Scales of keys and values by layer; 1 where the checkpoint has none.
+    """Return the scales of keys and values by layer; 1 for layers without scales in the checkpoint.
 
     compressed-tensors calls them `self_attn.k_scale`, ModelOpt `self_attn.k_proj.k_scale`; values likewise.
 
     Args:
-        prefix: what names of the checkpoint lack in front.
-    Raises: CheckpointError for scales that are none, and for layers with one of the two.
+        prefix: prefix that the names of the checkpoint lack.
+    Raises: CheckpointError for invalid scales, and for layers with a scale of keys or values only.
     """
     problems: list[str] = []
 
@@ -140,10 +143,10 @@ def read_kv_scales(checkpoint: Checkpoint, layers: int, prefix: str = "") -> tup
 
 
 def read_settings(folder: str | Path, ranks: int = 1) -> ModelSettings:
-    """What config.json of a folder says, without making anything. Raises ConfigError.
+    """Return the settings in a folder's config.json, without making a model. Raises ConfigError.
 
     Args:
-        ranks: over which the model is to be split: whether quantised matrices can be is found out, too.
+        ranks: number of ranks that split the model; raises also if they cannot split its quantised matrices.
     """
     config = _with_other_files(read_config(Path(folder)), Path(folder))
     parallel = Parallel() if ranks == 1 else Parallel(0, ranks, lambda one: one, lambda one: one)
@@ -152,20 +155,22 @@ def read_settings(folder: str | Path, ranks: int = 1) -> ModelSettings:
 
 
 def _with_other_files(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Settings with what files beside config.json say: end tokens, and how ModelOpt quantised, in its older folders."""
+    """Return settings completed by files beside config.json: end tokens, and quantisation in older ModelOpt folders."""
     config = _with_all_end_tokens(config, folder)
     if FIELD in config or not (folder / MODELOPT).is_file():
         return config
-    said = read_json(folder, MODELOPT).get("quantization")
-    return config | {FIELD: {"quant_method": "modelopt", **said} if isinstance(said, dict) else said}
+    quantization = read_json(folder, MODELOPT).get("quantization")
+    if isinstance(quantization, dict):
+        quantization = {"quant_method": "modelopt", **quantization}
+    return config | {FIELD: quantization}
 
 
 def _with_all_end_tokens(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Settings whose `eos_token_id` has those of generation_config.json, too, where chat models name most of them."""
+    """Return settings with the end tokens of generation_config.json added, where chat models list most of them."""
     of_config = ConfigReader(config)
     found = of_config.end_tokens()
     if of_config.problems:
-        return config  # its reader reports it
+        return config  # the reader of the model reports it
     reader = ConfigReader(read_generation_config(folder), "generation_config.json")
     more = [token for token in reader.end_tokens() if token not in found]
     reader.check()
@@ -173,7 +178,7 @@ def _with_all_end_tokens(config: dict[str, Any], folder: Path) -> dict[str, Any]
 
 
 def _named(config: Mapping[str, Any]) -> str:
-    """The first of `architectures`; empty where there is none. Raises ConfigError."""
+    """Return the first of `architectures`, or an empty text. Raises ConfigError."""
     reader = ConfigReader(config)
     names = reader.texts("architectures")
     reader.check()

@@ -1,4 +1,4 @@
-"""Reads the JSON of a model's folder field by field. What is wrong is gathered, and raised at once."""
+"""Reads the JSON of a model's folder field by field. Problems are collected, and raised together."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ConfigReader:
 
     Args:
         where: the file, for messages.
-        inside: the name of the field that holds the object; empty for the file itself.
-        problems: what was found so far; those of objects inside go to the same list.
+        inside: name of the field that holds the object; empty for the file itself.
+        problems: list to which problems are added; objects inside this one share it.
     """
 
     def __init__(
@@ -35,19 +35,19 @@ class ConfigReader:
         self.problems: list[str] = [] if problems is None else problems
 
     def called(self, name: str) -> str:
-        """A field's name in a message."""
+        """Return a field's name in a message."""
         return f"`{self.inside}.{name}`" if self.inside else f"`{name}`"
 
     def has(self, name: str) -> bool:
-        """Whether a field has a value."""
+        """Return whether a field has a value."""
         return self.config.get(name) is not None
 
     def wrong(self, name: str, must: str) -> None:
-        """Note that a field must be something else."""
+        """Add the problem that a field must have another value."""
         self.problems.append(f"{self.called(name)} must be {must}, got {_shown(self.config.get(name))}")
 
     def count(self, name: str, default: int | None = None, *, also: str = "") -> int:
-        """A positive whole number; `also` is another name that some write it under. 1 where it is wrong."""
+        """Return a positive whole number; `also` is an alternative name of the field. Returns 1 if it is invalid."""
         name = name if self.has(name) or not self.has(also) else also
         value = self.config.get(name)
         if value is None and default is not None:
@@ -58,7 +58,7 @@ class ConfigReader:
         return value
 
     def number(self, name: str, default: float | None = None, *, least: float | None = None) -> float:
-        """A positive number, or one of at least `least`. The default, or 1, where it is wrong."""
+        """Return a positive number, or one of at least `least`. Returns the default, or 1, if it is invalid."""
         value = self.config.get(name)
         if value is None and default is not None:
             return default
@@ -69,11 +69,11 @@ class ConfigReader:
         return 1.0 if default is None else default
 
     def number_or_none(self, name: str, *, least: float | None = None) -> float | None:
-        """As `number`, and None where it is absent."""
+        """Return the result of `number`, or None if the field is absent."""
         return self.number(name, least=least) if self.has(name) else None
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """True or false."""
+        """Return true or false."""
         value = self.config.get(name)
         if value is None:
             return default
@@ -83,7 +83,7 @@ class ConfigReader:
         return value
 
     def texts(self, name: str) -> list[str]:
-        """A list of texts; empty where it is absent or wrong."""
+        """Return a list of texts; empty if it is absent or invalid."""
         value = self.config.get(name)
         if value is None:
             return []
@@ -93,7 +93,7 @@ class ConfigReader:
         return list(value)
 
     def numbers_from_0(self, name: str) -> list[int]:
-        """A list of whole numbers, none below 0; empty where it is absent or wrong."""
+        """Return a list of whole numbers, none below 0; empty if it is absent or invalid."""
         value = self.config.get(name)
         if value is None:
             return []
@@ -103,12 +103,12 @@ class ConfigReader:
         return list(value)
 
     def only(self, name: str, *allowed: object) -> None:
-        """A setting of which only some values are implemented; the first is what its absence means."""
+        """Check a setting that supports only the values `allowed`; an absent setting means the first."""
         if self.config.get(name, allowed[0]) not in allowed:
             self.wrong(name, " or ".join(_shown(one) for one in allowed))
 
     def dtype(self) -> torch.dtype:
-        """`dtype`, which older folders call `torch_dtype`; float32 where neither is given."""
+        """Return `dtype`, called `torch_dtype` in older folders; float32 if neither is given."""
         name = "dtype" if self.config.get("dtype") or not self.config.get("torch_dtype") else "torch_dtype"
         value = self.config.get(name) or "float32"
         if not isinstance(value, str) or value not in DTYPES:
@@ -117,7 +117,7 @@ class ConfigReader:
         return DTYPES[value]
 
     def end_tokens(self) -> tuple[int, ...]:
-        """`eos_token_id`, one or several; whether the model has them is not looked at."""
+        """Return `eos_token_id`, one or several. They are not compared with the vocabulary."""
         value = self.config.get("eos_token_id")
         values = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
         if not all(_whole(one) for one in values):
@@ -126,7 +126,7 @@ class ConfigReader:
         return tuple(values)
 
     def check(self) -> None:
-        """Raises: ConfigError with everything that was found wrong."""
+        """Raise ConfigError with all problems."""
         if self.problems:
             raise ConfigError("\n  ".join([f"{self.where} describes a model that cannot be served:", *self.problems]))
 
@@ -136,7 +136,7 @@ def _whole(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value as JSON has it, near enough."""
+    """Return a value approximately as in JSON."""
     if value is None:
         return "`null`"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"

@@ -1,4 +1,4 @@
-"""The decoder that all models here are: embeddings, layers of attention and MLP, a last norm, logits."""
+"""The decoder of all models here: embeddings, layers of attention and MLP, a last norm, logits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lockstep.runtime.checkpoint import TensorSpec
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.lora.slots import LoraTarget
 from lockstep.runtime.models.experts import Experts
-from lockstep.runtime.models.layers import Attention, Maker, Mlp, RmsNorm, Rotation, VocabEmbedding
+from lockstep.runtime.models.layers import Attention, AttentionSizes, Maker, Mlp, RmsNorm, Rotation, VocabEmbedding
 from lockstep.runtime.models.rope import Rotary
 from lockstep.runtime.models.settings import ModelSettings
 from lockstep.runtime.quantized.activations import choose_activations
 
 OF_ROWS = (".input_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
-"""Ends of names of a quantised checkpoint's scales of rows and KV, which are rounded on request only."""
+"""Suffixes of scales of rows and KV in a quantised checkpoint. They are read only if fp8 rows or fp8 KV are enabled."""
 
 
 class Layer(nn.Module):
@@ -33,12 +33,14 @@ class Layer(nn.Module):
         self.attention = Attention(
             make.within(f"{prefix}.self_attn"),
             layer,
-            hidden=settings.hidden,
-            heads=settings.heads,
-            kv_heads=settings.kv_heads,
-            head_dim=settings.head_dim,
-            bias=settings.attention_bias,
-            output_bias=settings.output_bias,
+            AttentionSizes(
+                hidden=settings.hidden,
+                heads=settings.heads,
+                kv_heads=settings.kv_heads,
+                head_dim=settings.head_dim,
+                bias=settings.attention_bias,
+                output_bias=settings.output_bias,
+            ),
             norm_eps=settings.norm_eps if qk_norm else None,
         )
         self.mlp_norm = RmsNorm(make, settings.hidden, settings.norm_eps)
@@ -56,22 +58,22 @@ class Layer(nn.Module):
         batch: ForwardBatch,
         attention: AttentionBackend,
     ) -> tuple[Tensor, Tensor]:
-        """The sum of both is what comes in, and of those returned what goes out, [tokens, hidden] each.
+        """Apply the layer. The input is residual + added, the output the sum of both results, [tokens, hidden] each.
 
-        The next norm adds them up, in one launch.
+        The next norm adds them, in one launch.
         """
         residual, normed = self.norm(residual, added)
         residual, normed = self.mlp_norm(residual, self.attention(normed, rotation, batch, attention))
         return residual, self.mlp(normed, batch.adapters)
 
     def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[LoraTarget]:
-        """Make room for adapters; experts take none."""
+        """Allocate adapter slots, and yield the matrices that adapters may change. Experts have none."""
         yield from self.attention.take_adapters(slots, rank, f"{prefix}.self_attn")
         if isinstance(self.mlp, Mlp):
             yield from self.mlp.take_adapters(slots, rank, f"{prefix}.mlp")
 
     def tensors(self, prefix: str) -> Iterator[TensorSpec]:
-        """What fills it."""
+        """Yield the tensors of a checkpoint that fill this layer."""
         yield from self.norm.tensors(f"{prefix}.input_layernorm")
         yield from self.attention.tensors(f"{prefix}.self_attn")
         yield from self.mlp_norm.tensors(f"{prefix}.post_attention_layernorm")
@@ -81,8 +83,8 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """A causal language model of one rank.
 
-    What a pool and an attention backend must be made for: `layers`, `heads` and `kv_heads` of this rank, `head_dim`,
-    and `scale`, by which scores are multiplied before the softmax.
+    Pool and attention backend need its `layers`, `heads` and `kv_heads` (of this rank), `head_dim`, and `scale`, the
+    factor of scores before the softmax.
     """
 
     def __init__(self, make: Maker, settings: ModelSettings, *, qk_norm: bool = False) -> None:
@@ -90,7 +92,7 @@ class Decoder(nn.Module):
         self.settings, self.parallel, self.dtype, self.device = settings, make.parallel, make.dtype, make.device
         self.rotary = Rotary(settings.rope, settings.head_dim, make.dtype, make.device)
         self.embeddings = VocabEmbedding(make, settings.vocab, settings.hidden)
-        # How rows of fp8 products are rounded to fp8; "": not.
+        # How rows are rounded before products with fp8 weights; "": not at all.
         self.activations = choose_activations(make.fp8_activations, settings.quantization, make.device)
         of_layers = replace(make, stored=settings.quantization, activations=self.activations)
         stack = [Layer(of_layers, layer, settings, qk_norm) for layer in range(settings.layers)]
@@ -102,12 +104,15 @@ class Decoder(nn.Module):
         query, key, _ = stack[0].attention.qkv.sizes
         self.layers, self.head_dim, self.scale = settings.layers, settings.head_dim, settings.head_dim**-0.5
         self.heads, self.kv_heads = query // settings.head_dim, key // settings.head_dim
-        self.kv_scales: tuple[tuple[float, float], ...] | None = None  # of keys and values by layer, where KV is in fp8
+        self.kv_scales: tuple[tuple[float, float], ...] | None = None  # of keys and values by layer, for KV in fp8
         self.adapter_slots, self.adapter_rank = 0, 0
-        self.targets: tuple[LoraTarget, ...] = ()  # of adapters
+        self.targets: tuple[LoraTarget, ...] = ()  # matrices that adapters may change
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
-        """Hidden states behind the last norm, [tokens, hidden]. The backend was planned for this batch."""
+        """Return the hidden states behind the last norm, [tokens, hidden].
+
+        The backend must be planned for this batch.
+        """
         residual, added = self.embeddings.embed(batch.token_ids), None
         rotation = self.rotary(batch.positions)
         for layer in self.stack:
@@ -116,9 +121,9 @@ class Decoder(nn.Module):
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[samples, hidden], taken from what `forward` gave at `batch.logits_at`, to float32 [samples, vocab].
+        """Return float32 logits [samples, vocab] of hidden states [samples, hidden] that `forward` returned.
 
-        Raises: ConfigError for any, if the model has no such product.
+        Raises: ConfigError for any sample, if the model has no `lm_head`.
         """
         if self.head is None:
             if len(hidden):
@@ -127,7 +132,7 @@ class Decoder(nn.Module):
         return self.head.logits(hidden)
 
     def take_adapters(self, slots: int, rank: int) -> None:
-        """Make room for so many adapters of up to this rank. To be called once, before the first pass."""
+        """Allocate `slots` adapters of up to `rank`. Called once, before the first pass."""
         self.adapter_slots, self.adapter_rank = slots, rank
         with torch.no_grad():
             found = [
@@ -139,7 +144,7 @@ class Decoder(nn.Module):
         self.targets = tuple(found)
 
     def tensors(self) -> Iterator[TensorSpec]:
-        """Every tensor of the checkpoint that it is filled from."""
+        """Yield the tensors of a checkpoint that fill the model."""
         yield from self.embeddings.tensors("model.embed_tokens")
         for index, layer in enumerate(self.stack):
             assert isinstance(layer, Layer)
@@ -149,7 +154,7 @@ class Decoder(nn.Module):
             yield from self.head.tensors("lm_head")
 
     def surplus(self, name: str) -> bool:
-        """Whether a checkpoint may hold this tensor although it is not read: it follows from others."""
+        """Return whether a checkpoint may hold this tensor although it is not read, because it follows from others."""
         if self.settings.quantization is not None and name.endswith(OF_ROWS):
             return True
         return name.endswith(".rotary_emb.inv_freq") or (

@@ -1,12 +1,11 @@
-"""Operations between the products of a layer, each in one launch on a GPU: references in torch, and the choice of
-kernel.
+"""Operations between the products of a layer, each in one launch on a GPU: torch references and kernel selection.
 
     residual + added, normed        instead of an addition and a norm
-    query and key normed, turned    instead of two norms and fourteen small operations
+    query and key normed, rotated   instead of two norms and fourteen small operations
     silu(gate) * up                 instead of two
 
-A decode is a thousand small launches otherwise, each of which takes the GPU about two microseconds for next to nothing.
-On a GPU with Triton `elementwise_kernels.py` does them; elsewhere, torch. Both compute in float32; the kernels round
+Without them a decode is a thousand small launches, each of about two microseconds of GPU time for very little work. On
+a GPU with Triton `elementwise_kernels.py` computes them, elsewhere torch. Both compute in float32. The kernels round
 once at the end, torch after each operation.
 """
 
@@ -20,10 +19,10 @@ from lockstep.runtime import triton_trial
 
 
 def add_rms_norm(residual: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """residual + added, and x / rms(x) * weight of it over the last dimension.
+    """Return residual + added, and its RMS norm x / rms(x) * weight over the last dimension.
 
     Args:
-        residual, added: [tokens, hidden]; without `added` the residual is what is normed.
+        residual, added: [tokens, hidden]; if `added` is None, the residual is normed.
     """
     if has_kernels(residual):
         from lockstep.runtime.models.elementwise_kernels import add_rms_norm_triton
@@ -35,7 +34,7 @@ def add_rms_norm(residual: Tensor, added: Tensor | None, weight: Tensor, eps: fl
 def norm_and_turn(
     qkv: Tensor, heads: int, kv_heads: int, weights: tuple[Tensor, Tensor] | None, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Query and key out of their product: normed by head if there are weights, then with positions.
+    """Return query and key from their product: normed by head if there are weights, then rotated by position.
 
     Args:
         qkv: [tokens, (heads + 2 kv_heads) head_dim]: heads of queries, of keys, of values.
@@ -51,7 +50,7 @@ def norm_and_turn(
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [rows, 2 inner], gate first, to [rows, inner]."""
+    """Return silu(gate) * up, [rows, inner], of [rows, 2 inner], gate first."""
     if has_kernels(gate_up):
         from lockstep.runtime.models.elementwise_kernels import silu_and_mul_triton
 
@@ -60,7 +59,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def add_rms_norm_reference(residual: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `add_rms_norm`."""
+    """Torch reference of `add_rms_norm`."""
     summed = residual if added is None else residual + added
     return summed, F.rms_norm(summed, weight.shape, weight, eps)
 
@@ -68,7 +67,7 @@ def add_rms_norm_reference(residual: Tensor, added: Tensor | None, weight: Tenso
 def norm_and_turn_reference(
     qkv: Tensor, heads: int, kv_heads: int, weights: tuple[Tensor, Tensor] | None, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `norm_and_turn`."""
+    """Torch reference of `norm_and_turn`."""
     head_dim = 2 * cos.shape[-1]
     query, key, _ = qkv.view(len(qkv), heads + 2 * kv_heads, head_dim).split_with_sizes(
         (heads, kv_heads, kv_heads), dim=1
@@ -81,19 +80,19 @@ def norm_and_turn_reference(
 
 
 def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [tokens, heads, head_dim]."""
+    """Rotate heads, [tokens, heads, head_dim]."""
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
-    """See `silu_and_mul`."""
+    """Torch reference of `silu_and_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def has_kernels(tensor: Tensor) -> bool:
-    """Whether Triton does it."""
+    """Return whether the Triton kernels support this tensor."""
     return (
         tensor.device.type == "cuda"
         and tensor.dtype != torch.float64

@@ -1,6 +1,6 @@
-"""The operations of `elementwise.py` in Triton: a program reads what it needs once, computes in float32, writes once.
+"""The operations of `elementwise.py` in Triton: a program reads each input once, computes in float32, writes once.
 
-A row's result depends on nothing but the row, so it has the same bits in every batch.
+The result of a row depends only on the row, so it has the same bits in every batch.
 """
 
 # Triton reads the source of these functions: constants are upper case, as in its own kernels.
@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024  # of silu_and_mul: columns of a program
+BLOCK = 1024  # columns of one program of silu_and_mul
 
 
 @triton.jit
 def add_rms_norm_kernel(
-    residual,  # [rows, SIZE], contiguous, like all of them
+    residual,  # [rows, SIZE], contiguous, like all tensors here
     added,
     weight,  # [SIZE]
     summed,
@@ -29,7 +29,10 @@ def add_rms_norm_kernel(
     PADDED: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """A program per row. The sum is rounded before it is normed: it is what the next layer sees."""
+    """Add and norm one row per program.
+
+    The sum is rounded before the norm, because the next layer reads the rounded sum.
+    """
     row = tl.program_id(0).to(tl.int64) * SIZE
     at = tl.arange(0, PADDED)
     inside = at < SIZE
@@ -46,7 +49,7 @@ def add_rms_norm_kernel(
 
 @triton.jit
 def norm_and_turn_kernel(
-    qkv,  # [tokens, (HEADS + 2 KV_HEADS) 2 HALF], contiguous, like all of them
+    qkv,  # [tokens, (HEADS + 2 KV_HEADS) 2 HALF], contiguous, like all tensors here
     query_weight,  # [2 HALF]
     key_weight,
     cos,  # [tokens, HALF]
@@ -60,7 +63,7 @@ def norm_and_turn_kernel(
     PADDED: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Program (token, head): heads of the query, then of the key.
+    """Norm and rotate one head. Program (token, head): heads of the query, then of the key.
 
     [ first half | second half ] -> [ first cos - second sin | second cos + first sin ]
     """
@@ -95,7 +98,7 @@ def norm_and_turn_kernel(
 
 @triton.jit
 def silu_and_mul_kernel(gate_up, out, INNER: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row, block): BLOCK columns of a row's gate, and the same of its up."""
+    """Compute BLOCK columns of a row from its gate and up. Program (row, block)."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < INNER

@@ -1,13 +1,13 @@
-"""A mixture of experts: each token is seen by a few of many MLPs.
+"""A mixture of experts: each token passes through a few of many MLPs.
 
-Pairs of (token, expert) are sorted by expert, so that every expert's tokens lie end to end, and one grouped product
-does all experts:
+Pairs of (token, expert) are sorted by expert, so that the tokens of each expert are contiguous, and one grouped product
+computes all experts:
 
     tokens     0 1 2 3          pairs by expert      0:[1 3] 1:[] 2:[0 1 2] 3:[0 2 3]
     experts    2 0 2 0          ends                    2      2       5         8
                3 2 3 3
 
-The ends stay on the device. Ranks share the columns inside every expert, so that each has all experts.
+The ends stay on the device. Ranks split the columns inside every expert, so that each rank has all experts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lockstep.runtime.quantized.matrices import Quantized, StoredMatrix
 
 
 class Experts(nn.Module):
-    """Softmax over all experts, the best few of each token, their MLPs, and the weighted sum."""
+    """Softmax over all experts, the most probable few per token, their MLPs, and the weighted sum."""
 
     def __init__(self, make: Maker, hidden: int, settings: ExpertSettings) -> None:
         super().__init__()
@@ -44,10 +44,13 @@ class Experts(nn.Module):
         self.down = make.matrices([rows], [f"experts.{expert}.down_proj" for expert in range(count)], count)
 
     def forward(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
-        """[tokens, hidden] to the same shape. Adapters change nothing here: folders that would are refused."""
+        """Apply the experts, [tokens, hidden] to the same shape.
+
+        Adapters have no effect: folders with experts are refused.
+        """
         tokens, each = len(hidden), self.settings.per_token
         weights, experts = self.route(hidden)
-        # A stable sort keeps tokens in order within an expert: the sums below do not depend on how a sort breaks ties.
+        # A stable sort keeps tokens in order within an expert, so that the order of the sums below is fixed.
         sorted_experts, order = experts.flatten().sort(stable=True)
         ends = torch.searchsorted(sorted_experts, self._numbers(experts), right=True).to(torch.int32)
         inner = silu_and_mul(_grouped(hidden[order // each], self.gate_up, ends))
@@ -58,7 +61,7 @@ class Experts(nn.Module):
         return self.parallel.all_reduce(mixed)
 
     def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights, float32, and numbers of each token's experts, [tokens, per_token] each."""
+        """Return weights, float32, and indices of each token's experts, [tokens, per_token] each."""
         chances = F.linear(hidden, self.router).float().softmax(dim=-1)
         weights, experts = chances.topk(self.settings.per_token, dim=-1)
         if self.settings.normalise:
@@ -69,7 +72,7 @@ class Experts(nn.Module):
         return torch.arange(self.settings.experts, device=like.device, dtype=like.dtype)
 
     def tensors(self, prefix: str) -> Iterator[TensorSpec]:
-        """What fills it: one tensor for each matrix of each expert."""
+        """Yield the tensors of a checkpoint that fill the experts: one for each matrix of each expert."""
         inner = self.settings.intermediate
         yield TensorSpec(f"{prefix}.gate.weight", tuple(self.router.shape), self.router.data)
         for expert in range(self.settings.experts):
@@ -89,5 +92,5 @@ class Experts(nn.Module):
 
 
 def _grouped(rows: Tensor, weights: Weight, ends: Tensor) -> Tensor:
-    """Each row times the matrix of its group."""
+    """Multiply each row with the matrix of its group."""
     return grouped_linear(rows, weights, ends) if isinstance(weights, Tensor) else weights.grouped(rows, ends)

@@ -1,11 +1,11 @@
-"""One product for rows that are grouped: each row with its group's matrix. The reference, and the choice of kernel.
+"""One product for grouped rows, each row with the matrix of its group: torch reference and kernel selection.
 
     rows       [ a a a ][ c c ][ d d d d ]      groups a, b, c, d end to end; b has none
-    ends         3 3 5 9                        int32, on the device: the CPU never looks at them
+    ends         3 3 5 9                        int32, on the device; not read by the CPU
     weights    [groups, outputs, inputs]
 
-On Hopper and B200 bfloat16 goes to torch's grouped product, which is one kernel of CUTLASS there. For other dtypes and
-GPUs torch would copy the ends to the CPU and wait; there our own kernel runs, `grouped_kernel.py`, if Triton works.
+On Hopper and B200 bfloat16 uses torch's grouped product, one CUTLASS kernel. For other dtypes and GPUs torch would copy
+the ends to the CPU and wait. They use our own kernel, `grouped_kernel.py`, if Triton works.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_linear_reference(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """The grouped product, group by group; reads the ends of the groups from the device."""
+    """Compute the grouped product group by group; reads the ends of the groups from the device."""
     starts = [0, *ends.tolist()]
     parts = [
         F.linear(rows[start:stop], weight)
@@ -51,7 +51,7 @@ def grouped_linear_reference(rows: Tensor, weights: Tensor, ends: Tensor) -> Ten
 
 
 def has_torch_kernel(rows: Tensor, weights: Tensor) -> bool:
-    """Whether torch multiplies these on the device alone."""
+    """Return whether torch computes this product without a copy to the CPU."""
     aligned = all(size * rows.element_size() % ALIGNED == 0 for size in weights.shape[1:])
     here = torch.cuda.get_device_capability(rows.device)
     return rows.dtype == torch.bfloat16 and aligned and here in TORCH_CAPABILITIES

@@ -1,13 +1,13 @@
-"""The grouped product of `grouped.py` in Triton: tiles of rows that never cross the border of a group.
+"""The grouped product of `grouped.py` in Triton: tiles of rows that lie within one group.
 
-Groups are of any length, so the group of a tile is found on the device. Every program counts the tiles of all groups:
+Groups have any length, so each program finds the group of its tile on the device, by counting the tiles of all groups:
 
     ends          3 3 5 9        BLOCK_M = 2
     tiles         2 0 1 2
     tiles so far  2 2 3 5        tile 2 is the first with 2 <= tile < 3: group c, its tile 0
 
-The CPU launches as many tiles as there could be at most: one for every BLOCK_M rows, and one more for each group that
-may have rows. Those that are too many find no group and leave.
+The CPU launches the largest possible number of tiles: one for every BLOCK_M rows, and one more for each group that may
+have rows. A program beyond the last tile finds no group and returns.
 
 Reference: `grouped.grouped_linear_reference`.
 """
@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_N, BLOCK_K = 64, 64
-FEW_ROWS = 32  # per group, up to which tiles are low: a decode has a row or two per expert
+FEW_ROWS = 32  # average rows per group up to which tiles are low: a decode has a row or two per expert
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def grouped_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (tile, n): BLOCK_M rows of one group times BLOCK_N rows of its matrix, summed in float32."""
+    """Multiply BLOCK_M rows of one group with BLOCK_N rows of its matrix, summed in float32. Program (tile, n)."""
     tile = tl.program_id(0)
     numbers = tl.arange(0, GROUPS_PADDED)
     real = numbers < GROUPS
@@ -70,7 +70,7 @@ def grouped_linear_kernel(
 
 
 def grouped_linear_triton(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """See `grouped.grouped_linear`. Contiguous, of one dtype, on one device."""
+    """Compute `grouped.grouped_linear` in Triton. All tensors are contiguous, of one dtype, on one device."""
     (count, inputs), (groups, outputs, _) = rows.shape, weights.shape
     assert weights.shape[2] == inputs, f"rows have {inputs} inputs, weights {weights.shape[2]}"
     assert ends.shape == (groups,), f"{groups} groups, {tuple(ends.shape)} ends"

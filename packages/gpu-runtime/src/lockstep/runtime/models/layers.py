@@ -1,7 +1,7 @@
-"""What the models share: norm, rotary positions, linear layers that ranks may split, attention, and the two MLPs.
+"""Parts of all models: norm, rotary positions, linear layers that ranks may split, attention, and the two MLPs.
 
-A layer is made by a `Maker`, which has dtype, device and this rank's part, and lists with `tensors(prefix)` which
-tensors of a checkpoint it is filled from. One weight may be filled from several of them: q, k and v are one product.
+A `Maker` has dtype, device and this rank's part, and makes the parameters of a layer. `tensors(prefix)` of a layer
+lists the tensors of a checkpoint that fill it. Several of them may fill one weight: q, k and v are one product.
 
     checkpoint        q_proj [heads * d, hidden]   k_proj [kv_heads * d, hidden]   v_proj [kv_heads * d, hidden]
     rank r of R       rows of heads r*H/R...       rows of its kv heads            the same
@@ -26,12 +26,12 @@ from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.lora.batch import AdapterBatch
 from lockstep.runtime.lora.slots import LoraSlots, LoraTarget
 from lockstep.runtime.models.elementwise import add_rms_norm, norm_and_turn, silu_and_mul
-from lockstep.runtime.quantized.fp8 import Fp8Matrices
+from lockstep.runtime.quantized.fp8 import Fp8Matrices, RowRounding
 from lockstep.runtime.quantized.int4 import Int4Matrices
 from lockstep.runtime.quantized.matrices import Quantized, StoredMatrix
 
 Weight: TypeAlias = Tensor | Quantized
-"""[outputs, inputs], or in fewer bits."""
+"""A matrix [outputs, inputs], or quantised matrices."""
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
@@ -40,9 +40,9 @@ def _unchanged(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """This rank among those that split one model, and how they put partial results together.
+    """This rank of the group that splits one model, and the functions that combine partial results.
 
-    `all_reduce` sums [tokens, hidden] over the ranks; `all_gather` lays [samples, vocab / ranks] of all side by side.
+    `all_reduce` sums [tokens, hidden] over the ranks; `all_gather` joins [samples, vocab / ranks] of all side by side.
     """
 
     rank: int = 0
@@ -59,26 +59,26 @@ class Parallel:
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """How the parameters of a model are made: empty, to be filled from a checkpoint or at random."""
+    """Makes the parameters of a model: empty, to be filled from a checkpoint or at random."""
 
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     parallel: Parallel = field(default_factory=Parallel)
-    stored: WeightFormat | None = None  # how matrices of layers are stored, where not in `dtype`
+    stored: WeightFormat | None = None  # format of the layers' matrices, if it is not `dtype`
     fp8_activations: Fp8Activations = "off"  # the requested mode: quantized/activations.py
-    activations: Activations = ""  # what came of it
-    prefix: str = ""  # of what is being made, in a checkpoint
+    activations: Activations = ""  # the mode in use
+    prefix: str = ""  # prefix in a checkpoint of the layer that is made
 
     def within(self, prefix: str) -> Maker:
-        """The same for what has this prefix."""
+        """Return this maker with another prefix."""
         return replace(self, prefix=prefix)
 
     def matrices(self, parts: Sequence[StoredMatrix], names: Sequence[str], groups: int = 0) -> Weight:
-        """Matrices side by side, of every group.
+        """Make matrices side by side, for every group.
 
         Args:
-            names: of all of them, those of every group, behind `prefix`.
-        Raises: ConfigError where a checkpoint has quantised some of them only, or ranks cut what is stored together.
+            names: names of all of them, for every group, behind `prefix`.
+        Raises: ConfigError if a checkpoint has quantised only some of them, or if ranks cut a word, group or block.
         """
         ranks = self.parallel.ranks
         if self.stored is not None:
@@ -88,7 +88,7 @@ class Maker:
                 place = (parts, groups, self.parallel.rank, ranks, self.dtype, self.device, self.stored)
                 if self.stored.layout != "fp8":
                     return Int4Matrices(*place)
-                return Fp8Matrices(*place, self.activations, self.fp8_activations == "on")
+                return Fp8Matrices(*place, RowRounding(self.activations, required=self.fp8_activations == "on"))
             if len(kept) < len(called):
                 other = next(name for name in called if name not in kept)
                 raise ConfigError(
@@ -99,36 +99,36 @@ class Maker:
         return self.empty(*((groups,) if groups else ()), sum(sizes), parts[0].local_inputs(ranks))
 
     def empty(self, *shape: int) -> nn.Parameter:
-        """A parameter of this rank without values."""
+        """Make a parameter of this rank without values."""
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
 
 
 def product(hidden: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """[tokens, inputs] to [tokens, outputs]."""
+    """Multiply, [tokens, inputs] to [tokens, outputs]."""
     return F.linear(hidden, weight, bias) if isinstance(weight, Tensor) else weight.linear(hidden, bias)
 
 
 class RmsNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, computed in float32."""
+    """The norm x / rms(x) * weight over the last dimension, computed in float32."""
 
     def __init__(self, make: Maker, size: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = make.empty(size), eps
 
     def forward(self, residual: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The sum of both, [tokens, size], and its norm, of the same shape and dtype."""
+        """Return the sum of both, [tokens, size], and its norm, of the same shape and dtype."""
         return add_rms_norm(residual, added, self.weight, self.eps)
 
     def tensors(self, prefix: str) -> Iterator[TensorSpec]:
-        """What fills it."""
+        """Yield the tensor of a checkpoint that fills the weight."""
         yield TensorSpec(f"{prefix}.weight", tuple(self.weight.shape), self.weight.data, initial=1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixPart:
-    """One matrix of a checkpoint in a ColumnLinear: its name, rows in all, and the units that ranks share.
+    """One matrix of a checkpoint in a ColumnLinear: its name, total rows, and the units that ranks split.
 
-    With `replicate`, and fewer units than ranks, each unit is kept by several ranks (kv heads).
+    With `replicate`, and fewer units than ranks, several ranks keep each unit (kv heads).
     """
 
     name: str
@@ -138,7 +138,7 @@ class MatrixPart:
 
 
 class ColumnLinear(nn.Module):
-    """Matrices that read the same input as one product; ranks share their rows, so results stay on the rank."""
+    """Matrices that read the same input, as one product. Ranks split their rows, so results stay on the rank."""
 
     def __init__(self, make: Maker, inputs: int, parts: Sequence[MatrixPart], bias: bool = False) -> None:
         super().__init__()
@@ -157,18 +157,18 @@ class ColumnLinear(nn.Module):
         self.lora: LoraSlots | None = None
 
     def forward(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
-        """[tokens, inputs] to [tokens, rows of this rank], the parts side by side: see `sizes`."""
+        """Multiply, [tokens, inputs] to [tokens, rows of this rank], the parts side by side: see `sizes`."""
         out = product(hidden, self.weight, self.bias)
         return out if adapters is None or self.lora is None else self.lora.add_to(out, hidden, adapters)
 
     def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[LoraTarget]:
-        """Make room for adapters of the matrices under this prefix."""
+        """Allocate adapter slots for the matrices under this prefix, and yield them."""
         self.lora = LoraSlots(self.inputs, self.sizes, slots, rank, self.dtype, self.device)
         for number, (part, split) in enumerate(zip(self.parts, self.splits, strict=True)):
             yield LoraTarget(f"{prefix}.{part.name}", self.inputs, part.outputs, self.lora, number, rows=split)
 
     def tensors(self, prefix: str) -> Iterator[TensorSpec]:
-        """What fills it."""
+        """Yield the tensors of a checkpoint that fill weight and bias."""
         if isinstance(self.weight, Quantized):
             yield from self.weight.tensors([f"{prefix}.{part.name}" for part in self.parts])
         else:
@@ -184,7 +184,7 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A matrix with columns shared by ranks: each reads what is on it, and the results are summed over the ranks."""
+    """A matrix with columns split over ranks: each rank multiplies its columns, and the results are summed."""
 
     def __init__(self, make: Maker, name: str, inputs: int, outputs: int, units: int, bias: bool = False) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class RowLinear(nn.Module):
         self.lora: LoraSlots | None = None
 
     def forward(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
-        """[tokens, columns of this rank] to [tokens, outputs], equal on all ranks."""
+        """Multiply, [tokens, columns of this rank] to [tokens, outputs], equal on all ranks."""
         alone = self.parallel.ranks == 1
         out = product(hidden, self.weight, self.bias if alone else None)
         if adapters is not None and self.lora is not None:
@@ -208,13 +208,13 @@ class RowLinear(nn.Module):
         return summed if self.bias is None else summed + self.bias
 
     def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[LoraTarget]:
-        """Make room for adapters of the matrix under this prefix."""
+        """Allocate adapter slots for the matrix under this prefix, and yield it."""
         outputs, inputs = self.shape
         self.lora = LoraSlots(self.inputs, (outputs,), slots, rank, self.dtype, self.device)
         yield LoraTarget(f"{prefix}.{self.name}", inputs, outputs, self.lora, 0, columns=self.split)
 
     def tensors(self, prefix: str) -> Iterator[TensorSpec]:
-        """What fills it."""
+        """Yield the tensors of a checkpoint that fill weight and bias."""
         if isinstance(self.weight, Quantized):
             yield from self.weight.tensors([f"{prefix}.{self.name}"])
         else:
@@ -224,9 +224,9 @@ class RowLinear(nn.Module):
 
 
 class VocabEmbedding(nn.Module):
-    """A row of `hidden` values for each token, as embeddings and as the last product. Ranks share the rows.
+    """A row of `hidden` values per token, for the embeddings and for the output projection. Ranks split the rows.
 
-    Where the ranks do not divide the vocabulary, the last of them keep rows of zeros behind it.
+    If the ranks do not divide the vocabulary, the last of them have rows of zeros behind it.
     """
 
     def __init__(self, make: Maker, vocab: int, hidden: int) -> None:
@@ -237,7 +237,7 @@ class VocabEmbedding(nn.Module):
         self.first = make.parallel.rank * len(self.weight)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """int64 [tokens] to [tokens, hidden]."""
+        """Look up embeddings, int64 [tokens] to [tokens, hidden]."""
         if self.parallel.ranks == 1:
             return F.embedding(token_ids, self.weight)
         local = token_ids - self.first
@@ -246,14 +246,14 @@ class VocabEmbedding(nn.Module):
         return self.parallel.all_reduce(found.masked_fill(~mine[:, None], 0.0))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[samples, hidden] to float32 [samples, vocab]."""
+        """Compute logits, [samples, hidden] to float32 [samples, vocab]."""
         logits = F.linear(hidden, self.weight)
         if self.parallel.ranks > 1:
             logits = self.parallel.all_gather(logits)[:, : self.vocab]
         return logits.float()
 
     def tensors(self, prefix: str) -> Iterator[TensorSpec]:
-        """What fills it."""
+        """Yield the tensor of a checkpoint that fills the weight."""
         shape = (self.vocab, self.weight.shape[1])
         yield TensorSpec(f"{prefix}.weight", shape, self.weight.data, self.split)
 
@@ -268,51 +268,57 @@ class Mlp(nn.Module):
         self.down = RowLinear(make, "down_proj", intermediate, hidden, intermediate)
 
     def forward(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
-        """[tokens, hidden] to the same shape."""
+        """Apply the MLP, [tokens, hidden] to the same shape."""
         down: Tensor = self.down(silu_and_mul(self.gate_up(hidden, adapters)), adapters)
         return down
 
     def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[LoraTarget]:
-        """Make room for adapters."""
+        """Allocate adapter slots, and yield the matrices that adapters may change."""
         yield from self.gate_up.take_adapters(slots, rank, prefix)
         yield from self.down.take_adapters(slots, rank, prefix)
 
     def tensors(self, prefix: str) -> Iterator[TensorSpec]:
-        """What fills it."""
+        """Yield the tensors of a checkpoint that fill the MLP."""
         yield from self.gate_up.tensors(prefix)
         yield from self.down.tensors(prefix)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSizes:
+    """Sizes of the projections of attention, and which of them add a bias.
+
+    Args:
+        bias: of query, key and value.
+        output_bias: of the output.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bias: bool = False
+    output_bias: bool = False
 
 
 class Attention(nn.Module):
     """Projections, optional norms of query and key by head, rotary positions; attending is the backend's."""
 
-    def __init__(
-        self,
-        make: Maker,
-        layer: int,
-        *,
-        hidden: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        bias: bool = False,
-        output_bias: bool = False,
-        norm_eps: float | None = None,
-    ) -> None:
+    def __init__(self, make: Maker, layer: int, sizes: AttentionSizes, norm_eps: float | None = None) -> None:
         super().__init__()
+        heads, kv_heads, head_dim = sizes.heads, sizes.kv_heads, sizes.head_dim
         self.layer, self.head_dim = layer, head_dim
         parts = [
             MatrixPart("q_proj", heads * head_dim, heads),
             MatrixPart("k_proj", kv_heads * head_dim, kv_heads, replicate=True),
             MatrixPart("v_proj", kv_heads * head_dim, kv_heads, replicate=True),
         ]
-        self.qkv = ColumnLinear(make, hidden, parts, bias)
-        self.output = RowLinear(make, "o_proj", heads * head_dim, hidden, heads, output_bias)
+        self.qkv = ColumnLinear(make, sizes.hidden, parts, sizes.bias)
+        self.output = RowLinear(make, "o_proj", heads * head_dim, sizes.hidden, heads, sizes.output_bias)
         self.query_norm = RmsNorm(make, head_dim, norm_eps) if norm_eps is not None else None
         self.key_norm = RmsNorm(make, head_dim, norm_eps) if norm_eps is not None else None
 
     def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
-        """[tokens, hidden] to the same shape."""
+        """Apply attention, [tokens, hidden] to the same shape."""
         qkv = self.qkv(hidden, batch.adapters)
         heads, kv_heads, _ = (size // self.head_dim for size in self.qkv.sizes)
         norms, eps = None, 0.0
@@ -325,12 +331,12 @@ class Attention(nn.Module):
         return mixed
 
     def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[LoraTarget]:
-        """Make room for adapters."""
+        """Allocate adapter slots, and yield the matrices that adapters may change."""
         yield from self.qkv.take_adapters(slots, rank, prefix)
         yield from self.output.take_adapters(slots, rank, prefix)
 
     def tensors(self, prefix: str) -> Iterator[TensorSpec]:
-        """What fills it."""
+        """Yield the tensors of a checkpoint that fill the projections and norms."""
         yield from self.qkv.tensors(prefix)
         yield from self.output.tensors(prefix)
         if self.query_norm is not None and self.key_norm is not None:
@@ -340,7 +346,7 @@ class Attention(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Cosines and sines of one pass, [tokens, 1, head_dim / 2] each in the dtype of the model, used in every layer."""
+    """Cosines and sines of one pass, [tokens, 1, head_dim / 2] each in the model's dtype, used in every layer."""
 
     cos: Tensor
     sin: Tensor

@@ -1,4 +1,4 @@
-"""Llama 3, 3.1, 3.2 (text) and what shares its form."""
+"""Llama 3, 3.1, 3.2 (text) and models of the same architecture."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ from lockstep.runtime.models.settings import read_decoder
 
 @architecture("LlamaForCausalLM")
 def llama(config: Mapping[str, Any], make: Maker) -> Decoder:
-    """`attention_bias` adds a bias to all four products of attention."""
+    """Build the model. `attention_bias` adds a bias to all four products of attention."""
     return Decoder(make, read_decoder(config, architecture="LlamaForCausalLM"))

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: q, k and v have a bias, the product behind attention has none."""
+"""Qwen2 and Qwen2.5: q, k and v have a bias, the output product of attention has none."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ from lockstep.runtime.models.settings import read_decoder
 
 @architecture("Qwen2ForCausalLM")
 def qwen2(config: Mapping[str, Any], make: Maker) -> Decoder:
-    """The bias is part of the architecture: config.json has no setting for it."""
+    """Build the model. The bias is part of the architecture: config.json has no setting for it."""
     return Decoder(make, read_decoder(config, architecture="Qwen2ForCausalLM", qkv_bias=True))

@@ -1,4 +1,4 @@
-"""Qwen3, dense: query and key are normed by head before their positions."""
+"""Qwen3, dense: query and key are normed by head before the rotation by position."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ from lockstep.runtime.models.settings import read_decoder
 
 @architecture("Qwen3ForCausalLM")
 def qwen3(config: Mapping[str, Any], make: Maker) -> Decoder:
-    """`attention_bias` adds a bias to all four products of attention."""
+    """Build the model. `attention_bias` adds a bias to all four products of attention."""
     return Decoder(make, read_decoder(config, architecture="Qwen3ForCausalLM"), qk_norm=True)

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with mixtures of experts in place of MLPs, in all layers or in those that config.json leaves."""
+"""Qwen3-MoE: Qwen3 with mixtures of experts in place of MLPs, except in layers that config.json makes dense."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ from lockstep.runtime.models.settings import read_decoder
 
 @architecture("Qwen3MoeForCausalLM")
 def qwen3_moe(config: Mapping[str, Any], make: Maker) -> Decoder:
-    """Layers of `mlp_only_layers`, and those that `decoder_sparse_step` skips, are dense."""
+    """Build the model. Layers of `mlp_only_layers`, and those that `decoder_sparse_step` skips, are dense."""
     settings = read_decoder(config, architecture="Qwen3MoeForCausalLM", experts=True)
     return Decoder(make, settings, qk_norm=True)

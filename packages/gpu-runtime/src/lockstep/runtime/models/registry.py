@@ -1,4 +1,4 @@
-"""Which function builds which architecture."""
+"""The functions that build models, by architecture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUILDERS: dict[str, Builder] = {}  # by `architectures[0]` of config.json
 
 
 def architecture(name: str) -> Callable[[Builder], Builder]:
-    """Register what builds the architecture of that name, with weights still to be filled."""
+    """Register the builder of the architecture of this name. It returns a model with empty weights."""
 
     def register(builder: Builder) -> Builder:
         if name in BUILDERS:

@@ -1,7 +1,7 @@
-"""Rotary positions: one frequency for each pair of a head's values, scaled for long contexts as a model requires.
+"""Rotary positions: one frequency per pair of a head's values, scaled for long contexts as a model requires.
 
-Kinds are those of `rope_scaling` in config.json. `dynamic` is refused: its frequencies follow the longest request of a
-batch, so that KV computed in one batch would be wrong in another.
+Kinds are those of `rope_scaling` in config.json. `dynamic` is refused: its frequencies depend on the longest request of
+a batch, so that KV computed in one batch would be wrong in another.
 
 Sources: RoFormer (arXiv 2104.09864); linear interpolation (arXiv 2306.15595); YaRN (arXiv 2309.00071), section 3;
 `llama3`: the reference code of Llama 3.1, `apply_scaling`.
@@ -21,36 +21,36 @@ from lockstep.runtime.models.layers import Rotation
 
 KINDS = ("default", "linear", "llama3", "yarn")
 FULL = "full_attention"
-"""The kind of layer from which settings are taken where `rope_parameters` has them by kind. No other is here."""
+"""The kind of layer whose settings are used if `rope_parameters` has them by kind. Other kinds are not supported."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSettings:
-    """Rotary positions of a model. `factor` and what follows it belong to the kinds that scale."""
+    """Rotary positions of a model. `factor` and the fields after it belong to the kinds that scale."""
 
     theta: float = 10_000.0
     kind: str = "default"
     factor: float = 1.0
-    original_tokens: int = 0  # context the model was trained with before it was extended
+    original_tokens: int = 0  # training context before it was extended
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0
     truncate: bool = True
-    attention_factor: float | None = None  # yarn: of cosines and sines; None follows from `factor`
+    attention_factor: float | None = None  # yarn: factor of cosines and sines; None: derived from `factor`
     mscale: float | None = None
     mscale_all_dim: float | None = None
 
     @property
     def extended_tokens(self) -> int:
-        """Context that the scaling makes of the original one, regardless of `max_position_embeddings`; 0 if unknown.
+        """Context after scaling the original one, regardless of `max_position_embeddings`; 0 if unknown.
 
-        Folders that are used with yarn keep the original context in `max_position_embeddings`, as Qwen documents it.
+        Folders for use with yarn keep the original context in `max_position_embeddings`, as Qwen documents it.
         """
         return int(self.original_tokens * self.factor) if self.kind == "yarn" else 0
 
     def frequencies(self, head_dim: int) -> Tensor:
-        """Radians per position, float32 [head_dim / 2]."""
+        """Return radians per position, float32 [head_dim / 2]."""
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         frequencies = 1.0 / (self.theta**exponents)
         match self.kind:
@@ -64,7 +64,7 @@ class RopeSettings:
 
     @property
     def scale(self) -> float:
-        """What cosines and sines are multiplied by, hence scores by its square."""
+        """Factor of cosines and sines; scores are multiplied by its square."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -78,14 +78,14 @@ class RopeSettings:
         return mscale(1.0)
 
     def _llama3(self, frequencies: Tensor) -> Tensor:
-        """Long waves are stretched by `factor`, short ones are kept, those between are a blend."""
+        """Stretch long waves by `factor`, keep short ones, and blend those between."""
         wavelength = 2 * math.pi / frequencies
         low, high = self.low_freq_factor, self.high_freq_factor
         blend = ((self.original_tokens / wavelength - low) / (high - low)).clamp(0.0, 1.0)
         return torch.lerp(frequencies / self.factor, frequencies, blend)
 
     def _yarn(self, frequencies: Tensor, head_dim: int) -> Tensor:
-        """Pairs that turn often within the original context are kept, those that turn seldom are stretched."""
+        """Keep pairs that turn often within the original context, and stretch pairs that turn seldom."""
 
         def pair_of(turns: float) -> float:
             return head_dim * math.log(self.original_tokens / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
@@ -100,7 +100,7 @@ class RopeSettings:
 
 
 class Rotary(nn.Module):
-    """Cosines and sines of positions, computed in float32 once for a pass."""
+    """Cosines and sines of positions, computed in float32 once per pass."""
 
     def __init__(self, settings: RopeSettings, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -108,15 +108,15 @@ class Rotary(nn.Module):
         self.frequencies = settings.frequencies(head_dim).to(device)
 
     def forward(self, positions: Tensor) -> Rotation:
-        """int64 [tokens] to the rotation of those tokens."""
+        """Return the rotation of tokens at positions int64 [tokens]."""
         angles = (positions[:, None].float() * self.frequencies)[:, None, :]
         return Rotation((angles.cos() * self.scale).to(self.dtype), (angles.sin() * self.scale).to(self.dtype))
 
 
 def read_rope(read: ConfigReader) -> RopeSettings:
-    """Rotary settings of a config.json, in the older form (`rope_theta`, `rope_scaling`) or as `rope_parameters`.
+    """Return the rotary settings of a config.json, from `rope_parameters` or, older, `rope_theta` and `rope_scaling`.
 
-    What is wrong is added to the reader's problems.
+    Problems are added to the reader's.
     """
     name = "rope_parameters" if read.config.get("rope_parameters") else "rope_scaling"
     given = read.config.get(name) or {}
@@ -124,7 +124,7 @@ def read_rope(read: ConfigReader) -> RopeSettings:
         read.wrong(name, "an object")
         return RopeSettings()
     if objects := [key for key, value in given.items() if isinstance(value, Mapping)]:
-        if FULL not in objects or len(objects) < len(given):  # else by kind of layer, all of which are of this one
+        if FULL not in objects or len(objects) < len(given):  # otherwise by kind of layer
             listed = ", ".join(f"`{key}`" for key in objects)
             read.problems.append(f"`{name}` holds {listed}, where numbers are expected, or one object `{FULL}`")
             return RopeSettings()
@@ -165,7 +165,7 @@ def read_rope(read: ConfigReader) -> RopeSettings:
 
 
 def _read_yarn(read: ConfigReader, inner: ConfigReader, theta: float) -> RopeSettings:
-    """Of kind `yarn`. Without an original context, it was the model's whole."""
+    """Return settings of kind `yarn`. The default of the original context is `max_position_embeddings`."""
     original = "original_max_position_embeddings"
     fast, slow = inner.number("beta_fast", 32.0), inner.number("beta_slow", 1.0)
     if fast <= slow:

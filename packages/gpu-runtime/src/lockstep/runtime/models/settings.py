@@ -1,4 +1,4 @@
-"""The settings of a model in config.json, checked: everything that cannot be served is in one error."""
+"""The settings of a model in config.json, checked: all unsupported ones are in one error."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ log = logging.getLogger("lockstep.runtime")
 
 @dataclass(frozen=True, slots=True)
 class ExpertSettings:
-    """Experts of a mixture."""
+    """Settings of a mixture of experts."""
 
     experts: int
-    per_token: int  # experts that see a token
-    intermediate: int  # of one expert
-    normalise: bool  # the weights of a token's experts sum to 1
-    dense_layers: frozenset[int]  # layers with an ordinary MLP instead
+    per_token: int  # experts per token
+    intermediate: int  # size of one expert
+    normalise: bool  # whether the weights of a token's experts sum to 1
+    dense_layers: frozenset[int]  # layers with an ordinary MLP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """A decoder, in the names of the field. Sizes are of the whole model, not of a rank."""
+    """Settings of a decoder, under the usual names. Sizes are of the whole model, not of a rank."""
 
     architecture: str
     vocab: int
@@ -42,12 +42,12 @@ class ModelSettings:
     norm_eps: float = 1e-6
     context_tokens: int
     rope: RopeSettings = field(default_factory=RopeSettings)
-    tied: bool = False  # the last product uses the embeddings
-    generates: bool = True  # has that product; one without gives hidden states only
+    tied: bool = False  # whether the output projection uses the embeddings
+    generates: bool = True  # whether it has an output projection; without one it returns hidden states only
     attention_bias: bool = False  # of q, k and v
-    output_bias: bool = False  # of the product behind attention
+    output_bias: bool = False  # of the output product of attention
     experts: ExpertSettings | None = None
-    dtype: torch.dtype = torch.bfloat16  # that the checkpoint was made in
+    dtype: torch.dtype = torch.bfloat16  # dtype of the checkpoint
     end_tokens: tuple[int, ...] = ()
     quantization: WeightFormat | None = None  # how matrices of layers are quantised; None: they are not
 
@@ -55,11 +55,11 @@ class ModelSettings:
 def read_decoder(
     config: Mapping[str, Any], *, architecture: str, qkv_bias: bool = False, experts: bool = False
 ) -> ModelSettings:
-    """Settings of a Llama-like decoder.
+    """Return the settings of a Llama-like decoder.
 
     Args:
-        qkv_bias: q, k and v always have a bias, the product behind attention never; else `attention_bias` is of all.
-        experts: whether the MLPs are mixtures of experts, unless config.json names a layer as dense.
+        qkv_bias: q, k and v always have a bias, and the output product never; otherwise `attention_bias` is for all.
+        experts: whether the MLPs are mixtures of experts, except in layers that config.json names as dense.
     Raises: ConfigError with everything that is missing, out of range or not implemented.
     """
     read = ConfigReader(config)

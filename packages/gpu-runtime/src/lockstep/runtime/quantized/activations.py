@@ -1,11 +1,10 @@
-"""Whether rows are rounded to fp8 before they meet fp8 weights: the requested mode, the checkpoint's settings, what the
-GPU can.
+"""Whether rows are rounded to fp8 before products with fp8 weights: by the mode, the checkpoint and the GPU.
 
-    fp8_activations   auto    by the checkpoint (activation_scheme, input_activations), where the GPU multiplies
-                              fp8 by fp8; else rows stay as they are and weights are widened
-                      on      always, on a CPU by the reference: by scales of the checkpoint where it has static ones,
-                              else by each row's largest number
-                      off     never
+fp8_activations   auto    by the checkpoint (activation_scheme, input_activations), if the GPU multiplies
+                          fp8 by fp8; otherwise rows are not rounded and weights are widened
+                  on      always, on a CPU by the reference: with the checkpoint's scales if they are static,
+                          otherwise by each row's largest number
+                  off     never
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from lockstep.runtime import triton_trial
 log = logging.getLogger("lockstep.runtime")
 
 FP8_ACTIVATIONS: tuple[str, ...] = get_args(Fp8Activations)
-FAR = 0.02  # of the largest product, that a trial may be off
+FAR = 0.02  # tolerance of a trial, relative to the largest product
 
 
 def check_fp8_activations(setting: str) -> None:
-    """Raise ConfigError for what is no such setting."""
+    """Raise ConfigError for an unknown value."""
     if setting not in FP8_ACTIVATIONS:
         raise ConfigError(f"`fp8_activations` must be {', '.join(FP8_ACTIVATIONS)}, got `{setting}`")
 
 
 def choose_activations(setting: Fp8Activations, stored: WeightFormat | None, device: torch.device) -> Activations:
-    """How rows of a model's fp8 products are rounded. What auto does, and why, goes to the log.
+    """Return how rows of a model's fp8 products are rounded. The result of auto, and its reason, are logged.
 
-    Raises: ConfigError where they are to be, and cannot.
+    Raises: ConfigError if rounding is required and not possible.
     """
     if stored is None or stored.layout != "fp8":
         if setting == "on":
@@ -57,7 +56,7 @@ def choose_activations(setting: Fp8Activations, stored: WeightFormat | None, dev
 
 
 def unavailable_because(device: torch.device) -> str | None:
-    """Why a device does not multiply fp8 by fp8, or None. The first time a GPU tries a small product."""
+    """Return why a device does not multiply fp8 by fp8, or None. The first call for a GPU runs a small product."""
     if device.type != "cuda":
         return f"a device of kind {device.type} has no fp8 tensor cores"
     found = torch.cuda.get_device_capability(device)
@@ -74,19 +73,21 @@ def _tried(index: int) -> str | None:
         with torch.cuda.device(index), torch.inference_mode():
             return None if try_out(torch.device("cuda", index)) else "a small product of fp8 by fp8 came out wrong"
     except Exception as error:  # a compiler that does not support this GPU
-        said = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-        return f"a small product of fp8 by fp8 could not be run: {said}"
+        reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        return f"a small product of fp8 by fp8 could not be run: {reason}"
 
 
 def try_out(device: torch.device) -> bool:
-    """Multiply by blocks and by one scale, as few rows and as many; whether all results equal the reference."""
-    from lockstep.runtime.quantized.fp8 import Fp8Matrices, to_fp8
+    """Return whether products equal the reference, with scales of blocks and with one scale, for few and many rows."""
+    from lockstep.runtime.quantized.fp8 import Fp8Matrices, RowRounding, to_fp8
     from lockstep.runtime.quantized.matrices import StoredMatrix
 
     generator = torch.Generator().manual_seed(1)
     for block in ((128, 128), None):
         stored = WeightFormat(method="fp8", layout="fp8", block=block)
-        one = Fp8Matrices([StoredMatrix("trial", 128, 256)], 0, 0, 1, torch.bfloat16, device, stored, "dynamic")
+        one = Fp8Matrices(
+            [StoredMatrix("trial", 128, 256)], 0, 0, 1, torch.bfloat16, device, stored, RowRounding("dynamic")
+        )
         one.weight.data.copy_(to_fp8(torch.randn(one.weight.shape, generator=generator) * 64))
         one.scale.data.copy_(torch.rand(one.scale.shape, generator=generator) * 0.01 + 0.001)
         for count in (3, 300):

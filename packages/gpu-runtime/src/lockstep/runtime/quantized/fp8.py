@@ -1,24 +1,25 @@
-"""Weights in fp8, e4m3: a matrix [outputs, inputs] of bytes, and scales that they are multiplied with.
+"""Weights in fp8, e4m3: a matrix [outputs, inputs] of bytes, and scales that multiply it.
 
-A scale is of a whole matrix, of an output, or of a block of 128 x 128. All three are kept as blocks, of a size that
-fits into every border: those of the parts that lie side by side, and those of this rank's share, which need not be
-borders of the checkpoint's blocks. A scale is then there more than once:
+A scale belongs to a whole matrix, an output, or a block of 128 x 128. All three are stored as blocks. Their size
+divides every border: borders between the parts of a product, and borders of this rank's share, which need not be
+borders of the checkpoint's blocks. A scale is then stored more than once:
 
-    checkpoint   | 0 . . . . . . 127 | 128 . . . . . . 255 |       two scales
-    this rank            | 64 . . . . . . . . . 191 |              blocks of 64: [0, 1]
+    checkpoint           | 0 . . . . . . 127 | 128 . . . . . . 255 |       two scales
+    this rank                    | 64 . . . . . . . . . 191 |              blocks of 64: [0, 1]
 
-Rows stay in the dtype of the model, or are rounded to fp8 as well, where the checkpoint was made for that and the GPU
-multiplies fp8 by fp8 (`activations.py`, `fp8_kernels.py`). Each run of a row that meets one column of scales then has
-a scale of its own, which makes its largest number 448, or all have the checkpoint's `input_scale`.
+Rows keep the dtype of the model. They are rounded to fp8 as well if the checkpoint was made for that and the GPU
+multiplies fp8 by fp8 (`activations.py`, `fp8_kernels.py`). Each run of a row that is multiplied with one column of
+scales then has its own scale, which makes its largest number 448, or all have the checkpoint's `input_scale`.
 
-    rows [M, K]      | 0 ... 127 | 128 ... 255 |       codes e4m3, one scale for each run of 128 where weights lie in
-                                                       blocks of 128 inputs; else one for each row
+    rows [M, K]          | 0 ... 127 | 128 ... 255 |       codes e4m3, one scale per run of 128 if weights have
+                                                           blocks of 128 inputs; otherwise one per row
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from math import gcd
@@ -35,19 +36,34 @@ from lockstep.runtime.quantized.matrices import Quantized, StoredMatrix
 
 log = logging.getLogger("lockstep.runtime")
 
-LEAST = 1e-10  # rows of smaller numbers, such as of zeros, are scaled as if this were the largest of them
+LEAST = 1e-10  # smallest largest number of a run; rows of smaller numbers, such as zeros, are scaled by it
 STORED = ("F8_E4M3",)
-RANDOM_INPUT_SCALE = 8 / FP8_MAX  # with random weights: what follows a norm is hardly above 8
+RANDOM_INPUT_SCALE = 8 / FP8_MAX  # with random weights: numbers behind a norm are rarely above 8
+
+
+@dataclass(frozen=True, slots=True)
+class RowRounding:
+    """How rows that meet fp8 weights are rounded to fp8.
+
+    Args:
+        activations: dynamic, static, or "" for not at all.
+        required: raise an error if a GPU cannot round them; otherwise they are then not rounded.
+    """
+
+    activations: Activations = ""
+    required: bool = False
+
+
+NOT_ROUNDED = RowRounding()
 
 
 class Fp8Matrices(Quantized):
     """Parameters: `weight` e4m3 [groups?, outputs, inputs], `scale` float32 [groups?, outputs / y, inputs / x].
 
     Args:
-        activations: how rows are rounded to fp8; static takes a parameter more, `input_scale` float32 [groups?, parts],
-            of which the largest is every row's: parts and groups share their rows.
-        must: they are; else, where a GPU cannot, they are not.
-    Raises: ConfigError where they must be, and a GPU cannot.
+        rounding: of rows; static adds a parameter, `input_scale` float32 [groups?, parts]. Its largest value is the
+            scale of every row, because parts and groups share their rows.
+    Raises: ConfigError where rounding is required, and a GPU cannot round.
     """
 
     def __init__(
@@ -59,12 +75,11 @@ class Fp8Matrices(Quantized):
         dtype: torch.dtype,
         device: torch.device,
         stored: WeightFormat,
-        activations: Activations = "",
-        must: bool = False,
+        rounding: RowRounding = NOT_ROUNDED,
     ) -> None:
         super().__init__(parts, groups, rank, ranks, dtype, device)
-        self.stored, self.activations = stored, activations
-        # 0: one scale for all; every size divides it.
+        self.stored, self.activations = stored, rounding.activations
+        # (outputs, inputs) per scale of the checkpoint. 0: one scale for all; every size divides it.
         self.each = stored.block or ((1, 0) if stored.by_output else (0, 0))
         down, across = self.each
         firsts = [part.first_output(rank, ranks) for part in parts] if down else []
@@ -74,12 +89,12 @@ class Fp8Matrices(Quantized):
         )
         self.weight = self.empty(self.outputs, self.inputs, dtype=FP8)
         self.scale = self.empty(self.outputs // self.block[0], self.inputs // self.block[1], dtype=torch.float32)
-        self.activations = activations = self._gpu_rounds(must)
+        self.activations = activations = self._gpu_rounds(rounding.required)
         self.run = self.block[1] if activations == "dynamic" else self.inputs  # numbers of a row that share a scale
         self.input_scale = self.empty(len(parts), dtype=torch.float32) if activations == "static" else None
 
-    def _gpu_rounds(self, must: bool) -> Activations:
-        """As requested, or not at all where a step of the product would cross a border of scales."""
+    def _gpu_rounds(self, required: bool) -> Activations:
+        """Return the requested rounding, or none if a step of the product would cross a border between scales."""
         if not self.activations or self.device.type != "cuda":
             return self.activations
         if self.block[1] == self.inputs or self.block[1] % STEP_LEAST == 0:
@@ -88,29 +103,29 @@ class Fp8Matrices(Quantized):
             f"on this rank {self.block[1]} inputs of `{self.parts[0].name}` share a scale, and a GPU multiplies fp8 by "
             f"multiples of {STEP_LEAST}"
         )
-        if must:
+        if required:
             raise ConfigError(f"`fp8_activations` is on, but {why}\nhint: fewer ranks, or leave it out")
         log.info("rows that meet `%s` are not rounded to fp8: %s", self.parts[0].name, why)
         return ""
 
     def widened(self, dtype: torch.dtype, group: int = 0) -> Tensor:
-        """q * scale, computed in float32."""
+        """Return q * scale, computed in float32."""
         weight, scale = self.of_group(self.weight, group), self.of_group(self.scale, group)
         blocks = weight.to(torch.float32).view(len(scale), self.block[0], scale.shape[1], self.block[1])
         return (blocks * scale[:, None, :, None]).view(self.outputs, self.inputs).to(dtype)
 
     def widened_fast(self, dtype: torch.dtype) -> Tensor:
-        """The same bits without a copy in float32: e4m3 is exact in all dtypes of a model."""
+        """Return the same bits without a copy in float32: e4m3 is exact in all dtypes of a model."""
         blocks = self.weight.to(dtype).view(len(self.scale), self.block[0], self.scale.shape[1], self.block[1])
         torch.mul(blocks, self.scale[:, None, :, None], out=blocks)
         return blocks.view(self.outputs, self.inputs)
 
     def kernel_fits(self, dtype: torch.dtype) -> bool:
-        """The kernel's tiles lie within blocks of at least 16 inputs, or have one scale along all of them."""
+        """Return whether tiles lie within blocks of at least 16 inputs, or have one scale along all inputs."""
         return self.scale.shape[-1] == 1 or self.block[1] % 16 == 0
 
     def kernel_linear(self, rows: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
-        """See `kernels`."""
+        """Multiply in Triton; see `kernels`."""
         from lockstep.runtime.quantized.kernels import fp8_linear
 
         return fp8_linear(rows, self.weight, self.scale, self.block, bias, ends)
@@ -118,13 +133,13 @@ class Fp8Matrices(Quantized):
     # ------------------------------------------------------------------------------------------- rows in fp8 as well
 
     def linear(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[rows, inputs] to [rows, outputs]."""
+        """Multiply, [rows, inputs] to [rows, outputs]."""
         if not self.activations:
             return super().linear(rows, bias)
         return self.scaled(rows, bias, None) if self._in_triton(rows) else self.rounded_linear(rows, bias)
 
     def grouped(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """As `models.grouped.grouped_linear`."""
+        """Multiply grouped rows; see `models.grouped.grouped_linear`."""
         if not self.activations:
             return super().grouped(rows, ends)
         if self._in_triton(rows):
@@ -137,21 +152,21 @@ class Fp8Matrices(Quantized):
         return out
 
     def scaled(self, rows: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
-        """The product of fp8 by fp8 in Triton."""
+        """Multiply fp8 by fp8 in Triton."""
         from lockstep.runtime.quantized.fp8_kernels import rounded_rows, scaled_linear
 
         codes, scale = rounded_rows(rows, self.run, self.input_scale)
         return scaled_linear(codes, scale, self.weight, self.scale, self.block, bias, ends, rows.dtype)
 
     def rounded_linear(self, rows: Tensor, bias: Tensor | None, group: int = 0) -> Tensor:
-        """The reference: rows rounded in the same way, and all of it multiplied in float32."""
+        """Compute the reference: rows rounded in the same way, and multiplied in float32."""
         codes, scale = to_codes(rows, self.run, self.input_scale)
         wide = codes.to(torch.float32).view(*scale.shape, self.run) * scale[..., None]
         weight = self.widened(torch.float32, group)
         return F.linear(wide.view(rows.shape), weight, None if bias is None else bias.float()).to(rows.dtype)
 
     def part_tensors(self, prefix: str, number: int, group: int) -> Iterator[TensorSpec]:
-        """The matrix, and its scales, which every rank reads whole and takes its own from."""
+        """Yield the matrix, and its scales, which every rank reads whole before it selects its own."""
         part, first, size = self.parts[number], self.firsts[number], self.sizes[number]
         if part.rows.dim is not None and part.columns.dim is not None:
             raise ConfigError(f"`{prefix}` cannot be split along outputs and inputs at once")
@@ -181,7 +196,7 @@ class Fp8Matrices(Quantized):
             )
 
     def _spread(self, scale: Tensor, part: StoredMatrix, size: int) -> Tensor:
-        """Of a matrix's scales those of this rank's blocks."""
+        """Return the scales of this rank's blocks."""
         scale = _checked(scale)
         steps = (self.each[0], part.first_output(self.rank, self.ranks), size, self.block[0])
         down = _blocks(*steps)
@@ -190,7 +205,7 @@ class Fp8Matrices(Quantized):
 
 
 def _checked(scale: Tensor) -> Tensor:
-    """In float32. Raises ValueError for what cannot be a scale."""
+    """Return scales in float32. Raises ValueError for invalid scales."""
     scale = scale.to(torch.float32)
     if not bool((scale > 0).all()) or not bool(scale.isfinite().all()):
         raise ValueError("holds scales that are not above 0")
@@ -202,22 +217,23 @@ def _of_rows(scale: Tensor) -> Tensor:
 
 
 def _blocks(each: int, first: int, size: int, step: int) -> Tensor:
-    """Which of a checkpoint's blocks of `each` those of `step` lie in, from `first` on. 0: there is one."""
+    """Return the checkpoint's block of `each` for every block of `step`, from `first` on. each = 0: only one block."""
     at = torch.arange(first, first + size, step)
     return torch.div(at, each, rounding_mode="floor") if each else torch.zeros_like(at)
 
 
 def to_fp8(tensor: Tensor) -> Tensor:
-    """Rounded to e4m3; what is larger than it has becomes the largest, not NaN."""
+    """Round to e4m3; numbers above its range become the largest, not NaN."""
     return tensor.clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def to_codes(rows: Tensor, run: int, static: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Rows in fp8: the reference of `fp8_kernels.rounded_rows`.
+    """Round rows to fp8: the reference of `fp8_kernels.rounded_rows`.
 
     Args:
-        rows: [M, K]. run: numbers that share a scale, which divide K.
-        static: scales, of which the largest holds for all; None: each run has that which makes its largest number 448.
+        rows: [M, K]. run: numbers that share a scale, a divisor of K.
+        static: scales of which the largest is used for all; None: each run has a scale that makes its largest number
+            448.
     Returns: e4m3 [M, K], float32 [M, K / run]: a number is code times scale.
     """
     runs = rows.to(torch.float32).view(len(rows), rows.shape[1] // run, run)

@@ -1,17 +1,17 @@
-"""Products of fp8 by fp8, in Triton: rows are rounded to e4m3 first, and meet e4m3 weights in a GPU's fp8 tensor cores.
+"""Products of fp8 by fp8 in Triton: rows are rounded to e4m3, then multiplied with e4m3 weights on fp8 tensor cores.
 
     codes [M, K], row_scale [M, K / RUN]  =  rows [M, K]                              rounded_rows
     out [M, N]  =  (codes * row_scale) x (weight * scale), for all rows or by groups  scaled_linear
 
-A tile of products is BLOCK_M rows times BLOCK_N outputs; K goes by in steps of BLOCK_K, at most 128, none of which
-crosses a border of what shares a scale. Each step is a product of its own, added up in float32 behind it, as
-DeepSeek-V3's technical report (section 3.3.2) has it: a Hopper GPU adds fp8 products up with some 14 bits, which over
-thousands of inputs would show.
+A tile of products is BLOCK_M rows times BLOCK_N outputs. K is processed in steps of BLOCK_K, at most 128, none of which
+crosses a border between scales. Each step is a separate product, summed up in float32, as in DeepSeek-V3's technical
+report (section 3.3.2): a Hopper GPU sums fp8 products with some 14 bits, which would lose accuracy over thousands of
+inputs.
 
     scales differ along K     total += (codes[:, k] x weight[k]) * row_scale[:, k] * scale[k]
     one for all of K          total +=  codes[:, k] x weight[k];      total * row_scale * scale at the end
 
-Groups are those of `models.grouped_kernel`. Compute capability 8.9 on.
+Groups are those of `models.grouped_kernel`. Compute capability 8.9 or later.
 
 Reference: `fp8.to_codes`, and of both together `Fp8Matrices.rounded_linear`.
 """
@@ -30,15 +30,15 @@ from torch import Tensor
 from lockstep.runtime.quantized.fp8_format import FP8, STEP_LEAST
 from lockstep.runtime.quantized.kernels import _stored, _tile, step_of
 
-FEW_ROWS, MORE_ROWS = 64, 256  # of a group, up to which tiles are narrow, and not the largest
+FEW_ROWS, MORE_ROWS = 64, 256  # average rows per group up to which tiles are narrow, and not the largest
 STEP_MAX = 128
-NUMBERS_OF_PROGRAM = 2048  # that a program rounds at once, unless more share a scale
+NUMBERS_OF_PROGRAM = 2048  # numbers that a program rounds at once, unless more share a scale
 
 
 @triton.jit
 def round_rows_kernel(
     rows,  # [M, K], rows `row_stride` apart
-    static,  # float32 [STATICS], of which the largest is the scale of all
+    static,  # float32 [STATICS], the largest is the scale of all
     codes,  # e4m3 [M, K]
     scale,  # float32 [M, K / RUN]
     K,
@@ -49,7 +49,7 @@ def round_rows_kernel(
     RUNS: tl.constexpr,
     RUN_PADDED: tl.constexpr,
 ):
-    """Program (row, some of its runs): tile [RUNS, RUN_PADDED]."""
+    """Round RUNS runs of a row. Program (row, part of its runs): tile [RUNS, RUN_PADDED]."""
     row = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
     inner = tl.arange(0, RUN_PADDED)
@@ -65,7 +65,7 @@ def round_rows_kernel(
     tl.store(scale + row * (K // RUN) + number, by, mask=real)
     wide = wide / by[:, None]
     cut = tl.minimum(tl.maximum(wide, -448.0), 448.0)
-    wide = tl.where(wide != wide, wide, cut)  # what is no number stays none, so that its request ends as invalid
+    wide = tl.where(wide != wide, wide, cut)  # NaN stays NaN, so that its request ends as invalid
     tl.store(codes + row * K + at, wide.to(codes.dtype.element_ty), mask=inside)
 
 
@@ -92,7 +92,10 @@ def scaled_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (tile of rows, tile of outputs). WHOLE: all of K shares a scale, of rows and of weights."""
+    """Multiply a tile.
+
+    Program (tile of rows, tile of outputs). WHOLE: one scale of rows and one of weights for all of K.
+    """
     group, first, stop = _tile(ends, M, GROUPS, GROUPS_PADDED, BLOCK_M)
     if first < stop:
         row = first + tl.arange(0, BLOCK_M)
@@ -128,7 +131,7 @@ def scaled_linear_kernel(
 
 
 def rounded_rows(rows: Tensor, run: int, static: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As `fp8.to_codes`; a number that lies in the middle of two may come out as the other one."""
+    """Round rows; see `fp8.to_codes`. A number halfway between two codes may get the other one."""
     count, inputs = rows.shape
     assert inputs % run == 0, f"{inputs} inputs are no multiple of runs of {run}"
     assert rows.stride(1) == 1
@@ -168,10 +171,10 @@ def scaled_linear(
     """Multiply rows in e4m3 with e4m3 weights.
 
     Args:
-        codes: e4m3 [M, K], side by side. row_scale: float32 [M, K / run].
+        codes: e4m3 [M, K], contiguous. row_scale: float32 [M, K / run].
         weight: e4m3 [N, K], or [groups, N, K] with ends. scale: float32 [(groups,) N / y, K / x] of blocks (y, x).
         ends: int32 [groups] as in `grouped.grouped_linear`; None: one product.
-    Returns: [M, N] of a dtype.
+    Returns: [M, N] in `dtype`.
     """
     outputs, inputs = weight.shape[-2:]
     run = inputs // max(row_scale.shape[1], 1)
@@ -213,9 +216,9 @@ def scaled_linear(
 
 
 def tiling_of(rows: int, groups: int, step: int) -> dict[str, int]:
-    """Sizes of tiles by rows of a group: narrow ones where few rows wait for weights, large ones where many are reused.
+    """Return tile sizes by rows per group: narrow tiles for few rows, large ones if weights are reused for many rows.
 
-    None is lower than 64 rows: below that Triton multiplies in float16 on Hopper. The rest is an estimate:
+    No tile has fewer than 64 rows: below that Triton multiplies in float16 on Hopper. The rest is an estimate:
     `benchmarks.gpu_check --only quantized` measures each.
     """
     if rows <= FEW_ROWS * groups:

@@ -1,20 +1,20 @@
-"""Products with weights in fewer bits, in Triton: a tile of weights is widened behind its load, in registers.
+"""Products with weights in fewer bits, in Triton: a tile of weights is widened after its load, in registers.
 
     out [rows, N] = rows [rows, K] x weights, for all rows, or for each group of rows its own weights
 
-A tile of products is BLOCK_M rows times BLOCK_N outputs; K goes by in steps of BLOCK_K, none of which crosses the
-border of a block or group that shares a scale. What is multiplied is exact in the dtype of the rows: e4m3 as it is,
-codes less their zero as whole numbers. Scales come behind, in float32, where the sum of a step is added:
+A tile of products is BLOCK_M rows times BLOCK_N outputs. K is processed in steps of BLOCK_K, none of which crosses the
+border of a block or group with one scale. The multiplied numbers are exact in the dtype of the rows: e4m3 values, and
+codes minus their zero as whole numbers. Scales are applied to the sum of a step, in float32:
 
     total += (rows[:, k : k + BLOCK_K] x codes) * scale
 
 e4m3 is widened by its bits, so that GPUs without fp8 read it too: shifted into a float16 it is 2 ** -8 of its value,
-numbers below the smallest normal one included. The 2 ** 8 is part of the scale.
+for subnormal numbers too. The 2 ** 8 is part of the scale.
 
     e4m3       s eeee mmm
     float16    s 0eeee mmm0000000
 
-Groups are those of `models.grouped_kernel`: which tile is of which group is found on the device.
+Groups are those of `models.grouped_kernel`: each program finds the group of its tile on the device.
 
 Reference: `Quantized.widened` and torch's product.
 """
@@ -30,15 +30,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FEW_ROWS = 32  # of a group, up to which tiles are low
-STEP_MAX = 128  # BLOCK_K of low tiles; high ones take half
+FEW_ROWS = 32  # average rows per group up to which tiles are low
+STEP_MAX = 128  # BLOCK_K of low tiles; high ones have half
 E4M3_SHIFT = 256.0
 PER_WORD = 8
 
 
 @triton.jit
 def _tile(ends, M, GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Which group this program's tile is of, and its rows [first:stop), which are none where there is no such group."""
+    """Return the group of this program's tile, and its rows [first:stop); empty beyond the last tile."""
     tile = tl.program_id(0)
     if GROUPS == 0:
         group = tile * 0
@@ -88,7 +88,7 @@ def fp8_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (tile of rows, tile of outputs)."""
+    """Multiply a tile. Program (tile of rows, tile of outputs)."""
     group, first, stop = _tile(ends, M, GROUPS, GROUPS_PADDED, BLOCK_M)
     if first < stop:
         row = first + tl.arange(0, BLOCK_M)
@@ -133,7 +133,7 @@ def int4_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (tile of rows, tile of outputs). BLOCK_K divides GROUP."""
+    """Multiply a tile. Program (tile of rows, tile of outputs). BLOCK_K divides GROUP."""
     group, first, stop = _tile(ends, M, GROUPS, GROUPS_PADDED, BLOCK_M)
     if first < stop:
         row = first + tl.arange(0, BLOCK_M)
@@ -159,7 +159,7 @@ def int4_linear_kernel(
 
 @triton.jit
 def _unpacked(words, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Codes int32 [BLOCK_K, BLOCK_N] of words [BLOCK_K / 8, BLOCK_N] along the first side."""
+    """Return the codes, int32 [BLOCK_K, BLOCK_N], of words [BLOCK_K / 8, BLOCK_N] along the first dimension."""
     shift = tl.arange(0, 8) * 4
     codes = (words[:, None, :] >> shift[None, :, None]) & 15
     return tl.reshape(codes, (BLOCK_K, BLOCK_N))
@@ -178,7 +178,7 @@ def int4_widen_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (tile of outputs, tile of inputs)."""
+    """Widen a tile. Program (tile of outputs, tile of inputs)."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.program_id(1) * BLOCK_K
     word = k // 8 + tl.arange(0, BLOCK_K // 8)
@@ -194,7 +194,7 @@ def int4_widen_kernel(
 
 
 def step_of(shared: int, most: int) -> int:
-    """The largest power of two that divides a run of inputs with one scale, from 16 up to so many."""
+    """Return the largest power of two, from 16 up to `most`, that divides a run of `shared` inputs with one scale."""
     step = most
     while shared % step:
         step //= 2
@@ -208,7 +208,7 @@ def fp8_linear(
     """Multiply rows with e4m3 weights.
 
     Args:
-        rows: [M, K], their numbers side by side. weight: e4m3 [N, K], or [groups, N, K] with ends.
+        rows: [M, K], contiguous along K. weight: e4m3 [N, K], or [groups, N, K] with ends.
         scale: float32 [(groups,) N / y, K / x] of blocks (y, x).
         ends: int32 [groups] as in `grouped.grouped_linear`; None: one product.
     Returns: [M, N] of the rows' dtype.
@@ -221,7 +221,7 @@ def fp8_linear(
     assert scale.is_contiguous()
     out, grid, constants = _launch(rows, outputs, inputs, bias, ends)
     most = STEP_MAX if constants["BLOCK_M"] == 16 else STEP_MAX // 2
-    step = most if block[1] == inputs else step_of(block[1], most)  # behind the last input there are zeros
+    step = most if block[1] == inputs else step_of(block[1], most)  # inputs behind the last are read as zeros
     if out.numel():
         fp8_linear_kernel[grid](
             rows,
@@ -252,7 +252,7 @@ def int4_linear(
     bias: Tensor | None,
     ends: Tensor | None,
 ) -> Tensor:
-    """Multiply rows with weights of 4 bits, in the layout of `int4`; the rest is as in `fp8_linear`."""
+    """Multiply rows with weights of 4 bits, in the layout of `int4`; other arguments are those of `fp8_linear`."""
     inputs, outputs = qweight.shape[-2] * PER_WORD, qweight.shape[-1]
     assert qweight.dtype == zeros.dtype == torch.int32
     assert scales.shape[-2:] == (inputs // group, outputs), f"{scales.shape} scales of groups of {group}"
@@ -285,7 +285,7 @@ def int4_linear(
 def _launch(
     rows: Tensor, outputs: int, inputs: int, bias: Tensor | None, ends: Tensor | None
 ) -> tuple[Tensor, tuple[int, int], dict[str, int | bool]]:
-    """Room for the result, the grid, and what both kernels are compiled for."""
+    """Return an empty result, the grid, and the constants that both kernels are compiled for."""
     assert rows.shape[1] == inputs, f"rows have {rows.shape[1]} inputs, weights {inputs}"
     assert rows.stride(1) == 1
     assert bias is None or bias.shape == (outputs,)
@@ -311,7 +311,7 @@ def _launch(
 def int4_widened(
     qweight: Tensor, zeros: Tensor, scales: Tensor, group: int, zero_add: int, dtype: torch.dtype
 ) -> Tensor:
-    """[outputs, inputs] of a dtype: (q - zero) * scale."""
+    """Return (q - zero) * scale as [outputs, inputs] of `dtype`."""
     inputs, outputs = qweight.shape[0] * PER_WORD, qweight.shape[1]
     out = torch.empty((outputs, inputs), dtype=dtype, device=qweight.device)
     step = step_of(group, STEP_MAX)

@@ -1,12 +1,12 @@
-"""Matrices of a product that are stored in fewer bits: several of a checkpoint side by side, or one for each expert.
+"""Matrices of a product in fewer bits: several of a checkpoint side by side, or one for each expert.
 
-    checkpoint      q_proj [heads * d, hidden]    k_proj [...]    v_proj [...]        each with scales of its own
+    checkpoint      q_proj [heads * d, hidden]    k_proj [...]    v_proj [...]        each with its own scales
     product         [ q outputs | k outputs | v outputs ]                             of this rank
 
-On the CPU, and where Triton cannot run, weights are widened to the dtype of the rows and multiplied by torch: the same
-bits as of a checkpoint that was widened before. On a GPU few rows go to a kernel that widens tiles as it reads them, so
-that no more bytes are read than are stored; many rows to torch, behind a widened copy of the one matrix, which they pay
-for by far.
+On the CPU, and if Triton cannot run, weights are widened to the dtype of the rows and multiplied by torch: the result
+has the same bits as that of a checkpoint widened before. On a GPU a kernel that widens tiles as it reads them
+multiplies few rows, so that no more bytes are read than are stored. Many rows use torch, after a widened copy of the
+one matrix, the cost of which is small beside the product.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ from lockstep.runtime import triton_trial
 from lockstep.runtime.checkpoint import WHOLE, TensorSpec, TensorSplit
 
 FUSED_ROWS_MAX = 256
-"""Rows up to which a kernel widens weights as it reads them. An estimate: more are bound by arithmetic."""
+"""Rows up to which a kernel widens weights as it reads them. An estimate: larger products are bound by arithmetic."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """One matrix of a checkpoint, of all ranks together, and what of it is on this one."""
+    """One matrix of a checkpoint, of all ranks together, and the part of it on each rank."""
 
     name: str  # behind the product's prefix, without `.weight`
     outputs: int
     inputs: int
-    rows: TensorSplit = WHOLE  # of outputs
-    columns: TensorSplit = WHOLE  # of inputs
+    rows: TensorSplit = WHOLE  # split of its outputs
+    columns: TensorSplit = WHOLE  # split of its inputs
 
     def local_outputs(self, ranks: int) -> int:
-        """On a rank."""
+        """Return the number of outputs on a rank."""
         return self.rows.local(self.outputs, ranks, self.name)
 
     def local_inputs(self, ranks: int) -> int:
-        """On a rank."""
+        """Return the number of inputs on a rank."""
         return self.columns.local(self.inputs, ranks, self.name)
 
     def first_output(self, rank: int, ranks: int) -> int:
-        """Of this rank, counted from the matrix's first."""
+        """Return the index in the matrix of this rank's first output."""
         return self.rows.shard(self.outputs, rank, ranks).start
 
     def first_input(self, rank: int, ranks: int) -> int:
-        """Of this rank."""
+        """Return the index in the matrix of this rank's first input."""
         return self.columns.shard(self.inputs, rank, ranks).start
 
 
 class Quantized(nn.Module, ABC):
-    """Matrices of one product, or of one for each group of rows.
+    """Matrices of one product, or of one product per group of rows.
 
     Args:
-        parts: side by side in the product; of every group the same.
-        groups: experts; 0 is one product.
-        dtype: of the rows.
+        parts: matrices side by side in the product; the same for every group.
+        groups: experts; 0: one product.
+        dtype: dtype of the rows.
     """
 
     def __init__(
@@ -80,41 +80,40 @@ class Quantized(nn.Module, ABC):
         self.outputs, self.inputs = sum(self.sizes), parts[0].local_inputs(ranks)
 
     def empty(self, *shape: int, dtype: torch.dtype) -> nn.Parameter:
-        """A parameter of every group, without values."""
+        """Make a parameter for every group, without values."""
         around = (self.groups,) if self.groups else ()
         return nn.Parameter(torch.empty((*around, *shape), dtype=dtype, device=self.device), requires_grad=False)
 
     def of_group(self, parameter: Tensor, group: int) -> Tensor:
-        """What of a parameter belongs to one group."""
+        """Return one group's part of a parameter."""
         return parameter.data[group] if self.groups else parameter.data
 
-    # ---------------------------------------------------------------------------------------------------- what is
-    # logged
+    # ---------------------------------------------------------------------------------------------------------- formats
 
     @abstractmethod
     def widened(self, dtype: torch.dtype, group: int = 0) -> Tensor:
-        """A group's matrices as [outputs, inputs]: the reference."""
+        """Return a group's matrices as [outputs, inputs]: the reference."""
 
     def widened_fast(self, dtype: torch.dtype) -> Tensor:
-        """The same of the only group on a GPU, with little memory beside."""
+        """Return the only group's matrices on a GPU, as `widened` does, with little additional memory."""
         return self.widened(dtype)
 
     @abstractmethod
     def kernel_fits(self, dtype: torch.dtype) -> bool:
-        """Whether `kernel_linear` supports these sizes."""
+        """Return whether `kernel_linear` supports these sizes."""
 
     @abstractmethod
     def kernel_linear(self, rows: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
-        """The product in Triton."""
+        """Compute the product in Triton."""
 
     @abstractmethod
     def part_tensors(self, prefix: str, number: int, group: int) -> Iterator[TensorSpec]:
-        """What fills one part."""
+        """Yield the tensors of a checkpoint that fill one part."""
 
     # -------------------------------------------------------------------------------------------------------- products
 
     def linear(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[rows, inputs] to [rows, outputs]."""
+        """Multiply, [rows, inputs] to [rows, outputs]."""
         if self._in_triton(rows):
             if len(rows) <= FUSED_ROWS_MAX:
                 return self.kernel_linear(rows, bias, None)
@@ -122,10 +121,10 @@ class Quantized(nn.Module, ABC):
         return F.linear(rows, self.widened(rows.dtype), bias)
 
     def grouped(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """As `models.grouped.grouped_linear`."""
+        """Multiply grouped rows; see `models.grouped.grouped_linear`."""
         if self._in_triton(rows):
             return self.kernel_linear(rows, None, ends)
-        # Widened where a group has rows: all experts at once might not fit.
+        # Only groups with rows are widened: all experts at once might not fit.
         starts = [0, *ends.tolist()]
         out = rows.new_empty(len(rows), self.outputs)
         for group, (start, stop) in enumerate(pairwise(starts)):
@@ -138,10 +137,10 @@ class Quantized(nn.Module, ABC):
         return on_gpu and self.kernel_fits(rows.dtype)
 
     def tensors(self, prefixes: Sequence[str], group: int = 0) -> Iterator[TensorSpec]:
-        """What fills a group's parts.
+        """Yield the tensors of a checkpoint that fill a group's parts.
 
         Args:
-            prefixes: the names of its matrices in a checkpoint, without `.weight`.
+            prefixes: names of its matrices in a checkpoint, without `.weight`.
         """
         for number, prefix in enumerate(prefixes):
             yield from self.part_tensors(prefix, number, group)

@@ -1,22 +1,22 @@
-"""Triton kernels of sampling. Each does what its namesake in reference.py does, to the bit.
+"""Triton kernels of sampling. Each has the same results, to the bit, as the function of that name in reference.py.
 
-Logits are float32 [samples, vocab], row-major; settings are columns by request row (table.py), looked up in the kernel,
-so that a sample costs no gather. Kernels that touch every logit run on a grid of (sample, block of the vocabulary):
+Logits are float32 [samples, vocab], row-major. Settings are columns by request row (table.py), which the kernels read
+directly, so that a sample needs no gather. Kernels over all logits run on a grid of (sample, block of the vocabulary):
 
     edit       one program per sample, over its list of biased and banned ids
     mask       bit t % 32 of word t // 32 allows token t
     penalise   reads `seen` of rows that have a slot
-    pivot      one program per sample: the smallest logit that top-k and top-p let through, without a sort. One pass
-               over the row lays its candidates end to end, those at least exp(-10) as likely as the likeliest; a binary
-               search by two bits of the float at a time, 16 passes for each of the two, then reads only these. Where
-               they are too many, or too few to hold the answer, it reads the whole row.
+    pivot      one program per sample: the smallest logit that top-k and top-p keep, without a sort. One pass over
+               the row collects its candidates, those at least exp(-10) as likely as the likeliest. A binary search
+               by two bits of the float at a time, 16 passes for each of the two, then reads only these. If they are
+               too many, or too few to contain the answer, it reads the whole row.
     draw       scaled logit plus Gumbel noise, argmax of a block; then `pick`, argmax over the blocks
 
-Nothing depends on a block size: maxima have one value in whatever order, counts and masses are integers, and all float
+No result depends on a block size: maxima do not depend on the order, counts and masses are integers, and all float
 arithmetic is compiled with `enable_fp_fusion=False`, because a fused multiply-add would round differently from torch.
 """
 
-# Upper case are constants of the compilation, as in Triton's own kernels. Kernels have no types that mypy could check.
+# Upper case names are compile-time constants, as in Triton's own kernels. mypy cannot check the types of kernels.
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
 
@@ -39,7 +39,7 @@ from lockstep.runtime.sampling.table import SamplingColumns
 VOCAB_BLOCK = 1024
 PIVOT_BLOCK = 2048
 CANDIDATES_MAX = 16384
-"""Candidates kept of one row, 64 KiB."""
+"""Candidates stored of one row, 64 KiB."""
 EDIT_BLOCK = 32
 
 ANYWHERE = ["rows_ptr", "positions_ptr"]
@@ -158,7 +158,7 @@ def _scaled(logits, largest, inverse):
 
 @triton.jit
 def _load_logits(logits_ptr, ids, vocab):
-    """Logits with -inf for a NaN, and behind the vocabulary."""
+    """Return logits, with -inf for NaN and behind the vocabulary."""
     logits = tl.load(logits_ptr + ids, mask=ids < vocab, other=float("-inf"))
     return tl.where(logits == logits, logits, float("-inf"))
 
@@ -184,7 +184,7 @@ def _edit_kernel(
         until = tl.load(until_ptr + at, mask=here, other=0)
         where = logits_ptr + sample * vocab + ids
         after = tl.load(where, mask=here, other=0.0) + bias
-        # Not minimum(): it would make a NaN of the model a number.
+        # Not minimum(), which would turn a NaN of the model into a number.
         after = tl.where((position < until) & (after > BANNED), BANNED, after)
         tl.store(where, after, mask=here)
 
@@ -226,7 +226,7 @@ def _penalise_kernel(logits_ptr, rows_ptr, reals_ptr, ints_ptr, seen_ptr, vocab,
 
 @triton.jit
 def _keys(logits):
-    """int32 in the order of the floats; -0.0 is 0.0."""
+    """Return int32 in the order of the floats; -0.0 equals 0.0."""
     bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -239,10 +239,10 @@ def _share(total, share):
 
 @triton.jit
 def _smallest_kept(logits_ptr, vocab, largest, inverse, least_key, wanted, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The least key t for which tokens with keys above t, of those from `least_key` on, count or weigh below `wanted`.
+    """Return the least key t for which the tokens with larger keys, from `least_key` on, count or weigh below `wanted`.
 
-    Two bits a pass: of four equal parts of what is left, the one with t in it is identified by what lies above the
-    first three. The count above a part's last key falls from part to part.
+    Two bits per pass: the rest is divided into four equal parts, and the part with t follows from the sums above the
+    first three. The sum above a part's last key falls from part to part.
     """
     base = least_key * 0 + KEY_LEAST
     step = base * 0 + (1 << 30)
@@ -295,7 +295,7 @@ def _pivot_kernel(
     logits_ptr += sample * vocab
     candidates_ptr += sample * candidates_max
     key = tl.full((), KEY_OF_MINUS_INFINITY, tl.int32)
-    # Rows without an answer (NaN, or nothing allowed) are not searched: their token is 0 anyway.
+    # Rows without an answer (NaN, or nothing allowed) are not searched: their token is 0 in any case.
     if (temperature > 0) & (largest > float("-inf")) & ((top_k < vocab) | (top_p < SHARE_ALL)):
         masses = tl.zeros((BLOCK,), tl.int64)
         near = tl.zeros((BLOCK,), tl.int64)
@@ -311,7 +311,7 @@ def _pivot_kernel(
             at = found + tl.cumsum(taken, axis=0) - taken
             tl.store(candidates_ptr + at, logits, mask=candidate & (at < candidates_max))
             found += tl.sum(taken)
-        # Other threads wrote what this one is about to read.
+        # Other threads wrote what this thread is about to read.
         tl.debug_barrier()
         total = tl.sum(masses)
         enough = tl.where(top_k < vocab, found >= top_k, tl.sum(near) >= _share(total, top_p)) & (
@@ -405,7 +405,7 @@ def _pick_kernel(tokens_ptr, best_ptr, token_ptr, maxima_ptr, vocab, blocks, BLO
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether tensors of this device can be given to the kernels."""
+    """Return whether the kernels support tensors of this device."""
     return device.type == "cuda" or bool(triton.knobs.runtime.interpret)
 
 
@@ -417,7 +417,7 @@ def _shape(logits: Tensor) -> tuple[int, int]:
 
 
 def edit_(logits: Tensor, rows: Tensor, positions: Tensor, columns: SamplingColumns) -> None:
-    """See reference.edit_."""
+    """Launch the kernel of `reference.edit_`."""
     samples, vocab = _shape(logits)
     width = columns.edit_ids.shape[1]
     _edit_kernel[(samples,)](
@@ -427,7 +427,7 @@ def edit_(logits: Tensor, rows: Tensor, positions: Tensor, columns: SamplingColu
 
 
 def mask_(logits: Tensor, allowed: Tensor) -> None:
-    """See reference.mask_."""
+    """Launch the kernel of `reference.mask_`."""
     samples, vocab = _shape(logits)
     assert allowed.dtype == torch.int32, allowed.dtype
     assert allowed.is_contiguous(), allowed.stride()
@@ -436,7 +436,7 @@ def mask_(logits: Tensor, allowed: Tensor) -> None:
 
 
 def penalise_(logits: Tensor, rows: Tensor, columns: SamplingColumns) -> None:
-    """See reference.penalise_."""
+    """Launch the kernel of `reference.penalise_`."""
     samples, vocab = _shape(logits)
     grid = (samples, triton.cdiv(vocab, VOCAB_BLOCK))
     _penalise_kernel[grid](
@@ -445,7 +445,7 @@ def penalise_(logits: Tensor, rows: Tensor, columns: SamplingColumns) -> None:
 
 
 def pivots(logits: Tensor, rows: Tensor, columns: SamplingColumns, maxima: Tensor) -> Tensor:
-    """See reference.pivots."""
+    """Launch the kernel of `reference.pivots`."""
     samples, vocab = _shape(logits)
     found = torch.empty(samples, dtype=torch.float32, device=logits.device)
     kept = min(vocab, CANDIDATES_MAX)
@@ -466,7 +466,7 @@ def draw(
     floor: Tensor | None,
     random: bool,
 ) -> Tensor:
-    """See reference.draw."""
+    """Launch the kernels of `reference.draw`."""
     samples, vocab = _shape(logits)
     blocks = triton.cdiv(vocab, VOCAB_BLOCK)
     best = torch.empty((samples, blocks), dtype=torch.float32, device=logits.device)
@@ -489,8 +489,8 @@ def check_and_time(samples: int, vocab: int, device: str = "cuda", repeats: int 
     """Compare each kernel with its reference, to the bit, then time it.
 
     Rows are a mix: greedy, plain, top-k, top-p, both with min-p; the first half have penalties and a bias, too.
-    Returns: microseconds by kernel; 0 each on a CPU, where only the comparison is made.
-    Raises: AssertionError naming the kernel that differs.
+    Returns: microseconds by kernel; all 0 on a CPU, where only the comparison is made.
+    Raises: AssertionError with the name of the kernel that differs.
     """
     from lockstep.core.contract.events import SamplingParams
 
@@ -529,7 +529,7 @@ def check_and_time(samples: int, vocab: int, device: str = "cuda", repeats: int 
         assert torch.equal(logits, expected), f"{name} differs from its reference"
     maxima = logits.amax(1)
     floor = pivots(logits, rows, columns, maxima)
-    for first in range(0, samples, 16):  # the reference holds several int64 copies of the logits
+    for first in range(0, samples, 16):  # the reference makes several int64 copies of the logits
         part = slice(first, first + 16)
         few, of_rows, at, largest = logits[part].contiguous(), rows[part], positions[part], maxima[part]
         wanted = reference.pivots(few, of_rows, columns, largest)
@@ -548,7 +548,7 @@ def check_and_time(samples: int, vocab: int, device: str = "cuda", repeats: int 
 
 
 def _microseconds(run: Callable[[], object], repeats: int) -> float:
-    """Mean time on the device, after a launch that compiles."""
+    """Return the mean time on the device in microseconds, after one launch for compilation."""
     run()
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()

@@ -18,10 +18,10 @@ class Logprobs:
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, top: int = 0) -> Logprobs:
-    """Logprobs under softmax(logits) of `tokens`, and of the `top` likeliest.
+    """Return logprobs under softmax(logits) of `tokens`, and of the `top` likeliest tokens.
 
-    The prompt's: logits at the positions of a `LogprobSpan`, tokens its targets; in pieces where memory is short, as
-    each position is by itself.
+    For prompt tokens, logits are those at the positions of a `LogprobSpan`, and tokens its targets. Positions are
+    independent, so that a caller may split them to save memory.
 
     Args:
         logits: float [n, vocab]; tokens: int [n]. A row with a NaN has NaN logprobs.

@@ -1,12 +1,12 @@
-"""Logarithm and exponential that come out equal, bit for bit, on every backend.
+"""Logarithm and exponential with equal results, bit for bit, on every backend.
 
-A token is the argmax of floats, so backends draw the same token only if they make the same floats. The libraries' log
-and exp differ in the last bits between processors, and a sum depends on its order. So here
+A token is the argmax of floats, so backends draw the same token only if they compute the same floats. The log and exp
+of libraries differ in the last bits between processors, and a sum depends on its order. Therefore
 
-- log and exp are polynomials of additions and multiplications, each rounded by itself (IEEE 754, to nearest). Eager
-  torch does that; the kernels are compiled without contraction to fused multiply-adds;
-- what is summed over the vocabulary is an integer: probabilities in units of 2**-40 of the largest one. Integers have
-  one sum, in whatever order, so a nucleus does not depend on the batch, on block sizes or on the number of threads.
+- log and exp are polynomials of additions and multiplications, each rounded separately (IEEE 754, to nearest). Eager
+  torch computes them so; the kernels are compiled without contraction to fused multiply-adds;
+- sums over the vocabulary are integers: probabilities in units of 2**-40 of the largest one. The sum of integers does
+  not depend on the order, so a nucleus does not depend on the batch, on block sizes or on the number of threads.
 
 The coefficients are least squares at Chebyshev nodes, rounded to float32. Relative errors, measured over 200 001 points
 against float64: -log(1 - t) 8e-8 for |t| <= 1/3, 2**x 8e-8 for x in [0, 1].
@@ -36,17 +36,17 @@ THIRD_WORD = 0x55555555  # a third of 2**32
 UNIT = 2.0**-32
 
 MASS_BITS = 40
-"""A probability as large as the largest is the integer 2**40; below 2**-40 of it, it is 0."""
+"""A probability equal to the largest is the integer 2**40; below 2**-40 of the largest it is 0."""
 MANTISSA_BITS = 22
 MASS_EXPONENT_MIN = -60.0  # below, the mass is 0 and a shift would be too long
 SHARE_BITS = 24
-"""top_p is kept as an integer number of 2**-24, the resolution of float32 below 1."""
+"""top_p is stored as an integer number of 2**-24, the resolution of float32 below 1."""
 
 GUMBEL_MAX = 22.9  # the largest number drawn: -log(-log(1 - 2**-33))
 
 
 def log_polynomial(t: Tensor) -> Tensor:
-    """-log(1 - t), |t| <= 1/3, float32."""
+    """Return -log(1 - t), |t| <= 1/3, float32."""
     tail = torch.full_like(t, LOG_TAIL[-1])
     for coefficient in LOG_TAIL[-2::-1]:
         tail = tail * t + coefficient
@@ -54,7 +54,7 @@ def log_polynomial(t: Tensor) -> Tensor:
 
 
 def negative_log(x: Tensor) -> Tensor:
-    """-log(x) of float32 x > 0, not denormal."""
+    """Return -log(x) of float32 x > 0, not denormal."""
     bits = x.view(torch.int32)
     exponent = (bits - TWO_THIRDS_BITS) >> 23
     mantissa = (bits - (exponent << 23)).view(torch.float32)
@@ -62,10 +62,10 @@ def negative_log(x: Tensor) -> Tensor:
 
 
 def gumbel(words: Tensor) -> Tensor:
-    """Standard Gumbel numbers, float32, from uniform words in [0:2**32), int64.
+    """Return standard Gumbel numbers, float32, from uniform words in [0:2**32), int64.
 
-    With v = (word + 1/2) / 2**32 it is -log(-log(1 - v)): the large numbers, which decide an argmax, come from small v,
-    and those a float holds most finely.
+    With v = (word + 1/2) / 2**32 a number is -log(-log(1 - v)). Large numbers, which decide an argmax, result from
+    small v, for which a float has the finest resolution.
     """
     v = (words.to(torch.float32) + 0.5) * UNIT
     rest = ((0xFFFFFFFF - words).to(torch.float32) + 0.5) * UNIT  # 1 - v, but not rounded to 0 where v is near 1
@@ -74,7 +74,7 @@ def gumbel(words: Tensor) -> Tensor:
 
 
 def mass(z: Tensor) -> Tensor:
-    """exp(z) of z <= 0 in units of 2**-40, int64."""
+    """Return exp(z) of z <= 0 in units of 2**-40, int64."""
     power = (z * LOG2E).clamp(min=MASS_EXPONENT_MIN)
     whole = power.floor()
     fraction = power - whole
@@ -86,6 +86,6 @@ def mass(z: Tensor) -> Tensor:
 
 
 def share_of(total: Tensor, share: Tensor) -> Tensor:
-    """floor(total * share / 2**24), at least 1, without leaving int64: totals stay below 2**59."""
+    """Return floor(total * share / 2**24), at least 1, within int64: totals are below 2**59."""
     low = total & ((1 << SHARE_BITS) - 1)
     return ((total >> SHARE_BITS) * share + ((low * share) >> SHARE_BITS)).clamp(min=1)

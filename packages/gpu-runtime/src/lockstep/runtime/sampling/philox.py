@@ -1,13 +1,13 @@
-"""Randomness that is a function of (request seed, position) and the token's id, and of nothing else.
+"""Randomness as a function of request seed, position and token id only.
 
-Philox-4x32-10, a block cipher in ten cheap rounds: a key and a counter give four words of 32 bits, and there is no
-state to carry along. Here
+Philox-4x32-10 is a block cipher of ten cheap rounds: a key and a counter yield four words of 32 bits, without
+any state. Here
 
     key      = the request's seed, 64 bits: (low word, high word)
     counter  = (token id // 4, position low word, position high word, stream)
     word     = number token id % 4 of the four
 
-so that any backend, at any row of any batch, makes the same word for the same token of the same draw.
+so that any backend, at any row of any batch, computes the same word for the same token of the same draw.
 
 Source: J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; constants and
 test vectors are those of their library Random123.
@@ -26,18 +26,21 @@ WEYL_A, WEYL_B = 0x9E3779B9, 0xBB67AE85  # the golden ratio and sqrt(3) - 1, as 
 WORD = 0xFFFFFFFF
 
 STREAM_TOKENS = 0
-"""The counter's last word when a token is drawn. Draws of another kind at the same position must take another."""
+"""The counter's last word when a token is drawn. Other kinds of draws at the same position need another value."""
 
 Words = NDArray[np.uint32]
 
 
 def split_seed(seed: int) -> tuple[int, int]:
-    """Low and high word of a seed; of a longer or negative one the low 64 bits, in two's complement, count."""
+    """Return the low and high word of a seed; only the low 64 bits, in two's complement, of other integers count."""
     return seed & WORD, (seed >> 32) & WORD
 
 
 def philox_numpy(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
-    """The four words of each counter. The plainest form of the three; the others are compared with it."""
+    """Return the four words of each counter.
+
+    The plainest of the three implementations, and the reference of the others.
+    """
     a, b, c, d = (np.asarray(word, np.uint64) for word in counter)
     key_a, key_b = key
     for _ in range(ROUNDS):
@@ -54,7 +57,7 @@ def philox_numpy(counter: tuple[Words, Words, Words, Words], key: tuple[int, int
 
 
 def words_numpy(seed: int, position: int, vocab: int) -> Words:
-    """uint32 [vocab]: the word of each token id for one draw."""
+    """Return the word of each token id for one draw, uint32 [vocab]."""
     groups = np.arange((vocab + 3) // 4, dtype=np.uint32)
     same = np.ones_like(groups)
     low, high = position & WORD, position >> 32
@@ -65,9 +68,9 @@ def words_numpy(seed: int, position: int, vocab: int) -> Words:
 def philox_torch(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four words of each counter. Words are int64 tensors of values in [0:2**32), shapes broadcast.
+    """Return the four words of each counter, as int64 tensors of values in [0:2**32); shapes broadcast.
 
-    A product of two words wraps around in int64, and is still right: only its 64 bits are looked at.
+    The product of two words may overflow int64; its 64 bits are right all the same.
     """
     a, b, c, d = counter
     key_a, key_b = key
@@ -84,7 +87,7 @@ def philox_torch(
 
 
 def words_torch(key_low: Tensor, key_high: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """int64 [samples, vocab] of values in [0:2**32): the word of each token id, for each sample's draw.
+    """Return the word of each token id, for each sample's draw: int64 [samples, vocab] of values in [0:2**32).
 
     Args:
         key_low, key_high: int64 [samples], the words of the seeds; positions: int64 [samples].

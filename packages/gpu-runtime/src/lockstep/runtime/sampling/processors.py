@@ -1,14 +1,13 @@
-"""Logit processors that installed packages bring, found by name. Never code from a client.
+"""Logit processors from installed packages, found by name. Code from a client never runs.
 
 A package names a factory under the entry-point group `lockstep.logit_processors`:
 
     [project.entry-points."lockstep.logit_processors"]
     no-digits = "my_package:NoDigits"
 
-The operator enables it by that name when the engine starts; a request can then select it by the same name, with
-arguments of its own: a JSON object, which is part of the request and so of the journal. A processor changes the logits
-as the model gave them, before bias, masks and penalties, so it cannot reopen what a mask forbids. docs/sampling.md has
-an example.
+The operator enables it by that name when the engine starts. A request can then select it by the same name, with its own
+arguments: a JSON object, which is part of the request and so of the journal. A processor changes the model's logits
+before bias, masks and penalties, so it cannot allow a token that a mask forbids. docs/sampling.md has an example.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from lockstep.core.contract.events import SamplingParams
 GROUP = "lockstep.logit_processors"
 
 Arguments = Mapping[str, Any]
-"""What a request passes to a processor: a JSON object."""
+"""The arguments of a processor in a request: a JSON object."""
 
 
 class LogitProcessor(Protocol):
-    """Changes logits of the rows that selected it. Must not wait for the device, and must treat each row alone."""
+    """Changes logits of the rows that selected it. Must not wait for the device, and must treat each row separately."""
 
     def check(self, arguments: Arguments) -> None:
-        """Raise ValueError, with a sentence for the client, for arguments that cannot be. The request is rejected."""
+        """Raise ValueError, with a sentence for the client, for invalid arguments. The request is then rejected."""
 
     def __call__(self, logits: Tensor, rows: Tensor, positions: Tensor, arguments: Sequence[Arguments]) -> Tensor:
-        """Return logits, changed in place or new. A row of which it makes NaN ends with reason "invalid".
+        """Return logits, changed in place or new. A row with a NaN in the result ends with reason "invalid".
 
         Args:
             logits: float32 [chosen, vocab]; rows: int32 [chosen], of the request table; positions: int64 [chosen], of
-            the tokens about to be drawn. All on the device.
+                the tokens about to be drawn. All on the device.
             arguments: of each chosen row, on the CPU; they passed `check`.
         Returns: float32 [chosen, vocab].
         """
@@ -49,7 +48,7 @@ class LogitProcessor(Protocol):
 
 
 class LogitProcessorFactory(Protocol):
-    """What an entry point names."""
+    """The object that an entry point names."""
 
     def __call__(self, vocab: int, device: torch.device) -> LogitProcessor:
         """Make the processor of one engine."""
@@ -57,9 +56,9 @@ class LogitProcessorFactory(Protocol):
 
 
 def load(names: Iterable[str], vocab: int, device: torch.device) -> dict[str, LogitProcessor]:
-    """The enabled processors by name, in the order given, which is the order in which they are applied.
+    """Return the enabled processors by name, in the given order, in which they are applied.
 
-    Raises: ConfigError if a name is given twice, is brought by no installed package or by two, or cannot be loaded.
+    Raises: ConfigError if a name is given twice, is in no installed package or in two, or cannot be loaded.
     """
     processors: dict[str, LogitProcessor] = {}
     for name in names:
@@ -78,16 +77,18 @@ def load(names: Iterable[str], vocab: int, device: torch.device) -> dict[str, Lo
 
 
 def versions(names: Iterable[str]) -> str:
-    """Which packages bring these, for a journal's header: "name (package version), ...".
+    """Return the packages of these processors, for a journal's header: "name (package version), ...".
 
-    Raises: ConfigError if none brings one of them, or two do.
+    Raises: ConfigError if a name is in no installed package, or in two.
     """
     return ", ".join(f"{name} ({_giver(_entry(name))})" for name in names)
 
 
 def asked(sampling: SamplingParams | None) -> dict[str, Arguments]:
-    """The processors that a request selects: arguments by name. Raises ConfigError for arguments that are no JSON
-    object."""
+    """Return the processors that a request selects: arguments by name.
+
+    Raises: ConfigError for arguments that are not a JSON object.
+    """
     wanted: dict[str, Arguments] = {}
     for name, text in sampling.logit_processors if sampling is not None else ():
         try:
@@ -101,7 +102,7 @@ def asked(sampling: SamplingParams | None) -> dict[str, Arguments]:
 
 
 def check_asked(sampling: SamplingParams | None, enabled: Mapping[str, LogitProcessor]) -> None:
-    """Raise ConfigError if a request selects a processor that is not enabled, or one refuses its arguments."""
+    """Raise ConfigError if a request selects a processor that is not enabled, or one that refuses its arguments."""
     for name, arguments in asked(sampling).items():
         if name not in enabled:
             raise ConfigError(
@@ -110,7 +111,7 @@ def check_asked(sampling: SamplingParams | None, enabled: Mapping[str, LogitProc
             )
         try:
             enabled[name].check(arguments)
-        except Exception as error:  # ValueError by contract; a mistake of the package must not end the engine either
+        except Exception as error:  # ValueError by contract; other errors of the package must not end the engine either
             raise ConfigError(f"`logit_processors`: `{name}` refuses its arguments: {error}") from error
 
 

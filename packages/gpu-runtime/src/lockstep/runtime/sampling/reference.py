@@ -1,7 +1,7 @@
-"""What the kernels do, in plain torch: on any device, slowly, and to the bit what they do. See kernels.py.
+"""The functions of the kernels in plain torch: slow, on any device, with the same results to the bit. See kernels.py.
 
-Every function takes `rows` int32 [samples] and `positions` int64 [samples] on the device, and logits float32
-[samples, vocab], contiguous. Those with a trailing underscore change the logits.
+All functions take `rows` int32 [samples] and `positions` int64 [samples] on the device, and logits float32
+[samples, vocab], contiguous. Functions with a trailing underscore change the logits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from lockstep.runtime.sampling.table import (
 )
 
 BANNED = -1e30
-"""The logit of a token banned until min_new_tokens. Not -inf: where a mask allows nothing else, the ban gives way."""
+"""The logit of a token banned until min_new_tokens.
+
+Not -inf, so that a mask that allows only banned tokens overrides it.
+"""
 
 
 def edit_(logits: Tensor, rows: Tensor, positions: Tensor, columns: SamplingColumns) -> None:
@@ -40,18 +43,18 @@ def edit_(logits: Tensor, rows: Tensor, positions: Tensor, columns: SamplingColu
     before = logits.gather(1, ids)
     after = before + columns.edit_bias[slots]
     banned = positions[:, None] < columns.edit_until[slots]
-    # Entries repeated behind a row's last write the same value again.
+    # Repeated entries behind a row's last one write the same value again.
     logits.scatter_(1, ids, torch.where(banned, after.clamp(max=BANNED), after))
 
 
 def mask_(logits: Tensor, allowed: Tensor) -> None:
-    """-inf to tokens with a bit that is not set: token t is bit t % 32 of word t // 32 of int32 [samples, words]."""
+    """Set tokens with a cleared bit to -inf: token t is bit t % 32 of word t // 32 of int32 [samples, words]."""
     bits = (allowed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=allowed.device)) & 1
     logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
 
 
 def penalise_(logits: Tensor, rows: Tensor, columns: SamplingColumns) -> None:
-    """Repetition penalty for what the prompt or the output has, then frequency and presence for the output's."""
+    """Penalise tokens of prompt and output by repetition, then output tokens by frequency and presence."""
     reals = columns.reals[rows.long()]
     slots = columns.ints[rows.long(), SEEN]
     seen = columns.seen[slots]
@@ -65,29 +68,29 @@ def penalise_(logits: Tensor, rows: Tensor, columns: SamplingColumns) -> None:
 
 
 def count_(rows: Tensor, tokens: Tensor, columns: SamplingColumns) -> None:
-    """Count drawn tokens, int32 [samples], towards the penalties of their rows. Slot 0 takes those of the others."""
+    """Count drawn tokens, int32 [samples], for the penalties of their rows. Slot 0 takes the counts of rows without."""
     at = columns.ints[rows.long(), SEEN] * columns.seen.shape[1] + tokens
     columns.seen.view(-1).scatter_add_(0, at, torch.ones_like(tokens))
 
 
 def scaled(logits: Tensor, reals: Tensor, maxima: Tensor) -> Tensor:
-    """(logit - largest) / temperature, 0 for the largest even if infinite; a NaN counts as -inf."""
+    """Return (logit - largest) / temperature, 0 for the largest even if infinite; a NaN counts as -inf."""
     clean = logits.masked_fill(logits.isnan(), -torch.inf)
     below = (clean - maxima[:, None]) * reals[:, INVERSE_TEMPERATURE, None]
     return torch.where(clean == maxima[:, None], 0.0, below)
 
 
 def pivots(logits: Tensor, rows: Tensor, columns: SamplingColumns, maxima: Tensor) -> Tensor:
-    """float32 [samples]: the smallest logit that top-k and top-p let through; -inf where they let all through.
+    """Return the smallest logit that top-k and top-p keep, float32 [samples]; -inf if they keep all.
 
-    top-k keeps tokens of which fewer than k are larger. top-p then keeps those to which the larger ones, of what top-k
-    kept, do not yet sum up to top_p. So tokens that tie are kept or dropped together, and the largest is always kept.
+    top-k keeps tokens with fewer than k larger ones. top-p then keeps a token if the larger ones that top-k kept sum up
+    to less than top_p. So tokens that tie are kept or dropped together, and the largest is always kept.
     """
     ints, reals = columns.ints[rows.long()], columns.reals[rows.long()]
     vocab = logits.shape[1]
     ordered = logits.masked_fill(logits.isnan(), -torch.inf).sort(dim=1, descending=True).values
     at_k = ordered.gather(1, ints[:, TOP_K, None].clamp(max=vocab) - 1)
-    largest = ordered[:, 0].clamp(min=torch.finfo(torch.float32).min)  # as `maxima`, but a number in any case
+    largest = ordered[:, 0].clamp(min=torch.finfo(torch.float32).min)  # as `maxima`, but always a number
     masses = torch.where(ordered >= at_k, mass(scaled(ordered, reals, largest)), 0)
     upto = masses.cumsum(1)
     kept = (upto - masses < share_of(upto[:, -1], ints[:, TOP_P])[:, None]).sum(1, keepdim=True)
@@ -107,15 +110,15 @@ def draw(
     floor: Tensor | None,
     random: bool,
 ) -> Tensor:
-    """int32 [samples]: the token of the largest logit, or of the largest scaled logit plus Gumbel noise.
+    """Return the token of the largest logit, or of the largest scaled logit plus Gumbel noise: int32 [samples].
 
-    Of several equal ones the lowest id. Gumbel's maximum over tokens of log-weights z is token i with probability
+    Of several equal ones it is the lowest id. With Gumbel noise on log-weights z the argmax is token i with probability
     exp(z[i]) / sum(exp(z)), and needs no sum.
 
     Args:
-        maxima: float32 [samples], the largest logit of each; where it is NaN or -inf, the token is 0.
-        floor: float32 [samples], from `pivots`, or None where no row has top-k or top-p.
-        random: False if all rows are known to be greedy.
+        maxima: float32 [samples], the largest logit of each; if it is NaN or -inf, the token is 0.
+        floor: float32 [samples], from `pivots`, or None if no row has top-k or top-p.
+        random: False if all rows are greedy.
     """
     vocab = logits.shape[1]
     reals, ints = columns.reals[rows.long()], columns.ints[rows.long()]

@@ -2,37 +2,36 @@
 
 The order of operations, per row; a step runs only if some row of the batch needs it:
 
-    0  raw logprobs        where requested, of the model's own distribution: softmax of the logits as given
+    0  raw logprobs        if requested, of the model's own distribution: softmax of the unchanged logits
     1  logit processors    those of installed packages that the request named
     2  bias                logit += bias, of the token ids in `logit_bias`
     3  min_new ban         stop tokens get logit -1e30 until min_new_tokens are drawn
-    4  mask                -inf to what a grammar, or the request's `allowed_token_ids`, does not allow
+    4  mask                -inf for tokens that a grammar, or the request's `allowed_token_ids`, does not allow
     5  penalties           repetition (prompt and output; a positive logit is divided, a negative one multiplied), then
                            frequency x count and presence (output only) are subtracted
     6  greedy rows         temperature 0: the largest logit, of several the lowest id. Done.
     7  temperature         z = (logit - largest) / temperature
-    8  top-k               tokens of which fewer than k are larger
+    8  top-k               tokens with fewer than k larger ones
     9  top-p               of these, tokens with larger ones that do not yet sum up to top_p of what top-k kept
     10 min-p               tokens at least min_p times as likely as the likeliest
     11 draw                the largest z + Gumbel noise of (seed, position, token id)
 
-What users of other engines find the same, and what not:
+Differences to other engines:
 
 - Hugging Face applies top-k, top-p, min-p in this order, too. vLLM V1 applies min-p before top-k and top-p, so that
-  top-p is a share of what min-p kept; SGLang applies top-k and top-p jointly, top-p being a share of everything, unless
-  min-p is set, and then as here.
-- Tokens that tie at the border of top-k or top-p are kept all. Engines that sort keep some of them, by their sort.
-- Bias comes before penalties, as in vLLM. -1e30 instead of -inf for the ban: where a mask allows nothing but stop
-  tokens, other engines have nothing left to draw; here the ban gives way.
-- Logprobs are raw by default, as in vLLM ("raw_logprobs") and in OpenAI's API, with one difference to vLLM: there a
-  grammar's mask is already applied. `logprobs="processed"` gives those of the distribution drawn from, after step 10;
+  top-p is a share of what min-p kept. SGLang applies top-k and top-p jointly, with top-p as a share of everything; with
+  min-p it uses the order above.
+- Tokens that tie at the border of top-k or top-p are all kept. Engines that sort keep some of them, by their sort.
+- Bias is applied before penalties, as in vLLM. The ban is -1e30 instead of -inf: if a mask allows only stop tokens,
+  other engines have nothing left to draw; here the mask overrides the ban.
+- Logprobs are raw by default, as in vLLM ("raw_logprobs") and in OpenAI's API, with one difference to vLLM, where a
+  grammar's mask is already applied. `logprobs="processed"` returns those of the distribution drawn from, after step 10;
   of a greedy row those after step 5.
-- A seed gives the same tokens whatever else runs, and on any backend; in other engines it does so only for the same
-  place in the same batch, or not with every kernel.
+- A seed gives the same tokens with any other requests in the batch, and on any backend. In other engines it does so
+  only at the same place in the same batch, or not with every kernel.
 
-Extreme logits: +inf wins for certain, -inf never does, a NaN anywhere makes its row invalid, and so does a row in which
-nothing is allowed. An invalid row draws token 0, so that a reader of its newest token reads a real one; `invalid`
-marks it as meaningless.
+Extreme logits: +inf is always drawn, -inf never; a row with a NaN, or with no allowed token, is invalid. An invalid row
+draws token 0, so that a reader of its newest token reads a real token; `invalid` marks it as meaningless.
 """
 
 from __future__ import annotations
@@ -64,12 +63,15 @@ LogprobsMode = Literal["raw", "processed"]
 
 @dataclass(slots=True)
 class Sampled:
-    """What one batch drew, on the device. For rows without requested logprobs, logprobs are NaN and top ids -1."""
+    """Tokens that one batch drew, on the device.
+
+    For rows without requested logprobs, logprobs are NaN and top ids -1.
+    """
 
     tokens: Tensor  # int32 [samples]
     invalid: Tensor  # bool [samples]
-    logprobs: Tensor | None = None  # float32 [samples], where a row requested them
-    top_ids: Tensor | None = None  # int32 [samples, the most that a row requested], likeliest first
+    logprobs: Tensor | None = None  # float32 [samples], if a row requested them
+    top_ids: Tensor | None = None  # int32 [samples, most requested by a row], likeliest first
     top_logprobs: Tensor | None = None  # float32, the same shape
 
 
@@ -77,9 +79,9 @@ class Sampler:
     """Draws tokens by the settings in a table.
 
     Args:
-        table: the rows' settings. Its `processors` names must be those given here.
-        backend: "triton" or "torch"; "auto" takes Triton on a CUDA device where it works. They draw the same.
-        logprobs: "raw", of the model's distribution, or "processed", of the one drawn from.
+        table: the rows' settings. The names of its `processors` must be those given here.
+        backend: "triton" or "torch"; "auto" is Triton on a CUDA device on which it works. Both draw the same tokens.
+        logprobs: "raw", of the model's distribution, or "processed", of the distribution drawn from.
         processors: the enabled logit processors, from `processors.load`, in the order in which they apply.
     """
 
@@ -110,17 +112,17 @@ class Sampler:
         rows_host: NDArray[np.int32],
         allowed: Tensor | None = None,
     ) -> Sampled:
-        """Draw one token for each row, and count it towards the row's penalties. Waits for nothing on the device.
+        """Draw one token for each row, and count it for the row's penalties. Never waits for the device.
 
         Args:
             logits: float [samples, vocab]. If float32 and contiguous, they are overwritten.
-            rows: int32 [samples], of the request table; each at most once, but for the padding row, and those that no
-                penalty holds for.
+            rows: int32 [samples], of the request table; each at most once, except the padding row and rows without
+                penalties.
             positions: int64 [samples], of the token to be drawn: for the first one the length of the prompt.
             rows_host: int32 [samples], the same as `rows`, on the host. Where the device has the padding row instead,
-                the row is not counted, and what it draws means nothing.
+                the row's token is not counted and has no meaning.
             allowed: int32 [samples, ceil(vocab / 32)]: token t may be drawn if bit t % 32 of word t // 32 is set, and
-                the row's own mask allows it. None: all that the row allows may.
+                the row's own mask allows it. None: only the row's own mask applies.
         Raises: ValueError if shapes do not fit together.
         """
         table, kernels = self.table, self._kernels
@@ -132,9 +134,9 @@ class Sampler:
             empty = torch.empty(0, device=logits.device)
             return Sampled(empty.to(torch.int32), empty.to(torch.bool))
 
-        asking = np.flatnonzero(table.logprobs[rows_host])
-        asked = self._index(asking, len(rows_host)) if len(asking) else None
-        raw = logits.index_select(0, asked) if asked is not None and self.logprobs == "raw" else None
+        with_logprobs = np.flatnonzero(table.logprobs[rows_host])
+        at_logprobs = self._index(with_logprobs, len(rows_host)) if len(with_logprobs) else None
+        raw = logits.index_select(0, at_logprobs) if at_logprobs is not None and self.logprobs == "raw" else None
 
         for name, process in self.processors.items():
             users = np.flatnonzero(table.processors[name][rows_host])
@@ -160,11 +162,11 @@ class Sampler:
             reference.count_(rows, tokens, columns)
 
         sampled = Sampled(tokens, ~(maxima > -torch.inf))
-        if asked is not None:
+        if at_logprobs is not None:
             if raw is None:
-                raw = self._processed(logits, rows, maxima, floor).index_select(0, asked)
+                raw = self._processed(logits, rows, maxima, floor).index_select(0, at_logprobs)
             top = int(table.top_logprobs[rows_host].max())
-            self._report(sampled, asked, logprobs_of(raw, tokens.index_select(0, asked), top))
+            self._report(sampled, at_logprobs, logprobs_of(raw, tokens.index_select(0, at_logprobs), top))
         return sampled
 
     def _check(
@@ -194,8 +196,10 @@ class Sampler:
         rows_host: NDArray[np.int32],
         users: NDArray[np.int64],
     ) -> None:
-        """Let a processor change the logits of the rows that selected it. One that raises spoils these rows and no
-        others."""
+        """Let a processor change the logits of the rows that selected it.
+
+        If it raises, these rows become invalid, and no others.
+        """
         at = self._index(users, len(rows_host))
         of_row = self.table.arguments[name]
         arguments = [of_row[row] for row in rows_host[users].tolist()]
@@ -209,13 +213,13 @@ class Sampler:
             logits.index_fill_(0, at, torch.nan)
 
     def _index(self, chosen: NDArray[np.int64], samples: int) -> Tensor:
-        """Which samples, on the device; made there when it is all of them, as it usually is."""
+        """Return the indices of samples on the device; made there if they are all samples, which is the usual case."""
         if len(chosen) == samples:
             return torch.arange(samples, device=self.table.device)
         return self.table.to_device(chosen.astype(np.int64))
 
     def _processed(self, logits: Tensor, rows: Tensor, maxima: Tensor, floor: Tensor | None) -> Tensor:
-        """Logits of the distribution that a row was drawn from."""
+        """Return the logits of the distribution that a row was drawn from."""
         reals = self.table.columns.reals[rows.long()]
         z = reference.scaled(logits, reals, maxima)
         kept = z >= reals[:, LOG_MIN_P, None]
@@ -225,16 +229,16 @@ class Sampler:
         return torch.where(reals[:, TEMPERATURE, None] > 0, z, logits)
 
     @staticmethod
-    def _report(sampled: Sampled, asked: Tensor, found: Logprobs) -> None:
-        """Lay logprobs of the samples that requested them out by sample."""
+    def _report(sampled: Sampled, at: Tensor, found: Logprobs) -> None:
+        """Store the logprobs of the samples that requested them, by sample."""
         samples = len(sampled.tokens)
         device = sampled.tokens.device
-        sampled.logprobs = torch.full((samples,), torch.nan, device=device).index_copy_(0, asked, found.chosen)
+        sampled.logprobs = torch.full((samples,), torch.nan, device=device).index_copy_(0, at, found.chosen)
         if found.top_ids is not None and found.top is not None:
             shape = (samples, found.top.shape[1])
             ids = torch.full(shape, -1, dtype=torch.int32, device=device)
-            sampled.top_ids = ids.index_copy_(0, asked, found.top_ids)
-            sampled.top_logprobs = torch.full(shape, torch.nan, device=device).index_copy_(0, asked, found.top)
+            sampled.top_ids = ids.index_copy_(0, at, found.top_ids)
+            sampled.top_logprobs = torch.full(shape, torch.nan, device=device).index_copy_(0, at, found.top)
 
 
 def _choose(backend: str, device: torch.device) -> tuple[str, ModuleType]:

@@ -1,18 +1,19 @@
-"""How each row of the request table is sampled: columns on the device, and host twins of what decides about launches.
+"""Sampling settings of each row of the request table: columns on the device, and host copies that decide launches.
 
-    reals  float32 [rows + 1, 6]     temperature and its inverse, log of min_p, three penalties
-    ints   int64   [rows + 1, 8]     seed in two words, top_k, top_p in units of 2**-24, slots of what follows
-    edits  [slots, width]            per row that has any: ids of tokens with a bias or a ban on their logits
-    seen   int32   [slots, vocab]    per row that has penalties: what it has produced, and what is in its prompt
-    masks  int32   [slots, words]    per row that names the tokens it allows: a bit for each token, set where allowed
+    reals  float32 [rows + 1, 6]     temperature and its inverse, log of min_p, three penalties ints   int64   [rows +
+    1, 8]     seed in two words, top_k, top_p in units of 2**-24, slots of the following edits  [slots, width]
+    per row that has any: ids of tokens with a bias or a ban on their logits seen   int32   [slots, vocab]    per row
+    that has penalties: counts of its output tokens, and the tokens of its prompt masks  int32   [slots, words]    per
+    row that lists its allowed tokens: a bit for each token, set if allowed
 
-The row behind the last is for padding: greedy, and nothing else. Most rows have neither edits, penalties nor masks, so
-these are kept in slots, handed out as rows need them; slot 0 is unused, and rows without one point there. The
-mask of slot 0 allows everything.
+The row behind the last is for padding: greedy, without other settings. Most rows have no edits, penalties or masks.
+Therefore these are stored in slots, assigned to rows that need them. Slot 0 is assigned to no row, and rows without a
+slot refer to it. The mask of slot 0 allows everything.
 
-A row is set when it changes hands (`BatchPlan.rows_taken`), which the core does only when nothing in flight names it.
-`take_row` notes the change on the host, and `flush` brings all of them to the device in at most four copies, on the
-current stream: it must be the stream that samples. From then on the device alone moves `seen`, with every token drawn.
+A row is set when a request takes it (`BatchPlan.rows_taken`), which the core does only if nothing in flight names it.
+`take_row` records the change on the host, and `flush` copies all changes to the device in at most four copies, on the
+current stream, which must be the stream that samples. After that only the device changes `seen`, with every token
+drawn.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from lockstep.runtime.sampling.philox import split_seed
 from lockstep.runtime.sampling.processors import Arguments, asked
 
 TEMPERATURE, INVERSE_TEMPERATURE, LOG_MIN_P, FREQUENCY, PRESENCE, REPETITION = range(6)
-REALS = 6  # even: they travel packed in int64
+REALS = 6  # even, because they are copied packed in int64
 KEY_LOW, KEY_HIGH, TOP_K, TOP_P, EDITS, EDIT_COUNT, SEEN, MASK = range(8)
 INTS = 8
 
 IN_PROMPT = 1 << 30
-"""Set in `seen` where the prompt has the token; the bits below count how often it was produced."""
+"""Set in `seen` if the prompt has the token; the lower bits count how often it was in the output."""
 
 PROMPT_TOPS_MAX = 1024
-"""Likeliest tokens by position of a prompt. With 8,192 new tokens in a pass they take 64 MiB of the device."""
+"""Likeliest tokens per position of a prompt. With 8,192 new tokens in a pass they take 64 MiB of device memory."""
 
 SHARE_ALL = 1 << SHARE_BITS
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -52,19 +53,19 @@ Int64s = NDArray[np.int64]
 
 @dataclass(slots=True)
 class SamplingColumns:
-    """The device side, as the kernels and their references get it."""
+    """The device columns, as the kernels and their references use them."""
 
     reals: Tensor  # float32 [rows + 1, REALS]
     ints: Tensor  # int64 [rows + 1, INTS]
     edit_ids: Tensor  # int32 [slots, width]; a row's ids differ, and behind its EDIT_COUNT its first entry is repeated
     edit_bias: Tensor  # float32 [slots, width]
-    edit_until: Tensor  # int64 [slots, width]: the token is banned at positions below
+    edit_until: Tensor  # int64 [slots, width]: the token is banned at lower positions
     seen: Tensor  # int32 [slots, vocab]
     masks: Tensor  # int32 [slots, ceil(vocab / 32)]: token t is bit t % 32 of word t // 32
 
 
 def check_sampling(sampling: SamplingParams, vocab: int) -> None:
-    """Raise ConfigError, naming the field, if a request needs what no sampler can do."""
+    """Raise ConfigError, with the field, for settings that no sampler supports."""
     _check("temperature", sampling.temperature, 0.0, FLOAT32_MAX, "0 is greedy, 1 the model's own distribution")
     _check("top_p", sampling.top_p, 0.0, 1.0, "1 keeps every token")
     _check("min_p", sampling.min_p, 0.0, 1.0, "0 keeps every token")
@@ -81,10 +82,10 @@ def check_sampling(sampling: SamplingParams, vocab: int) -> None:
 
 
 def check_allowed(sampling: SamplingParams, vocab: int, min_new_tokens: int, stop_token_ids: Iterable[int]) -> None:
-    """Raise ConfigError if `allowed_token_ids` names tokens that there are not, or none that may come first.
+    """Raise ConfigError if `allowed_token_ids` has unknown tokens, or none that may be drawn first.
 
     Args:
-        stop_token_ids: all that end the request, end-of-sequence tokens among them.
+        stop_token_ids: all tokens that end the request, end-of-sequence tokens included.
     """
     if not sampling.allowed_token_ids:
         return
@@ -99,7 +100,7 @@ def check_allowed(sampling: SamplingParams, vocab: int, min_new_tokens: int, sto
 
 
 def _check(name: str, value: float, low: float, high: float, hint: str) -> None:
-    if not low <= value <= high:  # also where it is NaN
+    if not low <= value <= high:  # true for NaN, too
         raise ConfigError(f"`{name}` must be in [{low:g}, {high:g}], got `{value}`\nhint: {hint}")
 
 
@@ -109,8 +110,8 @@ class SamplingTable:
     Args:
         rows_max: rows of the request table. Row `rows_max` is for padding.
         vocab: width of the logits.
-        device: of the logits.
-        processors: names of the logit processors that are enabled, see processors.py.
+        device: device of the logits.
+        processors: names of the enabled logit processors, see processors.py.
     """
 
     def __init__(self, rows_max: int, vocab: int, device: torch.device | str, processors: Iterable[str] = ()) -> None:
@@ -122,8 +123,8 @@ class SamplingTable:
         self.limited = np.zeros(rows_max + 1, bool)  # sampled, by top_k or top_p
         self.edited = np.zeros(rows_max + 1, bool)  # has a bias or banned tokens
         self.penalised = np.zeros(rows_max + 1, bool)
-        self.masked = np.zeros(rows_max + 1, bool)  # names the tokens it allows
-        self.logprobs = np.zeros(rows_max + 1, bool)  # whether the logprob of each token is requested
+        self.masked = np.zeros(rows_max + 1, bool)  # lists its allowed tokens
+        self.logprobs = np.zeros(rows_max + 1, bool)  # whether logprobs of its tokens are requested
         self.top_logprobs = np.zeros(rows_max + 1, np.int32)
 
         self._reals = np.zeros((rows_max + 1, REALS), np.float32)
@@ -158,13 +159,13 @@ class SamplingTable:
         stop_token_ids: Iterable[int] = (),
         logprobs: bool = False,
     ) -> None:
-        """Give a row to a request; nothing of the one before is left. None samples greedily.
+        """Store the settings of a row's new request; nothing of the previous one remains. None samples greedily.
 
         Args:
-            prompt_token_ids: of the request as it arrived; ids outside of the vocabulary (media) are passed over.
-            output_token_ids: kept from before a retraction, so that penalties go on where they stood.
-            min_new_tokens: until so many are drawn, `stop_token_ids` (end-of-sequence tokens among them) are banned.
-        Raises: ConfigError for settings that cannot work; the row is then as it was.
+            prompt_token_ids: of the request as it arrived; ids outside of the vocabulary (media) are ignored.
+            output_token_ids: output from before a retraction, so that penalties continue with their counts.
+            min_new_tokens: `stop_token_ids` (end-of-sequence tokens included) are banned until so many are drawn.
+        Raises: ConfigError for invalid settings; the row is then unchanged.
         """
         sampling = sampling or SamplingParams()
         if not 0 <= row < self.rows_max:
@@ -203,14 +204,14 @@ class SamplingTable:
         self._rows_changed[row] = None
 
     def refuse_row(self, row: int) -> None:
-        """Give a row to a request that cannot be sampled: nothing is allowed there, so that its draws are invalid."""
+        """Set a row whose request cannot be sampled: no token is allowed, so that its draws are invalid."""
         self.take_row(row, None)
         slot = self._mask_slots.give(int(self._ints[row, MASK]), True)
         self._ints[row, MASK], self.masked[row] = slot, True
         self._masks_changed[slot] = np.zeros(self.columns.masks.shape[1], np.int64)
 
     def clear(self) -> None:
-        """Forget every row, as after a restart."""
+        """Reset every row, as after a restart."""
         flags = (self.sampled, self.limited, self.edited, self.penalised, self.masked, self.logprobs)
         for twin in (*flags, self.top_logprobs):
             twin[:] = 0
@@ -228,7 +229,7 @@ class SamplingTable:
         self._rows_changed = dict.fromkeys(range(self.rows_max + 1))
 
     def flush(self) -> None:
-        """Bring what `take_row` noted to the device, on the current stream and without waiting for it."""
+        """Copy the changes of `take_row` to the device, on the current stream and without waiting for it."""
         if not self._rows_changed:
             return
         rows = np.fromiter(self._rows_changed, np.int64)
@@ -249,7 +250,7 @@ class SamplingTable:
     # ------------------------------------------------------------------------------------------------------- one row
 
     def _edit(self, row: int, sampling: SamplingParams, stops: Sequence[int], banned_until: int) -> None:
-        """Bias and ban, one entry for each id: two entries would be written by two threads."""
+        """Store biases and bans, one entry per id: two entries would be written by two threads."""
         entries = {token: [bias, 0] for token, bias in sampling.logit_bias if bias}
         for token in stops:
             entries.setdefault(token, [0.0, 0])[1] = banned_until
@@ -271,7 +272,7 @@ class SamplingTable:
         prompt: Sequence[int] | NDArray[np.integer],
         output: Sequence[int] | NDArray[np.integer],
     ) -> None:
-        """What `seen` starts with."""
+        """Store the initial counts of `seen`."""
         repeats = sampling.repetition_penalty != 1
         penalised = repeats or sampling.frequency_penalty != 0 or sampling.presence_penalty != 0
         slot = self._seen_slots.give(int(self._ints[row, SEEN]), penalised)
@@ -285,7 +286,7 @@ class SamplingTable:
             self._seen_changed[slot] = (ids, values[ids])
 
     def _mask(self, row: int, allowed: Sequence[int]) -> None:
-        """A bit for each token that the row allows."""
+        """Store a bit for each token that the row allows."""
         slot = self._mask_slots.give(int(self._ints[row, MASK]), bool(allowed))
         self._ints[row, MASK] = slot
         self.masked[row] = bool(allowed)
@@ -295,14 +296,14 @@ class SamplingTable:
             self._masks_changed[slot] = np.packbits(bits, bitorder="little").view("<i4").astype(np.int64)
 
     def _counts(self, ids: Sequence[int] | NDArray[np.integer]) -> Int64s:
-        """int64 [vocab]: how often each token is in `ids`."""
+        """Return how often each token is in `ids`, int64 [vocab]."""
         array = np.asarray(ids, np.int64)
         return np.bincount(array[(array >= 0) & (array < self.vocab)], minlength=self.vocab)
 
     # ------------------------------------------------------------------------------------------------------ to device
 
     def _grow(self) -> None:
-        """Make room for slots and for longer lists of edits, twice as much each time."""
+        """Enlarge the tables for more slots and for longer lists of edits, to a power of two."""
         columns = self.columns
         seen = columns.seen
         if self._seen_slots.count > len(seen):
@@ -361,7 +362,7 @@ class SamplingTable:
         self._masks_changed.clear()
 
     def to_device(self, array: Int64s) -> Tensor:
-        """Copy without waiting: from pinned memory, which torch keeps until the copy is done."""
+        """Copy an array to the device without waiting: from pinned memory, which torch keeps until the copy is done."""
         tensor = torch.from_numpy(array)
         if self.device.type != "cuda":
             return tensor.to(self.device)
@@ -369,14 +370,14 @@ class SamplingTable:
 
 
 class _Slots:
-    """Hands out the lowest free number from 1 on; 0 is never used."""
+    """Assigns the lowest free number from 1 on; 0 is never assigned."""
 
     def __init__(self) -> None:
         self.count = 1
         self._free: list[int] = []
 
     def give(self, held: int, wanted: bool) -> int:
-        """The slot of a row that holds `held`: kept, taken anew, or given back."""
+        """Return the slot of a row that has slot `held`: kept, newly assigned, or freed."""
         if held and not wanted:
             heapq.heappush(self._free, held)
             return 0

@@ -47,6 +47,7 @@ from lockstep.core.contract.events import (
 from lockstep.core.features.disaggregation import Transfers
 from lockstep.core.features.sessions import Sessions
 from lockstep.core.features.view import AdminView
+from lockstep.core.kv.component import Component, Restored
 
 LATER = None
 DONE = ""
@@ -100,8 +101,20 @@ class Pace(msgspec.Struct):
 NO_LORA = "LoRA is off (`max_loras` is not set)"
 
 
-class Controls:
+class ControlsPart(msgspec.Struct):
+    """Pause, drains and pace in a snapshot."""
+
+    paused: bool
+    draining: bool
+    drains: list[int]
+    pace: Pace
+
+
+class Controls(Component):
     """Applies control requests, and holds the state that operators set: pause, drain, the pace of launches."""
+
+    PART = ControlsPart
+    EMPTY_AT_REST = ("drains",)
 
     def __init__(
         self, scheduler: AdminView, sessions: Sessions, transfers: Transfers, maintenance: Maintenance
@@ -116,9 +129,13 @@ class Controls:
         self.drains: list[int] = []  # control ids that are answered once everything has ended
         self.pace = Pace()
 
-    def load(self, paused: bool, draining: bool, drains: list[int], pace: Pace) -> None:
-        """Restore the state stored in a snapshot."""
-        self.paused, self.draining, self.drains, self.pace = paused, draining, drains, pace
+    def part(self) -> ControlsPart:
+        """Return the state for a snapshot."""
+        return ControlsPart(self.paused, self.draining, list(self.drains), self.pace)
+
+    def load(self, part: ControlsPart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        self.paused, self.draining, self.drains, self.pace = part.paused, part.draining, part.drains, part.pace
 
     def apply(self, event: ControlRequested, step: Step) -> None:
         """Carry out a control request, or answer it with the reason of the refusal."""
@@ -140,7 +157,7 @@ class Controls:
 
     def _flush(self, control_id: int, control: Flush, step: Step) -> str | None:
         if self._scheduler.requests or self._scheduler.in_flight:
-            waiting = len(self._scheduler.waiting) + len(self._scheduler.held)
+            waiting = len(self._scheduler.waiting) + len(self._scheduler.blocked)
             running = len(self._scheduler.requests) - waiting
             return f"not idle: {waiting} waiting, {running} running, {len(self._scheduler.in_flight)} in flight"
         tiers = self._scheduler.memory.tiers

@@ -28,6 +28,7 @@ from lockstep.core.contract.commands import ControlAnswered, ReleaseDeviceMemory
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import MemorySwitched, ReleaseMemory, ResumeMemory, UpdateWeights, WeightsSwapped
 from lockstep.core.features.view import AdminView
+from lockstep.core.kv.component import Component, Restored
 
 MEMORY_TAGS = ("kv_cache", "weights")
 
@@ -55,8 +56,16 @@ class MaintenanceImage(msgspec.Struct):
     admits: bool = True
 
 
-class Maintenance:
+class MaintenancePart(msgspec.Struct):
+    """Maintenance as a field of a snapshot."""
+
+    maintenance: MaintenanceImage
+
+
+class Maintenance(Component):
     """The jobs of one engine in order, and the released memory."""
+
+    PART = MaintenancePart
 
     def __init__(self, scheduler: AdminView) -> None:
         self._scheduler = scheduler
@@ -65,14 +74,15 @@ class Maintenance:
         self.still = False  # whether launches are blocked
         self.admits = True  # whether requests may be admitted
 
-    def image(self) -> MaintenanceImage:
+    def part(self) -> MaintenancePart:
         """Return the state for a snapshot."""
-        return MaintenanceImage(self.jobs, self.released, self.still, self.admits)
+        return MaintenancePart(MaintenanceImage(self.jobs, self.released, self.still, self.admits))
 
-    def load(self, image: MaintenanceImage) -> None:
-        """Restore the state stored in `image`."""
+    def load(self, part: MaintenancePart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        image = part.maintenance
         self.jobs, self.released, self.still, self.admits = image.jobs, image.released, image.still, image.admits
-        self.tell_tiers()
+        self.block_copies()
 
     def newest_version(self) -> int:
         """Return the newest version among the current weights and those of queued jobs."""
@@ -85,12 +95,12 @@ class Maintenance:
         head = self.jobs[0] if self.jobs else None
         self.still = bool(self.released) or (head is not None and (head.ordered or not head.lets_run))
         self.admits = not self.jobs and not self.released
-        self.tell_tiers()
+        self.block_copies()
 
-    def tell_tiers(self) -> None:
-        """Inform the cache tiers whether the host is changing the device, during which transfers may still end."""
+    def block_copies(self) -> None:
+        """Block copies from the device while the host changes it. Transfers may still end meanwhile."""
         if self._scheduler.memory.tiers.present:
-            self._scheduler.memory.tiers.holds_still = bool(self.jobs) and self.jobs[0].ordered
+            self._scheduler.memory.tiers.copies_blocked = bool(self.jobs) and self.jobs[0].ordered
 
     def _advance(self, step: Step) -> None:
         while self.jobs and not self.jobs[0].ordered:
@@ -107,7 +117,7 @@ class Maintenance:
                 return
             if job.lets_run and self._scheduler.transfers_hold_pages:
                 return
-            if self._scheduler.memory.tiers.device_busy:
+            if self._scheduler.memory.operations.device_busy:
                 return
             self._order(job, step)
 

@@ -51,6 +51,16 @@ class ExpertLoads:
     counts: Int64s  # [layers, experts]; read only
     reports: int
 
+    def image(self) -> tuple[int, int, bytes]:
+        """Return layers, reports and counts (packed int64) for a snapshot."""
+        return len(self.counts), self.reports, self.counts.tobytes()
+
+    @classmethod
+    def of_image(cls, image: tuple[int, int, bytes]) -> ExpertLoads:
+        """Return the loads that `image` described."""
+        layers, reports, counts = image
+        return cls(np.frombuffer(counts, np.int64).reshape(layers, -1), reports)
+
     @classmethod
     def folded(cls, before: ExpertLoads | None, event: ExpertLoadMeasured) -> ExpertLoads:
         """Return the loads with one more report. Raises ContractError for a malformed report or another shape."""

@@ -36,11 +36,12 @@ from __future__ import annotations
 from collections import deque
 from hashlib import blake2b
 from math import ceil, isfinite
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import msgspec
 
 from lockstep.core.contract.errors import ConfigError, ContractError
+from lockstep.core.contract.setting import Setting, setting_fields
 
 if TYPE_CHECKING:
     import numpy as np
@@ -98,10 +99,18 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Settings of the router. Raises ConfigError for invalid values."""
 
     policy: RouterPolicy = "least_requests"
-    load_bound: float = 1.25  # prefix_affinity: the largest ratio of an engine's load to the mean
-    load_floor: int = 8  # prefix_affinity: open requests up to which no engine counts as overloaded
-    block_tokens: int = 256  # prefix_affinity: tokens of a block, the unit in which prompts are compared
-    sessions_max: int = 100_000  # session_sticky: sessions kept; the one with the oldest last request is dropped first
+    load_bound: Annotated[float, Setting("largest ratio of an engine's load to the mean", policy="prefix_affinity")] = (
+        1.25
+    )
+    load_floor: Annotated[
+        int, Setting("open requests up to which no engine counts as overloaded", policy="prefix_affinity")
+    ] = 8
+    block_tokens: Annotated[
+        int, Setting("tokens of a block, the unit in which prompts are compared", policy="prefix_affinity")
+    ] = 256
+    sessions_max: Annotated[
+        int, Setting("sessions kept; the one with the oldest last request is dropped first", policy="session_sticky")
+    ] = 100_000
 
     def __post_init__(self) -> None:
         if self.policy not in ROUTER_POLICIES:
@@ -113,6 +122,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ConfigError(f"`{name}` must be a whole number of at least {least}, got `{value}`")
+
+
+def policy_settings() -> dict[str, Setting]:
+    """The settings that some policies read, by the names of RouterConfig, in its order."""
+    return {name: field.setting for name, field in setting_fields(RouterConfig).items() if field.setting is not None}
 
 
 class EngineShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

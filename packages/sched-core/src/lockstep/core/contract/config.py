@@ -7,11 +7,12 @@ property here, so that it is computed in one place.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Annotated, Any, Literal, TypeGuard, get_args
 
 import msgspec
 
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.setting import Setting
 
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key", "priority", "hrrn", "spf")
 """The policies of the core, each a function in ordering.py. Installed packages provide others: docs/policies.md."""
@@ -74,7 +75,7 @@ class CacheTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 raise ConfigError(f"`tiers.{name}` must be a whole number, 0 or more, got `{value}`")
         for name, choices in (("write_policy", get_args(WritePolicy)), ("prefetch_policy", get_args(PrefetchPolicy))):
             if getattr(self, name) not in choices:
-                raise ConfigError(f"`tiers.{name}` must be {_one_of(choices)}, got `{getattr(self, name)}`")
+                raise ConfigError(f"`tiers.{name}` must be {one_of(choices)}, got `{getattr(self, name)}`")
         if not 0.0 < self.prefetch_share <= 1.0:
             raise ConfigError(f"`tiers.prefetch_share` must be above 0 and at most 1, got `{self.prefetch_share}`")
 
@@ -129,116 +130,220 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """All settings of one engine's scheduler. Raises ConfigError when settings contradict each other."""
 
     # memory
-    page_size: int = 16  # tokens per KV page; a power of two
-    pages: int = 4096  # KV pages in the pool
-    radix_cache: bool = True  # keep the KV of finished prompts for later requests with the same prefix
-    same_step_sharing: bool = False  # share a prompt's KV with requests launched after it, before it is computed
-    waiting_prefix_refresh: int = 0  # launches until cached prefixes of waiting requests count as used again; 0: never
-    radix_capacity_pages: int | None = None  # most unreferenced pages that the radix cache keeps
+    page_size: Annotated[int, Setting("tokens per KV page, a power of two")] = 16
+    pages: Annotated[int, Setting("KV pages in the pool", default="what fits beside the weights")] = 4096
+    radix_cache: Annotated[bool, Setting("keep the KV of finished prompts for later requests with the same prefix")] = (
+        True
+    )
+    same_step_sharing: Annotated[
+        bool, Setting("share a prompt's KV with requests launched after it, before it is computed")
+    ] = False
+    waiting_prefix_refresh: Annotated[
+        int, Setting("launches until cached prefixes of waiting requests count as used again; 0: never")
+    ] = 0
+    radix_capacity_pages: Annotated[int | None, Setting("unreferenced pages that the radix cache keeps, at most")] = (
+        None
+    )
 
     # limits
-    context_tokens_max: int = 32768  # prompt and output together, per request
-    max_running_requests: int = 256  # requests that hold a row and are not finished
-    request_rows: int | None = None  # rows of the request table; None: max_running_requests x (overlap_depth + 1)
-    max_queued_requests: int | None = None  # waiting arrivals beyond this are rejected; None: no limit
-    waiting_timeout_us: int | None = None  # a request not admitted this long after its arrival is rejected
-    running_timeout_us: int | None = None  # a request not finished this long after its arrival is ended
+    context_tokens_max: Annotated[
+        int, Setting("prompt and output together, per request", default="the model's context")
+    ] = 32768
+    max_running_requests: Annotated[int, Setting("requests that hold a row and are not finished")] = 256
+    request_rows: Annotated[
+        int | None, Setting("rows of the request table; none: max-running-requests x (overlap-depth + 1)")
+    ] = None
+    max_queued_requests: Annotated[int | None, Setting("waiting requests beyond this are rejected; none: no limit")] = (
+        None
+    )
+    waiting_timeout_us: Annotated[
+        int | None, Setting("a request not admitted this long after its arrival is rejected, e.g. 30s")
+    ] = None
+    running_timeout_us: Annotated[
+        int | None, Setting("a request not finished this long after its arrival is ended, e.g. 10min")
+    ] = None
 
     # admission
-    schedule_policy: str = "fcfs"  # one of SCHEDULE_POLICIES, or a policy of an installed package
-    schedule_conservativeness: float = 1.0  # scales the share of max_new_tokens that running requests reserve
-    chunk_target_us: int | None = None  # chunks are shortened so that a pass stays below this latency; None: never
-    max_prefill_tokens: int = 16384  # new tokens that one extend may take
-    chunked_prefill_size: int | None = 8192  # new tokens of one extend before a prompt is split; None: never split
-    chunk_unit: ChunkUnit = "page"  # the unit of the two limits above, and the positions at which a prompt may be split
-    retracted_requeue: Requeue = "tail"  # where a retracted request waits: SGLang's tail or vLLM's front
-    # KV of a request retracted for pages: freed (SGLang), or left to the radix cache
-    retracted_kv: RetractedKv = "free"
-    batching: Batching = "prefill_first"  # prefill and decode apart, together, or together with running requests first
-    reserve: Reserve = "ratio"  # KV that admission leaves for running requests: see budget.py
-    retraction_policy: RetractionPolicy = "length"  # the order of victims: see retraction.py
-    prefill_max_requests: int | None = None  # requests that one extend may take in; None: no limit
+    schedule_policy: Annotated[
+        str, Setting("order of the waiting queue: fcfs, lpm, ...: docs/scheduling.md, docs/policies.md")
+    ] = "fcfs"
+    schedule_conservativeness: Annotated[
+        float, Setting("scales the share of their output limit that running requests reserve")
+    ] = 1.0
+    chunk_target_us: Annotated[
+        int | None, Setting("shorten chunks so that a pass stays under this, as fitted, e.g. 20ms; none: never")
+    ] = None
+    max_prefill_tokens: Annotated[int, Setting("new tokens that one extend may take")] = 16384
+    chunked_prefill_size: Annotated[
+        int | None, Setting("new tokens of one extend before a prompt is split; none: never split")
+    ] = 8192
+    chunk_unit: Annotated[
+        ChunkUnit, Setting("unit of both limits of new tokens, and where a prompt may be split: page or token")
+    ] = "page"
+    retracted_requeue: Annotated[Requeue, Setting("where a retracted request waits: tail (SGLang) or front (vLLM)")] = (
+        "tail"
+    )
+    retracted_kv: Annotated[
+        RetractedKv, Setting("KV of a request retracted for pages: free (SGLang), or cache (left to the radix cache)")
+    ] = "free"
+    batching: Annotated[
+        Batching, Setting("prefill_first, mixed (decodes join an extend), or running_first (vLLM's one budget)")
+    ] = "prefill_first"
+    reserve: Annotated[Reserve, Setting("room left for running requests: ratio, on_demand or full")] = "ratio"
+    retraction_policy: Annotated[
+        RetractionPolicy, Setting("order of victims: length (fewest outputs), newest or priority")
+    ] = "length"
+    prefill_max_requests: Annotated[int | None, Setting("requests that one extend may take in; none: no limit")] = None
     # Prompts are split at positions that are multiples of this, however much is cached. So the kernels sum a token's
-    # attention in an order that depends on its position only. None: at any page. SGLang aligns lengths of chunks.
-    truncation_align_size: int | None = None
-    decode_look_ahead: int = 1  # tokens of every running request that must fit before a decode is launched
-    prefill_decode_interval: int = 0  # least number of decodes launched between two extends while requests decode
-    retract_every: int = 0  # decode launches between two forced retractions, for testing; 0: none is forced
+    # attention in an order that depends on its position only. SGLang aligns lengths of chunks.
+    truncation_align_size: Annotated[
+        int | None, Setting("prompts are split at multiples of this position; none: at any page")
+    ] = None
+    decode_look_ahead: Annotated[
+        int, Setting("tokens of every running request that must fit before a decode is launched")
+    ] = 1
+    prefill_decode_interval: Annotated[int, Setting("decodes between two extends while requests decode, at least")] = 0
+    retract_every: Annotated[
+        int, Setting("decode launches between two forced retractions, for testing; 0: none is forced")
+    ] = 0
 
     # overlap and output
-    overlap_depth: int = 1  # batches launched beyond the running one: 0, 1 or 2
-    # decodes in one launch (multi-step scheduling); ends and page shortages are noticed later
-    decode_steps_per_launch: int = 1
-    overlap_consecutive_prefills: bool = True  # launch an extend behind an extend in flight; no: wait for its result
-    stream_interval: int = 1  # tokens between two messages of a streaming request
-    force_stream_interval: int = 50  # tokens between two messages of a request that does not stream
-    eos_token_ids: tuple[int, ...] = ()  # the model's end tokens, ignored by requests with ignore_eos
+    overlap_depth: Annotated[int, Setting("batches launched beyond the running one: 0, 1 or 2")] = 1
+    decode_steps_per_launch: Annotated[
+        int, Setting("decodes in one launch (multi-step scheduling); ends and page shortages are seen later")
+    ] = 1
+    overlap_consecutive_prefills: Annotated[
+        bool, Setting("launch an extend behind an extend in flight; no: wait for its result")
+    ] = True
+    stream_interval: Annotated[int, Setting("tokens between two messages of a streaming request")] = 1
+    force_stream_interval: Annotated[int, Setting("tokens between two messages of a request that does not stream")] = 50
+    eos_token_ids: Annotated[
+        tuple[int, ...], Setting("the model's end tokens, ignored by requests with ignore_eos; may be repeated")
+    ] = ()
 
     # order of the waiting queue
-    schedule_policy_version: str = ""  # version of the package of the policy; empty: filled in with the installed one
-    schedule_seed: int = 0  # shuffles the waiting queue under policy random
-    schedule_low_priority_values_first: bool = False  # under policy priority, 0 goes before 1
-    default_priority_value: int | None = None  # priority of requests without one; None: after all others
-    prefix_deduplication: PrefixDeduplication = "off"  # whether a request waits for another that computes its prefix
-    # aging limit: later requests that may be admitted before a waiting one; None: any number (SGLang)
-    bypass_limit: int | None = 256
+    schedule_policy_version: Annotated[
+        str, Setting("version that a policy of an installed package must have", default="the installed one")
+    ] = ""
+    schedule_seed: Annotated[int, Setting("shuffles the waiting queue under policy random")] = 0
+    schedule_low_priority_values_first: Annotated[bool, Setting("under policy priority, 0 goes before 1")] = False
+    default_priority_value: Annotated[
+        int | None, Setting("priority of requests without one; none: after all others")
+    ] = None
+    prefix_deduplication: Annotated[
+        PrefixDeduplication, Setting("requests with a prefix that another request computes: off, last or defer")
+    ] = "off"
+    bypass_limit: Annotated[
+        int | None, Setting("aging limit: later requests that may be admitted before one; none: any number (SGLang)")
+    ] = 256
     # sessions
-    # KV of a session between turns: held until pages are short, or evictable like any other
-    session_kv: SessionKv = "hold"
-    max_sessions: int = 1024  # sessions open at once
+    session_kv: Annotated[
+        SessionKv, Setting("KV of a session between turns: hold (until pages are short) or evictable")
+    ] = "hold"
+    max_sessions: Annotated[int, Setting("sessions open at once")] = 1024
 
     # structured output
-    # longest compilation of a request's grammar, before the request is rejected; None: no limit
-    grammar_timeout_us: int | None = None
+    grammar_timeout_us: Annotated[
+        int | None, Setting("a request with a grammar not compiled by then is rejected; none: no limit")
+    ] = None
 
     # inputs
-    max_input_tokens: int | None = None  # longest prompt; None: limited by context and pool only
-    truncate_input: TruncateInput = "no"  # the end of a longer prompt that is cut off; "no": it is rejected
-    isolate_tenants: bool = False  # prefixes are never shared between tenants
-    encoder_cache_tokens: int | None = 16384  # encoder output kept at once; None: no limit
+    max_input_tokens: Annotated[int | None, Setting("longest prompt; none: what the context and the pool hold")] = None
+    truncate_input: Annotated[
+        TruncateInput, Setting("end of a longer prompt that is cut off: left, right, or no (it is rejected)")
+    ] = "no"
+    isolate_tenants: Annotated[bool, Setting("prefixes are never shared between tenants")] = False
+    encoder_cache_tokens: Annotated[
+        int | None, Setting("encoder output of media kept at once, in tokens; none: no limit")
+    ] = 16384
 
     # preemption
-    enable_priority_preemption: bool = False  # less important requests make room for more important ones
-    priority_preemption_threshold: int = 10  # a preempted request is less important by more than this
+    enable_priority_preemption: Annotated[bool, Setting("more important requests displace less important ones")] = False
+    priority_preemption_threshold: Annotated[
+        int, Setting("difference of priorities beyond which a request is displaced")
+    ] = 10
 
     # drafts: see speculation.py; unset: no drafts, and left out of journals
-    speculative_method: SpeculativeMethod | msgspec.UnsetType = msgspec.UNSET  # the source of drafts
-    num_speculative_tokens: int | msgspec.UnsetType = msgspec.UNSET  # most drafts of a request in a launch; unset: 3
-    speculative_min_chance: float | msgspec.UnsetType = msgspec.UNSET  # drafts with a lower chance to count are omitted
-    speculative_max_batch_size: int | msgspec.UnsetType = msgspec.UNSET  # no drafts while more requests decode
-    # most tokens forced by a grammar that one launch computes of a request, see jump_forward.py; unset: one by one
-    jump_forward_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    speculative_method: Annotated[
+        SpeculativeMethod | msgspec.UnsetType,
+        Setting("source of drafts: ngram, draft_model, eagle, mtp or none", default="none"),
+    ] = msgspec.UNSET
+    num_speculative_tokens: Annotated[
+        int | msgspec.UnsetType, Setting("drafts of a request in one launch, at most", default="3")
+    ] = msgspec.UNSET
+    speculative_min_chance: Annotated[
+        float | msgspec.UnsetType, Setting("drafts less likely to count are left out", default="none is")
+    ] = msgspec.UNSET
+    speculative_max_batch_size: Annotated[
+        int | msgspec.UnsetType, Setting("no drafts while more requests decode", default="no limit")
+    ] = msgspec.UNSET
+    # tokens that a grammar forces, see jump_forward.py: of a request in one launch, at most; unset: each by itself
+    jump_forward_tokens: Annotated[
+        int | msgspec.UnsetType,
+        Setting("tokens that a grammar forces, computed in one launch, at most", default="none"),
+    ] = msgspec.UNSET
 
     # adapters
-    # adapters on the device, and in one batch; the base model counts as one; None: no LoRA
-    max_loras: int | None = None
+    max_loras: Annotated[
+        int | None,
+        Setting("adapters on the device, and in one batch, where the base model counts as one; 0, none: no LoRA"),
+    ] = None
 
     # prefill and decode on different engines: docs/distributed.md; unset: mixed, and left out of journals
-    role: Role | msgspec.UnsetType = msgspec.UNSET  # prefill: computes prompts, which decode engines continue
-    transfer_allocation: TransferAllocation | msgspec.UnsetType = msgspec.UNSET  # when the decode engine takes pages
-    # a request without its KV ends, or is computed on the decode engine
-    transfer_failure: TransferFailure | msgspec.UnsetType = msgspec.UNSET
-    # tokens reserved for each running request when pages are allocated
-    num_reserved_decode_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    transfer_slots: int | msgspec.UnsetType | None = msgspec.UNSET  # metadata slots; None: twice max_running_requests
-    # longest wait for a message of the other side; None: no limit
-    bootstrap_timeout_us: int | msgspec.UnsetType | None = msgspec.UNSET
-    # longest time from the allocation or the last part to the end of the transfer; None: no limit
-    transfer_timeout_us: int | msgspec.UnsetType | None = msgspec.UNSET
+    role: Annotated[
+        Role | msgspec.UnsetType, Setting("prefill or decode, of engines in a cluster; or mixed", default="mixed")
+    ] = msgspec.UNSET
+    transfer_allocation: Annotated[
+        TransferAllocation | msgspec.UnsetType,
+        Setting("when a decode engine allocates pages: early or prefill_complete", default="early"),
+    ] = msgspec.UNSET
+    transfer_failure: Annotated[
+        TransferFailure | msgspec.UnsetType,
+        Setting("a request without its KV after a transfer: fail or recompute", default="fail"),
+    ] = msgspec.UNSET
+    num_reserved_decode_tokens: Annotated[
+        int | msgspec.UnsetType,
+        Setting("tokens reserved for each running request when pages are allocated", default="512"),
+    ] = msgspec.UNSET
+    transfer_slots: Annotated[
+        int | msgspec.UnsetType | None, Setting("metadata slots of transfers", default="twice max-running-requests")
+    ] = msgspec.UNSET
+    bootstrap_timeout_us: Annotated[
+        int | msgspec.UnsetType | None,
+        Setting("a transfer fails after this long without a message of the other engine; none: never", default="300s"),
+    ] = msgspec.UNSET
+    transfer_timeout_us: Annotated[
+        int | msgspec.UnsetType | None,
+        Setting("a transfer fails if not ended this long after its pages or last part; none: never", default="300s"),
+    ] = msgspec.UNSET
     # data-parallel attention: docs/distributed.md; unset: one rank, and left out of journals
     dp_ranks: int | msgspec.UnsetType = msgspec.UNSET  # ranks that run every pass together, each with rows of its own
-    dp_rank: int | msgspec.UnsetType = msgspec.UNSET  # the number of this rank, from 0
-    prefill_delayer: bool | msgspec.UnsetType = msgspec.UNSET  # prompts wait until every rank has prompts
-    prefill_delayer_max_delay_passes: int | msgspec.UnsetType = msgspec.UNSET  # most consecutive passes of such a wait
-    prefill_delayer_max_delay_us: int | msgspec.UnsetType = msgspec.UNSET  # longest such wait
-    # prompts do not wait while a rank with prompts uses less of its KV pool than this share; None: no such rule
-    prefill_delayer_token_usage_low_watermark: float | msgspec.UnsetType | None = msgspec.UNSET
-    # prompts also wait until as many requests can start at once as in recent extends
-    prefill_delayer_slots: bool | msgspec.UnsetType = msgspec.UNSET
-    # prompts also wait until this many requests wait for each running one; unset: no such rule
-    prefill_delayer_queue_min_ratio: float | msgspec.UnsetType = msgspec.UNSET
-    # passes for which prompts wait while some ranks are full and others are not; 0: they do not wait
-    prefill_full_skip_passes: int | msgspec.UnsetType = msgspec.UNSET
+    dp_rank: int | msgspec.UnsetType = msgspec.UNSET  # which of them this one is
+    prefill_delayer: Annotated[
+        bool | msgspec.UnsetType, Setting("of ranks: prompts wait until every rank has prompts", default="no")
+    ] = msgspec.UNSET
+    prefill_delayer_max_delay_passes: Annotated[
+        int | msgspec.UnsetType, Setting("passes that prompts wait for other ranks, at most", default="30")
+    ] = msgspec.UNSET
+    prefill_delayer_max_delay_us: Annotated[
+        int | msgspec.UnsetType, Setting("time that prompts wait for other ranks, at most", default="5s")
+    ] = msgspec.UNSET
+    prefill_delayer_token_usage_low_watermark: Annotated[
+        float | msgspec.UnsetType | None,
+        Setting("no delay while a rank with prompts uses less of its KV than this share", default="none"),
+    ] = msgspec.UNSET
+    prefill_delayer_slots: Annotated[
+        bool | msgspec.UnsetType,
+        Setting("delay also until as many requests can start at once as in recent extends", default="no"),
+    ] = msgspec.UNSET
+    prefill_delayer_queue_min_ratio: Annotated[
+        float | msgspec.UnsetType,
+        Setting("delay also until this many requests wait for each running one", default="none"),
+    ] = msgspec.UNSET
+    prefill_full_skip_passes: Annotated[
+        int | msgspec.UnsetType,
+        Setting("passes that prompts wait while some ranks are full and others are not", default="0"),
+    ] = msgspec.UNSET
     # set by hosts with an executor that extends page tables but cannot change an entry; unset: entries may change
     tables_append_only: bool | msgspec.UnsetType = msgspec.UNSET  # a request keeps pages that the radix cache has twice
     # tiers below the radix cache; unset: none, and left out of journals
@@ -246,12 +351,25 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # sliding windows and linear attention; unset: all layers have full attention, and left out of journals
     hybrid: HybridMemory | msgspec.UnsetType = msgspec.UNSET
     # the encoder of media; unset: no limit, and left out of journals
-    encoder_budget_tokens: int | msgspec.UnsetType = msgspec.UNSET  # most encoder tokens that are encoded at once
+    encoder_budget_tokens: Annotated[
+        int | msgspec.UnsetType,
+        Setting("encoder tokens of media that are encoded at once, at most", default="no limit"),
+    ] = msgspec.UNSET
     # pipeline stages: docs/distributed.md; unset: one running batch, and left out of journals
-    pp_size: int | msgspec.UnsetType = msgspec.UNSET  # stages; the running batch is divided into as many microbatches
-    pp_async_batch_depth: int | msgspec.UnsetType = msgspec.UNSET  # additional microbatches, for results on their way
-    pp_max_micro_batch_size: int | msgspec.UnsetType = msgspec.UNSET  # requests in each; unset: an equal share
-    pp_dynamic_chunking: bool | msgspec.UnsetType = msgspec.UNSET  # all chunks of a prompt take as long as its first
+    pp_size: Annotated[
+        int | msgspec.UnsetType,
+        Setting("as --pp: stages, and as many microbatches of the running batch", default="one running batch"),
+    ] = msgspec.UNSET
+    pp_async_batch_depth: Annotated[
+        int | msgspec.UnsetType, Setting("further microbatches, for results that are in flight", default="0")
+    ] = msgspec.UNSET
+    pp_max_micro_batch_size: Annotated[
+        int | msgspec.UnsetType,
+        Setting("requests in each microbatch", default="max-running-requests shared out over stages"),
+    ] = msgspec.UNSET
+    pp_dynamic_chunking: Annotated[
+        bool | msgspec.UnsetType, Setting("chunks of a prompt that take as long as its first", default="no")
+    ] = msgspec.UNSET
 
     def __post_init__(self) -> None:
         _require_positive(self)
@@ -266,7 +384,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _settle_stages(self)
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ConfigError(f"`{name}` must be {_one_of(choices)}, got `{getattr(self, name)}`")
+                raise ConfigError(f"`{name}` must be {one_of(choices)}, got `{getattr(self, name)}`")
         _settle_policy(self)
         if not 0 <= self.schedule_seed < 2**63:
             raise ConfigError(f"`schedule_seed` must be 0 to {2**63 - 1}, got `{self.schedule_seed}`")
@@ -472,7 +590,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
         The last token of an output is never fed back, so a pool of n positions serves n + 1 tokens.
         """
-        return min(self.context_tokens_max, self.pool_tokens + 1)
+        pool = self.pool_tokens + 1
+        return pool if pool < self.context_tokens_max else self.context_tokens_max
 
     def prompt_tokens_max(self, with_output: bool) -> int:
         """Return the length of the longest prompt. One token of output must fit behind it if `with_output`."""
@@ -491,44 +610,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "retraction_policy": get_args(RetractionPolicy),
     "truncate_input": get_args(TruncateInput),
 }
-
-PROFILES: dict[str, dict[str, Any]] = {
-    "lockstep": {  # one budget for prompts and decodes, so that a burst of prompts delays no decode: docs/profiles.md
-        "batching": "mixed",
-        "reserve": "on_demand",
-        "chunked_prefill_size": 2048,
-    },
-    "sglang": {  # 0.5: prefill first, a reserve by ratio, retracted requests to the tail, duplicates behind the others
-        "page_size": 1,
-        "batching": "prefill_first",
-        "reserve": "ratio",
-        "retraction_policy": "length",
-        "retracted_requeue": "tail",
-        "prefix_deduplication": "last",
-        "waiting_prefix_refresh": 32,
-        "bypass_limit": None,
-        "chunked_prefill_size": 8192,
-        "max_prefill_tokens": 16384,
-        "overlap_depth": 1,
-    },
-    "vllm": {  # V1 0.33: one token budget, running requests first; allocate on demand, preempt the newest, to the front
-        "page_size": 16,
-        "same_step_sharing": True,
-        "prefix_deduplication": "defer",  # a request that shares a prefix reads it in the next launch, not in the same
-        "batching": "running_first",
-        "reserve": "on_demand",
-        "retraction_policy": "newest",
-        "retracted_requeue": "front",
-        "retracted_kv": "cache",
-        "chunk_unit": "token",
-        "bypass_limit": None,
-        "chunked_prefill_size": 2048,
-        "max_prefill_tokens": 2048,
-        "max_running_requests": 128,
-        "overlap_depth": 1,
-    },
-}
-"""Named families of settings. Settings that a profile does not contain have SchedConfig's default."""
 
 
 def simulated_only(name: str) -> str:
@@ -567,14 +648,8 @@ def refuse_simulated_only(name: str) -> None:
         raise ConfigError(why)
 
 
-def profile_settings(name: str) -> dict[str, Any]:
-    """Return the settings of a profile. Raises ConfigError for an unknown name."""
-    if name not in PROFILES:
-        raise ConfigError(f"`profile` must be {_one_of(tuple(PROFILES))}, got `{name}`")
-    return dict(PROFILES[name])
-
-
-def _one_of(choices: tuple[str, ...]) -> str:
+def one_of(choices: tuple[str, ...]) -> str:
+    """Return the choices as a message lists them: `a, b or c`."""
     return f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
@@ -640,7 +715,7 @@ def _settle_drafts(config: SchedConfig) -> None:
                 )
         return
     if method not in get_args(SpeculativeMethod):
-        raise ConfigError(f"`speculative_method` must be {_one_of(get_args(SpeculativeMethod))}, got `{method}`")
+        raise ConfigError(f"`speculative_method` must be {one_of(get_args(SpeculativeMethod))}, got `{method}`")
     if drafts is msgspec.UNSET:
         msgspec.structs.force_setattr(config, "num_speculative_tokens", NUM_SPECULATIVE_TOKENS)
     elif not isinstance(drafts, int) or isinstance(drafts, bool) or not 1 <= drafts <= NUM_SPECULATIVE_TOKENS_MAX:
@@ -701,7 +776,7 @@ def _settle_role(config: SchedConfig) -> None:
         ("transfer_failure", get_args(TransferFailure)),
     ):
         if getattr(config, name) not in choices:
-            raise ConfigError(f"`{name}` must be {_one_of(choices)}, got `{getattr(config, name)}`")
+            raise ConfigError(f"`{name}` must be {one_of(choices)}, got `{getattr(config, name)}`")
     for name, least in (
         ("num_reserved_decode_tokens", 0),
         ("transfer_slots", 1),

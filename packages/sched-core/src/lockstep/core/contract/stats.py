@@ -27,14 +27,14 @@ class Counts(msgspec.Struct):
         """Count the decided events of one step."""
         for event in decided:
             tallies = _COUNTED.get(type(event))
-            for tally in tallies if tallies is not None else _counted(type(event)):
-                amount = getattr(event, tally.amount) if tally.amount else 1
-                total = getattr(self, tally.name)
+            for name, added, by in tallies if tallies is not None else _counted(type(event)):
+                amount = getattr(event, added) if added else 1
+                total = getattr(self, name)
                 if type(total) is dict:
-                    key = getattr(event, tally.by)
+                    key = getattr(event, by)
                     total[key] = total.get(key, 0) + amount
                 else:
-                    setattr(self, tally.name, total + amount)
+                    setattr(self, name, total + amount)
 
 
 _COUNTED: dict[type, tuple[Tally, ...]] = {}  # the tallies with a field in `Counts`, by type of event

@@ -45,6 +45,7 @@ import numpy as np
 from msgspec import UNSET
 from msgspec.structs import astuple, replace
 
+from lockstep.core.contract.checks import fail
 from lockstep.core.contract.commands import (
     NO_ROWS,
     BatchPlan,
@@ -60,7 +61,9 @@ from lockstep.core.contract.digest import DIGEST_BYTES, EMPTY_DIGEST
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import DelaySituation, PrefillNegotiated, RanksAgreed, Wish
 from lockstep.core.features.view import LaunchView
-from lockstep.core.kv.running_view import all_running
+from lockstep.core.kv.component import Component, Restored
+from lockstep.core.kv.facts import Facts
+from lockstep.core.kv.running_view import of_all_microbatches
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import EMPTY_BATCH
 
@@ -185,7 +188,7 @@ def _is_full(scheduler: LaunchView) -> bool:
     if not scheduler.microbatches.has_place():
         return True
     hybrid = scheduler.memory.hybrid
-    return hybrid.full(all_running(scheduler))
+    return hybrid.full(of_all_microbatches(scheduler))
 
 
 def delayed(delay: Delay, situation: DelaySituation, time_us: int) -> Delay:
@@ -251,8 +254,16 @@ class RoundsImage(msgspec.Struct, forbid_unknown_fields=True):
     delays: list[tuple[int, int]] | msgspec.UnsetType = UNSET  # by microbatch; set only with several of them
 
 
-class Rounds:
+class RanksPart(msgspec.Struct):
+    """Rounds as a field of a snapshot, of one of several data-parallel ranks."""
+
+    ranks: RoundsImage | msgspec.UnsetType = UNSET
+
+
+class Rounds(Component):
     """The rounds of one rank: its proposal, and what all ranks have decided so far."""
+
+    PART = RanksPart
 
     def __init__(self, config: SchedConfig, scheduler: LaunchView) -> None:
         self._scheduler = scheduler
@@ -486,8 +497,11 @@ class Rounds:
 
     # ------------------------------------------------------------------------------------------------------- snapshots
 
-    def image(self) -> RoundsImage:
-        """Return the state of the rounds for a snapshot."""
+    def part(self) -> RanksPart:
+        """Return the state for a snapshot."""
+        return RanksPart(self._image())
+
+    def _image(self) -> RoundsImage:
         held = None
         if self.held is not None:
             plan = self.held.plan
@@ -511,8 +525,11 @@ class Rounds:
             delays=[(delay.passes, delay.since_us) for delay in self.delays] if self.slots > 1 else UNSET,
         )
 
-    def load(self, image: RoundsImage) -> None:
-        """Restore the state stored in `image`. The batches in flight have been restored before."""
+    def load(self, part: RanksPart, restored: Restored) -> None:
+        """Take over the state that `part` returned. Batches in flight are restored before."""
+        image = part.ranks
+        if image is UNSET:
+            return
         self.round, self.proposed, self.wish = image.round, image.proposed, image.wish
         self.awaits_results, self.decided, self.extended = image.awaits_results, image.decided, image.extended
         self.digest = image.digest
@@ -528,6 +545,33 @@ class Rounds:
             self.held.plan = replace(
                 self.held.plan, logprob_spans=spans, hidden_spans=image.held.hidden_spans, hybrid=hybrid
             )
+
+    def check_state(self, facts: Facts) -> None:
+        """S5, S29: the rank runs what it proposed, and the branch that follows from the proposals of all ranks."""
+        for batch in facts.in_flight:
+            ranks, plan = batch.plan.ranks, batch.plan
+            if (ranks is None) != (batch is self.held):
+                fail(f"S29: batch {plan.batch_id} is {'not ' * (ranks is None)}agreed upon, held is {self.held}")
+            if ranks is None:
+                continue
+            own = counts_of(batch)
+            if (ranks.tokens[self.rank], ranks.logit_rows[self.rank]) != own[:2]:
+                fail(f"S29: batch {plan.batch_id} has counts {own}, the ranks agreed on {ranks}")
+            if ranks.draft_passes is not UNSET and ranks.draft_passes < draft_passes_of(plan):
+                fail(f"S29: batch {plan.batch_id} needs {draft_passes_of(plan)} drafter passes, {ranks} are agreed")
+            if ranks.extends and plan.mode in ("decode", "verify"):
+                fail(f"S29: batch {plan.batch_id} is {plan.mode}, but a rank extends in round {ranks.round}")
+        if self.held is not None and facts.in_flight[-1] is not self.held:
+            fail("S29: the proposed plan is not the newest in flight")
+        proposed = self.proposed[:OF_THE_PASS] if self.proposed is not None else None
+        if proposed is not None and proposed != (IDLE if self.held is None else counts_of(self.held)):
+            fail(f"S5: the plan of round {self.round} differs from its proposal {self.proposed}")
+        config = facts.config
+        limits = (config.prefill_delayer_max_delay_passes, config.prefill_full_skip_passes)
+        most = sum(limit for limit in limits if isinstance(limit, int))
+        longest = max(delay.passes for delay in self.delays)
+        if longest > most:
+            fail(f"L5: prompts wait for {longest} passes, at most {most} are allowed")
 
 
 _encode = msgspec.msgpack.Encoder().encode

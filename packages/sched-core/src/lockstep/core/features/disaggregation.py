@@ -31,11 +31,13 @@ place when nothing of the old role is left: no request, no batch, no transfer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
 
 import msgspec
 import numpy as np
 
+from lockstep.core.contract.checks import fail, same
 from lockstep.core.contract.commands import NO_ROWS, CancelTransfer, ControlAnswered, StartTransfer, Step, StreamTokens
 from lockstep.core.contract.config import TRANSFER_SETTINGS, Role, SchedConfig
 from lockstep.core.contract.errors import ConfigError, ContractError, InvariantError
@@ -53,10 +55,13 @@ from lockstep.core.contract.events import (
 from lockstep.core.features.prerequisites import Prerequisites
 from lockstep.core.features.sessions import Sessions
 from lockstep.core.features.view import SchedulerView
-from lockstep.core.kv.radix import Match, RadixNode
+from lockstep.core.kv.component import Component, Restored
+from lockstep.core.kv.facts import Facts
+from lockstep.core.kv.radix import Match
 from lockstep.core.requests import delivery, extras
 from lockstep.core.requests.batching import ExtendPart, InFlight
 from lockstep.core.requests.budget import CLIP, CLIP_MAX_NEW_TOKENS
+from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.requests.retraction import importance
 from lockstep.core.requests.table import NO_REQUEST, Adapter, Int32s, Request
 from lockstep.core.requests.validation import RequestRefused
@@ -144,6 +149,9 @@ CAUSES: dict[str, TransferCause | None] = {
     "link_down": "failed",
 }
 """The cause in the state tables, by the status of a TransferAdvanced; None: no cause."""
+
+QUEUED: tuple[TransferState, ...] = ("accepted", "preallocating", "ready")
+"""States in which a transfer waits for a slot, for pages or for a row, in a queue."""
 
 NO_SLOT = -1
 
@@ -233,8 +241,16 @@ NO_TRANSFERS = TransferSettings("mixed", "", False, 0, 0, None, None)
 """The settings of a mixed engine, which has no transfers."""
 
 
-class Transfers:
+class TransfersPart(msgspec.Struct):
+    """Transfers in a snapshot; None: the engine hands nothing over."""
+
+    transfers: TransfersImage | None = None
+
+
+class Transfers(Component):
     """The transfers of a prefill or decode engine."""
+
+    PART = TransfersPart
 
     def __init__(
         self, config: SchedConfig, scheduler: SchedulerView, sessions: Sessions, prerequisites: Prerequisites
@@ -335,7 +351,7 @@ class Transfers:
         transfer = Transfer(request.request_id, event.transfer_room, self.first)
         self.all[request.request_id] = transfer
         self.rooms[transfer.room] = request.request_id
-        self._scheduler.hold(request)
+        self._scheduler.add_prerequisite(request)
         self._enter(transfer, step)
 
     def turn_began(self, request: Request, step: Step) -> None:
@@ -473,7 +489,7 @@ class Transfers:
             case "over":
                 self._unlock(transfer, step)
                 self._free_slot(transfer)
-                self._scheduler.memory.take_back(transfer.request_id, transfer.pages, step)
+                self._scheduler.memory.end_lending(transfer.request_id, transfer.pages, step)
                 self._scheduler.retry_admission()
                 del self.all[transfer.request_id]
                 del self.rooms[transfer.room]
@@ -488,7 +504,7 @@ class Transfers:
     def _unlock(self, transfer: Transfer, step: Step) -> None:
         self._scheduler.memory.hybrid.quarantine(transfer.request_id)
         if transfer.handle is not None:
-            self._scheduler.memory.let_go(transfer.handle, transfer.namespace, step)
+            self._scheduler.memory.unlock_path(transfer.handle, transfer.namespace, step)
             transfer.handle = None
 
     def _free_slot(self, transfer: Transfer) -> None:
@@ -761,12 +777,12 @@ class Transfers:
                 break
             if not self._scheduler.microbatches.has_place():
                 break
-            if request.holds > 1 or not adapters.has_place_for(request.adapter):
+            if request.open_prerequisites > 1 or not adapters.has_place_for(request.adapter):
                 continue  # it still waits for its grammar or its adapter
             start, stop = request.prompt_tokens, request.prompt_tokens + 1
             row = self._scheduler.memory.adopt_row(request, transfer.handle, transfer.pages, stop)
             transfer.handle, transfer.pages = None, NO_ROWS
-            self._scheduler.release_hold(request)
+            self._scheduler.meet_prerequisite(request)
             request.cached_tokens = transfer.cached_tokens
             request.chunks = 1
             self._scheduler.occupy(request)
@@ -823,29 +839,125 @@ class Transfers:
 
     # --------------------------------------------------------------------------------------------------------- snapshot
 
-    def image(self, lent: dict[int, Any]) -> TransfersImage:
-        """Return all transfers for a snapshot, with the pages in `Memory.lent`."""
+    def part(self) -> TransfersPart:
+        """Return the state for a snapshot, with the rows that transfers read."""
+        if not self.hands_over:
+            return TransfersPart()
         images = []
         for transfer in self.all.values():
             values = {name: getattr(transfer, name) for name in TransferImage.__struct_fields__}
             values["pages"] = transfer.pages.tobytes()
             values["handle"] = transfer.handle.number if transfer.handle is not None else None
             images.append(TransferImage(**values))
-        pinned = [(row, one.request_id, [pages.tobytes() for pages in one.pages]) for row, one in lent.items()]
+        lent = self._scheduler.memory.deferred.lent_images()
         change = self.change if self.change is not None else msgspec.UNSET
-        return TransfersImage(images, list(self.line), list(self.ready), list(self.free_slots), pinned, change)
+        queues = list(self.line), list(self.ready), list(self.free_slots)
+        return TransfersPart(TransfersImage(images, *queues, lent, change))
 
-    def load(self, image: TransfersImage, nodes: dict[int, RadixNode]) -> None:
-        """Restore the state stored in `image`. `nodes` are those of the radix cache, by number."""
+    def load(self, part: TransfersPart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        image = part.transfers
+        if image is None:
+            return
         for one in image.transfers:
             values = {name: getattr(one, name) for name in TransferImage.__struct_fields__}
             values["pages"] = np.frombuffer(one.pages, np.int32)
-            values["handle"] = nodes[one.handle] if one.handle is not None else None
+            values["handle"] = restored.nodes[one.handle] if one.handle is not None else None
             self.all[one.request_id] = Transfer(**values)
             self.rooms[one.room] = one.request_id
         self.line, self.ready, self.free_slots = list(image.line), list(image.ready), list(image.free_slots)
         self.change = image.change if isinstance(image.change, RoleChange) else None
         self.sending = sum(transfer.ends is not None for transfer in self.all.values())
+        self._scheduler.memory.deferred.load_lent(image.lent)
+
+    # ------------------------------------------------------------------------------------------------------ invariants
+
+    def handles(self) -> list[RadixNode]:
+        """Return the locks on the cached prefixes of prompts whose KV will be received."""
+        return [one.handle for one in self.all.values() if one.handle is not None]
+
+    def owned_pages(self) -> Iterator[tuple[str, Int32s]]:
+        """Yield the pages that transfers write, by request."""
+        for one in self.all.values():
+            yield f"the transfer of r{one.request_id}", one.pages
+
+    def blocked_requests(self) -> list[RequestId]:
+        """Return the requests that wait for their transfers."""
+        return [one.request_id for one in self.in_state(*sorted(HELD))]
+
+    def check_state(self, facts: Facts) -> None:
+        """S1, S5, S31, L2, L6: slots have one holder; pages that the other side may use stay; no transfer is stuck."""
+        scheduler, memory = self._scheduler, self._scheduler.memory
+        if not self.hands_over:
+            same("S31 rows that another engine reads", memory.deferred.lent, {})
+            same("S33 sending", self.sending, 0)
+            return
+        everyone = list(self.all.values())
+        slots = [*self.free_slots, *(one.slot for one in everyone if one.slot != NO_SLOT)]
+        same("S1 metadata slots", sorted(slots), list(range(self.settings.slots)))
+        same("S31 rooms", self.rooms, {one.room: one.request_id for one in everyone})
+        lines = [*self.line, *self.ready]
+        same("S15 queues of transfers", sorted(lines), sorted(one.request_id for one in self.in_state(*QUEUED)))
+        lent = {one.request_id: row for row, one in memory.deferred.lent.items()}
+        left = [deferred.row for deferred in memory.deferred.rows]
+        for one in everyone:
+            if (one.request_id in facts.requests) != (one.state != "quarantined") and self.sends:
+                present = "live" if one.request_id in facts.requests else "not live"
+                fail(f"S16: the transfer of r{one.request_id} is {one.state}, but its request is {present}")
+            touched = self.sends and one.state in TOUCHED
+            if touched != (one.request_id in lent):
+                fail(f"S31: the transfer of r{one.request_id} is {one.state}, but another engine reads the rows {lent}")
+            request = facts.requests.get(one.request_id)
+            if (
+                touched
+                and lent[one.request_id] not in left
+                and (request is None or request.row != lent[one.request_id])
+            ):
+                fail(f"S31: row {lent[one.request_id]} is read by the transfer of r{one.request_id}, has no holder")
+            if not self.sends and one.state in ("receiving", "ready") and request is not None:
+                held = one.start_tokens // facts.config.page_size + one.pages.size
+                if held * facts.config.page_size < min(request.prompt_tokens + 1, request.reach):
+                    fail(f"L6: {request.name} has {held} pages, and would wait for more while it holds them")
+        if (
+            facts.launch_found_nothing
+            and not facts.in_flight
+            and not scheduler.paused
+            and not scheduler.launches_blocked
+        ):
+            able = [one for one in self.ready if facts.requests[one].open_prerequisites == 1]
+            groups = scheduler.microbatches
+            owed = groups.owes_elsewhere() or groups.current.decode_owed
+            if groups.several and (owed or not groups.has_place()):
+                able = []  # another microbatch is launched first, or has a place or the freed pages
+            able = [one for one in able if memory.adapters.has_place_for(facts.requests[one].adapter)]
+            if able and scheduler.active < facts.config.max_running_requests:
+                fail(f"L2: {able} have all their KV, nothing is in flight, and nothing was launched")
+        alone = not scheduler.active and not self.holds_pages and not facts.in_flight and not scheduler.waiting
+        if memory.operations.device_busy:
+            alone = False  # a move locks pages, which its answer unlocks
+        if any(one.slot != NO_SLOT for one in everyone):
+            alone = False  # a request with a slot waits for a grammar or for media
+        first = [one for one in self.line if not self.comes_after_another(facts.requests[one])]
+        if alone and first and not scheduler.paused and scheduler.admits:
+            fail(f"L2: {first} wait for pages or slots that no other request holds")
+        change = self.change
+        if change is not None and facts.requests and scheduler.now_us >= change.due_us:
+            late_us = scheduler.now_us - change.due_us
+            fail(f"L1: {list(facts.requests)} are live {late_us} us after the role was to change")
+        if change is not None and not facts.requests and not facts.in_flight and not self.all:
+            fail(f"L1: the engine is idle, and its role is not {change.role} yet")
+        self._check_hybrid(everyone)
+
+    def _check_hybrid(self, everyone: list[Transfer]) -> None:
+        """S31: blocks of layers without full attention are reserved for requests whose KV will be received."""
+        hybrid = self._scheduler.memory.hybrid
+        receiving = everyone if not self.sends else []
+        coming = sorted(one.request_id for one in receiving if one.state in ("receiving", "ready"))
+        given_up = sorted(one.request_id for one in receiving if one.state == "quarantined")
+        if (window := hybrid.window) is not None:
+            same("S31 windows to receive", (sorted(window.incoming), sorted(window.quarantined)), (coming, given_up))
+        if (states := hybrid.states) is not None:
+            same("S31 states to receive", sorted(states.incoming), sorted(coming + given_up))
 
 
 def diagram(table: Table) -> str:

@@ -29,9 +29,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.core.contract.checks import fail, same
 from lockstep.core.contract.commands import CompileGrammar, LaunchBatch, SampleBatch, Step
 from lockstep.core.contract.events import BatchFinished, GrammarReady, RequestArrived, RequestId
 from lockstep.core.features.view import SchedulerView
+from lockstep.core.kv.component import Component, Restored
+from lockstep.core.kv.facts import Facts
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import Int32s, Request
 from lockstep.core.requests.validation import RequestRefused
@@ -50,12 +53,62 @@ class GrammarEntry(msgspec.Struct):
     waiting: dict[RequestId, None] = {}  # the held ones among them, in order of arrival
 
 
-class Grammars:
+class GrammarsPart(msgspec.Struct):
+    """Grammars in a snapshot: digest, error, users and held requests of each, least recently requested first."""
+
+    grammars: list[tuple[bytes, str | None, int, list[int]]]
+
+
+class Grammars(Component):
     """The grammars of an engine by digest, least recently requested first."""
+
+    PART = GrammarsPart
 
     def __init__(self, scheduler: SchedulerView) -> None:
         self._scheduler = scheduler
         self.known: dict[bytes, GrammarEntry] = {}
+
+    def part(self) -> GrammarsPart:
+        """Return the state for a snapshot."""
+        return GrammarsPart([(digest, one.error, one.users, list(one.waiting)) for digest, one in self.known.items()])
+
+    def load(self, part: GrammarsPart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        self.known = {
+            digest: GrammarEntry(error, users, dict.fromkeys(waiting))
+            for digest, error, users, waiting in part.grammars
+        }
+
+    def blocked_requests(self) -> list[RequestId]:
+        """Return the requests that wait for their grammars."""
+        return [request_id for known in self.known.values() for request_id in known.waiting]
+
+    def check_state(self, facts: Facts) -> None:
+        """S15, S23: a request without its compiled grammar is blocked, a running one has it.
+
+        A deferred batch waits for an older batch.
+        """
+        known = self.known
+        users: dict[bytes, int] = {}
+        for request in facts.requests.values():
+            grammar = request.grammar
+            if grammar is not None:
+                users[grammar.digest] = users.get(grammar.digest, 0) + 1
+                if request.row >= 0 and known[grammar.digest].error != "":
+                    fail(f"S23: {request.name} runs, but its grammar did not compile")
+        if known or users:
+            same("S15 requests per grammar", {digest: one.users for digest, one in known.items() if one.users}, users)
+        for digest, one in known.items():
+            if one.error is not None and one.waiting:
+                fail(f"S15: {list(one.waiting)} wait for the grammar {digest.hex()}, which was answered")
+            for request_id in one.waiting:
+                held = facts.blocked.get(request_id)
+                if held is None or held.grammar is None or held.grammar.digest != digest:
+                    fail(f"S15: r{request_id} waits for the grammar {digest.hex()} but is not held for it")
+        for batch in facts.in_flight:
+            after = batch.plan.sample_after
+            if after is not None and after >= batch.plan.batch_id:
+                fail(f"S23: batch {batch.plan.batch_id} waits for batch {after}, which was not launched before it")
 
     def refuse(self, event: RequestArrived, samples: int, held: int, max_queued_requests: int | None) -> None:
         """Raise RequestRefused for a grammar that did not compile before, or if too many requests would be held.

@@ -29,11 +29,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import UNSET, Struct, UnsetType
 
+from lockstep.core.contract.checks import fail
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BatchFinished, RequestId, TokensForced
 from lockstep.core.features.view import SchedulerView
+from lockstep.core.kv.component import Component, Restored
+from lockstep.core.kv.facts import Facts
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import NO_IDS, Int32s, Request, RunningBatch
 
@@ -50,16 +54,41 @@ class Forced(NamedTuple):
         return self.first + len(self.tokens)
 
 
-class JumpForward:
+class ForcedPart(Struct):
+    """Forced tokens in a snapshot: request, number of the first forced output, ids as packed int32."""
+
+    forced: list[tuple[int, int, bytes]] | UnsetType = UNSET
+
+
+class JumpForward(Component):
     """The next output tokens that grammars force, of requests that decode."""
+
+    PART = ForcedPart
 
     def __init__(self, scheduler: SchedulerView) -> None:
         self._scheduler = scheduler
         self.forced: dict[RequestId, Forced] = {}
 
-    def image(self) -> list[tuple[RequestId, int, bytes]]:
-        """Return (request, number of the first forced output, forced ids as packed int32) of each, for a snapshot."""
-        return [(request_id, one.first, one.tokens.tobytes()) for request_id, one in self.forced.items()]
+    def part(self) -> ForcedPart:
+        """Return the state for a snapshot."""
+        forced = [(request_id, one.first, one.tokens.tobytes()) for request_id, one in self.forced.items()]
+        return ForcedPart(forced or UNSET)
+
+    def load(self, part: ForcedPart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        if part.forced is not UNSET:
+            self.forced = {
+                request_id: Forced(first, np.frombuffer(ids, np.int32)) for request_id, first, ids in part.forced
+            }
+
+    def check_state(self, facts: Facts) -> None:
+        """S23: only running requests with a grammar have forced tokens, and these are not delivered yet."""
+        for request_id, known in self.forced.items():
+            holder = facts.requests.get(request_id)
+            if holder is None or holder.row < 0 or holder.grammar is None or holder.watches_text:
+                fail(f"S23: {known} is forced for r{request_id}, which does not run with a grammar")
+            if known.stop <= self._scheduler.outputs_of(holder):
+                fail(f"S23: {known} of {holder.name} was delivered and is still stored as forced")
 
     def forget(self, request: Request) -> None:
         """Drop the forced tokens of a request that leaves its row; the host reports them again."""

@@ -26,9 +26,13 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
+from lockstep.core.contract.checks import fail
 from lockstep.core.contract.commands import EncodeMedia, Step
 from lockstep.core.contract.errors import InvariantError
 from lockstep.core.contract.events import BatchId, PromptSpan, RequestId
+from lockstep.core.kv.component import Component, Restored
+from lockstep.core.kv.facts import Facts
+from lockstep.core.requests.table import Request
 
 PLACEHOLDERS_MAX = 16_384  # contents with stored numbers
 FIRST_PLACEHOLDER = 2  # no placeholder may be -1, which means "no token" elsewhere
@@ -69,22 +73,45 @@ class EncoderEntry(msgspec.Struct):
     outdated: bool = False  # computed with replaced weights: only for requests that had begun to compute with it
 
 
-class EncoderCache:
+class MediaImage(msgspec.Struct, forbid_unknown_fields=True, rename={"deferred": "fenced", "room_queue": "line"}):
+    """Placeholders and the encoder cache. Lists of pairs, because the order in them decides."""
+
+    numbers: list[tuple[Content, int]]
+    next: int
+    encodings: list[tuple[bytes, EncoderEntry]]
+    pins: list[int]
+    room_queue: list[int]
+    deferred: list[tuple[int, list[bytes]]]
+    queued: list[bytes] | msgspec.UnsetType = msgspec.UNSET  # of an encoder with a budget, where anything is
+    dropping: list[bytes] | msgspec.UnsetType = msgspec.UNSET
+
+
+class EncoderPart(msgspec.Struct):
+    """Media in a snapshot; None: the engine never had a request with media."""
+
+    media: MediaImage | None = None
+
+
+class EncoderCache(Component):
     """The bounded cache of encoder output: its entries, the requests that pin them, and those that wait for room."""
+
+    PART = EncoderPart
+    EMPTY_AT_REST = ("pins", "room_queue", "deferred", "queued")
 
     def __init__(self, capacity_tokens: int | None, budget_tokens: int | None = None) -> None:
         self.capacity_tokens = capacity_tokens
+        self.placeholders = Placeholders()
         self.budget_tokens = budget_tokens  # tokens encoded at once, except a larger single content; None: no limit
         self.encodings: dict[bytes, EncoderEntry] = {}  # by digest, least recently used first
         self.pins: dict[RequestId, dict[bytes, int]] = {}  # requests with room: tokens by digest
-        self.line: dict[RequestId, dict[bytes, int]] = {}  # requests that wait for room, oldest first: tokens by digest
+        self.room_queue: dict[RequestId, dict[bytes, int]] = {}  # requests that wait for room, oldest first
         self.deferred: list[tuple[BatchId, list[bytes]]] = []  # digests that batches in flight read for left requests
         self.queued: dict[bytes, None] = {}  # digests with room that wait for the encoder, oldest first
         self.dropping: list[bytes] = []  # dropped digests that the next EncodeMedia reports to the host
 
     def ask(self, request_id: RequestId, media: dict[bytes, int]) -> None:
         """Queue a request for room for all of `media`, tokens by digest. `serve` assigns the room."""
-        self.line[request_id] = media
+        self.room_queue[request_id] = media
 
     def serve(self, step: Step, generation: int) -> list[RequestId]:
         """Assign room to waiting requests, in order, as long as it suffices.
@@ -95,15 +122,15 @@ class EncoderCache:
         if self.queued:
             self._forget_unwanted()
             self._order(step, generation)
-        while self.line:
-            request_id, media = next(iter(self.line.items()))
+        while self.room_queue:
+            request_id, media = next(iter(self.room_queue.items()))
             dropped = self._droppable(media)
             if dropped is None:
                 break
             for digest in dropped:
                 del self.encodings[digest]
             self.dropping += dropped
-            del self.line[request_id]
+            del self.room_queue[request_id]
             self.pins[request_id] = media
             for digest, tokens in media.items():
                 encoding = self.encodings.pop(digest, None)
@@ -169,7 +196,7 @@ class EncoderCache:
 
     def knows(self, request_id: RequestId) -> bool:
         """Return whether the request has the room that it needs, or waits for room."""
-        return request_id in self.pins or request_id in self.line
+        return request_id in self.pins or request_id in self.room_queue
 
     def _needing(self, digest: bytes) -> list[RequestId]:
         """Return the requests that pin this digest, in the order in which they got room."""
@@ -179,10 +206,10 @@ class EncoderCache:
         """Return whether all media that the request pins are encoded."""
         return all(self.encodings[digest].ready for digest in self.pins[request_id])
 
-    def let_go(self, request_id: RequestId, free_after: BatchId | None = None) -> None:
+    def release(self, request_id: RequestId, free_after: BatchId | None = None) -> None:
         """Unpin the media of a request. Batches in flight up to `free_after` may still read them; None: no batch."""
         media = self.pins.pop(request_id, None)
-        self.line.pop(request_id, None)
+        self.room_queue.pop(request_id, None)
         if media is not None and free_after is not None:
             self.deferred.append((free_after, list(media)))
 
@@ -199,12 +226,51 @@ class EncoderCache:
         """Drop everything: the device's memory is lost."""
         self.encodings.clear()
         self.pins.clear()
-        self.line.clear()
+        self.room_queue.clear()
         self.deferred.clear()
         self.queued.clear()
         self.dropping.clear()
 
-    def check(self) -> None:
+    def part(self) -> EncoderPart:
+        """Return the state for a snapshot."""
+        if not self.placeholders.numbers:
+            return EncoderPart()
+        return EncoderPart(
+            MediaImage(
+                numbers=list(self.placeholders.numbers.items()),
+                next=self.placeholders.next,
+                encodings=list(self.encodings.items()),
+                pins=list(self.pins),
+                room_queue=list(self.room_queue),
+                deferred=list(self.deferred),
+                queued=list(self.queued) or msgspec.UNSET,
+                dropping=list(self.dropping) or msgspec.UNSET,
+            )
+        )
+
+    def load(self, part: EncoderPart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        image = part.media
+        if image is None:
+            return
+        self.placeholders.numbers, self.placeholders.next = dict(image.numbers), image.next
+        self.encodings = dict(image.encodings)
+        self.pins = {request_id: _media_of(restored.requests[request_id]) for request_id in image.pins}
+        self.deferred = list(image.deferred)
+        self.room_queue = {request_id: _media_of(restored.requests[request_id]) for request_id in image.room_queue}
+        if image.queued is not msgspec.UNSET:
+            self.queued = dict.fromkeys(image.queued)
+        if image.dropping is not msgspec.UNSET:
+            self.dropping = list(image.dropping)
+
+    def check_state(self, facts: Facts) -> None:
+        """D11, L2: see `check_room`; requests that hold room, or wait for it, are live."""
+        self.check_room()
+        for request_id in (*self.pins, *self.room_queue):
+            if request_id not in facts.requests:
+                fail(f"D11: r{request_id} has ended and holds encoder output, or waits for it")
+
+    def check_room(self) -> None:
         """Raise InvariantError unless pinned output is present, all fits, and the first waiting request lacks room."""
         for request_id, media in self.pins.items():
             for digest, tokens in media.items():
@@ -228,8 +294,8 @@ class EncoderCache:
         used = sum(encoding.tokens for encoding in self.encodings.values())
         if self.capacity_tokens is not None and used > self.capacity_tokens:
             raise InvariantError(f"D11: {used} tokens of encoder output, encoder_cache_tokens {self.capacity_tokens}")
-        if self.line and self._droppable(next(iter(self.line.values()))) is not None:
-            raise InvariantError(f"D11: r{next(iter(self.line))} waits for encoder room that can be had")
+        if self.room_queue and self._droppable(next(iter(self.room_queue.values()))) is not None:
+            raise InvariantError(f"D11: r{next(iter(self.room_queue))} waits for encoder room that can be had")
 
     def _droppable(self, media: dict[bytes, int]) -> list[bytes] | None:
         """Return the digests to drop so that `media` fit, least recently used first; None if too few can be dropped."""
@@ -265,3 +331,9 @@ class EncoderCache:
         """Return the tokens of room that a digest takes; 0 if it has none."""
         encoding = self.encodings.get(digest)
         return encoding.tokens if encoding is not None else 0
+
+
+def _media_of(request: Request) -> dict[bytes, int]:
+    """Return the media of a request that has some: tokens by digest."""
+    assert request.extras is not None
+    return request.extras.media

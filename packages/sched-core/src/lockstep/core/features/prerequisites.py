@@ -16,11 +16,16 @@ accepted --a leader computes its prompt--> held --delivered, or it leads now--> 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from lockstep.core.contract.checks import fail
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import AdmissionDeferred, BatchId, MediaEncoded, RequestId
 from lockstep.core.features.media import EncoderCache
 from lockstep.core.features.view import SchedulerView
+from lockstep.core.kv.component import Component, NoPart, Restored
+from lockstep.core.kv.facts import Facts
 from lockstep.core.requests import extras
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import NO_REQUEST, Extras, Request, RequestState
@@ -31,13 +36,42 @@ def has_media(request: Request) -> bool:
     return request.extras is not None and bool(request.extras.media)
 
 
-class Prerequisites:
+class Prerequisites(Component):
     """Samples that wait for their leader's prompt, and requests that wait for an encoder."""
+
+    EMPTY_AT_REST = ("waiting_samples",)
 
     def __init__(self, scheduler: SchedulerView, media: EncoderCache) -> None:
         self._scheduler = scheduler
         self.media = media
-        self.followers: dict[RequestId, list[Request]] = {}  # samples, by the leader whose prompt they wait for
+        self.waiting_samples: dict[RequestId, list[Request]] = {}  # samples, by the leader whose prompt they wait for
+
+    def load(self, part: NoPart, restored: Restored) -> None:
+        """Find the samples that wait for their leaders among the held requests."""
+        for request in restored.blocked.values():
+            if request.extras is not None and request.extras.leader != NO_REQUEST:
+                self.waiting_samples.setdefault(request.extras.leader, []).append(request)
+
+    def blocked_requests(self) -> list[RequestId]:
+        """Return the samples that wait for their leaders, and the requests that wait for media."""
+        samples_held = [request.request_id for samples in self.waiting_samples.values() for request in samples]
+        return samples_held + self._awaiting_media(self._scheduler.requests)
+
+    def _awaiting_media(self, requests: Mapping[RequestId, Request]) -> list[RequestId]:
+        return [one.request_id for one in requests.values() if one.extras is not None and one.extras.awaits_media]
+
+    def check_state(self, facts: Facts) -> None:
+        """D11, L1, S15: requests held for media wait for them; samples follow a leader that is live."""
+        for request_id in self._awaiting_media(facts.requests):
+            if not self.media.knows(request_id) or self.media.has_all(request_id):
+                fail(f"D11: r{request_id} is held for media, which it does not wait for")
+        samples_held = [request.request_id for samples in self.waiting_samples.values() for request in samples]
+        for leader, samples in self.waiting_samples.items():
+            if leader not in facts.requests or leader in samples_held:
+                fail(f"L1: {len(samples)} samples follow r{leader}, which has ended or follows itself")
+            for request in samples:
+                if request.extras is None or request.extras.leader != leader:
+                    fail(f"S15: {request.name} follows r{leader}, but has another leader")
 
     def hold(self, request: Request, leader: RequestId, step: Step) -> bool:
         """Hold a new request that must wait for the leading sample or for its media. A turn's media are held later.
@@ -47,8 +81,8 @@ class Prerequisites:
         if leader != NO_REQUEST and self._has_to_share(request):
             request.extras = request.extras or Extras()
             request.extras.leader = leader
-            self._scheduler.hold(request)
-            self.followers.setdefault(leader, []).append(request)
+            self._scheduler.add_prerequisite(request)
+            self.waiting_samples.setdefault(leader, []).append(request)
             step.decided.append(AdmissionDeferred(self._scheduler.now_us, request.request_id, "sample"))
             return True
         if has_media(request) and not request.session and not self._scheduler.comes_by_transfer(request):
@@ -60,47 +94,47 @@ class Prerequisites:
         """Return whether the request could use a cached page of the leader's prompt."""
         return self._scheduler.config.radix_cache and request.cacheable_tokens >= self._scheduler.config.page_size
 
-    def follow(self, leader: Request, stop: int, step: Step) -> None:
-        """Release the followers of `leader` if its positions [0:stop), which can be shared now, contain its prompt."""
+    def release_samples(self, leader: Request, stop: int, step: Step) -> None:
+        """Release the samples of `leader` if its positions [0:stop), which can be shared now, contain its prompt."""
         if stop >= leader.prompt_tokens:
-            for follower in self.followers.pop(leader.request_id, ()):
-                self._let_in(follower, step)
+            for sample in self.waiting_samples.pop(leader.request_id, ()):
+                self._release_sample(sample, step)
 
     def computed(self, batch: InFlight, step: Step) -> None:
         """Take in a computed batch: record delivered extras, release followers, and unpin media of complete prompts."""
         for i, request in batch.alive():
             stop = int(batch.plan.stops[i])
             extras.delivered(request, stop)
-            self.follow(request, stop, step)
+            self.release_samples(request, stop, step)
             if stop >= request.prompt_tokens:
-                self._let_media_go(request, step)
+                self._release_media(request, step)
 
     def ended(self, request: Request, step: Step) -> None:
         """Remove an ended request. If it led samples, the next one leads."""
-        if request.request_id in self.followers:
+        if request.request_id in self.waiting_samples:
             self._hand_over(request, step)
         if request.extras is not None and request.extras.leader != NO_REQUEST:
-            others = self.followers[request.extras.leader]
+            others = self.waiting_samples[request.extras.leader]
             others.remove(request)
             if not others:
-                del self.followers[request.extras.leader]
-        self._let_media_go(request, step)
+                del self.waiting_samples[request.extras.leader]
+        self._release_media(request, step)
 
     def _hand_over(self, leader: Request, step: Step) -> None:
-        first, *rest = self.followers.pop(leader.request_id)
+        first, *rest = self.waiting_samples.pop(leader.request_id)
         for request in rest:
             assert request.extras is not None
             request.extras.leader = first.request_id
         if rest:
-            self.followers[first.request_id] = rest
-        self._let_in(first, step)
+            self.waiting_samples[first.request_id] = rest
+        self._release_sample(first, step)
 
-    def _let_in(self, follower: Request, step: Step) -> None:
-        assert follower.extras is not None
-        follower.extras.leader = NO_REQUEST
-        if follower.extras.media and not self._scheduler.comes_by_transfer(follower):
-            self.await_media(follower, step)
-        self._scheduler.join_queue(follower)
+    def _release_sample(self, sample: Request, step: Step) -> None:
+        assert sample.extras is not None
+        sample.extras.leader = NO_REQUEST
+        if sample.extras.media and not self._scheduler.comes_by_transfer(sample):
+            self.await_media(sample, step)
+        self._scheduler.join_queue(sample)
 
     # ------------------------------------------------------------------------------------------------------------ media
 
@@ -110,7 +144,7 @@ class Prerequisites:
         assert needs is not None
         if not needs.awaits_media:
             needs.awaits_media = True
-            self._scheduler.hold(request)
+            self._scheduler.add_prerequisite(request)
         self.media.ask(request.request_id, needs.media)
         self._serve(step)
         if needs.awaits_media:
@@ -155,8 +189,8 @@ class Prerequisites:
         waiting = [request for request in self._scheduler.requests.values() if request.row < 0]
         pinning = [request for request in waiting if request.request_id in self.media.pins]
         for request in pinning:
-            self.media.let_go(request.request_id)
-            if not request.holds:
+            self.media.release(request.request_id)
+            if not request.open_prerequisites:
                 self._scheduler.leave_queue(request)
         for request in pinning:
             self.await_media(request, step)
@@ -164,7 +198,7 @@ class Prerequisites:
     def _refuse(self, request: Request, event: MediaEncoded, step: Step) -> None:
         """End a request with media that cannot be encoded, and the samples that follow it with the same media."""
         message = f"media {event.digest.hex()[:8]} cannot be encoded: {event.error}"
-        for one in (*self.followers.get(request.request_id, ()), request):
+        for one in (*self.waiting_samples.get(request.request_id, ()), request):
             if one.ran:
                 self._scheduler.finish(one, "error", step, flush=True)
             else:
@@ -175,7 +209,7 @@ class Prerequisites:
         self.media.release_deferred(batch_id)
         self._serve(step)
 
-    def _let_media_go(self, request: Request, step: Step) -> None:
+    def _release_media(self, request: Request, step: Step) -> None:
         if not has_media(request):
             return
         reading = [
@@ -183,7 +217,7 @@ class Prerequisites:
             for batch in self._scheduler.in_flight
             if batch.plan.media_spans and bool((batch.plan.request_ids == request.request_id).any())
         ]
-        self.media.let_go(request.request_id, reading[-1] if reading else None)
+        self.media.release(request.request_id, reading[-1] if reading else None)
         self._serve(step)
 
     def _serve(self, step: Step) -> None:

@@ -18,12 +18,13 @@ cache has lost. With `session_kv` evictable, sessions lock nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
+from lockstep.core.contract.checks import fail, same
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.events import (
     BatchId,
@@ -38,10 +39,13 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.features.prerequisites import Prerequisites, has_media
 from lockstep.core.features.view import SchedulerView
-from lockstep.core.kv.memory import NO_BATCH, Memory
-from lockstep.core.kv.radix import RadixNode
+from lockstep.core.kv.component import Component, Restored
+from lockstep.core.kv.deferred import NO_BATCH
+from lockstep.core.kv.facts import Facts
+from lockstep.core.kv.memory import Memory
 from lockstep.core.requests.budget import Deferral, PrefillBudget
 from lockstep.core.requests.extras import put_behind, spans_within
+from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.requests.table import Request
 from lockstep.core.requests.validation import RequestRefused, refuse_spans, refuse_too_long
 
@@ -97,8 +101,18 @@ class SessionImage(msgspec.Struct, forbid_unknown_fields=True):
     spans: tuple[PromptSpan, ...] = ()
 
 
-class Sessions:
+class SessionsPart(msgspec.Struct):
+    """Sessions in a snapshot."""
+
+    sessions: list[SessionImage]
+    session_uses: int
+    sessions_unsettled: list[tuple[int, str]]
+
+
+class Sessions(Component):
     """The sessions of one engine."""
+
+    PART = SessionsPart
 
     def __init__(self, scheduler: SchedulerView, prerequisites: Prerequisites) -> None:
         self._scheduler = scheduler
@@ -420,9 +434,9 @@ class Sessions:
         dues = [session.due_us for session in self.open.values() if session.due_us is not None]
         self.due_us = min(dues, default=None)
 
-    def images(self) -> list[SessionImage]:
-        """Return every session for a snapshot."""
-        return [
+    def part(self) -> SessionsPart:
+        """Return the state for a snapshot."""
+        images = [
             SessionImage(
                 session.name,
                 session.capacity_tokens,
@@ -438,10 +452,11 @@ class Sessions:
             )
             for session in self.open.values()
         ]
+        return SessionsPart(images, self.uses, list(self.unsettled))
 
-    def load(self, images: Iterable[SessionImage], nodes: dict[int, RadixNode]) -> None:
-        """Restore the sessions stored in `images`. `nodes` are those of the radix cache, by number."""
-        for image in images:
+    def load(self, part: SessionsPart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        for image in part.sessions:
             self.open[image.name] = Session(
                 image.name,
                 image.capacity_tokens,
@@ -450,12 +465,39 @@ class Sessions:
                 image.used,
                 image.tokens,
                 image.namespace,
-                nodes[image.handle] if image.handle is not None else None,
+                restored.nodes[image.handle] if image.handle is not None else None,
                 image.turn,
                 deque(image.queue),
                 image.spans,
             )
         self._look_ahead()
+        self.uses, self.unsettled = part.session_uses, part.sessions_unsettled
+
+    def blocked_requests(self) -> list[RequestId]:
+        """Return the turns that wait for the turn before them."""
+        return [request_id for session in self.open.values() for request_id in session.queue]
+
+    def check_state(self, facts: Facts) -> None:
+        """S1, S13, S15: a session locks a path of its own tokens; its turns are live, all but the first are blocked.
+
+        KV of replaced weights is cached only as long as it is locked.
+        """
+        memory = self._scheduler.memory
+        turns: list[int] = []
+        for session in self.open.values():
+            turns += [*session.queue] if session.turn is None else [session.turn, *session.queue]
+            if session.handle is not None and not session.tokens.startswith(facts.path(session.handle)[1]):
+                fail(f"S13: session {session.name!r} holds KV of other tokens than its own")
+            for request_id in session.queue:
+                if request_id not in facts.blocked:
+                    fail(f"S15: r{request_id} is behind a turn of session {session.name!r}, but is not held")
+        same("S15 turns of sessions", sorted(turns), sorted(r.request_id for r in facts.requests.values() if r.session))
+        same("S15 sessions that are free", self.free, [])
+        stale = {namespace for namespace in {node.namespace for node in facts.cached} if memory.is_stale(namespace)}
+        if stale:
+            for node in facts.cached:
+                if node.namespace in stale and not node.lock_count:
+                    fail(f"S13: {node} of namespace {node.namespace!r} is cached, weights are {memory.weights_version}")
 
 
 def _room_for(memory: Memory, request: Request) -> int:

@@ -32,16 +32,19 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec import UNSET
+from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from lockstep.core.contract.checks import fail
 from lockstep.core.contract.commands import NO_DELTAS, NO_ROWS, AfterBatch, BatchPlan, PageDeltas, Speculation, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BatchFinished
 from lockstep.core.features.jump_forward import JumpForward
 from lockstep.core.features.view import SchedulerView
+from lockstep.core.kv.component import Component, Restored
+from lockstep.core.kv.facts import Facts
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.delivery import step_numbers
 from lockstep.core.requests.running import RunningState
@@ -115,13 +118,54 @@ class Verifying(NamedTuple):
     forced_tokens: Int32s = NO_ROWS  # [sum of forced], end to end
 
 
-class Speculator:
+class SpeculationPart(Struct):
+    """Chances of drafts in a snapshot, where any were verified."""
+
+    chances: Chances | UnsetType = UNSET
+
+
+class Speculator(Component):
     """Chooses the drafts and forced tokens that the next decode verifies, and applies the results."""
+
+    PART = SpeculationPart
 
     def __init__(self, scheduler: SchedulerView, jump_forward: JumpForward) -> None:
         self._scheduler = scheduler
         self.jump_forward = jump_forward
         self.chances = Chances()
+
+    def part(self) -> SpeculationPart:
+        """Return the state for a snapshot."""
+        return SpeculationPart(self.chances if self.chances.offered else UNSET)
+
+    def load(self, part: SpeculationPart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        if part.chances is not UNSET:
+            self.chances = part.chances
+
+    def check_state(self, facts: Facts) -> None:
+        """S7, S23: a row that may be at its end waits for a result; rows with grammars or stop texts have no drafts."""
+        if not (facts.config.speculates or facts.config.jumps):
+            return
+        running_batch, positions = self._scheduler.all_running
+        slack, _ = uncertainty(facts.in_flight, running_batch.rows, len(self._scheduler.memory.table.holders))
+        for request, most, wrong in zip(running_batch.requests, positions.tolist(), slack.tolist(), strict=True):
+            awaited = not facts.config.speculates or any(batch.names(request.row) for batch in facts.in_flight)
+            if most + 1 >= request.limit and not awaited:
+                fail(f"S7: {request.name} may be at its end {most}, limit {request.limit}, and still decodes")
+            if most - wrong < request.prompt_tokens:
+                fail(f"S7: {request.name} may be at {most - wrong}, within its prompt of {request.prompt_tokens}")
+        for batch in facts.in_flight:
+            if batch.verifies:
+                assert batch.steps is not None
+                drafts = (batch.steps - batch.least).tolist()
+                for request, row, tokens in zip(
+                    batch.samplers.requests, batch.samplers.rows.tolist(), drafts, strict=True
+                ):
+                    if tokens and request.row == row and (request.grammar is not None or request.watches_text):
+                        fail(
+                            f"S23: batch {batch.plan.batch_id} verifies drafts of {request.name}, which must have none"
+                        )
 
     def verify_next(self, running: RunningState, step: Step) -> Verifying | None:
         """Move members on by one token and the drafts for which there is room, and open their pages.

@@ -17,7 +17,6 @@ Every feature is built with the scheduler that it serves. It keeps its own state
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
@@ -25,73 +24,30 @@ from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import FinishReason, RejectReason, RequestId
 from lockstep.core.contract.stats import Stats
-from lockstep.core.kv.memory import Memory
+from lockstep.core.kv.resource import AdmissionView
 from lockstep.core.requests.batching import InFlight
-from lockstep.core.requests.budget import NewTokenRatio
-from lockstep.core.requests.microbatches import Microbatches
 from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import Int32s, Request, RunningBatch
 
 RetractReason = Literal["pages", "forced", "pause", "restart", "prefix_failed", "weights", "preempted"]
 
 
-class SchedulerView(Protocol):
+class SchedulerView(AdmissionView, Protocol):
     """The scheduler as features see it: state that they may read, and verbs."""
 
     # ------------------------------------------------------------------------------------------------------------ state
-
-    @property
-    def config(self) -> SchedConfig: ...
-
-    @property
-    def now_us(self) -> int:
-        """Time of the event that is being folded, microseconds since the journal began."""
 
     @property
     def generation(self) -> int:
         """Restarts of the device so far."""
 
     @property
-    def memory(self) -> Memory: ...
-
-    @property
-    def microbatches(self) -> Microbatches: ...
-
-    @property
-    def in_flight(self) -> deque[InFlight]:
-        """Batches that are launched and not collected, the oldest first."""
-
-    @property
-    def requests(self) -> Mapping[RequestId, Request]:
-        """Every request that has not ended."""
-
-    @property
     def waiting(self) -> Sequence[Request]:
-        """The waiting queue."""
+        """The waiting queue, in the order in which requests began to wait."""
 
     @property
     def prefilling(self) -> Request | None:
         """The chunked-prefill request: its prompt is not launched to its end."""
-
-    @property
-    def active(self) -> int:
-        """Requests that are being prefilled or decoded, or whose KV is being sent."""
-
-    @property
-    def all_running(self) -> tuple[RunningBatch, Int32s]:
-        """All members of all running batches, and the next position of each."""
-
-    @property
-    def running_batch(self) -> RunningBatch: ...
-
-    @property
-    def positions(self) -> Int32s: ...
-
-    @property
-    def page_mask(self) -> Int32s: ...
-
-    @property
-    def ratio(self) -> NewTokenRatio: ...
 
     @property
     def admits(self) -> bool:
@@ -142,13 +98,13 @@ class SchedulerView(Protocol):
     def reject(self, request_id: RequestId, reason: RejectReason, message: str, step: Step) -> None:
         """Answer a request that never ran with an error."""
 
-    def hold(self, request: Request) -> None:
+    def add_prerequisite(self, request: Request) -> None:
         """Add a prerequisite: the request stays out of the waiting queue until `join_queue` met it."""
 
     def join_queue(self, request: Request) -> None:
         """One prerequisite is met; after the last one the request joins the waiting queue."""
 
-    def release_hold(self, request: Request) -> None:
+    def meet_prerequisite(self, request: Request) -> None:
         """One prerequisite is met of a request that does not wait: it takes a row at once."""
 
     def leave_queue(self, request: Request) -> None:
@@ -211,12 +167,8 @@ class AdminView(SchedulerView, Protocol):
     """What control requests and maintenance use beside that."""
 
     @property
-    def held(self) -> Mapping[RequestId, Request]:
+    def blocked(self) -> Mapping[RequestId, Request]:
         """Accepted requests with prerequisites."""
-
-    @property
-    def transfers_hold_pages(self) -> bool:
-        """Whether a transfer keeps pages beside the rows of running requests."""
 
     def stats(self) -> Stats:
         """How the engine stands now."""

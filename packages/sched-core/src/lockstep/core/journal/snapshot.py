@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from lockstep.core.scheduler.engine import Engine
-from lockstep.core.scheduler.image import EngineImage
+from lockstep.core.scheduler.image import EngineImage, SchedulerPart, part_of
 
 SNAPSHOT_FORMAT = 1
 
@@ -42,8 +42,9 @@ def restore(data: bytes) -> Engine:
         image = _decode(data)
     except msgspec.DecodeError as error:
         raise ValueError(f"not a snapshot of an engine: {error}") from error
-    if image.format != SNAPSHOT_FORMAT:
-        raise ValueError(f"snapshot format {image.format}, this version reads {SNAPSHOT_FORMAT}")
-    engine = Engine(image.config)
+    own = part_of(image, SchedulerPart)
+    if own.format != SNAPSHOT_FORMAT:
+        raise ValueError(f"snapshot format {own.format}, this version reads {SNAPSHOT_FORMAT}")
+    engine = Engine(own.config)
     engine.load(image)
     return engine

@@ -1,17 +1,17 @@
 """Adapters (LoRA): which are registered, which are on the device, and which requests use them.
 
-An adapter is a name and a version. Registered ones lie in host memory; `max_loras` *slots* on the device hold those
-that run. Requests without an adapter run on BASE, which needs no slot but counts as one of those that run together.
+An adapter is a name and a version. Registered adapters lie in host memory. The device has `max_loras` *slots* for the
+adapters in use. Requests without an adapter run on BASE, which needs no slot but counts as an adapter in use.
 
     slot   free --needed--> loading --AdapterLoaded--> loaded --needed by another, not in use--> loading
                               '--error--> free            '--withdrawn, restart--> free
 
-**Use.** A row uses the adapter of its holder until it is free again, so work in flight counts. What is used is neither
-evicted nor withdrawn, and never are there more than `max_loras` adapters in use.
+**Use.** A row uses the adapter of its holder until the row is free, so work in flight counts. An adapter in use is
+neither evicted nor withdrawn. At most `max_loras` adapters are in use.
 
-**Loading.** Whatever happens, slots that can be had are given to pinned adapters and to those that the line waits for,
-the first of the line first. So it does not matter whether the request that asked is still there when a load ends. A
-slot that a request further ahead waits for is not taken for those behind; otherwise the least recently used one is.
+**Loading.** After every event, available slots are loaded with pinned adapters and with the adapters of waiting
+requests, in the order of the waiting queue. So a load does not depend on the request that caused it. The slot of an
+adapter that an earlier request needs is never taken for a later one; otherwise the least recently used slot is taken.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
+from lockstep.core.contract.checks import counts_of, fail, same
 from lockstep.core.contract.commands import ControlAnswered, LoadAdapter, RowTaken, Step
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import AdapterEvicted, AdapterLoaded, LoadAdapterControl
+from lockstep.core.kv.facts import Facts
 from lockstep.core.requests.table import BASE, VERSION_MARK, Adapter
 from lockstep.core.requests.validation import RequestRefused
 
@@ -42,7 +44,7 @@ class Slot:
     def __init__(self, adapter: Adapter | None = None, loading: bool = False, used: int = 0) -> None:
         self.adapter = adapter  # None: the slot is free
         self.loading = loading
-        self.used = used  # when it was last used, as a count of uses; lowest is evicted first
+        self.used = used  # time of the last use, as a count of uses; the lowest is evicted first
 
 
 class Registered(NamedTuple):
@@ -60,16 +62,16 @@ class Adapters:
     def __init__(self, slots: int) -> None:
         self.slots = [Slot() for _ in range(slots)]
         self.registered: dict[str, Registered] = {}
-        self.versions: dict[str, int] = {}  # newest of every adapter that ever was: its KV may still be cached
-        self.withdrawals: dict[str, list[int]] = {}  # by name: control ids that wait for its last user to end
-        self.rows: dict[int, Adapter] = {}  # what each row runs on that is not free
+        self.versions: dict[str, int] = {}  # newest of every adapter ever registered: KV may still be cached
+        self.withdrawals: dict[str, list[int]] = {}  # by name: control ids to answer when its last user has ended
+        self.rows: dict[int, Adapter] = {}  # adapter of each row that is not free
         self.users: dict[Adapter, int] = {}  # rows of each adapter in use
         self.uses = 0
 
-    # ------------------------------------------------------------------------------------------------- what is known
+    # ---------------------------------------------------------------------------------------------------- registry
 
     def named(self, name: str) -> Adapter:
-        """What a request that asks for this name runs on: the newest version. Raises Refused if there is none."""
+        """Return the newest version of the adapter with this name. Raises RequestRefused if there is none."""
         if not name:
             return BASE
         if name in self.withdrawals:
@@ -79,7 +81,7 @@ class Adapters:
         return Adapter(name, self.registered[name].version)
 
     def register(self, control: LoadAdapterControl) -> str:
-        """Make an adapter, a newer version of it, or another pin known. Returns why not, or nothing."""
+        """Register an adapter, a newer version of it, or a changed pin. Returns why not, or an empty text."""
         name, version = control.adapter, control.version
         if not name:
             return "`adapter` must have a name"
@@ -98,7 +100,7 @@ class Adapters:
         return ""
 
     def withdraw(self, name: str, control_id: int) -> str:
-        """Forget an adapter once it is not in use; `end_withdrawals` answers then. Returns why not, or nothing."""
+        """Unregister an adapter once it is not in use, see `end_withdrawals`. Returns why not, or an empty text."""
         if name not in self.registered:
             return f"{name!r} is not loaded"
         self.withdrawals.setdefault(name, []).append(control_id)
@@ -107,31 +109,31 @@ class Adapters:
     # ----------------------------------------------------------------------------------------------------------- use
 
     def has_place_for(self, adapter: Adapter) -> bool:
-        """Whether a request on this adapter may start: it is on the device, and not one too many."""
+        """Whether a request on this adapter may start: it is on the device, and few enough adapters are in use."""
         if adapter != BASE and self.slot_of(adapter) == NO_SLOT:
             return False
         return adapter in self.users or len(self.users) < len(self.slots)
 
     def slot_of(self, adapter: Adapter) -> int:
-        """The slot in which the adapter is ready to run; NO_SLOT for BASE and for what is not on the device."""
+        """Return the slot with the loaded adapter; NO_SLOT for BASE and for an adapter that is not on the device."""
         for i, slot in enumerate(self.slots):
             if slot.adapter == adapter and not slot.loading:
                 return i
         return NO_SLOT
 
     def described(self, taken: RowTaken, adapter: Adapter) -> RowTaken:
-        """What the executor receives about a row that begins to use an adapter."""
+        """Return what the executor receives about a row that begins to use an adapter."""
         return msgspec.structs.replace(
             taken, adapter=adapter.name, adapter_version=adapter.version, adapter_slot=self.slot_of(adapter)
         )
 
     def take(self, row: int, adapter: Adapter) -> None:
-        """A row begins to use an adapter."""
+        """Count a row as a user of an adapter."""
         self.rows[row] = adapter
         self.users[adapter] = self.users.get(adapter, 0) + 1
 
-    def give_back(self, row: int) -> None:
-        """A row came free."""
+    def release(self, row: int) -> None:
+        """End the use of an adapter by a row that is free."""
         adapter = self.rows.pop(row)
         self.users[adapter] -= 1
         if self.users[adapter]:
@@ -145,7 +147,9 @@ class Adapters:
     # ------------------------------------------------------------------------------------------------------- the slots
 
     def loaded(self, event: AdapterLoaded) -> Adapter:
-        """A load ended; one that failed costs the adapter its pin, or it would be tried for ever.
+        """Mark an adapter as loaded and return it. A failed load frees the slot and removes the pin.
+
+        With its pin the adapter would be loaded again after every event.
 
         Raises ContractError, changing nothing, for a load that was not ordered.
         """
@@ -158,18 +162,18 @@ class Adapters:
                     if self.registered[adapter.name] == (adapter.version, True):
                         self.registered[adapter.name] = Registered(adapter.version, False)
                 return adapter
-        raise ContractError(f"{adapter.name!r} version {adapter.version} was loaded, but no slot waits for it")
+        raise ContractError(f"{adapter.name!r} version {adapter.version} was loaded, but no load was ordered")
 
-    def load_for(self, line: list[Adapter], step: Step) -> None:
-        """Load what is wanted into slots that can be had. `line`: what requests wait for, first turn first."""
-        wanted: dict[Adapter, None] = {}
-        for adapter in (*self._pinned(), *line):
-            if adapter == BASE or adapter in wanted:
+    def load_for(self, needed: list[Adapter], step: Step) -> None:
+        """Load adapters into available slots. `needed`: adapters of waiting requests, the head's first."""
+        ahead: dict[Adapter, None] = {}
+        for adapter in (*self._pinned(), *needed):
+            if adapter == BASE or adapter in ahead:
                 continue
-            wanted[adapter] = None
+            ahead[adapter] = None
             if any(slot.adapter == adapter for slot in self.slots):
                 continue
-            number = self._slot_to_be_had(wanted)
+            number = self._available_slot(ahead)
             if number == NO_SLOT:
                 return
             self._load(adapter, number, step)
@@ -182,7 +186,7 @@ class Adapters:
         ]
 
     def end_withdrawals(self, live: Iterable[Adapter], step: Step) -> None:
-        """Answer withdrawals that no request delays any more. `live`: what any request that has not ended needs."""
+        """Complete and answer withdrawals of adapters that no request needs. `live`: adapters of all live requests."""
         if not self.withdrawals:
             return
         in_use = {adapter.name for adapter in live} | {adapter.name for adapter in self.users}
@@ -195,14 +199,16 @@ class Adapters:
             for control_id in self.withdrawals.pop(name):
                 step.commands.append(ControlAnswered(control_id, True))
 
-    def _slot_to_be_had(self, wanted: dict[Adapter, None]) -> int:
-        """A free slot, else the one used longest ago with an adapter that is not in use and not needed further
-        ahead."""
+    def _available_slot(self, ahead: dict[Adapter, None]) -> int:
+        """Return a free slot, else the least recently used slot with an adapter that is neither in use nor `ahead`.
+
+        `ahead`: adapters that are needed earlier. NO_SLOT if no slot is available.
+        """
         best = NO_SLOT
         for i, slot in enumerate(self.slots):
             if slot.adapter is None:
                 return i
-            idle = not slot.loading and slot.adapter not in self.users and slot.adapter not in wanted
+            idle = not slot.loading and slot.adapter not in self.users and slot.adapter not in ahead
             if idle and (best == NO_SLOT or slot.used < self.slots[best].used):
                 best = i
         return best
@@ -217,17 +223,17 @@ class Adapters:
 
     @property
     def loading(self) -> bool:
-        """Whether a load is awaited."""
+        """Whether a load is under way."""
         return any(slot.loading for slot in self.slots)
 
     def void(self) -> None:
-        """The device's memory is gone."""
+        """Free all slots: the memory of the device is lost."""
         self.slots = [Slot() for _ in self.slots]
 
     # -------------------------------------------------------------------------------------------------------- snapshot
 
     def dump(self) -> dict[str, Any] | None:
-        """The state in builtins; None where LoRA is off."""
+        """Return the state in builtins; None if LoRA is off."""
         return {
             "slots": [(slot.adapter, slot.loading, slot.used) for slot in self.slots],
             "registered": self.registered,
@@ -239,7 +245,7 @@ class Adapters:
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> Adapters:
-        """The adapters that `dump` described."""
+        """Return the adapters that `dump` described."""
         adapters = cls(0)
         adapters.slots = [
             Slot(Adapter(*adapter) if adapter is not None else None, loading, used)
@@ -253,9 +259,29 @@ class Adapters:
         adapters.uses = state["uses"]
         return adapters
 
+    def check(self, facts: Facts, deferred_rows: list[int]) -> None:
+        """S25, L8: adapters in use are on the device, and no more than fit; a withdrawal waits for a request."""
+        live = {request.row: request.adapter for request in facts.holders}
+        live |= {row: self.rows.get(row, BASE) for row in deferred_rows}
+        same("S25 adapters by row", dict(sorted(self.rows.items())), dict(sorted(live.items())))
+        same("S25 users of adapters", self.users, counts_of(live.values()))
+        if len(self.users) > len(self.slots):
+            fail(f"S25: {list(self.users)} are in use, max_loras {len(self.slots)}")
+        for adapter in self.users:
+            if adapter != BASE and self.slot_of(adapter) == NO_SLOT:
+                fail(f"S25: {adapter} is in use but on no slot of the device")
+        held = [slot.adapter for slot in self.slots if slot.adapter is not None]
+        same("S25 adapters on the device", len(set(held)), len(held))
+        awaited = {request.adapter.name for request in facts.requests.values()}
+        awaited |= {adapter.name for adapter in self.users}
+        awaited |= {slot.adapter.name for slot in self.slots if slot.adapter is not None and slot.loading}
+        for name in self.withdrawals:
+            if name not in awaited:
+                fail(f"L8: no request needs {name!r} any more, but its withdrawal was not answered")
+
 
 class NoAdapters(Adapters):
-    """Adapters of an engine without LoRA: every request runs on BASE, and rows use nothing."""
+    """Adapters of an engine without LoRA: every request runs on BASE, and rows use no slot."""
 
     present = False
 
@@ -263,27 +289,30 @@ class NoAdapters(Adapters):
         super().__init__(0)
 
     def named(self, name: str) -> Adapter:
-        """BASE, whatever the name is: validation refuses the others."""
+        """Return BASE. Validation refuses every other name."""
         return BASE
 
     def has_place_for(self, adapter: Adapter) -> bool:
-        """True: BASE needs no slot."""
+        """Return True: BASE needs no slot."""
         return True
 
     def described(self, taken: RowTaken, adapter: Adapter) -> RowTaken:
-        """The row as it is."""
+        """Return the row unchanged."""
         return taken
 
     def end_withdrawals(self, live: Iterable[Adapter], step: Step) -> None:
-        """Nothing is ever withdrawn."""
+        """Do nothing: no adapter is ever withdrawn."""
 
-    def load_for(self, line: list[Adapter], step: Step) -> None:
-        """Nothing is ever loaded."""
+    def load_for(self, needed: list[Adapter], step: Step) -> None:
+        """Do nothing: no adapter is ever loaded."""
 
     def dump(self) -> None:
-        """No part of a snapshot."""
+        """Return None: a snapshot has no adapters."""
+
+    def check(self, facts: Facts, deferred_rows: list[int]) -> None:
+        """Check nothing: there are no slots."""
 
 
 def adapters_of(state: dict[str, Any] | None) -> Adapters:
-    """The adapters of a snapshot."""
+    """Return the adapters of a snapshot."""
     return NoAdapters() if state is None else Adapters.load(state)

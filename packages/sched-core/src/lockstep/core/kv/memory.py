@@ -1,184 +1,111 @@
-"""Rows and KV pages of one engine: their holders, and when they come back.
+"""Rows and KV pages of one engine: their owners, and when they are freed.
 
-The holder of a page, at any moment exactly one of:
+A page has exactly one owner at any moment:
 
-    the pool's free list | the radix cache | a row, private to its request | a fence, until work in flight is done
-    | a load from a tier below, until it has ended (`tiers`)
+    the free list of the pool | the radix cache | a row, private to its request | a deferred free (`deferred`)
+    | a load from a tier below, until the load has ended (`tiers`) | a transfer from another engine
 
-What layers without full attention keep beside a page goes where the page goes (`hybrid`).
+The window block and the state block of a page move with the page (`hybrid`).
 
-**Deferred frees.** A launched plan may read and write the rows and pages it names until its result is delivered. A
-request that leaves a row while such a plan is in flight leaves a `DeferredFree` behind: row, pages and lock stay taken
-until the last plan that names the row has been collected. A plan's row whose request has left is *dead* in it: its
-results are dropped.
-
-Nothing here chooses: the engine decides which request takes or leaves a row and what is published; this file keeps the
-books.
+This module decides nothing. The planners and the features decide which request takes or leaves a row and which KV is
+published; this module stores the result.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from msgspec import UNSET, Struct, UnsetType
 
+from lockstep.core.contract.checks import same
 from lockstep.core.contract.commands import NO_ROWS, PageDeltas, RowTaken, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import BatchId, PagesEvicted, RequestId
-from lockstep.core.kv.adapters import Adapters, NoAdapters
-from lockstep.core.kv.hybrid import hybrid_of
+from lockstep.core.kv.adapters import Adapters, NoAdapters, adapters_of
+from lockstep.core.kv.component import Component, Restored
+from lockstep.core.kv.deferred import NO_BATCH, DeferredFree, DeferredFreeImage, Lent
+from lockstep.core.kv.device_memory import DeviceMemory, Pending
+from lockstep.core.kv.facts import Facts
 from lockstep.core.kv.no_tiers import tiers_of
 from lockstep.core.kv.pages import PagePool
-from lockstep.core.kv.radix import Match, NoRadixCache, RadixCache, RadixNode
-from lockstep.core.kv.resource import Resource, overrides
+from lockstep.core.kv.radix import Match, radix_cache_of
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.extras import with_extras
-from lockstep.core.requests.table import NO_ROW, VERSION_MARK, Int32s, Request, RequestTable
-
-NO_BATCH: BatchId = -1
-EVICT_AHEAD_SHARE = 256  # evict at least pages // this at once, so that not every decode of a full cache evicts
-
-
-class DeferredFree(NamedTuple):
-    """What a request left behind in flight: its row, its pages and its lock, until batch `free_after` is collected."""
-
-    free_after: BatchId
-    row: int
-    namespace: str
-    tokens: bytes  # int32 ids it came to the row with
-    prompt_tokens: int
-    handle: RadixNode | None
-    protected_pages: int
-    computed: int  # positions whose KV is launched
-    publish: bool  # keep the computed KV in the radix cache ...
-    known: int | None = None  # ... of so many positions only; None: all that is computed
+from lockstep.core.requests.radix_node import RadixNode
+from lockstep.core.requests.table import NO_ROW, Int32s, Request, RequestTable
 
 
 class Rewrite(NamedTuple):
-    """Entries of a row's page table that changed outside a launch; the next plan tells the device."""
+    """Entries of a row's page table that changed outside a launch. The next plan carries them to the device."""
 
     row: int
     first: int  # page index
     pages: Int32s
 
 
-class Back(NamedTuple):
-    """What comes back to the engine beside what can be had now."""
+class Returning(NamedTuple):
+    """What becomes available beside what is available now."""
 
     pages: int
-    matched: int  # of these, pages of a match that was asked about
+    matched: int  # of these, pages of the match in question
     places: int  # requests that end with a batch in flight
     rows: int
-    launches: int  # decodes of each that may be launched before it has all come back
+    launches: int  # decodes of each request that may be launched before all of it is available
 
 
-class Pending(NamedTuple):
-    """KV that was shared when its batch was launched: what lies beyond the first `pages` of the path to `node`."""
+class MemoryPart(Struct):
+    """Rows, pages, radix cache, adapters and tiers in a snapshot."""
 
-    batch_id: BatchId
-    node: RadixNode
-    pages: int
+    pool: dict[str, Any]
+    radix: dict[str, Any] | None
+    rows: int
+    free_rows: list[int]
+    pages_width: int
+    outputs_width: int
+    deferred_frees: list[DeferredFreeImage]
+    deferred_pages: list[tuple[int, bytes]]
+    rewrites: list[tuple[int, int, bytes]]
+    pending: list[tuple[int, int, int]]
+    weights_version: int
+    adapters: dict[str, Any] | None = None
+    tiers: dict[str, Any] | UnsetType = UNSET
+    hybrid: dict[str, Any] | UnsetType = UNSET
 
 
-class Lent(NamedTuple):
-    """A row whose pages are read from elsewhere, and pages that were its own until the radix cache had better ones."""
+class Memory(DeviceMemory, Component):
+    """Rows and pages of one engine, with the adapters of the rows and the tiers below the device."""
 
-    request_id: RequestId
-    pages: list[Int32s]
-
-
-class Memory:
-    """The rows, the page pool and the radix cache of one engine, and what waits to come back to them."""
+    PART = MemoryPart
+    EMPTY_AT_REST = ("rewrites", "rows_taken", "pending")
 
     def __init__(self, config: SchedConfig, in_flight: deque[InFlight]) -> None:
-        """`in_flight` is the engine's own queue, oldest first: the fences are read off it."""
-        self.config = config
-        self.in_flight = in_flight
-        self.table = RequestTable(config.rows_max, config.page_size)
-        self.pool = PagePool(config.pages)
-        self.radix = RadixCache(config.page_size, config.radix_capacity_pages) if config.radix_cache else NoRadixCache()
+        super().__init__(config, in_flight)
         self.adapters = Adapters(config.max_loras) if config.max_loras else NoAdapters()
-        self.deferred_frees: list[DeferredFree] = []
-        self.deferred_pages: list[tuple[BatchId, Int32s]] = []  # duplicates given up while a batch still reads them
         self.rewrites: list[Rewrite] = []
         self.rows_taken: list[RowTaken] = []
-        self.pending: list[Pending] = []  # KV in the radix cache that a batch in flight is still to compute
-        self.lent: dict[int, Lent] = {}  # by row: what a transfer reads; the row stays taken until it is over
-        self.weights_version = 0
-        self.tiers = tiers_of(self)
-        self.hybrid = hybrid_of(config, self.table, in_flight)
-        self.pool = self.hybrid.pool_of(self.pool)
-        self._takes: tuple[Callable[[int, Request], None], ...] = ()  # of resources that go with a row
+        self.tiers = tiers_of(config, self)
+        self._takes: tuple[Callable[[int, Request], None], ...] = ()  # hooks of resources that belong to a row
         self._releases: tuple[Callable[[int], None], ...] = ()
         self._voids: tuple[Callable[[], None], ...] = ()
 
-    def serve(self, resources: tuple[Resource, ...]) -> None:
-        """From now on these are taken and released with rows, in this order, and void when the device's memory is."""
-        self._takes = tuple(one.take for one in resources if overrides(one, "take"))
-        self._releases = tuple(one.release for one in resources if overrides(one, "release"))
-        self._voids = tuple(one.void for one in resources if overrides(one, "void"))
+    def serve(
+        self,
+        takes: tuple[Callable[[int, Request], None], ...],
+        releases: tuple[Callable[[int], None], ...],
+        voids: tuple[Callable[[], None], ...],
+    ) -> None:
+        """Set the hooks of resources: called when a row is taken, when it is free, and when the device is void."""
+        self._takes, self._releases, self._voids = takes, releases, voids
 
-    # ------------------------------------------------------------------------------------------------- what can be had
-
-    @property
-    def available_pages(self) -> int:
-        """Pages that can be had now: free ones, and cached ones that no lock holds."""
-        return self.pool.free_count + self.radix.evictable_pages
-
-    def all_below(self, share: float) -> bool:
-        """Whether less than this share of each pool is in use."""
-        total = self.config.pages
-        return total - self.available_pages < share * total and self.hybrid.all_below(share)
-
-    def match(self, request: Request) -> Match:
-        """The cached prefix of a waiting request, as far as it may use it."""
-        most = request.cacheable_tokens // self.config.page_size
-        found = self.radix.match(request.namespace, request.tokens, most)
-        return self.hybrid.continued(self.radix, found, request.tokens)
-
-    def match_to_receive(self, request: Request) -> Match:
-        """The part of a prompt that need not come, of a request whose KV is computed by another engine.
-
-        Pages that a batch in flight is still to compute do not count: if that batch failed, they would never be sent.
-        """
-        if not (self.pending or self.hybrid.present):
-            return self.match(request)
-        found = self.radix.match(request.namespace, request.tokens, request.cacheable_tokens // self.config.page_size)
-        path = self.computed_of(self.path_of(found))
-        pages = self.hybrid.pages_to_receive_behind(path, request)
-        return found if pages == found.pages else self.radix.match(request.namespace, request.tokens, pages)
-
-    def computed_of(self, path: Int32s) -> Int32s:
-        """Cached pages from a prompt's first on, up to the first that a batch in flight is still to compute."""
-        for pending in self.pending:
-            awaited = np.isin(path, self.radix.pages_of(pending.node)[pending.pages :])
-            if awaited.any():
-                path = path[: int(awaited.argmax())]
-        return path
-
-    def path_of(self, match: Match | None) -> Int32s:
-        """The pages of a match, int32 [pages]."""
-        if match is None or match.node is None:
-            return NO_ROWS
-        return self.radix.pages_of(match.node)[: match.pages]
-
-    def keyed(self, namespace: str) -> str:
-        """The namespace for KV of the weights there are now, whatever version it was for."""
-        if VERSION_MARK not in namespace and not self.weights_version:
-            return namespace
-        plain, _, _ = namespace.partition(VERSION_MARK)
-        return f"{plain}{VERSION_MARK}{self.weights_version}" if self.weights_version else plain
-
-    def is_stale(self, namespace: str) -> bool:
-        """Whether it is for KV of weights that were replaced: such KV is not shared."""
-        return namespace != self.keyed(namespace)
+    # ------------------------------------------------------------------------------------------------------ available
 
     def returning_pages(self) -> int:
-        """Pages that come back by themselves once everything in flight is delivered. An underestimate."""
-        deferred = sum(pages.size for _, pages in self.deferred_pages)
-        deferred_frees = [deferred for deferred in self.deferred_frees if deferred.row not in self.lent]
+        """Return the pages that become available once everything in flight is delivered. An underestimate."""
+        deferred = sum(pages.size for _, pages in self.deferred.pages)
+        deferred_frees = [deferred for deferred in self.deferred.rows if deferred.row not in self.deferred.lent]
         deferred_rows = sum(
             self._freed_by(deferred.computed, deferred.protected_pages, deferred.handle) for deferred in deferred_frees
         )
@@ -186,27 +113,32 @@ class Memory:
         for batch in self.in_flight:
             for request in batch.ending_requests():
                 ending += self._freed_by(request.computed, request.protected_pages, request.handle)
-        return deferred + deferred_rows + ending + self.tiers.returning_pages()
+        return deferred + deferred_rows + ending + self.operations.returning_pages()
 
-    def back_once_delivered(self, leaving: list[tuple[Request, int]], match: Match | None) -> Back:
-        """What comes back once everything in flight is delivered and these requests, each with the positions it
-        stands at, have left. Exact for the tree as it is: what several hold is freed when the last of them lets go.
+    def returning_once_delivered(self, leaving: list[tuple[Request, int]], match: Match) -> Returning:
+        """Return what becomes available once everything in flight is delivered and some requests have left.
+
+        Exact for the present radix cache: a page that several requests lock is available once all of them unlock it.
+
+        Args:
+            leaving: the requests that leave, each with its computed positions.
+            match: the cached prefix of the request that is to start.
         """
-        holders = [(deferred.computed, deferred.protected_pages, deferred.handle) for deferred in self.deferred_frees]
-        deferred_batches = [deferred.free_after for deferred in self.deferred_frees] + [
-            free_after for free_after, _ in self.deferred_pages
+        holders = [(deferred.computed, deferred.protected_pages, deferred.handle) for deferred in self.deferred.rows]
+        deferred_batches = [deferred.free_after for deferred in self.deferred.rows] + [
+            free_after for free_after, _ in self.deferred.pages
         ]
         for batch in self.in_flight:
             for request in batch.ending_requests():
                 holders.append((request.computed, request.protected_pages, request.handle))
                 deferred_batches.append(batch.plan.batch_id)
-        places = len(holders) - len(self.deferred_frees)
+        places = len(holders) - len(self.deferred.rows)
         for request, position in leaving:
             holders.append((position, request.protected_pages, request.handle))
-        pages = sum(deferred.size for _, deferred in self.deferred_pages)
+        pages = sum(deferred.size for _, deferred in self.deferred.pages)
         pages += sum(-(-computed // self.config.page_size) - protected for computed, protected, _ in holders)
 
-        released: dict[int, int] = {}  # by number of a node: locks that are given back
+        released: dict[int, int] = {}  # by number of a node: locks that are released
         for _, _, handle in holders:
             while handle is not None:
                 released[handle.number] = released.get(handle.number, 0) + 1
@@ -214,32 +146,23 @@ class Memory:
                     pages += len(handle.pages)
                 handle = handle.parent
         matched = 0
-        node, mine = (match.node, match.edge_pages) if match is not None else (None, 0)
+        node, own = match.node, match.edge_pages
         while node is not None:
             if node.lock_count and released.get(node.number) == node.lock_count:
-                matched += mine
+                matched += own
             node = node.parent
-            mine = len(node.pages) if node is not None else 0
+            own = len(node.pages) if node is not None else 0
 
         last = max(deferred_batches, default=NO_BATCH)
         launches = sum(bool(leaving) or batch.plan.batch_id <= last for batch in self.in_flight)
-        launches = min(launches, self.config.overlap_depth + 1)  # that many are of other microbatches
-        return Back(pages, matched, places, len(holders), launches)
+        launches = min(launches, self.config.overlap_depth + 1)  # more batches are of other microbatches
+        return Returning(pages, matched, places, len(holders), launches)
 
     def _freed_by(self, computed: int, protected_pages: int, handle: RadixNode | None) -> int:
-        """Pages available once a row of `computed` positions is released: its own, and those only it locks."""
+        """Return the pages that the release of a row makes available: its own, and the pages that only it locks."""
         return -(-computed // self.config.page_size) - protected_pages + pages_only_held_by(handle)
 
-    # ---------------------------------------------------------------------------------------------------- take and grow
-
-    def alloc(self, pages: int, reason: Literal["admission", "decode"], step: Step) -> Int32s:
-        """Take pages, evicting from the radix cache what the free list lacks. The caller checked `available_pages`."""
-        missing = pages - self.pool.free_count
-        if missing > 0 and self.radix.evictable_pages:
-            evicted = self._evicted(max(missing, self.config.pages // EVICT_AHEAD_SHARE), step)
-            self.pool.free(evicted)
-            step.decided.append(PagesEvicted(step.time_us, evicted.size, reason))
-        return self.pool.alloc(pages)
+    # ------------------------------------------------------------------------------------------------- take and extend
 
     def take_row(self, request: Request, match: Match | None, step: Step) -> int:
         """Give the request a row whose leading pages are the matched ones, locked. Returns the row."""
@@ -257,7 +180,7 @@ class Memory:
         return row
 
     def reach(self, request: Request, stop: int, step: Step) -> None:
-        """Give the request pages for its positions up to `stop`."""
+        """Allocate the pages for the positions of a request up to `stop`."""
         page_size = self.config.page_size
         first, last = -(-request.computed // page_size), -(-stop // page_size)
         self.table.reserve(last, 0)
@@ -268,14 +191,14 @@ class Memory:
             self.hybrid.open(pages, step)
 
     def open_pages(self, rows: Int32s, index: Int32s, step: Step) -> PageDeltas:
-        """One more page for each of these rows, at these places of their tables. int32 [n] both."""
+        """Allocate one more page for each of these rows, at these indices of their page tables. int32 [n] both."""
         pages = self.alloc(rows.size, "decode", step)
         self.table.write_pages(rows, index, pages)
         self.hybrid.open(pages, step)
         return PageDeltas(pages, NO_ROWS, rows, index)
 
     def changes(self, deltas: PageDeltas) -> tuple[tuple[RowTaken, ...], PageDeltas]:
-        """What changed about rows since the plan before: rows taken, and all changes of tables, `deltas` last."""
+        """Return what changed since the last plan: rows taken, and all changes of page tables, `deltas` last."""
         if self.rewrites:
             deltas = _merged(self.rewrites, deltas)
             self.rewrites = []
@@ -285,10 +208,10 @@ class Memory:
             self.rows_taken = []
         return taken, deltas
 
-    # -------------------------------------------------------------------------------------------------------- give back
+    # ---------------------------------------------------------------------------------------------------------- release
 
     def leave(self, request: Request, step: Step, *, publish: bool, known: int | None = None) -> None:
-        """Take a request off its row. What work in flight still uses stays behind as a DeferredFree."""
+        """Take a request off its row. If work in flight still uses the row, it is freed later, as a DeferredFree."""
         row, free_after = request.row, NO_BATCH
         for batch in self.in_flight:
             if row not in batch.dead and batch.names(row):
@@ -313,36 +236,36 @@ class Memory:
         request.protected_pages = 0
         request.computed = 0
         request.epoch += 1
-        if free_after == NO_BATCH and row not in self.lent:
+        if free_after == NO_BATCH and row not in self.deferred.lent:
             self.release(deferred, step)
         else:
-            self.deferred_frees.append(deferred)
+            self.deferred.rows.append(deferred)
 
     def release_deferred(self, batch_id: BatchId, step: Step) -> bool:
-        """Batch `batch_id` is collected: give back what waited for it. Returns whether a row came free."""
+        """Free the rows and pages that waited for the collected batch. Returns whether a row was freed."""
         done = [
             deferred
-            for deferred in self.deferred_frees
-            if deferred.free_after <= batch_id and deferred.row not in self.lent
+            for deferred in self.deferred.rows
+            if deferred.free_after <= batch_id and deferred.row not in self.deferred.lent
         ]
         for deferred in done:
-            self.deferred_frees.remove(deferred)
+            self.deferred.rows.remove(deferred)
             self.release(deferred, step)
-        for free_after, pages in self.deferred_pages:
+        for free_after, pages in self.deferred.pages:
             if free_after <= batch_id:
                 self.pool.free(pages)
-        self.deferred_pages = [entry for entry in self.deferred_pages if entry[0] > batch_id]
+        self.deferred.pages = [entry for entry in self.deferred.pages if entry[0] > batch_id]
         return bool(done)
 
     def release(self, deferred: DeferredFree, step: Step) -> None:
-        """Nothing in flight uses the row any more: its pages go to the radix cache or back to the pool."""
+        """Free a row that nothing in flight uses. Its pages go to the radix cache or to the pool."""
         page_size = self.config.page_size
         row, kept = deferred.row, deferred.protected_pages
         held = -(-deferred.computed // page_size)
         pages = self.table.pages[row]
         whole = (deferred.computed if deferred.known is None else deferred.known) // page_size
         published = None
-        self.hybrid.let_go(row, held)
+        self.hybrid.unlock_windows(row, held)
         if deferred.publish and self.radix.present and whole > kept and not self.is_stale(deferred.namespace):
             tokens = self.table.first_tokens(row, deferred.tokens, deferred.prompt_tokens, whole * page_size)
             inserted = self.radix.insert(deferred.namespace, tokens, pages[:whole], behind=deferred.handle)
@@ -353,11 +276,11 @@ class Memory:
                 self.pool.free(pages[kept:already].copy())
                 pages[kept:already] = cached
             kept = whole
-        self.hybrid.left(row, pages[:kept])
+        self.hybrid.free_states(row, pages[:kept])
         if published is not None:
             self.tiers.back_up(published, kept, step)
         if deferred.handle is not None:
-            self.let_go(deferred.handle, deferred.namespace, step)
+            self.unlock_path(deferred.handle, deferred.namespace, step)
         if held > kept:
             self.pool.free(pages[kept:held].copy())
         self.trim(step)
@@ -365,17 +288,17 @@ class Memory:
         for release in self._releases:
             release(row)
 
-    def let_go(self, handle: RadixNode, namespace: str, step: Step) -> None:
-        """Unlock a path. KV of weights that were replaced is evicted as soon as no lock holds it."""
+    def unlock_path(self, handle: RadixNode, namespace: str, step: Step) -> None:
+        """Unlock a path. KV of replaced weights is evicted as soon as it has no lock."""
         cached = self.radix.evictable_pages
         self.radix.unlock(handle)
         if self.is_stale(namespace) and self.radix.evictable_pages > cached:
             self._evict(self.radix.evictable_pages - cached, "weights", step)
 
-    # ------------------------------------------------------------------------------------------- to and from elsewhere
+    # -------------------------------------------------------------------------------------- to and from other engines
 
     def _row_taken(self, request: Request) -> int:
-        """A row for the request, with what the executor needs of it. Returns the row."""
+        """Take a row for the request, and note it for the next plan. Returns the row."""
         row = self.table.take_row(request)
         taken = RowTaken(row, request.request_id, request.epoch, request.sampling, grammar=request.grammar)
         if request.extras is not None:
@@ -386,8 +309,10 @@ class Memory:
         return row
 
     def adopt_row(self, request: Request, handle: RadixNode | None, pages: Int32s, computed: int) -> int:
-        """Give the request a row whose first `computed` positions are the path of `handle`, its own from now on, and
-        `pages`. Returns the row."""
+        """Give the request a row with KV that was received. Returns the row.
+
+        Its first `computed` positions are the path of `handle` and `pages`. The request owns both from now on.
+        """
         row = self._row_taken(request)
         if handle is not None:
             request.handle = handle
@@ -401,31 +326,31 @@ class Memory:
         return row
 
     def lend(self, row: int, request_id: RequestId) -> None:
-        """From now on a transfer reads pages of the row: none of them is freed before it is over."""
-        self.lent[row] = Lent(request_id, [])
+        """Keep all pages of a row until the transfer that reads them has ended."""
+        self.deferred.lent[row] = Lent(request_id, [])
 
-    def take_back(self, request_id: RequestId, pages: Int32s, step: Step) -> None:
-        """A transfer is over: free `pages`, and what a row that it read has given up since."""
+    def end_lending(self, request_id: RequestId, pages: Int32s, step: Step) -> None:
+        """End a transfer: free `pages`, and the pages that a row which it read has replaced meanwhile."""
         self.hybrid.received(request_id)
         if pages.size:
             self.pool.free(pages)
-        for row in [row for row, lent in self.lent.items() if lent.request_id == request_id]:
-            for given_up in self.lent.pop(row).pages:
+        for row in [row for row, lent in self.deferred.lent.items() if lent.request_id == request_id]:
+            for given_up in self.deferred.lent.pop(row).pages:
                 self._free_behind(row, given_up)
             in_flight = self.in_flight[0].plan.batch_id if self.in_flight else None
-            for deferred in [one for one in self.deferred_frees if one.row == row]:
+            for deferred in [one for one in self.deferred.rows if one.row == row]:
                 if in_flight is None or deferred.free_after < in_flight:
-                    self.deferred_frees.remove(deferred)
+                    self.deferred.rows.remove(deferred)
                     self.release(deferred, step)
 
     def void(self, step: Step) -> None:
-        """The device's memory is gone: nothing fences anything, and nothing is cached."""
-        for deferred in self.deferred_frees:
+        """Free everything: the memory of the device is lost, with all KV and all batches in flight."""
+        for deferred in self.deferred.rows:
             self.release(deferred, step)
-        self.deferred_frees = []
-        for _, pages in self.deferred_pages:
+        self.deferred.rows = []
+        for _, pages in self.deferred.pages:
             self.pool.free(pages)
-        self.deferred_pages = []
+        self.deferred.pages = []
         self.rewrites = []
         self.pending = []
         self.hybrid.void()
@@ -436,32 +361,32 @@ class Memory:
     # ------------------------------------------------------------------------------------------------------------ share
 
     def publish(self, request: Request, computed: int, step: Step, writer: BatchId | None = None) -> None:
-        """Share a prompt's KV: insert its whole pages; where the tree had them already, use the tree's.
+        """Share the KV of a prompt: insert its whole pages, and use the pages that the tree already has.
 
-        It is complete, unless `writer` names the batch in flight that computes it: then only batches launched behind
-        that one may read it, which all of them are, and it is void if that one fails.
+        The KV is complete, unless `writer` names the batch in flight that computes it. Then only batches behind it may
+        read the KV, which is true of every later launch, and the KV is void if that batch fails.
         """
         radix, row = self.radix, request.row
         pages = computed // self.config.page_size
         if not radix.present or pages <= request.protected_pages or self.is_stale(request.namespace):
             return
-        mine = self.table.pages[row, :pages]
+        own = self.table.pages[row, :pages]
         tokens = request.tokens[: 4 * pages * self.config.page_size]
         if writer is not None and self.hybrid.present:
             known = self.path_of(radix.match(request.namespace, tokens, pages))
-            if not self.hybrid.may_share(mine[request.protected_pages : known.size], known[request.protected_pages :]):
-                return  # once it is computed
-        keeps = self.config.keeps_duplicates or row in self.lent
+            if not self.hybrid.may_share(own[request.protected_pages : known.size], known[request.protected_pages :]):
+                return  # it is published once it is computed
+        keeps = self.config.keeps_duplicates or row in self.deferred.lent
         if keeps and radix.match(request.namespace, tokens, pages).pages > request.protected_pages:
-            return  # it would hold its own pages, which are read from elsewhere, and the tree's: shared when it leaves
-        inserted = radix.insert(request.namespace, tokens, mine, behind=request.handle)
+            return  # its own pages stay in use, so both copies would be kept; it is published when it leaves
+        inserted = radix.insert(request.namespace, tokens, own, behind=request.handle)
         node, already = inserted.node, inserted.already
         if already > request.protected_pages:
             twice = slice(request.protected_pages, already)
-            duplicates = mine[twice].copy()
-            mine[twice] = radix.pages_of(node)[twice]
-            self.hybrid.replaced(row, duplicates, mine[twice], request.protected_pages)
-            self.rewrites.append(Rewrite(row, request.protected_pages, mine[twice].copy()))
+            duplicates = own[twice].copy()
+            own[twice] = radix.pages_of(node)[twice]
+            self.hybrid.replaced(row, duplicates, own[twice], request.protected_pages)
+            self.rewrites.append(Rewrite(row, request.protected_pages, own[twice].copy()))
             self._free_behind(row, duplicates)
         if request.handle is not None:
             radix.move_down(request.handle, node)
@@ -473,14 +398,14 @@ class Memory:
         request.protected_pages = pages
         self.hybrid.published(row, pages)
         if writer is not None:
-            self.hybrid.share(row, mine, already)
+            self.hybrid.share(row, own, already)
         self.trim(step)
 
     def _writers(self, request: Request) -> list[BatchId]:
-        """Batches in flight on which depends what a request has beyond its protected pages.
+        """Return the batches in flight that compute what a request has beyond its protected pages.
 
-        Those that compute it: all chunks of one page, too. Of a hybrid model every chunk of the request: each begins
-        with the state and the windows that the one before it leaves, though its pages may be cached already.
+        One page may be computed in several chunks. In a hybrid model every chunk of the request counts: each chunk
+        begins with the state and the windows that the chunk before it leaves, even if its pages are cached already.
         """
         known = 0 if self.hybrid.present else self.config.page_size * request.protected_pages
         found: list[BatchId] = []
@@ -491,51 +416,38 @@ class Memory:
         return found
 
     def computed(self, batch_id: BatchId) -> None:
-        """A batch is collected: what it was to compute is there."""
+        """Mark the KV of a collected batch as computed."""
         self.pending = [pending for pending in self.pending if pending.batch_id != batch_id]
 
     def invalidate_pending(self, batch_id: BatchId) -> list[int]:
-        """A batch failed: no match may find what it was to compute. Numbers of the radix nodes that this concerns."""
+        """Hide KV that a failed batch should have computed from matches. Returns the numbers of the hidden nodes."""
         invalidated: list[int] = []
         for pending in self.pending:
             if pending.batch_id == batch_id:
                 invalidated += [node.number for node in self.radix.invalidate(pending.node, pending.pages)]
         self.computed(batch_id)
-        self.deferred_frees = [
-            deferred._replace(publish=False)
-            if deferred.handle is not None and deferred.handle.number in invalidated
-            else deferred
-            for deferred in self.deferred_frees
-        ]
+        self.deferred.withhold(nodes=invalidated)
         return invalidated
 
     def empty_cache(self, reason: Literal["flush", "release", "weights"], step: Step) -> None:
-        """Evict from the radix cache all that no lock holds."""
+        """Evict all pages without a lock from the radix cache."""
         if self.radix.evictable_pages:
             self._evict(self.radix.evictable_pages, reason, step)
         if reason != "release":
             self.tiers.empty()
 
     def change_weights(self, version: int, step: Step) -> None:
-        """From now on KV is of these weights. What older ones left goes, or goes with its holder.
+        """Change the version of the weights, and evict the KV of older weights now, or once its last lock is released.
 
-        Nothing is in flight. Locked KV of older weights was used before everything that is cached from here on, so once
-        unlocked it is the first to be evicted: evicting as many pages as an unlock sets free takes exactly those.
+        Nothing is in flight. Locked KV of older weights was used before everything that is cached later, so once
+        unlocked it is the first to be evicted. Evicting as many pages as an unlock makes evictable takes exactly those.
         """
         self.weights_version = version
         self.empty_cache("weights", step)
-        self.radix.epoch += 1  # equal tokens match something else now
+        self.radix.epoch += 1  # equal tokens have other matches now
 
-    def lock_node(self, node: RadixNode) -> None:
-        """Hold the path down to a node of the radix cache."""
-        self.radix.lock_node(node)
-
-    def unlock(self, node: RadixNode) -> None:
-        """Give a path back that `lock_node` or the radix cache's `lock` held."""
-        self.radix.unlock(node)
-
-    def _evicted(self, pages: int, step: Step) -> Int32s:
-        """Evict from the radix cache to make room, as its `evict`; a tier below may keep what goes."""
+    def evict(self, pages: int, step: Step) -> Int32s:
+        """Evict from the radix cache to make room, see `RadixCache.evict`. A tier below may copy the evicted pages."""
         return self.tiers.evict(pages, step)
 
     def _evict(self, pages: int, reason: Literal["flush", "release", "weights"], step: Step) -> None:
@@ -545,27 +457,95 @@ class Memory:
         step.decided.append(PagesEvicted(step.time_us, pages, reason))
 
     def _free_behind(self, row: int, pages: Int32s) -> None:
-        """Free pages of a row once the last plan in flight that may read them is collected."""
-        if row in self.lent:
-            self.lent[row].pages.append(pages)
+        """Free pages of a row once the last batch in flight that may read them is collected."""
+        if row in self.deferred.lent:
+            self.deferred.lent[row].pages.append(pages)
             return
         deferred_batches = [batch.plan.batch_id for batch in self.in_flight if batch.names(row)]
         if deferred_batches:
-            self.deferred_pages.append((deferred_batches[-1], pages))
+            self.deferred.pages.append((deferred_batches[-1], pages))
         else:
             self.pool.free(pages)
 
-    def trim(self, step: Step) -> None:
-        """Hold the radix cache to its cap."""
-        if self.radix.capacity_pages is not None:
-            trimmed = self._evicted(self.radix.total_pages - self.radix.capacity_pages, step)
-            if trimmed.size:
-                self.pool.free(trimmed)
-                step.decided.append(PagesEvicted(step.time_us, trimmed.size, "capacity"))
+    # ------------------------------------------------------------------------------------- snapshot and invariants
+
+    def part(self) -> MemoryPart:
+        """Return the state for a snapshot."""
+        table, deferred = self.table, self.deferred
+        return MemoryPart(
+            pool=self.pool.dump(),
+            radix=self.radix.dump(),
+            rows=len(table.holders),
+            free_rows=list(table.free_rows),
+            pages_width=table.pages.shape[1],
+            outputs_width=table.outputs.shape[1],
+            deferred_frees=deferred.row_images(table, self.in_flight, self.config.page_size),
+            deferred_pages=deferred.page_images(),
+            rewrites=[(rewrite.row, rewrite.first, rewrite.pages.tobytes()) for rewrite in self.rewrites],
+            pending=[(pending.batch_id, pending.node.number, pending.pages) for pending in self.pending],
+            weights_version=self.weights_version,
+            adapters=self.adapters.dump(),
+            tiers=self.tiers.dump() or UNSET,
+            hybrid=self.hybrid.dump() or UNSET,
+        )
+
+    def load(self, part: MemoryPart, restored: Restored) -> None:
+        """Take over the state that `part` returned. Adds the nodes of the radix cache to `restored`."""
+        self.pool = PagePool.load(part.pool)
+        self.radix = radix_cache_of(part.radix)
+        restored.nodes.update((node.number, node) for node in self.radix.walk())
+        self.adapters = adapters_of(part.adapters)
+        self.table = RequestTable(self.config.rows_max, self.config.page_size)
+        self.table.resize(part.rows, part.pages_width, part.outputs_width)
+        self.table.free_rows = part.free_rows
+        self.deferred.load(part.deferred_frees, part.deferred_pages, self.table, restored.nodes)
+        self.rewrites = [Rewrite(row, first, np.frombuffer(pages, np.int32)) for row, first, pages in part.rewrites]
+        self.pending = [Pending(batch_id, restored.nodes[number], pages) for batch_id, number, pages in part.pending]
+        self.weights_version = part.weights_version
+        if part.tiers is not UNSET:
+            self.tiers.load(part.tiers, restored.nodes)
+        self.hybrid.load(part.hybrid or {}, self.table)
+        self.pool = self.hybrid.pool_of(self.pool)
+
+    def handles(self) -> list[RadixNode]:
+        """Return the locks of deferred frees, and of operations on cached pages of the device."""
+        handles = [deferred.handle for deferred in self.deferred.rows if deferred.handle is not None]
+        moves = self.operations.values()
+        return handles + [one.device_handle for one in moves if one.device_handle is not None]
+
+    def owned_pages(self) -> Iterator[tuple[str, Int32s]]:
+        """Yield the pages of deferred frees and of loads."""
+        page_size, table = self.config.page_size, self.table.pages
+        for one in self.deferred.rows:
+            yield f"deferred free of row {one.row}", table[one.row, one.protected_pages : -(-one.computed // page_size)]
+        for i, (free_after, pages) in enumerate(self.deferred.pages):
+            yield f"deferred pages {i} of batch {free_after}", pages
+        replaced = [(row, pages) for row, lent in self.deferred.lent.items() for pages in lent.pages]
+        for i, (row, pages) in enumerate(replaced):
+            yield f"given up by row {row}, number {i}", pages
+        for move in self.operations.values():
+            if move.kind == "load":
+                yield f"load {move.number}", move.device_pages
+
+    def check_state(self, facts: Facts) -> None:
+        """Check adapters, tiers, and the pools beside full attention; see their checks."""
+        self.adapters.check(facts, [deferred.row for deferred in self.deferred.rows])
+        self.tiers.check(facts)
+        self.hybrid.check(facts)
+
+    def check_at_rest(self) -> None:
+        """L9: rows, pages and locks are back. Sessions and moves of tiers may still lock cached pages."""
+        cached = self.radix.total_pages + self.operations.loading_pages
+        same("L9 free pages and cached pages", self.pool.free_count + cached, self.config.pages)
+        same("L9 free rows", len(self.table.free_rows), len(self.table.holders))
+        super().check_at_rest()
+        self.deferred.check_at_rest()
+        if not self.operations.device_busy:
+            self.hybrid.check_at_rest()
 
 
 def pages_only_held_by(handle: RadixNode | None) -> int:
-    """Cached pages that no other handle locks: unlocking this handle makes them evictable."""
+    """Return the number of cached pages that only this handle locks. Unlocking it makes them evictable."""
     pages = 0
     while handle is not None and handle.lock_count == 1:
         pages += len(handle.pages)
@@ -574,7 +554,7 @@ def pages_only_held_by(handle: RadixNode | None) -> int:
 
 
 def _merged(rewrites: list[Rewrite], opened: PageDeltas) -> PageDeltas:
-    """Rewrites in the order they were made, then the pages that decodes open."""
+    """Return rewrites in the order in which they were made, then the pages that decodes open."""
     runs = np.array([number for row, first, pages in rewrites for number in (row, first, pages.size)], np.int32)
     pages = [rewrite.pages for rewrite in rewrites]
     if opened.pages.size:

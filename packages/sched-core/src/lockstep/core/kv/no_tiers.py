@@ -1,76 +1,74 @@
-"""The tiers of an engine that has none below the device, and the choice between both."""
+"""The tiers of an engine without any below the device, and the choice between both."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from lockstep.core.contract.commands import (
-    Step,
-)
-from lockstep.core.contract.events import (
-    RequestId,
-)
-from lockstep.core.kv.radix import Match, RadixNode
+from lockstep.core.contract.commands import Step
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import RequestId
+from lockstep.core.kv.device_memory import DeviceMemory
+from lockstep.core.kv.facts import Facts
+from lockstep.core.kv.radix import Match
+from lockstep.core.kv.running_view import EngineView
 from lockstep.core.kv.tiers import Tiers
+from lockstep.core.requests.budget import PrefillBudget
+from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.requests.table import Int32s, Request
-
-if TYPE_CHECKING:
-    from lockstep.core.kv.memory import Memory
-    from lockstep.core.kv.running_view import EngineView
-    from lockstep.core.requests.budget import PrefillBudget
 
 
 class NoTiers(Tiers):
-    """The tiers of an engine without any: nothing is copied, loaded or fetched, and no request waits for that."""
+    """The tiers of an engine without any: nothing is copied, loaded or fetched, and no request waits for it."""
 
     present = False
 
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
-        self.page_size = memory.config.page_size
+    def __init__(self, device: DeviceMemory) -> None:
+        self.device = device
+        self.page_size = device.config.page_size
         self.generation = 0
-        self.operations = {}
+        self.operations = device.operations
         self.candidates = {}
 
     def used(self, match: Match) -> None:
-        """Uses are not counted."""
+        """Do nothing: uses are not counted."""
 
     def back_up(self, node: RadixNode, pages: int, step: Step) -> None:
-        """Nothing is copied."""
+        """Do nothing: no page is copied."""
 
     def evict(self, count: int, step: Step) -> Int32s:
-        """Evict from the device."""
-        return self.memory.radix.evict(count)
+        """Evict from the radix cache of the device."""
+        return self.device.radix.evict(count)
 
     def forget(self, device_pages: Int32s) -> None:
-        """Nothing is remembered of them."""
+        """Do nothing: pages have no marks."""
 
     def begin_load(
         self, engine: EngineView, request: Request, device: Match, budget: PrefillBudget, step: Step
     ) -> bool:
-        """False: there is nothing to load."""
+        """Return False: there is nothing to load."""
         return False
 
-    def tend(
+    def advance(
         self, requests: Mapping[RequestId, Request], waiting: Sequence[Request], step: Step, *, admits: bool
     ) -> bool:
-        """False: no request waits for a tier."""
+        """Return False: no request waits for a tier."""
         return False
 
     def empty(self) -> None:
-        """There is nothing to forget."""
+        """Do nothing: there is no host memory."""
 
     def void(self, generation: int, step: Step) -> None:
-        """There is nothing to lose."""
+        """Do nothing: there is no host memory."""
 
     def dump(self) -> None:
-        """No part of a snapshot."""
+        """Return None: a snapshot has no tiers."""
+
+    def check(self, facts: Facts) -> None:
+        """Check nothing: there is no host memory."""
 
 
-def tiers_of(memory: Memory) -> Tiers:
-    """The tiers below the device that the settings have."""
-    settings = memory.config.tiers
-    return NoTiers(memory) if settings is msgspec.UNSET else Tiers(settings, memory)
+def tiers_of(config: SchedConfig, device: DeviceMemory) -> Tiers:
+    """Return the tiers below the device that the settings name."""
+    return NoTiers(device) if config.tiers is msgspec.UNSET else Tiers(config.tiers, device)

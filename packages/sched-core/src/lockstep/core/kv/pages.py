@@ -2,12 +2,12 @@
 
 Every page of the device is always in exactly one of these places; only `alloc` and `free` move it:
 
-    free       in this pool, in a stack: the page freed last is handed out first
-    held       given out: to a request, to the radix cache, or to work still in flight (the holder keeps its number)
+    free        in this pool, in a stack: the page freed last is allocated first
+    allocated   owned by a request, by the radix cache, or by work in flight (the owner keeps the page number)
 
-The pool has pages by number and no holders, so it cannot see a wrong free by itself. What must hold is
-checked from outside, by identity: the free pages and the pages of all holders are disjoint and together [0:total). The
-order of the stack is part of the state: equal histories allocate equal pages.
+The pool stores page numbers and no owners, so it cannot detect a wrong free by itself. Invariants are checked from
+outside, by identity: the free pages and the pages of all owners are disjoint and together [0:total). The order of the
+stack is part of the state: equal histories allocate equal pages.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from lockstep.core.contract.errors import LockstepError
 
 
 class PoolExhausted(LockstepError, RuntimeError):
-    """More pages were asked for than are free. The pool is unchanged."""
+    """More pages were requested than are free. The pool is unchanged."""
 
 
 class PagePool:
-    """A stack of free page ids. A fresh pool of n hands out 0, 1, 2, ... n - 1."""
+    """A stack of free page ids. A new pool of n pages allocates 0, 1, 2, ... n - 1."""
 
     __slots__ = ("_stack", "free_count", "total")
 
@@ -41,12 +41,12 @@ class PagePool:
     def alloc(self, count: int) -> NDArray[np.int32]:
         """Take `count` pages.
 
-        Returns: int32 [count], the caller's own array.
+        Returns: int32 [count], an array owned by the caller.
         Raises: PoolExhausted if fewer are free; nothing is taken then. ValueError if `count` is negative.
         """
         rest = self.free_count - count
         if rest < 0:
-            raise PoolExhausted(f"asked for {count} pages, {self.free_count} of {self.total} are free")
+            raise PoolExhausted(f"{count} pages were requested, {self.free_count} of {self.total} are free")
         if count < 0:
             raise ValueError(f"`count` must not be negative, got {count}")
         self.free_count = rest
@@ -54,9 +54,9 @@ class PagePool:
         return self._stack[top - count : top].copy()
 
     def free(self, pages: NDArray[np.int32]) -> None:
-        """Give back pages, int32 [n]; the same n would be handed out next, in the same order.
+        """Free pages, int32 [n]. The next alloc of n pages returns them in the same order.
 
-        Raises: ValueError if the pool would then hold more pages than exist, the surest sign of a double free.
+        Raises: ValueError if more pages would be free than exist, which is the sign of a double free.
         """
         count = len(pages)
         top = self.total - self.free_count - count
@@ -66,16 +66,16 @@ class PagePool:
         self.free_count += count
 
     def free_ids(self) -> NDArray[np.int32]:
-        """A copy of the free page ids, int32 [free_count], next one to be handed out first."""
+        """Return a copy of the free page ids, int32 [free_count], the next one to be allocated first."""
         return self._stack[self.total - self.free_count :].copy()
 
     def dump(self) -> dict[str, Any]:
-        """The state in builtins: the next one to be handed out last. Loaded, it allocates the same pages in order."""
+        """Return the state in builtins, the next page to be allocated last. A loaded pool allocates the same pages."""
         return {"total": self.total, "free": self.free_ids()[::-1].tobytes()}
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> PagePool:
-        """The pool that `dump` described."""
+        """Return the pool that `dump` described."""
         pool = cls(state["total"])
         free = np.frombuffer(state["free"], dtype=np.int32)
         pool._stack[pool.total - len(free) :] = free[::-1]

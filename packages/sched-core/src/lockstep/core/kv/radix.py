@@ -7,19 +7,20 @@
 
 Tokens are `bytes`, int32 little-endian, 4 bytes each, and are compared exactly: no hash is trusted.
 
-**States of a page in the tree.** *Locked*: some handle lies at or below its node; it stays. *Evictable*: none does; the
-engine may take it back. `lock`, `lock_node`, `unlock` move pages between the two, `insert` adds evictable ones, `evict`
-takes them out. A handle is a node, and stands for the whole path from the root down to the node's end. When a node is
-split, the existing object stays the *lower* part, so that every handle goes on meaning the path it meant.
+**States of a page in the tree.** A page is *locked* if a handle lies at its node or below it; a locked page stays in
+the tree. Other pages are *evictable*. `lock`, `lock_node` and `unlock` move pages between the two states, `insert` adds
+evictable pages, `evict` removes them. A handle is a node and means the whole path from the root to its end. When a node
+is split, the existing object stays the *lower* part, so that every handle still means the same path.
 
-**Recency.** Each `lock(match)` and each `insert` is one tick, stamped on every node of its path; `match` leaves no
-trace. So a parent is at least as recent as its children, and nodes with equal ticks lie on one path: the oldest leaf
+**Recency.** Each `lock(match)` and each `insert` is one tick, stamped on every node of its path; `match` changes
+nothing. So a parent is at least as recent as its children, and nodes with equal ticks lie on one path: the oldest leaf
 is unique. Evicting the tail page of the oldest leaf, again and again, is exact LRU over pages in which a parent
 outlives its children, and `evict(a)` then `evict(b)` gives the pages of `evict(a + b)`.
 
-**Remembering a match.** Where a match ends depends on that node alone: `find` gives it together with its `version`,
-which rises when the node gains a child, is split, shortened or removed. While the version stands, so does the match,
-whatever else happens in the tree. A namespace without a root ends in `nowhere`; its version rises with each new root.
+**Remembering a match.** The end of a match depends on one node alone. `find` returns that node with its `version`,
+which rises when the node gains a child, is split, shortened or removed. While the version is unchanged, the match is
+valid, whatever else changes in the tree. A match in a namespace without a root ends in `no_node`, and the version of
+`no_node` rises with each new root.
 
 **What must hold** (`check`):
 - a node has key bytes for exactly its pages, at least one, and owns both; a page is in the tree once;
@@ -28,9 +29,9 @@ whatever else happens in the tree. A namespace without a root ends in `nowhere`;
 - a root lives only while it has children or handles.
 
 **The queue of leaves** is a heap of (tick, number, node) with at most one entry per node, so it never outgrows the
-tree. An entry may be outdated: stamping a node does not move it. Ticks only rise, so an outdated entry comes up too
-early, never too late, and is then re-filed or, if the node is locked or has children, dropped. Every evictable leaf
-has an entry. (Re-filing costs 0.5 us and is paid once for each use; rebuilding the heap instead saves half of that.)
+tree. An entry may be outdated: stamping a node does not move it. Ticks only rise, so an outdated entry reaches the top
+too early, never too late. It is then queued again or, if the node is locked or has children, dropped. Every evictable
+leaf has an entry. (Queueing again costs 0.5 us, once per use; rebuilding the heap instead saves half of that.)
 """
 
 from __future__ import annotations
@@ -45,75 +46,33 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from lockstep.core.contract.errors import InvariantError, LockstepError
+from lockstep.core.requests.radix_node import Found, RadixNode
 
 TOKEN_BYTES = 4
 
 
 class LockError(LockstepError, RuntimeError):
-    """A lock or unlock of something that is not there: a stale match, an evicted node, an unlock without a lock."""
-
-
-class RadixNode:
-    """One edge of the tree, and the handle to the path that ends with it. Only RadixCache changes it."""
-
-    __slots__ = (
-        "children",
-        "handles",
-        "invalidated",
-        "key",
-        "lock_count",
-        "namespace",
-        "number",
-        "pages",
-        "parent",
-        "queued",
-        "stop",
-        "tick",
-        "version",
-    )
-
-    def __init__(
-        self, number: int, parent: RadixNode | None, namespace: str, key: bytes, pages: NDArray[np.int32]
-    ) -> None:
-        self.number = number  # order of creation; unique in the cache, survives dump and load
-        self.namespace = namespace
-        self.parent = parent  # None: a root, or evicted
-        self.children: dict[bytes, RadixNode] = {}  # by the bytes of their first page, in order of insertion
-        self.key = key  # bytes of the tokens of this edge
-        self.pages = pages  # int32 [pages of this edge], owned
-        self.stop: int = parent.stop + len(pages) if parent is not None else 0  # pages from the root to its end
-        self.tick = 0  # of its last use
-        self.handles = 0  # locks taken on this very node
-        self.lock_count = 0  # locks taken on it or below
-        self.invalidated = False  # no match may find it: what it holds was never computed
-        self.queued = False  # whether it has an entry in the queue of leaves
-        self.version = 0  # rises with every change that can alter a match ending here; not kept in a dump
-
-    def __repr__(self) -> str:
-        return f"RadixNode({self.number}, pages [..{self.stop}), locks {self.lock_count}, tick {self.tick})"
+    """A lock or unlock that is not possible: a stale match, an evicted node, an unlock without a lock."""
 
 
 class Match(NamedTuple):
-    """The longest cached prefix of some tokens. It changes nothing; `lock` makes it last."""
+    """The longest cached prefix of some tokens. It is not protected from eviction until it is locked."""
 
     namespace: str
-    node: RadixNode | None  # where it ends; None if nothing matched
+    node: RadixNode | None  # the node in which the match ends; None if nothing matched
     pages: int  # matched pages, from the root
     edge_pages: int  # of these, pages that belong to `node`; fewer than it has if the match ends inside its edge
     evictable_pages: int  # matched pages that are not locked: locking this match takes them from the evictable
 
 
-class Found(Struct, frozen=True):
-    """Where the longest cached prefix of some tokens ends. It holds for as long as `node` has this `version`."""
-
-    node: RadixNode
-    version: int
-    pages: int  # from the root; fewer than node.stop if it ends inside the edge
+NO_MATCH = Match("", None, 0, 0, 0)
 
 
 class Inserted(Struct, frozen=True):
+    """The result of an insert."""
+
     node: RadixNode  # ends exactly where the inserted tokens end
-    already: int  # leading pages that were in the tree before; of these the caller keeps its own copies
+    already: int  # leading pages that the tree had before; the copies of the caller stay with the caller
 
 
 class RadixCache:
@@ -130,14 +89,14 @@ class RadixCache:
         "capacity_pages",
         "epoch",
         "locked_pages",
-        "nowhere",
+        "no_node",
+        "on_evict",
         "page_tokens",
         "total_pages",
-        "witness",
     )
 
     def __init__(self, page_tokens: int, capacity_pages: int | None = None) -> None:
-        """An empty cache of pages of `page_tokens` tokens. `trim` holds it to `capacity_pages`; None: no limit."""
+        """Create an empty cache with pages of `page_tokens` tokens. `capacity_pages`: the limit of `trim`, if any."""
         self.page_tokens = page_tokens
         self.capacity_pages = capacity_pages
         self.epoch = 0  # rises with every change that can alter the result of a match
@@ -148,8 +107,8 @@ class RadixCache:
         self._queue: list[tuple[int, int, RadixNode]] = []
         self._tick = 0
         self._next_number = 0
-        self.nowhere = RadixNode(-1, None, "", b"", np.empty(0, dtype=np.int32))  # in no tree
-        self.witness: Callable[[RadixNode], object] | None = None  # told of each leaf before `evict` takes pages of it
+        self.no_node = RadixNode(-1, None, "", b"", np.empty(0, dtype=np.int32))  # in no tree
+        self.on_evict: Callable[[RadixNode], object] | None = None  # called before `evict` takes pages of a leaf
 
     @property
     def evictable_pages(self) -> int:
@@ -159,7 +118,7 @@ class RadixCache:
     # ---- look up
 
     def match(self, namespace: str, tokens: bytes, max_pages: int) -> Match:
-        """Find the longest cached prefix of `tokens`, at most `max_pages` long. Leaves no trace in the cache."""
+        """Find the longest cached prefix of `tokens`, at most `max_pages` long. Changes nothing in the cache."""
         root = self._roots.get(namespace)
         if root is None:
             return Match(namespace, None, 0, 0, 0)
@@ -172,13 +131,13 @@ class RadixCache:
         return Match(namespace, node, pages, pages - node.parent.stop, pages - min(pages, locked.stop))
 
     def find(self, namespace: str, tokens: bytes, max_pages: int, known: Found | None = None) -> Found:
-        """Where the longest cached prefix of `tokens` ends, at most `max_pages` from the root. Leaves no trace.
+        """Return where the longest cached prefix of `tokens` ends, at most `max_pages` from the root. Changes nothing.
 
-        With `known`, found for the same arguments before, the search goes on from there if that can be.
+        `known`: an earlier result for the same arguments. The search continues from there if that node is still valid.
         """
         root = self._roots.get(namespace)
         if root is None:
-            return Found(self.nowhere, self.nowhere.version, 0)
+            return Found(self.no_node, self.no_node.version, 0)
         start = root
         if (
             known is not None
@@ -191,7 +150,7 @@ class RadixCache:
         return Found(node, node.version, pages)
 
     def pages_of(self, node: RadixNode) -> NDArray[np.int32]:
-        """The pages of the path from the root to the end of `node`, int32 [node.stop], in order; a copy."""
+        """Return a copy of the pages of the path from the root to the end of `node`, int32 [node.stop], in order."""
         parts = [node.pages]
         while (parent := node.parent) is not None:
             parts.append(parent.pages)
@@ -200,7 +159,7 @@ class RadixCache:
         return np.concatenate(parts)
 
     def walk(self) -> Iterator[RadixNode]:
-        """Every node, roots too: parents before children, siblings in insertion order."""
+        """Yield every node, roots included: parents before children, siblings in insertion order."""
         for root in self._roots.values():
             yield from _below(root)
 
@@ -209,8 +168,8 @@ class RadixCache:
     def lock(self, match: Match) -> RadixNode:
         """Keep the pages of `match` in the tree, as used just now, until `unlock` of the node returned.
 
-        A match of no pages gives the root of its namespace, which holds nothing and still must be unlocked.
-        A match may be kept while `epoch` stays the same.
+        A match of no pages returns the root of its namespace, which has no pages and still must be unlocked.
+        A match is valid while `epoch` stays the same.
         Raises: LockError if its pages have been evicted since.
         """
         node = match.node
@@ -225,7 +184,7 @@ class RadixCache:
         return node
 
     def hold(self, match: Match) -> RadixNode | None:
-        """As `lock`; None: there is no cache, so nothing to lock and nothing to unlock."""
+        """Lock a match as `lock` does. Without a radix cache it returns None, and nothing must be unlocked."""
         return self.lock(match)
 
     def lock_node(self, node: RadixNode) -> None:
@@ -241,9 +200,9 @@ class RadixCache:
             step = step.parent
 
     def unlock(self, node: RadixNode) -> None:
-        """Give back one handle on `node`. Raises: LockError if there is none."""
+        """Release one handle on `node`. Raises: LockError if there is none."""
         if not node.handles:
-            raise LockError(f"{node} has no handle to give back")
+            raise LockError(f"{node} has no handle to release")
         node.handles -= 1
         step: RadixNode | None = node
         while step is not None:
@@ -254,9 +213,9 @@ class RadixCache:
         self._settle(node)
 
     def move_down(self, handle: RadixNode, node: RadixNode) -> None:
-        """Lock `node`, which lies below `handle`, instead of that: as `lock_node` and `unlock`. Raises: LockError."""
+        """Lock `node` and unlock `handle`, which lies above `node`, in one step. Raises: LockError."""
         if not handle.handles:
-            raise LockError(f"{handle} has no handle to give back")
+            raise LockError(f"{handle} has no handle to release")
         path = []
         step: RadixNode | None = node
         while step is not handle:
@@ -281,14 +240,14 @@ class RadixCache:
     def insert(
         self, namespace: str, tokens: bytes, pages: NDArray[np.int32], behind: RadixNode | None = None
     ) -> Inserted:
-        """Make `tokens`, whose KV is in `pages`, the most recently used prefix of the namespace.
+        """Insert `tokens` with their KV in `pages`, as the most recently used prefix of the namespace.
 
         Args:
             tokens: whole pages, at least one.
-            behind: a node of this namespace that is locked, if `tokens` are known to begin with the path to it.
-            pages: int32 [number of pages], read only; the missing tail is copied and from then on the tree's.
-        Returns: Inserted; the first `already` pages were known, so the tree keeps its own and the caller frees his,
-            unless they are the tree's.
+            behind: a locked node of this namespace, if `tokens` begin with the path to it.
+            pages: int32 [number of pages], read only; the missing tail is copied, and its pages belong to the tree.
+        Returns: Inserted. The tree had the first `already` pages before and keeps its own; the caller frees its copies,
+            unless they are the same pages.
         Raises: ValueError if tokens and pages do not agree.
         """
         count = len(pages)
@@ -308,10 +267,10 @@ class RadixCache:
     def evict(self, count: int) -> NDArray[np.int32]:
         """Take out the `count` least recently used evictable pages, or all of them if there are fewer.
 
-        Returns: int32 [min(count, evictable_pages)], the caller's, in order of eviction: a leaf's last page first.
+        Returns: int32 [min(count, evictable_pages)], owned by the caller, last page of a leaf first.
         """
         short = wanted = min(max(count, 0), self.evictable_pages)
-        queue, taken, told = self._queue, [], None
+        queue, taken, reported = self._queue, [], None
         while short:
             tick, _, leaf = queue[0]
             if leaf.children or leaf.lock_count:
@@ -319,9 +278,9 @@ class RadixCache:
                 leaf.queued = False
             elif leaf.tick != tick:
                 heapreplace(queue, (leaf.tick, leaf.number, leaf))
-            elif self.witness is not None and told is not leaf:
-                self.witness(leaf)
-                told = leaf
+            elif self.on_evict is not None and reported is not leaf:
+                self.on_evict(leaf)
+                reported = leaf
             elif (keep := len(leaf.pages) - short) > 0:
                 taken.append(leaf.pages[keep:])
                 leaf.key = leaf.key[: keep * self._page_bytes]
@@ -343,18 +302,18 @@ class RadixCache:
         return np.concatenate(taken)[::-1]  # joined forwards and read backwards, which copies 4x faster
 
     def trim(self) -> NDArray[np.int32]:
-        """Evict what exceeds `capacity_pages`, as far as locks allow; as `evict`."""
+        """Evict the pages beyond `capacity_pages`, as far as locks allow. Returns: see `evict`."""
         return self.evict(0 if self.capacity_pages is None else self.total_pages - self.capacity_pages)
 
     def reset(self) -> NDArray[np.int32]:
-        """Evict everything that is not locked; as `evict`."""
+        """Evict everything that is not locked. Returns: see `evict`."""
         return self.evict(self.evictable_pages)
 
     def invalidate(self, node: RadixNode, pages: int) -> list[RadixNode]:
-        """Hide what lies beyond the first `pages` of the path to `node`, and all below it, from every later match.
+        """Hide the path to `node` beyond its first `pages`, and all nodes below, from every later match.
 
-        For KV that was shared before it was computed, and never was. Locks hold as before; the pages come back by
-        eviction. Returns the nodes that were hidden just now.
+        For KV that was shared before it was computed, and was never computed. Locks stay as they are; the pages are
+        freed by eviction. Returns the nodes that this call has hidden.
         """
         if node.invalidated:
             return []
@@ -374,16 +333,16 @@ class RadixCache:
         return nodes
 
     def _child_key(self, node: RadixNode) -> bytes:
-        """Under which its parent files it: its first page, or something no prompt can ask for."""
+        """Return the key of a node among its siblings: its first page, or a key that no prompt matches."""
         parent = node.parent
         if node.invalidated and parent is not None and not parent.invalidated:
-            return b"banished %d" % node.number + bytes(self._page_bytes)
+            return b"invalidated %d" % node.number + bytes(self._page_bytes)
         return node.key[: self._page_bytes]
 
     # ---- snapshot
 
     def dump(self) -> dict[str, Any] | None:
-        """The state in builtins. Handles are kept under `node.number`. None: there is no cache."""
+        """Return the state in builtins. Handles are stored as `node.number`. None: there is no cache."""
         trees: dict[str, list[tuple[int, int, int, int, bytes, bytes, bool]]] = {}
         for node in self.walk():
             parent = -1 if node.parent is None else node.parent.number
@@ -400,7 +359,7 @@ class RadixCache:
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> RadixCache:
-        """The cache that `dump` described: equal calls have equal results from here on, numbers of nodes included."""
+        """Return the cache that `dump` described. Equal calls have equal results on both, numbers of nodes included."""
         cache = cls(state["page_tokens"], state["capacity_pages"])
         nodes: dict[int, RadixNode] = {}
         for namespace, rows in state["trees"]:
@@ -424,7 +383,7 @@ class RadixCache:
     # ---- parts of the operations above
 
     def _descend(self, node: RadixNode, tokens: bytes, limit: int) -> tuple[RadixNode, int]:
-        """The node in which the longest cached prefix of at most `limit` pages ends, and its pages.
+        """Return the node in which the longest cached prefix of at most `limit` pages ends, and its pages.
 
         The search begins behind `node`: `tokens` must begin with the path to its end.
         """
@@ -444,7 +403,7 @@ class RadixCache:
         return node, pages
 
     def _shared_pages(self, key: bytes, tokens: bytes, offset: int) -> int:
-        """Whole pages in which `key` agrees with `tokens` from byte `offset` on, given that somewhere they differ."""
+        """Return the whole pages in which `key` equals `tokens` from byte `offset` on. Somewhere they must differ."""
         count = len(key) // TOKEN_BYTES
         edge = np.frombuffer(key, dtype=np.int32)
         differ = edge != np.frombuffer(tokens, dtype=np.int32, count=count, offset=offset)
@@ -454,7 +413,7 @@ class RadixCache:
         node = RadixNode(self._next_number, parent, namespace, key, pages)
         self._next_number += 1
         if parent is None:
-            self.nowhere.version += 1
+            self.no_node.version += 1
         else:
             parent.children[key[: self._page_bytes]] = node
             parent.version += 1
@@ -467,7 +426,7 @@ class RadixCache:
         return root
 
     def _end_at(self, node: RadixNode, stop: int) -> RadixNode:
-        """The node on the path down to `node` that ends `stop` pages from the root; an edge is split if none does."""
+        """Return the node on the path to `node` that ends `stop` pages from the root. An edge is split if none does."""
         while (parent := node.parent) is not None and parent.stop >= stop:
             node = parent
         return node if node.stop == stop else self._split(node, stop)
@@ -478,7 +437,7 @@ class RadixCache:
         assert parent is not None
         keep = stop - parent.stop
         cut = keep * self._page_bytes
-        # It is filed under the same first page, so it takes the place of `node` in the order of the siblings.
+        # The upper part has the same first page, so it replaces `node` in the order of the siblings.
         upper = self._node(parent, node.namespace, node.key[:cut], node.pages[:keep].copy())
         upper.tick, upper.lock_count = node.tick, node.lock_count
         node.parent, node.key, node.pages = upper, node.key[cut:], node.pages[keep:].copy()
@@ -495,7 +454,7 @@ class RadixCache:
             step = step.parent
 
     def _settle(self, node: RadixNode) -> None:
-        """A node has gained or lost a child or a lock: queue it if it can be evicted; let go of a root without use."""
+        """Queue a node that can be evicted since its children or locks changed; delete a root without either."""
         if node.children or node.lock_count:
             return
         if node.parent is None:
@@ -506,7 +465,7 @@ class RadixCache:
             node.queued = True
 
     def _remove(self, leaf: RadixNode) -> None:
-        """Take an evicted leaf out of the tree and cut its links, so that no reference cycle outlives it."""
+        """Remove an evicted leaf from the tree and clear its links, so that no reference cycle remains."""
         parent = leaf.parent
         assert parent is not None
         del parent.children[self._child_key(leaf)]
@@ -517,9 +476,9 @@ class RadixCache:
     # ---- invariants
 
     def nodes(self) -> list[RadixNode]:
-        """Every node, roots too, parents before children. Costs a third of `walk`."""
+        """Return every node, roots included, parents before children. Costs a third of `walk`."""
         nodes = list(self._roots.values())
-        for node in nodes:  # those that are appended on the way, too
+        for node in nodes:  # including the nodes that this loop appends
             if node.children:
                 nodes += node.children.values()
         return nodes
@@ -527,7 +486,7 @@ class RadixCache:
     def check(self, handles: Iterable[RadixNode] | None = None, nodes: list[RadixNode] | None = None) -> None:
         """Recompute everything that is kept incrementally. With `handles`, compare the locks with these live handles.
 
-        `nodes` is what `nodes()` gave just now; the caller checks that no page is there twice.
+        `nodes`: the present result of `nodes()`; then the caller checks that no page occurs twice.
         Raises: InvariantError naming the node and both numbers. Costs a walk over all nodes; for tests.
         """
         if nodes is None:
@@ -554,13 +513,13 @@ class RadixCache:
             raise InvariantError(f"S9: counters say {counted}; recount {pages}, {locked} locked")
         filed = {number: tick for tick, number, _ in self._queue}
         if len(filed) != len(self._queue) or filed.keys() != queued.keys():
-            raise InvariantError(f"S11: {len(self._queue)} entries for {len(filed)} nodes, {len(queued)} say so")
+            raise InvariantError(f"S11: {len(self._queue)} entries for {len(filed)} nodes, {len(queued)} are marked")
         for number, tick in filed.items():
             if tick > queued[number].tick:
                 raise InvariantError(f"S11: {queued[number]} is filed under {tick}, which is too late")
 
     def _check_node(self, node: RadixNode) -> None:
-        """Its shape, its links to parent and children, its locks."""
+        """Check the shape of a node, its links to parent and children, and its locks."""
         parent, count, locks, page_bytes = node.parent, len(node.pages), node.handles, self._page_bytes
         for first, child in node.children.items():
             locks += child.lock_count
@@ -588,7 +547,7 @@ class RadixCache:
 
 
 class NoRadixCache(RadixCache):
-    """The radix cache of an engine without one: nothing matches, nothing is held, nothing is kept."""
+    """The radix cache of an engine without one: nothing matches, and nothing is locked or stored."""
 
     __slots__ = ()
     present = False
@@ -597,27 +556,27 @@ class NoRadixCache(RadixCache):
         super().__init__(1)
 
     def match(self, namespace: str, tokens: bytes, max_pages: int) -> Match:
-        """An empty match."""
+        """Return an empty match."""
         return Match(namespace, None, 0, 0, 0)
 
     def find(self, namespace: str, tokens: bytes, max_pages: int, known: Found | None = None) -> Found:
-        """The end of an empty match, which stands for ever."""
-        return Found(self.nowhere, 0, 0)
+        """Return the end of an empty match, which is always valid."""
+        return Found(self.no_node, 0, 0)
 
     def hold(self, match: Match) -> None:
-        """No handle: there is nothing to lock."""
+        """Return no handle: there is nothing to lock."""
 
     def dump(self) -> None:
-        """No part of a snapshot."""
+        """Return None: a snapshot has no radix cache."""
 
 
 def radix_cache_of(state: dict[str, Any] | None) -> RadixCache:
-    """The radix cache of a snapshot."""
+    """Return the radix cache of a snapshot."""
     return NoRadixCache() if state is None else RadixCache.load(state)
 
 
 def _below(node: RadixNode) -> Iterator[RadixNode]:
-    """A node and all below it: parents before children, siblings in insertion order."""
+    """Yield a node and all nodes below it: parents before children, siblings in insertion order."""
     stack = [node]
     while stack:
         node = stack.pop()

@@ -1,82 +1,103 @@
-"""What pools beside full attention read of the engine: its running batches as they stand, or as they will stand."""
+"""The lowest views of the scheduler: its running batches, now or in a projected state.
+
+Views are a chain of protocols. Each one extends the one before and documents only what it adds:
+
+    RunningView < EngineView < AdmissionView (resource.py) < SchedulerView < LaunchView, AdminView (features/view.py)
+
+`SchedulerState` implements all of them. A `RunningProjection` implements the first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import RequestId
+from lockstep.core.requests.batching import InFlight
+from lockstep.core.requests.budget import NewTokenRatio
 from lockstep.core.requests.microbatches import Microbatches
 from lockstep.core.requests.table import Int32s, Request, RunningBatch
 
-if TYPE_CHECKING:
-    from lockstep.core.kv.memory import Memory
-    from lockstep.core.requests.batching import InFlight
-    from lockstep.core.requests.budget import NewTokenRatio
 
-
-class Runners(Protocol):
-    """The active requests and their positions: of an engine with one running batch, or of a hypothetical state."""
+class RunningView(Protocol):
+    """The active requests, their positions and the batches in flight."""
 
     @property
-    def running_batch(self) -> RunningBatch: ...
+    def running_batch(self) -> RunningBatch:
+        """The requests that decode together, in the microbatch whose launch is planned or was planned last."""
+
     @property
-    def positions(self) -> Int32s: ...
+    def positions(self) -> Int32s:
+        """The next position of each member of `running_batch`, int32 [members]."""
+
     @property
-    def page_mask(self) -> Int32s: ...
+    def page_mask(self) -> Int32s:
+        """Page size minus one, int32 without dimensions: `positions & page_mask` are offsets within pages."""
+
     @property
-    def requests(self) -> Mapping[RequestId, Request]: ...
+    def requests(self) -> Mapping[RequestId, Request]:
+        """Every request that has not ended."""
+
     @property
-    def in_flight(self) -> Iterable[InFlight]: ...
+    def in_flight(self) -> Sequence[InFlight]:
+        """Batches that are launched and not collected, oldest first."""
+
     @property
-    def ratio(self) -> NewTokenRatio: ...
+    def ratio(self) -> NewTokenRatio:
+        """The new-token ratio, by which `reserve` scales the remaining output of running requests."""
 
 
-class Stand(NamedTuple):
-    """Decoding requests and their positions in a hypothetical state: see `all_running`, `Hybrid.would_start`."""
+class RunningProjection(NamedTuple):
+    """The decoding requests in a projected state: of all microbatches, or with some requests gone."""
 
     running_batch: RunningBatch
     positions: Int32s
     page_mask: Int32s
     requests: Mapping[RequestId, Request]
-    in_flight: Iterable[InFlight]
+    in_flight: Sequence[InFlight]
     ratio: NewTokenRatio
-    apart: tuple[Runners, ...] = ()  # the same by microbatch, where there are several: each decodes in its turn
+    apart: tuple[RunningView, ...] = ()  # one view per microbatch, if there are several: each decodes by itself
 
 
-class EngineView(Runners, Protocol):
-    """What hybrid pools read of the engine beside that: its settings, its memory and its microbatches."""
+class EngineView(RunningView, Protocol):
+    """The settings and the microbatches of the engine."""
 
     @property
-    def config(self) -> SchedConfig: ...
+    def config(self) -> SchedConfig:
+        """The settings. Some of them may change while the engine runs."""
+
     @property
-    def memory(self) -> Memory: ...
+    def microbatches(self) -> Microbatches:
+        """The running batches, and the microbatch in which each running request has its place."""
+
     @property
-    def microbatches(self) -> Microbatches: ...
-    @property
-    def all_running(self) -> tuple[RunningBatch, Int32s]: ...
+    def all_running(self) -> tuple[RunningBatch, Int32s]:
+        """All members of all running batches, and the next position of each, int32 [members]."""
 
 
-def all_running(engine: EngineView) -> Runners:
-    """Those that decode, of all microbatches where there are several: what is left to one is not promised to others."""
+def of_all_microbatches(engine: EngineView) -> RunningView:
+    """Return a view of the decoding requests of all microbatches, so that none reserves pages that another needs."""
     if not engine.microbatches.several:
         return engine
     running_batch, positions = engine.all_running
-    stand = Stand(running_batch, positions, engine.page_mask, engine.requests, engine.in_flight, engine.ratio)
-    return by_microbatch(engine, stand)
+    return by_microbatch(
+        engine,
+        RunningProjection(running_batch, positions, engine.page_mask, engine.requests, engine.in_flight, engine.ratio),
+    )
 
 
-def by_microbatch(engine: EngineView, stand: Stand) -> Stand:
+def by_microbatch(engine: EngineView, projection: RunningProjection) -> RunningProjection:
+    """Return a projection with its members also set apart by microbatch. Without several, return it unchanged."""
     if not engine.microbatches.several:
-        return stand
+        return projection
     number_of = engine.microbatches.members
-    numbers = np.array([number_of[one.request_id] for one in stand.running_batch.requests], np.int32)
+    numbers = np.array([number_of[one.request_id] for one in projection.running_batch.requests], np.int32)
     members = [(numbers == number).nonzero()[0] for number in np.unique(numbers)]
     parts = [
-        stand._replace(running_batch=stand.running_batch.only(some), positions=stand.positions[some])
+        projection._replace(running_batch=projection.running_batch.only(some), positions=projection.positions[some])
         for some in members
     ]
-    return stand._replace(apart=tuple(parts))
+    return projection._replace(apart=tuple(parts))

@@ -1,48 +1,50 @@
-"""The tiers below the radix cache: host memory, and storage below that. What lies where, and what is on its way.
+"""The tiers below the radix cache: host memory, and storage below that.
 
     device    radix cache   --write-->   host     a second radix cache, over   --store-->     storage   by page hash;
               (`Memory`)    <--load---   memory   pages of host memory         <--prefetch--            the host's own
 
-**The host's cache** is a `RadixCache` like the device's: exact tokens inside a namespace, locks, leaves evicted by age.
-The two trees are independent; what the host has of a prompt beyond what the device has is one match in each.
+**The host cache** is a `RadixCache` like that of the device: exact tokens in a namespace, locks, eviction of the oldest
+leaves. The two trees are independent. One match in each of them shows which pages of a prompt only the host has.
 
-**Writes.** `write_through` copies a prompt's pages to the host once they are computed, `write_through_selective` those
-that were used often enough, `write_back` what is evicted from the device, with what lies above it on its path. In the
-first two the device's pages are locked until the answer. Pages that are written back are given up at once: the copy is
-ordered before the batch that may write them, so that eviction gives pages at once under every policy.
+**Writes.** `write_through` copies the pages of a prompt to the host once they are computed. `write_through_selective`
+copies those that were used often enough. `write_back` copies pages that are evicted from the device, with the pages
+above them on their path. The first two policies lock the device pages until the answer. Pages that are written back are
+given up at once: the copy is ordered before the batch that may overwrite them, so eviction frees pages at once under
+every policy.
 
-**Loads.** A request whose turn has come, and of whose prompt the host has more than the device, waits while that is
-loaded; others pass. All of it is loaded or none: what does not fit is computed. When the load ends its pages belong to
-the radix cache, and unlocked: a waiting request holds nothing (L6). A request waits for one load each time it
-waits, so that it starts even if what was loaded is evicted again.
+**Loads.** If the host has more of a prompt than the device when the request could start, the request waits for a load;
+other requests may pass it. A load brings all of it or nothing: what does not fit is computed. When the load ends, its
+pages belong to the radix cache and are not locked: a waiting request holds nothing (L6). A request waits for one load
+each time it waits, so that it starts even if the loaded pages are evicted again.
 
-**Storage.** Pages are known by a chain of SHA-256 over the namespace and the tokens from the root on. Whatever the host
-gets is stored; for requests that wait, what the host lacks is prefetched. Placeholders of media are numbers of this
-engine, so a prompt is stored and fetched only up to the first.
+**Storage.** A page is identified by a chain of SHA-256 over the namespace and the tokens from the root on. All pages of
+the host are stored. Pages that the host lacks are prefetched for waiting requests. Placeholders of media are numbers of
+one engine, so a prompt is stored and fetched only up to the first placeholder.
 
-**Operations.** Everything that moves is an `Operation`: accounted when it begins, locked at both ends, ended exactly
-once by its answer, whatever became of its request. Until then
+**Operations.** Every move is an `Operation`. It is recorded when it begins, locks both ends, and is ended exactly once
+by its answer, whatever has become of its request. Until then
 
-    a write   locks its device pages unless they are given up; owns its host pages; locks the prefix in front of them
-    a load    owns its device pages; locks the prefix in front of them, and its host pages
-    a prefetch owns its host pages, and room for companions; locks the prefix in front of them
-    a store   locks its host pages, and companions of theirs
+    a write    locks its device pages unless they are given up; owns its host pages; locks the prefix in front of them
+    a load     owns its device pages; locks the prefix in front of them, and its host pages
+    a prefetch owns its host pages, and room for blocks; locks the prefix in front of them
+    a store    locks its host pages, and their blocks
 
-A failed or shortened move keeps the pages that came, which are a prefix; the rest is a miss and no error.
-**Windows and states** (hybrid.py) go down with their page and come back with it, or without any: companions.py.
+A failed or shortened move keeps the pages that have arrived, which are a prefix; the rest is a miss and no error.
+**Window and state blocks** (hybrid.py) are copied with their page, or alone: block_tiers.py.
 
-Source: SGLang's HiCache (defaults, policies); why it is built otherwise is in docs/tiers.md.
+Source: SGLang's HiCache (defaults, policies). The differences are explained in docs/tiers.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
 
+from lockstep.core.contract.checks import all_ids, fail, misowned
 from lockstep.core.contract.commands import (
     NO_ROWS,
     BlockFetch,
@@ -69,20 +71,20 @@ from lockstep.core.contract.events import (
     TierOperationStarted,
     TierOutcome,
 )
-from lockstep.core.kv.block_tiers import HostBlocks, Moved, Needed, block_key
+from lockstep.core.kv.block_tiers import HostBlocks, NeededBlocks, block_key
+from lockstep.core.kv.device_memory import DeviceMemory
+from lockstep.core.kv.facts import Facts
+from lockstep.core.kv.operations import NO_OPERATION, MovedBlocks, Operation, operation_image, operation_of
 from lockstep.core.kv.pages import PagePool
-from lockstep.core.kv.radix import TOKEN_BYTES, Match, RadixCache, RadixNode
+from lockstep.core.kv.radix import TOKEN_BYTES, Match, RadixCache
+from lockstep.core.kv.running_view import EngineView
+from lockstep.core.requests.budget import PrefillBudget
+from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.requests.table import Int32s, Request, RequestState
 
-if TYPE_CHECKING:
-    from lockstep.core.kv.memory import Memory
-    from lockstep.core.kv.running_view import EngineView
-    from lockstep.core.requests.budget import PrefillBudget
-
-NONE = -1  # no operation
 NO_FETCH: tuple[BlockFetch, ...] = ()
 LOOKAHEAD_REQUESTS = 64
-"""Of the waiting line, those for which storage is asked ahead of their turn."""
+"""Waiting requests, from the head of the queue, whose prefixes are looked up in storage ahead of their turn."""
 
 Answer = HostCopyFinished | PrefetchFinished | StorageWritten
 
@@ -94,139 +96,72 @@ ANSWERED_BY: dict[TierKind, type[Answer]] = {
 }
 
 
-class Operation(msgspec.Struct):
-    """Pages [start:stop) of a path on their way from one tier to another."""
-
-    number: int
-    kind: TierKind
-    namespace: str
-    tokens: bytes  # int32 ids of the path, from the root to page `stop`
-    start: int
-    stop: int
-    device_pages: Int32s  # [stop - start]; of a prefetch or store, none
-    host_pages: Int32s  # [stop - start]
-    device_handle: RadixNode | None = None
-    host_handle: RadixNode | None = None
-    request_id: RequestId = NONE
-    cancelled: bool = False  # the host was informed that no request waits for it
-    blocks: list[Moved] = []
-    windows_locked: Int32s = NO_ROWS  # device pages whose windows it reads or counts on
-    slots_locked: Int32s = NO_ROWS  # checkpoints on the device, the same
-
-    @property
-    def pages(self) -> int:
-        """How many it moves."""
-        return self.stop - self.start
-
-
 class LoadPlan(NamedTuple):
-    """What a load would bring a request."""
+    """The pages that a load would bring for a request."""
 
-    pages: int  # by so many it would go on further behind
-    device: Match  # what the device has of the path
-    found: Match  # and the host
-    stop: int  # where the request then goes on
+    pages: int  # pages that the request would not have to compute
+    device: Match  # the part of the path that the device has
+    found: Match  # the part of the path that the host has
+    stop: int  # pages behind which the request then starts
     host_path: Int32s  # pages of `found`
 
     @property
     def host_pages(self) -> Int32s:
-        """Those of the host that the device lacks."""
+        """Host pages of the path that the device lacks."""
         return self.host_path[self.device.pages : self.stop]
 
 
 class LoadCandidate(msgspec.Struct):
-    """What is done and was done for a request of the line."""
+    """Loads and prefetches for a waiting request."""
 
-    asked: bool = False  # its prefix was looked for in storage, or is not worth it
+    queried: bool = False  # its prefix was looked up in storage, or is too short for that
     loaded: bool = False  # it had its load, or needs none
-    followed: bool = False  # it waited for the load of another
-    operation: int = NONE  # what it waits for
-    due_us: int | None = None  # until then, at most
-    prefetch: int = NONE  # what was begun for it in storage
-    since_us: int = -1  # when it began to wait for the first of them
-    until_us: int = -1  # when it stopped to wait for the last of them
+    shared_load: bool = False  # it waited for the load of another request
+    operation: int = NO_OPERATION  # the operation it waits for
+    due_us: int | None = None  # the latest end of the wait
+    prefetch: int = NO_OPERATION  # the prefetch that was begun for it
+    since_us: int = -1  # begin of its first wait
+    until_us: int = -1  # end of its last wait
     start: int = 0  # pages [start:stop) of its prefix were loaded for it ...
     from_storage: bytes = b""  # ... one byte for each: 1 if it came from storage
 
 
 class Tiers:
-    """Host memory and storage of one engine. Built by its `Memory`; the device is that one's radix cache and page
-    pool."""
+    """Host memory and storage of one engine."""
 
     present: ClassVar[bool] = True  # False: there is nothing below the device
 
-    def __init__(self, settings: CacheTiers, memory: Memory) -> None:
+    def __init__(self, settings: CacheTiers, device: DeviceMemory) -> None:
         self.settings = settings
-        self.memory = memory
-        self.page_size = memory.config.page_size
+        self.device = device
+        self.page_size = device.config.page_size
         self.generation = 0
-        self.holds_still = False  # weights or memory of the device are being changed: nothing is copied from it
+        self.copies_blocked = False  # weights or memory of the device are being changed: nothing is copied from it
         self.pool = PagePool(settings.host_pages)
         self.host = RadixCache(self.page_size)
-        self.operations: dict[int, Operation] = {}
+        self.operations = device.operations
         self.next_operation = 0
         self.candidates: dict[RequestId, LoadCandidate] = {}
-        self.uses: Int32s = np.zeros(memory.config.pages, np.int32)  # of each cached device page, beyond the first
-        self.writing: Int32s = np.full(memory.config.pages, NONE, np.int32)  # by device page: the write under way
-        self.loading: Int32s = np.full(settings.host_pages, NONE, np.int32)  # by host page: the load under way
+        self.uses: Int32s = np.zeros(device.config.pages, np.int32)  # of each cached device page, without the first
+        self.writing: Int32s = np.full(device.config.pages, NO_OPERATION, np.int32)  # by device page: its write
+        self.loading: Int32s = np.full(settings.host_pages, NO_OPERATION, np.int32)  # by host page: the load under way
         self.fetching: dict[bytes, int] = {}  # by `_fetch_key`: the prefetch under way
-        self.stored = np.zeros(settings.host_pages, np.bool_)  # host pages that storage has, or is about to get
-        self.fetched = np.zeros(settings.host_pages, np.bool_)  # host pages that came from storage, not used since
-        config = memory.config
+        self.stored = np.zeros(settings.host_pages, np.bool_)  # host pages that are stored or being stored
+        self.fetched = np.zeros(settings.host_pages, np.bool_)  # host pages from storage that were not used since
+        config = device.config
         self.blocks = HostBlocks(config, settings.host_pages) if config.hybrid is not msgspec.UNSET else None
 
-    # ---------------------------------------------------------------------------------------------------- what there is
-
-    @property
-    def device_busy(self) -> bool:
-        """Whether anything moves to or from the device."""
-        return any(one.kind in ("write", "load") for one in self.operations.values())
+    # ---------------------------------------------------------------------------------------------------------- queries
 
     @property
     def awaited(self) -> bool:
-        """Whether requests may wait for something under way: for what it brings, or the pages it locks."""
-        return self.device_busy or any(one.operation != NONE for one in self.candidates.values())
+        """Whether requests may wait for operations under way: for their pages, or for the pages that they lock."""
+        return self.operations.device_busy or any(one.operation != NO_OPERATION for one in self.candidates.values())
 
-    @property
-    def loading_pages(self) -> int:
-        """Device pages that loads are filling."""
-        return sum(one.pages for one in self.operations.values() if one.kind == "load")
-
-    @property
-    def prefetching_pages(self) -> int:
-        """Host pages that prefetches are filling."""
-        return sum(one.pages for one in self.operations.values() if one.kind == "prefetch")
-
-    def returning_pages(self) -> int:
-        """Device pages that can be had once what is under way has ended. An underestimate."""
-        return self.loading_pages + sum(
-            _held_alone(one.device_handle) for one in self.operations.values() if one.device_handle is not None
-        )
-
-    @property
-    def windows_loading(self) -> int:
-        """Window pages of the device that loads are filling."""
-        loads = [one for one in self.operations.values() if one.kind == "load"]
-        return sum(moved.index.size for one in loads for moved in one.blocks if moved.kind == "window")
-
-    @property
-    def slots_moving(self) -> int:
-        """Slots of state of the device that moves read, count on or fill."""
-        moves = self.operations.values()
-        filled = [moved.device for one in moves if one.kind == "load" for moved in one.blocks if moved.kind == "state"]
-        return int(np.unique(np.concatenate((NO_ROWS, *filled, *(one.slots_locked for one in moves)))).size)
-
-    def window_locks(self) -> Int32s:
-        """By device page, how many moves read its window or count on it."""
-        locks = np.zeros(self.memory.config.pages, np.int32)
-        for one in self.operations.values():
-            locks[one.windows_locked] += 1
-        return locks
-
-    def holds_back(self, request: Request, now_us: int) -> DeferReason | None:
-        """Why a request that waits may not start yet, if it waits for one of the tiers."""
+    def deferral_reason(self, request: Request, now_us: int) -> DeferReason | None:
+        """Return why a waiting request may not start yet; None if it waits for no operation."""
         candidate = self.candidates.get(request.request_id)
-        if candidate is None or candidate.operation == NONE:
+        if candidate is None or candidate.operation == NO_OPERATION:
             return None
         if candidate.due_us is not None and candidate.due_us <= now_us:
             return None
@@ -235,20 +170,20 @@ class Tiers:
     # ------------------------------------------------------------------------------------------------------------ write
 
     def used(self, match: Match) -> None:
-        """A request starts behind these cached pages."""
+        """Count a use of these cached pages, behind which a request starts."""
         if match.node is not None and self.settings.uses_to_write > 1:
-            self.uses[self.memory.radix.pages_of(match.node)[: match.pages]] += 1
+            self.uses[self.device.radix.pages_of(match.node)[: match.pages]] += 1
 
     def back_up(self, node: RadixNode, pages: int, step: Step) -> None:
-        """The first `pages` of the path to `node` are cached: write what the policy selects of those that are computed.
+        """Write the first `pages` of the path to `node`, which are cached, as far as the policy selects them.
 
-        Not all of them need be: with `same_step_sharing` a page of another batch in flight may stand there.
+        Only computed pages are written: with `same_step_sharing` a batch in flight may still compute some.
         """
-        if self.settings.write_policy == "write_back" or node.invalidated or self.memory.is_stale(node.namespace):
+        if self.settings.write_policy == "write_back" or node.invalidated or self.device.is_stale(node.namespace):
             return
-        if self.holds_still:
+        if self.copies_blocked:
             return
-        device_pages = self.memory.computed_of(self.memory.radix.pages_of(node)[: min(pages, node.stop)])
+        device_pages = self.device.computed_of(self.device.radix.pages_of(node)[: min(pages, node.stop)])
         pages = device_pages.size
         if not pages:
             return
@@ -259,57 +194,56 @@ class Tiers:
         self._write(node.namespace, tokens, device_pages, pages, step, node)
 
     def evict(self, count: int, step: Step) -> Int32s:
-        """Evict from the device for a request that needs the pages, writing back what the policy selects; as
-        `evict`."""
-        radix = self.memory.radix
+        """Evict pages of the device, and write back what the policy selects. Returns: see `RadixCache.evict`."""
+        radix = self.device.radix
         if self.settings.write_policy == "write_back":
-            radix.witness = lambda leaf: self._write_back(leaf, step)
+            radix.on_evict = lambda leaf: self._write_back(leaf, step)
         evicted = radix.evict(count)
-        radix.witness = None
+        radix.on_evict = None
         self.forget(evicted)
         return evicted
 
     def forget(self, device_pages: Int32s) -> None:
-        """These device pages are no longer cached."""
+        """Drop uses and marks of device pages that are no longer cached."""
         self.uses[device_pages] = 0
-        self.writing[device_pages] = NONE
+        self.writing[device_pages] = NO_OPERATION
 
     def _write_back(self, leaf: RadixNode, step: Step) -> None:
-        """Pages at the end of a leaf are about to be evicted: copy its whole path, as far as the host lacks it."""
-        if leaf.invalidated or self.memory.is_stale(leaf.namespace):
+        """Copy the path of a leaf, whose last pages are evicted next, as far as the host lacks it."""
+        if leaf.invalidated or self.device.is_stale(leaf.namespace):
             return
-        device_pages = self.memory.radix.pages_of(leaf)
+        device_pages = self.device.radix.pages_of(leaf)
         self._write(leaf.namespace, path_tokens(leaf), device_pages, leaf.stop, step, None)
 
     def _write(
         self, namespace: str, tokens: bytes, device_pages: Int32s, stop: int, step: Step, node: RadixNode | None
     ) -> None:
-        """Begin to write what the host lacks of a path's first `stop` pages, as far as it has room.
+        """Begin to write the pages that the host lacks of the first `stop` pages of a path, as far as it has room.
 
-        `node`: the path's end or below it, which is locked; None: the pages are given up.
+        `node`: the end of the path or a node below it, which is locked; None: the pages are given up.
         """
         known = self.host.match(namespace, tokens, stop)
-        fresh = self.writing[device_pages[known.pages : stop]] == NONE
+        fresh = self.writing[device_pages[known.pages : stop]] == NO_OPERATION
         if not fresh.any() and self.blocks is None:
-            self.host.unlock(self.host.lock(known))  # used, for what is evicted by age
+            self.host.unlock(self.host.lock(known))  # counts as a use
             return
         start = known.pages + int(fresh.argmax()) if fresh.any() else stop
         under_way = ~fresh[start - known.pages :]
         stop = start + int(under_way.argmax()) if under_way.any() else stop
         if not fresh.any():
-            start = stop = known.pages  # companions alone
+            start = stop = known.pages  # blocks alone
         handle = self.host.lock(known)
         stop = min(stop, start + self.pool.free_count + self.host.evictable_pages)
         if stop == start and self.blocks is None:
             self.host.unlock(handle)
             return
         moved, host_pages = device_pages[start:stop].copy(), self._take_host_pages(stop - start, step)
-        blocks = self._going_down(device_pages[:stop], start, handle, step)
+        blocks = self._begin_block_write(device_pages[:stop], start, handle, step)
         if stop == start and not blocks:
             self.host.unlock(handle)
             return
         if node is not None:
-            self.memory.lock_node(node)
+            self.device.lock_node(node)
         operation = Operation(
             self._number(),
             "write",
@@ -333,27 +267,30 @@ class Tiers:
         if node is None:
             operation.windows_locked = operation.slots_locked = NO_ROWS
         else:
-            self.memory.hybrid.lock_moving(operation.windows_locked, operation.slots_locked)
+            self.device.hybrid.lock_moving(operation.windows_locked, operation.slots_locked)
         self._begin(operation, step)
         copies = tuple(one.copy() for one in blocks)
         step.commands.append(CopyToHost(operation.number, moved, host_pages, node is None, self.generation, copies))
 
-    def _going_down(self, path: Int32s, start: int, known: RadixNode, step: Step) -> list[Moved]:
-        """Companions to be written of a path, whose pages are from `start` on. `known`: what the host has of it."""
+    def _begin_block_write(self, path: Int32s, start: int, known: RadixNode, step: Step) -> list[MovedBlocks]:
+        """Allocate host room for the blocks of a path that are to be written, with its pages from `start` on.
+
+        `known`: the end of the part that the host has.
+        """
         if self.blocks is None:
             return []
-        busy = self.writing[path[: known.stop]] != NONE
-        return self.blocks.going_down(self.memory.hybrid, path, self.host.pages_of(known), start, busy, step)
+        busy = self.writing[path[: known.stop]] != NO_OPERATION
+        return self.blocks.begin_write(self.device.hybrid, path, self.host.pages_of(known), start, busy, step)
 
     def _take_host_pages(self, count: int, step: Step) -> Int32s:
-        """Host pages for an operation; the oldest unused ones make room. The caller saw that there are so many."""
+        """Allocate host pages for an operation; the oldest unlocked ones are evicted. The caller checks the room."""
         missing = count - self.pool.free_count
         if missing > 0:
-            self._give_back_host(self.host.evict(missing))
+            self._free_host_pages(self.host.evict(missing))
             step.decided.append(HostPagesEvicted(step.time_us, missing))
         return self.pool.alloc(count)
 
-    def _give_back_host(self, host_pages: Int32s) -> None:
+    def _free_host_pages(self, host_pages: Int32s) -> None:
         self.stored[host_pages] = False
         self.fetched[host_pages] = False
         if self.blocks is not None:
@@ -365,29 +302,29 @@ class Tiers:
     def begin_load(
         self, engine: EngineView, request: Request, device: Match, budget: PrefillBudget, step: Step
     ) -> bool:
-        """Whether a request that may start should wait instead, for what only the host has of its prefix.
+        """Whether a request that could start should wait for a load of pages that only the host has.
 
-        Begins to load that, unless a load is under way that brings it.
+        Begins that load, unless a load of these pages is under way.
         """
         candidate = self.candidates.setdefault(request.request_id, LoadCandidate())
-        if candidate.loaded or candidate.operation != NONE:  # it had its load, or waited long enough
+        if candidate.loaded or candidate.operation != NO_OPERATION:  # it had its load, or its wait is over
             return False
         wanted = self._wanted(request, device)
         if wanted is None or wanted.pages * self.page_size < self.settings.load_tokens_min:
             candidate.loaded = True
             return False
-        coming = self._coming_up(wanted)
-        number = self._brought_by(wanted, coming)
-        if number != NONE:
-            candidate.loaded, candidate.followed = candidate.followed, True
+        coming = self._blocks_to_load(wanted)
+        number = self._load_under_way(wanted, coming)
+        if number != NO_OPERATION:
+            candidate.loaded, candidate.shared_load = candidate.shared_load, True
             if candidate.loaded:
                 return False
         else:
             pages, locking = wanted.host_pages.size, wanted.device.evictable_pages
             most = self.settings.load_pages_max
-            if most is not None and (loading := self.loading_pages) and loading + pages > most:
+            if most is not None and (loading := self.operations.loading_pages) and loading + pages > most:
                 return self._wait(candidate, self._any_load(), step)
-            room = self.memory.available_pages - budget.set_aside - locking
+            room = self.device.available_pages - budget.set_aside - locking
             if pages > room or not self._has_room(coming, engine):
                 candidate.loaded = True
                 return False
@@ -402,46 +339,49 @@ class Tiers:
         return self._wait(candidate, number, step)
 
     def _wanted(self, request: Request, device: Match) -> LoadPlan | None:
-        """What the host has of a request's prefix beyond `device`, behind which it could start as it is."""
+        """Return what a load would bring beyond `device`, the match behind which the request could start."""
         most = request.cacheable_tokens // self.page_size
         found, stop = self.host.match(request.namespace, request.tokens, most), 0
         if self.blocks is None:
             stop = found.pages
         elif found.node is not None:
-            stop = self.blocks.furthest(self.memory.hybrid, *self._paths(request, found, most))
+            stop = self.blocks.usable_pages(self.device.hybrid, *self._paths(request, found, most))
             found = self.host.match(request.namespace, request.tokens, stop)
         if stop <= device.pages or found.node is None:
             return None
         pages = stop - device.pages
-        if self.memory.hybrid.present:
-            device = self.memory.radix.match(request.namespace, request.tokens, stop)
+        if self.device.hybrid.present:
+            device = self.device.radix.match(request.namespace, request.tokens, stop)
         return LoadPlan(pages, device, found, stop, self.host.pages_of(found.node)[: found.pages])
 
     def _paths(self, request: Request, found: Match, most: int) -> tuple[Int32s, Int32s]:
-        """Pages that the device has of the first `most` of a request's prefix, and that the host has, as `found`."""
-        whole = self.memory.radix.match(request.namespace, request.tokens, most)
-        host_path = self.host.pages_of(found.node)[: found.pages] if found.node is not None else NO_ROWS
-        return self.memory.path_of(whole), host_path
+        """Return the pages that the device and the host have of a prefix. `found`: the match of the host.
 
-    def _coming_up(self, wanted: LoadPlan) -> list[Needed]:
-        """Companions that a load would bring."""
+        `most`: pages of the prefix, at most.
+        """
+        whole = self.device.radix.match(request.namespace, request.tokens, most)
+        host_path = self.host.pages_of(found.node)[: found.pages] if found.node is not None else NO_ROWS
+        return self.device.path_of(whole), host_path
+
+    def _blocks_to_load(self, wanted: LoadPlan) -> list[NeededBlocks]:
+        """Return the blocks that a load would bring."""
         if self.blocks is None:
             return []
-        return self.blocks.coming_up(self.memory.hybrid, self.memory.path_of(wanted.device), wanted.stop)
+        return self.blocks.blocks_to_load(self.device.hybrid, self.device.path_of(wanted.device), wanted.stop)
 
-    def _has_room(self, coming: list[Needed], engine: EngineView) -> bool:
+    def _has_room(self, coming: list[NeededBlocks], engine: EngineView) -> bool:
         if self.blocks is None:
             return True
-        return self.blocks.has_room(self.memory.hybrid, coming, engine)
+        return self.blocks.has_room(self.device.hybrid, coming, engine)
 
-    def _brought_by(self, wanted: LoadPlan, coming: list[Needed]) -> int:
-        """A load under way that brings some of it; NONE if there is none."""
+    def _load_under_way(self, wanted: LoadPlan, coming: list[NeededBlocks]) -> int:
+        """Return a load under way that brings some of these pages or blocks; NO_OPERATION if there is none."""
         pages = np.concatenate((wanted.host_pages[:1], *(wanted.host_path[one.lacking] for one in coming)))
         under_way = self.loading[pages]
         return int(under_way.max())
 
-    def _load(self, request: Request, wanted: LoadPlan, coming: list[Needed], step: Step) -> int:
-        radix, memory = self.memory.radix, self.memory
+    def _load(self, request: Request, wanted: LoadPlan, coming: list[NeededBlocks], step: Step) -> int:
+        radix, device = self.device.radix, self.device
         host_pages = wanted.host_pages
         operation = Operation(
             self._number(),
@@ -458,18 +398,18 @@ class Tiers:
         )
         self.loading[host_pages] = operation.number
         if self.blocks is not None:
-            path = memory.path_of(wanted.device)
+            path = device.path_of(wanted.device)
             for one in coming:
                 self.loading[wanted.host_path[one.lacking]] = operation.number
                 if one.kind == "window":
                     operation.windows_locked = path[one.there]
                 else:
-                    operation.slots_locked = memory.hybrid.blocks_of(one.kind, path[one.there])
-            memory.hybrid.lock_moving(operation.windows_locked, operation.slots_locked)
-            self.blocks.hold(coming, wanted.host_path)
-        operation.device_pages = memory.alloc(operation.pages, "admission", step)
+                    operation.slots_locked = device.hybrid.blocks_of(one.kind, path[one.there])
+            device.hybrid.lock_moving(operation.windows_locked, operation.slots_locked)
+            self.blocks.begin_read(coming, wanted.host_path)
+        operation.device_pages = device.alloc(operation.pages, "admission", step)
         if self.blocks is not None:
-            operation.blocks = self.blocks.read(memory.hybrid, coming, wanted.host_path, step)
+            operation.blocks = self.blocks.read(device.hybrid, coming, wanted.host_path, step)
         self._begin(operation, step)
         copies = tuple(one.copy() for one in operation.blocks)
         load = LoadFromHost(operation.number, host_pages, operation.device_pages, self.generation, copies)
@@ -477,11 +417,11 @@ class Tiers:
         return operation.number
 
     def _any_load(self) -> int:
-        """A load that is under way: the oldest."""
+        """Return the oldest load under way."""
         return next(one.number for one in self.operations.values() if one.kind == "load")
 
     def _wait(self, candidate: LoadCandidate, number: int, step: Step) -> bool:
-        """Let a request wait for the end of an operation; not at all if it has waited its time."""
+        """Let a request wait for the end of an operation, at most `load_timeout_us`. Returns True."""
         timeout = self.settings.load_timeout_us
         if candidate.since_us < 0:
             candidate.since_us = step.time_us
@@ -490,7 +430,8 @@ class Tiers:
         return True
 
     def loaded_for(self, request: Request, cached_tokens: int) -> tuple[int, int, int]:
-        """Of the cached tokens that a request starts behind: from the host, of these from storage; and its wait, us."""
+        """Return how many of the cached tokens of a starting request came from the host, how many of these from
+        storage, and how long it waited for them, us."""
         candidate = self.candidates.get(request.request_id)
         if candidate is None:
             return 0, 0, 0
@@ -502,42 +443,42 @@ class Tiers:
     # ---------------------------------------------------------------------------------------------------------- storage
 
     def _look_ahead(self, waiting: Sequence[Request], step: Step) -> None:
-        """Query storage for what the host lacks of the prefixes of waiting requests, once each, as far as the rate
-        goes."""
+        """Look up the pages that the host lacks of the prefixes of waiting requests in storage, once each, as far as
+        `prefetch_share` allows."""
         most = int(self.settings.prefetch_share * self.settings.host_pages)
         for request in waiting[:LOOKAHEAD_REQUESTS]:
             candidate = self.candidates.setdefault(request.request_id, LoadCandidate())
-            if candidate.asked:
+            if candidate.queried:
                 continue
-            if self.prefetching_pages >= most or not self._may_fetch_blocks():
+            if self.operations.prefetching_pages >= most or not self._may_fetch_blocks():
                 return
-            candidate.asked = True
-            self._prefetch(request, candidate, most - self.prefetching_pages, step)
+            candidate.queried = True
+            self._prefetch(request, candidate, most - self.operations.prefetching_pages, step)
 
     def _may_fetch_blocks(self) -> bool:
-        """Whether the host's pools of windows and states have room for one prefetch more, if there are any."""
+        """Whether the host pools of window and state blocks have room for one more prefetch."""
         if self.blocks is None:
             return True
         fetches = (one for one in self.operations.values() if one.kind == "prefetch")
         under_way = [moved for one in fetches for moved in one.blocks]
-        return self.blocks.may_fetch(self.memory.hybrid, under_way, self.settings.prefetch_share)
+        return self.blocks.may_fetch(self.device.hybrid, under_way, self.settings.prefetch_share)
 
     def _prefetch(self, request: Request, candidate: LoadCandidate, most: int, step: Step) -> None:
-        """Begin to fetch what the host lacks of a request's prefix, if that pays; or join a fetch under way."""
+        """Begin to fetch the pages that the host lacks of a prefix, if there are enough; or join a fetch under way."""
         settings, page_size = self.settings, self.page_size
         tokens = request.tokens[: sharable_tokens(request.tokens) * TOKEN_BYTES]
         stop = min(request.cacheable_tokens, len(tokens) // TOKEN_BYTES) // page_size
         known = self.host.match(request.namespace, tokens, stop)
         reach = known.pages
         if self.blocks is not None:
-            reach = self.blocks.furthest(self.memory.hybrid, *self._paths(request, known, stop))
+            reach = self.blocks.usable_pages(self.device.hybrid, *self._paths(request, known, stop))
         if (stop - reach) * page_size < settings.prefetch_tokens_min:
             return
         keys = page_keys(request.namespace, tokens, stop, page_size)
-        number = self.fetching.get(_fetch_key(keys, known.pages, reach), NONE)
-        if number == NONE:
+        number = self.fetching.get(_fetch_key(keys, known.pages, reach), NO_OPERATION)
+        if number == NO_OPERATION:
             number = self._fetch(request, tokens, known, reach, keys, most, step)
-            if number == NONE:
+            if number == NO_OPERATION:
                 return
             stop = self.operations[number].stop
         candidate.prefetch = number
@@ -552,23 +493,23 @@ class Tiers:
     def _fetch(
         self, request: Request, tokens: bytes, known: Match, reach: int, keys: list[bytes], most: int, step: Step
     ) -> int:
-        """Begin a prefetch; NONE if there is no room for what would help.
+        """Begin a prefetch. Returns its number; NO_OPERATION if there is no room for pages that would help.
 
         Args:
-            known: what the host has of the path.
-            reach: pages behind which the request could go on without it.
-            keys: of the path's pages.
-            most: pages to fetch.
+            known: the match of the host.
+            reach: pages behind which the request could start without the prefetch.
+            keys: keys of the pages of the path.
+            most: pages to fetch, at most.
         """
         handle, start = self.host.lock(known), known.pages
         stop = min(len(keys), start + most, start + self.pool.free_count + self.host.evictable_pages)
         if stop <= reach:
             self.host.unlock(handle)
-            return NONE
-        host_pages, moved, asked, reached = self._take_host_pages(stop - start, step), list[Moved](), NO_FETCH, 0
+            return NO_OPERATION
+        host_pages, moved, asked, reached = self._take_host_pages(stop - start, step), list[MovedBlocks](), NO_FETCH, 0
         if self.blocks is not None:
             paths = self._paths(request, known, stop)
-            moved, asked, reached = self.blocks.to_fetch(self.memory.hybrid, *paths, reach, keys[:stop], step)
+            moved, asked, reached = self.blocks.to_fetch(self.device.hybrid, *paths, reach, keys[:stop], step)
         operation = Operation(
             self._number(),
             "prefetch",
@@ -591,10 +532,10 @@ class Tiers:
         return operation.number
 
     def _store(self, namespace: str, tokens: bytes, stop: int, step: Step) -> None:
-        """Write what storage lacks of a path that the host has."""
+        """Write the pages and blocks that storage lacks of a path that the host has."""
         stop = min(stop, sharable_tokens(tokens) // self.page_size)
         found = self.host.match(namespace, tokens, stop)
-        if found.node is None or self.memory.is_stale(namespace):
+        if found.node is None or self.device.is_stale(namespace):
             return
         host_pages = self.host.pages_of(found.node)[: found.pages]
         missing = ~self.stored[host_pages]
@@ -625,16 +566,18 @@ class Tiers:
         wanted = tuple(keys[start:])
         step.commands.append(WriteToStorage(operation.number, wanted, operation.host_pages, self.generation, beside))
 
-    # ------------------------------------------------------------------------------------------ everything has its end
+    # --------------------------------------------------------------------------------------------- ends of operations
 
-    def tend(
+    def advance(
         self, requests: Mapping[RequestId, Request], waiting: Sequence[Request], step: Step, *, admits: bool
     ) -> bool:
-        """After every event: drop candidates that waited long enough or left the queue; prefetch for new ones.
+        """End the waits that are over, drop requests that left the queue, and prefetch for new ones.
+
+        Called after every event.
 
         Args:
-            admits: whether requests may start; without it nothing is prefetched.
-        Returns: whether a request waits for no tier any more, so that admission may be tried again.
+            admits: whether requests may start; otherwise nothing is prefetched.
+        Returns: whether a wait has ended, so that admission may be tried again.
         """
         freed = False
         for request_id, candidate in list(self.candidates.items()):
@@ -656,10 +599,10 @@ class Tiers:
         return freed
 
     def _stop_waiting(self, candidate: LoadCandidate, now_us: int) -> None:
-        candidate.operation, candidate.due_us, candidate.until_us = NONE, None, now_us
+        candidate.operation, candidate.due_us, candidate.until_us = NO_OPERATION, None, now_us
 
     def _give_up(self, number: int, step: Step) -> None:
-        """Cancel a prefetch without a waiting request; what it has brought by then is kept."""
+        """Cancel a prefetch for which no request waits. The pages that it has brought by then are kept."""
         operation = self.operations.get(number)
         if operation is None or operation.cancelled:
             return
@@ -668,13 +611,13 @@ class Tiers:
             step.commands.append(CancelPrefetch(number))
 
     def _may_use(self, candidate: LoadCandidate) -> bool:
-        """Whether a request may still start behind what is fetched for it."""
-        return candidate.operation != NONE or self.settings.prefetch_policy == "best_effort"
+        """Whether a request may still start behind the pages that are fetched for it."""
+        return candidate.operation != NO_OPERATION or self.settings.prefetch_policy == "best_effort"
 
     def answered(self, event: Answer, step: Step) -> None:
-        """An operation ended: keep what came, let go of the rest.
+        """End an operation: keep what has arrived, free the rest.
 
-        Raises ContractError, changing nothing, for an answer without an order, or of more than was ordered.
+        Raises ContractError, changing nothing, for an answer without an order, or for more than was ordered.
         """
         if isinstance(event, HostCopyFinished):
             number = event.copy_id
@@ -691,7 +634,7 @@ class Tiers:
         if isinstance(event, PrefetchFinished) and (found := event.blocks):
             if self.blocks is None or event.error:
                 why = f"an error ({event.error})" if event.error else "no windows and states to bring"
-                raise ContractError(f"PrefetchFinished of operation {number} has companions, and {why}")
+                raise ContractError(f"PrefetchFinished of operation {number} has blocks, and {why}")
             self.blocks.check_fetched(operation.blocks, found, operation.start + event.pages_done)
         del self.operations[number]
         done, complete = event.pages_done, event.pages_done == operation.pages and not event.error
@@ -701,7 +644,7 @@ class Tiers:
         if operation.cancelled and outcome != "done":
             outcome = "cancelled"
         kept = done
-        if operation.kind != "store" and self.memory.is_stale(operation.namespace):
+        if operation.kind != "store" and self.device.is_stale(operation.namespace):
             outcome, kept = "void", self._settle(operation, 0, complete=False)
         elif operation.kind == "store":
             self._settle_store(operation, done, complete=complete)
@@ -713,29 +656,30 @@ class Tiers:
             if candidate.operation == number:
                 self._stop_waiting(candidate, step.time_us)
         if operation.kind == "load":
-            self.memory.trim(step)
+            self.device.trim(step)
         elif operation.kind == "write" and self.settings.storage and (kept or outcome == "done"):
             self._store(operation.namespace, operation.tokens, operation.start + kept, step)
 
     def _settle_store(self, operation: Operation, done: int, *, complete: bool) -> None:
-        """Remember what storage did not get."""
+        """Unmark the pages and blocks that a store did not write."""
         self.stored[operation.host_pages[done:]] = False
         if self.blocks is not None and not complete:
             assert operation.host_handle is not None
             self.blocks.not_stored(operation.blocks, self.host.pages_of(operation.host_handle))
 
     def _settle(self, operation: Operation, done: int, *, complete: bool, found: tuple[BlocksFound, ...] = ()) -> int:
-        """Give the first `done` pages of an operation to the cache they came for, and the rest back; with its
-        companions, if it is `complete`, or of a prefetch with those that it `found`.
+        """Insert the first `done` pages of an operation into the cache that they are for, and free the rest.
 
-        Returns: pages kept; -1 for an orphan: what lies in front of it is not there, so it is given back too.
+        Blocks are attached if the operation is `complete`; of a prefetch, the blocks `found`.
+
+        Returns: pages kept; -1 for an orphan: the pages in front of it are gone, so all of it is freed.
         """
         if operation.kind == "load":
             assert operation.device_handle is not None
             radix, handle, pool, pages = (
-                self.memory.radix,
+                self.device.radix,
                 operation.device_handle,
-                self.memory.pool,
+                self.device.pool,
                 operation.device_pages,
             )
             orphan = handle.invalidated
@@ -746,7 +690,7 @@ class Tiers:
             orphan = radix.match(operation.namespace, operation.tokens, operation.start).pages < operation.start
         kept, already = 0 if orphan else done, 0
         if kept:
-            path = np.zeros(operation.start + kept, np.int32)  # in front of `start` the tree has its own
+            path = np.zeros(operation.start + kept, np.int32)  # the tree has the pages before `start`
             path[operation.start :] = pages[:kept]
             tokens = operation.tokens[: len(path) * self.page_size * TOKEN_BYTES]
             inserted = radix.insert(operation.namespace, tokens, path, behind=handle)
@@ -764,7 +708,7 @@ class Tiers:
         return -1 if orphan and (done or (complete and operation.blocks)) else kept
 
     def _settle_blocks(self, operation: Operation, path: Int32s, *, keep: bool) -> None:
-        """Blocks of a write or load have come to these pages; or they have not, or the pages have no holder."""
+        """Attach the blocks of a write or load to the pages of `path`, if `keep`; free them otherwise."""
         assert self.blocks is not None
         if operation.kind == "write" and keep:
             self.blocks.arrived(operation.blocks, path)
@@ -772,32 +716,32 @@ class Tiers:
             self.blocks.lost(operation.blocks)
         for one in operation.blocks if operation.kind == "load" else ():
             if keep:
-                self.memory.hybrid.arrived(one.kind, path[one.index], one.device)
+                self.device.hybrid.arrived(one.kind, path[one.index], one.device)
             else:
-                self.memory.hybrid.lost(one.kind, one.device)
+                self.device.hybrid.lost(one.kind, one.device)
 
     def _release(self, operation: Operation) -> None:
-        """Take back what an operation locks and marks."""
+        """Release the locks and marks of an operation."""
         if self.blocks is not None:
-            self.memory.hybrid.unlock_moved(operation.windows_locked, operation.slots_locked)
+            self.device.hybrid.unlock_moved(operation.windows_locked, operation.slots_locked)
             if operation.kind in ("load", "store") and operation.host_handle is not None:
-                self.blocks.was_read(operation.blocks, self.host.pages_of(operation.host_handle))
+                self.blocks.end_read(operation.blocks, self.host.pages_of(operation.host_handle))
             elif operation.kind == "prefetch" and operation.host_handle is not None:
-                self.blocks.let_go(operation.blocks, self.host.pages_of(operation.host_handle))
+                self.blocks.end_prefetch(operation.blocks, self.host.pages_of(operation.host_handle))
         if operation.device_handle is not None:
-            self.memory.unlock(operation.device_handle)
+            self.device.unlock(operation.device_handle)
         if operation.host_handle is not None:
             self.host.unlock(operation.host_handle)
         if operation.kind == "write":
-            mine = operation.device_pages[self.writing[operation.device_pages] == operation.number]
-            self.writing[mine] = NONE
+            own = operation.device_pages[self.writing[operation.device_pages] == operation.number]
+            self.writing[own] = NO_OPERATION
             if operation.blocks:
-                self.writing[self.writing == operation.number] = NONE
+                self.writing[self.writing == operation.number] = NO_OPERATION
         elif operation.kind == "load":
-            mine = operation.host_pages[self.loading[operation.host_pages] == operation.number]
-            self.loading[mine] = NONE
+            own = operation.host_pages[self.loading[operation.host_pages] == operation.number]
+            self.loading[own] = NO_OPERATION
             if operation.blocks:
-                self.loading[self.loading == operation.number] = NONE
+                self.loading[self.loading == operation.number] = NO_OPERATION
         elif operation.kind == "prefetch":
             self.fetching = {key: number for key, number in self.fetching.items() if number != operation.number}
 
@@ -812,45 +756,46 @@ class Tiers:
         )
         step.decided.append(started)
 
-    # ---------------------------------------------------------------------------------------------- everything at once
+    # ------------------------------------------------------------------------------------------------ flush and restart
 
     def empty(self) -> None:
-        """Forget what host memory holds, as far as nothing moves."""
-        self._give_back_host(self.host.reset())
+        """Evict all pages of the host that no operation locks."""
+        self._free_host_pages(self.host.reset())
 
     @property
     def timed(self) -> bool:
-        """Whether a request waits for one of the tiers until some time at most."""
+        """Whether a request has a limited wait for an operation."""
         return any(one.due_us is not None for one in self.candidates.values())
 
     def void(self, generation: int, step: Step) -> None:
-        """The device and host memory are gone, and what was under way; storage is still there."""
+        """End all operations: the memory of device and host is lost. Storage keeps its content."""
         for operation in self.operations.values():
             if operation.device_handle is not None:
-                self.memory.unlock(operation.device_handle)
+                self.device.unlock(operation.device_handle)
             if operation.kind == "load":
-                self.memory.pool.free(operation.device_pages)
-            self.memory.hybrid.unlock_moved(operation.windows_locked, operation.slots_locked)
+                self.device.pool.free(operation.device_pages)
+            self.device.hybrid.unlock_moved(operation.windows_locked, operation.slots_locked)
             for one in operation.blocks if operation.kind == "load" else ():
-                self.memory.hybrid.lost(one.kind, one.device)
+                self.device.hybrid.lost(one.kind, one.device)
             step.decided.append(TierOperationEnded(step.time_us, operation.number, operation.kind, "void", 0))
-        self.generation, self.operations, self.candidates = generation, {}, {}
+        self.operations.clear()
+        self.generation, self.candidates = generation, {}
         self.fetching = {}
         self.pool, self.host = PagePool(self.settings.host_pages), RadixCache(self.page_size)
         if self.blocks is not None:
             self.blocks.void()
         self.uses[:], self.stored[:], self.fetched[:] = 0, False, False
-        self.writing[:] = self.loading[:] = NONE
+        self.writing[:] = self.loading[:] = NO_OPERATION
 
     # --------------------------------------------------------------------------------------------------------- snapshot
 
     def dump(self) -> dict[str, Any] | None:
-        """The state in builtins. Handles are numbers of nodes. None: there are no tiers."""
+        """Return the state in builtins. Handles are stored as numbers of nodes. None: there are no tiers."""
         return {
             "generation": self.generation,
             "pool": self.pool.dump(),
             "host": self.host.dump(),
-            "operations": [_operation_image(one) for one in self.operations.values()],
+            "operations": [operation_image(one) for one in self.operations.values()],
             "next": self.next_operation,
             "candidates": [(number, msgspec.structs.astuple(one)) for number, one in self.candidates.items()],
             "uses": self.uses.tobytes(),
@@ -862,14 +807,14 @@ class Tiers:
             **({"companions": self.blocks.dump()} if self.blocks is not None else {}),
         }
 
-    def load(self, state: dict[str, Any], device_nodes: dict[int, RadixNode]) -> None:
-        """Become what `dump` described. `device_nodes`: those of the device's radix cache, by number."""
+    def load(self, state: dict[str, Any], device_nodes: Mapping[int, RadixNode]) -> None:
+        """Take over the state that `dump` returned. `device_nodes`: nodes of the device's radix cache by number."""
         self.generation = state["generation"]
         self.pool = PagePool.load(state["pool"])
         self.host = RadixCache.load(state["host"])
         host_nodes = {node.number: node for node in self.host.walk()}
         for image in state["operations"]:
-            operation = _operation(image, device_nodes, host_nodes)
+            operation = operation_of(image, device_nodes, host_nodes)
             self.operations[operation.number] = operation
         self.next_operation = state["next"]
         self.candidates = {number: LoadCandidate(*values) for number, values in state["candidates"]}
@@ -882,9 +827,61 @@ class Tiers:
         if self.blocks is not None:
             self.blocks.load(state["companions"])
 
+    # ------------------------------------------------------------------------------------------------------ invariants
+
+    def check(self, facts: Facts) -> None:
+        """S1, S9, S32: each host page has one owner; locks and marks are those of the operations under way."""
+        moves = list(self.operations.values())
+        nodes, arriving = self.host.nodes(), [one for one in moves if one.kind in ("write", "prefetch")]
+        owned = [self.pool.free_ids(), *(node.pages for node in nodes), *(one.host_pages for one in arriving)]
+        ids = np.concatenate(owned, dtype=np.int32)
+        ids.sort()
+        if ids.tobytes() != all_ids(self.pool.total):
+            names = ["free", *(f"the host's cache ({node})" for node in nodes)]
+            names += [f"{one.kind} {one.number}" for one in arriving]
+            misowned("S1 host pages", self.pool.total, dict(zip(names, (p.tolist() for p in owned), strict=True)))
+        self.host.check([one.host_handle for one in moves if one.host_handle is not None], nodes)
+        cached = facts.is_cached
+        marked = {page: int(self.writing[page]) for page in (self.writing >= 0).nonzero()[0].tolist()}
+        for one in moves:
+            page_bytes = 4 * facts.config.page_size
+            if len(one.tokens) != one.stop * page_bytes or len(one.host_pages) != one.pages:
+                fail(f"S32: {one.kind} {one.number} has {len(one.tokens)} bytes of tokens for {one.stop} pages")
+            if one.kind == "write" and one.device_handle is not None:
+                for page in one.device_pages.tolist():
+                    if marked.get(page) != one.number:
+                        fail(f"S32: device page {page} is being written by {one.number}, marked {marked.get(page)}")
+            if one.kind in ("load", "store"):
+                assert one.host_handle is not None
+                path = self.host.pages_of(one.host_handle)[one.start : one.stop]
+                if path.tolist() != one.host_pages.tolist():
+                    fail(f"S5: {one.kind} {one.number} reads host pages {one.host_pages.tolist()}, its path has {path}")
+        for page, number in marked.items():
+            if not cached[page] or number not in self.operations:
+                fail(f"S32: device page {page} is marked as being written by {number}")
+        if self.uses[~cached].any():
+            fail(f"S33: device pages that are not cached have uses: {(self.uses * ~cached).nonzero()[0].tolist()}")
+        for page in (self.loading >= 0).nonzero()[0].tolist():
+            if not any(one.number == self.loading[page] and page in self._read_by(one) for one in moves):
+                fail(f"S32: host page {page} is marked as being read by {self.loading[page]}")
+        if self.blocks is not None:
+            self.blocks.check(self.host, moves, nodes)
+        for request_id, candidate in self.candidates.items():
+            request = facts.requests.get(request_id)
+            if request is None or request.state is not RequestState.WAITING:
+                fail(f"S15: r{request_id} does not wait, but is a candidate of the tiers")
+            if candidate.operation >= 0 and candidate.operation not in self.operations:
+                fail(f"L7: r{request_id} waits for operation {candidate.operation}, which has ended")
+
+    def _read_by(self, load: Operation) -> Int32s:
+        """Return the host pages of which a load reads KV or blocks."""
+        assert load.host_handle is not None
+        path = self.host.pages_of(load.host_handle)
+        return np.concatenate((load.host_pages, *(path[moved.index] for moved in load.blocks)))
+
 
 def path_tokens(node: RadixNode) -> bytes:
-    """The tokens from the root to the end of `node`, packed int32."""
+    """Return the tokens from the root to the end of `node`, packed int32."""
     parts = [node.key]
     while (parent := node.parent) is not None:
         parts.append(parent.key)
@@ -894,16 +891,17 @@ def path_tokens(node: RadixNode) -> bytes:
 
 
 def sharable_tokens(tokens: bytes) -> int:
-    """Leading tokens that mean the same to every engine: those before the first placeholder of a medium."""
+    """Return the number of leading tokens that mean the same in every engine: up to the first media placeholder."""
     ids = np.frombuffer(tokens, np.int32)
     own = ids < 0
     return int(own.argmax()) if own.any() else len(ids)
 
 
 def page_keys(namespace: str, tokens: bytes, pages: int, page_size: int) -> list[bytes]:
-    """The keys of a path's first pages: SHA-256 of the key before and the page's tokens, int32 little-endian.
+    """Return the keys of the first pages of a path.
 
-    In front of the first stands the SHA-256 of the namespace, as UTF-8.
+    A key is the SHA-256 of the key before it and the tokens of its page, int32 little-endian. The key before the first
+    one is the SHA-256 of the namespace, as UTF-8.
     """
     key, size = sha256(namespace.encode()).digest(), page_size * TOKEN_BYTES
     keys = []
@@ -914,48 +912,5 @@ def page_keys(namespace: str, tokens: bytes, pages: int, page_size: int) -> list
 
 
 def _fetch_key(keys: list[bytes], known: int, reach: int) -> bytes:
-    """The key of the first page that is new to the request; of the last, if it lacks blocks alone."""
+    """Return the key of the first page that the host lacks; of the last page, if only blocks are lacking."""
     return keys[min(max(known, reach), len(keys) - 1)]
-
-
-def _held_alone(handle: RadixNode) -> int:
-    """Pages on the path to a handle that no other handle locks."""
-    pages, node = 0, handle
-    while node.lock_count == 1 and node.parent is not None:
-        pages += len(node.pages)
-        node = node.parent
-    return pages
-
-
-_HANDLES = ("device_handle", "host_handle")
-_PAGES = ("device_pages", "host_pages")
-_LOCKED = ("windows_locked", "slots_locked")
-_MOVED = ("index", "device", "host", "counted")
-
-
-def _operation_image(operation: Operation) -> dict[str, Any]:
-    image = msgspec.structs.asdict(operation)
-    for name in _HANDLES:
-        image[name] = image[name].number if image[name] is not None else None
-    for name in _PAGES:
-        image[name] = image[name].tobytes()
-    locked = {name: image.pop(name).tobytes() for name in _LOCKED}
-    blocks = [(one.kind, *(getattr(one, name).tobytes() for name in _MOVED)) for one in image.pop("blocks")]
-    if blocks:
-        image |= {"companions": blocks, **locked}
-    return image
-
-
-def _operation(
-    image: dict[str, Any], device_nodes: dict[int, RadixNode], host_nodes: dict[int, RadixNode]
-) -> Operation:
-    values = dict(image)
-    for name, nodes in zip(_HANDLES, (device_nodes, host_nodes), strict=True):
-        values[name] = nodes[values[name]] if values[name] is not None else None
-    for name in (*_PAGES, *_LOCKED):
-        values[name] = np.frombuffer(values.get(name, b""), np.int32)
-    values["blocks"] = [
-        Moved(kind, *(np.frombuffer(one, np.int32) for one in columns))
-        for kind, *columns in values.pop("companions", ())
-    ]
-    return Operation(**values)

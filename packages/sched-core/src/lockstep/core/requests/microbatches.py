@@ -26,12 +26,13 @@ engine without pipeline stages has a list of one, with places for all requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 from numpy.typing import NDArray
 
+from lockstep.core.contract.checks import fail, same
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BatchFinished, LaneReady, RequestId
@@ -63,6 +64,19 @@ class MicrobatchesImage(Struct, forbid_unknown_fields=True):
     full: list[int]
     passes: list[tuple[int, int]]
     columns: list[RunningStateImage]
+
+
+class RunningPart(Struct):
+    """The running batches in a snapshot: the one whose launch is planned, and all of them where there are several."""
+
+    running_batch: list[int]
+    positions: bytes
+    decode_owed: bool
+    horizon: int
+    decode_launches: int
+    extended_at: int
+    forced_at: int
+    microbatches: MicrobatchesImage | UnsetType = UNSET
 
 
 OWN: dict[str, str] = {
@@ -139,9 +153,8 @@ class Microbatches:
         return sum(batch.plan.microbatch == self.at for batch in batches)
 
     def ran_undisturbed(self, event: BatchFinished) -> bool:
-        """Return whether the duration of a pass is its own: a pass behind a longer one waits for it at each stage."""
-        if not self.several:
-            return True
+        """Return whether the duration of a pass of one of several microbatches is its own: a pass behind a longer one
+        waits for it at each stage."""
         took_us = event.finished_us - event.started_us
         self.passes = [one for one in self.passes if one[0] > event.started_us]
         longest_us = max([other_us for _, other_us in self.passes], default=0)
@@ -243,8 +256,60 @@ class Microbatches:
 
     # --------------------------------------------------------------------------------------------------------- snapshot
 
-    def image(self) -> MicrobatchesImage:
-        """Return the state of all microbatches for a snapshot."""
+    def part(self) -> RunningPart:
+        """Return the state for a snapshot."""
+        current = self.current
+        horizon, decode_owed, decode_launches, extended_at, forced_at = current.numbers
+        return RunningPart(
+            [request.request_id for request in current.batch.requests],
+            current.positions.tobytes(),
+            decode_owed,
+            horizon,
+            decode_launches,
+            extended_at,
+            forced_at,
+            self._image() if self.several else UNSET,
+        )
+
+    def load(self, part: RunningPart, requests: Mapping[RequestId, Request]) -> None:
+        """Take over the state that `part` returned. Without several microbatches the places are restored apart."""
+        if part.microbatches is not UNSET:
+            self._load(part.microbatches, requests)
+            return
+        numbers = (part.horizon, part.decode_owed, part.decode_launches, part.extended_at, part.forced_at)
+        self.current.load([requests[number] for number in part.running_batch], part.positions, numbers)
+
+    def check_state(self, in_flight: Sequence[InFlight], holders: list[RequestId], batches_max: int) -> None:
+        """S18, S24, S30: a running request has a place in one microbatch, in which it decodes.
+
+        Each microbatch has at most `batches_max` batches in flight.
+
+        Args:
+            holders: requests with rows that do not only wait until their KV is sent.
+            batches_max: the most batches of one microbatch in flight.
+        """
+        same("S30 requests with a place", sorted(self.members), sorted(holders))
+        places = [list(self.members.values()).count(number) for number in range(self.count)]
+        same("S30 places", self.places, places)
+        if max(places) > self.size:
+            fail(f"S24: {max(places)} requests in a microbatch of {self.size}")
+        for number, running in enumerate(self.states):
+            for request in running.batch.requests:
+                if self.members.get(request.request_id) != number:
+                    fail(f"S30: {request.name} decodes in microbatch {number}, its place is in another")
+            same(f"S30 positions of microbatch {number}", running.positions.size, running.batch.size)
+            launched = [batch for batch in in_flight if batch.plan.microbatch == number]
+            if len(launched) > batches_max:
+                fail(f"S24: {len(launched)} batches of microbatch {number} in flight")
+            for batch in launched:
+                for request, row in zip(batch.samplers.requests, batch.samplers.rows.tolist(), strict=True):
+                    alive = request.row == row and row not in batch.dead
+                    if alive and self.members.get(request.request_id, number) != number:
+                        name, number_of = request.name, batch.plan.batch_id
+                        fail(f"S30: batch {number_of} of microbatch {number} samples {name}, of another")
+
+    def _image(self) -> MicrobatchesImage:
+        """Return all microbatches for a snapshot."""
         columns = [
             RunningStateImage(
                 [request.request_id for request in own.batch.requests], own.positions.tobytes(), *own.numbers
@@ -253,8 +318,8 @@ class Microbatches:
         ]
         return MicrobatchesImage(self.at, list(self.members.items()), sorted(self.full), list(self.passes), columns)
 
-    def load(self, image: MicrobatchesImage, requests: dict[RequestId, Request]) -> None:
-        """Restore the state stored in `image`."""
+    def _load(self, image: MicrobatchesImage, requests: Mapping[RequestId, Request]) -> None:
+        """Take over all microbatches of a snapshot."""
         self.full, self.passes = set(image.full), list(image.passes)
         for number, (own, stored) in enumerate(zip(self.states, image.columns, strict=True)):
             numbers = (

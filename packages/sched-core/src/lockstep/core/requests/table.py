@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -38,9 +38,7 @@ from lockstep.core.contract.events import (
     TokenIds,
     TokenRuns,
 )
-
-if TYPE_CHECKING:
-    from lockstep.core.kv.radix import Found, RadixNode
+from lockstep.core.requests.radix_node import Found, RadixNode
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -157,13 +155,13 @@ class Request:
         "grammar_due_us",
         "grammar_outputs",
         "handle",
-        "holds",
         "ignore_eos",
         "label",
         "matched",
         "max_new_tokens",
         "min_new_tokens",
         "namespace",
+        "open_prerequisites",
         "outputs",
         "prefilled_before",
         "priority",
@@ -216,7 +214,7 @@ class Request:
         self.prompt_tokens = len(accepted.tokens) // 4
         self.outputs = 0  # output tokens in `tokens`; SchedulerState.outputs_of counts all
         self.state = RequestState.ARRIVING
-        self.holds = 0  # prerequisites that are still missing before it may join the waiting queue
+        self.open_prerequisites = 0  # prerequisites that are still missing before it may join the waiting queue
         self.epoch = 0  # rises whenever it leaves a row; RowTaken carries it to the executor
         self.row = NO_ROW
         self.decodes = False  # whether it is a member of a running batch
@@ -392,16 +390,22 @@ class RequestTable:
         """Set outputs[rows, numbers] = tokens; int32 [members], [launches, members] and [launches, members]."""
         self.outputs[rows, numbers] = tokens
 
-    def hold(self, row: int, request: Request) -> None:
-        """Set the holder of a row of a table that is being restored."""
-        self.holders[row] = request
-
     def write_pages(self, rows: Int32s, index: Int32s, pages: Int32s) -> None:
         """Set pages[rows, index] = pages; int32 [n] all three."""
         if rows.size < FLAT_ROWS_MIN:
             self.pages[rows, index] = pages
             return
         self.pages.reshape(-1)[rows * np.int64(self.pages.shape[1]) + index] = pages
+
+    def row_image(self, row: int, pages: int, outputs: int) -> tuple[bytes, bytes]:
+        """Return the first pages and outputs of a row, packed int32."""
+        return self.pages[row, :pages].tobytes(), self.outputs[row, :outputs].tobytes()
+
+    def load_row(self, row: int, holder: Request, pages: bytes, outputs: bytes) -> None:
+        """Restore a row: its holder, and what `row_image` returned."""
+        self.holders[row] = holder
+        self.pages[row, : len(pages) // 4] = np.frombuffer(pages, np.int32)
+        self.outputs[row, : len(outputs) // 4] = np.frombuffer(outputs, np.int32)
 
     def resize(self, rows: int, pages_width: int, outputs_width: int) -> None:
         """Replace the tables by empty ones of this shape, to restore them from a snapshot."""
@@ -613,3 +617,18 @@ def _ones(size: int) -> Int32s:
 
 
 EMPTY_BATCH = RunningBatch.of([])
+
+
+def _gone() -> Request:
+    request = Request.__new__(Request)
+    request.row = -1
+    request.state = RequestState.FINISHED
+    request.label, request.request_id = "gone", -1
+    request.streams, request.stream_every = True, 1
+    request.extras = None
+    request.decodes = False
+    return request
+
+
+GONE = _gone()
+"""Holder of a restored row whose request has ended while a batch or a deferred free still names the row."""

@@ -1,19 +1,22 @@
 """Which waiting request may start, and how much of its prompt the next extend takes.
 
-Admission is a loop over resources (`RESOURCES`, docs/scheduling.md): each one either agrees, perhaps to fewer tokens,
-or defers the request with its reason. The order is part of the contract: the first resource that does not agree gives
-the reason that is reported, and digests cover it. Resources that the configuration does not have are not in the loop.
+Admission is a loop over resources (`RESOURCES`, docs/scheduling.md). A resource either fits, perhaps with fewer tokens,
+or defers the request with a reason. The order is part of the contract: the reason of the first resource that does not
+fit is reported, and digests cover it. The loop has only the resources that the settings name.
 """
 
 from __future__ import annotations
 
-from msgspec import UNSET
+from typing import Any
+
+from msgspec import UNSET, Struct, UnsetType
 
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import AdmissionDeferred, DeferReason, RequestId
+from lockstep.core.kv.component import Component, Restored
+from lockstep.core.kv.facts import Facts
 from lockstep.core.kv.resource import AdmissionView, ExtendShare, Resource, overrides
-from lockstep.core.kv.running_view import all_running
 from lockstep.core.requests.budget import (
     Deferral,
     PrefillBudget,
@@ -27,13 +30,15 @@ from lockstep.core.requests.table import Int32s, Request
 
 
 class RunningLimit(Resource):
-    """`max_running_requests`: requests with rows at once, except for those whose prompt only has to be sent yet."""
+    """`max_running_requests`: requests with rows at once, without those whose KV only has to be sent yet."""
 
     def fits(self, share: ExtendShare) -> Deferral | None:
-        """Whether one request more may run."""
-        view = self.view
+        """Whether one more request may run."""
+        view = share.view
         limit = view.config.max_running_requests
-        return Deferral("running_limit", limit=limit, lasts=True) if view.active - view.sending >= limit else None
+        if view.active < limit or view.active - view.sending < limit:
+            return None
+        return Deferral("running_limit", limit=limit, lasts=True)
 
 
 class MicrobatchPlaces(Resource):
@@ -41,17 +46,16 @@ class MicrobatchPlaces(Resource):
 
     def __init__(self, view: AdmissionView) -> None:
         super().__init__(view)
-        self.microbatches = view.microbatches
-        self.taken = Deferral("microbatch", limit=self.microbatches.size, lasts=True)
+        self.taken = Deferral("microbatch", limit=view.microbatches.size, lasts=True)
 
     @classmethod
     def exists(cls, config: SchedConfig) -> bool:
-        """In engines with a limit of places."""
+        """Whether microbatches have a limit of places."""
         return config.pp_max_micro_batch_size is not UNSET
 
     def fits(self, share: ExtendShare) -> Deferral | None:
         """Whether the microbatch has a place."""
-        return None if self.microbatches.has_place() else self.taken
+        return None if share.view.place_available() else self.taken
 
 
 class RequestRows(Resource):
@@ -63,18 +67,18 @@ class RequestRows(Resource):
 
     def fits(self, share: ExtendShare) -> Deferral | None:
         """Whether a row is free."""
-        return None if self.memory.table.row_available() else self.taken
+        return None if share.view.row_available() else self.taken
 
 
 class ExtendBudget(Resource):
-    """What one extend may take: requests, and tokens of its budgets. Admitted requests are charged to it."""
+    """The requests and tokens that one extend may take. Admitted requests are charged to its budget."""
 
     no_tokens = Deferral("kv_budget", lasts=True)
     spent = Deferral("prefill_budget")
 
     def fits(self, share: ExtendShare) -> Deferral | None:
-        """Whether another request may be considered at all."""
-        most = self.view.config.prefill_max_requests
+        """Whether the extend may take another request."""
+        most = share.view.config.prefill_max_requests
         if most is not None and share.parts >= most:
             return self.spent
         verdict = share.budget.verdict()
@@ -83,7 +87,7 @@ class ExtendBudget(Resource):
         return self.no_tokens if verdict == "no_tokens" else self.spent
 
     def reserve(self, share: ExtendShare) -> None:
-        """Charge the extend, and what the request may need until it ends, as the reserve policy has it."""
+        """Charge the tokens of the extend, and by the reserve policy those that the request needs until it ends."""
         budget, request = share.budget, share.request
         budget.newcomers.append(request)
         budget.hold(share.locked_pages * budget.page_size)
@@ -98,23 +102,23 @@ class AdapterSlots(Resource):
 
     @classmethod
     def exists(cls, config: SchedConfig) -> bool:
-        """Where LoRA is on."""
+        """Whether LoRA is on."""
         return bool(config.max_loras)
 
     def fits(self, share: ExtendShare) -> Deferral | None:
-        """Whether the adapter of the request is loaded, and not one too many beside those in use."""
+        """Whether the adapter of the request is loaded, and few enough adapters are in use."""
         return None if self.memory.adapters.has_place_for(share.request.adapter) else self.absent
 
     def take(self, row: int, request: Request) -> None:
-        """The row uses the adapter of its request."""
+        """Count the row as a user of the adapter of its request."""
         self.memory.adapters.take(row, request.adapter)
 
     def release(self, row: int) -> None:
-        """The row uses no adapter any more."""
-        self.memory.adapters.give_back(row)
+        """End the use of an adapter by the row."""
+        self.memory.adapters.release(row)
 
     def void(self) -> None:
-        """No adapter is on the device."""
+        """Free all slots."""
         self.memory.adapters.void()
 
 
@@ -126,24 +130,24 @@ class TierMoves(Resource):
 
     @classmethod
     def exists(cls, config: SchedConfig) -> bool:
-        """Where there are tiers below the device."""
+        """Whether there are tiers below the device."""
         return config.tiers is not UNSET
 
     def fits(self, share: ExtendShare) -> Deferral | None:
-        """Whether the request waits for neither, or has waited long enough."""
-        awaited = self.memory.tiers.holds_back(share.request, self.view.now_us)
-        if not awaited:
+        """Whether the request waits for no operation, or its wait is over."""
+        reason = self.memory.tiers.deferral_reason(share.request, share.view.now_us)
+        if not reason:
             return None
-        return self.loading if awaited == "load" else self.fetching
+        return self.loading if reason == "load" else self.fetching
 
 
 class CachedPrefix(Resource):
-    """The cached prefix. It never defers a request; it says how many tokens are left to compute."""
+    """The cached prefix. It never defers a request; it determines the number of tokens to compute."""
 
     def fits(self, share: ExtendShare) -> Deferral | None:
         """Match the prompt against the radix cache."""
         request = share.request
-        match = share.match = self.memory.match(request)
+        match = share.match = share.view.match(request)
         share.cached_tokens = match.pages * self.memory.config.page_size
         share.locked_pages = match.evictable_pages
         share.new_tokens = len(request.tokens) // 4 - share.cached_tokens
@@ -151,15 +155,15 @@ class CachedPrefix(Resource):
 
 
 class KvReserve(Resource):
-    """KV of the pool beside the reserve of running requests: for the prompt, and for output as `reserve` has it."""
+    """KV for the prompt, and for output by the policy `reserve`, beside the reserve of running requests."""
 
     def fits(self, share: ExtendShare) -> Deferral | None:
-        """Whether the budget has it.
+        """Whether the budget has that KV.
 
-        With nothing else active the pool is the request's own. Its arrival was accepted because it fits there, so
-        admission and rejection cannot disagree by a page.
+        If no other request is active, the request has the whole pool. Its arrival was accepted because it fits there,
+        so admission and rejection cannot differ by a page.
         """
-        view, budget, request = self.view, share.budget, share.request
+        view, budget, request = share.view, share.budget, share.request
         config = view.config
         if not view.active and not (config.reserve == "full" and view.transfers_hold_pages):
             return None
@@ -176,7 +180,7 @@ class KvReserve(Resource):
 
 
 class ChunkTokens(Resource):
-    """Tokens of one extend, `max_prefill_tokens` and `chunked_prefill_size`: how many of the prompt it takes."""
+    """Tokens of one extend, limited by `max_prefill_tokens` and `chunked_prefill_size`."""
 
     def fits(self, share: ExtendShare) -> Deferral | None:
         """Take the whole prompt, or a chunk if it may be split."""
@@ -191,25 +195,25 @@ class DevicePages(Resource):
     """Pages of the device for the tokens that the extend takes."""
 
     def fits(self, share: ExtendShare) -> Deferral | None:
-        """Whether they can be had beside those of the decodes of the same pass, and those that the match will lock."""
+        """Whether these pages are available beside those of decodes in the same pass and those that the match locks."""
         page_size = self.memory.config.page_size
-        room = self.memory.available_pages - share.budget.set_aside - share.locked_pages
+        room = share.view.available_pages - share.budget.set_aside - share.locked_pages
         return Deferral("pages", share.take, room * page_size) if -(-share.take // page_size) > room else None
 
 
 class StateSlots(Resource):
-    """Slots of recurrent state that a row computes in."""
+    """Slots of recurrent state for a row."""
 
     absent = Deferral("state")
 
     @classmethod
     def exists(cls, config: SchedConfig) -> bool:
-        """Where layers have recurrent state."""
+        """Whether layers have recurrent state."""
         return config.hybrid is not UNSET and config.hybrid.state_slots > 0
 
     def fits(self, share: ExtendShare) -> Deferral | None:
-        """Whether slots can be had behind the match."""
-        return self.absent if self.memory.hybrid.lacks_state(self.memory.path_of(share.match)) else None
+        """Whether slots are available behind the match."""
+        return self.absent if share.view.lacks_state(self.memory.path_of(share.match)) else None
 
 
 class WindowPages(Resource):
@@ -217,15 +221,15 @@ class WindowPages(Resource):
 
     @classmethod
     def exists(cls, config: SchedConfig) -> bool:
-        """Where layers have sliding windows."""
+        """Whether layers have sliding windows."""
         return config.hybrid is not UNSET and config.hybrid.window_tokens > 0
 
     def fits(self, share: ExtendShare) -> Deferral | None:
-        """Take no more tokens than there are window pages for."""
+        """Limit the tokens to those for which window pages are available."""
         memory = self.memory
         path = memory.path_of(share.match)
         share.take = within_windows(
-            self.view, share.request, share.cached_tokens, share.take, path, share.budget, may_split=share.may_split
+            share.view, share.request, share.cached_tokens, share.take, path, share.budget, may_split=share.may_split
         )
         if share.take > 0:
             return None
@@ -246,30 +250,66 @@ RESOURCES: tuple[type[Resource], ...] = (
     StateSlots,
     WindowPages,
 )
-"""Everything that admission asks for, in order.
+"""All resources in the order of admission.
 
-A resource in front of `CachedPrefix` sees the request alone; one behind `ChunkTokens` also how much is to be computed.
+A resource before `CachedPrefix` can use the request only; one behind `ChunkTokens` also the tokens to compute.
 """
 
 
-class Admission:
-    """The resources of one engine, and what was reported last about the head of the waiting queue."""
+class AdmissionPart(Struct):
+    """Admission in a snapshot: the shortage reported last, and the state of resources by name."""
+
+    deferred: tuple[int, DeferReason] | None
+    resources: dict[str, Any] | UnsetType = UNSET
+
+
+class Admission(Component):
+    """The resources of one engine, and the shortage that was last reported for the head of the waiting queue."""
+
+    PART = AdmissionPart
 
     def __init__(self, view: AdmissionView) -> None:
+        self._memory = view.memory
         self.resources = tuple(kind(view) for kind in RESOURCES if kind.exists(view.config))
         self.reported: tuple[RequestId, DeferReason] | None = None  # the last shortage
         self._checks = tuple(one.fits for one in self.resources if overrides(one, "fits"))
         self._reserves = tuple(one.reserve for one in self.resources if overrides(one, "reserve"))
-        view.memory.serve(self.resources)
+        view.memory.serve(
+            takes=tuple(one.take for one in self.resources if overrides(one, "take")),
+            releases=tuple(one.release for one in self.resources if overrides(one, "release")),
+            voids=tuple(one.void for one in self.resources if overrides(one, "void")),
+        )
 
-    def examine(self, request: Request, budget: PrefillBudget, parts: int, may_split: bool) -> ExtendShare | Deferral:
-        """Whether a waiting request may join an extend, and with how many tokens; or why not. Changes nothing.
+    def part(self) -> AdmissionPart:
+        """Return the state for a snapshot."""
+        return AdmissionPart(self.reported, {one.name: one.dump() for one in self.resources if one.name} or UNSET)
+
+    def load(self, part: AdmissionPart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        self.reported = part.deferred
+        for resource in self.resources:
+            if resource.name and part.resources is not UNSET:
+                resource.load(part.resources[resource.name])
+
+    def check_state(self, facts: Facts) -> None:
+        """S37: what each resource has given out follows from the rows that are not free."""
+        rows: dict[int, Request | None] = {request.row: request for request in facts.holders}
+        rows |= dict.fromkeys(deferred.row for deferred in self._memory.deferred.rows)
+        for resource in self.resources:
+            resource.check(rows)
+
+    def examine(
+        self, view: AdmissionView, request: Request, budget: PrefillBudget, parts: int, may_split: bool
+    ) -> ExtendShare | Deferral:
+        """Return the share of an extend with which a waiting request may start, or why it may not. Changes nothing.
 
         Args:
+            view: the scheduler, or a projection of it, to determine what would let the request start.
+            budget: the budget of the extend.
             parts: requests in the extend so far.
-            may_split: whether the prompt may be computed in chunks; only one request of an engine at a time is.
+            may_split: whether the prompt may be computed in chunks; only one prompt of an engine at a time is.
         """
-        share = ExtendShare(request, budget, parts, may_split)
+        share = ExtendShare(view, request, budget, parts, may_split)
         for check in self._checks:
             deferral = check(share)
             if deferral is not None:
@@ -277,7 +317,7 @@ class Admission:
         return share
 
     def reserve(self, share: ExtendShare) -> None:
-        """The request of this share is admitted: charge the extend that is planned."""
+        """Charge the share of an admitted request to the planned extend."""
         for reserve in self._reserves:
             reserve(share)
         reported = self.reported
@@ -285,7 +325,7 @@ class Admission:
             self.reported = None
 
     def report(self, request: Request, deferral: Deferral, now_us: int, step: Step) -> None:
-        """Decide once why a request waits: of a shortage for the head of the queue, otherwise for the request."""
+        """Report a deferral once: a shortage once for the head of the queue, another reason once for the request."""
         reason = deferral.reason
         if deferral.own:
             if request.deferred != reason:
@@ -309,14 +349,11 @@ def within_windows(
     *,
     may_split: bool,
 ) -> int:
-    """As much of `take` tokens, from position `start` on, as sliding windows have pages for.
+    """Return how many of `take` tokens, from position `start` on, sliding windows have pages for.
 
     Args:
         path: the cached pages in front of the request, if it has no row yet.
-    Returns: less than `take` only up to where a prompt may be split, and only if this one may be; else 0.
+    Returns: `take`; fewer tokens, up to a position at which the prompt may be split; or 0 if it may not be split.
     """
-    window = view.memory.hybrid.window
-    if window is None:
-        return take
-    room = window.room(all_running(view), request, start, take, path, budget)
+    room = view.window_room(request, start, take, path, budget)
     return take if take <= room else aligned(start, room, budget.align) if may_split else 0

@@ -1,8 +1,9 @@
-"""Which requests decode next, with how many tokens, and what is retracted when that does not fit.
+"""Which requests decode next, with how many tokens, and which are retracted when that does not fit.
 
-A decode moves every member of a running batch on by one token; by several with `decode_steps_per_launch`, with drafts
-and with tokens that grammars force. Pages for it are opened here. Where they lack, sessions yield first, then work in
-flight is awaited, then requests are retracted, one after another, until the next decode fits.
+A decode advances every member of a running batch by one token; by several with `decode_steps_per_launch`, with drafts
+and with tokens that grammars force. This module opens the pages of decodes. If pages are lacking, sessions yield KV
+first. Then the planner waits for pages that work in flight frees. Then requests are retracted, one after another, until
+the next decode fits.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from lockstep.core.scheduler.state import SchedulerState
 
 
 class Decodes(Struct, frozen=True):
-    """One more token, or several, for each member of a running batch."""
+    """The next decode of the members of a running batch, of one token each or of several."""
 
     running_batch: RunningBatch
     starts: Int32s
     stops: Int32s
     deltas: PageDeltas
-    ending: list[int]  # members that end by length with it
-    verifying: speculation.Verifying | None = None  # drafts and forced tokens to verify with it
+    ending: list[int]  # members that end by length with this decode
+    verifying: speculation.Verifying | None = None  # drafts and forced tokens to verify
 
 
 NO_DECODES = Decodes(EMPTY_BATCH, NO_ROWS, NO_ROWS, NO_DELTAS, [])
@@ -43,12 +44,18 @@ class DecodePlanner:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
+        self._memory = state.memory
+        self._microbatches = state.microbatches
+        self._speculation = state.speculation
+        self._jump_forward = state.jump_forward
+        self._sessions = state.sessions
+        self._transfers = state.transfers
         self.page_shift, self.page_mask = state.page_shift, state.page_mask
 
     def decodes_along(self, running: RunningState, extending: list[Request], step: Step, *, wanted: bool) -> Decodes:
-        """The running batch's next token as part of an extend; empty, if they cannot be mixed or a page is missing.
+        """Plan the next decode of a running batch as part of an extend; NO_DECODES if it cannot be, or a page lacks.
 
-        Rows that sit out go next, so that a stream of prompts does not delay decodes.
+        Rows that are left out decode in the next launch, so that a stream of prompts does not delay decodes.
         """
         if not wanted or not running.batch.size:
             return NO_DECODES
@@ -58,9 +65,7 @@ class DecodePlanner:
         growing = members_growing(running.positions, self.page_mask)
         if self._short_of_pages(running, growing, step):
             running.decode_owed = True
-            skipped = DecodeSkipped(
-                self._state.now_us, self.pages_lacking(running), self._state.memory.returning_pages()
-            )
+            skipped = DecodeSkipped(self._state.now_us, self.pages_lacking(running), self._memory.returning_pages())
             step.decided.append(skipped)
             return NO_DECODES
         advanced = self._advance(running, growing, step)
@@ -70,9 +75,9 @@ class DecodePlanner:
     def plan(
         self, running: RunningState, step: Step, instead: Callable[[RunningState, Step], InFlight | None]
     ) -> InFlight | None:
-        """Plan one more token for every member of a running batch, after retractions until that fits.
+        """Plan the next decode of a running batch, after the retractions that it needs. None: there is nothing to run.
 
-        `instead`: plans an extend, when the last member had to end to make room. None: nothing can be run.
+        `instead`: plans an extend if the last member had to end.
         """
         if not running.batch.size:
             running.decode_owed = False
@@ -88,7 +93,7 @@ class DecodePlanner:
             if not self._make_room(running, step):
                 return None if running.batch.size else instead(running, step)
             if not running.batch.size:
-                return None  # all gave way to those of other microbatches
+                return None  # all were retracted for other microbatches
             growing = members_growing(running.positions, self.page_mask)
 
         steps = config.decode_steps_per_launch
@@ -98,12 +103,12 @@ class DecodePlanner:
             advanced = self._advance_by(running, steps, step)
         running_batch = advanced.running_batch
         if not running_batch.size:
-            return None  # all may have ended with what is in flight
+            return None  # all may end with batches in flight
         running.decode_owed = False
         running.decode_launches += 1
         if not made_room:
             self._state.ratio.decoded()
-        taken, deltas = self._state.memory.changes(advanced.deltas)
+        taken, deltas = self._memory.changes(advanced.deltas)
         plan = BatchPlan(
             batch_id=self._state.next_number(),
             mode="decode",
@@ -120,17 +125,17 @@ class DecodePlanner:
         )
         if advanced.verifying is not None:
             plan = speculation.verified(plan, advanced.verifying, config)
-        plan = self._state.memory.hybrid.completed(plan, step)
+        plan = self._memory.hybrid.completed(plan, step)
         return InFlight(plan, running_batch.requests, running_batch, advanced.ending)
 
     def _advance(self, running: RunningState, growing: NDArray[np.intp], step: Step) -> Decodes:
-        """Move the whole cohort on by one position, opening a page for those `growing`; with drafts, as they say."""
+        """Advance the running batch by one position, or by drafts and forced tokens, opening a page for `growing`."""
         if self._state.config.speculates:
-            verifying = self._state.speculation.verify_next(running, step)
+            verifying = self._speculation.verify_next(running, step)
             if verifying is None:
                 return NO_DECODES
             return Decodes(verifying.running_batch, verifying.starts, verifying.stops, verifying.deltas, [], verifying)
-        if self._state.jump_forward.forced and (jumped := self._state.speculation.jump_next(running, step)) is not None:
+        if self._jump_forward.forced and (jumped := self._speculation.jump_next(running, step)) is not None:
             verifying, ending = jumped
             return Decodes(
                 verifying.running_batch, verifying.starts, verifying.stops, verifying.deltas, ending, verifying
@@ -139,62 +144,61 @@ class DecodePlanner:
         deltas = NO_DELTAS
         if growing.size:
             rows, at = batch.rows.take(growing), starts.take(growing)
-            deltas = self._state.memory.open_pages(rows, at >> self.page_shift, step)
+            deltas = self._memory.open_pages(rows, at >> self.page_shift, step)
         stops = starts + ONE
-        return Decodes(batch, starts, stops, deltas, running.advance(stops, self._state.memory.table))
+        return Decodes(batch, starts, stops, deltas, running.advance(stops, self._memory.table))
 
     def _advance_by(self, running: RunningState, steps: int, step: Step) -> Decodes:
-        """Move every member on by `steps` positions at once, or as far as its length goes, opening their pages."""
+        """Advance every member by `steps` positions at once, or up to its length, opening the pages."""
         running_batch, starts, page_size = running.batch, running.positions, np.int32(self._state.config.page_size)
         stops: Int32s = np.minimum(starts + np.int32(steps), running_batch.limits - ONE)
         first = -(-starts // page_size)
         opening = -(-stops // page_size) - first
-        self._state.memory.table.reserve(int((first + opening).max()), int((stops - running_batch.prompts).max()) + 2)
+        self._memory.table.reserve(int((first + opening).max()), int((stops - running_batch.prompts).max()) + 2)
         deltas = NO_DELTAS
         if opening.any():
             index = first.repeat(opening) + step_numbers(opening)
-            deltas = self._state.memory.open_pages(running_batch.rows.repeat(opening), index, step)
-        ending = running.remove_ending(running_batch, stops, self._state.memory.table)
+            deltas = self._memory.open_pages(running_batch.rows.repeat(opening), index, step)
+        ending = running.remove_ending(running_batch, stops, self._memory.table)
         return Decodes(running_batch, starts, stops, deltas, ending)
 
     def _short_of_pages(self, running: RunningState, growing: NDArray[np.intp], step: Step) -> bool:
-        """Whether the next decode, or as many as `decode_look_ahead` says, does not fit, whatever sessions yield."""
-        if self._state.memory.hybrid.short_for_decode(self._state):
+        """Whether the next `decode_look_ahead` decodes do not fit, even after sessions have yielded KV."""
+        if self._memory.hybrid.short_for_decode(self._state):
             return True
         needed = growing.size if self._state.ahead_hoped == 1 else self._pages_needed(running)
-        if needed <= self._state.memory.pool.free_count:
+        if needed <= self._memory.pool.free_count:
             return False
-        lacking = needed - self._state.memory.available_pages
-        return lacking > 0 and self._state.sessions.make_room(self._state.memory, lacking, step) < lacking
+        lacking = needed - self._memory.available_pages
+        return lacking > 0 and self._sessions.make_room(self._memory, lacking, step) < lacking
 
     def pages_lacking(self, running: RunningState) -> int:
-        lacking = self._pages_needed(running) - self._state.memory.available_pages
+        """Return the pages that the next decode needs beyond the available ones; zero or less: it fits."""
+        lacking = self._pages_needed(running) - self._memory.available_pages
         return (
-            lacking
-            if not self._state.memory.hybrid.present
-            else max(lacking, self._state.memory.hybrid.decode_lacks(self._state))
+            lacking if not self._memory.hybrid.present else max(lacking, self._memory.hybrid.decode_lacks(self._state))
         )
 
     def _pages_needed(self, running: RunningState) -> int:
-        """Pages without which the cohort does not decode."""
+        """Return the pages that the next decode needs."""
         if self._state.ahead_hoped == 1:
             return self._state.next_pages(running.batch, running.positions)
         return pages_ahead(running.batch, running.positions, self._state.config.page_size, self._state.ahead)
 
     def _forced_retraction_due(self, running: RunningState) -> bool:
-        """For testing: before every `retract_every`-th decode launch, once."""
+        """Whether a test setting forces a retraction: once before every `retract_every`-th decode launch."""
         due = (running.decode_launches + 1) % self._state.config.retract_every == 0
         return due and running.forced_at != running.decode_launches
 
     def _make_room(self, running: RunningState, step: Step) -> bool:
-        """Retract until the next decode fits. False when it has to wait for pages that work in flight gives back."""
+        """Retract until the next decode fits. Returns False if it has to wait for pages that work in flight frees."""
         config = self._state.config
         retracted = 0
         while True:
             needed = self._pages_needed(running)
-            available, returning = self._state.memory.available_pages, self._state.memory.returning_pages()
-            if self._state.memory.hybrid.present and needed <= available:
-                needed, available, returning = self._state.memory.hybrid.decode_needs(self._state)
+            available, returning = self._memory.available_pages, self._memory.returning_pages()
+            if self._memory.hybrid.present and needed <= available:
+                needed, available, returning = self._memory.hybrid.decode_needs(self._state)
             if needed <= available:
                 break
             if needed <= available + returning:
@@ -204,13 +208,13 @@ class DecodePlanner:
             split = self._state.prefilling
             running_batch, positions = self._state.all_running
             if running_batch.size > 1 and not (split is not None and goes_before(split, running_batch, config)):
-                victim = self._state.microbatches.victim(config)
+                victim = self._microbatches.victim(config)
                 self._state.retract(victim, "pages", step, pages=(needed, available))
             elif split is not None:
                 self._state.retract(split, "pages", step, pages=(needed, available))
-            elif self._state.transfers.ready:
-                self._state.transfers.give_up(self._state.requests[self._state.transfers.ready[-1]], step)
-            elif self._state.in_flight or self._state.transfers.holds_pages or self._state.memory.tiers.device_busy:
+            elif self._transfers.ready:
+                self._transfers.give_up(self._state.requests[self._transfers.ready[-1]], step)
+            elif self._state.in_flight or self._transfers.holds_pages or self._memory.operations.device_busy:
                 running.decode_owed = True
                 step.decided.append(DecodeSkipped(self._state.now_us, needed - available, returning))
                 break
@@ -227,9 +231,9 @@ class DecodePlanner:
         return needed <= available
 
     def decode_goes_first(self, running: RunningState) -> bool:
-        """Whether decodes go before any prefill: one was promised to, or `batching` says so, or the cadence."""
+        """Whether the next launch is a decode: one is owed, `batching` requires it, or `prefill_decode_interval`."""
         config = self._state.config
-        if self._state.microbatches.several and self._state.microbatches.owes_elsewhere():
+        if self._microbatches.several and self._microbatches.owes_elsewhere():
             return True
         if not running.batch.size:
             return False

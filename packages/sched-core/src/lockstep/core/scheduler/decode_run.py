@@ -1,18 +1,18 @@
-"""Uniform stretches of decode: a stand-in for `Engine.step` while nothing is to be decided.
+"""Uniform stretches of decode: a replacement of `Engine.step` while nothing is to be decided.
 
-Between arrivals, finishes and shortages the engine does the same thing over and over: the oldest batch comes back, its
-tokens are streamed, one more decode of the same cohort is launched. A `DecodeRun` takes those pairs of BatchFinished
-and LaneReady, gives the very Steps that `Engine.step` would give, and leaves the engine in the very same state, at a
-fraction of the cost: what cannot change is not asked again. `tests/lockstep/test_decode_runs.py` holds the two against
-each other, down to the bytes of the journal.
+Between arrivals, finishes and shortages the engine repeats one cycle: the oldest batch is collected, its tokens are
+streamed, and one more decode of the same running batch is launched. A `DecodeRun` takes these pairs of BatchFinished
+and LaneReady. It returns the same Steps as `Engine.step` and leaves the engine in the same state, at a fraction of the
+cost: conditions that cannot change are not checked again. `tests/lockstep/test_decode_runs.py` compares the two, down
+to the bytes of the journal.
 
-    run = DecodeRun.begin(engine)           None: something may have to be decided; step, please
+    run = DecodeRun.begin(engine)           None: something may have to be decided, so call `Engine.step`
     while run.left and nothing else is due:
         run.finished(BatchFinished(...))    the oldest batch in flight
         run.launched(LaneReady(...))        one more
-    run.close()                             the engine goes on from here
+    run.close()                             the engine continues from here
 
-Until it is closed, the engine may be neither stepped nor looked at: only pages have been taken from it so far.
+Until the run is closed, the engine may be neither stepped nor read: so far only its pages have been taken.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RUN_LAUNCHES_MAX = 256
 
 
 class DecodeRun:
-    """Up to `left` more pairs of one result and one launch. Only `begin` makes one, and only `close` ends it."""
+    """Up to `left` more pairs of one result and one launch. Only `begin` creates a run, and only `close` ends it."""
 
     def __init__(self, engine: SchedulerState, launches: int) -> None:
         self.left = launches
@@ -53,7 +53,7 @@ class DecodeRun:
 
     @staticmethod
     def begin(engine: SchedulerState) -> DecodeRun | None:
-        """A run from here, if at least one pair of result and launch needs no decision."""
+        """Return a run that begins now; None if the next pair of result and launch may need a decision."""
         launches = _steady_launches(engine)
         if launches <= 0:
             return None
@@ -61,7 +61,7 @@ class DecodeRun:
         return run if run.left else None
 
     def finished(self, event: BatchFinished) -> Step:
-        """The Step of the oldest batch's result: its tokens are streamed."""
+        """Return the Step of the result of the oldest batch: its tokens are streamed."""
         running_batch = self._running_batch
         tokens = np.frombuffer(event.tokens, np.int32)
         self._tokens.append(tokens)
@@ -78,7 +78,7 @@ class DecodeRun:
         return step
 
     def launched(self, event: LaneReady) -> Step:
-        """The Step of a free slot: one more token for each member."""
+        """Return the Step of a free slot: one more token for each member is launched."""
         running_batch, starts = self._running_batch, self._positions
         step = Step(time_us=event.time_us)
         plan = BatchPlan(
@@ -108,7 +108,7 @@ class DecodeRun:
         return step
 
     def close(self) -> None:
-        """Bring the engine to where it would stand. Ends the run; a result must have been followed by its launch."""
+        """End the run and update the engine. Every result must have been followed by its launch."""
         engine, done = self._engine, self._launches
         if not done:
             return
@@ -125,7 +125,7 @@ class DecodeRun:
         engine.end_run(self._next_batch_id, self._time_us, self._digest)
 
     def _open_pages(self, starts: Int32s, step: Step) -> PageDeltas:
-        """Pages for the members whose last one is full, from the free list, where `_look_ahead` saw enough."""
+        """Allocate pages for the members whose last page is full. `_look_ahead` has checked the free list."""
         engine, growing = self._engine, self._growing
         if not growing.size:
             return NO_DELTAS
@@ -137,7 +137,7 @@ class DecodeRun:
         return PageDeltas(pages, NO_ROWS, rows, index)
 
     def _look_ahead(self) -> None:
-        """Find the members that open a page with the next launch; the run is over if the free list does not have it."""
+        """Find the members that open a page with the next launch. The run ends if the free list has too few pages."""
         self._growing = members_growing(self._positions, self._engine.page_mask)
         memory = self._engine.memory
         if self._growing.size > memory.pool.free_count:
@@ -147,10 +147,10 @@ class DecodeRun:
 
 
 def _steady_launches(engine: SchedulerState) -> int:
-    """How many launches may follow one another, from here, with nothing to decide but to go on.
+    """Return the number of launches that may follow without a decision; 0 if the next launch may need one.
 
-    Everything in flight is a decode of today's running batch; no request can be admitted, ends by length, may end by a
-    token, has a timer, or is leaving a row. Pages are looked after launch by launch.
+    All batches in flight must be decodes of the present running batch. No request may be admissible, end by length, end
+    by a token, have a timer, or be leaving a row. Pages are checked launch by launch.
     """
     running, config, adapters = engine.microbatches.current, engine.config, engine.memory.adapters
     running_batch = running.batch
@@ -171,8 +171,8 @@ def _steady_launches(engine: SchedulerState) -> int:
         or not engine.transfers.quiet
         or engine.ranks is not None
         or engine.microbatches.several
-        or engine.memory.deferred_frees
-        or engine.memory.deferred_pages
+        or engine.memory.deferred.rows
+        or engine.memory.deferred.pages
         or engine.memory.rewrites
         or engine.memory.tiers.timed
         or not engine.memory.hybrid.by_one

@@ -1,8 +1,8 @@
-"""The scheduler: `Engine.step` folds one observed fact and returns what was decided and what the host must do now.
+"""The scheduler: `Engine.step` folds one observed event and returns the decisions and the commands for the host.
 
-No clock, no I/O, no randomness: equal journals give equal Steps. This file dispatches events and orders launches, in
-reading order. What may change is in `state`; what is decided is in the files named for it: `prefill`, `decode`,
-`results`, `preemption`, and the features. Facts fold; only LaneReady launches.
+It uses no clock, no I/O and no randomness: equal journals have equal Steps. This module dispatches events and orders
+launches, in reading order. The state and its changes are in `state`, decisions in the modules named for them:
+`prefill`, `decode`, `results`, `preemption`, and the features. Every event is folded; only LaneReady launches.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from lockstep.core.scheduler.results import Results
 from lockstep.core.scheduler.state import SchedulerState
 
 Handler = Callable[[Any, Step], bool | None]
-"""Folds one event. Returns true if a slot was free and there was nothing to launch."""
+"""Folds one event. Returns true if a launch slot was free and there was nothing to launch."""
 
 
 class Engine(SchedulerState):
-    """Decides what runs next, for one engine. Build it from a SchedConfig; feed it every observed event in order."""
+    """The scheduler of one engine. It is built from a SchedConfig and takes every observed event in order."""
 
     def __init__(self, config: SchedConfig, *, digests: bool = True) -> None:
-        """Begin with nothing.
+        """Create an engine without requests.
 
-        `digests`: whether Steps carry their digest. Without it a run decides the same, but nothing can be compared with
-        it; for simulations that keep no journal.
+        `digests`: whether Steps have their digest. Without digests the decisions are the same, but cannot be compared;
+        for simulations without a journal.
         """
         super().__init__(config, digests=digests)
         self.decoding = DecodePlanner(self)
@@ -72,12 +72,13 @@ class Engine(SchedulerState):
         if config.shares_passes:
             self.ranks = Rounds(config, self)
             self._take_part, self._join_in = self.ranks.take_part, self.ranks.join_in
+            self.components = (*self.components, self.ranks)
         self._handlers = self._events_handled()
 
     # ------------------------------------------------------------------------------------------------------- the policy
 
     def _events_handled(self) -> dict[type, Handler]:
-        """How each event is folded. Events of a feature that is absent are refused by `step`."""
+        """Return the handler of each event type. `step` refuses the events of absent features."""
         handlers: dict[type, Handler] = {
             BatchFinished: self.results.collect,
             LaneReady: self._launch_microbatch if self.microbatches.several else self._launch,
@@ -105,9 +106,9 @@ class Engine(SchedulerState):
         return handlers
 
     def step(self, event: Observed) -> Step:
-        """Fold one fact; return what was decided and what the host must do now.
+        """Fold one event; return what was decided, and the commands for the host.
 
-        Raises ContractError, with the state unchanged, for a fact that cannot be: time running backwards, a result of
+        Raises ContractError, with the state unchanged, for an impossible event: time that runs backwards, a result of
         no launched batch or of the wrong size, a request id that does not increase, an event of an absent feature.
         """
         before_us = self.now_us
@@ -131,12 +132,12 @@ class Engine(SchedulerState):
         return step
 
     def _settle(self, step: Step) -> None:
-        """What follows from any event, in this order."""
+        """Run what may follow from any event, in this order."""
         if self.timers:
             self.expire(step)
             step.wake_at_us = self.timers[0][0] if self.timers else None
         if self.sessions.open or self.maintenance.jobs:
-            self._tend(step)
+            self._advance_jobs(step)
             if self.sessions.due_us is not None:
                 step.wake_by(self.sessions.due_us)
         if self.transfers.hands_over:
@@ -149,11 +150,11 @@ class Engine(SchedulerState):
         if self.config.max_loras:
             self._settle_adapters(step)
         tiers = self.memory.tiers
-        if tiers.present and tiers.tend(self.requests, self.waiting, step, admits=self.maintenance.admits):
+        if tiers.present and tiers.advance(self.requests, self.waiting, step, admits=self.maintenance.admits):
             self.retry_admission()
 
-    def _tend(self, step: Step) -> None:
-        """Advance what waits for requests to end: jobs on the device, time-outs and next turns of sessions."""
+    def _advance_jobs(self, step: Step) -> None:
+        """Advance jobs on the device, time-outs of sessions and next turns, which wait for requests to end."""
         sessions = self.sessions
         if self.maintenance.jobs:
             self.maintenance.advance(step)
@@ -163,26 +164,26 @@ class Engine(SchedulerState):
             sessions.start_turns(step)
 
     def _settle_idle(self, step: Step) -> None:
-        """Everything accepted has ended."""
+        """Reset the ratio and answer drains: all accepted requests have ended."""
         self.ratio.idle()
         self.microbatches.current.decode_owed = False
         if self.controls.drains and not self.in_flight:
             self.controls.answer_drains(step, ok=True)
 
     def _settle_adapters(self, step: Step) -> None:
-        """Complete withdrawals of adapters; while requests may start, load what the first of the queue needs."""
+        """Complete withdrawals of adapters; while requests may start, load the adapters of the first waiting ones."""
         adapters = self.memory.adapters
         adapters.end_withdrawals((request.adapter for request in self.requests.values()), step)
-        wanted = self.transfers.adapters_wanted()
+        needed = self.transfers.adapters_wanted()
         if self.maintenance.admits:
-            wanted += [request.adapter for request in self.ordering.first(self, LOOKAHEAD_REQUESTS)]
-        if wanted or self.maintenance.admits:
-            adapters.load_for(wanted, step)
+            needed += [request.adapter for request in self.ordering.first(self, LOOKAHEAD_REQUESTS)]
+        if needed or self.maintenance.admits:
+            adapters.load_for(needed, step)
 
     # ----------------------------------------------------------------------------------------------------- the launches
 
     def _launch(self, event: LaneReady, step: Step) -> bool:
-        """Prefill first, then decode; but a decode that others gave pages up for goes before any prefill.
+        """Launch a prefill, else a decode; but a decode that is owed goes before any prefill.
 
         Under `batching` running_first, running requests get their pages before any request is admitted beside them.
         Returns: whether a slot was free and there was nothing to launch.
@@ -193,14 +194,14 @@ class Engine(SchedulerState):
         if self.timers:
             self.expire(step)  # no request is admitted past its deadline
         if self.sessions.open or self.maintenance.jobs:
-            self._tend(step)
+            self._advance_jobs(step)
         in_flight = microbatches.in_flight(self.in_flight) if microbatches.several else len(self.in_flight)
         controls, pace = self.controls, self.controls.pace
         paced = pace.gap_us and event.time_us < pace.not_before_us
         if controls.paused or paced or self.maintenance.still or in_flight > self.config.overlap_depth:
             return self._join_in(step)
         if self.config.enable_priority_preemption:
-            self.batch_is_full = False  # requests that came since, and members that grew, may change that
+            self.batch_is_full = False  # requests that have arrived and members that have grown may change that
         if self.config.waiting_prefix_refresh and self.waiting and self.launches_to_refresh() <= 0:
             self.refreshed_at = self.next_batch_id
             refresh_prefixes(self.waiting, self.memory.radix)
@@ -215,7 +216,7 @@ class Engine(SchedulerState):
         return found_nothing
 
     def launch_now(self, step: Step) -> bool:
-        """Plan and launch what runs next. Returns: whether there was nothing."""
+        """Plan and launch the next batch. Returns: whether there was nothing to launch."""
         running = self.microbatches.current
         if not self.config.overlap_consecutive_prefills and self._waits_for_prefill(running):
             return True
@@ -230,13 +231,13 @@ class Engine(SchedulerState):
         return False
 
     def _launch_nothing(self, step: Step) -> bool:
-        """The engine stands still, or its slots are taken."""
+        """Launch nothing: launches are paused or blocked, or all slots are taken."""
         return False
 
     def plan_next(self, step: Step, *, extends: bool = True) -> InFlight | None:
-        """Plan what runs next: it is in flight from here on, and its launch is ordered by `launch`.
+        """Plan the next batch. It counts as in flight from now on; `launch` orders its launch. None: there is none.
 
-        Without `extends` prompts wait. None: there is nothing to run.
+        `extends`: whether prompts may be computed.
         """
         batch = self._plan_pass(self.microbatches.current, step, extends=extends)
         if batch is None:
@@ -247,7 +248,7 @@ class Engine(SchedulerState):
         return batch
 
     def _plan_pass(self, running: RunningState, step: Step, *, extends: bool = True) -> InFlight | None:
-        """What a running batch computes next; without `extends` prompts wait. None: nothing."""
+        """Plan what a running batch computes next; None: nothing. `extends`: whether prompts may be computed."""
         batch, prefills = None, self.prefills
         if extends and not self.decoding.decode_goes_first(running):
             batch = prefills.plan_prebuilt(running, step) or prefills.plan_extend(running, step)
@@ -266,7 +267,7 @@ class Engine(SchedulerState):
         self._launched(batch, step)
 
     def _order(self, batch: InFlight, step: Step) -> None:
-        """Order the launch, deferred if the masks of grammars are not known yet."""
+        """Order the launch of a batch; its sampling is deferred if the masks of grammars are not computable yet."""
         if batch.samplers.constrained:
             ahead = [other for other in self.in_flight if other is not batch]
             grammars.launch(batch, ahead, self.memory.table.outputs, step)
@@ -274,17 +275,17 @@ class Engine(SchedulerState):
             step.commands.append(LaunchBatch(batch.plan))
 
     def _launched(self, batch: InFlight, step: Step) -> None:
-        """What follows a launch: its KV is sent behind it, and an operator's gap begins."""
+        """Send the KV of a launched batch behind it, and begin the gap that an operator has set."""
         if self.transfers.hands_over:
             self.transfers.give_parts(batch, step)
         if self.controls.pace.watches:
             self.controls.pace.launched(self.now_us, step)
 
     def _share(self, batch: InFlight, step: Step) -> None:
-        """Publish the prompts that a launched batch is about to compute, for batches launched behind it."""
+        """Publish the prompts that a launched batch computes, for batches behind it."""
         for request, stop in zip(batch.requests, batch.plan.stops[: batch.plan.extend_rows].tolist(), strict=False):
             self.memory.publish(request, stop, step, writer=batch.plan.batch_id)
-            self.prerequisites.follow(request, stop, step)
+            self.prerequisites.release_samples(request, stop, step)
 
     def decode_goes_first(self, running: RunningState) -> bool:
         """Whether decodes go before any prefill."""
@@ -299,7 +300,7 @@ class Engine(SchedulerState):
         self.prefills.defer_first(step)
 
     def _waits_for_prefill(self, running: RunningState) -> bool:
-        """Whether overlap is off for this batch: it would be an extend right behind an extend in flight."""
+        """Whether the next batch must wait: it would be an extend right behind an extend in flight."""
         if not self.in_flight or not self.in_flight[-1].plan.extend_rows:
             return False
         return not self.decode_goes_first(running) and self.would_extend(running)
@@ -307,7 +308,7 @@ class Engine(SchedulerState):
     # ------------------------------------------------------------------------------------------- other events, one each
 
     def _let_time_pass(self, event: ClockAdvanced | HostTimeClamped, step: Step) -> None:
-        """Time has passed: what is due is settled behind this."""
+        """Fold an event that only advances the time; `_settle` handles what is due."""
 
     def reconfigure(self, config: SchedConfig) -> None:
         """Replace the settings. The role may change with them, and so the events that are handled."""
@@ -319,12 +320,12 @@ class Engine(SchedulerState):
         self.expert_loads = ExpertLoads.folded(self.expert_loads, event)
 
     def _ranks_agreed(self, event: RanksAgreed, step: Step) -> bool:
-        """All ranks have proposed a round."""
+        """Run the round that all ranks have proposed."""
         assert self.ranks is not None
         return self.ranks.agreed(event, step)
 
     def _adapter_loaded(self, event: AdapterLoaded, step: Step) -> None:
-        """Requests that wait for the adapter may start, or end with an error if it could not be loaded."""
+        """Let requests that wait for an adapter start, or end them with an error if it could not be loaded."""
         if event.generation < self.generation:
             return  # from before a restart: void
         if event.generation > self.generation:
@@ -339,9 +340,9 @@ class Engine(SchedulerState):
                 self.finish(request, "error", step, flush=True)
 
     def _tier_answered(self, event: HostCopyFinished | PrefetchFinished | StorageWritten, step: Step) -> None:
-        """Pages moved between cache tiers, or did not. Requests that wait for them or for room may start."""
+        """End an operation between tiers. Requests that wait for its pages or for room may start."""
         if event.generation > self.generation:
             raise ContractError(f"a move of generation {event.generation}, but this is generation {self.generation}")
-        if event.generation == self.generation:  # others were void from the restart on
+        if event.generation == self.generation:  # operations of older generations are void
             self.memory.tiers.answered(event, step)
             self.retry_admission()

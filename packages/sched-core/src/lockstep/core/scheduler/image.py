@@ -1,16 +1,15 @@
-"""The parts of a snapshot of an engine, and how requests, batches and media are stored in it and laid out again."""
+"""The layout of a snapshot: its parts in their order, and how requests and batches are stored and restored."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from lockstep.core.admin.control import Pace
-from lockstep.core.admin.maintenance import MaintenanceImage
-from lockstep.core.cluster.expert_placement import ExpertLoads
+from lockstep.core.admin.control import ControlsPart
+from lockstep.core.admin.maintenance import MaintenancePart
 from lockstep.core.contract.commands import (
     AfterBatch,
     BatchPlan,
@@ -23,32 +22,36 @@ from lockstep.core.contract.commands import (
     SpeculationMethod,
 )
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.contract.events import DeferReason, Grammar, RequestId, SamplingParams
+from lockstep.core.contract.events import DeferReason, Grammar, SamplingParams
 from lockstep.core.contract.stats import Counts
-from lockstep.core.features.data_parallel import RoundsImage
-from lockstep.core.features.disaggregation import TransfersImage
-from lockstep.core.features.media import Content, EncoderCache, EncoderEntry, Placeholders
-from lockstep.core.features.sessions import SessionImage
-from lockstep.core.features.speculation import Chances
+from lockstep.core.features.data_parallel import RanksPart
+from lockstep.core.features.disaggregation import TransfersPart
+from lockstep.core.features.grammars import GrammarsPart
+from lockstep.core.features.jump_forward import ForcedPart
+from lockstep.core.features.media import EncoderPart
+from lockstep.core.features.sessions import SessionsPart
+from lockstep.core.features.speculation import SpeculationPart
 from lockstep.core.features.view import SchedulerView
-from lockstep.core.kv.memory import DeferredFree
-from lockstep.core.kv.radix import RadixNode
+from lockstep.core.kv.memory import MemoryPart
 from lockstep.core.requests.batching import InFlight
-from lockstep.core.requests.microbatches import MicrobatchesImage
+from lockstep.core.requests.microbatches import RunningPart
+from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.requests.table import (
     BASE,
     EMPTY_BATCH,
+    GONE,
     Adapter,
     Extras,
     Request,
     RequestState,
-    RequestTable,
     RunningBatch,
 )
+from lockstep.core.scheduler.admission import AdmissionPart
+from lockstep.core.scheduler.ordering import OrderingPart
 
 
-class RequestImage(msgspec.Struct, forbid_unknown_fields=True):
-    """A request, its row's tokens included when it has one."""
+class RequestImage(msgspec.Struct, forbid_unknown_fields=True, rename={"open_prerequisites": "holds"}):
+    """A request, with the pages and outputs of its row if it has one."""
 
     request_id: int
     label: str
@@ -75,7 +78,7 @@ class RequestImage(msgspec.Struct, forbid_unknown_fields=True):
     prompt_tokens: int
     outputs: int
     state: int
-    holds: int
+    open_prerequisites: int
     epoch: int
     row: int
     computed: int
@@ -96,23 +99,9 @@ class RequestImage(msgspec.Struct, forbid_unknown_fields=True):
     deferred: DeferReason | None = None
 
 
-class DeferredFreeImage(msgspec.Struct, forbid_unknown_fields=True, rename={"free_after": "fence"}):
-    free_after: int
-    row: int
-    namespace: str
-    tokens: bytes
-    prompt_tokens: int
-    handle: int | None
-    protected_pages: int
-    computed: int
-    publish: bool
-    row_pages: bytes
-    row_outputs: bytes
-    known: int | None = None
-
-
 class VerifyImage(msgspec.Struct, forbid_unknown_fields=True):
-    """What a batch in flight verifies, and where its samplers stand as far as results say."""
+    """The drafts and forced tokens of a batch in flight, and the positions of its samplers as far as results determine
+    them."""
 
     draft_tokens: int
     draft_lengths: bytes
@@ -124,7 +113,7 @@ class VerifyImage(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class BatchImage(msgspec.Struct, forbid_unknown_fields=True):
-    """A batch in flight. Requests are named by id; those that have ended since are dead in it and never looked at."""
+    """A batch in flight. Requests are stored by id; rows of requests that have ended are dead and never read."""
 
     batch_id: int
     mode: Mode
@@ -151,130 +140,98 @@ class BatchImage(msgspec.Struct, forbid_unknown_fields=True):
     pooled_rows: bytes = b""
     media_spans: tuple[MediaSpan, ...] = ()
     verifies: VerifyImage | None = None
-    ranks: Ranks | msgspec.UnsetType = msgspec.UNSET  # what data-parallel ranks agreed on
-    microbatch: int | msgspec.UnsetType = msgspec.UNSET  # where it is not the first
+    ranks: Ranks | msgspec.UnsetType = msgspec.UNSET  # the agreement of data-parallel ranks
+    microbatch: int | msgspec.UnsetType = msgspec.UNSET  # if it is not the first one
 
 
-class MediaImage(msgspec.Struct, forbid_unknown_fields=True, rename={"deferred": "fenced"}):
-    """Placeholders and the encoder cache. Lists of pairs, because the order in them decides."""
+class SchedulerPart(msgspec.Struct):
+    """The part of the scheduler itself in a snapshot."""
 
-    numbers: list[tuple[Content, int]]
-    next: int
-    encodings: list[tuple[bytes, EncoderEntry]]
-    pins: list[int]
-    line: list[int]
-    deferred: list[tuple[int, list[bytes]]]
-    queued: list[bytes] | msgspec.UnsetType = msgspec.UNSET  # of an encoder with a budget, where anything is
-    dropping: list[bytes] | msgspec.UnsetType = msgspec.UNSET
-
-
-_ENGINE_KEYS = {"running_batch": "cohort", "deferred_frees": "leases", "deferred_pages": "fenced_pages"}  # in snapshots
-
-
-class EngineImage(msgspec.Struct, forbid_unknown_fields=True, rename=_ENGINE_KEYS):
     format: int
     config: SchedConfig
     now_us: int
     generation: int
     digest: bytes
-    pool: dict[str, Any]
-    radix: dict[str, Any] | None
-    rows: int
-    free_rows: list[int]
-    pages_width: int
-    outputs_width: int
     requests: list[RequestImage]
-    waiting: list[int]
-    held: list[int]
-    grammars: list[tuple[bytes, str | None, int, list[int]]]
+    blocked: list[int]
     prefilling: int | None
-    running_batch: list[int]
-    positions: bytes
     in_flight: list[BatchImage]
-    deferred_frees: list[DeferredFreeImage]
-    deferred_pages: list[tuple[int, bytes]]
-    rewrites: list[tuple[int, int, bytes]]
-    pending: list[tuple[int, int, int]]
     ratio: float
     latency: list[float]
     batch_is_full: bool
-    decode_owed: bool
-    deferred: tuple[int, DeferReason] | None
     launch_found_nothing: bool
-    horizon: int
-    decode_launches: int
-    extended_at: int
     refreshed_at: int
-    forced_at: int
     next_batch_id: int
     last_request_id: int
     timers: list[tuple[int, int]]
-    paused: bool
-    draining: bool
-    drains: list[int]
     tokens_discarded: int
-    prefilled_tokens: int
-    weights_version: int
-    maintenance: MaintenanceImage
-    pace: Pace
     counts: Counts
-    sessions: list[SessionImage]
-    session_uses: int
-    sessions_unsettled: list[tuple[int, str]]
-    media: MediaImage | None = None
-    adapters: dict[str, Any] | None = None
-    chances: Chances | msgspec.UnsetType = msgspec.UNSET  # of drafts, where they are counted
-    forced: list[tuple[int, int, bytes]] | msgspec.UnsetType = msgspec.UNSET  # output to come: request, first, ids
-    host: bytes = b""  # what the host keeps beside it, opaque to the engine
-    transfers: TransfersImage | None = None
-    tiers: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    host: bytes = b""  # bytes that the host stores with the snapshot, opaque to the engine
     expert_loads: tuple[int, int, bytes] | msgspec.UnsetType = msgspec.UNSET  # layers, reports, counts
-    hybrid: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
-    ranks: RoundsImage | msgspec.UnsetType = msgspec.UNSET  # of one of several data-parallel ranks
-    microbatches: MicrobatchesImage | msgspec.UnsetType = msgspec.UNSET  # where there are several
-    resources: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # of those that are not stored above, by name
 
 
-def expert_loads_image(loads: ExpertLoads | None) -> tuple[int, int, bytes] | msgspec.UnsetType:
-    """Layers, reports and counts."""
-    return msgspec.UNSET if loads is None else (len(loads.counts), loads.reports, loads.counts.tobytes())
+PARTS: tuple[type[msgspec.Struct], ...] = (
+    SchedulerPart,
+    MemoryPart,
+    RunningPart,
+    OrderingPart,
+    GrammarsPart,
+    ControlsPart,
+    MaintenancePart,
+    SessionsPart,
+    EncoderPart,
+    ForcedPart,
+    SpeculationPart,
+    TransfersPart,
+    AdmissionPart,
+    RanksPart,
+)
+"""The parts of a snapshot: of the scheduler and of each component."""
+
+LAYOUT = """
+format config now_us generation digest pool radix rows free_rows pages_width outputs_width requests waiting blocked
+grammars prefilling running_batch positions in_flight deferred_frees deferred_pages rewrites pending ratio latency
+batch_is_full decode_owed deferred launch_found_nothing horizon decode_launches extended_at refreshed_at forced_at
+next_batch_id last_request_id timers paused draining drains tokens_discarded prefilled_tokens weights_version
+maintenance pace counts sessions session_uses sessions_unsettled media adapters chances forced host transfers tiers
+expert_loads hybrid ranks microbatches resources
+""".split()
+"""The fields of all parts in the order in which a snapshot stores them. The bytes of snapshots depend on it."""
+
+STORED_AS = {"blocked": "held", "running_batch": "cohort", "deferred_frees": "leases", "deferred_pages": "fenced_pages"}
+"""Keys of a snapshot that differ from the names of their fields."""
 
 
-def media_image(media: EncoderCache, placeholders: Placeholders) -> MediaImage | None:
-    """Placeholders and encoder cache; None for an engine that never had a request with media."""
-    if not placeholders.numbers:
-        return None
-    return MediaImage(
-        numbers=list(placeholders.numbers.items()),
-        next=placeholders.next,
-        encodings=list(media.encodings.items()),
-        pins=list(media.pins),
-        line=list(media.line),
-        deferred=list(media.deferred),
-        queued=list(media.queued) or msgspec.UNSET,
-        dropping=list(media.dropping) or msgspec.UNSET,
-    )
+def _snapshot_type() -> type[msgspec.Struct]:
+    """Return the type of a snapshot: the fields of all parts, in the order of LAYOUT."""
+    fields = {field.name: field for part in PARTS for field in msgspec.structs.fields(part)}
+    assert sorted(fields) == sorted(LAYOUT), f"LAYOUT and the parts differ in {fields.keys() ^ set(LAYOUT)}"
+    required = msgspec.NODEFAULT
+    columns: list[tuple[str, Any] | tuple[str, Any, Any]] = [
+        (name, fields[name].type)
+        if fields[name].default is required
+        else (name, fields[name].type, fields[name].default)
+        for name in LAYOUT
+    ]
+    return msgspec.defstruct("EngineImage", columns, rename=STORED_AS, kw_only=True, forbid_unknown_fields=True)
 
 
-def load_media(
-    image: MediaImage, media: EncoderCache, placeholders: Placeholders, requests: Mapping[RequestId, Request]
-) -> None:
-    """Lay out what `media_image` stored."""
-    placeholders.numbers, placeholders.next = dict(image.numbers), image.next
-    media.encodings = dict(image.encodings)
-    media.pins = {request_id: _media_of(requests, request_id) for request_id in image.pins}
-    media.deferred = list(image.deferred)
-    media.line = {request_id: _media_of(requests, request_id) for request_id in image.line}
-    if image.queued is not msgspec.UNSET:
-        media.queued = dict.fromkeys(image.queued)
-    if image.dropping is not msgspec.UNSET:
-        media.dropping = list(image.dropping)
+EngineImage = _snapshot_type()
+
+Part = TypeVar("Part", bound=msgspec.Struct)
 
 
-def _media_of(requests: Mapping[RequestId, Request], request_id: int) -> dict[bytes, int]:
-    extras = requests[request_id].extras
-    assert extras is not None
-    return extras.media
+def image_of(parts: Iterable[msgspec.Struct]) -> msgspec.Struct:
+    """Return the snapshot that consists of these parts. Fields of parts that are absent have their defaults."""
+    values: dict[str, Any] = {}
+    for part in parts:
+        values |= msgspec.structs.asdict(part)
+    return EngineImage(**values)
+
+
+def part_of(image: msgspec.Struct, kind: type[Part]) -> Part:
+    """Return one part of a snapshot."""
+    return kind(**{name: getattr(image, name) for name in kind.__struct_fields__})
 
 
 def request_image(scheduler: SchedulerView, request: Request) -> RequestImage:
@@ -282,7 +239,8 @@ def request_image(scheduler: SchedulerView, request: Request) -> RequestImage:
     computed = scheduler.computed_of(request)
     pages, outputs = b"", b""
     if request.row >= 0:
-        pages, outputs = _row_image(scheduler, request.row, computed, scheduler.outputs_of(request))
+        held = -(-computed // scheduler.config.page_size)
+        pages, outputs = scheduler.memory.table.row_image(request.row, held, scheduler.outputs_of(request))
     values.update(
         state=int(request.state),
         computed=request.computed,
@@ -293,27 +251,6 @@ def request_image(scheduler: SchedulerView, request: Request) -> RequestImage:
     return RequestImage(**values)
 
 
-def deferred_free_image(scheduler: SchedulerView, deferred: DeferredFree) -> DeferredFreeImage:
-    on_the_way = sum(batch.tokens_of(deferred.row) for batch in scheduler.in_flight)
-    computed = max(deferred.computed - deferred.prompt_tokens, 0)  # of its outputs; no more of them will be published
-    pages, outputs = _row_image(
-        scheduler, deferred.row, deferred.computed, min(computed, max(computed + 1 - on_the_way, 0))
-    )
-    values = deferred._asdict()
-    values["handle"] = deferred.handle.number if deferred.handle is not None else None
-    return DeferredFreeImage(**values, row_pages=pages, row_outputs=outputs)
-
-
-def _row_image(scheduler: SchedulerView, row: int, computed: int, outputs: int) -> tuple[bytes, bytes]:
-    held = -(-computed // scheduler.config.page_size)
-    return scheduler.memory.table.pages[row, :held].tobytes(), scheduler.memory.table.outputs[row, :outputs].tobytes()
-
-
-def lay_row(table: RequestTable, row: int, pages: bytes, outputs: bytes) -> None:
-    table.pages[row, : len(pages) // 4] = np.frombuffer(pages, np.int32)
-    table.outputs[row, : len(outputs) // 4] = np.frombuffer(outputs, np.int32)
-
-
 def request_of(scheduler: SchedulerView, image: RequestImage, nodes: dict[int, RadixNode]) -> Request:
     request = Request.__new__(Request)
     for name in image.__struct_fields__:
@@ -322,10 +259,9 @@ def request_of(scheduler: SchedulerView, image: RequestImage, nodes: dict[int, R
     request.state = RequestState(image.state)
     request.handle = nodes[image.handle] if image.handle is not None else None
     request.matched = None
-    request.decodes = False  # until it is found in the cohort
+    request.decodes = False  # the running batch sets it for its members
     if request.row >= 0:
-        scheduler.memory.table.hold(request.row, request)
-        lay_row(scheduler.memory.table, request.row, image.row_pages, image.row_outputs)
+        scheduler.memory.table.load_row(request.row, request, image.row_pages, image.row_outputs)
     return request
 
 
@@ -433,18 +369,4 @@ def batch_of(scheduler: SchedulerView, image: BatchImage) -> InFlight:
     return batch
 
 
-def _gone() -> Request:
-    request = Request.__new__(Request)
-    request.row = -1
-    request.state = RequestState.FINISHED
-    request.label, request.request_id = "gone", -1
-    request.streams, request.stream_every = True, 1
-    request.extras = None
-    request.decodes = False
-    return request
-
-
 NO_FACTS = EMPTY_BATCH.facts
-
-GONE = _gone()
-"""Stands for requests that ended while a batch or a lease still names their row."""

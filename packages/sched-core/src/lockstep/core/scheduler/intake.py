@@ -1,7 +1,7 @@
-"""How a host takes requests in: when it looks at its socket, and when it holds back what it found there.
+"""How a host receives requests: when it reads its socket, and when it keeps received requests back.
 
-Both decide before anything is a fact, so nothing of this is in the journal; an event is what the host gives the engine.
-Both are pure: the same calls give the same answers, on every rank.
+Both decisions precede the journal: only events that the host passes to the engine are recorded. Both are pure: equal
+calls have equal results on every rank.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from lockstep.core.contract.errors import ConfigError
 
 Item = TypeVar("Item")
 
-POLL_WEIGHT_DEFAULT = 1000  # SGLang: scheduler_recv_skipper_weight_default, of modes not named below
-POLL_WEIGHTS: dict[Mode | None, int] = {"decode": 1, "verify": 1, None: 1}  # SGLang's; None: nothing was launched
+POLL_WEIGHT_DEFAULT = 1000  # of modes that are not listed below; SGLang: scheduler_recv_skipper_weight_default
+POLL_WEIGHTS: dict[Mode | None, int] = {"decode": 1, "verify": 1, None: 1}  # as in SGLang; None: nothing was launched
 
 
 class ReceiveSkipper:
-    """Says before each pass of the loop whether to look at the socket: a look costs more than a short decode.
+    """Decides before each pass of the host loop whether to read the socket, which costs more than a short decode.
 
-    Each pass adds the weight of what was launched last; at `interval` it is time to look, and the sum starts again.
-    With the weights given, a look comes after every extend or after `interval` decodes, whatever is first. An interval
-    of 1, the default, looks every time.
+    Each pass adds the weight of the last launch to a sum. When the sum reaches `interval`, the socket is read and the
+    sum starts again. With the default weights the socket is read after every extend, or after `interval` decodes,
+    whichever is first. With an interval of 1, the default, it is read in every pass.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ReceiveSkipper:
         self._sum = 0
 
     def due(self, launched: Mode | None) -> bool:
-        """Whether to look now. `launched` is the mode of the last pass, None if it launched nothing."""
+        """Whether to read the socket now. `launched`: the mode of the last pass, None if it launched nothing."""
         self._sum += self._weights.get(launched, self._default_weight)
         if self._sum < self._interval:
             return False
@@ -50,14 +50,14 @@ class ReceiveSkipper:
 
 
 class InputBlocker(Generic[Item]):
-    """Holds requests back while an operator moves something below them, on all ranks alike.
+    """Keeps requests back while an operator changes the engine, on all ranks alike.
 
-    open --block--> blocked --unblock--> opening --every rank said so--> open
+    open --block--> blocked --unblock--> opening --all ranks are opening--> open
                        ^                    |
                        +-------block--------+
 
-    What comes while it is not open is kept in order and given out when it opens. A rank that opened alone would let a
-    request in that the others do not see yet.
+    Requests that arrive while it is not open are kept in order and released when it opens. If one rank opened alone, it
+    would admit a request that the other ranks do not have yet.
     """
 
     def __init__(self) -> None:
@@ -65,21 +65,21 @@ class InputBlocker(Generic[Item]):
         self._pending: deque[Item] = deque()
 
     def take(self, items: Iterable[Item]) -> list[Item]:
-        """Take in what arrived. Returns what may go on now."""
+        """Take in arrived items. Returns the items that are released now."""
         self._pending.extend(items)
         return self._released()
 
     def block(self) -> None:
-        """Hold back what comes from here on. Twice does no harm."""
+        """Keep back all items from now on. A second call changes nothing."""
         self.state = "blocked"
 
     def unblock(self) -> None:
-        """This rank may open. It does when all may; without a block before there is nothing to wait for."""
+        """Mark this rank as opening. It opens once all ranks are opening. Without a block the call changes nothing."""
         if self.state == "blocked":
             self.state = "opening"
 
     def ranks_agreed(self, every_rank_opening: bool) -> list[Item]:
-        """The ranks compared their states. Returns what may go on now, in the order in which it came."""
+        """Take in whether all ranks are opening. Returns the items that are released now, in their order."""
         if self.state == "opening" and every_rank_opening:
             self.state = "open"
         return self._released()

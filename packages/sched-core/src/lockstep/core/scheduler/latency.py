@@ -1,11 +1,11 @@
-"""How long the next chunk may be, if the pass is to stay under a latency target.
+"""The longest chunk with which a pass stays under a latency target.
 
-What a pass with prompts in it takes is fitted, as it goes, to what the device reported of the passes before:
+The duration of a pass with prompts is fitted online to the reported durations of earlier passes:
 
-    us = a + b x new tokens + c x pairs        pairs: how many (query, key) pairs attention computes
+    us = a + b x new tokens + c x pairs        pairs: (query, key) pairs that attention computes
 
-by least squares in which older passes fade. Sums, not samples, are kept; they are plain floats added in the order of
-the journal, so that equal journals fit equal models on any machine.
+by least squares in which older passes fade. Sums are stored, not samples. They are plain floats, added in the order of
+the journal, so that equal journals have equal fits on any machine.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from lockstep.core.contract.commands import BatchPlan, Int32s
 
 FADE = 0.99  # weight of a pass relative to the one after it
 PASSES_MIN = 8  # passes observed before the fit is trusted
-TOKENS, PAIRS = 1024.0, 1024.0 * 1024.0  # units of the fit, so that its numbers are of one size
+TOKENS, PAIRS = 1024.0, 1024.0 * 1024.0  # units of the fit, so that its numbers have similar sizes
 
-Sums = list[float]  # of 1, n, p, nn, np, pp, y, ny, py, and how many passes
+Sums = list[float]  # sums of 1, n, p, nn, np, pp, y, ny, py, and the number of passes
 
 
 class ExtendLatency:
-    """An online fit of the duration of passes that extend. All state is in `sums`."""
+    """An online fit of the duration of passes with prompts. All state is in `sums`."""
 
     def __init__(self) -> None:
         self.sums: Sums = [0.0] * 10
 
     def observe(self, plan: BatchPlan, us: int) -> None:
-        """Take in how long a pass took."""
+        """Take in the duration of a pass."""
         n, p = int(new_tokens_of(plan).sum()) / TOKENS, pairs_of(plan) / PAIRS
         new = (1.0, n, p, n * n, n * p, p * p, float(us), n * us, p * us)
         *sums, passes = self.sums
@@ -37,10 +37,10 @@ class ExtendLatency:
     def tokens_within(
         self, target_us: int, context_tokens: int, decodes: int, decode_context_tokens: int
     ) -> int | None:
-        """The longest chunk behind `context_tokens` that keeps a pass under the target, beside so many decodes.
+        """Return the longest chunk behind `context_tokens` that keeps a pass under the target, beside so many decodes.
 
-        0 if not even a pass without it would. None while too little is known: too few passes, or passes too much alike
-        to tell the terms apart.
+        0 if even a pass without the chunk exceeds the target. None while the fit is undetermined: too few passes, or
+        passes too similar to separate the terms.
         """
         fit = self._fit()
         if fit is None:
@@ -56,10 +56,10 @@ class ExtendLatency:
         return int(2 * left / (linear + sqrt(linear * linear + 4 * square * left)))
 
     def tokens_like_first(self, first_tokens: int, context_tokens: int) -> int | None:
-        """The chunk behind `context_tokens` that takes as long as one of `first_tokens` behind nothing, as fitted.
+        """Return the chunk behind `context_tokens` that takes as long as a first chunk of `first_tokens`, as fitted.
 
-        What every pass costs is in both, so only the other two terms count. None while too little is known. Where pairs
-        cost nothing of their own, all chunks of one size take the same time.
+        The constant is part of both, so only the other two terms count. None while the fit is undetermined. If pairs
+        have no cost of their own, all chunks of one size take the same time.
         Source: SGLang's dynamic chunking, f(history + chunk) - f(history) = f(first chunk), without its smoothing.
         """
         fit = self._fit_by_tokens()
@@ -72,10 +72,10 @@ class ExtendLatency:
         return int(2 * target / (linear + sqrt(linear * linear + 4 * square * target)))
 
     def _fit_by_tokens(self) -> tuple[float, float] | None:
-        """b and c, to compare chunks by. None if unknown.
+        """Return b and c, to compare chunks by; None if undetermined.
 
-        Chunks of one size do not tell what a pass costs from what its tokens cost, and chunks that take equally long do
-        not tell it from anything. Then it counts as part of the tokens: least squares without a constant.
+        Chunks of one size do not separate the constant from the cost of tokens, and chunks of one duration separate
+        nothing. Then the constant counts as part of the tokens: least squares without a constant.
         """
         one, _, _, nn, np_, pp, y, ny, py, passes = self.sums
         fit = self._fit()
@@ -88,7 +88,7 @@ class ExtendLatency:
         return (b, c) if b > 0.0 and c >= 0.0 else None
 
     def _fit(self) -> tuple[float, float, float] | None:
-        """a, b, c of the least squares; pairs are left out while they say nothing of their own. None if unknown."""
+        """Return a, b and c of the fit; None if undetermined. c is 0 while pairs do not separate from tokens."""
         one, n, p, nn, np_, pp, y, ny, py, passes = self.sums
         if passes < PASSES_MIN:
             return None
@@ -107,7 +107,7 @@ class ExtendLatency:
 
 
 def new_tokens_of(plan: BatchPlan) -> Int32s:
-    """Positions that each row computes, int32 [rows]: of one that verifies drafts fewer than its span reaches over."""
+    """Return the positions that each row computes, int32 [rows]; of a row with drafts, fewer than its span has."""
     new_tokens: Int32s = plan.stops - plan.starts
     if plan.speculation is not None:
         new_tokens[plan.extend_rows :] = plan.speculation.draft_lengths + 1
@@ -115,7 +115,7 @@ def new_tokens_of(plan: BatchPlan) -> Int32s:
 
 
 def pairs_of(plan: BatchPlan) -> int:
-    """Query and key pairs that attention computes in a pass."""
+    """Return the (query, key) pairs that attention computes in a pass."""
     stops = plan.stops.astype("int64")
     starts = stops - new_tokens_of(plan)
     return int((stops * (stops + 1) - starts * (starts + 1)).sum()) // 2

@@ -1,26 +1,27 @@
 """The waiting queue: the order in which requests are considered for admission, and which may be bypassed.
 
-The *line* is `Engine.waiting`: requests as they came, retracted ones where they were requeued. A *policy* is a pure
-function of a `WaitingQueue`, which shows the line as columns, and returns positions in the order in which they are to
-be considered. Those of the core are at the end of this file; installed packages bring others (docs/policies.md).
+The *queue* is `Engine.waiting`: requests in order of arrival, retracted ones where they were requeued. A *policy* is a
+pure function of a `WaitingQueue`, which has the queue as columns. It returns positions in the order in which the
+requests are considered. The policies of the core are at the end of this file; installed packages add others
+(docs/policies.md).
 
-What holds under every policy:
+Under every policy:
 
-**Bounded bypass.** A waiting request counts the requests that stood behind it in the line and were admitted before it.
-Once there are `bypass_limit` of them it goes first, in queue order, ahead of the policy's order, and no request behind
-it is considered unless it is admitted. So no request is ever bypassed more than `bypass_limit` times, under any policy.
-The counts are brought up to date when a pass ends; but a pass also has its *aging limit*, the admissions after which
-a request may have reached the limit, and when they have happened it counts and puts the order right before it goes on.
+**Bounded bypass.** A waiting request counts the later requests of the queue that were admitted before it. After
+`bypass_limit` of them it is *urgent*: it is considered before all others, in queue order, and no later request is
+considered unless it is admitted. So no request is bypassed more than `bypass_limit` times. The counts are updated when
+a pass ends. A pass also determines after how many admissions a request may become urgent; after that many it updates
+the counts and the order before it continues.
 
 **De-duplication** (`prefix_deduplication`). Requests that share a long prefix which is not cached yet would all compute
-it. "last": all but the first of them in the queue go behind all others. "defer": a request is deferred while another
-one, already admitted, computes the very pages that it needs next; it is considered again once these are published, or
-once the other has left. A deferred request waits for one that runs, so something always moves.
+it. With "last", all of them but the first in the queue are considered after all other requests. With "defer", a request
+is deferred while an admitted request computes the pages that it needs next. It is considered again once these pages are
+published, or once the other request has left. A deferred request waits for a running one, so there is always progress.
 
-**Nothing is done twice.** The order of the last pass is kept until something it was made from has changed: the line,
-or what the policy looked at, which its view noted (prefix matches, the clock, work done, running requests). A match is
-looked up again only when the part of the tree it depends on has changed (`radix.Found`). All this is a cache: a
-restored engine starts without it and decides the same.
+**Caching.** The order of the last pass is kept until one of its inputs has changed: the queue, or what the policy has
+read, which its view records (prefix matches, the clock, work done, running requests). A match is looked up again only
+if the part of the tree that it depends on has changed (`radix_node.Found`). A restored engine starts without these
+caches and decides the same.
 """
 
 from __future__ import annotations
@@ -30,17 +31,22 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import index
 
 import numpy as np
+from msgspec import Struct
 
+from lockstep.core.contract.checks import fail
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import PolicyError
 from lockstep.core.features.view import SchedulerView
-from lockstep.core.kv.radix import Found, RadixCache
+from lockstep.core.kv.component import Component, Restored
+from lockstep.core.kv.facts import Facts
+from lockstep.core.kv.radix import RadixCache
+from lockstep.core.requests.radix_node import Found
 from lockstep.core.requests.table import Request, RequestState, RunningBatch
 
-LPM_FALLBACK_WAITING = 128  # above this many waiting, matching each costs more than it gains (SGLang's threshold)
+LPM_FALLBACK_WAITING = 128  # with more waiting requests, matching costs more than it saves (threshold of SGLang)
 DUPLICATE_CACHED_TOKENS_MAX = 32  # a request with more cached is no duplicate (SGLang: IN_BATCH_PREFIX_CACHING_CHECK)
 DUPLICATE_SHARED_TOKENS_MIN = 32  # tokens two prompts must share to be duplicates (SGLang: ..._DEPRIORITIZE)
-REFRESHED_REQUESTS = 128  # of the line, whose cached prefixes are refreshed (SGLang's limit)
+REFRESHED_REQUESTS = 128  # from the head of the queue: their cached prefixes are refreshed (limit of SGLang)
 ENDLESS = 1 << 62
 
 WAITING = RequestState.WAITING
@@ -48,7 +54,7 @@ TOKEN_BYTES = 4
 
 
 class RequestColumns:
-    """Some requests as columns, read only. A column is gathered each time it is asked for: keep it in a variable."""
+    """Some requests as columns, read only. A column is gathered at each access, so keep it in a variable."""
 
     __slots__ = ("_requests",)
 
@@ -60,7 +66,7 @@ class RequestColumns:
 
     @property
     def request_ids(self) -> tuple[int, ...]:
-        """Made by the host, rising in order of arrival."""
+        """Ids of the host, rising in order of arrival."""
         return tuple([request.request_id for request in self._requests])
 
     @property
@@ -69,12 +75,12 @@ class RequestColumns:
 
     @property
     def max_new_tokens(self) -> tuple[int, ...]:
-        """The most output tokens each may have."""
+        """The most output tokens of each."""
         return tuple([request.max_new_tokens for request in self._requests])
 
     @property
     def priority(self) -> tuple[int | None, ...]:
-        """As it came with the request; None if it came with none."""
+        """The priority that each arrived with; None without one."""
         return tuple([request.priority for request in self._requests])
 
     @property
@@ -87,9 +93,9 @@ class RequestColumns:
 
 
 class WaitingQueue(RequestColumns):
-    """What a policy sees of an engine: the requests that wait, in line order, the time, and the requests that run.
+    """The input of a policy: the waiting requests in queue order, the time, and the running requests.
 
-    It notes what was looked at beyond the requests themselves, so that the order is made again when that changes.
+    It records which inputs beyond the requests were read, so that the order is made again when one of them changes.
     """
 
     __slots__ = ("_prefilled_tokens", "_saw_running", "_saw_time", "_saw_tree", "_saw_work", "_scheduler", "config")
@@ -103,45 +109,45 @@ class WaitingQueue(RequestColumns):
 
     @property
     def now_us(self) -> int:
-        """Host time since the journal began."""
+        """Host time since the journal began, microseconds."""
         self._saw_time = True
         return self._scheduler.now_us
 
     @property
     def running(self) -> RequestColumns:
-        """The requests that are being prefilled or decoded, in no meaningful order."""
+        """The requests that are being prefilled or decoded, in no particular order."""
         self._saw_running = True
         return RequestColumns(_running(self._scheduler))
 
     @property
     def output_tokens(self) -> tuple[int, ...]:
-        """Output each already has, because it ran before and was retracted."""
+        """Output tokens of each from before a retraction."""
         return tuple([request.outputs for request in self._requests])
 
     @property
     def waiting_since_us(self) -> tuple[int, ...]:
-        """When each last began to wait: its arrival, or its retraction."""
+        """Time at which each last began to wait: its arrival or its retraction, microseconds."""
         return tuple([request.waiting_since_us for request in self._requests])
 
     @property
     def waited_us(self) -> tuple[int, ...]:
-        """For how long each has waited since then."""
+        """Time that each has waited since then, microseconds."""
         now = self.now_us
         return tuple([now - request.waiting_since_us for request in self._requests])
 
     @property
     def admitted_before(self) -> tuple[bool, ...]:
-        """Whether it ran before and was retracted."""
+        """Whether each was admitted before and retracted."""
         return tuple([request.cached_tokens >= 0 for request in self._requests])
 
     @property
     def bypassed(self) -> tuple[int, ...]:
-        """Requests admitted before each, though they stood behind it."""
+        """Later requests of the queue that were admitted before each."""
         return tuple([request.bypassed for request in self._requests])
 
     @property
     def cached_tokens(self) -> tuple[int, ...]:
-        """Tokens of each with KV in the radix cache now, as far as each may use it; looked up if need be."""
+        """Tokens of each with KV in the radix cache now, as far as each may use it."""
         page_size = self.config.page_size
         if not self.config.radix_cache:
             return (0,) * len(self)
@@ -149,19 +155,19 @@ class WaitingQueue(RequestColumns):
 
     @property
     def uncached_tokens(self) -> tuple[int, ...]:
-        """Tokens an extend of each would compute: prompt and kept output, less what is cached. At least 1."""
+        """Tokens that an extend of each would compute: prompt and kept output without the cached ones. At least 1."""
         cached = self.cached_tokens
         return tuple([len(r.tokens) // TOKEN_BYTES - c for r, c in zip(self._requests, cached, strict=True)])
 
     @property
     def prefilled_since_arrival(self) -> tuple[int, ...]:
-        """Tokens the engine has extended, for others, since each arrived: its age in work done."""
+        """Tokens that the engine has extended for other requests since each arrived: its age in work done."""
         self._saw_work = True
         done = self._prefilled_tokens
         return tuple([done - request.prefilled_before for request in self._requests])
 
     def _found(self) -> list[Found]:
-        """Where the cached prefix of each ends."""
+        """Return the end of the cached prefix of each."""
         self._saw_tree = True
         radix = self._scheduler.memory.radix
         return [matched(request, radix) for request in self._requests] if radix.present else []
@@ -171,7 +177,7 @@ Policy = Callable[[WaitingQueue], Sequence[int]]
 
 
 def matched(request: Request, radix: RadixCache) -> Found:
-    """Where its prefix in the radix cache ends, as far as it may use it; looked up only if that has changed."""
+    """Return the end of the cached prefix of a request, as far as it may use it. Looked up only if it has changed."""
     found = request.matched
     if found is None or found.node.version != found.version:
         most = request.cacheable_tokens // radix.page_tokens
@@ -180,63 +186,96 @@ def matched(request: Request, radix: RadixCache) -> Found:
 
 
 def refresh_prefixes(waiting: list[Request], radix: RadixCache) -> None:
-    """Count the cached prefixes of those first in the line as used just now, the head's last of all.
+    """Count the cached prefixes of the first requests of the queue as used now, that of the head last.
 
-    So they outlive what no request waits for, however long the queue moves on nothing else. SGLang does so for policies
-    that do not look at the cache; here it is for any.
+    So these prefixes are evicted after those for which no request waits. SGLang does this for policies that ignore the
+    cache; here it is done for every policy.
     """
     for request in reversed(waiting[:REFRESHED_REQUESTS]):
         radix.touch(matched(request, radix).node)
 
 
-class Ordering:
-    """One engine's passes over its waiting line: `turn`, for each request `writer_of_prefix`, then `close`."""
+class OrderingPart(Struct):
+    """The waiting queue in a snapshot."""
+
+    waiting: list[int]
+    prefilled_tokens: int
+
+
+class Ordering(Component):
+    """The waiting queue of one engine, and the passes over it: `turn`, `writer_of_prefix` per request, `close`."""
+
+    PART = OrderingPart
+    EMPTY_AT_REST = ("waiting",)
 
     def __init__(self, config: SchedConfig) -> None:
         self._config = config
         self.waiting: list[Request] = []  # in the order in which they began to wait
-        self.prefilled_tokens = 0  # new tokens of all extends; what waiting requests age by under policy hrrn
+        self.prefilled_tokens = 0  # new tokens of all extends: the age of waiting requests under policy hrrn
         own = POLICIES.get(config.schedule_policy)
         if own is None:
-            from lockstep.core.contract.policies import load  # looks at what is installed; only for policies of others
+            from lockstep.core.contract.policies import load  # reads the installed packages
 
             own = load(config.schedule_policy, config.schedule_policy_version)
         self._policy: Policy = own
-        self._brought = config.schedule_policy not in POLICIES  # by an installed package: what it returns is checked
+        self._installed = config.schedule_policy not in POLICIES  # of an installed package: its result is checked
         self._limit = ENDLESS if config.bypass_limit is None else config.bypass_limit
         self._defers = config.prefix_deduplication == "defer"
-        self._lasts = config.prefix_deduplication == "last"
-        self._plain = (
-            own is fcfs and config.prefix_deduplication == "off"
-        )  # then only deferrals of a request's own let others pass
-        self._passed_by: list[Request] = []  # of the plain pass that is on: those that were not admitted
-        self._may_be_urgent = True  # a request may have been bypassed often enough: false spares a look at all
+        self._moves_duplicates = config.prefix_deduplication == "last"
+        # A request then passes another one only if that was deferred for a reason of its own.
+        self._plain = own is fcfs and config.prefix_deduplication == "off"
+        self._passed_by: list[Request] = []  # requests of the present plain pass that were not admitted
+        self._may_be_urgent = True  # whether a request may be urgent; if not, none is examined
         self._next_pages = -(-DUPLICATE_SHARED_TOKENS_MIN // config.page_size)
 
-        # the order of the last pass, and what it was made from
+        # the order of the last pass, and its inputs
         self._order: list[Request] = []
-        self._line: list[Request] = []
+        self._queue: list[Request] = []
         self._view: WaitingQueue | None = None
         self._made_from: tuple[object, ...] = ()
         self._epoch = -1
 
-        # the current pass: which request computes what, by where it begins and what follows there
+        # the present pass: the requests that compute prefixes, by the byte at which they begin and the tokens there
         self._writers: list[Request] = []
         self._written: dict[int, dict[tuple[str, bytes], Request]] = {}
-        self._put_off = False
+        self._deferred_for_prefix = False
+
+    # -------------------------------------------------------------------------------------- snapshot and invariants
+
+    def part(self) -> OrderingPart:
+        """Return the state for a snapshot. The order and its inputs are not stored: they are made again."""
+        return OrderingPart([request.request_id for request in self.waiting], self.prefilled_tokens)
+
+    def load(self, part: OrderingPart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        self.waiting = [restored.requests[request_id] for request_id in part.waiting]
+        self.prefilled_tokens = part.prefilled_tokens
+
+    def check_state(self, facts: Facts) -> None:
+        """L5, S14: no waiting request was bypassed too often; a stored match equals the match of the tree."""
+        limit, radix = facts.config.bypass_limit, facts.radix
+        for request in self.waiting:
+            if limit is not None and request.bypassed > limit:
+                fail(f"L5: {request.name} was bypassed {request.bypassed} times, bypass_limit {limit}")
+            found = request.matched
+            if radix.present and found is not None and found.node.version == found.version:
+                most = request.cacheable_tokens // facts.config.page_size
+                pages = radix.match(request.namespace, request.tokens, most).pages
+                if found.pages != pages:
+                    fail(f"S14: {request.name} has a match of {found.pages} pages, the tree has {pages}")
 
     # ------------------------------------------------------------------------------------------------------- the pass
 
     def turn(self, scheduler: SchedulerView) -> Iterator[Request]:
-        """The waiting requests, in the order in which to consider them.
+        """Yield the waiting requests in the order in which they are considered.
 
-        A request that no longer waits when the next one is taken was admitted. The queue keeps it until `close`.
+        A request that does not wait any more when the next one is taken was admitted. The queue keeps it until `close`.
         """
         return self._plain_turn(self.waiting) if self._plain else self._policy_turn(scheduler)
 
     def _policy_turn(self, scheduler: SchedulerView) -> Iterator[Request]:
-        """In the policy's order, but requests that were bypassed often enough first."""
-        order, at, admitted, patience = self._ordered(scheduler), 0, 0, -1
+        """Yield urgent requests, then the others in the order of the policy."""
+        order, at, admitted, admissions_left = self._ordered(scheduler), 0, 0, -1
         if self._defers:
             self._begin_writers(scheduler)
         while at < len(order):
@@ -245,46 +284,48 @@ class Ordering:
             yield request
             if request.state is WAITING:
                 if request.bypassed >= self._limit:
-                    return  # it may not be bypassed any more
+                    return  # it must not be bypassed again
                 continue
             self._view = None
             if self._defers:
                 self._add_writer(request)
-            if patience < 0:
-                patience = self._patience(self.waiting)
+            if admissions_left < 0:
+                admissions_left = self._admissions_left(self.waiting)
             admitted += 1
-            if admitted == patience:
+            if admitted == admissions_left:
                 self._count()
-                order, at, admitted, patience = self._urgent_first(order[at:], self.waiting), 0, 0, -1
+                order, at, admitted, admissions_left = self._urgent_first(order[at:], self.waiting), 0, 0, -1
 
-    def _plain_turn(self, line: list[Request]) -> Iterator[Request]:
-        """The queue as it stands. It stops where a request that had to stay behind may be bypassed no more."""
+    def _plain_turn(self, queue: list[Request]) -> Iterator[Request]:
+        """Yield the queue in its order, up to the point at which a deferred request must not be bypassed again."""
         passed_by = self._passed_by = []
-        patience = ENDLESS
-        for request in line:
+        admissions_left = ENDLESS
+        for request in queue:
             yield request
             if request.state is WAITING:
-                patience = min(patience, self._limit - request.bypassed)
+                admissions_left = min(admissions_left, self._limit - request.bypassed)
                 passed_by.append(request)
             elif passed_by:
-                patience -= 1
-            if patience <= 0:
+                admissions_left -= 1
+            if admissions_left <= 0:
                 return
 
     def first(self, scheduler: SchedulerView, count: int) -> list[Request]:
-        """The first so many to be considered. Begins no pass."""
+        """Return the first `count` requests in the order in which they are considered. Begins no pass."""
         plain = self._plain or not self.waiting
         return (self.waiting if plain else self._ordered(scheduler))[:count]
 
     def writer_of_prefix(self, request: Request, scheduler: SchedulerView) -> Request | None:
-        """Under "defer": the request that computes, already or in this pass, the pages needed next. Else None."""
+        """Return the request that computes the pages that this one needs next, under "defer"; otherwise None."""
+        if not self._defers:
+            return None
         radix = scheduler.memory.radix
-        if not self._defers or not radix.present or request.bypassed >= self._limit:
+        if not radix.present or request.bypassed >= self._limit:
             return None
         pages, page_bytes = matched(request, radix).pages, radix.page_tokens * TOKEN_BYTES
         start, stop = pages * page_bytes, (pages + self._next_pages) * page_bytes
         if stop > request.cacheable_tokens * TOKEN_BYTES:
-            return None  # it could not use all of them: at least its last token is computed in any case
+            return None  # it could not use all of them: its last token is always computed
         written = self._written.get(start)
         if written is None:
             written = self._written[start] = {}
@@ -293,83 +334,83 @@ class Ordering:
         writer_ahead = written.get((request.namespace, request.tokens[start:stop]))
         if writer_ahead is None or not request.tokens.startswith(writer_ahead.tokens[:start]):
             return None
-        self._put_off = True
+        self._deferred_for_prefix = True
         return writer_ahead
 
     def take_all(self) -> list[Request]:
-        """Empty the queue. Returns what it had."""
+        """Empty the queue. Returns its requests."""
         waiting, self.waiting = self.waiting, []
         return waiting
 
     def prefilled(self, tokens: int) -> None:
-        """Count new tokens of an extend: waiting requests age by them under policy hrrn."""
+        """Count new tokens of an extend, by which waiting requests age under policy hrrn."""
         self.prefilled_tokens += tokens
 
     def joins(self, request: Request) -> None:
-        """A request joined the queue: it may have waited before, and been bypassed often enough then."""
+        """Note a request that joined the queue: it may have waited before, and may be urgent."""
         if request.bypassed >= self._limit:
             self._may_be_urgent = True
 
     def close(self) -> bool:
-        """End the pass: admitted requests leave the queue, and the requests that they passed by count it.
+        """End the pass: admitted requests leave the queue, and the requests that they bypassed count it.
 
         Returns: whether admission may be tried again although it ran out of memory.
         """
         retry = False
         if self._plain and not self._passed_by:
-            line, admitted = self.waiting, 0
-            while admitted < len(line) and line[admitted].state is not WAITING:
+            queue, admitted = self.waiting, 0
+            while admitted < len(queue) and queue[admitted].state is not WAITING:
                 admitted += 1
-            del line[:admitted]
+            del queue[:admitted]
             return False
         if self._view is None or self._plain:
             self._count()
-        if self._put_off:
-            self._put_off = False
-            retry = True  # a request that waits for another may fit as soon as its prefix is cached
+        if self._deferred_for_prefix:
+            self._deferred_for_prefix = False
+            retry = True  # a request that waits for a prefix may fit as soon as it is cached
         self._writers, self._written = [], {}
         return retry
 
     # ----------------------------------------------------------------------------------------------------- the order
 
     def _ordered(self, scheduler: SchedulerView) -> list[Request]:
-        """The line in the order to be considered: as the last pass had it, if nothing has changed since."""
-        if not self._stands(scheduler):
-            line = self.waiting.copy()
-            view = WaitingQueue(line, scheduler, self.prefilled_tokens)
-            positions = self._asked(view) if self._brought else self._policy(view)
-            order = [line[position] for position in positions]
-            if self._lasts and len(line) <= LPM_FALLBACK_WAITING:
+        """Return the queue in the order in which it is considered: that of the last pass if no input has changed."""
+        if not self._order_is_current(scheduler):
+            queue = self.waiting.copy()
+            view = WaitingQueue(queue, scheduler, self.prefilled_tokens)
+            positions = self._checked_positions(view) if self._installed else self._policy(view)
+            order = [queue[position] for position in positions]
+            if self._moves_duplicates and len(queue) <= LPM_FALLBACK_WAITING:
                 order = self._duplicates_last(order, view)
-            self._order, self._line, self._view = self._urgent_first(order, line), line, view
-            self._made_from = self._beside(view, scheduler)
+            self._order, self._queue, self._view = self._urgent_first(order, queue), queue, view
+            self._made_from = self._inputs(view, scheduler)
             self._epoch = scheduler.memory.radix.epoch
         return self._order
 
-    def _stands(self, scheduler: SchedulerView) -> bool:
-        """Whether the order of the last pass, which admitted no request, would come out again."""
+    def _order_is_current(self, scheduler: SchedulerView) -> bool:
+        """Whether the order of the last pass, which admitted no request, is still valid."""
         view = self._view
         return (
             view is not None
-            and self._line == self.waiting
-            and self._made_from == self._beside(view, scheduler)
-            and (not view._saw_tree or self._matches_stand(scheduler.memory.radix))
+            and self._queue == self.waiting
+            and self._made_from == self._inputs(view, scheduler)
+            and (not view._saw_tree or self._matches_are_current(scheduler.memory.radix))
         )
 
-    def _beside(self, view: WaitingQueue, scheduler: SchedulerView) -> tuple[object, ...]:
-        """What the policy looked at beside line and tree, as it is now."""
+    def _inputs(self, view: WaitingQueue, scheduler: SchedulerView) -> tuple[object, ...]:
+        """Return the present values of the inputs that the policy has read beside queue and tree."""
         return (
             scheduler.now_us if view._saw_time else None,
             self.prefilled_tokens if view._saw_work else None,
             (_running_batches(scheduler), scheduler.prefilling) if view._saw_running else None,
         )
 
-    def _matches_stand(self, radix: RadixCache) -> bool:
-        """Whether all matches are what they were; those that the tree has moved under are looked up again."""
+    def _matches_are_current(self, radix: RadixCache) -> bool:
+        """Whether all matches are unchanged. A match is looked up again if its part of the tree has changed."""
         if self._epoch == radix.epoch or not radix.present:
             return True
         same = True
-        for request in self._line:
+        for request in self._queue:
             before = request.matched
             if before is None or before.node.version != before.version:
                 after = matched(request, radix)
@@ -377,8 +418,8 @@ class Ordering:
         self._epoch = radix.epoch
         return same
 
-    def _asked(self, view: WaitingQueue) -> list[int]:
-        """What a policy of an installed package says. Raises PolicyError unless it names each position once."""
+    def _checked_positions(self, view: WaitingQueue) -> list[int]:
+        """Return the order of an installed policy. Raises PolicyError unless it has each position once."""
         name = f"policy `{self._config.schedule_policy}` {self._config.schedule_policy_version}"
         waiting = len(view)
         try:
@@ -398,7 +439,7 @@ class Ordering:
         return order
 
     def _duplicates_last(self, order: list[Request], view: WaitingQueue) -> list[Request]:
-        """Those that begin like one ahead of them in the queue go behind all others, in queue order."""
+        """Move requests with the prefix of an earlier request behind all others, in queue order."""
         span = DUPLICATE_SHARED_TOKENS_MIN * TOKEN_BYTES
         seen: dict[tuple[str, bytes], Request] = {}
         last: dict[int, Request] = {}
@@ -411,22 +452,22 @@ class Ordering:
 
     # --------------------------------------------------------------------------------------------------------- bypass
 
-    def _urgent_first(self, order: list[Request], line: list[Request]) -> list[Request]:
-        """Those that were passed by often enough, in line order, then the others in the order given."""
+    def _urgent_first(self, order: list[Request], queue: list[Request]) -> list[Request]:
+        """Return the urgent requests in queue order, then the others in the given order."""
         if not self._may_be_urgent:
             return order
         limit = self._limit
-        urgent = [request for request in line if request.bypassed >= limit]
+        urgent = [request for request in queue if request.bypassed >= limit]
         self._may_be_urgent = bool(urgent)
         return urgent + [request for request in order if request.bypassed < limit] if urgent else order
 
-    def _patience(self, line: list[Request]) -> int:
-        """How many may be admitted until a request may have been bypassed `bypass_limit` times."""
+    def _admissions_left(self, queue: list[Request]) -> int:
+        """Return the admissions after which a request may have been bypassed `bypass_limit` times."""
         limit = self._limit
-        return min([limit - request.bypassed for request in line if request.bypassed < limit], default=ENDLESS)
+        return min([limit - request.bypassed for request in queue if request.bypassed < limit], default=ENDLESS)
 
     def _count(self) -> None:
-        """Take the admitted out of the queue; all requests ahead of one of them were bypassed."""
+        """Remove admitted requests from the queue; requests ahead of one of them were bypassed."""
         behind, staying = 0, []
         for request in reversed(self.waiting):
             if request.state is WAITING:
@@ -442,7 +483,7 @@ class Ordering:
     # -------------------------------------------------------------------------------------------------------- writers
 
     def _begin_writers(self, scheduler: SchedulerView) -> None:
-        """The requests that compute a prompt now: what is launched is published when its batch comes back."""
+        """Collect the requests that compute a prompt now; it is published when their batch is collected."""
         self._writers = [scheduler.prefilling] if scheduler.prefilling is not None else []
         for batch in scheduler.in_flight:
             rows = batch.plan.rows[: batch.plan.extend_rows].tolist()
@@ -456,7 +497,7 @@ class Ordering:
             self._write(written, start, request)
 
     def _write(self, written: dict[tuple[str, bytes], Request], start: int, writer: Request) -> None:
-        """Note what a writer computes from byte `start` of its tokens on. The first writer is the one to wait for."""
+        """Note the tokens that a writer computes from byte `start` on. Other requests wait for the first writer."""
         stop = start + self._next_pages * self._config.page_size * TOKEN_BYTES
         written.setdefault((writer.namespace, writer.tokens[start:stop]), writer)
 
@@ -473,29 +514,28 @@ def _running_batches(scheduler: SchedulerView) -> tuple[RunningBatch, ...]:
 # ------------------------------------------------------------------------------------------------------- the policies
 
 
-def fcfs(line: WaitingQueue) -> Sequence[int]:
-    """First come, first served: the line as it stands."""
-    return range(len(line))
+def fcfs(queue: WaitingQueue) -> Sequence[int]:
+    """First come, first served: the order of the queue."""
+    return range(len(queue))
 
 
-def lpm(line: WaitingQueue) -> Sequence[int]:
-    """Longest cached prefix first, ties as they wait; fcfs when the line is long (LPM_FALLBACK_WAITING)."""
-    if len(line) > LPM_FALLBACK_WAITING:
-        return fcfs(line)
-    return _highest_first(line.cached_tokens)
+def lpm(queue: WaitingQueue) -> Sequence[int]:
+    """Longest cached prefix first, ties in queue order; fcfs if the queue is long (LPM_FALLBACK_WAITING)."""
+    if len(queue) > LPM_FALLBACK_WAITING:
+        return fcfs(queue)
+    return _highest_first(queue.cached_tokens)
 
 
-def dfs_weight(line: WaitingQueue) -> Sequence[int]:
-    """Branch by branch of the radix tree, the branch with the most waiting requests first; deepest first inside a
-    branch.
+def dfs_weight(queue: WaitingQueue) -> Sequence[int]:
+    """One branch of the radix tree after the other, that with the most waiting requests first; deepest first inside.
 
-    Ties as the first of each branch waits. Requests with nothing cached come last.
+    Ties are in the queue order of the first request of each branch. Requests without a cached prefix are last.
     """
     top = -1  # stands for all roots
     weights: Counter[int] = Counter()
-    branches: dict[int, dict[int, None]] = {}  # below each node, those with waiting requests
+    branches: dict[int, dict[int, None]] = {}  # below each node, the branches with waiting requests
     ending: dict[int, list[tuple[int, int]]] = {}  # at each node: (pages, position)
-    for position, found in enumerate(line._found()):
+    for position, found in enumerate(queue._found()):
         node = found.node
         number = node.number if node.parent is not None else top
         ending.setdefault(number, []).append((found.pages, position))
@@ -505,7 +545,7 @@ def dfs_weight(line: WaitingQueue) -> Sequence[int]:
             weights[above] += 1
             branches.setdefault(above, {})[number] = None
             node, number = parent, above
-    backwards: list[int] = []  # a node, then its branches from the lightest: read from behind, branches come first
+    backwards: list[int] = []  # each node, then its branches, the lightest first; reversed at the end
     stack = [top]
     while stack:
         number = stack.pop()
@@ -516,55 +556,55 @@ def dfs_weight(line: WaitingQueue) -> Sequence[int]:
     return backwards
 
 
-def lof(line: WaitingQueue) -> Sequence[int]:
-    """Longest output first, by what the request may produce."""
-    return _highest_first(line.max_new_tokens)
+def lof(queue: WaitingQueue) -> Sequence[int]:
+    """Longest output first, by the most tokens that the request may produce."""
+    return _highest_first(queue.max_new_tokens)
 
 
-def shuffled(line: WaitingQueue) -> Sequence[int]:
-    """In an order drawn from `schedule_seed` and each request's id, the same for as long as it waits."""
-    order: list[int] = _mixed(line.request_ids, line.config.schedule_seed).argsort(kind="stable").tolist()
+def shuffled(queue: WaitingQueue) -> Sequence[int]:
+    """Random order, drawn from `schedule_seed` and the id of each request; constant while a request waits."""
+    order: list[int] = _mixed(queue.request_ids, queue.config.schedule_seed).argsort(kind="stable").tolist()
     return order
 
 
-def routing_key(line: WaitingQueue) -> Sequence[int]:
-    """Keys that most running requests have first, then all others, alphabetically, so that equal ones are neighbours.
+def routing_key(queue: WaitingQueue) -> Sequence[int]:
+    """Most frequent keys of running requests first, then other keys alphabetically, so that equal keys are adjacent.
 
-    As the line stands if no running request has a key.
+    Queue order if no running request has a key.
     """
-    running = Counter(key for key in line.running.routing_key if key)
+    running = Counter(key for key in queue.running.routing_key if key)
     if not running:
-        return fcfs(line)
-    keys = [(-running[key], key) for key in line.routing_key]
-    return sorted(range(len(line)), key=keys.__getitem__)
+        return fcfs(queue)
+    keys = [(-running[key], key) for key in queue.routing_key]
+    return sorted(range(len(queue)), key=keys.__getitem__)
 
 
-def priority(line: WaitingQueue) -> Sequence[int]:
-    """Highest priority first, or lowest if `schedule_low_priority_values_first`; ties as they wait.
+def priority(queue: WaitingQueue) -> Sequence[int]:
+    """Highest priority first, or lowest if `schedule_low_priority_values_first`; ties in queue order.
 
-    A request without a priority has `default_priority_value`; if that is unset, it comes after all others.
+    A request without a priority has `default_priority_value`; if that is unset, it is last.
     """
-    sign = 1 if line.config.schedule_low_priority_values_first else -1
-    default = line.config.default_priority_value
+    sign = 1 if queue.config.schedule_low_priority_values_first else -1
+    default = queue.config.default_priority_value
     worst = (1, 0) if default is None else (0, sign * default)
-    keys = [worst if value is None else (0, sign * value) for value in line.priority]
-    return sorted(range(len(line)), key=keys.__getitem__)
+    keys = [worst if value is None else (0, sign * value) for value in queue.priority]
+    return sorted(range(len(queue)), key=keys.__getitem__)
 
 
-def hrrn(line: WaitingQueue) -> Sequence[int]:
-    """Highest response ratio next: tokens prefilled for others since it arrived, per token it lacks; else as they wait.
+def hrrn(queue: WaitingQueue) -> Sequence[int]:
+    """Highest response ratio next: tokens prefilled for other requests since the arrival, per uncached token.
 
-    Short ones go first, and long ones age until they do. Falls back to fcfs when the line is long, like lpm.
+    Short requests are first, and long ones age. Ties are in queue order. fcfs if the queue is long, as in lpm.
     """
-    if len(line) > LPM_FALLBACK_WAITING:
-        return fcfs(line)
-    ages, lacking = line.prefilled_since_arrival, line.uncached_tokens
+    if len(queue) > LPM_FALLBACK_WAITING:
+        return fcfs(queue)
+    ages, lacking = queue.prefilled_since_arrival, queue.uncached_tokens
     return _highest_first([age / tokens for age, tokens in zip(ages, lacking, strict=True)])
 
 
-def shortest_prefill_first(line: WaitingQueue) -> Sequence[int]:
-    """Fewest uncached tokens first, ties as they wait."""
-    return sorted(range(len(line)), key=line.uncached_tokens.__getitem__)
+def shortest_prefill_first(queue: WaitingQueue) -> Sequence[int]:
+    """Fewest uncached tokens first, ties in queue order."""
+    return sorted(range(len(queue)), key=queue.uncached_tokens.__getitem__)
 
 
 def _highest_first(keys: Sequence[float]) -> list[int]:
@@ -572,9 +612,9 @@ def _highest_first(keys: Sequence[float]) -> list[int]:
 
 
 def _mixed(request_ids: Sequence[int], seed: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """A number per request that looks random and depends on seed and id only: splitmix64 (Steele, Lea, Flood 2014)."""
+    """Return a pseudo-random number per request, from seed and id only: splitmix64 (Steele, Lea, Flood 2014)."""
     mixed = np.array(request_ids, np.uint64) + np.uint64(seed)
-    for _ in range(2):  # the second round parts seeds that lie close together
+    for _ in range(2):  # the second round separates seeds that are close together
         mixed = mixed * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,45 +1,49 @@
 """Priority preemption: which requests are retracted for a more important one.
 
-A request that waits has its turn and lacks memory, a row or a place among those that run. Then requests that decode and
-are less important by more than `priority_preemption_threshold` are retracted, if that is enough for it to start; if
-not, nothing happens. Pages, rows and places that are coming back anyway are counted first, so none is retracted while
-the request waits for what others gave up before.
+If the next waiting request lacks memory, a row or a place, decoding requests that are less important by more than
+`priority_preemption_threshold` are retracted, provided that this lets it start. Otherwise nothing happens. Pages, rows
+and places that work in flight frees are counted first, so no request is retracted if that is enough.
 
-**No retraction in circles.** A victim is strictly less important than the request it made room for, so it is
-considered after it, and it never makes room for it again once that has started. So each time a request is preempted,
-one that is more important by more than the threshold starts. (Or has been passed by `bypass_limit` times meanwhile by
-still more important ones, and goes first for that reason.)
+Whether it is enough is decided by the resources of admission: they examine the request in a `Projection` of the
+scheduler, in which everything in flight is delivered and the victims have left. No rule of admission is stated twice.
 
-**Microbatches.** Any decoding request may be retracted, in any microbatch; only a place belongs to a microbatch. A
-request starts where a place is free, when that is launched. Where none is and none comes free, it gets the place of the
-least important of all decoding ones: none is retracted for a place before the microbatch of that one is launched.
+**No retraction in circles.** A victim is strictly less important than the request that it made room for. So it is
+considered after that request, and never makes room for it again once that has started. Each time a request is
+preempted, one that is more important by more than the threshold starts. (Or that one has been bypassed `bypass_limit`
+times meanwhile by still more important requests, and is urgent.)
+
+**Microbatches.** Any decoding request of any microbatch may be retracted; only a place belongs to a microbatch. A
+request starts in a microbatch with a free place, when that is launched. If no place is free or comes free, it gets the
+place of the least important decoding request: no request is retracted for a place before the microbatch of that one is
+launched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from copy import copy
 
 import numpy as np
 
 from lockstep.core.contract.commands import NO_ROWS, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import DeferReason
-from lockstep.core.kv.hybrid import Hybrid
-from lockstep.core.kv.radix import Match
-from lockstep.core.requests.budget import PrefillBudget, aligned, chunk_tokens, counts_on_ends, lasts_with
+from lockstep.core.kv.radix import NO_MATCH, Match
+from lockstep.core.kv.resource import ExtendShare
+from lockstep.core.requests.budget import PrefillBudget
 from lockstep.core.requests.retraction import importance
 from lockstep.core.requests.table import ONE, Int32s, Request, RunningBatch
+from lockstep.core.scheduler.admission import within_windows
 from lockstep.core.scheduler.state import SchedulerState
 
 SHORTAGES: frozenset[DeferReason] = frozenset(
     {"running_limit", "microbatch", "rows", "kv_budget", "pages", "window", "state"}
 )
-"""What a request may lack that others can give it."""
+"""Deferral reasons that a retraction can remove."""
 
 
 def candidates(request: Request, running_batch: RunningBatch, config: SchedConfig) -> list[int]:
-    """Members of the cohort that may have to make room for the request: the least important first, then the newest."""
+    """Return the indices of members that may be retracted for the request: least important first, then newest."""
     least = importance(request, config) - config.priority_preemption_threshold
     ranked = [
         (rank, -member.request_id, i)
@@ -50,9 +54,10 @@ def candidates(request: Request, running_batch: RunningBatch, config: SchedConfi
 
 
 def fewest(ranked: list[int], enough: Callable[[list[int]], bool]) -> list[int]:
-    """The shortest beginning of `ranked` that is enough, without those it can do without, the last ranked spared first.
+    """Return a minimal set of members that is enough: the shortest beginning of `ranked`, then without unneeded ones.
 
-    `enough` stays true when more are taken. Returns: [] if not even all are enough.
+    Of unneeded members the last ranked ones are spared first. `enough` stays true when members are added.
+    Returns: [] if not even all members are enough.
     """
     if not enough(ranked):
         return []
@@ -74,31 +79,36 @@ def fewest(ranked: list[int], enough: Callable[[list[int]], bool]) -> list[int]:
 def make_room(
     state: SchedulerState, request: Request, lacks: DeferReason, budget: PrefillBudget, parts: int, step: Step
 ) -> list[Request]:
-    """Retract members so that the request can start, now or once work in flight has given their pages back.
+    """Retract members so that the request can start, now or once work in flight has freed their pages.
 
-    No request is retracted when that is not enough, when what it lacks is coming back anyway, or while it waits for its
+    No request is retracted if that is not enough, if work in flight frees enough, or while the request waits for its
     adapter or for a tier.
 
     Args:
-        budget: of the extend that is being put together; it regains what comes free at once.
+        lacks: the reason for which admission has deferred the request.
+        budget: of the planned extend; it regains what is freed at once.
         parts: requests in that extend so far.
     Returns: the retracted requests; they are not in the waiting queue yet.
     """
     config, memory = state.config, state.memory
     if not config.enable_priority_preemption or lacks not in SHORTAGES:
         return []
+    if not config.overlap_consecutive_prefills and state.in_flight and state.in_flight[-1].plan.extend_rows:
+        return []  # this extend may not follow the one in flight
     all_running, _ = state.all_running
     ranked = candidates(request, all_running, config)
-    if not ranked or not memory.adapters.has_place_for(request.adapter):
+    if not ranked:
         return []
-    if memory.tiers.holds_back(request, state.now_us):
+    match, may_split = memory.match(request), state.prefilling is None
+
+    def enough(leaving: list[int]) -> bool:
+        projection = Projection(state, match, leaving)
+        share = state.admission.examine(projection, request, projection.budget_from(budget), parts, may_split)
+        return isinstance(share, ExtendShare)
+
+    if enough([]) or not state.microbatches.has_place_for_newcomer(state.in_flight, all_running.requests[ranked[0]]):
         return []
-    need = AdmissionNeed.of(state, request, budget, parts)
-    if need is None or need.is_met(state, budget, []):
-        return []
-    if not state.microbatches.has_place_for_newcomer(state.in_flight, all_running.requests[ranked[0]]):
-        return []
-    victims = [all_running.requests[i] for i in fewest(ranked, lambda some: need.is_met(state, budget, some))]
+    victims = [all_running.requests[i] for i in fewest(ranked, enough)]
     if not victims:
         return []
     available, reserved = memory.available_pages, tokens_kept_free(state)
@@ -111,25 +121,25 @@ def make_room(
     return victims
 
 
-def make_room_for_split(
+def make_room_for_chunked(
     state: SchedulerState, request: Request, take: int, budget: PrefillBudget, step: Step
 ) -> list[Request]:
-    """The same for the prompt that is split, which has all its full pages, but lacks window pages to go on with.
+    """Retract members so that the chunked request, which has its full pages, gets window pages for its next chunk.
 
-    `take`: tokens of its next chunk, as far as full pages go.
+    Args:
+        take: tokens of that chunk, as far as full pages suffice.
+    Returns: the retracted requests; they are not in the waiting queue yet.
     """
     config, hybrid = state.config, state.memory.hybrid
     if not config.enable_priority_preemption or hybrid.window is None or take <= 0:
         return []
     if not config.overlap_consecutive_prefills and state.in_flight and state.in_flight[-1].plan.extend_rows:
         return []
-    span, (running_batch, positions) = (request.computed, take), state.all_running
+    running_batch, _ = state.all_running
 
     def enough(leaving: list[int]) -> bool:
-        back = state.memory.back_once_delivered([(running_batch.requests[i], int(positions[i])) for i in leaving], None)
-        staying = np.delete(np.arange(running_batch.size), leaving)
-        then = np.minimum(positions[staying] + back.launches * state.moves_by, running_batch.limits[staying] - ONE)
-        return _goes_on(hybrid, state, request, span, NO_ROWS, budget, leaving, then)
+        view = Projection(state, NO_MATCH, leaving)
+        return within_windows(view, request, request.computed, take, NO_ROWS, budget, may_split=True) > 0
 
     ranked = candidates(request, running_batch, config)
     if not ranked or enough([]):
@@ -141,110 +151,98 @@ def make_room_for_split(
     return victims
 
 
-def stays_behind(state: SchedulerState, request: Request) -> bool:
-    """Whether a waiting request would have to make room for the chunked request, for lack of window pages.
+def waits_for_chunked(state: SchedulerState, request: Request) -> bool:
+    """Whether a waiting request must not start before the chunked request is computed.
 
-    It does not start before that is computed: it would be retracted again.
+    It would be retracted again if the chunked request, which is more important, lacks window pages.
     """
-    split, hybrid = state.prefilling, state.memory.hybrid
-    if split is None or hybrid.window is None or not state.config.enable_priority_preemption:
+    chunked, hybrid = state.prefilling, state.memory.hybrid
+    if chunked is None or hybrid.window is None or not state.config.enable_priority_preemption:
         return False
-    least = importance(split, state.config) - state.config.priority_preemption_threshold
+    least = importance(chunked, state.config) - state.config.priority_preemption_threshold
     return importance(request, state.config) < least
 
 
-def _goes_on(
-    hybrid: Hybrid,
-    state: SchedulerState,
-    request: Request,
-    span: tuple[int, int],
-    path: Int32s,
-    budget: PrefillBudget,
-    leaving: list[int],
-    then: Int32s,
-) -> bool:
-    """Whether pools beside full attention have room for a chunk of the span, see `Hybrid.would_start`."""
-    room = hybrid.would_start(state, request, span, path, budget, leaving, then)
-    may_split = state.prefilling is None or state.prefilling is request
-    return span[1] <= room or (may_split and aligned(span[0], room, budget.align) > 0)
-
-
 def tokens_kept_free(state: SchedulerState) -> int:
-    """Tokens of the total budget that running requests take: their reserve, and what decodes in the same pass."""
+    """Return the tokens of the total budget that running requests take: their reserve, and decodes of the same pass."""
     return state.reserve_of(*state.all_running) + _tokens_along(state, state.running_batch.size)
 
 
 def _tokens_along(state: SchedulerState, members: int) -> int:
-    """Tokens of the total budget that so many take which decode in the same pass."""
+    """Return the tokens of the total budget that decodes of so many members in the same pass take."""
     config = state.config
     along = config.reserve == "ratio" and config.batching != "prefill_first"
     return members * state.tokens_per_decode if along else 0
 
 
-class AdmissionNeed(NamedTuple):
-    """What a request needs to start, in the terms of its admission."""
+class Projection:
+    """The scheduler once all batches in flight are delivered and some decoding requests have left.
 
-    request: Request
-    match: Match | None
-    matched_pages: int  # of its prefix, unlocked so far: not available for anything else
-    wanted: int  # tokens of the total budget
-    new_pages: int  # that its whole prompt needs
-    pages: int  # of its first extend
-    span: tuple[int, int]  # of that: where it begins, and how many tokens
+    Until the last of these batches is delivered, the other members decode and open pages, which are subtracted from the
+    pages that come free. Resources read a projection through `ExtendShare.view`, as they read the scheduler itself.
+    """
 
-    @staticmethod
-    def of(state: SchedulerState, request: Request, budget: PrefillBudget, parts: int) -> AdmissionNeed | None:
-        """None if it is not memory that it lacks: this extend is full, or may not follow the one in flight."""
-        config = state.config
-        page_size = config.page_size
-        if config.prefill_max_requests is not None and parts >= config.prefill_max_requests:
-            return None
-        if not config.overlap_consecutive_prefills and state.in_flight and state.in_flight[-1].plan.extend_rows:
-            return None
-        match = state.memory.match(request)
-        cached, locking = (match.pages * page_size, match.evictable_pages)
-        new_tokens = len(request.tokens) // 4 - cached
-        take = chunk_tokens(cached, new_tokens, budget, first=not parts, may_split=state.prefilling is None)
-        if take <= 0 or budget.input <= 0 or (budget.chunk is not None and budget.chunk <= 0):
-            return None
-        wanted = budget.wanted(new_tokens, request.max_new_tokens - request.outputs)
-        pages = -(-take // page_size)
-        return AdmissionNeed(request, match, locking, wanted, -(-new_tokens // page_size), pages, (cached, take))
+    transfers_hold_pages = False  # pages of transfers are ignored: they end without a retraction
+    sending = 0  # conservative: a request whose KV is being sent counts as a running one
 
-    def is_met(self, state: SchedulerState, budget: PrefillBudget, leaving: list[int]) -> bool:
-        """Whether it can start once all in flight is delivered and these have left: `Engine._examine` then.
+    def __init__(self, state: SchedulerState, match: Match, leaving: list[int]) -> None:
+        """Project the present state.
 
-        Until that has come back the others go on, and open pages. `leaving`: indices into all decoding requests.
+        Args:
+            match: the cached prefix of the request that is to start.
+            leaving: indices of the requests that leave, into all decoding requests.
         """
-        config, memory, (running_batch, positions) = state.config, state.memory, state.all_running
-        page_size, microbatches = config.page_size, state.microbatches
-        back = memory.back_once_delivered([(running_batch.requests[i], int(positions[i])) for i in leaving], self.match)
-        active = state.active - back.places - len(leaving)
-        if active >= config.max_running_requests or not (memory.table.row_available() or back.rows):
-            return False
-        if microbatches.free_places(state.in_flight, [running_batch.requests[i] for i in leaving]) <= 0:
-            return False
+        running_batch, positions = state.all_running
+        memory, page_size = state.memory, state.config.page_size
+        back = memory.returning_once_delivered([(running_batch.requests[i], int(positions[i])) for i in leaving], match)
         stay = np.ones(running_batch.size, np.bool_)
         stay[leaving] = False
         staying, now = running_batch.only(stay.nonzero()[0]), positions[stay]
-        then = np.minimum(now + np.int32(back.launches * state.moves_by), staying.limits - ONE)
-        along, along_then = staying, then  # those of the same pass
-        if microbatches.several:
-            mine = microbatches.of_current()[stay].nonzero()[0]
-            along, along_then = staying.only(mine), then[mine]
+        then: Int32s = np.minimum(now + np.int32(back.launches * state.moves_by), staying.limits - ONE)
         pages = back.pages - int((-(-then // page_size) + -now // page_size).sum())
-        gained = pages * page_size
-        gained += tokens_kept_free(state) - state.reserve_of(staying, then) - _tokens_along(state, along.size)
-        if budget.total + gained <= 0 or budget.current + pages * page_size <= 0:
-            return False
-        locking = self.matched_pages + back.matched
-        if active and counts_on_ends(state.config, self.request):
-            free = budget.current + pages * page_size - self.new_pages * page_size
-            if not lasts_with(staying, then, [*budget.newcomers, self.request], state.ratio.value, free):
-                return False
-        elif active and not budget.has(self.wanted, locking * page_size - gained):
-            return False
-        if self.pages > memory.available_pages + pages - state.set_aside(along, along_then) - locking:
-            return False
-        path = memory.path_of(self.match)
-        return _goes_on(memory.hybrid, state, self.request, self.span, path, budget, leaving, then)
+        self._state = state
+        self._match = match._replace(evictable_pages=match.evictable_pages + back.matched)
+        self._leaving = leaving
+        self._leaving_requests = [running_batch.requests[i] for i in leaving]
+        self._rows = back.rows
+        self._pages = pages
+        self._then = then
+        self.config, self.memory, self.microbatches = state.config, memory, state.microbatches
+        self.now_us, self.ratio, self.page_mask = state.now_us, state.ratio, state.page_mask
+        self.requests, self.in_flight = state.requests, ()
+        self.active = state.active - back.places - len(leaving)
+        self.all_running = staying, then
+        self.running_batch, self.positions = staying, then  # members that decode in the planned pass
+        if state.microbatches.several:
+            mine = state.microbatches.of_current()[stay].nonzero()[0]
+            self.running_batch, self.positions = staying.only(mine), then[mine]
+        self.available_pages = memory.available_pages + pages
+
+    def budget_from(self, budget: PrefillBudget) -> PrefillBudget:
+        """Return a copy of the budget of an extend, with the tokens that come free or are not reserved any more."""
+        state, later = self._state, copy(budget)
+        kept_free = state.reserve_of(*self.all_running) + _tokens_along(state, self.running_batch.size)
+        set_aside = state.set_aside(self.running_batch, self.positions)
+        later.regain(self._pages * self.config.page_size, tokens_kept_free(state) - kept_free, set_aside)
+        return later
+
+    def row_available(self) -> bool:
+        """Whether a row is free by then."""
+        return bool(self._rows) or self.memory.table.row_available()
+
+    def place_available(self) -> bool:
+        """Whether the microbatch whose launch is planned has a free place by then."""
+        return self.microbatches.free_places(self._state.in_flight, self._leaving_requests) > 0
+
+    def match(self, request: Request) -> Match:
+        """Return the cached prefix, with the pages that have no lock by then."""
+        return self._match
+
+    def lacks_state(self, path: Int32s) -> bool:
+        """Whether no state slot is available by then."""
+        return self.memory.hybrid.would_lack_state(self._state, path, self._leaving)
+
+    def window_room(self, request: Request, start: int, take: int, path: Int32s, budget: PrefillBudget) -> int:
+        """Return how many of `take` tokens sliding windows have pages for by then."""
+        hybrid = self.memory.hybrid
+        return hybrid.would_have_room(self._state, request, start, take, path, budget, self._leaving, self._then)

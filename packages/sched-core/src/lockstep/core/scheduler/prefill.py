@@ -31,41 +31,52 @@ class PrefillPlanner:
 
     def __init__(self, state: SchedulerState, decoding: DecodePlanner) -> None:
         self._state = state
+        self._memory = state.memory
+        self._microbatches = state.microbatches
+        self._ordering = state.ordering
+        self._sessions = state.sessions
+        self._transfers = state.transfers
         self._admission = state.admission
         self._decoding = decoding
 
     def plan_extend(self, running: RunningState, step: Step) -> InFlight | None:
-        """The next chunk of the split prompt, then arrivals in the policy's order, as far as the budgets go."""
-        admitting = bool(self._state.waiting) and not self._state.batch_is_full and self._state.admits
-        if self._state.prefilling is None and not admitting:
+        """Plan the next chunk of the chunked request, then waiting requests in the order of the policy.
+
+        None: there is nothing to extend, or no room for it.
+        """
+        state, waiting = self._state, self._ordering.waiting
+        if not waiting and state.prefilling is None:
+            return None  # the usual case of a decode
+        admitting = bool(waiting) and not state.batch_is_full and state.admits
+        if not admitting and state.prefilling is None:
             return None
         budget = self._prefill_budget(running)
         parts: list[ExtendPart] = []
         preempted: list[Request] = []
         if self._state.prefilling is not None:
-            if not self._state.microbatches.has_place(self._state.prefilling):
-                return None  # its next chunk goes with another microbatch
+            if not self._microbatches.has_place(self._state.prefilling):
+                return None  # its next chunk is launched with another microbatch
             self._continue_chunk(self._state.prefilling, budget, parts, step)
-            while not parts and self._state.transfers.ready and self._state.transfers.makes_way(step):
+            while not parts and self._transfers.ready and self._transfers.makes_way(step):
                 self._continue_chunk(self._state.prefilling, budget, parts, step)
-            if not parts and self._state.memory.hybrid.present:
+            if not parts and self._memory.hybrid.present:
                 take = self._chunk_in_full_pages(self._state.prefilling, budget)
-                preempted = preemption.make_room_for_split(self._state, self._state.prefilling, take, budget, step)
+                preempted = preemption.make_room_for_chunked(self._state, self._state.prefilling, take, budget, step)
                 if preempted:
                     self._continue_chunk(self._state.prefilling, budget, parts, step)
             if not parts:
-                admitting = False  # no page for it now; decodes go on and give pages back
+                admitting = False  # no page for it now; decodes continue and free pages
         if admitting and not self._state.batch_is_full:
-            for request in self._state.ordering.turn(self._state):
-                if self._state.prefilling is not None and preemption.stays_behind(self._state, request):
+            for request in self._ordering.turn(self._state):
+                if self._state.prefilling is not None and preemption.waits_for_chunked(self._state, request):
                     self._defer(request, Deferral("window"), step)
                     break
-                writer = self._state.ordering.writer_of_prefix(request, self._state)
+                writer = self._ordering.writer_of_prefix(request, self._state)
                 if writer is not None:
                     self._defer_behind(request, writer, step)
                     continue
                 found = self._examine(request, budget, len(parts))
-                while isinstance(found, Deferral) and self._state.sessions.give_way(request, found, budget, step):
+                while isinstance(found, Deferral) and self._sessions.give_way(request, found, budget, step):
                     found = self._examine(request, budget, len(parts))
                 if isinstance(found, ExtendShare) and self._loads_first(request, found, budget, step):
                     continue
@@ -80,27 +91,27 @@ class PrefillPlanner:
                 self._defer(request, found, step)
                 if not found.own:
                     break
-            if self._state.ordering.close():
+            if self._ordering.close():
                 self._state.retry_admission()
         for victim in preempted:
             self._state.requeue(victim, step)
         return self._extend_batch(running, parts, step) if parts else None
 
     def plan_prebuilt(self, running: RunningState, step: Step) -> InFlight | None:
-        """Requests with KV that has come from elsewhere go on behind their first token, and the running batch with
-        them."""
-        if not self._state.transfers.ready:
+        """Plan a pass of requests whose KV was received, which start behind their first token, and of the running
+        batch. None: no such request is ready."""
+        if not self._transfers.ready:
             return None
-        parts = self._state.transfers.take_rows(step)
+        parts = self._transfers.take_rows(step)
         return self._extend_batch(running, parts, step, "prebuilt") if parts else None
 
     def _prefill_budget(self, running: RunningState) -> PrefillBudget:
-        """What this extend may take, beside what running requests will need and what decodes along with it."""
+        """Return the budget of this extend, beside the reserve of running requests and the decodes of the same pass."""
         config = self._state.config
         reserve = (
-            self._reserved() if self._state.waiting and (self._state.active or self._state.transfers.hands_over) else 0
+            self._reserved() if self._ordering.waiting and (self._state.active or self._transfers.hands_over) else 0
         )
-        budget = PrefillBudget(config, self._state.memory.available_pages * config.page_size, reserve)
+        budget = PrefillBudget(config, self._memory.available_pages * config.page_size, reserve)
         decodes = running.batch.size * self._state.tokens_per_decode if config.batching != "prefill_first" else 0
         if decodes:
             budget.share_with(decodes, self._state.set_aside(running.batch, running.positions))
@@ -114,31 +125,34 @@ class PrefillPlanner:
         return budget
 
     def _reserved(self) -> int:
-        """Tokens that are not for new requests: what `reserve` leaves to active ones."""
-        reserved, split = self._state.reserve_of(*self._state.all_running), self._state.prefilling
-        if split is not None and self._state.config.reserve == "full":
-            page_size = self._state.config.page_size
-            reserved += pages_to_come(np.array([split.computed]), np.array([split.reach + 1]), page_size) * page_size
-        if self._state.transfers.all and self._state.config.reserve == "full":
-            reserved += self._state.transfers.promised_pages() * self._state.config.page_size
+        """Return the tokens that `reserve` keeps for active requests."""
+        reserved, chunked = self._state.reserve_of(*self._state.all_running), self._state.prefilling
+        if chunked is not None and self._state.config.reserve == "full":
+            page_size, stop = self._state.config.page_size, chunked.reach + 1
+            reserved += pages_to_come(np.array([chunked.computed]), np.array([stop]), page_size) * page_size
+        if self._transfers.all and self._state.config.reserve == "full":
+            reserved += self._transfers.promised_pages() * self._state.config.page_size
         return reserved
 
     def _continue_chunk(self, request: Request, budget: PrefillBudget, parts: list[ExtendPart], step: Step) -> None:
-        """The next chunk of the split prompt, if there is a page for it."""
+        """Add the next chunk of the chunked request to the extend, if there is a page for it."""
         take = self._next_chunk(request, budget)
-        if self._state.sessions.open:
+        if self._sessions.open:
             wanted = chunk_tokens(request.computed, request.extend_stop - request.computed, budget, True, True)
-            lacking = -(-wanted // self._state.config.page_size) + budget.set_aside - self._state.memory.available_pages
-            if lacking > 0 and self._state.sessions.make_room(self._state.memory, lacking, step):
+            lacking = -(-wanted // self._state.config.page_size) + budget.set_aside - self._memory.available_pages
+            if lacking > 0 and self._sessions.make_room(self._memory, lacking, step):
                 take = self._next_chunk(request, budget)
         if take > 0:
-            self._state.microbatches.take_place(request)
+            self._microbatches.take_place(request)
             self._extend_to(request, request.computed + take, parts, step)
             budget.newcomers.append(request)
             budget.charge(take, request.max_new_tokens if request.computed == request.extend_stop else 0)
 
     def _next_chunk(self, request: Request, budget: PrefillBudget) -> int:
-        """Its tokens: it goes first and past the total budget, since its end frees memory; it needs only pages."""
+        """Return the tokens of the next chunk of the chunked request.
+
+        It is first in the extend and not limited by the total budget, since its end frees memory. It needs only pages.
+        """
         take = self._chunk_in_full_pages(request, budget)
         return within_windows(self._state, request, request.computed, take, NO_ROWS, budget, may_split=True)
 
@@ -146,36 +160,36 @@ class PrefillPlanner:
         page_size, start = self._state.config.page_size, request.computed
         take = chunk_tokens(start, request.extend_stop - start, budget, first=True, may_split=True)
         room = (
-            self._state.memory.available_pages - budget.set_aside
+            self._memory.available_pages - budget.set_aside
         ) * page_size + -start % page_size  # and in its last page
         return take if take <= room else aligned(start, room, budget.align)
 
     def would_extend(self, running: RunningState) -> bool:
         """Whether an extend could be launched now. Changes nothing."""
         if self._state.prefilling is not None:
-            if not self._state.microbatches.has_place(self._state.prefilling):
+            if not self._microbatches.has_place(self._state.prefilling):
                 return False
             return self._next_chunk(self._state.prefilling, self._prefill_budget(running)) > 0
-        if not self._state.waiting or self._state.batch_is_full or not self._state.admits:
+        if not self._ordering.waiting or self._state.batch_is_full or not self._state.admits:
             return False
         budget, answer = self._prefill_budget(running), False
-        for request in self._state.ordering.turn(self._state):
-            if self._state.ordering.writer_of_prefix(request, self._state) is None:
+        for request in self._ordering.turn(self._state):
+            if self._ordering.writer_of_prefix(request, self._state) is None:
                 found = self._examine(request, budget, 0)
                 answer = isinstance(found, ExtendShare)
                 if answer or (isinstance(found, Deferral) and not found.own):
                     break
-        if self._state.ordering.close():
+        if self._ordering.close():
             self._state.retry_admission()
         return answer
 
     def _examine(self, request: Request, budget: PrefillBudget, parts: int) -> ExtendShare | Deferral:
-        """Whether a waiting request may join an extend of so many parts, and how; or why not. Changes nothing."""
-        return self._admission.examine(request, budget, parts, self._state.prefilling is None)
+        """Return the share with which a waiting request may join an extend, or why it may not. Changes nothing."""
+        return self._admission.examine(self._state, request, budget, parts, self._state.prefilling is None)
 
     def _loads_first(self, request: Request, fit: ExtendShare, budget: PrefillBudget, step: Step) -> bool:
-        """Whether a request that may start waits, because a tier below has more of its prefix than the device."""
-        tiers = self._state.memory.tiers
+        """Whether a request that could start waits for a load, because the host has more of its prefix."""
+        tiers = self._memory.tiers
         if fit.match is None or not tiers.begin_load(self._state, request, fit.match, budget, step):
             return False
         self._defer(request, TierMoves.loading, step)
@@ -183,7 +197,7 @@ class PrefillPlanner:
 
     def _admit(self, request: Request, fit: ExtendShare, parts: list[ExtendPart], step: Step) -> None:
         """Give a waiting request its row and its first part of this extend."""
-        row = self._state.memory.take_row(request, fit.match, step)
+        row = self._memory.take_row(request, fit.match, step)
         if not request.ran:
             request.cached_tokens = min(fit.cached_tokens, request.prompt_tokens)
         request.chunks = 0
@@ -191,7 +205,7 @@ class PrefillPlanner:
         request.deferred = None
         self._state.occupy(request)
         waited_us = self._state.now_us - request.waiting_since_us
-        loaded = self._state.memory.tiers.loaded_for(request, fit.cached_tokens)
+        loaded = self._memory.tiers.loaded_for(request, fit.cached_tokens)
         admitted = RequestAdmitted(
             self._state.now_us, request.request_id, row, fit.cached_tokens, fit.new_tokens, waited_us, 0, *loaded
         )
@@ -201,36 +215,36 @@ class PrefillPlanner:
         self._extend_to(request, fit.cached_tokens + fit.take, parts, step)
 
     def _defer(self, request: Request, deferral: Deferral, step: Step) -> None:
-        """Report why a request waits. After a shortage that lasts, admission pauses until something comes free."""
+        """Report why a request waits. After a lasting shortage admission pauses until something is freed."""
         if deferral.lasts and self._state.active:
             self._state.admission_ended()
         self._admission.report(request, deferral, self._state.now_us, step)
 
     def defer_first(self, step: Step) -> None:
-        """Say that the head of the line waits for prompts of other ranks, once."""
-        for request in self._state.ordering.first(self._state, 1):
+        """Report once that the head of the queue waits for prompts of other ranks."""
+        for request in self._ordering.first(self._state, 1):
             self._defer(request, Deferral("proposal_undone"), step)
 
     def _defer_behind(self, request: Request, writer: Request, step: Step) -> None:
-        """Let a request wait alone until another has computed what it is about to need; say so once."""
+        """Report once that a request waits until another one has computed the pages that it needs next."""
         if request.behind != writer.request_id:
             request.behind = writer.request_id
             deferred = AdmissionDeferred(self._state.now_us, request.request_id, "prefix", behind=writer.request_id)
             step.decided.append(deferred)
 
     def _extend_to(self, request: Request, stop: int, parts: list[ExtendPart], step: Step) -> None:
-        """Give the request pages up to `stop` and make that its part of the extend."""
+        """Allocate the pages of a request up to `stop`, and add that part to the extend."""
         start = request.computed
-        self._state.memory.reach(request, stop, step)
+        self._memory.reach(request, stop, step)
         request.computed = stop
         request.chunks += 1
-        self._state.ordering.prefilled(stop - start)
+        self._ordering.prefilled(stop - start)
         parts.append(ExtendPart(request, start, stop))
         if stop < request.extend_stop:
-            self._state.split(request)
+            self._state.set_chunked_request(request)
             return
         if self._state.prefilling is request:
-            self._state.split(None)
+            self._state.set_chunked_request(None)
         completed = PrefillCompleted(self._state.now_us, request.request_id, request.chunks)
         request.advance(completed)
         step.decided.append(completed)
@@ -242,7 +256,7 @@ class PrefillPlanner:
         step: Step,
         kind: Literal["extend", "prebuilt"] = "extend",
     ) -> InFlight:
-        """Launch the parts, and the cohort's next token with them if batches are mixed and its pages are there."""
+        """Build the batch of an extend, with the next decode of the running batch if batches are mixed and it fits."""
         requests = [part.request for part in parts]
         request_ids = np.array([request.request_id for request in requests], np.int64)
         rows = np.array([request.row for request in requests], np.int32)
@@ -262,7 +276,7 @@ class PrefillPlanner:
             rows, request_ids = np.concatenate((rows, along.rows)), np.concatenate((request_ids, along.request_ids))
             starts, stops = np.concatenate((starts, decodes.starts)), np.concatenate((stops, decodes.stops))
             sample_rows = np.concatenate((sample_rows, along.everyone + np.int32(len(parts))))
-        taken, deltas = self._state.memory.changes(decodes.deltas)
+        taken, deltas = self._memory.changes(decodes.deltas)
         special = extras.plan_extras(parts)
         plan = BatchPlan(
             batch_id=self._state.next_number(),
@@ -284,8 +298,8 @@ class PrefillPlanner:
         )
         if decodes.verifying is not None:
             plan = speculation.verified(plan, decodes.verifying, self._state.config)
-        plan = self._state.memory.hybrid.completed(plan, step)
-        ending = running.join(prefilled, stops[sampling], self._state.memory.table) if sampling else []
+        plan = self._memory.hybrid.completed(plan, step)
+        ending = running.join(prefilled, stops[sampling], self._memory.table) if sampling else []
         if along.size:
             ending += [prefilled.size + i for i in decodes.ending]
             return InFlight(plan, requests + along.requests, prefilled.joined_by(along), ending)

@@ -1,4 +1,4 @@
-"""Results: what becomes of a batch's tokens, and of the requests, pages and prompts that waited for it."""
+"""Results of batches: their tokens, and the requests, pages and prompts that depend on them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,30 @@ from lockstep.core.scheduler.state import SchedulerState
 
 
 class Results:
-    """Takes in the results of one engine's batches."""
+    """Folds the results of the batches of one engine."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
+        self._memory = state.memory
+        self._microbatches = state.microbatches
+        self._speculation = state.speculation
+        self._jump_forward = state.jump_forward
+        self._sessions = state.sessions
+        self._transfers = state.transfers
+        self._prerequisites = state.prerequisites
+        self._media = state.media
 
     def collect(self, event: BatchFinished, step: Step) -> None:
-        """Take in a batch's tokens: record, stream, finish; publish prompts it completed; lift the fences it held."""
+        """Fold the result of a batch: store and stream its tokens, end requests, publish prompts, free what waited."""
         if event.generation > self._state.generation:
             raise ContractError(
                 f"a result of generation {event.generation}, but this is generation {self._state.generation}"
             )
         if event.generation < self._state.generation:
-            return  # from before a restart: void
+            return  # void since a restart
         batch = self._delivered(event)
         plan, samplers = batch.plan, batch.samplers
-        undisturbed = self._state.microbatches.ran_undisturbed(event)
+        undisturbed = not self._microbatches.several or self._microbatches.ran_undisturbed(event)
         if event.error:
             self._fail(batch, step)
         elif (
@@ -40,69 +48,69 @@ class Results:
             and undisturbed
         ):
             self._state.latency.observe(plan, event.finished_us - event.started_us)
-        for i in event.invalid:  # ends while the batch counts as in flight: its sample is no output
+        for i in event.invalid:  # they end while the batch counts as in flight, so that its sample is no output
             if samplers.requests[i].row == samplers.rows[i]:
                 self._state.finish(samplers.requests[i], "invalid", step, flush=True)
         self._state.in_flight.popleft()
         if batch.verifies and not event.error:
-            running = self._state.microbatches.turn_to(plan.microbatch)
-            self._state.speculation.settle(running, batch, speculation.accepted_of(event, batch))
-            self._state.memory.hybrid.verified(batch)
+            running = self._microbatches.turn_to(plan.microbatch)
+            self._speculation.settle(running, batch, speculation.accepted_of(event, batch))
+            self._memory.hybrid.verified(batch)
         if plan.extend_rows and not event.error:
-            if self._state.prerequisites.followers or any(request.extras is not None for request in batch.requests):
-                self._state.prerequisites.computed(batch, step)
+            if self._prerequisites.waiting_samples or any(request.extras is not None for request in batch.requests):
+                self._prerequisites.computed(batch, step)
             for request in batch.computed_requests() if plan.pooled_rows.size else ():
                 self._state.finish(request, "computed", step)
         if samplers.size and not event.error:
             self._take_tokens(event, batch, step)
-            if self._state.jump_forward.forced:
-                self._state.jump_forward.delivered(batch)
-        if self._state.memory.pending:
-            self._state.memory.computed(plan.batch_id)
-        if plan.extend_rows and self._state.memory.radix.present:
+            if self._jump_forward.forced:
+                self._jump_forward.delivered(batch)
+        if self._memory.pending:
+            self._memory.computed(plan.batch_id)
+        if plan.extend_rows and self._memory.radix.present:
             rows, stops = plan.rows[: plan.extend_rows].tolist(), plan.stops[: plan.extend_rows].tolist()
             for request, row, stop in zip(batch.requests, rows, stops, strict=False):
                 if request.row == row and row not in batch.dead:
-                    self._state.memory.publish(request, stop, step)
-                    if not self._state.memory.hybrid.present:
+                    self._memory.publish(request, stop, step)
+                    if not self._memory.hybrid.present:
                         self._back_up(request, stop, step)
-        if plan.extend_rows and self._state.memory.hybrid.present and not event.error:
-            self._state.memory.hybrid.collected(batch)
+        if plan.extend_rows and self._memory.hybrid.present and not event.error:
+            self._memory.hybrid.collected(batch)
             self._state.retry_admission()
             for i, request in batch.alive():
                 if i < plan.extend_rows:
-                    self._back_up(request, int(plan.stops[i]), step)  # with what is their companions' from now on
-        if (
-            self._state.memory.deferred_frees or self._state.memory.deferred_pages
-        ) and self._state.memory.release_deferred(plan.batch_id, step):
+                    self._back_up(request, int(plan.stops[i]), step)  # with the blocks that were published just now
+        if (self._memory.deferred.rows or self._memory.deferred.pages) and self._memory.release_deferred(
+            plan.batch_id, step
+        ):
             self._state.retry_admission()
-        if self._state.media.deferred:
-            self._state.prerequisites.release_deferred(plan.batch_id, step)
-        if self._state.sessions.unsettled:
-            self._state.sessions.settle(plan.batch_id)
+        if self._media.deferred:
+            self._prerequisites.release_deferred(plan.batch_id, step)
+        if self._sessions.unsettled:
+            self._sessions.settle(plan.batch_id)
         if samplers.constrained:
             self._state.expire(step)  # a request that ends in this step moves no matcher
-            grammars.collected(event, batch, self._state.in_flight, self._state.memory.table.outputs, step)
+            grammars.collected(event, batch, self._state.in_flight, self._memory.table.outputs, step)
 
     def _back_up(self, request: Request, stop: int, step: Step) -> None:
-        """A prompt is computed and cached up to `stop`: a tier below may store it."""
+        """Let a tier below copy a prompt that is computed and cached up to `stop`."""
         if request.handle is not None:
-            self._state.memory.tiers.back_up(request.handle, stop // self._state.config.page_size, step)
+            self._memory.tiers.back_up(request.handle, stop // self._state.config.page_size, step)
 
     def _take_tokens(self, event: BatchFinished, batch: InFlight, step: Step) -> None:
-        """Record a batch's tokens, stream what is due, and end the requests that end by them."""
-        samplers, outputs = batch.samplers, self._state.memory.table.outputs
+        """Store the tokens of a batch, stream those that are due, and end the requests that end by them."""
+        samplers, outputs = batch.samplers, self._memory.table.outputs
         tokens = np.frombuffer(event.tokens, np.int32)
         first = batch.sampled_at - samplers.prompts
         counts = None
         if batch.steps is None:
-            self._state.memory.table.write_outputs(samplers.rows, first, tokens)
+            self._memory.table.write_outputs(samplers.rows, first, tokens)
             if batch.dead:
                 self._state.discarded(len(delivery.dead_samplers(batch)))
             ends = delivery.verdicts(event, batch, tokens)
         else:
             numbers = first.repeat(batch.steps) + delivery.step_numbers(batch.steps)
-            self._state.memory.table.write_outputs(samplers.rows.repeat(batch.steps), numbers, tokens)
+            self._memory.table.write_outputs(samplers.rows.repeat(batch.steps), numbers, tokens)
             ends, counts = (
                 delivery.run_verdicts(event, batch, tokens) if batch.verifies else delivery.step_verdicts(batch, tokens)
             )
@@ -113,19 +121,16 @@ class Results:
         if ends:
             self._state.leave_running([samplers.requests[i] for i in ends])
         for i, reason in ends.items():
-            if self._state.transfers.all and self._state.transfers.keeps(samplers.requests[i], reason):
+            if self._transfers.all and self._transfers.keeps(samplers.requests[i], reason):
                 continue
             produced = int(first[i]) + (1 if counts is None else int(counts[i]))
             self._state.finish(samplers.requests[i], reason, step, outputs=produced)
 
     def _fail(self, batch: InFlight, step: Step) -> None:
-        """The device could not run the batch: its requests end with an error, the others do not notice."""
+        """End the requests of a batch that the device could not run with an error. Other requests are not affected."""
         failed = batch.plan.rows.tolist()
-        memory = self._state.memory
-        memory.deferred_frees = [
-            deferred._replace(publish=deferred.publish and deferred.row not in failed)
-            for deferred in memory.deferred_frees
-        ]
+        memory = self._memory
+        memory.deferred.withhold(rows=failed)
         memory.hybrid.failed(batch)
         for request, row in zip(batch.requests, batch.plan.rows.tolist(), strict=True):
             if request.row == row and row not in batch.dead:
@@ -136,7 +141,7 @@ class Results:
                 self._state.retract(request, "prefix_failed", step)
 
     def _delivered(self, event: BatchFinished) -> InFlight:
-        """The batch in flight that a result is of. Raises ContractError, changing nothing, when they do not match."""
+        """Return the batch in flight of a result. Raises ContractError, changing nothing, if they do not match."""
         if not self._state.in_flight or self._state.in_flight[0].plan.batch_id != event.batch_id:
             expected = f"batch {self._state.in_flight[0].plan.batch_id}" if self._state.in_flight else "nothing"
             raise ContractError(f"batch {event.batch_id} finished, but {expected} is next in flight")
@@ -151,8 +156,8 @@ class Results:
             delivery.check_reports(event, batch, 0 if event.error else batch.samplers.size)
         if event.accepted and not batch.verifies:
             raise ContractError(f"batch {event.batch_id} reports accepted counts; none were asked for")
-        if self._state.jump_forward.forced or batch.forced is not None:
-            self._state.jump_forward.check(event, batch)
+        if self._jump_forward.forced or batch.forced is not None:
+            self._jump_forward.check(event, batch)
         if event.logprobs and not batch.dead and not any(extras.wants_logprobs(one) for one in batch.requests):
             raise ContractError(f"batch {event.batch_id} reports logprobs; none were asked for")
         return batch

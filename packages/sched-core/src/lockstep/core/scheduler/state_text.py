@@ -20,13 +20,14 @@ from lockstep.core.contract.text import count, runs, shown
 from lockstep.core.kv.adapters import Adapters
 from lockstep.core.kv.block_tiers import HostBlocks
 from lockstep.core.kv.hybrid import Hybrid
-from lockstep.core.kv.radix import RadixCache, RadixNode
+from lockstep.core.kv.radix import RadixCache
+from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.requests.table import VERSION_MARK, Request, RequestState
 from lockstep.core.requests.validation import PARTS_MARK
 from lockstep.core.scheduler.engine import Engine
 
-PAGES_SHOWN = 16  # of one row, one by one; more are shown as runs
-REQUESTS_SHOWN = 40  # columns of a debug line; above it, requests are counted
+PAGES_SHOWN = 16  # of one row, one by one; more pages are shown as runs
+REQUESTS_SHOWN = 40  # columns of a debug line; more requests are counted
 BAR_WIDTH = 8  # characters of the pages bar
 
 
@@ -64,11 +65,11 @@ def page_owner_lines(engine: Engine, names: Names) -> list[str]:
         held = -(-engine.computed_of(request) // page_size)
         private = engine.memory.table.pages[request.row, request.protected_pages : held].tolist()
         owners[names.request(request.request_id)] = private
-    for deferred in engine.memory.deferred_frees:
+    for deferred in engine.memory.deferred.rows:
         held = -(-deferred.computed // page_size)
         private = engine.memory.table.pages[deferred.row, deferred.protected_pages : held].tolist()
         owners[f"left behind in row {deferred.row} until b{deferred.free_after}"] = private
-    for free_after, pages in engine.memory.deferred_pages:
+    for free_after, pages in engine.memory.deferred.pages:
         owners.setdefault(f"duplicates until b{free_after}", []).extend(pages.tolist())
     loads = [one for one in engine.memory.tiers.operations.values() if one.kind == "load"]
     owners |= {f"load {load.number}": load.device_pages.tolist() for load in loads}
@@ -85,7 +86,7 @@ def table_lines(engine: Engine, names: Names) -> list[str]:
             f"row {request.row} {names.request(request.request_id)} {request.state.name.lower()} "
             f"computed {computed} outputs {engine.outputs_of(request)} pages {_pages(table, request.protected_pages)}"
         )
-    for deferred in sorted(engine.memory.deferred_frees, key=lambda deferred: deferred.row):
+    for deferred in sorted(engine.memory.deferred.rows, key=lambda deferred: deferred.row):
         lines.append(f"row {deferred.row} left behind until b{deferred.free_after}, computed {deferred.computed}")
     return lines or ["table is empty"]
 
@@ -93,7 +94,7 @@ def table_lines(engine: Engine, names: Names) -> list[str]:
 def queue_line(engine: Engine, names: Names) -> str:
     """The waiting queue in the order of admission; then the accepted requests with an open prerequisite."""
     waiting = [names.request(request.request_id) for request in engine.waiting]
-    held = [names.request(request_id) for request_id in engine.held]
+    held = [names.request(request_id) for request_id in engine.blocked]
     return "waiting " + (" ".join(waiting) or "nobody") + (f", held {' '.join(held)}" if held else "")
 
 
@@ -123,7 +124,7 @@ def in_flight_lines(engine: Engine, names: Names) -> list[str]:
 
 
 def tree_lines(radix: RadixCache) -> list[str]:
-    """The radix tree: tokens and pages of each edge, how often it is held, one level of indent per node."""
+    """The radix tree: tokens, pages and locks of each edge, one level of indent per node."""
     if not radix.present:
         return ["tree is off"]
     lines: list[str] = []

@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 from simpy import Environment
 
-from lockstep.core.contract.config import SchedConfig, profile_settings
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.profiles import profile_settings
 from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_gpu, load_model

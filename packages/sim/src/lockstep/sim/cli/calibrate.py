@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import msgspec
 
+from lockstep.host.options import Option, options_of, take, with_flags
+from lockstep.host.quantization import KvDtype, WeightsDtype
 from lockstep.sim.cli.errors import refusals
 from lockstep.sim.run.out_paths import check_file
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from lockstep.sim.cost import Calibration
     from lockstep.sim.cost.models import Fp8Activations
 
+OF_RUN = "as RUN states"
+OPERATORS = Option("calibrate the cost model measured by these operator tables", metavar="DIR", default="the roofline")
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
@@ -46,22 +50,68 @@ def calibrate(source: str | None) -> None:
     """Fit the cost model to measurements, and write a calibration file for `lockstep simulate --calibration`."""
 
 
-def _common(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that every source has."""
-    for option in (
-        click.option("--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="where to write it"),
-        click.option(
-            "--date", required=True, metavar="YYYY-MM-DD", help="of the calibration: never taken from the clock"
-        ),
-    ):
-        command = option(command)
-    return command
+@dataclass(frozen=True, kw_only=True)
+class CalibrationFile:
+    """The file that a calibration is written to, with what every source states of it."""
+
+    date: Annotated[str, Option("of the calibration: never taken from the clock", metavar="YYYY-MM-DD")]
+    out: Annotated[Path, Option("where to write it", metavar="FILE")]
+
+    def check(self) -> str:
+        """Return the date in full. Raises BadParameter if it is none, ConfigError if the file cannot be written."""
+        date = _checked_date(self.date)
+        check_file(self.out)
+        return date
 
 
-def _operators(command: Callable[..., Any]) -> Callable[..., Any]:
-    text = "calibrate the cost model measured by these operator tables  [default: the roofline]"
-    option = click.option("--operators", type=click.Path(path_type=Path), metavar="DIR", help=text)
-    return option(command)
+@dataclass(frozen=True, kw_only=True)
+class StoredTypes:
+    """How the model of the measured batches stores its weights and its KV."""
+
+    weights_dtype: Annotated[WeightsDtype | None, Option("bf16, fp8, ...", default="the checkpoint's own")] = None
+    kv_dtype: Annotated[KvDtype, Option("bf16 or fp8")] = "bf16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointsFit:
+    """Options of `calibrate points` about the points."""
+
+    engine: Annotated[str, Option("engine of the rows: vllm, sglang or trtllm")]
+    gpu: Annotated[str | None, Option("only rows of this GPU", default="all, which must be of one")] = None
+    suspect: Annotated[bool, Option("use rows that are marked in the column `suspect`")] = False
+    experts: Annotated[
+        bool, Option("lay experts out by the column `ep`, or by tp alone", flag="--ep", negatable=True)
+    ] = True
+    operators: Annotated[Path | None, OPERATORS] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalFit(StoredTypes):
+    """Options of `calibrate journal` about the run, for values that it does not state, or states wrongly."""
+
+    model: Annotated[str | None, Option("what ran", default=OF_RUN)] = None
+    gpu: Annotated[str | None, Option("where it ran", default=OF_RUN)] = None
+    tp: Annotated[int | None, Option("on so many GPUs", default=OF_RUN)] = None
+    ep: Annotated[int | None, Option("groups over which experts were divided", default=OF_RUN)] = None
+    attention_dp: Annotated[int | None, Option("shards with rows of their own", default=OF_RUN)] = None
+    engine: Annotated[str, Option("what ran it")] = "lockstep"
+    engine_version: Annotated[str | None, Option("of the engine", default="of the core that wrote it")] = None
+    operators: Annotated[Path | None, OPERATORS] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TablesFit(StoredTypes):
+    """Options of `calibrate operators` about the tables."""
+
+    models: Annotated[tuple[str, ...], Option("model of the shapes; may be repeated", flag="--model")]
+    gpu: Annotated[str, Option("GPU of the tables")]
+    ranks: Annotated[tuple[int, ...], Option("once for each", flag="--tp")] = (1,)
+    engine: Annotated[str, Option("engine of the kernels")] = "kernels"
+    engine_version: Annotated[str | None, Option("of the engine")] = None
+
+
+FILE = with_flags(click.option, options_of(CalibrationFile).values())
+SHOWN = {"show_default": True}
 
 
 def _checked_date(date: str) -> str:
@@ -105,34 +155,16 @@ def _write(calibration: Calibration, out: Path) -> None:
     click.echo(f"wrote {out}", err=True)
 
 
-@calibrate.command()
+@calibrate.command(context_settings=SHOWN)
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--engine", required=True, help="engine of the rows: vllm, sglang or trtllm")
-@click.option("--gpu", help="only rows of this GPU  [default: all, which must be of one]")
-@click.option("--suspect", is_flag=True, help="use rows that are marked in the column `suspect`")
-@click.option(
-    "--ep/--no-ep",
-    "experts",
-    default=True,
-    show_default=True,
-    help="lay experts out by the column `ep`, or by tp alone",
-)
-@_operators
-@_common
-def points(
-    file: Path,
-    engine: str,
-    gpu: str | None,
-    suspect: bool,
-    experts: bool,
-    operators: Path | None,
-    date: str,
-    out: Path,
-) -> None:
+@with_flags(click.option, options_of(PointsFit).values())
+@FILE
+def points(file: Path, **options: Any) -> None:
     """Calibrate with published serving points: a CSV with TTFT and TPOT at fixed concurrencies.
 
     Each point is simulated once, in about a second. Columns: docs/cost-models.md, section 6.
     """
+    given, target = take(PointsFit, options), take(CalibrationFile, options)
     with refusals():
         from lockstep.sim.calibrate.calibrate import POINTS_MIN, PointTrials, calibration_of_points, sha256_of
         from lockstep.sim.calibrate.serving_points import read_serving_points
@@ -140,23 +172,22 @@ def points(
         from lockstep.sim.cost import CalibrationError
         from lockstep.sim.cost.calibration import CalibrationSource
 
-        date = _checked_date(date)
-        check_file(out)
-        found, left_out = read_serving_points(file, suspect=suspect, experts=experts)
-        if gpu is not None:
-            name = load_gpu(gpu).name
+        date = target.check()
+        found, left_out = read_serving_points(file, suspect=given.suspect, experts=given.experts)
+        if given.gpu is not None:
+            name = load_gpu(given.gpu).name
             found = [point for point in found if point.gpu.name == name]
         engines = sorted({point.engine for point in found})
-        if engine not in engines:
-            raise CalibrationError(_no_rows(file, engine, gpu, engines, left_out))
-        found = [point for point in found if point.engine == engine]
+        if given.engine not in engines:
+            raise CalibrationError(_no_rows(file, given.engine, given.gpu, engines, left_out))
+        found = [point for point in found if point.engine == given.engine]
         if len(found) < POINTS_MIN:
             raise CalibrationError(
-                f"{file} has {len(found)} points of engine `{engine}`, a calibration needs {POINTS_MIN}\n"
+                f"{file} has {len(found)} points of engine `{given.engine}`, a calibration needs {POINTS_MIN}\n"
                 "hint: measure at more lengths or concurrencies"
             )
         click.echo(f"simulating {len(found)} points", err=True)
-        trial = PointTrials.of(found, operators=operators)
+        trial = PointTrials.of(found, operators=given.operators)
         reasons = "; ".join(f"{len(rows)}: {reason}" for reason, rows in left_out.items())
         source = CalibrationSource(
             kind="serving_points",
@@ -166,44 +197,23 @@ def points(
             rows_left_out=sum(map(len, left_out.values())),
             why_left_out=reasons,
         )
-        _write(calibration_of_points(trial, engine, date=date, sources=[source]), out)
+        _write(calibration_of_points(trial, given.engine, date=date, sources=[source]), target.out)
 
 
-@calibrate.command()
+@calibrate.command(context_settings=SHOWN)
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--model", help="what ran  [default: what RUN says]")
-@click.option("--gpu", help="where it ran  [default: what RUN says]")
-@click.option("--tp", type=click.INT, help="on so many GPUs  [default: what RUN says]")
-@click.option("--ep", type=click.INT, help="groups that shared out the experts  [default: what RUN says]")
-@click.option("--attention-dp", type=click.INT, help="shards with rows of their own  [default: what RUN says]")
-@click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
-@click.option("--kv-dtype", default="bf16", show_default=True, help="bf16 or fp8")
-@click.option("--engine", default="lockstep", show_default=True, help="what ran it")
-@click.option("--engine-version", default="", help="of the engine  [default: of the core that wrote it]")
-@_operators
-@_common
-def journal(
-    run: Path,
-    model: str | None,
-    gpu: str | None,
-    tp: int | None,
-    ep: int | None,
-    attention_dp: int | None,
-    weights_dtype: Any,
-    kv_dtype: Any,
-    engine: str,
-    engine_version: str,
-    operators: Path | None,
-    date: str,
-    out: Path,
-) -> None:
+@with_flags(click.option, options_of(JournalFit).values())
+@FILE
+def journal(run: Path, **options: Any) -> None:
     """From batches that were timed; `lockstep calibrate --from RUN` is the same.
 
     RUN is the folder of a run whose host reported when each batch began and ended, such as one of `lockstep serve
     --journal`, or a file of `lockstep replay PLANS --on-hardware`. Says how far predictions are off before and after,
     for batches that the fit had not seen.
     """
+    given, target = take(JournalFit, options), take(CalibrationFile, options)
     with refusals():
+        from lockstep.host.host_header import RUNTIME, HostHeader
         from lockstep.sim.calibrate.calibrate import calibration_of_batches, held_out, sha256_of, timed_batches
         from lockstep.sim.catalogue import load_gpu, load_model
         from lockstep.sim.cost import CalibrationError, Parallelism
@@ -212,9 +222,9 @@ def journal(
         from lockstep.sim.cost.stages import PipelineModel
         from lockstep.sim.results.batch_times import of_journal, read_batch_times
 
-        date = _checked_date(date)
-        check_file(out)
+        date = target.check()
         notes: list[str] = []
+        weights_dtype: Any = given.weights_dtype
         fp8_activations: Fp8Activations = "auto"
         if run.is_file():
             times, file = read_batch_times(run), run
@@ -227,29 +237,30 @@ def journal(
             notes += measured.notes
         else:
             header = _journal_header(run)
-            said = {**header.host, "engine_version": header.core_version}
-            if said.get("kind") == "runtime" and "fp8_activations" not in said:  # rows met fp8 weights as they were
+            host = HostHeader.of(header)
+            said = {**host.entries(), "engine_version": header.core_version}
+            if host.kind == RUNTIME and host.fp8_activations is None:  # rows met fp8 weights as they were
                 fp8_activations = "off"
-            if said.get("speed", 1.0) != 1.0:
+            if host.speed is not None and host.speed != 1.0:
                 raise CalibrationError(
-                    f"{run} was emulated {said['speed']:g} times as fast as its cost model says: no device is\n"
+                    f"{run} was emulated {host.speed:g} times as fast as its cost model says: no device is\n"
                     "hint: serve with --speed 1"
                 )
             times, file = None, run / "journal" if (run / "journal").is_dir() else run
-        for name, value in (("model", model), ("gpu", gpu)):
+        for name, value in (("model", given.model), ("gpu", given.gpu)):
             if not (value or said.get(name)):
                 raise CalibrationError(f"{run}: the journal's header does not say `{name}`\nhint: give --{name}")
         known = [field.name for field in fields(Parallelism)]
         layout: dict[str, Any] = {name: said[name] for name in known if name in said}
-        given = {"tp": tp, "ep": ep, "attention_dp": attention_dp}
-        split = Parallelism(**layout | {name: value for name, value in given.items() if value is not None})
+        layout |= {name: value for name in known if (value := getattr(given, name, None)) is not None}
+        split = Parallelism(**layout)
         base = base_cost_model(
-            load_model(str(model or said["model"])),
-            load_gpu(str(gpu or said["gpu"])),
+            load_model(str(given.model or said["model"])),
+            load_gpu(str(given.gpu or said["gpu"])),
             split,
             weights_dtype=weights_dtype,
-            kv_dtype=kv_dtype,
-            operators=operators,
+            kv_dtype=given.kv_dtype,
+            operators=given.operators,
             fp8_activations=fp8_activations,
         )
         if isinstance(base, PipelineModel):
@@ -270,14 +281,14 @@ def journal(
         found = calibration_of_batches(
             timed,
             held,
-            engine=engine,
-            engine_version=engine_version or str(said["engine_version"]),
+            engine=given.engine,
+            engine_version=given.engine_version or str(said["engine_version"]),
             base=base,
             date=date,
             source=source,
             notes=notes,
         )
-        _write(found, out)
+        _write(found, target.out)
         _say_held_out(held)
 
 
@@ -336,46 +347,31 @@ def _say_held_out(held: HeldOut) -> None:
         )
 
 
-@calibrate.command()
+@calibrate.command(context_settings=SHOWN)
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--model", "models", multiple=True, required=True, help="model of the shapes; may be repeated")
-@click.option("--gpu", required=True, help="GPU of the tables")
-@click.option("--tp", "ranks", type=click.INT, multiple=True, default=(1,), show_default=True, help="once for each")
-@click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
-@click.option("--kv-dtype", default="bf16", show_default=True, help="bf16 or fp8")
-@click.option("--engine", default="kernels", show_default=True, help="engine of the kernels")
-@click.option("--engine-version", default="", help="of the engine")
-@_common
-def operators(
-    folder: Path,
-    models: tuple[str, ...],
-    gpu: str,
-    ranks: tuple[int, ...],
-    weights_dtype: Any,
-    kv_dtype: Any,
-    engine: str,
-    engine_version: str,
-    date: str,
-    out: Path,
-) -> None:
+@with_flags(click.option, options_of(TablesFit).values())
+@FILE
+def operators(folder: Path, **options: Any) -> None:
     """From operator tables: what kernels and collectives take, without what an engine does around them.
 
     Their format: docs/cost-models.md, section 3. `lockstep simulate --operators DIR` uses the tables themselves.
     """
+    given, target = take(TablesFit, options), take(CalibrationFile, options)
     with refusals():
         from lockstep.sim.calibrate.calibrate import calibration_of_tables
         from lockstep.sim.catalogue import load_gpu, load_model
         from lockstep.sim.cost import roofline_model
         from lockstep.sim.cost.tables import read_operator_tables
 
-        date = _checked_date(date)
-        check_file(out)
-        card = load_gpu(gpu)
+        date = target.check()
+        card = load_gpu(given.gpu)
         tables = read_operator_tables(folder, card)
         bases = [
-            roofline_model(load_model(name), card, tp, weights_dtype=weights_dtype, kv_dtype=kv_dtype)
-            for name in models
-            for tp in ranks
+            roofline_model(load_model(name), card, tp, weights_dtype=given.weights_dtype, kv_dtype=given.kv_dtype)
+            for name in given.models
+            for tp in given.ranks
         ]
-        found = calibration_of_tables(bases, tables, engine=engine, engine_version=engine_version, date=date)
-        _write(found, out)
+        found = calibration_of_tables(
+            bases, tables, engine=given.engine, engine_version=given.engine_version or "", date=date
+        )
+        _write(found, target.out)

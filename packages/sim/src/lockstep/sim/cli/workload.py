@@ -39,10 +39,11 @@ def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def _open(workloads: Sequence[str], options: dict[str, Any]) -> Workload:
     from lockstep.sim.run.load import check_seed
     from lockstep.sim.workload.mix import mix_of
-    from lockstep.sim.workload.workload import open_workload
+    from lockstep.sim.workload.workload import SourceReading, open_workload
 
     check_seed(options["seed"])
-    return open_workload(mix_of(workloads), **options)
+    drawn = {name: value for name, value in options.items() if name != "skip_bad_rows"}
+    return open_workload(mix_of(workloads), reading=SourceReading(options["skip_bad_rows"]), **drawn)
 
 
 @click.group()

@@ -177,7 +177,7 @@ class EngineLane:
         alone = not engine.waiting or (engine.batch_is_full and not config.enable_priority_preemption)
         if (
             not alone
-            or engine.held
+            or engine.blocked
             or engine.prefilling is not None
             or not running_batch.size
             or config.decode_steps_per_launch > 1

@@ -14,6 +14,7 @@ from lockstep.core.cluster.autoscale import SCALING_POLICIES, ScalingConfig
 from lockstep.core.cluster.dispatch import DispatchConfig
 from lockstep.core.cluster.router import (
     RouterConfig,
+    policy_settings,
 )
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.admission_options import admission_word, pairs
@@ -22,8 +23,6 @@ from lockstep.sim.scenario.scenario import SIMULATE, Scenario, SimOption
 
 LAYOUT = ("ep", "attention_dp", "pp")  # layout options of an engine besides `tp`
 LINK_GBS, LINK_LATENCY_US = 40.0, 15  # equal to cost.hardware.NETWORK_GBS and NETWORK_LATENCY_US, which have sources
-ROUTER_SETTINGS = ("load_bound", "load_floor", "block_tokens", "sessions_max")
-"""Fields of RouterConfig besides its policy, in the order of a command line."""
 WEIGHTS = (1e-3, 1e3)  # range of the weight of an engine in `engines`
 
 
@@ -247,7 +246,7 @@ class ClusterScenario:
             words += ["--replicas", str(self.replicas)]
         words += ["--router", self.router.policy]
         usual = RouterConfig()
-        for name in ROUTER_SETTINGS:
+        for name in policy_settings():
             if (value := getattr(self.router, name)) != getattr(usual, name):
                 words += [f"--router-{option_of(name)[2:]}", value_word(name, value)]
         return shlex.join(words + changed_words(self, leave_out=("replicas", "engines")))

@@ -145,8 +145,7 @@ class ClusterSetup:
 
     def header(self, engine: int) -> JournalHeader:
         """Return the header of one engine's journal."""
-        header = self.engines[engine].header()
-        return msgspec.structs.replace(header, host={**header.host, "engine": engine, "engines": len(self.engines)})
+        return self.engines[engine].header(engine, len(self.engines))
 
 
 def assemble_cluster(

@@ -17,7 +17,7 @@ import numpy as np
 
 from lockstep.core.cluster.router import OUTPUT_TOKENS_FIRST_GUESS, EngineShare, RouterConfig
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.kv.memory import EVICT_AHEAD_SHARE
+from lockstep.core.kv.device_memory import EVICT_AHEAD_SHARE
 from lockstep.core.requests.budget import NewTokenRatio
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel
 from lockstep.sim.fast import kernel, machine_code

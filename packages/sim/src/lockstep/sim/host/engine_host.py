@@ -546,7 +546,7 @@ class EngineHost:
         for decided in step.decided:
             if type(decided) is AdmissionDeferred and decided.reason == "media":
                 self._awaiting.setdefault(decided.request_id, now_us)
-        held = len(self.engine.held)
+        held = len(self.engine.blocked)
         if held == self._held:
             return
         self._held = held

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from rich import box
 from rich.table import Table
 
-from lockstep.core.contract.config import DRAFT_SETTINGS, TRANSFER_SETTINGS, profile_settings, simulated_only
+from lockstep.core.contract.config import DRAFT_SETTINGS, TRANSFER_SETTINGS, simulated_only
+from lockstep.core.contract.profiles import profile_settings
 from lockstep.host.options import number_word, option_of
 from lockstep.sim.plan.interval import Interval
 from lockstep.sim.plan.question import Question, shown

@@ -406,6 +406,7 @@ def _check_journal(folder: Path, about: Mapping[str, Any]) -> None:
         return
     from lockstep.core.journal.reader import read_journal
     from lockstep.core.journal.records import JournalError
+    from lockstep.host.host_header import HostHeader
 
     try:
         header = read_journal(folder).header
@@ -414,8 +415,9 @@ def _check_journal(folder: Path, about: Mapping[str, Any]) -> None:
             f"the journal in `{folder}` cannot be read: {error}\nhint: simulate it again with --overwrite"
         ) from error
     expected = (about["seed"], about["workload"].get("digest"))
-    if (header.seed, header.host.get("workload_digest")) != expected:
+    digest = HostHeader.of(header).workload_digest
+    if (header.seed, digest) != expected:
         raise ConfigError(
             f"`{folder}` has a metrics.json of seed {expected[0]} and workload {expected[1]}, but a journal of seed "
-            f"{header.seed} and workload {header.host.get('workload_digest')}\nhint: simulate it again with --overwrite"
+            f"{header.seed} and workload {digest}\nhint: simulate it again with --overwrite"
         )

@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from lockstep.core.contract.config import HybridMemory, SchedConfig, profile_settings
+from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.profiles import profile_settings
 from lockstep.host.adapters import LORAS
 from lockstep.host.options import option_of
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model

@@ -17,7 +17,7 @@ from lockstep.sim.workload.samples import describe_samples, parse_samples, with_
 from lockstep.sim.workload.server_sessions import describe_server_sessions, with_server_sessions
 from lockstep.sim.workload.trace_turns import CLOCKLESS
 from lockstep.sim.workload.turns import Turns
-from lockstep.sim.workload.workload import Workload, open_workload, workload_digest
+from lockstep.sim.workload.workload import SourceReading, Workload, open_workload, workload_digest
 
 SEEDS = 2**63
 
@@ -96,8 +96,7 @@ def open_load(scenario: Scenario) -> Workload:
         rate_scale=scenario.rate_scale,
         time_window=scenario.time_window,
         limit=None if closed else scenario.limit,
-        skip_bad_rows=scenario.skip_bad_rows,
-        recorded_media=scenario.media == RECORDED,
+        reading=SourceReading(scenario.skip_bad_rows, recorded_media=scenario.media == RECORDED),
     )
     if scenario.media is not None:
         workload = _with_media(workload, scenario, scenario.media)

@@ -10,6 +10,7 @@ import msgspec
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.journal.records import JournalHeader
+from lockstep.host.host_header import SIMULATOR, HostHeader
 from lockstep.sim.cost import (
     UNCALIBRATED,
     Calibration,
@@ -202,27 +203,33 @@ class Setup:
             )
         return lines
 
-    def header(self) -> JournalHeader:
-        """Return the header of the journal. It has no times and no paths, so that equal runs have equal journals."""
+    def header(self, engine: int | None = None, engines: int | None = None) -> JournalHeader:
+        """Return the header of the journal. It has no times and no paths: equal runs write equal journals.
+
+        Args:
+            engine, engines: in a cluster, the number of this engine and the number of engines.
+        """
         return JournalHeader(
             config=self.config,
             seed=self.scenario.seed,
             model_digest=blake2b(repr(asdict(self.model)).encode(), digest_size=16).hexdigest(),
-            host={
-                "kind": "simulator",
-                "model": self.model.name,
-                "gpu": self.gpu.name,
-                "tp": self.scenario.tp,
-                **self.split.describe(),
-                "cost": str(self.cost.describe()["kind"]),
-                "calibration": self.calibration.title,
-                "workload": self.workload.name,
-                "workload_digest": self.workload.digest,
-                **({} if self.scenario.media is None else {"media": self.scenario.media}),
-                **({} if self.scenario.samples is None else {"samples": self.scenario.samples}),
-                **({"server_sessions": "on"} if self.scenario.server_sessions else {}),
-                **({} if self.scenario.adapters is None else {"adapters": self.scenario.adapters}),
-            },
+            host=HostHeader(
+                kind=SIMULATOR,
+                model=self.model.name,
+                gpu=self.gpu.name,
+                tp=self.scenario.tp,
+                layout=self.split.describe(),
+                cost=str(self.cost.describe()["kind"]),
+                calibration=self.calibration.title,
+                workload=self.workload.name,
+                workload_digest=self.workload.digest,
+                media=self.scenario.media,
+                samples=self.scenario.samples,
+                server_sessions="on" if self.scenario.server_sessions else None,
+                adapters=self.scenario.adapters,
+                engine=engine,
+                engines=engines,
+            ).entries(),
         )
 
     def about(self) -> dict[str, Any]:

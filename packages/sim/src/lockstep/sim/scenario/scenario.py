@@ -33,6 +33,7 @@ class SimOption(Option):
         stored: a plan stores the option in a trial even at its default. Trial keys are digests of the stored values, so
             a new option is left unstored at its default, and older keys stay valid.
         of_load: the requests of the workload depend on the option.
+        sent: `lockstep bench serve` has the option, too.
     """
 
     _: KW_ONLY
@@ -40,6 +41,7 @@ class SimOption(Option):
     configures: bool = False
     stored: bool = False
     of_load: bool = False
+    sent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +128,11 @@ class Scenario:
             commands=SIMULATE,
             stored=True,
             of_load=True,
+            sent=True,
         ),
     ] = None
     rate_scale: Annotated[
-        float, SimOption("factor on the rate: 2 halves every gap", commands=SIMULATE, of_load=True)
+        float, SimOption("factor on the rate: 2 halves every gap", commands=SIMULATE, of_load=True, sent=True)
     ] = 1.0
     time_window: Annotated[
         str | None,
@@ -138,23 +141,34 @@ class Scenario:
             metavar="FROM..TO",
             commands=SIMULATE,
             of_load=True,
+            sent=True,
         ),
     ] = None
     concurrency: Annotated[
         int | None,
         SimOption(
-            "closed loop: sessions in progress at any time; arrival times are ignored", commands=SIMULATE, stored=True
+            "closed loop: sessions in progress at any time; arrival times are ignored",
+            commands=SIMULATE,
+            stored=True,
+            sent=True,
         ),
     ] = None
     warm_up: Annotated[
-        int, SimOption("number of first requests that are simulated and not measured", commands=SIMULATE, stored=True)
+        int, SimOption("number of first requests that are not measured", commands=SIMULATE, stored=True, sent=True)
     ] = 0
     limit: Annotated[
-        int | None, SimOption("keep only the first requests, up to this number", commands=SIMULATE, stored=True)
+        int | None,
+        SimOption("keep only the first requests, up to this number", commands=SIMULATE, stored=True, sent=True),
     ] = None
     seed: Annotated[
         int,
-        SimOption("seed of a generated workload and of random durations", commands=SIMULATE, stored=True, of_load=True),
+        SimOption(
+            "seed of a generated workload and of random durations",
+            commands=SIMULATE,
+            stored=True,
+            of_load=True,
+            sent=True,
+        ),
     ] = 7
     # The model in memory, and the timing of its batches.
     mem_fraction: Annotated[
@@ -267,7 +281,7 @@ class Scenario:
         int, SimOption("decodes between two reads of the socket, at most; 1: read at every decode", commands=SIMULATE)
     ] = 1
     skip_bad_rows: Annotated[
-        bool, SimOption("leave out invalid rows instead of failing", stored=True, of_load=True)
+        bool, SimOption("leave out invalid rows instead of failing", stored=True, of_load=True, sent=True)
     ] = False
     settings: Annotated[Mapping[str, Any], SimOption("given fields of SchedConfig", stored=True)] = field(
         default_factory=dict
@@ -282,6 +296,7 @@ class Scenario:
             flag="--slo",
             metavar="METRIC=TIME",
             stored=True,
+            sent=True,
         ),
     ] = ()
 

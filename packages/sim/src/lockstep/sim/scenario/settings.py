@@ -8,126 +8,50 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 import click
 import msgspec
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.setting import Setting, SettingField, setting_fields
 from lockstep.host.options import OptionField, option_of, options_of, with_flags
 from lockstep.sim.scenario.tier_options import HostTiers, HybridShares
 from lockstep.sim.scenario.values import KINDS, NONE, DurationType, OrWord, ParamType
 
-# One row per field of SchedConfig, in its order: (field, type of the value, help). SchedConfig checks and has defaults.
-SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
-    ("page_size", click.INT, "tokens per KV page, a power of two"),
-    ("pages", click.INT, "KV pages in the pool  [default: what fits beside the weights]"),
-    ("radix_cache", click.BOOL, "keep the KV of finished prompts for later requests with the same prefix"),
-    ("same_step_sharing", click.BOOL, "share a prompt's KV with requests launched behind it, before it is computed"),
-    (
-        "waiting_prefix_refresh",
-        click.INT,
-        "count cached prefixes of the waiting queue as used every so many launches; 0: never",
-    ),
-    ("radix_capacity_pages", OrWord(click.INT, none=NONE), "cap on pages the radix cache may keep"),
-    ("context_tokens_max", click.INT, "prompt and output together, per request  [default: the model's context]"),
-    ("max_running_requests", click.INT, "requests that hold a row and are not finished"),
-    ("request_rows", OrWord(click.INT, none=NONE), "rows of the request table"),
-    ("max_queued_requests", OrWord(click.INT, none=NONE), "waiting requests beyond this are rejected"),
-    ("waiting_timeout_us", OrWord(DurationType(), none=NONE), "a request not admitted by then is rejected, e.g. 30s"),
-    ("running_timeout_us", OrWord(DurationType(), none=NONE), "a request not finished by then is ended, e.g. 10min"),
-    (
-        "schedule_policy",
-        click.STRING,
-        "order of the waiting queue: fcfs, lpm, ...: docs/scheduling.md, docs/policies.md",
-    ),
-    ("schedule_conservativeness", click.FLOAT, "scales the output expected of running requests"),
-    ("chunk_target_us", OrWord(DurationType(), none=NONE), "shorten chunks so that a pass stays under this, e.g. 20ms"),
-    ("max_prefill_tokens", click.INT, "new tokens one extend may take in all"),
-    ("chunked_prefill_size", OrWord(click.INT, none=NONE), "new tokens of one extend before a prompt is split"),
-    ("chunk_unit", click.STRING, "what these two count in, and where a prompt may be split: page or token"),
-    ("retracted_requeue", click.STRING, "where a retracted request waits: tail or front"),
-    ("retracted_kv", click.STRING, "KV of a request retracted for pages: free, or cache (left to the radix cache)"),
-    ("batching", click.STRING, "prefill_first, mixed (decodes join an extend), or running_first (vLLM's one budget)"),
-    ("reserve", click.STRING, "room left for running requests: ratio, on_demand or full"),
-    ("retraction_policy", click.STRING, "the request that gives pages back: length (fewest outputs) or newest"),
-    ("prefill_max_requests", OrWord(click.INT, none=NONE), "requests that one extend may take in"),
-    ("truncation_align_size", OrWord(click.INT, none=NONE), "prompts are split at multiples of so many tokens"),
-    ("decode_look_ahead", click.INT, "tokens of every running request that must fit before a decode"),
-    ("prefill_decode_interval", click.INT, "decodes between two extends while any request decodes, at least"),
-    ("retract_every", click.INT, "force one retraction every so many decodes, for testing; 0 is never"),
-    ("overlap_depth", click.INT, "batches launched beyond the one running: 0, 1 or 2"),
-    ("decode_steps_per_launch", click.INT, "decodes in one launch: multi-step scheduling"),
-    ("overlap_consecutive_prefills", click.BOOL, "launch an extend behind an extend in flight"),
-    ("stream_interval", click.INT, "tokens between two messages of a streaming request"),
-    ("force_stream_interval", click.INT, "the same for a request that does not stream"),
-    ("eos_token_ids", click.INT, "the model's end tokens; give the option once for each"),
-    ("schedule_policy_version", click.STRING, "version that a policy of an installed package must have"),
-    ("schedule_seed", click.INT, "shuffles the waiting queue under policy random"),
-    ("schedule_low_priority_values_first", click.BOOL, "under policy priority, 0 goes before 1"),
-    ("default_priority_value", OrWord(click.INT, none=NONE), "priority of requests that come without"),
-    ("prefix_deduplication", click.STRING, "requests whose prefix another one computes: off, last or defer"),
-    ("bypass_limit", OrWord(click.INT, none=NONE), "requests from behind that may go before one that waits"),
-    ("session_kv", click.STRING, "KV of sessions between turns: hold (until pages lack) or evictable"),
-    ("max_sessions", click.INT, "sessions open at once"),
-    (
-        "grammar_timeout_us",
-        OrWord(DurationType(), none=NONE),
-        "a request whose grammar is not compiled by then is rejected",
-    ),
-    ("max_input_tokens", OrWord(click.INT, none=NONE), "the longest prompt, in tokens"),
-    ("truncate_input", click.STRING, "which end a longer prompt loses: left, right, or no (it is rejected)"),
-    ("isolate_tenants", click.BOOL, "no tenant ever hits a prefix of another one"),
-    ("encoder_cache_tokens", OrWord(click.INT, none=NONE), "encoder output of media kept at once, in tokens"),
-    ("enable_priority_preemption", click.BOOL, "less important requests make room for more important ones"),
-    ("priority_preemption_threshold", click.INT, "and are less important by more than this"),
-    ("speculative_method", click.STRING, "source of drafts: ngram, draft_model, eagle, mtp or none  [default: none]"),
-    ("num_speculative_tokens", click.INT, "drafts of a request in one launch, at most  [default: 3]"),
-    ("speculative_min_chance", click.FLOAT, "drafts less likely to count are left out  [default: none is]"),
-    ("speculative_max_batch_size", click.INT, "no drafts while more requests decode  [default: no limit]"),
-    (
-        "jump_forward_tokens",
-        click.INT,
-        "tokens that a grammar forces, computed in one launch, at most  [default: none]",
-    ),
-    ("max_loras", OrWord(click.INT, none=NONE), "adapters that run together, the base model as one; 0 is no LoRA"),
-    ("role", click.STRING, "prefill or decode, of engines in a cluster; or mixed  [default: mixed]"),
-    ("transfer_allocation", click.STRING, "decode engines give pages early or prefill_complete  [default: early]"),
-    ("transfer_failure", click.STRING, "a request whose KV does not come: fail or recompute  [default: fail]"),
-    ("num_reserved_decode_tokens", click.INT, "left to each request that decodes when pages are given  [default: 512]"),
-    ("transfer_slots", OrWord(click.INT, none=NONE), "metadata slots  [default: twice max-running-requests]"),
-    ("bootstrap_timeout_us", OrWord(DurationType(), none=NONE), "without a message of the other half  [default: 300s]"),
-    ("transfer_timeout_us", OrWord(DurationType(), none=NONE), "until a transfer has ended  [default: 300s]"),
-    ("prefill_delayer", click.BOOL, "of ranks: prompts wait until every rank has some  [default: no]"),
-    ("prefill_delayer_max_delay_passes", click.INT, "but for so many passes at most  [default: 30]"),
-    ("prefill_delayer_max_delay_us", DurationType(), "and for so long  [default: 5s]"),
-    (
-        "prefill_delayer_token_usage_low_watermark",
-        OrWord(click.FLOAT, none=NONE),
-        "and not while a rank that has some uses less of its KV than this share  [default: none]",
-    ),
-    ("prefill_delayer_slots", click.BOOL, "also until as many may start at once as did lately  [default: no]"),
-    (
-        "prefill_delayer_queue_min_ratio",
-        click.FLOAT,
-        "also until this share of the running batch waits  [default: none]",
-    ),
-    ("prefill_full_skip_passes", click.INT, "so many passes while some ranks are full, others not  [default: 0]"),
-    ("encoder_budget_tokens", click.INT, "encoder tokens of media in the making at once  [default: no limit]"),
-    ("pp_size", click.INT, "as --pp: a running batch per stage (microbatches)  [default: one running batch]"),
-    ("pp_async_batch_depth", click.INT, "and so many more, whose results are on their way  [default: 0]"),
-    ("pp_max_micro_batch_size", click.INT, "requests in each  [default: max-running-requests shared out over stages]"),
-    ("pp_dynamic_chunking", click.BOOL, "chunks of a prompt that take as long as its first  [default: no]"),
+
+def _kind_of(field: SettingField) -> ParamType:
+    """The kind of value of a setting on a command line, from its type and, for times, the end of its name."""
+    types = get_args(field.type) if get_origin(field.type) in (Union, UnionType) else (field.type,)
+    first = types[0]
+    if get_origin(first) is tuple:
+        first = get_args(first)[0]
+    kind = DurationType() if field.name.endswith("_us") else PLAIN_KINDS.get(first, click.STRING)
+    return OrWord(kind, none=NONE) if NoneType in types else kind
+
+
+def _help_of(field: SettingField, setting: Setting) -> str:
+    """The help text of a setting with its default, in words or as the struct has it."""
+    shown = setting.default
+    if not shown and field.default not in (None, (), "", msgspec.UNSET):
+        shown = str(field.default).lower()
+    return f"{setting.help}  [default: {shown}]" if shown else setting.help
+
+
+PLAIN_KINDS: dict[type, ParamType] = {bool: click.BOOL, int: click.INT, float: click.FLOAT}
+SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = tuple(
+    (field.name, _kind_of(field), _help_of(field, field.setting))
+    for field in setting_fields(SchedConfig).values()
+    if field.setting is not None
 )
+"""The declared fields of SchedConfig, in its order: name, kind of value, help. SchedConfig checks values."""
 
 
 def scheduler_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add one option per scheduler setting to a command. Absent options arrive as None or ()."""
-    defaults = {field.name: field.default for field in msgspec.structs.fields(SchedConfig)}
     for field, kind, text in reversed(SCHEDULER_OPTIONS):
-        if defaults[field] not in (None, ()) and "default" not in text:
-            text += f"  [default: {str(defaults[field]).lower()}]"
         flag = option_of(field)
         if kind is click.BOOL:
             option = click.option(f"{flag}/--no-{flag[2:]}", field, default=None, help=text)

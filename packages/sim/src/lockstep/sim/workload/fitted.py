@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from lockstep.sim.workload.arrivals import random_stream
 from lockstep.sim.workload.lengths import parse_rate, parse_tokens
 from lockstep.sim.workload.token_runs import FreshTokens, append_run, cut_runs
-from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, Turns, TurnsBuilder, WorkloadError
+from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, TurnLabel, Turns, TurnsBuilder, TurnStart, WorkloadError
 
 MODEL_FORMAT = "lockstep-workload-model"
 MODEL_VERSION = 1
@@ -432,16 +432,12 @@ class _Requests:
                 think_us = next(think) if think is not None else 0
             output_first_token = self._fresh.take(output_tokens)
             turns.append(
-                arrival_us=0,
+                TurnStart(after=len(turns) - 1 if turn else -1, think_us=think_us),
+                TurnLabel(self._label, self._sessions, turn),
                 prompt=prompt,
                 prompt_tokens=tokens,
                 output_tokens=output_tokens,
                 output_first_token=output_first_token,
-                label_form=self._label,
-                label_number=self._sessions,
-                label_part=turn,
-                after=len(turns) - 1 if turn else -1,
-                think_us=think_us,
             )
             if len(turns) == turns_max:
                 break

@@ -27,7 +27,7 @@ from lockstep.sim.workload.lengths import (
     parse_tokens,
 )
 from lockstep.sim.workload.token_runs import TOKEN_IDS, FreshTokens, append_run
-from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, Turns, TurnsBuilder, WorkloadError
+from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, TurnLabel, Turns, TurnsBuilder, TurnStart, WorkloadError
 
 PREFIX = "gen:"
 _DRAWS_MAX = 1_000  # draws of the lengths of one request, until they fit `max_total`
@@ -226,17 +226,18 @@ def generate(spec: GeneratorSpec, *, seed: int, limit: int | None = None) -> Tur
             new_tokens, output_tokens = lengths
             append_run(prompt, fresh.take(new_tokens), new_tokens)
             output_first_token = fresh.take(output_tokens)
+            start = (
+                TurnStart(0, len(turns) - 1, draw_think_us(spec.think, streams.think))
+                if turn
+                else TurnStart(arrival_us)
+            )
             turns.append(
-                arrival_us=0 if turn else arrival_us,
+                start,
+                TurnLabel(label_form, session, turn),
                 prompt=prompt,
                 prompt_tokens=history_tokens + new_tokens,
                 output_tokens=output_tokens,
                 output_first_token=output_first_token,
-                label_form=label_form,
-                label_number=session,
-                label_part=turn,
-                after=len(turns) - 1 if turn else -1,
-                think_us=draw_think_us(spec.think, streams.think) if turn else 0,
                 grammar=_draw_grammar(spec.grammars, streams.grammars) if spec.grammars is not None else "",
             )
             append_run(prompt, output_first_token, output_tokens)

@@ -87,8 +87,9 @@ def _mooncake_row(line: int, timestamp: Any, input_length: Any, output_length: A
 
 
 def _agentic_row(
-    line: int, trace: Any, tokens_in: Any, out: Any, hash_runs: Any, think_time: Any, agent: Any, t: Any, api_time: Any
+    line: int, trace: Any, tokens_in: Any, out: Any, hash_runs: Any, think_time: Any, *optional: Any
 ) -> TraceRow:
+    agent, t, api_time = optional
     if type(trace) is not str or not trace:
         raise BadCellError("trace", trace, "the name of the session")
     if agent is not ABSENT and type(agent) is not str:

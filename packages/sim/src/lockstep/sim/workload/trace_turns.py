@@ -17,7 +17,7 @@ from lockstep.sim.workload.arrivals import arrival_times_us
 from lockstep.sim.workload.token_runs import TOKEN_IDS, FreshTokens, append_run, cut_runs
 from lockstep.sim.workload.trace_formats import TraceRow
 from lockstep.sim.workload.traces import Trace
-from lockstep.sim.workload.turns import Int32s, Turns, TurnsBuilder, WorkloadError
+from lockstep.sim.workload.turns import Int32s, TurnLabel, Turns, TurnsBuilder, TurnStart, WorkloadError
 
 SHARED_IDS_MAX = TOKEN_IDS // 2  # recorded prompts use at most half of the ids; the rest is for new content
 
@@ -50,17 +50,18 @@ def turns_of_trace(source: str, trace: Trace, *, seed: int, rate: float | None) 
         for position in chain:
             row = rows[position]
             prompt = prompt_of(position, row, fresh)
+            if before is None:
+                start = TurnStart(arrival_us=starts_us[position] - first_us)
+            else:
+                start = TurnStart(after=len(turns) - 1, think_us=_think_us(before, row))
             turns.append(
-                arrival_us=starts_us[position] - first_us if before is None else 0,
+                start,
+                TurnLabel("line{0}", row.line),
                 prompt=prompt,
                 prompt_tokens=row.input_tokens,
                 output_tokens=row.output_tokens,
                 output_first_token=fresh.take(row.output_tokens),
-                label_form="line{0}",
-                label_number=row.line,
                 tenant=row.tenant,
-                after=-1 if before is None else len(turns) - 1,
-                think_us=0 if before is None else _think_us(before, row),
             )
             before = row
     return turns.build(), (*trace.notes, *notes, *more_notes)

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -284,6 +284,22 @@ def _folded(column: NDArray[Any]) -> NDArray[Any]:
     return column
 
 
+class TurnStart(NamedTuple):
+    """When a turn is sent: at `arrival_us`, or `think_us` after the answer of turn `after`."""
+
+    arrival_us: int = 0  # since the workload's start; 0 where `after` is set
+    after: int = -1  # -1: arrives by the clock
+    think_us: int = 0
+
+
+class TurnLabel(NamedTuple):
+    """The label of a turn: `form.format(number, part)`."""
+
+    form: str  # such as "line{0}" or "s{0}t{1}"
+    number: int
+    part: int = 0
+
+
 class TurnsBuilder:
     """Collects turns one by one into columns."""
 
@@ -310,21 +326,19 @@ class TurnsBuilder:
 
     def append(
         self,
+        start: TurnStart,
+        label: TurnLabel,
         *,
-        arrival_us: int,
         prompt: Sequence[int],
         prompt_tokens: int,
         output_tokens: int,
         output_first_token: int,
-        label_form: str,
-        label_number: int,
-        label_part: int = 0,
         tenant: str = "",
-        after: int = -1,
-        think_us: int = 0,
         grammar: str = "",
     ) -> None:
-        """Add a turn behind the others; `prompt` is runs, and is copied."""
+        """Add a turn behind the others; `prompt` is runs, and is copied. The other values: see `Turn`."""
+        arrival_us, after, think_us = start
+        form, number, part = label
         self._arrival_us.append(arrival_us)
         self._prompt_tokens.append(prompt_tokens)
         self._output_tokens.append(output_tokens)
@@ -333,9 +347,9 @@ class TurnsBuilder:
         self._think_us.append(think_us)
         self._runs.extend(prompt)
         self._run_stops.append(len(self._runs) // 2)
-        self._label_form.append(self._label_forms.setdefault(label_form, len(self._label_forms)))
-        self._label_number.append(label_number)
-        self._label_part.append(label_part)
+        self._label_form.append(self._label_forms.setdefault(form, len(self._label_forms)))
+        self._label_number.append(number)
+        self._label_part.append(part)
         self._tenant.append(self._tenants.setdefault(tenant, len(self._tenants)))
         self._grammar.append(self._grammars.setdefault(grammar, len(self._grammars)))
 

@@ -35,6 +35,7 @@ from lockstep.sim.workload.turns import TIME_US_MAX, Int64s, Turn, Turns, Worklo
 __all__ = [
     "LengthSummary",
     "SkippedRows",
+    "SourceReading",
     "TimeWindow",
     "Turn",
     "Turns",
@@ -79,6 +80,23 @@ class _Content(NamedTuple):
     has_clock: bool = True
 
 
+@dataclass(frozen=True)
+class SourceReading:
+    """How the files of a workload are read. Specs that begin with `gen:` have none.
+
+    Args:
+        skip_bad_rows: leave bad rows out and count them in `Workload.skipped`, instead of raising.
+        recorded_media: media tokens of a trace that separates them from text, such as ServeGen's, become spans of
+            prompts; otherwise they are tokens like any other.
+    """
+
+    skip_bad_rows: bool = False
+    recorded_media: bool = False
+
+
+STRICT = SourceReading()
+
+
 class _Request(NamedTuple):
     """Arguments of open_workload."""
 
@@ -88,8 +106,7 @@ class _Request(NamedTuple):
     rate_scale: float
     limit: int | None
     time_window: TimeWindow | None
-    skip_bad_rows: bool
-    recorded_media: bool
+    reading: SourceReading
 
     @property
     def target_rate(self) -> float | None:
@@ -102,11 +119,10 @@ def open_workload(
     seed: int,
     rate_scale: float = 1.0,
     limit: int | None = None,
-    skip_bad_rows: bool = False,
     rate: float | None = None,
     time_window: TimeWindow | str | None = None,
     digest: bool = True,
-    recorded_media: bool = False,
+    reading: SourceReading = STRICT,
 ) -> Workload:
     """Read a trace, generate from a spec that begins with `gen:`, draw from a fitted model, or mix several with `mix:`.
 
@@ -116,13 +132,11 @@ def open_workload(
             it replaces the spec's own. `math.inf` makes all arrive at once. Think times are never stretched.
         rate_scale: multiplies the rate, whichever it is: 2 halves every gap.
         limit: keep the first so many turns, by arrival. The whole file is checked all the same.
-        skip_bad_rows: leave bad rows out, and say so in `Workload.skipped`, instead of raising.
         time_window: keep what arrives in this window, such as `10m..1h`, and begin with its first arrival. It is by the
             workload's own clock, which begins with the first arrival and is independent of `rate` and `rate_scale`.
             Sessions are kept whole if they begin in it. `limit` counts what it leaves.
         digest: whether to work out the digest, which takes most of the time; it is "" otherwise.
-        recorded_media: of a trace that separates media tokens from text, such as ServeGen's, they are spans of prompts;
-            otherwise they are tokens like any other.
+        reading: how the files are read.
     Raises: WorkloadError, before any of it is simulated.
     """
     if isinstance(time_window, str):
@@ -131,9 +145,9 @@ def open_workload(
         except ValueError as error:
             raise WorkloadError(spec, f"`time_window` cannot be `{time_window}`: {error}", "try 10m..1h") from None
     _check_arguments(spec, rate_scale, limit, rate)
-    asked = _Request(spec, seed, rate, rate_scale, limit, time_window, skip_bad_rows, recorded_media)
+    asked = _Request(spec, seed, rate, rate_scale, limit, time_window, reading)
     content = _open(asked)
-    if recorded_media and content.turns.media is None:
+    if reading.recorded_media and content.turns.media is None:
         hint = "such as --media image=0.3x1..4:1024x768, which adds some"
         raise WorkloadError(spec, "`media` is recorded, but this workload does not separate media from text", hint)
     turns = content.turns
@@ -208,7 +222,7 @@ def _open(asked: _Request) -> _Content:
         return _open_servegen(asked, name, tar_files(path, data))
     if is_model(data):
         return _open_model(asked, name, parse_model(asked.spec, data), None, None)
-    trace = read_trace(path, data, skip_bad_rows=asked.skip_bad_rows)
+    trace = read_trace(path, data, skip_bad_rows=asked.reading.skip_bad_rows)
     turns, notes = turns_of_trace(asked.spec, trace, seed=asked.seed, rate=asked.target_rate)
     at_rate = not trace.has_clock and asked.rate is not None  # drawn at that rate
     return _Content(name, trace.format.name, turns, trace.skipped, notes, at_rate=at_rate, has_clock=trace.has_clock)
@@ -256,7 +270,7 @@ def _open_model(asked: _Request, name: str, model: WorkloadModel, turns: int | N
 
 def _open_servegen(asked: _Request, name: str, files: Mapping[str, bytes]) -> _Content:
     content = read_servegen(asked.spec, files)
-    turns = turns_of_servegen(asked.spec, content, seed=asked.seed, media=asked.recorded_media)
+    turns = turns_of_servegen(asked.spec, content, seed=asked.seed, media=asked.reading.recorded_media)
     return _Content(name, "servegen", turns, notes=content.notes)
 
 
@@ -267,7 +281,7 @@ def _open_mix(asked: _Request) -> _Content:
             source.workload,
             seed=seed_of_source(asked.seed, place),
             rate=source.rate,
-            skip_bad_rows=asked.skip_bad_rows,
+            reading=SourceReading(skip_bad_rows=asked.reading.skip_bad_rows),
             digest=False,
         )
         for place, source in enumerate(sources)
