@@ -37,10 +37,10 @@ BOUNDS = {
     "surplus classes": 0,
     "personal docstrings": 7,
     "personal comments": 0,
-    "personal doc lines": 19,
+    "personal doc lines": 0,
     "speaking docstrings": 171,
     "speaking comments": 33,
-    "speaking doc lines": 161,
+    "speaking doc lines": 0,
 }
 """The most that each figure may be."""
 
@@ -60,6 +60,7 @@ GOALS = {
     "personal docstrings": 0,
     "personal comments": 0,
     "personal doc lines": 0,
+    "speaking doc lines": 0,
 }
 """What the bounds are lowered to in the end."""
 
