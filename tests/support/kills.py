@@ -1,8 +1,8 @@
-"""Streams whose every token is known in advance, and an engine that is killed below them.
+"""Streams whose every token is known in advance, over an engine that is killed.
 
 An emulated engine's answer follows from prompt, seed and position, so a client can compute it: a token that is lost,
-said twice or another one is seen at once. Requests differ in what must go on exactly over a restart: greedy and drawn
-ones, several samples, stop texts, `min_tokens`, answers that end by themselves.
+doubled or wrong is detected. Kinds of requests differ in what must continue exactly after a restart: greedy and drawn
+requests, several samples, stop texts, `min_tokens`, answers that end at an end token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the router of a served run was told, and what it decided."""
+"""The facts and decisions of the router of a served run."""
 
 from __future__ import annotations
 

@@ -150,9 +150,9 @@ def engine_figures(core: list[Source], engine_types: frozenset[str]) -> Iterator
 
 
 def engine_homes(core: list[Source], engine_types: frozenset[str]) -> list[Source]:
-    """The modules that define a class with one of these names and a method `step(self, event)`.
+    """Return the modules that define a class with one of these names and a method `step(self, event)`.
 
-    A class that only stands in as a parameter type is no engine, and what its module does with an engine counts.
+    A class that is used only as a parameter type is no engine, and uses of an engine in its module count.
     """
     return [source for source in core if any(_is_engine(node, engine_types) for node in source.tree.body)]
 
