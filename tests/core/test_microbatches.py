@@ -40,6 +40,24 @@ from tests.support.driver.run import run_actions
 TWO: dict[str, Any] = {"page_size": 2, "pages": 64, "overlap_depth": 0, "pp_size": 2}
 
 
+def test_the_statistic_of_decode_launches_is_that_of_all_microbatches() -> None:
+    played = Played(pp_max_micro_batch_size=2)
+    for max_new in (4, 4, 7):
+        played.arrive(2, max_new)
+    decodes, launched = 0, [0, 0]
+    for _ in range(12):
+        for number in range(2):
+            plan = played.ready(number)
+            if plan is not None:
+                decodes += plan.mode == "decode"
+                launched[number] += plan.mode == "decode"
+                played.finish()
+            assert played.engine.stats().decode_launches == decodes
+            assert snapshot.restore(snapshot.dump(played.engine)).stats().decode_launches == decodes
+    assert min(launched) > 0
+    assert launched[0] != decodes
+
+
 class Played:
     """An engine, and what it launched."""
 

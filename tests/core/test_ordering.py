@@ -6,6 +6,8 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -44,6 +46,31 @@ def waiting_engine(count: int, **settings_: object) -> Engine:
         if not i:
             engine.step(LaneReady(0))
     return engine
+
+
+def test_every_column_of_the_waiting_queue_is_in_line_order() -> None:
+    values = {
+        "request_ids": ("request_id", [3, 9, 4, 7, 5]),
+        "prompt_tokens": ("prompt_tokens", [30, 90, 40, 70, 50]),
+        "max_new_tokens": ("max_new_tokens", [31, 91, 41, 71, 51]),
+        "priority": ("priority", [1, None, 4, 7, 5]),
+        "tenant": ("tenant", ["c", "i", "d", "g", "e"]),
+        "routing_key": ("routing_key", ["x", "", "y", "z", "w"]),
+        "output_tokens": ("outputs", [0, 8, 0, 2, 0]),
+        "waiting_since_us": ("waiting_since_us", [100, 200, 300, 400, 500]),
+        "bypassed": ("bypassed", [5, 4, 0, 1, 2]),
+        "admitted_before": ("cached_tokens", [-1, 0, 16, -1, -1]),
+        "prefilled_since_arrival": ("prefilled_before", [10, 20, 30, 40, 50]),
+    }
+    names, columns = [name for name, _ in values.values()], [column for _, column in values.values()]
+    requests: Any = [SimpleNamespace(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
+    scheduler: Any = SimpleNamespace(config=SchedConfig(), now_us=1000)
+    line = WaitingQueue(requests, scheduler, prefilled_tokens=100)
+    expected = {column: tuple(of) for column, (_, of) in values.items()}
+    expected["admitted_before"] = (False, True, True, False, False)
+    expected["prefilled_since_arrival"] = (90, 80, 70, 60, 50)
+    expected["waited_us"] = (900, 800, 700, 600, 500)
+    assert {column: getattr(line, column) for column in expected} == expected
 
 
 def order_of(engine: Engine) -> list[int]:

@@ -89,6 +89,19 @@ def test_least_requests_fills_the_emptiest_and_of_equals_the_one_chosen_longest_
     assert told.engines(2) == [0, 2]  # both empty; 0 was chosen before 2
 
 
+@pytest.mark.parametrize("policy", ["least_requests", "least_tokens", "total_requests", "total_tokens"])
+def test_of_engines_with_equal_load_the_one_chosen_longest_ago_is_taken_and_at_first_the_lowest(policy: str) -> None:
+    told = Told(policy, 4)
+    chosen = []
+    for request_id in range(12):
+        chosen.append(told.offer(tokens=0).engine)
+        told.end(request_id, 0)  # all are empty again
+    assert chosen == [0, 1, 2, 3] * 3
+    told = Told(policy, 4)
+    told.router.step(EngineChanged(time_us=told.time_us, engine=0, state="draining"))
+    assert told.engines(3) == [1, 2, 3]
+
+
 def test_least_requests_counts_per_weight() -> None:
     told = Told("least_requests", (EngineShare(weight=1), EngineShare(weight=3)))
     assert sorted(told.engines(8), key=str) == [0, 0, 1, 1, 1, 1, 1, 1]

@@ -12,10 +12,12 @@ from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from lockstep.core.contract.commands import PageDeltas, SampleBatch, Step
 from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import RequestArrived
 from lockstep.core.features import grammars
 from lockstep.core.features.media import EncoderCache
 from lockstep.core.kv.adapters import Adapters
@@ -25,7 +27,7 @@ from lockstep.core.kv.memory import Memory
 from lockstep.core.kv.radix import Inserted, RadixCache
 from lockstep.core.kv.resource import ExtendShare
 from lockstep.core.kv.state_pool import StatePool
-from lockstep.core.kv.tiers import Tiers
+from lockstep.core.kv.tiers import LoadCandidate, Tiers
 from lockstep.core.kv.window_pool import WindowPool
 from lockstep.core.requests import delivery
 from lockstep.core.requests.batching import InFlight
@@ -570,6 +572,8 @@ FOUND_BY_STORY: dict[str, str] = {
     "hold_forgotten": "admission/held_prefix_counts_for_those_behind",
     "lone_decoder_ended": "retraction/last_decoder_and_a_split_prompt",
     "preempted_for_nothing": "preemption/fewest_victims",
+    "compiled_grammar_counts_as_held": "grammar/queue_limit",
+    "uses_counted_double": "tiers/selective_three_uses",
     "stop_among_drafts_missed": "museum/g13_stop_token_among_drafts",
     "whole_batch_must_fit": "museum/b2_the_rest_must_fit_not_the_whole",
 }
@@ -667,6 +671,83 @@ def encoder_room_not_released() -> Plant:
     return _replaced(EncoderCache, "release", lambda original, cache, request_id, free_after=None: None)
 
 
+# -------------------------------------------------------------------------------------- what no digest and no story saw
+
+
+def tiers_never_wake() -> Plant:
+    """A request that waits for a load or a prefetch has a due time, and the engine does not wake for it."""
+
+    def bug(advance: Original, tiers: Tiers, requests: Any, waiting: Any, step: Step, *, admits: bool) -> bool:
+        wake_at_us = step.wake_at_us
+        freed: bool = advance(tiers, requests, waiting, step, admits=admits)
+        step.wake_at_us = wake_at_us
+        return freed
+
+    return _replaced(Tiers, "advance", bug)
+
+
+def load_waits_for_ever() -> Plant:
+    """A request that waits for a load has no due time, though `load_timeout_us` is set."""
+
+    def bug(wait: Original, tiers: Tiers, candidate: LoadCandidate, number: int, step: Step) -> bool:
+        waits: bool = wait(tiers, candidate, number, step)
+        candidate.due_us = None
+        return waits
+
+    return _replaced(Tiers, "_wait", bug)
+
+
+def running_timeout_forgotten() -> Plant:
+    """The settings limit the time of a request, and its timer is not set."""
+
+    def bug(set_timers: Original, state: SchedulerState, request: Request) -> None:
+        config = state.config
+        state.config = msgspec.structs.replace(config, running_timeout_us=None)
+        try:
+            set_timers(state, request)
+        finally:
+            state.config = config
+
+    return _replaced(SchedulerState, "_set_timers", bug)
+
+
+def grammar_timeout_forgotten() -> Plant:
+    """A request waits for its grammar without a time limit."""
+
+    def bug(must_wait: Original, own: grammars.Grammars, request: Request, timeout_us: int | None, step: Step) -> bool:
+        waits: bool = must_wait(own, request, None, step)
+        return waits
+
+    return _replaced(grammars.Grammars, "must_wait", bug)
+
+
+def compiled_grammar_counts_as_held() -> Plant:
+    """A request whose grammar is compiled is refused because others wait for theirs."""
+
+    def bug(refuse: Original, own: grammars.Grammars, event: RequestArrived, *rest: Any) -> None:
+        known = own.known.get(event.grammar.digest) if event.grammar is not None else None
+        if known is None or known.error:
+            refuse(own, event, *rest)
+            return
+        known.error, error = None, known.error
+        try:
+            refuse(own, event, *rest)
+        finally:
+            known.error = error
+
+    return _replaced(grammars.Grammars, "refuse", bug)
+
+
+def uses_counted_double() -> Plant:
+    """A use of a cached page counts twice under write_through_selective."""
+
+    def bug(used: Original, tiers: Tiers, match: Any) -> None:
+        used(tiers, match)
+        used(tiers, match)
+
+    return _replaced(Tiers, "used", bug)
+
+
 PLANTS: dict[str, Callable[[], Plant]] = {
     plant.__name__: plant
     for plant in (
@@ -732,3 +813,16 @@ RELEASES: dict[str, Callable[[], Plant]] = {
     )
 }
 """The release of each resource, left out: no bugs of other engines, but mistakes that a new resource invites."""
+
+UNSEEN: dict[str, Callable[[], Plant]] = {
+    plant.__name__: plant
+    for plant in (
+        compiled_grammar_counts_as_held,
+        grammar_timeout_forgotten,
+        load_waits_for_ever,
+        running_timeout_forgotten,
+        tiers_never_wake,
+        uses_counted_double,
+    )
+}
+"""Mistakes of which an earlier version of the tests noticed nothing."""

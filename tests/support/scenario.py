@@ -277,6 +277,7 @@ class Run:
         self.newest_plan = step.launched() or self.newest_plan
         self.orders += [command for command in step.commands if isinstance(command, Order)]
         invariants.check(self.engine)
+        invariants.check_wake(self.engine, step)
         return step
 
     def _note_transitions(self, states: dict[RequestId, Any], step: Step) -> None:

@@ -111,6 +111,7 @@ class Driver(Subject):
             checked(event, step)
         if self.check:
             invariants.check(self.engine)
+            invariants.check_wake(self.engine, step)
 
     def settle(self) -> None:
         """Liveness mode: faults and arrivals stop, completions flow; everything must end, and leave nothing behind."""

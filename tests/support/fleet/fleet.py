@@ -545,6 +545,7 @@ class Fleet:
             member.tiers.observe(event, seen)
         if self.check:
             invariants.check(member.engine)
+            invariants.check_wake(member.engine, step)
         if step.decided:
             self._turns(member, step)
         for command in step.commands:

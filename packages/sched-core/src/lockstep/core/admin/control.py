@@ -13,7 +13,7 @@ answer follows later.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -136,6 +136,12 @@ class Controls(Component):
     def load(self, part: ControlsPart, restored: Restored) -> None:
         """Take over the state that `part` returned."""
         self.paused, self.draining, self.drains, self.pace = part.paused, part.draining, part.drains, part.pace
+
+    def due_times(self) -> Iterator[tuple[int, str]]:
+        """Yield the end of the gap between two launches."""
+        pace, scheduler = self.pace, self._scheduler
+        if pace.gap_us and scheduler.requests and pace.not_before_us > scheduler.now_us:
+            yield pace.not_before_us, "the next launch may be made"
 
     def apply(self, event: ControlRequested, step: Step) -> None:
         """Carry out a control request, or answer it with the reason of the refusal."""

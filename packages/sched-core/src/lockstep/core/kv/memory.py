@@ -527,6 +527,10 @@ class Memory(DeviceMemory, Component):
             if move.kind == "load":
                 yield f"load {move.number}", move.device_pages
 
+    def due_times(self) -> Iterator[tuple[int, str]]:
+        """Yield the ends of waits for tiers."""
+        yield from self.tiers.due_times()
+
     def check_state(self, facts: Facts) -> None:
         """Check adapters, tiers, and the pools beside full attention; see their checks."""
         self.adapters.check(facts, [deferred.row for deferred in self.deferred.rows])
