@@ -18,12 +18,8 @@ pytest.importorskip("torch", reason="the GPU runtime is not installed")
 httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
 from lockstep.core.journal.replay import replay  # noqa: E402
-<<<<<<< HEAD
-from lockstep.host.router_journal import verify_router  # noqa: E402
-from tests.support.kills import campaign  # noqa: E402
-=======
 from lockstep.host.router_check import verify_router  # noqa: E402
->>>>>>> main
+from tests.support.kills import campaign  # noqa: E402
 from tests.support.live_server import LiveServer, serving, until  # noqa: E402
 from tests.support.model_streams import DEMO, KINDS, ModelStreams, requests_of  # noqa: E402
 from tests.support.routed import facts  # noqa: E402
