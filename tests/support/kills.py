@@ -228,7 +228,7 @@ def campaign(
     for thread in threads:
         thread.start()
     began_s, back_s, done = time.monotonic(), list[float](), 0
-    awaited = dict[str, _Awaited]()  # by the name of the engine that was killed
+    awaited = dict[str, Awaited]()  # by the name of the engine that was killed
     next_s = began_s + 0.5
     killed, in_a_row = set[int](), 0
     while done < kills and server.process.poll() is None and not tally.faults:
@@ -246,7 +246,7 @@ def campaign(
                 killed.add(alive)
                 done, in_a_row = done + 1, in_a_row + 1
                 # A kill before the first token of a generation counts from the kill before.
-                awaited.setdefault(name, _Awaited(server, name, tally))
+                awaited.setdefault(name, Awaited(server, name, tally))
                 next_s = time.monotonic() + rng.uniform(*gap_s)
                 if done % 20 == 0:
                     progress(f"{done} kills, {tally.requests} requests")
@@ -260,7 +260,7 @@ def campaign(
     return Outcome(done, time.monotonic() - began_s, tally, back_s)
 
 
-class _Awaited:
+class Awaited:
     """The first token of an engine after its kill.
 
     With one engine that is the first token of any stream. Of several engines the others go on, so the tokens of the
