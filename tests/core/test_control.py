@@ -96,7 +96,7 @@ ASKED: tuple[Control, ...] = (
 
 
 def driver_in(state: str) -> Driver:
-    """A driver with session s open and everything that the state says behind it."""
+    """Return a driver with session s open, after the actions of a state."""
     driver = Driver(CONFIG)
     driver.control.ask(OpenSession("s", 60))
     for action in STATES[state]:
@@ -105,7 +105,7 @@ def driver_in(state: str) -> Driver:
 
 
 def ask(driver: Driver, control: Control) -> None:
-    """Ask it; weights in a version above all others."""
+    """Submit a control; new weights get a version above all earlier ones."""
     if control in CONTROLS:
         driver.control.control(CONTROLS.index(control))
     else:
@@ -178,7 +178,7 @@ def test_an_answer_to_something_else_is_refused() -> None:
 
 
 def test_kv_of_older_weights_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the version left out of the key, the next request reads what the one that runs left: the device says so."""
+    """Without the weight version in the key, the next request reads KV of older weights, and the device reports it."""
     monkeypatch.setattr(Memory, "keyed", lambda memory, namespace: namespace)
     driver = driver_in("running")
     driver.control.ask(UpdateWeights(1, "w", "in_place"))

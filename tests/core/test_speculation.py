@@ -1,4 +1,4 @@
-"""Speculative decoding: whatever is drafted and accepted, each request gets the tokens that it gets without."""
+"""Speculative decoding: for any drafts and any accepted numbers, each request gets the tokens that it gets without."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def settings(rng: random.Random, timeline: list[Moment]) -> SchedConfig:
     )
 
 
-def test_every_request_gets_what_it_gets_without_drafts() -> None:
+def test_every_request_gets_the_tokens_that_it_gets_without_drafts() -> None:
     """Over random requests x overlap x retraction x chunking x memory; all invariants after every event."""
     marks = Counter[str]()
     for seed in range(SEEDS):
@@ -111,7 +111,7 @@ def test_histories_where_tables_cannot_shrink_replay_and_survive_snapshots() -> 
 
 
 def test_histories_with_drafts_replay_and_survive_snapshots() -> None:
-    """Faults, cancels, restarts and snapshots between any two events; the digests are the same again."""
+    """Faults, cancels, restarts and snapshots between any two events; the replayed digests are equal."""
     from tests.swarm import history
 
     marks, seed = Counter[str](), 0
@@ -153,7 +153,7 @@ def finish(engine: Engine, batch_id: int, tokens: list[int], accepted: list[int]
     )
 
 
-def test_drafts_are_paged_ahead_and_what_was_wrong_goes_back() -> None:
+def test_drafts_get_pages_ahead_and_pages_of_wrong_drafts_are_freed() -> None:
     """Retracting or forgetting what lies beyond the newest page is how SG#14180 and VL#57104 broke."""
     engine = engine_of(num_speculative_tokens=7, overlap_depth=0)
     arrive(engine, tokens=4, max_new=40)
@@ -242,7 +242,7 @@ def test_drafts_are_as_many_as_results_say_are_worth_it() -> None:
     assert [alone.drafts_max, chances.worth_drafting(alone, 5), chances.worth_drafting(alone, 4)] == [7, 0, 1]
 
 
-def test_a_pass_is_fitted_by_what_it_computes_not_by_where_it_may_stand() -> None:
+def test_a_pass_is_fitted_by_its_computed_tokens_not_by_possible_positions() -> None:
     engine = engine_of(overlap_depth=1)
     arrive(engine, tokens=4, max_new=40)
     finish(engine, launch(engine).batch_id, [1], [])
@@ -274,7 +274,7 @@ def test_settings_say_nothing_of_drafts_unless_there_are_any() -> None:
 
 
 def test_drafts_behind_a_batch_that_failed_before_it_ran() -> None:
-    """The rows are dead, and wherever the device starts them is within what the plan says."""
+    """The rows are dead, and the device may start them anywhere between the plan's least and greatest position."""
     config = SchedConfig(page_size=2, overlap_depth=2, speculative_method="ngram", num_speculative_tokens=1)
     actions = [("arrive", 1, 3, 36, {}), ("ready",), ("ready",), ("finish", "error", 0)]
     assert "finished (error)" in run_actions(config, actions).marks  # type: ignore[arg-type]
