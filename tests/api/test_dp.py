@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -58,6 +59,7 @@ from lockstep.tools.explain import explain  # noqa: E402
 from lockstep.tools.journal import journal  # noqa: E402
 from lockstep.tools.replay import replay  # noqa: E402
 from tests.api.test_control import ALICE, KEYS, OPERATOR  # noqa: E402
+from tests.support import kills  # noqa: E402
 from tests.support.browser import dom_of, needs_chromium  # noqa: E402
 from tests.support.kills import ARGUMENTS, Tally, ask, campaign, serve_one  # noqa: E402
 from tests.support.live_server import EMULATED, LiveServer, ask_operator, serving, until  # noqa: E402
@@ -764,6 +766,20 @@ def test_messages_of_an_engine_reach_a_router_that_was_stopped(in_turn: LiveServ
         return set(routed(in_turn.log.parent / "run")[known:])
 
     until(lambda: homes() == {0, 1})
+
+
+def test_tokens_of_the_other_engine_do_not_end_the_wait_for_the_killed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, tally = {"0": 10.0, "1": 20.0}, Tally()
+    monkeypatch.setattr(kills, "tokens_of_engine", lambda _, number: sent[number])
+    monkeypatch.setattr(kills, "DRAINED_S", 0.0)
+    monkeypatch.setattr(kills, "POLL_S", 0.0)
+    server: Any = SimpleNamespace(process=SimpleNamespace(poll=lambda: None))
+    awaited = kills.Awaited(server, "engine 1", tally)
+    assert awaited.took_s() is None
+    sent["0"], tally.heard_s = 11.0, time.monotonic()
+    assert awaited.took_s() is None
+    sent["1"] = 21.0
+    assert awaited.took_s() is not None
 
 
 def test_an_engine_killed_under_its_streams_loses_nothing_and_the_other_is_not_affected(in_turn: LiveServer) -> None:

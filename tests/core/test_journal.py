@@ -1,4 +1,4 @@
-"""The journal writes what it is given, gives back what was written, and stops at the first failure of a disk."""
+"""The journal: records are read back as they were written, and the writer stops at the first failure of a disk."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def events_of(folder: Path) -> list[ObservedEvent]:
 
 
 @pytest.mark.parametrize("durability", ["none", "interval", "group", "every"])
-def test_what_was_appended_comes_back(tmp_path: Path, durability: str) -> None:
+def test_appended_records_are_read_back(tmp_path: Path, durability: str) -> None:
     write(tmp_path, EVENTS, durability=durability)
     journal = read_journal(tmp_path)
     engine = ChainEngine()
@@ -685,7 +685,7 @@ def test_failed_fsync_on_rotation_stops_the_journal(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "journal").iterdir()] == [segment_name(0)]
 
 
-def test_killed_process_keeps_what_was_flushed(tmp_path: Path) -> None:
+def test_killed_process_keeps_flushed_records(tmp_path: Path) -> None:
     program = f"""
 import os, signal, sys
 sys.path[:0] = {sys.path!r}
@@ -708,7 +708,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 # ------------------------------------------------------------------------------------------------------------- refusal
 
 
-def test_missing_path_and_foreign_folder_and_file_are_told_apart(tmp_path: Path) -> None:
+def test_missing_path_and_foreign_folder_and_file_have_different_errors(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for name, message in [("none", "does not exist"), ("", "holds no journal"), ("file", "is a file")]:
         with pytest.raises(JournalError, match=message):
@@ -846,7 +846,7 @@ def restore(_: JournalHeader, state: bytes) -> ChainEngine:
     return ChainEngine(state)
 
 
-def test_replay_from_a_snapshot_steps_only_what_follows(tmp_path: Path) -> None:
+def test_replay_from_a_snapshot_steps_only_later_events(tmp_path: Path) -> None:
     write_with_snapshot(tmp_path, at=4)
     records = [record for record in read_journal(tmp_path).records() if isinstance(record, SnapshotRecord)]
     assert [record.snapshot.steps for record in records] == [4]

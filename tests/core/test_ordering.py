@@ -195,7 +195,7 @@ def test_only_requests_whose_part_of_the_tree_changed_are_matched_again(monkeypa
     assert found == [tokens(20, 20, 20, 20, 7, 7, 1)]
 
 
-def test_a_restored_engine_orders_alike_without_what_was_remembered() -> None:
+def test_a_restored_engine_orders_alike_without_stored_orders() -> None:
     for name in SCHEDULE_POLICIES:
         engine = waiting_engine(20, schedule_policy=name)
         expected = order_of(engine)
@@ -302,7 +302,7 @@ def test_samples_that_share_a_prompt_in_its_own_batch_join_behind_requests_admit
 
 def test_a_stream_of_new_requests_starves_none_and_without_a_limit_does() -> None:
     def admissions_before_r1(limit: int | None) -> int:
-        """Longest output first; r1 asks for one token, and a request for two always waits behind it."""
+        """Longest output first; r1 requests one token, and a request for two tokens always waits behind it."""
         engine = Engine(
             SchedConfig(
                 page_size=2, pages=64, overlap_depth=0, schedule_policy="lof", bypass_limit=limit, max_prefill_tokens=2
@@ -411,7 +411,7 @@ def test_two_packages_with_one_policy_are_refused(folder: Path) -> None:
         ("fair = 3\n", "lockstep_fair:fair is no function but int"),
     ],
 )
-def test_a_policy_that_cannot_be_loaded_says_why(folder: Path, source: str, message: str) -> None:
+def test_the_error_of_a_policy_that_cannot_be_loaded_has_the_reason(folder: Path, source: str, message: str) -> None:
     guide.install(folder, source=source)
     with pytest.raises(ConfigError, match=message):
         Engine(SchedConfig(schedule_policy="fair"))
@@ -444,6 +444,6 @@ def test_positions_may_come_as_an_array(folder: Path) -> None:
     assert order_of(waiting_engine(3, schedule_policy="fair")) == [3, 2, 1]
 
 
-def test_a_policy_type_is_what_the_core_calls() -> None:
+def test_a_policy_type_has_the_signature_that_the_core_calls() -> None:
     policy: Policy = ordering.fcfs
     assert list(policy(WaitingQueue([], waiting_engine(0), 0))) == []

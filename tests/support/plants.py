@@ -144,7 +144,7 @@ def whole_prompt_matched() -> Plant:
 
 
 def row_freed_between_chunks() -> Plant:
-    """A split prompt gives its row up between two chunks, while the first may still be running (SG#17850)."""
+    """A split prompt frees its row between two chunks, while the first may still be running (SG#17850)."""
 
     def bug(extend_to: Original, planner: PrefillPlanner, request: Request, *rest: object) -> None:
         extend_to(planner, request, *rest)
@@ -182,7 +182,7 @@ def whole_batch_must_fit() -> Plant:
 
 
 def lone_decoder_ended() -> Plant:
-    """The only one that decodes ends for want of pages, although a split prompt could give some back (NV#274)."""
+    """The only decoding request ends with out_of_kv, although a split prompt could free some pages (NV#274)."""
 
     def bug(make_room: Original, planner: DecodePlanner, running: RunningState, step: Step) -> bool:
         engine = planner._state
@@ -216,7 +216,7 @@ def running_counted_down_twice() -> Plant:
 
 
 def double_free() -> Plant:
-    """Releasing the row of a retracted request gives one of its pages back twice (SG#18694)."""
+    """Releasing the row of a retracted request frees one of its pages twice (SG#18694)."""
 
     def bug(release: Original, memory: Memory, deferred: DeferredFree, step: Step) -> None:
         pages = memory.table.pages[deferred.row, deferred.protected_pages : deferred.protected_pages + 1].copy()
@@ -232,7 +232,7 @@ def double_free() -> Plant:
 
 
 def no_epoch_check() -> Plant:
-    """Tokens in flight of a request that left its row are applied all the same (SG#1860)."""
+    """Tokens in flight of a request that left its row are still applied (SG#1860)."""
 
     def bug(leave: Original, memory: Memory, request: Request, *rest: object, **options: object) -> None:
         row = request.row
@@ -486,7 +486,7 @@ def window_lock_leak() -> Plant:
 
 
 def window_of_headroom() -> Plant:
-    """A request that starts has to get a whole window of pages, however few it will open (SG#32379)."""
+    """A request that starts must get a whole window of pages, even if it will open fewer (SG#32379)."""
 
     def bug(promised: Original, window: WindowPool, request: Request, stop: int, first: int) -> int:
         return window.row_pages_max
@@ -539,7 +539,7 @@ def other_microbatches_not_searched() -> Plant:
 
 
 def chunk_wants_a_place() -> Plant:
-    """The next chunk of a prompt asks for a place although the prompt has one (SG#23006)."""
+    """The next chunk of a prompt requires a place although the prompt has one (SG#23006)."""
     return _replaced(
         Microbatches, "has_place", lambda original, several, request=None: several.places[several.at] < several.size
     )
@@ -600,7 +600,7 @@ def row_not_freed() -> Plant:
 
 
 def page_not_freed() -> Plant:
-    """One page of a row that is released comes back to nothing."""
+    """One page of a released row is not freed."""
 
     def bug(release: Original, memory: Memory, deferred: DeferredFree, step: Step) -> None:
         free = memory.pool.free_count

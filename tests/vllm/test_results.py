@@ -11,7 +11,6 @@ import pytest
 from lockstep.core.contract.commands import BatchPlan, Speculation
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import FinishReason
-from lockstep.vllm.requests import stop_reason
 from tests.vllm.support import HAVE_VLLM, needs_vllm
 
 pytestmark = needs_vllm
@@ -20,6 +19,7 @@ if HAVE_VLLM:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import RequestStatus
 
+    from lockstep.vllm.requests import stop_reason
     from lockstep.vllm.results import STATUS, ClientOutputs, LaunchedBatch, batch_finished
 
 

@@ -20,6 +20,7 @@ from lockstep.vllm.settings import (
     token_budget,
     unsupported,
 )
+from tests.vllm.support import needs_vllm
 
 
 def configuration(**changed: Any) -> Any:
@@ -30,20 +31,21 @@ def configuration(**changed: Any) -> Any:
         cache_config=SimpleNamespace(enable_prefix_caching=True),
         ec_transfer_config=None,
         kv_events_config=None,
+        is_mm_encoder_only=False,
         kv_transfer_config=None,
         lora_config=None,
         model_config=SimpleNamespace(
             is_diffusion=False, is_encoder_decoder=False, max_model_len=2048, return_sampling_mask=False,
-            supports_multimodal_inputs=False,
+            runner_type="generate", supports_multimodal_inputs=False,
         ),
         num_speculative_tokens=0,
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1, pipeline_parallel_size=1, prefill_context_parallel_size=1
         ),
         scheduler_config=SimpleNamespace(
-            async_scheduling=False, enable_chunked_prefill=True, long_prefill_token_threshold=0,
-            max_num_active_seqs=None, max_num_batched_tokens=1024, max_num_scheduled_tokens=None, max_num_seqs=64,
-            policy="fcfs", prefill_schedule_interval=1,
+            async_scheduling=False, disable_chunked_mm_input=False, enable_chunked_prefill=True,
+            long_prefill_token_threshold=0, max_num_active_seqs=None, max_num_batched_tokens=1024, max_num_scheduled_tokens=None, max_num_seqs=64,
+            policy="fcfs", prefill_schedule_interval=1, watermark=0.0,
         ),
         speculative_config=None,
         use_v2_model_runner=False,
@@ -56,12 +58,20 @@ def configuration(**changed: Any) -> Any:
 
 def kv_cache(groups: int = 1, **changed: Any) -> Any:
     """The parts of a KVCacheConfig that the settings read."""
-    values = {"kv_cache_groups": ["group"] * groups, "needs_kv_cache_zeroing": False, "num_blocks": 501, **changed}
+    specs = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16)) for _ in range(groups)]
+    values = {
+        "has_mamba_layers": False, "kv_cache_groups": specs, "needs_kv_cache_zeroing": False, "num_blocks": 501,
+        **changed,
+    }  # fmt: skip
     return SimpleNamespace(**values)
 
 
-def drafts(method: str = "ngram", slots: int = 0) -> Any:
-    return SimpleNamespace(max_num_new_slots_for_drafting=slots, method=method)
+def drafts(method: str = "ngram", slots: int = 0, *, multi_module: bool = False, by_batch_size: object = None) -> Any:
+    """The parts of a SpeculativeConfig that the settings read."""
+    return SimpleNamespace(
+        max_num_new_slots_for_drafting=slots, method=method, num_speculative_tokens_per_batch_size=by_batch_size,
+        use_multi_module_mtp=lambda: multi_module,
+    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------- their source
@@ -187,6 +197,15 @@ REFUSALS: dict[str, dict[str, Any]] = {
     "context parallelism": {"parallel_config__decode_context_parallel_size": 2},
     "encoder-decoder models": {"model_config__is_encoder_decoder": True},
     "diffusion models": {"model_config__is_diffusion": True},
+    "--watermark": {"scheduler_config__watermark": 0.1},
+    "--disable-chunked-mm-input": {
+        "model_config__supports_multimodal_inputs": True,
+        "scheduler_config__disable_chunked_mm_input": True,
+    },
+    "engines that only encode": {"is_mm_encoder_only": True},
+    "MTP with several modules": {"speculative_config": drafts("mtp", multi_module=True)},
+    "by batch size": {"speculative_config": drafts(by_batch_size=[(1, 8, 3)])},
+    "VLLM_USE_V2_MODEL_RUNNER=0": {"speculative_config": drafts(), "use_v2_model_runner": True},
     "auxiliary outputs": {"aux_output_config": SimpleNamespace(enabled=True)},
     "sampling masks": {"model_config__return_sampling_mask": True},
     "--prefill-schedule-interval": {"scheduler_config__prefill_schedule_interval": 4},
@@ -205,8 +224,9 @@ def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("cache", "block_size", "name"),
     [
-        (kv_cache(2), 16, "2 KV cache groups (hint: --disable-hybrid-kv-cache-manager)"),
-        (kv_cache(0), 16, "models without KV cache"),
+        pytest.param(kv_cache(2), 16, "2 KV cache groups other than", marks=needs_vllm),
+        (kv_cache(has_mamba_layers=True), 16, "recurrent state"),
+        (kv_cache(0), 16, "models without KV cache that generate text"),
         (kv_cache(needs_kv_cache_zeroing=True), 16, "zeroed KV blocks"),
         (kv_cache(), 48, "a block size of 48 tokens, which is no power of two"),
     ],
@@ -218,7 +238,7 @@ def test_kv_caches_that_are_refused(cache: Any, block_size: int, name: str) -> N
 
 def test_all_findings_are_named_at_once() -> None:
     changed = configuration(kv_transfer_config="nixl", model_config__is_diffusion=True)
-    assert len(unsupported(changed, kv_cache(2), 16)) == 3
+    assert len(unsupported(changed, kv_cache(), 48)) == 3
     assert unsupported(configuration(), kv_cache(), 16) == []
 
 

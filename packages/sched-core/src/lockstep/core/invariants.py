@@ -190,11 +190,14 @@ def _spans(engine: Engine, facts: Facts) -> None:
 
 def _pages(engine: Engine, facts: Facts) -> None:
     """S1, S2, S3: every page has exactly one owner: pool, radix cache, row, deferred free, transfer or load."""
-    table, page_size = engine.memory.table.pages, engine.config.page_size
+    table = engine.memory.table
+    spare = table.spare
+    if spare.any() and (not engine.config.keeps_draft_pages or spare.min() < 0 or spare[table.free_rows].any()):
+        fail(f"S1: rows keep pages for their next positions: {spare.tolist()}")
     of_components = [owned for component in engine.components for owned in component.owned_pages()]
     owned = [facts.free, *(node.pages for node in facts.cached)]
     owned += [
-        table[request.row, request.protected_pages : -(-computed // page_size)]
+        table.pages[request.row, request.protected_pages : table.held_pages(request.row, computed)]
         for request, computed in zip(facts.holders, facts.computed, strict=True)
     ]
     owned += [pages for _, pages in of_components]
@@ -214,7 +217,7 @@ def _reserve(engine: Engine, facts: Facts) -> None:
         return
     page_size, to_come, held = engine.config.page_size, 0, [np.empty(0, np.int32)]
     for request, computed in zip(facts.holders, facts.computed, strict=True):
-        pages = -(-computed // page_size)
+        pages = engine.memory.table.held_pages(request.row, computed)
         held.append(engine.memory.table.pages[request.row, :pages])
         to_come += -(-request.reach // page_size) - pages
     taken = len(set(np.concatenate(held).tolist()))
@@ -299,6 +302,8 @@ def _progress(engine: Engine) -> None:
     stuck = (
         engine.launch_found_nothing and not engine.in_flight and not engine.paused and len(engine.requests) > awaited
     )
+    if stuck and not engine.admits and not engine.active:
+        stuck = False  # an operator paused admission, and nothing runs
     if stuck and engine.microbatches.several:
         stuck = not any(running.batch.size for running in engine.microbatches.states)  # another one may decode
     if stuck:
