@@ -77,7 +77,7 @@ OF_VLLM = {
     f"--{name}"
     for name in "async-scheduling disable-hybrid-kv-cache-manager enable-chunked-prefill enable-prefix-caching"
     " long-prefill-token-threshold max-model-len max-num-batched-tokens max-num-seqs no-async-scheduling"
-    " prefill-schedule-interval scheduler-cls scheduling-policy additional-config".split()
+    " prefill-schedule-interval scheduler-cls scheduling-policy additional-config watermark".split()
 }
 BASES = {
     "simulate": "--model qwen3-8b --gpu h100 --workload team-a=gen:n=30,rate=20",

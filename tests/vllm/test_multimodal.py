@@ -8,7 +8,7 @@ import pytest
 
 from tests.vllm.features import MISSING, outcome_of
 
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.long]
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

@@ -1,4 +1,4 @@
-"""A plan as vLLM's SchedulerOutput: block tables by deltas, requests that resume, tables that become shorter."""
+"""A plan as vLLM's SchedulerOutput: block tables by deltas, requests that resume, drafts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.vllm.support import HAVE_VLLM, needs_vllm
 pytestmark = needs_vllm
 
 if HAVE_VLLM:
+    from lockstep.vllm.groups import KvGroups
     from lockstep.vllm.plans import OutputBuilder, empty_output, new_blocks
 
 
@@ -33,10 +34,12 @@ def deltas(*runs: tuple[int, int, list[int]], opened: tuple[tuple[int, int, int]
 class Sent:
     """A builder of outputs, and the requests that it has: three prompt tokens each, blocks of two tokens."""
 
-    def __init__(self, *, may_shrink: bool = False, v2: bool = False, tokens_max: int = 64) -> None:
+    def __init__(self, *, drafts_stay: bool = False, v2: bool = False, tokens_max: int = 64) -> None:
+        media: Any = SimpleNamespace(inputs_of=lambda *_: [])
         self.builder = OutputBuilder(
-            tokens_max=tokens_max, context_tokens_max=32, may_shrink=may_shrink, v2_runner=v2, uses_mrope=False
-        )
+            tokens_max=tokens_max, context_tokens_max=32, groups=KvGroups([False], 64, 0), drafts_stay=drafts_stay,
+            v2_runner=v2, uses_mrope=False, media=media,
+        )  # fmt: skip
         self.builder._new = self._new  # type: ignore[method-assign]
         self.tracked: dict[int, Any] = {}
 
@@ -45,9 +48,11 @@ class Sent:
         return SimpleNamespace(req_id=entry.request.request_id, block_ids=list(entry.blocks), num_computed_tokens=start)
 
     def arrive(self, core_id: int) -> Any:
-        request = SimpleNamespace(request_id=f"q{core_id}")
+        request = SimpleNamespace(request_id=f"q{core_id}", mm_features=[])
         tokens = [7, 8, 9]
-        entry = SimpleNamespace(request=request, blocks=[], prompt_tokens=3, sent=False, outputs=[], tokens=tokens)
+        entry = SimpleNamespace(
+            request=request, blocks=[], windows=[], prompt_tokens=3, sent=False, outputs=[], tokens=tokens
+        )
         self.tracked[core_id] = entry
         return entry
 
@@ -137,24 +142,19 @@ def test_a_row_without_its_table_is_refused() -> None:
         sent.build((4, 0, 0, 3), extend_rows=1, rows_taken=(RowTaken(4, 0, 0),), deltas=deltas((4, 1, [10])))
 
 
-def test_a_table_becomes_shorter_only_behind_drafts() -> None:
-    refused = Sent()
-    refused.arrive(0)
-    first_chunk(refused)
+def test_workers_only_append_to_a_table() -> None:
+    sent = Sent()
+    entry = sent.arrive(0)
+    first_chunk(sent)
+    with pytest.raises(ContractError, match="the plan changes entry 1 of a block table of 2"):
+        sent.build((4, 0, 3, 4), deltas=deltas(opened=((4, 1, 20),)))
     with pytest.raises(ContractError, match="vLLM's workers only append"):
-        refused.build((4, 0, 3, 4), deltas=deltas(opened=((4, 1, 20),)))
-    allowed = Sent(may_shrink=True)
-    entry = allowed.arrive(0)
-    first_chunk(allowed)
-    cached = allowed.build((4, 0, 3, 4), deltas=deltas(opened=((4, 1, 20),))).scheduled_cached_reqs
-    assert (cached.resumed_req_ids, cached.new_block_ids) == ({"q0"}, [([11, 21],)])
-    assert entry.blocks == [11, 21]
-    with pytest.raises(ContractError, match="the plan changes entry 5 of a block table of 2"):
-        allowed.build((4, 0, 4, 5), deltas=deltas(opened=((4, 5, 20),)))
+        sent.build((4, 0, 4, 5), deltas=deltas(opened=((4, 5, 20),)))
+    assert entry.blocks == [11, 12]
 
 
 def test_as_many_drafts_as_the_plan_allows() -> None:
-    sent = Sent(may_shrink=True)
+    sent = Sent()
     sent.arrive(0)
     first_chunk(sent)
     sent.builder.drafts["q0"] = [50, 51, 52]
@@ -167,12 +167,20 @@ def test_as_many_drafts_as_the_plan_allows() -> None:
     assert again.num_scheduled_tokens == {"q0": 1}
 
 
+def test_drafts_that_stay_with_the_workers_are_placeholders() -> None:
+    sent = Sent(drafts_stay=True)
+    sent.arrive(0)
+    first_chunk(sent)
+    output = sent.build((4, 0, 3, 6), speculation=Speculation(3, ints(2), "ngram"))
+    assert output.scheduled_spec_decode_tokens == {"q0": [-1, -1]}
+
+
 def test_drafts_end_with_the_context() -> None:
-    sent = Sent(may_shrink=True)
+    sent = Sent()
     sent.arrive(0)
     first_chunk(sent)
     sent.builder.drafts["q0"] = [50, 51, 52]
-    output = sent.build((4, 0, 29, 32), speculation=Speculation(3, ints(3), "ngram"))
+    output = sent.build((4, 0, 29, 33), speculation=Speculation(3, ints(3), "ngram"))
     assert output.scheduled_spec_decode_tokens == {"q0": [50]}  # context of 32: a draft, a sampled token
 
 

@@ -30,7 +30,9 @@ def launched(*names: str, drafts: bool = False) -> Any:
         batch_id=7, mode="decode", rows=empty, request_ids=np.zeros(0, np.int64), starts=empty, stops=empty,
         generation=2, speculation=speculation,
     )  # fmt: skip
-    return LaunchedBatch(plan, [SimpleNamespace(request=SimpleNamespace(request_id=name)) for name in names], 100)
+    return LaunchedBatch(
+        plan, [SimpleNamespace(request=SimpleNamespace(request_id=name), detects=False) for name in names], 100
+    )
 
 
 def result(**tokens: list[int]) -> Any:
