@@ -34,6 +34,7 @@ def test_pauses_and_resets_of_the_prefix_cache_do_as_in_vllm(mode: str, tmp_path
     assert not outcome.running_at_end
 
 
+@pytest.mark.long
 def test_answers_of_two_tensor_parallel_workers_equal_those_of_vllm(tmp_path: Path) -> None:
     outcome = outcome_of("tensor_parallel", "sync", tmp_path)
     assert outcome.requests == 60

@@ -44,6 +44,7 @@ FIELDS = {
     "test_finish_request": "replaces `aux_output_connector`",
     "test_fcfs_mixed_blocked_types_remote_load_drains_first": "sets the status of waiting requests",
     "test_mamba_align_eagle_schedules_encoder_at_boundary": "replaces methods of the scheduler",
+    "test_no_spec_decode_padding_up_to_max_model_len": "sets `num_computed_tokens` of a new request",
     "test_no_spec_tokens_scheduled_for_prefill_chunks": "reads `spec_token_ids`",
     "test_pending_hisparse_spill_keeps_scheduler_alive": "replaces a connector",
     "test_priority_scheduling_preemption_victim_selection": "reads the order of `running`",
@@ -74,6 +75,7 @@ DIFFERENT = {
     "test_priority_scheduling_mixed_priority_and_arrival": ARRIVAL,
     "test_priority_scheduling_waiting_queue_order": ARRIVAL,
     "test_schedule_concurrent_batches": IN_FLIGHT,
+    "test_update_draft_token_ids_in_output_strips_padding": "asynchronous: requests with grammars have no drafts",
     "test_spec_decode_padding_first_decode_step": "a first decode is not padded to the width of a verification",
     "test_spec_decoding_stats_empty_output": "a sampling row without a token is an error of the workers",
 }
