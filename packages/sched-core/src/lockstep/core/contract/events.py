@@ -359,7 +359,10 @@ class Resume(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Reject new arrivals and answer once every accepted request has ended. Ended by Resume."""
+    """Reject new arrivals and answer once every accepted request has ended and nothing uses KV of this engine.
+
+    No batch, transfer or move between cache tiers is left then. Ended by Resume.
+    """
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):

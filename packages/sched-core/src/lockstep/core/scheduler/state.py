@@ -163,6 +163,15 @@ class SchedulerState:
         return self.controls.paused
 
     @property
+    def idle(self) -> bool:
+        """Whether nothing is under way: no request, batch in flight, open transfer or move between cache tiers (S34).
+
+        Drain, Flush and changes of the role wait for this or are refused. Jobs on the device and loads of adapters do
+        not count: they are answered by themselves.
+        """
+        return not (self.requests or self.in_flight or self.transfers.all or self.memory.operations)
+
+    @property
     def admits(self) -> bool:
         """Whether requests may start: no job on the device waits or runs."""
         return self.maintenance.admits
