@@ -237,6 +237,11 @@ def test_a_host_that_holds_no_page_is_refused() -> None:
         run({"host_cache_gb": 0.001})
 
 
+def test_a_storage_that_holds_no_page_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`storage_gb` 0\.001 does not hold one page of 2,359,296 bytes"):
+        run({"host_cache_gb": 1.0, "storage_gb": 0.001})
+
+
 def test_a_plan_searches_over_them_and_reads_their_values_as_options_are() -> None:
     assert parse_search(("host-cache-gb=0,1000",)) == (("host_cache_gb", (0.0, 1000.0)),)
     assert parse_search(("storage_latency_us=200us,1ms",)) == (("storage_latency_us", (200, 1000)),)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeGuard, get_args
 import msgspec
 
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.floats import store_floats
 from lockstep.core.contract.setting import Setting
 
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key", "priority", "hrrn", "spf")
@@ -42,6 +43,12 @@ DRAFT_SETTINGS = (
     "num_speculative_tokens",
     "speculative_min_chance",
     "speculative_max_batch_size",
+)
+FLOAT_SETTINGS = (
+    "schedule_conservativeness",
+    "speculative_min_chance",
+    "prefill_delayer_token_usage_low_watermark",
+    "prefill_delayer_queue_min_ratio",
 )
 NUM_SPECULATIVE_TOKENS = 3  # SGLang's defaults for EAGLE are a chain of 3 to 5, by model
 NUM_SPECULATIVE_TOKENS_MAX = 64
@@ -76,7 +83,8 @@ class CacheTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for name, choices in (("write_policy", get_args(WritePolicy)), ("prefetch_policy", get_args(PrefetchPolicy))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"`tiers.{name}` must be {one_of(choices)}, got `{getattr(self, name)}`")
-        if not 0.0 < self.prefetch_share <= 1.0:
+        store_floats(self, ("prefetch_share",))
+        if not isinstance(self.prefetch_share, float) or not 0.0 < self.prefetch_share <= 1.0:
             raise ConfigError(f"`tiers.prefetch_share` must be above 0 and at most 1, got `{self.prefetch_share}`")
 
     @property
@@ -372,6 +380,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = msgspec.UNSET
 
     def __post_init__(self) -> None:
+        store_floats(self, FLOAT_SETTINGS)
         _require_positive(self)
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"`page_size` must be a power of two, got `{self.page_size}`\nhint: 16 and 32 are usual")
