@@ -25,7 +25,7 @@ from lockstep.core.contract.events import BlocksFound, PrefetchFinished
 from lockstep.core.journal.replay import replay
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost.parallel import Parallelism
-from lockstep.sim.host.cache_tiers import TierLinks
+from lockstep.sim.host.cache_tiers import SimulatedStorage, TierLinks
 from lockstep.sim.host.links import Link
 from lockstep.sim.host.page_bytes import PageBytes
 from lockstep.sim.plan.question import parse_search
@@ -235,6 +235,16 @@ def test_what_cannot_be_asked_is_refused_by_name(given: dict[str, object], names
 def test_a_host_that_holds_no_page_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"`host_cache_gb` 0\.001 does not hold one page of 2,359,296 bytes"):
         run({"host_cache_gb": 0.001})
+
+
+def test_the_end_of_a_path_leaves_storage_before_its_beginning() -> None:
+    stored = SimulatedStorage(40)
+    stored.write(dict.fromkeys((b"a0", b"a1", b"a2"), 10))
+    stored.write(dict.fromkeys((b"b0", b"b1"), 10))
+    assert [key in stored for key in (b"a0", b"a1", b"a2", b"b0", b"b1")] == [True, True, False, True, True]
+    stored.read([b"a0", b"a1"])
+    stored.write({b"c0": 10})
+    assert [key in stored for key in (b"a0", b"a1", b"b0", b"b1", b"c0")] == [True, True, True, False, True]
 
 
 def test_a_storage_that_holds_no_page_is_refused() -> None:
