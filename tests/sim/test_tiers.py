@@ -81,14 +81,14 @@ def test_lanes_answer_in_time_and_storage_has_what_was_written() -> None:
     assert links.begin(CopyToHost(0, pages(4), pages(4)), 0) is None
     assert links.begin(CopyToHost(1, pages(4), pages(4), given_up=True), 0) == 14, "no batch before it was read"
     assert links.begin(LoadFromHost(2, pages(2), pages(2)), 0) is None  # the other direction: 1 us and 10 to begin
-    links.begin(WriteToStorage(3, keys, pages(6)), 0)  # of which the last 4 fit
+    links.begin(WriteToStorage(3, keys, pages(6)), 0)  # the first 4 fit
     order = [(links.next_us, links.take(links.next_us)) for _ in range(4)]
     assert [time_us for time_us, _ in order] == [12, 13, 14, 15], "the load waits for the pages to have been read"
-    assert [key in links.stored for key in keys] == [False] * 2 + [True] * 4
-    links.begin(PrefetchFromStorage(4, keys[2:], pages(4)), 20)
+    assert [key in links.stored for key in keys] == [True] * 4 + [False] * 2
+    links.begin(PrefetchFromStorage(4, keys[:4], pages(4)), 20)
     links.begin(CancelPrefetch(4), 22)
     assert links.take(30) == PrefetchFinished(30, 4, 2), "two of four pages had come"
-    links.begin(PrefetchFromStorage(5, (keys[2], keys[0]), pages(2)), 40)
+    links.begin(PrefetchFromStorage(5, (keys[0], keys[4]), pages(2)), 40)
     links.begin(CancelPrefetch(4), 41)  # too late
     assert links.take(50) == PrefetchFinished(50, 5, 1), "up to the first that is missing"
 
@@ -110,7 +110,7 @@ def test_blocks_weigh_in_storage_and_on_its_way() -> None:
     assert links.take(42) == PrefetchFinished(42, 2, 1), "what is cut short has brought no companion"
     links.begin(WriteToStorage(3, (b"p2", b"p3"), pages(2)), 60)
     links.take(links.next_us)
-    assert [key in links.stored for key in (*pages_of, *states_of)] == [False, True, False, True]
+    assert [key in links.stored for key in (*pages_of, *states_of)] == [True, False, False, True]
 
 
 @pytest.mark.parametrize(
