@@ -103,6 +103,8 @@ class HybridMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     window_pages: int = 0  # pages of the sliding layers' pool
     state_slots: int = 0  # slots of linear attention: one for each running request, and checkpoints; 0: no such layers
     checkpoint_tokens: int = 256  # states are kept at positions that are multiples of this
+    # beside active requests a prompt starts with no fewer tokens for lack of window pages; unset: with any number
+    chunk_tokens_min: int | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         for name in ("window_tokens", "window_pages", "state_slots", "checkpoint_tokens"):
@@ -118,6 +120,11 @@ class HybridMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"`hybrid.window_tokens` is {self.window_tokens} and `hybrid.window_pages` {self.window_pages}: "
                 "sliding layers need both, other models neither"
+            )
+        least = self.chunk_tokens_min
+        if least is not msgspec.UNSET and not (self.window_tokens and _is_count(least, 1)):
+            raise ConfigError(
+                f"`hybrid.chunk_tokens_min` must be a whole number of at least 1, for sliding windows, got `{least}`"
             )
         if self.state_slots == 1:
             raise ConfigError(
