@@ -40,12 +40,12 @@ from tests.support.driver.draw import (
 )
 from tests.support.driver.run import run_actions, shrunk
 from tests.support.hybrids import hybrid, hybrid_history
-from tests.support.plants import FOUND_BY_STORY, OF_HYBRIDS, OF_MICROBATCHES, PLANTS, RELEASES
+from tests.support.plants import FOUND_BY_STORY, OF_HYBRIDS, OF_MICROBATCHES, PLANTS, RELEASES, UNSEEN
 from tests.support.scenario import run_file
 from tests.support.tiered import moving, returning, tiered
 
 SCENARIOS = Path(__file__).parent / "scenarios"
-ALL_PLANTS = PLANTS | RELEASES
+ALL_PLANTS = PLANTS | RELEASES | UNSEEN
 SEEDS_PER_TASK = 10
 TIERED_SEEDS = 10  # one history of so many has cache tiers below the device
 HYBRID_SEEDS = 10  # and one has sliding windows or linear attention

@@ -252,7 +252,10 @@ def test_limits_of_depth_are_those_of_one_engine() -> None:
         ("rank 0 proposed 0", RanksAgreed(0, 1, ((4, 1, 1, 0), (0, 0, 0, 1)))),
         ("expected 2", RanksAgreed(0, 0, ((4, 1, 1, 0),))),
         ("which proposed", RanksAgreed(0, 0, ((3, 1, 1, 0), (0, 0, 0, 1)))),
-        ("which said None", RanksAgreed(0, 0, ((4, 1, 1, 0), (0, 0, 0, 1)), (Wish(False, False, False, 0, 0, 0),) * 2)),
+        (
+            "which proposed None",
+            RanksAgreed(0, 0, ((4, 1, 1, 0), (0, 0, 0, 1)), (Wish(False, False, False, 0, 0, 0),) * 2),
+        ),
         ("of generation 3", RanksAgreed(0, 0, ((4, 1, 1, 0), (0, 0, 0, 1)), (), 3)),
         ("is only proposed", BatchFinished(0, 0, b"")),
     ],

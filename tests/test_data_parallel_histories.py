@@ -170,10 +170,10 @@ def own_branch(monkeypatch: pytest.MonkeyPatch) -> None:
         last = engine.in_flight[-1].plan if engine.in_flight else None
         if not engine.config.overlap_consecutive_prefills and last is not None:
             self.extended = last.extend_rows > 0
-        return asks(self)
+        return reports_first(self)
 
-    asks = Rounds._asks
-    monkeypatch.setattr(Rounds, "_asks", by_own)
+    reports_first = Rounds._reports_first
+    monkeypatch.setattr(Rounds, "_reports_first", by_own)
 
 
 def delay_without_end(monkeypatch: pytest.MonkeyPatch) -> None:

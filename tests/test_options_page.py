@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from lockstep.host.engine_options import EngineOptions
-from lockstep.host.options import option_of, option_table, options_of
+from lockstep.host.options import option_table, options_of
 from lockstep.sim.cli.plan import PlanOptions
 from lockstep.sim.cli.run_options import RunOptions
 from lockstep.sim.cluster.scenario import ClusterScenario
 from lockstep.sim.scenario.scenario import Scenario, names_where
-from lockstep.sim.scenario.settings import SCHEDULER_OPTIONS, tier_fields
+from lockstep.sim.scenario.settings import SCHEDULER_OPTIONS, flag_of_setting, tier_fields
 from lockstep.tools.sender_options import BenchOptions, LiveOptions
 
 PAGE = Path(__file__).parents[1] / "docs/options.md"
@@ -51,7 +51,7 @@ def page() -> str:
 def settings() -> str:
     """The settings of the scheduler as a table; their help texts end with the default."""
     rows = ["| option | meaning |", "|---|---|"]
-    return "\n".join([*rows, *(f"| `{option_of(name)}` | {text} |" for name, _, text in SCHEDULER_OPTIONS)])
+    return "\n".join([*rows, *(f"| `{flag_of_setting(name)}` | {text} |" for name, _, text in SCHEDULER_OPTIONS)])
 
 
 def test_the_page_of_options_is_what_the_options_are() -> None:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from lockstep.core.contract.config import Batching
 from tests.support.driver.run import run_actions
-from tests.support.plants import PLANTS, RELEASES
+from tests.support.plants import PLANTS, RELEASES, UNSEEN
 from tests.swarm import campaign, commit, history, hunt
 
 SECONDS = 60.0
@@ -26,7 +26,7 @@ def test_a_fresh_campaign_breaks_nothing() -> None:
     assert marks["retracted (pages)"], "no history ran out of pages: the campaign is too tame"
 
 
-@pytest.mark.parametrize("plant", sorted(PLANTS | RELEASES))
+@pytest.mark.parametrize("plant", sorted(PLANTS | RELEASES | UNSEEN))
 def test_a_planted_bug_is_found(plant: str) -> None:
     found = hunt(plant, first=0, most=SEEDS_MAX)
     assert found is not None, f"{plant} survived"

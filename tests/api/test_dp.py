@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -51,16 +52,18 @@ from lockstep.core.cluster.router import (  # noqa: E402
     RouterPolicy,
 )
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
-from lockstep.host.router_journal import label_key, left_in_queue, session_key, verify_router  # noqa: E402
+from lockstep.host.router_check import compare_with_engines, verify_router  # noqa: E402
+from lockstep.host.router_journal import label_key, left_in_queue, session_key  # noqa: E402
 from lockstep.tools.diff import diff  # noqa: E402
 from lockstep.tools.explain import explain  # noqa: E402
 from lockstep.tools.journal import journal  # noqa: E402
 from lockstep.tools.replay import replay  # noqa: E402
 from tests.api.test_control import ALICE, KEYS, OPERATOR  # noqa: E402
+from tests.support import kills  # noqa: E402
 from tests.support.browser import dom_of, needs_chromium  # noqa: E402
 from tests.support.kills import ARGUMENTS, Tally, ask, campaign, serve_one  # noqa: E402
 from tests.support.live_server import EMULATED, LiveServer, ask_operator, serving, until  # noqa: E402
-from tests.support.routed import facts  # noqa: E402
+from tests.support.routed import facts, raw  # noqa: E402
 
 TWO = ("--dp", "2")
 
@@ -265,7 +268,7 @@ def test_a_request_that_ends_in_the_queue_is_in_the_journal_under_the_key_of_its
         (keys[4], "a", "line_full"),
         (keys[2], "a", "cancelled"),
     ]
-    assert "three" not in (tmp_path / "router.jsonl").read_text()
+    assert b"three" not in raw(tmp_path)
 
 
 def test_when_all_engines_drain_no_request_waits() -> None:
@@ -351,7 +354,7 @@ def test_with_a_waiting_queue_everything_is_answered_once_and_replayed(order: st
     assert board.dispatcher.queue.waiting == 0
     assert refused(board)
     board.dispatcher.close()
-    assert len(list(tmp_path.glob("router-*.jsonl"))) > 1
+    assert len(list(tmp_path.glob("router/*.log"))) > 1
     assert verify_router(tmp_path)[1] >= len(answered)
 
 
@@ -380,7 +383,7 @@ def test_a_journal_that_is_large_is_begun_anew_with_what_is_open(tmp_path: Path)
     board.dispatcher.close()
     assert board.dispatcher.router is not None
     assert sum(board.dispatcher.router.open_requests) == 1
-    assert 2 <= len(list(tmp_path.glob("router*.jsonl"))) <= 10
+    assert 2 <= len(list(tmp_path.glob("router/*.log"))) <= 10
     assert verify_router(tmp_path)[1] >= 40
 
 
@@ -490,6 +493,7 @@ def test_the_official_client_gets_the_answers_of_one_engine_and_stays_with_its_e
     assert [homes[at : at + 2] for at in range(0, 24, 2)] == [[homes[6 * 0 + 2 * (at % 3)]] * 2 for at in range(12)]
     assert set(homes) == {0, 1}
     assert verify_router(clean.log.parent / "run")[1] >= 24
+    assert compare_with_engines(clean.log.parent / "run") == []
 
 
 def test_sessions_meet_their_engine_and_are_counted_there(clean: LiveServer) -> None:
@@ -647,7 +651,7 @@ def test_requests_wait_at_the_router_and_end_there_too(queueing: LiveServer) -> 
         thread.join(120)
     assert queueing.end(signal.SIGTERM) == 0
     assert verify_router(run)[1] == 8
-    assert "order" not in (run / "router.jsonl").read_text().partition("\n")[0]
+    assert b"order" not in raw(run)
     for command, *words in ((journal, "verify", run), (explain, run, "--request", "patient")):
         shown = CliRunner().invoke(command, [str(word) for word in words])
         assert shown.exit_code == 0, shown.output
@@ -699,8 +703,8 @@ def test_requests_are_spread_as_the_router_decides_and_affinity_finds_cached_pre
     assert shares[1] > shares[0] + 0.05, shares
     for server in (in_turn, affine):
         shown = CliRunner().invoke(journal, ["verify", str(server.log.parent / "run")])
-        assert shown.exit_code == 0, shown.output
-        assert shown.output.count("equal: ") == 3  # both engines, and the router
+        assert shown.exit_code == 1, shown.output
+        assert shown.output.count("equal so far: ") == 3  # both engines, and the router: the server runs
 
 
 @needs_chromium
@@ -762,6 +766,20 @@ def test_messages_of_an_engine_reach_a_router_that_was_stopped(in_turn: LiveServ
         return set(routed(in_turn.log.parent / "run")[known:])
 
     until(lambda: homes() == {0, 1})
+
+
+def test_tokens_of_the_other_engine_do_not_end_the_wait_for_the_killed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, tally = {"0": 10.0, "1": 20.0}, Tally()
+    monkeypatch.setattr(kills, "tokens_of_engine", lambda _, number: sent[number])
+    monkeypatch.setattr(kills, "DRAINED_S", 0.0)
+    monkeypatch.setattr(kills, "POLL_S", 0.0)
+    server: Any = SimpleNamespace(process=SimpleNamespace(poll=lambda: None))
+    awaited = kills.Awaited(server, "engine 1", tally)
+    assert awaited.took_s() is None
+    sent["0"], tally.heard_s = 11.0, time.monotonic()
+    assert awaited.took_s() is None
+    sent["1"] = 21.0
+    assert awaited.took_s() is not None
 
 
 def test_an_engine_killed_under_its_streams_loses_nothing_and_the_other_is_not_affected(in_turn: LiveServer) -> None:

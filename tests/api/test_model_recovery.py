@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -17,8 +18,10 @@ pytest.importorskip("torch", reason="the GPU runtime is not installed")
 httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
 from lockstep.core.journal.replay import replay  # noqa: E402
-from lockstep.host.router_journal import verify_router  # noqa: E402
+from lockstep.host.router_check import verify_router  # noqa: E402
+from tests.support.kills import campaign  # noqa: E402
 from tests.support.live_server import LiveServer, serving, until  # noqa: E402
+from tests.support.model_streams import DEMO, KINDS, ModelStreams, requests_of  # noqa: E402
 from tests.support.routed import facts  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -77,7 +80,7 @@ class Reader:
 
 
 Found = dict[tuple[int, int], dict[str, Any]]
-SETTINGS = ("--device", "cpu", "--numerics", "invariant", "--shutdown-s", "1")
+SETTINGS = DEMO
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +106,19 @@ def test_killed_twice_at_any_instant_a_model_gives_its_undisturbed_answers(undis
             os.kill(server.children()["engine"], signal.SIGKILL)
             until(lambda kill=kill: f"engine {kill + 1} serves" in server.text())
         equal(reader.wait(), undisturbed)
+
+
+def test_killed_at_random_instants_a_model_gives_its_undisturbed_answers(tmp_path: Path) -> None:
+    """Chats, logprobs, usage and grammars, of requests of all kinds: `make kill-campaign ARGS=--demo-model`."""
+    seed = random.SystemRandom().randrange(2**31)
+    with serving(tmp_path / "log", *SETTINGS, "--restarts", "1000") as server:
+        expected = ModelStreams(server, requests_of(seed, len(KINDS)))
+        outcome = campaign(server, seed=seed, kills=5, streams=6, client=expected.client)
+        told = f"python -m tests.campaigns.kills --demo-model --seed {seed} --kills 5 --streams 6"
+        told += f" --requests {len(KINDS)}\n{outcome.text()}\n{server.text()[-2000:]}"
+    assert not outcome.tally.faults, told
+    assert outcome.kills == 5, told
+    assert outcome.tally.requests >= 6, told
 
 
 def test_logprobs_that_were_written_and_not_sent_are_sent_by_the_next_engine(

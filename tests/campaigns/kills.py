@@ -3,32 +3,40 @@
     python -m tests.campaigns.kills                    1,000 kills, 32 streams
     python -m tests.campaigns.kills --kills 200
     python -m tests.campaigns.kills --dp 2             one of two engines each time
+    python -m tests.campaigns.kills --demo-model       the torch demo model instead of an emulated one
     python -m tests.campaigns.kills --seed 7           the same requests and the same pauses again
 
-After ten kills in a row without a token it waits for one: where recovery takes longer than the gaps, nothing would
-ever be said. Prints what was lost, doubled or wrong (nothing may be) and how long it took to recover. Exit status 1 if
-anything was.
+The tokens of an emulated engine follow from prompt, seed and position. Those of the demo model are compared with the
+answers that the server gave before the first kill: completions and chats with logprobs, usage and grammars.
+
+After ten kills in a row without a token the campaign waits for one: where recovery takes longer than the gaps, no token
+would ever be sent. It prints what was lost, doubled or wrong (nothing may be) and how long recovery took. Exit status 1
+after any fault.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import shlex
 import sys
 import tempfile
 from pathlib import Path
 
 from tests.support.kills import ARGUMENTS, campaign
 from tests.support.live_server import serving
+from tests.support.model_streams import DEMO, ModelStreams, requests_of
 
 
 def main(arguments: list[str]) -> int:
     """Run a campaign. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=1000)
-    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--streams", type=int, default=None, help="clients; default: 32, and 8 of the demo model")
     parser.add_argument("--seed", type=int, default=None, help="default: a fresh one, which is printed")
     parser.add_argument("--speed", type=float, default=0.1, help="of the emulated GPU")
+    parser.add_argument("--demo-model", action="store_true", help="the torch demo model, on the CPU")
+    parser.add_argument("--requests", type=int, default=48, help="different requests to the demo model")
     parser.add_argument("--api-workers", type=int, default=1)
     parser.add_argument("--dp", type=int, default=1, help="engines, of which one is killed each time")
     parser.add_argument("--snapshot-s", type=float, default=2.0)
@@ -36,18 +44,26 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--log", type=Path, default=None, help="keep the server's log there")
     told = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(2**31) if told.seed is None else told.seed
-    print(f"seed {seed}: python -m tests.campaigns.kills --seed {seed} --kills {told.kills}", flush=True)
-    given = ("--speed", str(told.speed), "--snapshot-s", str(told.snapshot_s))
+    again = shlex.join([*arguments, *(() if told.seed is not None else ("--seed", str(seed)))])
+    print(f"seed {seed}: python -m tests.campaigns.kills {again}", flush=True)
+    given: tuple[str, ...] = DEMO if told.demo_model else (*ARGUMENTS, "--speed", str(told.speed))
+    given += ("--snapshot-s", str(told.snapshot_s))
     given += ("--api-workers", str(told.api_workers), "--dp", str(told.dp))
     with tempfile.TemporaryDirectory() as folder:
         log = told.log or Path(folder) / "log"
-        with serving(log, *ARGUMENTS, *given, "--restarts", str(told.kills + 1)) as server:
+        with serving(log, *given, "--restarts", str(told.kills + 1)) as server:
+            client = None
+            if told.demo_model:
+                expected = ModelStreams(server, requests_of(seed, told.requests))
+                print(f"{len(expected.expected)} of {told.requests} requests are compared: no near tie", flush=True)
+                client = expected.client
             outcome = campaign(
                 server,
                 seed=seed,
                 kills=told.kills,
-                streams=told.streams,
+                streams=told.streams or (8 if told.demo_model else 32),
                 gap_s=tuple(told.gap_s),
+                client=client,
                 progress=lambda line: print(line, flush=True),
             )
         print(outcome.text())

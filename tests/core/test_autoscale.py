@@ -1,4 +1,4 @@
-"""Replicas that come and go: the policy, and what always holds whatever load is observed."""
+"""Replicas that are added and removed: the policy, and the invariants under any observed load."""
 
 from __future__ import annotations
 

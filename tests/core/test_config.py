@@ -29,6 +29,7 @@ NO_OPTIONS = {
         "hybrid",
         "dp_ranks",
         "dp_rank",
+        "base_beside_loras",
         "tables_append_only",
     },  # options of their own, or what follows from others
     RouterConfig: {"policy"},  # `--router`
@@ -104,7 +105,7 @@ def test_the_lockstep_profile_leaves_the_defaults_only_where_it_was_shown_better
 
 
 @pytest.mark.parametrize("name", ["encoder_cache_tokens", "encoder_budget_tokens"])
-def test_runtimes_refuse_what_is_of_media_only(name: str) -> None:
+def test_runtimes_refuse_settings_of_media(name: str) -> None:
     with pytest.raises(ConfigError, match=f"`{name}` is of media, which are simulated only"):
         refuse_simulated_only(name)
 

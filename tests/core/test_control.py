@@ -19,6 +19,7 @@ from lockstep.core.contract.events import (
     ControlRequested,
     Drain,
     Flush,
+    FlushUnused,
     GetState,
     LoadAdapterControl,
     MemorySwitched,
@@ -76,6 +77,8 @@ STATES: dict[str, list[Action]] = {
 
 ASKED: tuple[Control, ...] = (
     Flush(),
+    FlushUnused(),
+    Pause("admission"),
     Pause("in_place"),
     Pause("retract"),
     Pause("cancel"),
@@ -98,7 +101,7 @@ ASKED: tuple[Control, ...] = (
 
 
 def driver_in(state: str) -> Driver:
-    """A driver with session s open and everything that the state says behind it."""
+    """Return a driver with session s open, after the actions of a state."""
     driver = Driver(CONFIG)
     driver.control.ask(OpenSession("s", 60))
     for action in STATES[state]:
@@ -107,7 +110,7 @@ def driver_in(state: str) -> Driver:
 
 
 def ask(driver: Driver, control: Control) -> None:
-    """Ask it; weights in a version above all others."""
+    """Submit a control; new weights get a version above all earlier ones."""
     if control in CONTROLS:
         driver.control.control(CONTROLS.index(control))
     else:
@@ -180,7 +183,7 @@ def test_an_answer_to_something_else_is_refused() -> None:
 
 
 def test_kv_of_older_weights_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the version left out of the key, the next request reads what the one that runs left: the device says so."""
+    """Without the weight version in the key, the next request reads KV of older weights, and the device reports it."""
     monkeypatch.setattr(Memory, "keyed", lambda memory, namespace: namespace)
     driver = driver_in("running")
     driver.control.ask(UpdateWeights(1, "w", "in_place"))
@@ -212,3 +215,36 @@ def test_drain_flush_and_switch_of_role_wait_for_a_transfer_that_may_still_be_wr
 
 def _answers(step: Step) -> list[tuple[int, bool, str]]:
     return [(one.control_id, one.ok, one.message) for one in step.commands if isinstance(one, ControlAnswered)]
+
+
+def test_paused_admission_lets_running_requests_go_on_and_end() -> None:
+    driver = driver_in("running")
+    running = [request.request_id for request in driver.engine.requests.values()]
+    driver.control.ask(Pause("admission"))
+    driver.do(SHORT)
+    restored = snapshot.restore(snapshot.dump(driver.engine))
+    assert not restored.admits
+    for _ in range(20):
+        driver.do(READY)
+        driver.do(FINISH)
+    (waits,) = driver.engine.requests
+    assert waits not in running
+    assert driver.engine.active == 0
+    driver.control.ask(Resume())
+    driver.do(READY)
+    assert driver.engine.active == 1
+
+
+def test_flush_of_what_is_unused_needs_no_empty_queue() -> None:
+    driver = driver_in("running")
+    driver.control.ask(Pause("admission"))
+    driver.do(SHORT)
+    refused = driver.engine.step(ControlRequested(driver.engine.now_us, 900, FlushUnused()))
+    assert not next(one for one in refused.commands if isinstance(one, ControlAnswered)).ok
+    for _ in range(20):
+        driver.do(READY)
+        driver.do(FINISH)
+    done = driver.engine.step(ControlRequested(driver.engine.now_us, 901, FlushUnused()))
+    assert next(one for one in done.commands if isinstance(one, ControlAnswered)).ok
+    assert driver.engine.requests
+    assert not driver.engine.memory.radix.evictable_pages

@@ -1,4 +1,4 @@
-"""The delayer's table, told in docs/distributed.md as the code reads it."""
+"""The delayer's table: docs/distributed.md prints the table that the code reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of transfers: whole, and told in docs/distributed.md as the code reads them."""
+"""The tables of transfers are complete, and docs/distributed.md prints the tables that the code reads."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_a_client_that_leaves_the_line_is_gone() -> None:
     assert told.end(0) == [(2, 0, "policy")]
 
 
-def test_by_priority_the_highest_of_a_tenant_goes_first_and_shares_stay_what_they_are() -> None:
+def test_by_priority_the_highest_of_a_tenant_goes_first_and_shares_do_not_change() -> None:
     told = Told(engines=1, open_max=1, order="priority", waiting_max=6)
     told.offer("a")
     for priority in (1, None, 5, 1, 5):
@@ -145,7 +145,7 @@ def test_without_an_engine_up_requests_wait() -> None:
     assert told.change(0, "up") == [(0, 0, "policy")]
 
 
-def test_probes_take_an_engine_out_and_bring_it_back_but_not_one_that_was_taken_out() -> None:
+def test_probes_remove_and_restore_an_engine_unless_it_was_taken_down() -> None:
     told = Told(unhealthy_after=2, healthy_after=2)
     told.offer()
     assert told.probe(0, well=False) == []
@@ -225,8 +225,10 @@ def histories(draw: st.DrawFn) -> tuple[DispatchConfig, RouterConfig, tuple[Engi
 def test_every_request_is_in_one_place(
     history: tuple[DispatchConfig, RouterConfig, tuple[EngineShare, ...], list[tuple[str, int]]],
 ) -> None:
-    """Open on one engine that was up when it was sent, waiting, or over; no request waits while there is room; the
-    bounds hold; tries are counted; and the same facts decide the same again."""
+    """Each request is open on one engine that was up when it was sent, waits, or has ended.
+
+    No request waits while there is room, the bounds hold, tries are counted, and equal facts give equal decisions.
+    """
     config, router_config, shares, kinds = history
     dispatcher, again = (Dispatcher(config, router_config, shares) for _ in range(2))
     router = dispatcher.router

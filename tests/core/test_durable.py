@@ -92,7 +92,7 @@ def test_a_damaged_snapshot_is_passed_over_for_the_one_before(tmp_path: Path) ->
     assert told.steps > 25
 
 
-def test_what_expired_is_gone_and_what_is_left_replays(tmp_path: Path) -> None:
+def test_expired_segments_are_deleted_and_the_rest_replays(tmp_path: Path) -> None:
     whole, part = tmp_path / "whole", tmp_path / "part"
     states = record(whole, 2)
     assert record(part, 2, bytes_max=40_000) == states
@@ -107,7 +107,7 @@ def test_what_expired_is_gone_and_what_is_left_replays(tmp_path: Path) -> None:
         list(fold(part, lambda header: Engine(header.config), strict=False))
 
 
-def test_a_first_segment_without_a_snapshot_is_missing_what_came_before(tmp_path: Path) -> None:
+def test_a_first_segment_without_a_snapshot_lacks_the_records_before(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with JournalWriter.create(run, JournalHeader(config=SchedConfig(pages=8)), segment_bytes=200) as writer:
         engine = Engine(SchedConfig(pages=8))
@@ -148,7 +148,7 @@ def test_an_engine_begins_where_the_one_before_stopped(tmp_path: Path) -> None:
 
 @dataclass
 class Asked:
-    """A host as far as `Probation` knows one: what it asks is done at once."""
+    """The part of a host that `Probation` uses; its requests are carried out at once."""
 
     engine: Engine
     journal: DurableJournal
@@ -194,7 +194,7 @@ def test_suspects_that_leave_before_they_are_tried_leave_the_limit_as_it_was(tmp
 
 
 def test_an_answer_that_ended_before_the_snapshot_is_found_again(tmp_path: Path) -> None:
-    """Two restarts in a row before its client was told; and what never arrived is known not to have."""
+    """Two restarts in a row before the client received the end. A request that never arrived is reported as unknown."""
     header = JournalHeader(config=SchedConfig(pages=64, page_size=2))
     keeper = Keeper(tmp_path)
     engine, journal = keeper.begin(header)

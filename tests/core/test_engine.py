@@ -1,4 +1,4 @@
-"""Engine.step where a story would not say it as well: what it refuses, what it leaves alone, and what it resumes."""
+"""Engine.step where a scenario would not show it as well: refused events, unchanged state, resumed state."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_logprobs_are_taken_in_when_they_were_asked_for() -> None:
         engine.step(msgspec.structs.replace(result, batch_id=1))
 
 
-def test_plan_tells_the_executor_what_comes_with_each_token_of_a_row() -> None:
+def test_plan_has_the_extras_of_each_token_of_a_row() -> None:
     engine = Engine(CONFIG)
     engine.step(arrived(0))
     engine.step(arrived(1, logprob_start=3, return_hidden_states=True, token_type_ids=b"\0\1\1"))

@@ -216,7 +216,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
-def test_what_explodes_is_refused_within_its_limits_and_the_next_is_compiled(hands: GrammarCompilers) -> None:
+def test_an_exploding_grammar_is_refused_within_the_limits_and_the_next_is_compiled(hands: GrammarCompilers) -> None:
     for about, (kind, source, why) in REFUSED.items():
         error = verdict(hands, kind, source)
         assert re.search(why, error), f"{about}: {error}"

@@ -1,4 +1,4 @@
-"""Grammars where a story would not say it as well: what is remembered, and what a result may not say."""
+"""Grammars where a scenario would not show it as well: remembered failures, and results that are refused."""
 
 from __future__ import annotations
 
@@ -119,9 +119,7 @@ def test_no_run_of_decodes_begins_under_a_grammar_or_with_stop_texts() -> None:
         ({"text_held": ((0, -1),)}, "holds -1 of 2 tokens"),
     ],
 )
-def test_result_that_says_what_cannot_be_is_refused_and_changes_nothing(
-    report: dict[str, object], message: str
-) -> None:
+def test_impossible_result_is_refused_and_changes_nothing(report: dict[str, object], message: str) -> None:
     engine = running(stop_texts=("END",))
     before = snapshot.dump(engine)
     with pytest.raises(ContractError, match=message):
@@ -130,7 +128,7 @@ def test_result_that_says_what_cannot_be_is_refused_and_changes_nothing(
 
 
 def test_equal_digests_need_equal_moves_of_matchers() -> None:
-    """A digest covers what the matchers are told, and not the tokens, which are observed."""
+    """A digest covers the moves of matchers, and not the tokens, which are observed."""
     one, other, plain = running(), running(), running(grammar=None)
     assert one.digest == other.digest != plain.digest
     other_token = np.array([6], np.int32).tobytes()

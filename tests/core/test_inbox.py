@@ -1,4 +1,4 @@
-"""The inbox of a host: waiting ends in time, whatever was taken before without waiting."""
+"""The inbox of a host: a wait ends in time, also after items were taken without waiting."""
 
 import threading
 from queue import Empty

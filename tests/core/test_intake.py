@@ -1,4 +1,4 @@
-"""When a host looks at its socket, and when it holds back what it finds there."""
+"""When a host reads its socket, and when it holds requests back."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_an_open_blocker_lets_everything_through() -> None:
     assert blocker.take("c") == ["c"]
 
 
-def test_what_comes_while_blocked_comes_out_in_order_once_every_rank_opens() -> None:
+def test_requests_held_while_blocked_leave_in_order_once_every_rank_opens() -> None:
     blocker = InputBlocker[str]()
     blocker.block()
     assert blocker.take("ab") == []

@@ -1,4 +1,4 @@
-"""The journal writes what it is given, gives back what was written, and stops at the first failure of a disk."""
+"""The journal: records are read back as they were written, and the writer stops at the first failure of a disk."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -38,6 +39,8 @@ from lockstep.core.contract.events import (
     TokenRuns,
     TransferAdvanced,
 )
+from lockstep.core.journal import segments
+from lockstep.core.journal import writer as writer_module
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import (
     PAYLOAD_BYTES_MAX,
@@ -111,7 +114,7 @@ def events_of(folder: Path) -> list[ObservedEvent]:
 
 
 @pytest.mark.parametrize("durability", ["none", "interval", "group", "every"])
-def test_what_was_appended_comes_back(tmp_path: Path, durability: str) -> None:
+def test_appended_records_are_read_back(tmp_path: Path, durability: str) -> None:
     write(tmp_path, EVENTS, durability=durability)
     journal = read_journal(tmp_path)
     engine = ChainEngine()
@@ -264,6 +267,19 @@ def test_any_events_come_back_for_any_segment_size(
     write(folder, events, segment_bytes=segment_bytes)
     assert events_of(folder) == events
     assert read_journal(folder).tail.verdict == "clean"
+
+
+def test_header_with_a_switch_comes_back(tmp_path: Path) -> None:
+    header = msgspec.structs.replace(HEADER, host={"kind": "simulator", "eplb": True})
+    JournalWriter.create(tmp_path, header).close()
+    assert read_journal(tmp_path).header.host["eplb"] is True
+
+
+def test_header_that_no_reader_could_read_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
+    unreadable = msgspec.structs.replace(HEADER, host={"kind": ["a", "list"]})  # type: ignore[dict-item]
+    with pytest.raises(JournalError, match=r"00000000.log could not be read again: .*host"):
+        JournalWriter.create(tmp_path, unreadable)
+    assert list((tmp_path / "journal").iterdir()) == []
 
 
 # ---------------------------------------------------------------------------------------------------------- durability
@@ -468,6 +484,191 @@ def test_failed_fsync_is_not_retried(tmp_path: Path, durability: str) -> None:
     assert BadDisk.tried == 1
 
 
+@pytest.mark.parametrize("durability", ["interval", "group"])
+def test_failed_fsync_behind_the_last_flush_is_raised_at_the_end_of_the_with_block(
+    tmp_path: Path, durability: str
+) -> None:
+    class BadDisk(JournalWriter):
+        bad = False
+
+        @staticmethod
+        def _os_fsync(_: int) -> None:
+            if BadDisk.bad:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def write_and_leave(folder: Path, error: Exception | None = None) -> JournalWriter:
+        BadDisk.bad = False
+        with BadDisk.create(folder, HEADER, durability=durability) as writer:  # type: ignore[arg-type]
+            writer.append(EVENTS[0], bytes(16))
+            BadDisk.bad = True
+            writer.flush()
+            _wait_for(lambda: bool(writer._failure))  # no call of the writer follows
+            BadDisk.bad = False  # a disk that works again does not make the lost record durable
+            if error is not None:
+                raise error
+        return writer
+
+    with pytest.raises(JournalError, match=r"cannot sync .*Input/output error"):
+        write_and_leave(tmp_path / "a")
+    assert not read_journal(tmp_path / "a").tail.closed
+    with pytest.raises(ValueError, match="the host broke"):  # the error that came first
+        write_and_leave(tmp_path / "b", ValueError("the host broke"))
+    assert not read_journal(tmp_path / "b").tail.closed
+    for name in ("a", "b"):
+        JournalWriter.resume(tmp_path / name).close()  # the files and the lock were released
+
+
+def test_fsync_that_failed_while_another_one_waited_is_not_tried_again(tmp_path: Path) -> None:
+    lock, waits = threading.Lock(), threading.Event()
+
+    class Lock:
+        def __enter__(self) -> None:
+            if threading.current_thread() is threading.main_thread():
+                waits.set()
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    class BadDisk(JournalWriter):
+        tried = -1  # no fsync fails yet
+
+        @staticmethod
+        def _os_fsync(_: int) -> None:
+            if BadDisk.tried >= 0:
+                BadDisk.tried += 1
+                assert waits.wait(120)
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    writer = BadDisk.create(tmp_path, HEADER, durability="group")
+    writer._file_lock = Lock()  # type: ignore[assignment]
+    BadDisk.tried = 0
+    writer.append(EVENTS[0], bytes(16))
+    writer.flush()
+    _wait_for(lambda: BadDisk.tried == 1)  # the thread is in its fsync, which fails once this one waits
+    with pytest.raises(JournalError, match="cannot sync"):
+        writer.sync()
+    assert BadDisk.tried == 1
+    with pytest.raises(JournalError, match="cannot sync"):
+        writer.close()
+
+
+def test_nothing_is_written_behind_a_failed_fsync_not_even_the_end(tmp_path: Path) -> None:
+    class BadDisk(JournalWriter):
+        bad = False
+
+        @staticmethod
+        def _os_fsync(_: int) -> None:
+            if BadDisk.bad:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def write_on() -> None:
+        with BadDisk.create(tmp_path, HEADER, durability="every") as writer:
+            BadDisk.bad = True
+            with pytest.raises(JournalError, match="cannot sync"):
+                writer.append(EVENTS[0], bytes(16))
+            BadDisk.bad = False
+
+    with pytest.raises(JournalError, match="cannot sync"):
+        write_on()
+    tail = read_journal(tmp_path).tail
+    assert (tail.records, tail.closed) == (2, False)
+
+
+class WatchedDisk(JournalWriter):
+    """Notes every fsync: of the folder, with the names that are in it then, or of a file."""
+
+    synced: ClassVar[list[set[str] | str]] = []
+
+    @staticmethod
+    def _os_fsync(file: int) -> None:
+        path = Path(f"/proc/self/fd/{file}").readlink()
+        WatchedDisk.synced.append({one.name for one in path.iterdir()} if path.is_dir() else path.name)
+        os.fsync(file)
+
+
+@pytest.mark.parametrize("durability", ["interval", "group", "every"])
+def test_folder_is_synced_behind_every_file_that_is_new_in_it(tmp_path: Path, durability: str) -> None:
+    def next_synced() -> list[set[str] | str]:
+        found, WatchedDisk.synced = WatchedDisk.synced, []
+        return found
+
+    next_synced()
+    with WatchedDisk.create(tmp_path, HEADER, durability=durability) as writer:  # type: ignore[arg-type]
+        assert next_synced() == ["00000000.log", {"00000000.log"}]
+        assert writer.records_durable == 1
+        snapshot = writer.snapshot(b"state", bytes(16))
+        synced = next_synced()
+        assert [snapshot.file.replace("snapshot-", "") in str(one) for one in synced[:2]] == [True, True]
+        assert isinstance(synced[0], str)
+        assert synced[0].endswith(".tmp")
+        assert synced[1] == {"00000000.log", snapshot.file}
+        _wait_for(lambda: writer.records_durable == writer.records)
+        next_synced()
+        writer.rotate(HEADER)
+        assert [one for one in next_synced() if one != "00000000.log"] == [
+            "00000001.log",
+            {"00000000.log", "00000001.log", snapshot.file},
+        ]
+    JournalWriter.resume(tmp_path).close()
+
+
+def test_run_folder_is_synced_behind_the_new_journal_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[Path, bool]] = []
+    real = segments.sync_folder
+
+    def note(folder: Path) -> None:
+        synced.append((folder, (folder / "journal").is_dir()))
+        real(folder)
+
+    monkeypatch.setattr(writer_module, "sync_folder", note)
+    JournalWriter.create(tmp_path / "a", HEADER, durability="group").close()
+    assert synced == [(tmp_path / "a", True)]
+    JournalWriter.create(tmp_path / "b", HEADER).close()
+    assert len(synced) == 1  # "none" promises nothing
+
+
+def test_repair_syncs_the_cut_file_and_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, EVENTS)
+    path = tmp_path / "journal/00000000.log"
+    path.write_bytes(path.read_bytes()[:-3])
+    synced: list[str] = []
+    real = os.fsync
+
+    def note(file: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{file}").readlink().name)
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", note)
+    assert read_journal(tmp_path, repair=True).tail.verdict == "clean"
+    assert synced == ["00000000.log", "journal"]
+
+
+def test_failed_fsync_of_the_folder_stops_the_journal(tmp_path: Path) -> None:
+    class BadFolder(JournalWriter):
+        bad = False
+
+        @staticmethod
+        def _os_fsync(file: int) -> None:
+            if BadFolder.bad and Path(f"/proc/self/fd/{file}").readlink().is_dir():
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for act in ("snapshot", "rotate", "create"):
+        folder = tmp_path / act
+        BadFolder.bad = act == "create"
+        if act == "create":
+            with pytest.raises(JournalError, match=r"cannot sync .*00000000\.log"):
+                BadFolder.create(folder, HEADER, durability="group")
+            continue
+        writer = BadFolder.create(folder, HEADER, durability="group")
+        writer.append(EVENTS[0], bytes(16))
+        BadFolder.bad = True
+        with pytest.raises(JournalError, match=r"cannot (sync|write) .*Input/output error"):
+            writer.snapshot(b"state", bytes(16)) if act == "snapshot" else writer.rotate(HEADER)
+        BadFolder.bad = False
+        _assert_stopped(writer)
+
+
 def test_failed_fsync_on_rotation_stops_the_journal(tmp_path: Path) -> None:
     class BadDisk(JournalWriter):
         bad = False
@@ -484,7 +685,7 @@ def test_failed_fsync_on_rotation_stops_the_journal(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "journal").iterdir()] == [segment_name(0)]
 
 
-def test_killed_process_keeps_what_was_flushed(tmp_path: Path) -> None:
+def test_killed_process_keeps_flushed_records(tmp_path: Path) -> None:
     program = f"""
 import os, signal, sys
 sys.path[:0] = {sys.path!r}
@@ -507,7 +708,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 # ------------------------------------------------------------------------------------------------------------- refusal
 
 
-def test_missing_path_and_foreign_folder_and_file_are_told_apart(tmp_path: Path) -> None:
+def test_missing_path_and_foreign_folder_and_file_have_different_errors(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for name, message in [("none", "does not exist"), ("", "holds no journal"), ("file", "is a file")]:
         with pytest.raises(JournalError, match=message):
@@ -645,7 +846,7 @@ def restore(_: JournalHeader, state: bytes) -> ChainEngine:
     return ChainEngine(state)
 
 
-def test_replay_from_a_snapshot_steps_only_what_follows(tmp_path: Path) -> None:
+def test_replay_from_a_snapshot_steps_only_later_events(tmp_path: Path) -> None:
     write_with_snapshot(tmp_path, at=4)
     records = [record for record in read_journal(tmp_path).records() if isinstance(record, SnapshotRecord)]
     assert [record.snapshot.steps for record in records] == [4]

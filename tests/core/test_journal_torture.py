@@ -1,8 +1,8 @@
-"""A small journal, damaged in every way there is, is read as docs/journal.md's recovery table says.
+"""A small journal with every kind of damage is read as the recovery table of docs/journal.md states.
 
-For every damage the question is the same: what came back, and was the damage called a torn tail or corruption? What
-came back must be a prefix of what was written, so a wrong payload is never returned; and a damage that is neither cut
-off nor reported has been silently accepted.
+Each test checks two things: the records that are read, and whether the damage is reported as a torn tail or as
+corruption. The records must be a prefix of the written ones, so no wrong payload is ever returned. Damage that is
+neither cut off nor reported is a failure.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ GRAMMAR = Grammar("regex", "g", b"g")
 
 
 def test_histories_with_forced_tokens_replay_and_survive_snapshots() -> None:
-    """Faults, cancels, restarts and snapshots between any two events; tagged KV says which cell was wrong."""
+    """Faults, cancels, restarts and snapshots between any two events; tagged KV reports a wrong cell."""
     from tests.swarm import history
 
     marks, seed = Counter[str](), 0
@@ -127,7 +127,7 @@ def test_fewer_are_computed_where_pages_lack() -> None:
     assert launch(engine)[0].stops.tolist() == [7, 8]
 
 
-def test_a_snapshot_has_what_is_forced() -> None:
+def test_a_snapshot_has_the_forced_tokens() -> None:
     engine = running(jump_forward_tokens=2)
     force(engine, 8, 9, 10, 11)
     engine = snapshot.restore(snapshot.dump(engine))

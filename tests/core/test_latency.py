@@ -75,8 +75,8 @@ def test_nothing_is_known_while_all_passes_are_alike() -> None:
     assert fitted(*[a_pass((0, 512))] * 50).tokens_within(5000, 0, 0, 0) is None
 
 
-def test_without_a_say_in_pairs_tokens_alone_are_fitted() -> None:
-    """Prompts without context: pairs grow with tokens, so the two are told apart by their curvature only."""
+def test_tokens_alone_are_fitted_if_pairs_follow_from_them() -> None:
+    """Prompts without context: pairs grow with tokens, so only the curvature distinguishes the two."""
     chunk = fitted(*[a_pass(*[(0, 8)] * n) for n in range(1, 20)]).tokens_within(1000, 0, 0, 0)
     assert chunk == pytest.approx((1000 - BASE_US) / (TOKEN_US + PAIR_US * 4.5), rel=0.01)
 

@@ -69,7 +69,7 @@ def test_all_room_is_taken_at_once_and_in_order() -> None:
     assert served(cache)[1] == [EncodeMedia(DOG, 2, drop=(CAT,)), EncodeMedia(EEL, 2)]
 
 
-def test_what_is_being_encoded_keeps_its_room_until_the_answer() -> None:
+def test_content_in_the_encoder_keeps_its_room_until_the_answer() -> None:
     cache = EncoderCache(4)
     asked(cache, 1, cat=4)
     cache.release(1)
@@ -78,7 +78,7 @@ def test_what_is_being_encoded_keeps_its_room_until_the_answer() -> None:
     assert served(cache)[1] == [EncodeMedia(DOG, 1, drop=(CAT,))]
 
 
-def test_what_a_batch_in_flight_may_read_keeps_its_room_until_the_batch_is_collected() -> None:
+def test_output_that_a_batch_in_flight_may_read_keeps_its_room_until_it_is_collected() -> None:
     cache = EncoderCache(4)
     asked(cache, 1, cat=4)
     cache.encoded(CAT)

@@ -40,6 +40,24 @@ from tests.support.driver.run import run_actions
 TWO: dict[str, Any] = {"page_size": 2, "pages": 64, "overlap_depth": 0, "pp_size": 2}
 
 
+def test_the_statistic_of_decode_launches_is_that_of_all_microbatches() -> None:
+    played = Played(pp_max_micro_batch_size=2)
+    for max_new in (4, 4, 7):
+        played.arrive(2, max_new)
+    decodes, launched = 0, [0, 0]
+    for _ in range(12):
+        for number in range(2):
+            plan = played.ready(number)
+            if plan is not None:
+                decodes += plan.mode == "decode"
+                launched[number] += plan.mode == "decode"
+                played.finish()
+            assert played.engine.stats().decode_launches == decodes
+            assert snapshot.restore(snapshot.dump(played.engine)).stats().decode_launches == decodes
+    assert min(launched) > 0
+    assert launched[0] != decodes
+
+
 class Played:
     """An engine, and what it launched."""
 
@@ -179,7 +197,7 @@ def test_chunk_waits_for_its_own_microbatch_where_the_other_has_no_place() -> No
     assert (chunk.request_ids.tolist(), chunk.starts.tolist()) == ([split], [2])
 
 
-def test_more_requests_than_places_wait_and_are_told_why() -> None:
+def test_requests_beyond_the_places_wait_with_a_reason() -> None:
     played = Played(pp_max_micro_batch_size=2)
     for _ in range(5):
         played.arrive(2, 3)
@@ -286,7 +304,7 @@ def test_windows_that_another_microbatch_will_let_go_of_are_none_to_start_with()
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_histories(seed: int) -> None:
-    """Every invariant after every event, every token of every request, and the events give the same digests again."""
+    """Every invariant after every event, every token of every request, and equal digests of the replayed events."""
     rng = random.Random(f"microbatches {seed}")
     config = random_config(rng)
     actions = random_actions(rng, 120, adapters=config.max_loras is not None)
@@ -294,7 +312,7 @@ def test_random_histories(seed: int) -> None:
 
 
 def test_tokens_are_those_of_one_running_batch() -> None:
-    """Nothing but times and batches differs: each request gets the same tokens, to the same end."""
+    """Only times and batches differ: each request gets the tokens and the end that it gets with one running batch."""
     rng = random.Random(3)
     actions: list[Action] = [("arrive", 1 + 7 * i, rng.randint(1, 30), rng.randint(1, 20), {}) for i in range(30)]
     drivers = []

@@ -6,6 +6,8 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -44,6 +46,31 @@ def waiting_engine(count: int, **settings_: object) -> Engine:
         if not i:
             engine.step(LaneReady(0))
     return engine
+
+
+def test_every_column_of_the_waiting_queue_is_in_line_order() -> None:
+    values = {
+        "request_ids": ("request_id", [3, 9, 4, 7, 5]),
+        "prompt_tokens": ("prompt_tokens", [30, 90, 40, 70, 50]),
+        "max_new_tokens": ("max_new_tokens", [31, 91, 41, 71, 51]),
+        "priority": ("priority", [1, None, 4, 7, 5]),
+        "tenant": ("tenant", ["c", "i", "d", "g", "e"]),
+        "routing_key": ("routing_key", ["x", "", "y", "z", "w"]),
+        "output_tokens": ("outputs", [0, 8, 0, 2, 0]),
+        "waiting_since_us": ("waiting_since_us", [100, 200, 300, 400, 500]),
+        "bypassed": ("bypassed", [5, 4, 0, 1, 2]),
+        "admitted_before": ("cached_tokens", [-1, 0, 16, -1, -1]),
+        "prefilled_since_arrival": ("prefilled_before", [10, 20, 30, 40, 50]),
+    }
+    names, columns = [name for name, _ in values.values()], [column for _, column in values.values()]
+    requests: Any = [SimpleNamespace(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
+    scheduler: Any = SimpleNamespace(config=SchedConfig(), now_us=1000)
+    line = WaitingQueue(requests, scheduler, prefilled_tokens=100)
+    expected = {column: tuple(of) for column, (_, of) in values.items()}
+    expected["admitted_before"] = (False, True, True, False, False)
+    expected["prefilled_since_arrival"] = (90, 80, 70, 60, 50)
+    expected["waited_us"] = (900, 800, 700, 600, 500)
+    assert {column: getattr(line, column) for column in expected} == expected
 
 
 def order_of(engine: Engine) -> list[int]:
@@ -168,7 +195,7 @@ def test_only_requests_whose_part_of_the_tree_changed_are_matched_again(monkeypa
     assert found == [tokens(20, 20, 20, 20, 7, 7, 1)]
 
 
-def test_a_restored_engine_orders_alike_without_what_was_remembered() -> None:
+def test_a_restored_engine_orders_alike_without_stored_orders() -> None:
     for name in SCHEDULE_POLICIES:
         engine = waiting_engine(20, schedule_policy=name)
         expected = order_of(engine)
@@ -275,7 +302,7 @@ def test_samples_that_share_a_prompt_in_its_own_batch_join_behind_requests_admit
 
 def test_a_stream_of_new_requests_starves_none_and_without_a_limit_does() -> None:
     def admissions_before_r1(limit: int | None) -> int:
-        """Longest output first; r1 asks for one token, and a request for two always waits behind it."""
+        """Longest output first; r1 requests one token, and a request for two tokens always waits behind it."""
         engine = Engine(
             SchedConfig(
                 page_size=2, pages=64, overlap_depth=0, schedule_policy="lof", bypass_limit=limit, max_prefill_tokens=2
@@ -384,7 +411,7 @@ def test_two_packages_with_one_policy_are_refused(folder: Path) -> None:
         ("fair = 3\n", "lockstep_fair:fair is no function but int"),
     ],
 )
-def test_a_policy_that_cannot_be_loaded_says_why(folder: Path, source: str, message: str) -> None:
+def test_the_error_of_a_policy_that_cannot_be_loaded_has_the_reason(folder: Path, source: str, message: str) -> None:
     guide.install(folder, source=source)
     with pytest.raises(ConfigError, match=message):
         Engine(SchedConfig(schedule_policy="fair"))
@@ -417,6 +444,6 @@ def test_positions_may_come_as_an_array(folder: Path) -> None:
     assert order_of(waiting_engine(3, schedule_policy="fair")) == [3, 2, 1]
 
 
-def test_a_policy_type_is_what_the_core_calls() -> None:
+def test_a_policy_type_has_the_signature_that_the_core_calls() -> None:
     policy: Policy = ordering.fcfs
     assert list(policy(WaitingQueue([], waiting_engine(0), 0))) == []

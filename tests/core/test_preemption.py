@@ -54,7 +54,7 @@ def test_fewest_is_minimal_and_a_beginning_whatever_each_gives() -> None:
 
 @pytest.mark.parametrize("overlap_depth", [0, 1, 2])
 @pytest.mark.parametrize("radix_cache", [False, True])
-def test_what_comes_back_is_what_was_foreseen(overlap_depth: int, radix_cache: bool) -> None:
+def test_freed_memory_equals_the_projection(overlap_depth: int, radix_cache: bool) -> None:
     """Retract some members for real, deliver all that is in flight, and count."""
     rng = random.Random(overlap_depth)
     looked = 0
@@ -92,7 +92,7 @@ def test_what_comes_back_is_what_was_foreseen(overlap_depth: int, radix_cache: b
 def test_state_slots_and_window_pages_are_projected_as_admission_then_finds_them(
     overlap_depth: int, reserve: Literal["ratio", "full"]
 ) -> None:
-    """Retract some members for real, deliver all that is in flight, and ask the resources of admission."""
+    """Retract some members, deliver all batches in flight, and compare the projection with admission's resources."""
     rng = random.Random(overlap_depth)
     compared, scarce = 0, 0
     for seed in range(60):

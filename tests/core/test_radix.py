@@ -60,7 +60,7 @@ def test_a_match_is_never_longer_than_asked_for() -> None:
     assert [cache.match("", tokens(1, 2, 3), cap).pages for cap in (0, 1, 2, 3, 4)] == [0, 1, 2, 3, 3]
 
 
-def test_a_match_says_where_it_ends_inside_an_edge() -> None:
+def test_a_match_has_its_end_inside_an_edge() -> None:
     cache = cache_of(tokens(1, 2, 3, 4), tokens(1, 2, 5, 6, 7))
     match = cache.match("", tokens(1, 2, 5, 6, 8), ALL)
     assert (match.pages, match.edge_pages) == (4, 2)
@@ -91,7 +91,7 @@ def test_a_match_counts_its_pages_without_a_lock() -> None:
 # ---- insert
 
 
-def test_insert_takes_the_missing_tail_and_says_what_was_there() -> None:
+def test_insert_adds_the_missing_tail_and_returns_the_part_present() -> None:
     cache = cache_of(tokens(1, 2))
     inserted = cache.insert("", tokens(1, 2, 3, 4), pages(50, 51, 52, 53))
     assert inserted.already == 2
@@ -174,7 +174,7 @@ def test_a_match_whose_pages_were_evicted_cannot_be_locked() -> None:
         cache.check([])
 
 
-def test_the_root_can_be_held_and_goes_when_it_is_of_no_use() -> None:
+def test_the_root_can_be_locked_and_is_removed_without_use() -> None:
     cache = RadixCache(1)
     handle = cache.lock(cache.match("tenant", tokens(1), ALL))
     assert cache.pages_of(handle).tolist() == []
@@ -255,7 +255,7 @@ def test_trim_holds_the_cache_to_its_capacity_as_far_as_locks_allow() -> None:
     assert cache.trim().tolist() == [2]
 
 
-def test_reset_keeps_only_what_is_locked() -> None:
+def test_reset_keeps_only_locked_paths() -> None:
     cache = cache_of(tokens(1, 2), tokens(3, 4))
     handle = lock(cache, tokens(3))
     assert sorted(cache.reset().tolist()) == [0, 1, 3]

@@ -231,7 +231,7 @@ def test_observed_event_in_one_line(text: str) -> None:
     assert observed_line(OBSERVED[text], names()) == text
 
 
-def test_plan_that_starts_after_a_batch_says_so() -> None:
+def test_plan_that_starts_after_a_batch_names_it() -> None:
     waiting = plan(starts_after=(AfterBatch(index=1, batch_id=7, row=3),))
     assert "  row 3 starts where b7 leaves row 3" in plan_lines(waiting, names())
 

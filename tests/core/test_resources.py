@@ -64,7 +64,7 @@ class Tickets(Resource):
 
 
 class LeakyTickets(Tickets):
-    """A ticket is never given back."""
+    """A resource whose tickets are never released."""
 
     def release(self, row: int) -> None:
         pass

@@ -89,6 +89,19 @@ def test_least_requests_fills_the_emptiest_and_of_equals_the_one_chosen_longest_
     assert told.engines(2) == [0, 2]  # both empty; 0 was chosen before 2
 
 
+@pytest.mark.parametrize("policy", ["least_requests", "least_tokens", "total_requests", "total_tokens"])
+def test_of_engines_with_equal_load_the_one_chosen_longest_ago_is_taken_and_at_first_the_lowest(policy: str) -> None:
+    told = Told(policy, 4)
+    chosen = []
+    for request_id in range(12):
+        chosen.append(told.offer(tokens=0).engine)
+        told.end(request_id, 0)  # all are empty again
+    assert chosen == [0, 1, 2, 3] * 3
+    told = Told(policy, 4)
+    told.router.step(EngineChanged(time_us=told.time_us, engine=0, state="draining"))
+    assert told.engines(3) == [1, 2, 3]
+
+
 def test_least_requests_counts_per_weight() -> None:
     told = Told("least_requests", (EngineShare(weight=1), EngineShare(weight=3)))
     assert sorted(told.engines(8), key=str) == [0, 0, 1, 1, 1, 1, 1, 1]
@@ -125,7 +138,7 @@ def test_prefix_affinity_makes_a_second_home_at_the_bound_and_then_uses_both() -
     assert (fourth.engine, fourth.reason, fourth.matched_tokens) == (1, "prefix", 512)
 
 
-def test_prefix_affinity_forgets_what_the_engine_must_have_evicted_ends_first() -> None:
+def test_prefix_affinity_drops_blocks_that_the_engine_must_have_evicted_ends_first() -> None:
     told = Told("prefix_affinity", (EngineShare(cache_tokens=4 * 256), EngineShare(cache_tokens=4 * 256)))
     assert told.offer("abcd").engine == 0
     told.end(0)
@@ -158,7 +171,7 @@ def test_sessions_beyond_the_limit_are_forgotten_the_longest_silent_first() -> N
     assert told.offer(session="b").reason == "policy"
 
 
-def test_total_requests_goes_by_the_last_report_and_what_was_sent_since() -> None:
+def test_total_requests_uses_the_last_report_and_requests_sent_since() -> None:
     told = Told("total_requests", 2)
     told.engines(2)  # without a report: open requests
     told.report(0, requests=5, measured_us=told.time_us)
@@ -272,7 +285,7 @@ def test_weights_must_be_above_zero_and_finite(weight: float) -> None:
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[RouterConfig, tuple[EngineShare, ...], list[RouterFact]]:
-    """A router and what it is told: requests, ends and engines that change, in any order."""
+    """Draw a router and its facts: requests, ends and engines that change, in any order."""
     config = RouterConfig(
         policy=draw(st.sampled_from(ROUTER_POLICIES)),
         load_bound=draw(st.sampled_from([1.0, 1.25, 3.0])),
@@ -306,8 +319,10 @@ def histories(draw: st.DrawFn) -> tuple[RouterConfig, tuple[EngineShare, ...], l
 
 
 @given(histories())
-def test_whatever_it_is_told(history: tuple[RouterConfig, tuple[EngineShare, ...], list[RouterFact]]) -> None:
-    """Counts are those of a plain recount; the bound is never exceeded; sticky sessions stay; the same comes twice."""
+def test_histories_keep_counts_and_bounds(
+    history: tuple[RouterConfig, tuple[EngineShare, ...], list[RouterFact]],
+) -> None:
+    """Counts equal a plain recount; the bound is never exceeded; sticky sessions stay; facts decide alike twice."""
     config, shares, facts = history
     router, again = Router(config, shares), Router(config, shares)
     up = [True] * len(shares)

@@ -1,4 +1,4 @@
-"""Speculative decoding: whatever is drafted and accepted, each request gets the tokens that it gets without."""
+"""Speculative decoding: for any drafts and any accepted numbers, each request gets the tokens that it gets without."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from msgspec.structs import replace
 from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.config import DRAFT_SETTINGS, SchedConfig
 from lockstep.core.contract.errors import ConfigError, ContractError
-from lockstep.core.contract.events import BatchFinished, LaneReady, RequestArrived, TokenRuns
+from lockstep.core.contract.events import BatchFinished, LaneReady, RequestArrived, RequestCancelled, TokenRuns
 from lockstep.core.features.speculation import Chances
+from lockstep.core.invariants import check
 from lockstep.core.journal import snapshot
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.latency import new_tokens_of, pairs_of
@@ -67,7 +68,7 @@ def settings(rng: random.Random, timeline: list[Moment]) -> SchedConfig:
     )
 
 
-def test_every_request_gets_what_it_gets_without_drafts() -> None:
+def test_every_request_gets_the_tokens_that_it_gets_without_drafts() -> None:
     """Over random requests x overlap x retraction x chunking x memory; all invariants after every event."""
     marks = Counter[str]()
     for seed in range(SEEDS):
@@ -83,8 +84,34 @@ def test_every_request_gets_what_it_gets_without_drafts() -> None:
     assert all(marks[wanted] for wanted in ("retracted (pages)", "retracted (forced)", "stop", "length")), marks
 
 
+def test_every_request_gets_the_same_where_tables_cannot_shrink() -> None:
+    """Rows keep the pages of refused drafts, and tables are only ever extended."""
+    marks = Counter[str]()
+    for seed in range(SEEDS):
+        rng = random.Random(seed)
+        timeline = workload(rng)
+        config = replace(settings(rng, timeline), tables_append_only=True)
+        expected = {asked.key: asked.answer for asked in timeline if asked is not None}
+        served = serve(config, timeline, check=True)
+        assert served.answers == expected, f"seed {seed}, {config}"
+        marks += served.marks
+    assert all(marks[wanted] for wanted in ("retracted (pages)", "retracted (forced)")), marks
+
+
+def test_histories_where_tables_cannot_shrink_replay_and_survive_snapshots() -> None:
+    from tests.swarm import history
+
+    histories, seed = 0, 0
+    while histories < 25:
+        config, actions = history(seed)
+        seed += 1
+        if config.speculates and config.hybrid is UNSET and not config.hands_over:
+            run_actions(replace(config, tables_append_only=True), actions, replay=True)
+            histories += 1
+
+
 def test_histories_with_drafts_replay_and_survive_snapshots() -> None:
-    """Faults, cancels, restarts and snapshots between any two events; the digests are the same again."""
+    """Faults, cancels, restarts and snapshots between any two events; the replayed digests are equal."""
     from tests.swarm import history
 
     marks, seed = Counter[str](), 0
@@ -126,7 +153,7 @@ def finish(engine: Engine, batch_id: int, tokens: list[int], accepted: list[int]
     )
 
 
-def test_drafts_are_paged_ahead_and_what_was_wrong_goes_back() -> None:
+def test_drafts_get_pages_ahead_and_pages_of_wrong_drafts_are_freed() -> None:
     """Retracting or forgetting what lies beyond the newest page is how SG#14180 and VL#57104 broke."""
     engine = engine_of(num_speculative_tokens=7, overlap_depth=0)
     arrive(engine, tokens=4, max_new=40)
@@ -137,6 +164,30 @@ def test_drafts_are_paged_ahead_and_what_was_wrong_goes_back() -> None:
     finish(engine, plan.batch_id, [2, 3], [2])
     assert engine.positions.tolist() == [6]
     assert engine.memory.pool.free_count == 16 - 2
+
+
+def test_pages_of_refused_drafts_stay_with_the_row_where_tables_cannot_shrink() -> None:
+    engine = engine_of(num_speculative_tokens=7, overlap_depth=0, tables_append_only=True)
+    arrive(engine, tokens=4, max_new=40)
+    finish(engine, launch(engine).batch_id, [1], [])
+    finish(engine, launch(engine).batch_id, [2, 3], [2])
+    assert engine.positions.tolist() == [6]
+    assert engine.memory.pool.free_count == 16 - 3  # of positions 0 to 5, and one for the next
+    check(engine)
+    plan = launch(engine)
+    assert plan.stops.tolist() == [14]
+    assert plan.deltas.index.tolist() == [3]  # entries 0 to 2 stay as they are
+    check(engine)
+    assert snapshot.dump(snapshot.restore(snapshot.dump(engine))) == snapshot.dump(engine)
+    engine.step(RequestCancelled(0, 0))
+    finish(engine, plan.batch_id, [4], [1])
+    assert engine.memory.available_pages == 16
+    check(engine)
+
+
+def test_append_only_tables_with_drafts_refuse_features_without_spare_pages() -> None:
+    with pytest.raises(ConfigError, match="rows keep the pages of refused drafts; this is not supported with `role`"):
+        engine_of(tables_append_only=True, role="decode")
 
 
 def test_no_draft_lies_past_the_length() -> None:
@@ -191,7 +242,7 @@ def test_drafts_are_as_many_as_results_say_are_worth_it() -> None:
     assert [alone.drafts_max, chances.worth_drafting(alone, 5), chances.worth_drafting(alone, 4)] == [7, 0, 1]
 
 
-def test_a_pass_is_fitted_by_what_it_computes_not_by_where_it_may_stand() -> None:
+def test_a_pass_is_fitted_by_its_computed_tokens_not_by_possible_positions() -> None:
     engine = engine_of(overlap_depth=1)
     arrive(engine, tokens=4, max_new=40)
     finish(engine, launch(engine).batch_id, [1], [])
@@ -223,7 +274,7 @@ def test_settings_say_nothing_of_drafts_unless_there_are_any() -> None:
 
 
 def test_drafts_behind_a_batch_that_failed_before_it_ran() -> None:
-    """The rows are dead, and wherever the device starts them is within what the plan says."""
+    """The rows are dead, and the device may start them anywhere between the plan's least and greatest position."""
     config = SchedConfig(page_size=2, overlap_depth=2, speculative_method="ngram", num_speculative_tokens=1)
     actions = [("arrive", 1, 3, 36, {}), ("ready",), ("ready",), ("finish", "error", 0)]
     assert "finished (error)" in run_actions(config, actions).marks  # type: ignore[arg-type]

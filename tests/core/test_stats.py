@@ -1,4 +1,4 @@
-"""What an engine says of itself, and the watchdog that reads it."""
+"""The statistics of an engine, and the watchdog that reads them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_device_that_does_not_answer_is_noticed_although_events_come() -> None
         assert healthy(watched, now_us, STALLED_US) == (second <= 20)
 
 
-def test_an_engine_at_rest_or_told_to_stand_still_is_well() -> None:
+def test_an_idle_or_paused_engine_is_healthy() -> None:
     engine = Engine(SchedConfig(page_size=2, pages=200, overlap_depth=0))
     watched = watch(None, engine.stats(), 0)
     assert healthy(watch(watched, engine.stats(), 10**9), 10**9, STALLED_US)

@@ -1,10 +1,10 @@
 """The structure of the sources gets no worse: each figure of tests/support/structure.py stays within its bound.
 
-`python benchmarks/structure.py` prints the figures, `--details NAME` the places that one of them counts.
+`python benchmarks/structure.py` prints the figures, `--details NAME` the places that a figure counts.
 
-To lower a bound, edit its line in `BOUNDS` to the value that the command prints; nothing else has to change. Lower it
-in the commit that improves the figure, so that it cannot be lost again. A bound is raised only with a reason in the
-commit message. `GOALS` are the values to arrive at; a bound that is equal to its goal stays.
+To lower a bound, edit its line in `BOUNDS` to the value that the command prints; no other edit is needed. Lower it
+in the commit that improves the figure, so that it cannot get worse again. A bound is raised only with a reason in the
+commit message. `GOALS` are the intended values; a bound that equals its goal stays.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tests.support.structure import Figure, by_file, measure
 ROOT = Path(__file__).resolve().parents[2]
 
 BOUNDS = {
-    "engine names": 76,
+    "engine names": 75,
     "engine stores": 0,
     "engine item stores": 0,
     "engine inner stores": 0,
     "guards in engine": 2,
-    "guards in memory": 1,
+    "guards in memory": 0,
     "cycle in core": 0,
     "cycle in host": 0,
     "cycle in sim": 0,
@@ -37,10 +37,10 @@ BOUNDS = {
     "surplus classes": 0,
     "personal docstrings": 7,
     "personal comments": 0,
-    "personal doc lines": 19,
+    "personal doc lines": 0,
     "speaking docstrings": 171,
     "speaking comments": 33,
-    "speaking doc lines": 161,
+    "speaking doc lines": 0,
 }
 """The most that each figure may be."""
 
@@ -60,6 +60,7 @@ GOALS = {
     "personal docstrings": 0,
     "personal comments": 0,
     "personal doc lines": 0,
+    "speaking doc lines": 0,
 }
 """What the bounds are lowered to in the end."""
 

@@ -29,14 +29,14 @@ def request_in(state: RequestState) -> Request:
 
 
 def event_of(kind: type[Decided]) -> Decided:
-    """A decided event of this type; what it says does not matter to the lifecycle."""
+    """Return a decided event of this type; its content has no effect on the lifecycle."""
     values: dict[type, Any] = {int: 0, str: "", RequestId: 17}
     hints = typing.get_type_hints(kind)
     return kind(**{name: values.get(hints[name], "pages") for name in kind.__struct_fields__})
 
 
 @pytest.mark.parametrize(("state", "kind"), PAIRS, ids=lambda value: getattr(value, "name", None) or value.__name__)
-def test_pair_moves_as_the_table_says_or_raises_naming_both(state: RequestState, kind: type[Decided]) -> None:
+def test_pair_moves_by_the_table_or_raises_with_both_names(state: RequestState, kind: type[Decided]) -> None:
     request = request_in(state)
     following = TRANSITIONS.get((state, kind))
     if following is not None:

@@ -39,6 +39,7 @@ from lockstep.runtime import (  # noqa: E402
     Params,
     weights_group,
 )
+from lockstep.runtime.live import LiveModel  # noqa: E402
 from lockstep.runtime.llm import demo_folder  # noqa: E402
 from lockstep.runtime.outputs import RequestOutput  # noqa: E402
 from lockstep.runtime.ranks import LeadModel  # noqa: E402
@@ -183,6 +184,36 @@ def test_memory_is_released_in_the_middle_of_streams(judges: list[LLM]) -> None:
             llm.update_weights(demo_folder())
         llm.resume_memory("weights")
         judge(judges, [llm.wait(one) for one in asked], lambda version: 0)
+
+
+def test_memory_that_is_resumed_at_other_addresses_gives_the_same_tokens(judges: list[LLM]) -> None:
+    """docs/contract.md, `ResumeDeviceMemory`: addresses may differ. Here blocks of the same sizes take the old ones."""
+    with LLM(**CPU) as llm:
+        before = llm.generate(PROMPTS, GREEDY)
+        tensors = [*llm.model.parameters(), *llm._live.pool.keys, *llm._live.pool.values]
+        addresses = [one.data_ptr() for one in tensors]
+        sizes = [one.untyped_storage().nbytes() for one in tensors]
+        llm.release_memory()
+        taken = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        llm.resume_memory()
+        assert [one.data_ptr() for one in tensors] != addresses
+        after = llm.generate(PROMPTS, GREEDY)
+        assert len(taken) == len(tensors)
+        judge(judges, [*before, *after], lambda version: 0)
+
+
+@pytest.mark.parametrize("tag", ["kv_cache", "weights"])
+def test_memory_is_not_released_on_a_gpu_with_cuda_graphs(tag: str) -> None:
+    """Graphs hold addresses, which are not the same after a resumption. Nothing is released."""
+    storage = torch.zeros(8)
+    pool = SimpleNamespace(release=lambda: storage.untyped_storage().resize_(0))
+    executor: Any = SimpleNamespace(attention=SimpleNamespace(pool=pool), graphs=object(), lane=None, canary=None)
+    model: Any = SimpleNamespace(
+        device=torch.device("cuda"), tensors=lambda: iter(()), parameters=lambda: iter((storage,))
+    )
+    with pytest.raises(ConfigError, match=r"CUDA graphs hold its addresses\nhint: start with --cuda-graphs off"):
+        LiveModel(model, executor).switch_memory([tag], released=True)
+    assert storage.untyped_storage().nbytes() == 32
 
 
 def _shorter(folder: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -16,12 +17,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lockstep.core.cluster.router import ROUTER_POLICIES, RouterConfig
+from lockstep.core.cluster.router import ROUTER_POLICIES, EngineShare, RouterConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import EventRecord
 from lockstep.core.journal.replay import replay
-from lockstep.host.router_journal import FILE, RouterDivergence, verify_router
+from lockstep.host.router_check import RouterDivergence, verify_router
+from lockstep.host.router_journal import RouterJournal
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.run_folder import write_cluster_run
 from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup, parse_engines
@@ -36,6 +38,7 @@ from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.scenario.settings import parse_setting
+from tests.support.routed import as_old_file, facts
 
 CHAT = "gen:n=120,rate=25,turns=uniform:1:4,think=lognormal:300ms:0.9,input=lognormal:300:0.9,output=lognormal:60:0.9"
 BASE = Scenario(model="qwen3-8b", gpu="h100", workload=CHAT, slos=(Slo.parse("ttft_p99=500ms"),))
@@ -152,17 +155,29 @@ def test_every_engine_and_the_router_replay(tmp_path: Path) -> None:
             if isinstance(record, EventRecord) and type(record.event).__name__ == "RequestArrived":
                 arrivals[record.event.request_id] = engine  # type: ignore[union-attr]
     assert events > 1_000
-    assert verify_router(tmp_path) == (240, 120)
-    lines = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()[1:]]
-    routed = {line["routed"]["request_id"]: line["routed"]["engine"] for line in lines if "routed" in line}
+    assert verify_router(tmp_path)[:2] == (240, 120)
+    routed = {one.routed.request_id: one.routed.engine for one in facts(tmp_path) if one.routed is not None}
     assert routed == arrivals
     assert sorted(routed) == list(range(120))
     assert sum(done.routed_by_reason.values()) == 120
 
 
-def test_a_router_that_decided_otherwise_is_found_with_its_line(tmp_path: Path) -> None:
+def test_a_router_that_decided_otherwise_is_found_with_its_record(tmp_path: Path) -> None:
+    run(replicas=2, folder=tmp_path / "run")
+    shares, router = (EngineShare(), EngineShare()), RouterConfig()
+    with RouterJournal(tmp_path, router, shares) as journal:
+        for record in facts(tmp_path / "run"):
+            routed = record.routed
+            if routed is not None and routed.engine == 0:
+                routed = msgspec.structs.replace(routed, engine=1)
+            journal.append(record.fact, routed, bytes.fromhex(record.digest))
+    with pytest.raises(RouterDivergence, match=r"00000000.log, record 1: recorded .*engine=1.* replayed .*engine=0"):
+        verify_router(tmp_path)
+
+
+def test_an_old_file_that_decided_otherwise_is_found_with_its_line(tmp_path: Path) -> None:
     run(replicas=2, folder=tmp_path)
-    path = tmp_path / FILE
+    path = as_old_file(tmp_path)
     lines = path.read_text().splitlines()
     lines[1] = lines[1].replace('"engine":0', '"engine":1')
     path.write_text("\n".join(lines) + "\n")

@@ -17,7 +17,7 @@ from lockstep.core.cluster.router import RouterConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.replay import replay
 from lockstep.host.admission_options import admission_word, parse_admission
-from lockstep.host.router_journal import FILE, verify_router
+from lockstep.host.router_check import verify_router
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup, parse_scaling
 from lockstep.sim.cluster.setup import assemble_cluster
@@ -25,6 +25,7 @@ from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.mix import mix_of
+from tests.support.routed import lines
 
 SPEC = "gen:n=150,rate=30,turns=uniform:1:3,think=lognormal:300ms:0.9,input=lognormal:300:0.9,output=lognormal:60:0.9"
 BASE = Scenario(model="qwen3-8b", gpu="h100", workload=SPEC, slos=(Slo.parse("ttft_p99=500ms"),))
@@ -40,8 +41,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def facts(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (folder / FILE).read_text().splitlines()[1:])
-    return [line["fact"] for line in lines if line["fact"]["type"] == kind]
+    return [line["fact"] for line in lines(folder) if line["fact"]["type"] == kind]
 
 
 @settings(
@@ -139,7 +139,7 @@ def test_a_replica_that_comes_back_has_an_empty_cache_and_replays(tmp_path: Path
     for engine in range(3):
         replay(tmp_path / "engines" / str(engine))
     sent: dict[int, str] = {1: "down", 2: "down"}
-    for line in map(json.loads, (tmp_path / FILE).read_text().splitlines()[1:]):
+    for line in lines(tmp_path):
         if line["fact"]["type"] == "EngineChanged":
             sent[line["fact"]["engine"]] = line["fact"]["state"]
         elif "routed" in line:
@@ -159,7 +159,7 @@ def test_reports_report_what_engines_had_when_they_were_made(tmp_path: Path) -> 
     sent: list[tuple[int, int]] = []  # when, engine
     ended: list[tuple[int, int]] = []
     engine_of: dict[int, int] = {}
-    for line in map(json.loads, (tmp_path / FILE).read_text().splitlines()[1:]):
+    for line in lines(tmp_path):
         fact = line["fact"]
         if "routed" in line:
             engine_of[fact["request_id"]] = line["routed"]["engine"]

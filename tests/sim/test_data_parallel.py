@@ -13,11 +13,11 @@ import pytest
 from click.testing import CliRunner
 from simpy import Environment
 
-from lockstep.core.cluster.router import RouterConfig
+from lockstep.core.cluster.router import LoadReported, RouterConfig
 from lockstep.core.contract.commands import BatchPlan, Ranks
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.journal.replay import replay
-from lockstep.host.router_journal import verify_router
+from lockstep.host.router_check import verify_router
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cli.plan import plan
 from lockstep.sim.cli.simulate import simulate
@@ -36,6 +36,7 @@ from lockstep.sim.host.stages import Stages
 from lockstep.sim.run.ranks import config_of_engine, settings_of_rank
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.tools.journal import journal
+from tests.support.routed import facts
 
 DELAYING: dict[str, Any] = {"prefill_delayer": True}
 
@@ -311,8 +312,8 @@ def test_router_may_know_only_what_ranks_reported_a_while_ago(tmp_path: Path) ->
     assert made.data.summary["requests"]["completed"] == 40
     sent, knowing = ([one.data.summary["requests"]["arrived"] for one in each.engines] for each in (made, fresh))
     assert sent != knowing, "the router goes by what it was told"
-    facts = (tmp_path / "router.jsonl").read_text()
-    assert facts.count("LoadReported") % 4 == 0 < facts.count("LoadReported")
+    reports = sum(isinstance(record.fact, LoadReported) for record in facts(tmp_path))
+    assert reports % 4 == 0 < reports
     verify_router(tmp_path)
 
 

@@ -14,7 +14,7 @@ from simpy import Environment
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.replay import replay
-from lockstep.host.router_journal import verify_router
+from lockstep.host.router_check import verify_router
 from lockstep.sim.cli.simulate import simulate
 from lockstep.sim.cluster.network import Links, later
 from lockstep.sim.cluster.result import ClusterRun

@@ -100,7 +100,7 @@ def test_arrays_must_lie_in_one_piece() -> None:
     table = machine_code.addresses(arrays)
     assert table.shape == (15, 5)
     assert table[3].tolist() == [arrays.running_batch.ctypes.data, 4, 4, 1, 1]
-    with pytest.raises(ValueError, match="one piece"):
+    with pytest.raises(ValueError, match="contiguous"):
         machine_code.addresses(arrays._replace(gaps=np.zeros((4, 4), np.int64)[:, ::2]))
 
 

@@ -15,10 +15,10 @@ from tests.support.tagged_kv import TaggedKv
 
 
 def seen_by_device(kv: TaggedKv, rounds: Rounds, known: InFlight | None, event: Observed, step: Step) -> Step:
-    """The Step as a rank's tagged device must see it.
+    """Return the Step as a rank's tagged device must receive it.
 
-    It hears of a plan when that is proposed, for a request that leaves from then on leaves a plan in flight; but it
-    samples nothing before all have agreed. `known` is the proposed plan that it has heard of.
+    The device receives a plan when it is proposed, since requests that leave from then on leave a plan in flight. It
+    samples nothing before all ranks have agreed. `known` is the proposed plan that it has received.
     """
     held = rounds.held
     if not isinstance(event, RanksAgreed) and held is None:
@@ -55,7 +55,7 @@ class Exchange:
         self.on_device = dict.fromkeys(self.names)
 
     def proposed(self, name: str, command: ProposeBatch, now_us: int) -> None:
-        """A rank says what it would run; with the last one all have agreed."""
+        """Record the proposal of a rank; after the last one all ranks have agreed."""
         assert command.round == self.round, f"L11: {name} proposes {command.round}, all are at {self.round}"
         assert name not in self.proposals, f"{name} proposes round {self.round} twice"
         self.proposals[name] = command
@@ -81,6 +81,6 @@ class Exchange:
         return all(len(mine) > self.delivered[name] for mine in self.launched.values())
 
     def alike(self, event: RanksAgreed, rounds: Rounds) -> None:
-        """S28: every rank has decided the same by the end of a round."""
+        """S28: check that all ranks have made equal decisions by the end of a round."""
         key: Any = (event.generation, event.round)
         assert self.digests.setdefault(key, rounds.digest) == rounds.digest, f"S28: digests differ in round {key}"

@@ -1,8 +1,8 @@
 """Serves the same requests on one engine, on a prefill and a decode engine, or on ranks, with any features.
 
-What a request asks may need the host beside the device: encoders, grammars, adapters, copies between cache tiers,
-sessions to open. An `Attendant` does that for each engine, each thing by the next pass of the loop. All KV is tagged
-and checked where it is read (`tagged_kv.py`), and invariants after every event if asked.
+A request may require work of the host besides the device: encoders, grammars, adapters, copies between cache tiers,
+sessions to open. An `Attendant` does that for each engine, each item by the next pass of the loop. All KV is tagged
+and checked where it is read (`tagged_kv.py`), and optionally invariants after every event.
 
     place = Solo(config)         or Handover([prefill], [decode], ranks=False), or Abreast([config, config])
     play(place, timeline, later)
@@ -65,19 +65,19 @@ SAMPLE_KEYS = 100  # sample n of request k has the key k + n x SAMPLE_KEYS
 
 
 class RefusedAtEntry(Exception):
-    """An engine does not take a request; the message says why."""
+    """An engine rejects a request at its arrival; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Ask(Asked):
-    """A request and what more its arrival says. A later turn's prompt is what its session does not keep."""
+    """A request with the further fields of its arrival. The prompt of a later turn excludes the session's tokens."""
 
     grammar_ends: int | None = None  # outputs after which its grammar admits nothing more
     about: dict[str, Any] = field(default_factory=dict)  # further fields of RequestArrived
 
     @property
     def answer(self) -> Answer:
-        """What the client must get: a stop token counts before the end of a grammar, that before the length."""
+        """Return the answer that the client must get. Stop tokens are checked before a grammar's end and the length."""
         plain = super().answer
         ends = self.grammar_ends
         if ends is None or ends >= len(plain.tokens) + (plain.reason == "length"):
@@ -103,7 +103,7 @@ def _renamed(ask: Ask, key: int) -> Ask:
 
 
 def arrival(ask: Ask, request_id: int, time_us: int, **more: Any) -> RequestArrived:
-    """The event by which an engine hears of it."""
+    """Return the event with which the request arrives at an engine."""
     return RequestArrived(
         time_us=time_us,
         request_id=request_id,
@@ -219,7 +219,7 @@ class Place(Protocol):
     marks: Counter[str]
 
     def ask(self, control: Control) -> None:
-        """Ask every engine for something other than tokens."""
+        """Submit a control to every engine."""
 
     def enter(self, ask: Ask) -> None:
         """A request comes."""
@@ -238,9 +238,9 @@ class Place(Protocol):
 
 
 def play(place: Place, timeline: Sequence[Ask | None], later: Iterable[Ask], controls: Iterable[Control] = ()) -> None:
-    """Ask for controls, let requests arrive (None: a pass of the loop), later ones behind the end of those they follow.
+    """Submit controls and requests (None: a pass of the loop); later requests follow the end of those before them.
 
-    Raises RefusedAtEntry, KvError for a cell or plan that is wrong, AssertionError if it does not come to an end.
+    Raises: RefusedAtEntry; KvError for a wrong cell or plan; AssertionError if the requests do not end.
     """
     for control in controls:
         place.ask(control)
@@ -355,7 +355,7 @@ class Solo:
 
 
 class Handover(Fleet):
-    """Prefill and decode engines; requests that follow one another come to the same two."""
+    """Prefill and decode engines; requests that follow one another run on the same two engines."""
 
     def __init__(
         self, prefills: Sequence[SchedConfig], decodes: Sequence[SchedConfig], *, ranks: bool, check: bool = False
@@ -424,7 +424,7 @@ class Handover(Fleet):
 
 
 class Abreast(RankGroup):
-    """Data-parallel ranks; requests that follow one another come to the same one."""
+    """Data-parallel ranks; requests that follow one another run on the same rank."""
 
     def __init__(self, configs: Sequence[SchedConfig], *, check: bool = False) -> None:
         super().__init__(configs, check=check)

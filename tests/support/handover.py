@@ -38,7 +38,7 @@ def free_pages(made: Fleet, name: str) -> set[int]:
 
 
 def hear(made: Fleet, status: str, name: str) -> None:
-    """The host of an engine hears the first fact of this status that is on its way to it."""
+    """Deliver the first pending fact with this status to the host of an engine."""
     made.tell(next(told for told in made.told if (told.status, told.to) == (status, name)))
 
 

@@ -41,7 +41,7 @@ OFF: dict[str, dict[str, Any]] = {
 
 
 def hybrid(rng: random.Random, config: SchedConfig, *, pairs: bool = True) -> SchedConfig:
-    """The same with sliding windows, linear attention or both; without `pairs`, and nothing else that is special."""
+    """Return the settings with sliding windows, linear attention or both; without `pairs`, other features are off."""
     own = random.Random()
     own.setstate(rng.getstate())  # beside the others, which stay what they were
     pair = own.random()
@@ -55,7 +55,7 @@ def hybrid(rng: random.Random, config: SchedConfig, *, pairs: bool = True) -> Sc
 
 
 def splitting(config: SchedConfig) -> SchedConfig:
-    """The same with prompts that are split, without which no windows go."""
+    """Return the settings with split prompts, without which no windows are freed."""
     chunk = config.chunked_prefill_size or max(config.page_size, 16)
     return replace(
         config,

@@ -7,10 +7,10 @@ import pytest
 
 
 def mend_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter's `tl.dot` multiply bfloat16, and give a row the same bits wherever in its tile it stands.
+    """Make the interpreter's `tl.dot` multiply bfloat16, and give a row the same bits at any position in its tile.
 
-    The interpreter keeps bfloat16 in uint16, and multiplies those as whole numbers. It leaves a tile to numpy's BLAS,
-    which on some processors (OPENBLAS_CORETYPE=Haswell or Zen) adds up the rows at a tile's end in another order.
+    The interpreter keeps bfloat16 in uint16, and multiplies these as integers. It passes a tile to numpy's BLAS,
+    which on some processors (OPENBLAS_CORETYPE=Haswell or Zen) sums the rows at a tile's end in another order.
     """
     import triton.language as tl
     from triton.runtime import interpreter

@@ -1,8 +1,8 @@
-"""Streams whose every token is known in advance, and an engine that is killed below them.
+"""Streams whose every token is known in advance, over an engine that is killed.
 
 An emulated engine's answer follows from prompt, seed and position, so a client can compute it: a token that is lost,
-said twice or another one is seen at once. Requests differ in what must go on exactly over a restart: greedy and drawn
-ones, several samples, stop texts, `min_tokens`, answers that end by themselves.
+doubled or wrong is detected. Kinds of requests differ in what must continue exactly after a restart: greedy and drawn
+requests, several samples, stop texts, `min_tokens`, answers that end at an end token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 
 from lockstep.api.emulate import Vocabulary
 from lockstep.api.text.plain_text import BYTES, END, FIRST_WORD
-from tests.support.live_server import LiveServer
+from tests.support.live_server import LiveServer, metric
 
 VOCABULARY = 151_936  # of qwen3
 MEAN_TOKENS = 60
@@ -33,6 +33,7 @@ WORDS = Vocabulary(first=FIRST_WORD, count=VOCABULARY - FIRST_WORD, end=END, mea
 KINDS = ("greedy", "greedy", "drawn", "samples", "stop", "min_tokens")
 TIMEOUT_S = 120.0  # without a line
 DRAINED_S = 0.05  # what a dead engine had sent has arrived by then
+POLL_S = 0.02  # between two reads of /metrics
 IN_A_ROW = 10  # kills without a token between them; a starved machine could otherwise get nothing said for minutes
 
 
@@ -98,6 +99,7 @@ class Tally:
     faults: Counter[str] = field(default_factory=Counter)
     first: list[str] = field(default_factory=list)  # the first of them, in words
     heard_s: float = 0.0  # when the newest token came
+    streams_begun: int = 0  # streams with at least one token, in `serve_one`
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fault(self, kind: str, what: str) -> None:
@@ -111,7 +113,7 @@ class Tally:
 def serve_one(url: str, asked: Asked, tally: Tally) -> None:
     """Send a request, read its stream to the end, and hold it against what it must be."""
     host = url.removeprefix("http://")
-    texts, reasons, over = [""] * len(asked.texts), [""] * len(asked.texts), False
+    texts, reasons, begun, over = [""] * len(asked.texts), [""] * len(asked.texts), False, False
     connection = http.client.HTTPConnection(host, timeout=TIMEOUT_S)
     try:
         connection.request("POST", "/v1/completions", json.dumps(asked.body), {"Content-Type": "application/json"})
@@ -131,6 +133,10 @@ def serve_one(url: str, asked: Asked, tally: Tally) -> None:
                     texts[choice["index"]] += choice["text"]
                     reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
                     tally.heard_s = time.monotonic()
+                if not begun:
+                    with tally.lock:
+                        tally.streams_begun += 1
+                    begun = True
     except (OSError, http.client.HTTPException) as error:
         tally.fault("broken", f"{type(error).__name__}: {error} for {asked.body['prompt'][:20]}")
         return
@@ -161,6 +167,10 @@ def _difference(got: str, wanted: str) -> str:
     return f"{len(got)} characters for {len(wanted)}, from {at} on {got[at : at + 40]!r} for {wanted[at : at + 40]!r}"
 
 
+Client = Callable[[random.Random, str, Tally], None]
+"""Sends one request of that name, drawn from the generator, and adds its outcome to the tally."""
+
+
 @dataclass
 class Outcome:
     """A campaign, as figures."""
@@ -168,7 +178,7 @@ class Outcome:
     kills: int
     seconds: float
     tally: Tally
-    back_s: list[float]  # from each kill to the first token of an engine that came after it
+    back_s: list[float]  # from each kill to the first token of the next generation of that engine
 
     def text(self) -> str:
         """In words."""
@@ -193,37 +203,50 @@ def campaign(
     tokens: tuple[int, int] = (20, 150),
     progress: Callable[[str], object] = lambda _: None,
     how: signal.Signals = signal.SIGKILL,
+    client: Client | None = None,
 ) -> Outcome:
-    """Kill the engine, or one of several, so often, at random instants, while so many clients ask again and again."""
+    """Kill the engine, or one of several, at random instants, below clients that send one request after another.
+
+    Args:
+        streams: number of clients.
+        gap_s: shortest and longest time between two kills, in seconds.
+        tokens: fewest and most tokens of a request, without `client`.
+        client: what each client repeats; None: requests to an emulated engine, whose tokens are computed here.
+    """
     rng, tally, enough = random.Random(seed), Tally(), threading.Event()
 
-    def client(number: int) -> None:
-        own = random.Random(f"{seed} {number}")
-        count = 0
+    def known(own: random.Random, name: str, tally: Tally) -> None:
+        serve_one(server.url, ask(own, name, tokens), tally)
+
+    def repeat(number: int) -> None:
+        own, count = random.Random(f"{seed} {number}"), 0
         while not enough.is_set():
-            serve_one(server.url, ask(own, f"{seed}-{number}-{count}", tokens), tally)
+            (client or known)(own, f"{seed}-{number}-{count}", tally)
             count += 1
 
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(streams)]
+    threads = [threading.Thread(target=repeat, args=(number,)) for number in range(streams)]
     for thread in threads:
         thread.start()
     began_s, back_s, done = time.monotonic(), list[float](), 0
-    killed_s: float | None = None
+    awaited = dict[str, Awaited]()  # by the name of the engine that was killed
     next_s = began_s + 0.5
     killed, in_a_row = set[int](), 0
     while done < kills and server.process.poll() is None and not tally.faults:
         now_s = time.monotonic()
-        if killed_s is not None and tally.heard_s > killed_s + DRAINED_S:
-            back_s.append(tally.heard_s - killed_s)
-            killed_s, in_a_row = None, 0
+        for name, one in list(awaited.items()):
+            if (took_s := one.took_s()) is not None:
+                back_s.append(took_s)
+                del awaited[name]
+                in_a_row = 0
         if now_s >= next_s and in_a_row < IN_A_ROW:
             engines = sorted((name, pid) for name, pid in server.children().items() if name.startswith("engine"))
-            _, alive = rng.choice(engines) if engines else ("", 0)
+            name, alive = rng.choice(engines) if engines else ("", 0)
             if alive and alive not in killed:
                 os.kill(alive, how)
                 killed.add(alive)
                 done, in_a_row = done + 1, in_a_row + 1
-                killed_s = killed_s or time.monotonic()  # a kill before it was back counts from the one before
+                # A kill before the first token of a generation counts from the kill before.
+                awaited.setdefault(name, Awaited(server, name, tally))
                 next_s = time.monotonic() + rng.uniform(*gap_s)
                 if done % 20 == 0:
                     progress(f"{done} kills, {tally.requests} requests")
@@ -231,8 +254,42 @@ def campaign(
     enough.set()
     for thread in threads:
         thread.join()
-    if killed_s is not None and tally.heard_s > killed_s + DRAINED_S:
-        back_s.append(tally.heard_s - killed_s)
+    back_s += [took_s for one in awaited.values() if (took_s := one.took_s()) is not None]
     if server.process.poll() is not None:
         tally.fault("server", f"it ended with {server.process.returncode}")
     return Outcome(done, time.monotonic() - began_s, tally, back_s)
+
+
+class Awaited:
+    """The first token of an engine after its kill.
+
+    With one engine that is the first token of any stream. Of several engines the others go on, so the tokens of the
+    killed engine are counted: the server's counter of tokens by engine, read at most every `POLL_S`.
+    """
+
+    def __init__(self, server: LiveServer, name: str, tally: Tally) -> None:
+        self._server, self._tally, self._killed_s = server, tally, time.monotonic()
+        self._number = name.removeprefix("engine").strip()  # empty with one engine
+        self._sent: float | None = None  # tokens of the killed generation
+        self._next_s = self._killed_s + DRAINED_S
+
+    def took_s(self) -> float | None:
+        """Seconds from the kill to the first token; None if there was none yet."""
+        if not self._number:
+            heard_s = self._tally.heard_s
+            return heard_s - self._killed_s if heard_s > self._killed_s + DRAINED_S else None
+        if time.monotonic() < self._next_s or self._server.process.poll() is not None:
+            return None
+        self._next_s = time.monotonic() + POLL_S
+        try:
+            sent = tokens_of_engine(self._server, self._number)
+        except OSError:  # the server is ending, which `campaign` reports
+            return None
+        if self._sent is None:
+            self._sent = sent
+        return time.monotonic() - self._killed_s if sent > self._sent else None
+
+
+def tokens_of_engine(server: LiveServer, number: str) -> float:
+    """Tokens of answers of one engine that arrived at the API workers."""
+    return metric(server, rf'lockstep_generation_tokens_total\{{(?=[^}}]*engine="{number}")[^}}]*')

@@ -58,7 +58,7 @@ class LiveServer:
         return self.log.read_text("utf-8", "replace")
 
     def status_of(self, path: str) -> int:
-        """The status that a GET of this path has; 0 without an answer."""
+        """Return the status of a GET of this path; 0 without a response."""
         try:
             with urllib.request.urlopen(self.url + path, timeout=60) as answer:
                 return int(answer.status)
@@ -88,7 +88,7 @@ class LiveServer:
         return Path(words[words.index("lockstep.api.processes.fork_server") + 1])
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
-        """Ask it to end, and return its exit status."""
+        """Send a signal to end the server, and return its exit status."""
         if self.process.poll() is None:
             os.kill(self.process.pid, how)
         try:
@@ -133,7 +133,7 @@ def metric(server: LiveServer, name: str) -> float:
 
 
 def running(server: LiveServer) -> float:
-    """How many requests the engine says that it runs."""
+    """Return the number of requests that the engine reports as running."""
     return metric(server, "lockstep_num_requests_running")
 
 
@@ -152,7 +152,7 @@ def ask_operator(path: Path, where: str, key: str, body: Any = None) -> tuple[in
 
 
 def until(true: object, seconds: float = 120.0) -> None:
-    """Wait until a function says True. Fails after so long."""
+    """Wait until a function returns True. Raises: AssertionError after `seconds`."""
     assert callable(true)
     ends_s = time.monotonic() + seconds
     while not true():

@@ -1,8 +1,8 @@
 """A server that answers completions at once: `python -m tests.support.null_server`; prints its port.
 
-Answers as many words as `max_tokens` asks for, remembers every prompt, and gives them back at /prompts. A prompt that
-contains "fail" is refused; one with "hang" is never answered to its end; one with "crowd" not before so many as CROWD
-came.
+An answer has `max_tokens` words. The server stores every prompt, and returns them at /prompts. A prompt that
+contains "fail" is refused; an answer to one with "hang" never ends; an answer to one with "crowd" waits for CROWD
+requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CROWD = 3
 
 
 def requested_of(server: str) -> list[dict[str, Any]]:
-    """What the server was asked, in the order in which it came."""
+    """Return the requests that the server received, in order of arrival."""
     request = urllib.request.Request(f"{server}/prompts", data=b"", method="POST")
     with urllib.request.urlopen(request, timeout=120) as answer:
         found: list[dict[str, Any]] = json.load(answer)
@@ -31,7 +31,7 @@ def requested_of(server: str) -> list[dict[str, Any]]:
 
 
 def await_asked(server: str, count: int) -> None:
-    """Wait until the server was asked so often; how long that takes does not matter, a hang does."""
+    """Wait until the server has received this number of requests, without a limit other than that for a hang."""
     until_s = time.monotonic() + 120
     while len(requested_of(server)) < count:
         assert time.monotonic() < until_s, f"not asked {count} times within 120 s"

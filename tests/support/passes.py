@@ -46,10 +46,10 @@ def make_pass(
     seed: int = 0,
     only: Sequence[int] | None = None,
 ) -> Pass:
-    """A pass whose row i computes positions [start:stop) of `spans[i]`.
+    """Make a pass whose row i computes positions [start:stop) of `spans[i]`.
 
-    The pool holds the KV of what came before; unused pages, unwritten slots and the scratch page are NaN. With `only`,
-    the same rows with the same numbers, but just those run.
+    The pool holds the KV of earlier positions; unused pages, unwritten slots and the scratch page are NaN. With `only`,
+    the rows keep their numbers, but just these rows run.
     """
     rng = np.random.default_rng(seed)
 
@@ -109,7 +109,7 @@ def make_pass(
 
 
 def moved(made: Pass, device: str) -> Pass:
-    """The same pass on another device."""
+    """Return the pass on another device."""
     made.pool.keys = [one.to(device) for one in made.pool.keys]
     made.pool.values = [one.to(device) for one in made.pool.values]
     for owner, names in (

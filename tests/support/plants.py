@@ -12,10 +12,12 @@ from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from lockstep.core.contract.commands import PageDeltas, SampleBatch, Step
 from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import RequestArrived
 from lockstep.core.features import grammars
 from lockstep.core.features.media import EncoderCache
 from lockstep.core.kv.adapters import Adapters
@@ -25,7 +27,7 @@ from lockstep.core.kv.memory import Memory
 from lockstep.core.kv.radix import Inserted, RadixCache
 from lockstep.core.kv.resource import ExtendShare
 from lockstep.core.kv.state_pool import StatePool
-from lockstep.core.kv.tiers import Tiers
+from lockstep.core.kv.tiers import LoadCandidate, Tiers
 from lockstep.core.kv.window_pool import WindowPool
 from lockstep.core.requests import delivery
 from lockstep.core.requests.batching import InFlight
@@ -142,7 +144,7 @@ def whole_prompt_matched() -> Plant:
 
 
 def row_freed_between_chunks() -> Plant:
-    """A split prompt gives its row up between two chunks, while the first may still be running (SG#17850)."""
+    """A split prompt frees its row between two chunks, while the first may still be running (SG#17850)."""
 
     def bug(extend_to: Original, planner: PrefillPlanner, request: Request, *rest: object) -> None:
         extend_to(planner, request, *rest)
@@ -180,7 +182,7 @@ def whole_batch_must_fit() -> Plant:
 
 
 def lone_decoder_ended() -> Plant:
-    """The only one that decodes ends for want of pages, although a split prompt could give some back (NV#274)."""
+    """The only decoding request ends with out_of_kv, although a split prompt could free some pages (NV#274)."""
 
     def bug(make_room: Original, planner: DecodePlanner, running: RunningState, step: Step) -> bool:
         engine = planner._state
@@ -214,7 +216,7 @@ def running_counted_down_twice() -> Plant:
 
 
 def double_free() -> Plant:
-    """Releasing the row of a retracted request gives one of its pages back twice (SG#18694)."""
+    """Releasing the row of a retracted request frees one of its pages twice (SG#18694)."""
 
     def bug(release: Original, memory: Memory, deferred: DeferredFree, step: Step) -> None:
         pages = memory.table.pages[deferred.row, deferred.protected_pages : deferred.protected_pages + 1].copy()
@@ -230,7 +232,7 @@ def double_free() -> Plant:
 
 
 def no_epoch_check() -> Plant:
-    """Tokens in flight of a request that left its row are applied all the same (SG#1860)."""
+    """Tokens in flight of a request that left its row are still applied (SG#1860)."""
 
     def bug(leave: Original, memory: Memory, request: Request, *rest: object, **options: object) -> None:
         row = request.row
@@ -484,7 +486,7 @@ def window_lock_leak() -> Plant:
 
 
 def window_of_headroom() -> Plant:
-    """A request that starts has to get a whole window of pages, however few it will open (SG#32379)."""
+    """A request that starts must get a whole window of pages, even if it will open fewer (SG#32379)."""
 
     def bug(promised: Original, window: WindowPool, request: Request, stop: int, first: int) -> int:
         return window.row_pages_max
@@ -537,7 +539,7 @@ def other_microbatches_not_searched() -> Plant:
 
 
 def chunk_wants_a_place() -> Plant:
-    """The next chunk of a prompt asks for a place although the prompt has one (SG#23006)."""
+    """The next chunk of a prompt requires a place although the prompt has one (SG#23006)."""
     return _replaced(
         Microbatches, "has_place", lambda original, several, request=None: several.places[several.at] < several.size
     )
@@ -570,6 +572,8 @@ FOUND_BY_STORY: dict[str, str] = {
     "hold_forgotten": "admission/held_prefix_counts_for_those_behind",
     "lone_decoder_ended": "retraction/last_decoder_and_a_split_prompt",
     "preempted_for_nothing": "preemption/fewest_victims",
+    "compiled_grammar_counts_as_held": "grammar/queue_limit",
+    "uses_counted_double": "tiers/selective_three_uses",
     "stop_among_drafts_missed": "museum/g13_stop_token_among_drafts",
     "whole_batch_must_fit": "museum/b2_the_rest_must_fit_not_the_whole",
 }
@@ -596,7 +600,7 @@ def row_not_freed() -> Plant:
 
 
 def page_not_freed() -> Plant:
-    """One page of a row that is released comes back to nothing."""
+    """One page of a released row is not freed."""
 
     def bug(release: Original, memory: Memory, deferred: DeferredFree, step: Step) -> None:
         free = memory.pool.free_count
@@ -667,6 +671,83 @@ def encoder_room_not_released() -> Plant:
     return _replaced(EncoderCache, "release", lambda original, cache, request_id, free_after=None: None)
 
 
+# -------------------------------------------------------------------------------------- what no digest and no story saw
+
+
+def tiers_never_wake() -> Plant:
+    """A request that waits for a load or a prefetch has a due time, and the engine does not wake for it."""
+
+    def bug(advance: Original, tiers: Tiers, requests: Any, waiting: Any, step: Step, *, admits: bool) -> bool:
+        wake_at_us = step.wake_at_us
+        freed: bool = advance(tiers, requests, waiting, step, admits=admits)
+        step.wake_at_us = wake_at_us
+        return freed
+
+    return _replaced(Tiers, "advance", bug)
+
+
+def load_waits_for_ever() -> Plant:
+    """A request that waits for a load has no due time, though `load_timeout_us` is set."""
+
+    def bug(wait: Original, tiers: Tiers, candidate: LoadCandidate, number: int, step: Step) -> bool:
+        waits: bool = wait(tiers, candidate, number, step)
+        candidate.due_us = None
+        return waits
+
+    return _replaced(Tiers, "_wait", bug)
+
+
+def running_timeout_forgotten() -> Plant:
+    """The settings limit the time of a request, and its timer is not set."""
+
+    def bug(set_timers: Original, state: SchedulerState, request: Request) -> None:
+        config = state.config
+        state.config = msgspec.structs.replace(config, running_timeout_us=None)
+        try:
+            set_timers(state, request)
+        finally:
+            state.config = config
+
+    return _replaced(SchedulerState, "_set_timers", bug)
+
+
+def grammar_timeout_forgotten() -> Plant:
+    """A request waits for its grammar without a time limit."""
+
+    def bug(must_wait: Original, own: grammars.Grammars, request: Request, timeout_us: int | None, step: Step) -> bool:
+        waits: bool = must_wait(own, request, None, step)
+        return waits
+
+    return _replaced(grammars.Grammars, "must_wait", bug)
+
+
+def compiled_grammar_counts_as_held() -> Plant:
+    """A request whose grammar is compiled is refused because others wait for theirs."""
+
+    def bug(refuse: Original, own: grammars.Grammars, event: RequestArrived, *rest: Any) -> None:
+        known = own.known.get(event.grammar.digest) if event.grammar is not None else None
+        if known is None or known.error:
+            refuse(own, event, *rest)
+            return
+        known.error, error = None, known.error
+        try:
+            refuse(own, event, *rest)
+        finally:
+            known.error = error
+
+    return _replaced(grammars.Grammars, "refuse", bug)
+
+
+def uses_counted_double() -> Plant:
+    """A use of a cached page counts twice under write_through_selective."""
+
+    def bug(used: Original, tiers: Tiers, match: Any) -> None:
+        used(tiers, match)
+        used(tiers, match)
+
+    return _replaced(Tiers, "used", bug)
+
+
 PLANTS: dict[str, Callable[[], Plant]] = {
     plant.__name__: plant
     for plant in (
@@ -732,3 +813,16 @@ RELEASES: dict[str, Callable[[], Plant]] = {
     )
 }
 """The release of each resource, left out: no bugs of other engines, but mistakes that a new resource invites."""
+
+UNSEEN: dict[str, Callable[[], Plant]] = {
+    plant.__name__: plant
+    for plant in (
+        compiled_grammar_counts_as_held,
+        grammar_timeout_forgotten,
+        load_waits_for_ever,
+        running_timeout_forgotten,
+        tiers_never_wake,
+        uses_counted_double,
+    )
+}
+"""Mistakes of which an earlier version of the tests noticed nothing."""

@@ -1,7 +1,7 @@
-"""Checkpoints in fewer bits, as other tools write them, and the same widened again: made from a folder, for tests.
+"""Checkpoints in fewer bits, in the layouts of other tools, and their values in float32: made from a folder, for tests.
 
-Written by the definitions of the layouts, word by word, and by nothing of the runtime: so that a mistake in how they
-are read cannot be made twice. `write` makes two folders, of which the second holds in float32 what the first says.
+The layouts are written from their definitions and not by code of the runtime, so that a mistake in reading them is not
+repeated here. `write` makes two folders; the second holds in float32 the values that the first represents.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 def write(source: Path, kind: str, to: Path, *, widened: Path | None = None, kept: tuple[str, ...] = ()) -> Path:
-    """A folder in one of `KINDS`, and if asked for what it says in float32.
+    """Write a folder in one of `KINDS`, and optionally the values that it represents in float32.
 
     Args:
         kept: modules that are not quantised, by parts of their names.

@@ -1,13 +1,13 @@
 """Data-parallel ranks, each over a tagged KV pool of its own, and the exchange between their hosts.
 
-The hosts do what docs/contract.md asks of hosts, and nothing more: a proposal goes to every rank; once all have
-proposed a round, each hears the same RanksAgreed, whenever it gets round to that. Batches are collectives: one ends
-only when every rank has launched it, and then on all ranks, though each notices when it does. So a rank that ever
-launches something that the others do not stands still for ever, and `settle` says so (L11).
+The hosts do what docs/contract.md requires of hosts, and nothing more. A proposal is sent to every rank; once all have
+proposed a round, each receives the same RanksAgreed, at any later time. Batches are collectives: one ends only when
+every rank has launched it, and then on all ranks, though each rank collects it at its own time. So a rank with a launch
+that the others do not have waits for ever, and `settle` reports it (L11).
 
     group = RankGroup([config of rank 0, config of rank 1])
     group.arrive(0, asked)                 at one rank
-    group.settle()                         everything that can happen does, until all is at rest
+    group.settle()                         everything that can happen does, until nothing is left
     group.answers[asked.key]
 
 After every event the invariants of its engine are checked; after every round, that all ranks have decided alike (S28).
@@ -205,7 +205,7 @@ class RankGroup:
             self.marks["offered out of turn"] += 1
 
     def hear(self, rank: int) -> bool:
-        """A host hears what all have agreed on, if it has not yet."""
+        """Deliver the next agreement of all ranks to a host. Returns False if there is none."""
         member = self.members[rank]
         if not member.agreed:
             return False
@@ -233,7 +233,7 @@ class RankGroup:
         return all(len(member.launched) > number for member in self.members)
 
     def compiled(self, member: Member, choice: int = 0, error: str = "") -> None:
-        """A grammar that a rank asked for is compiled, or cannot be."""
+        """Report an outstanding grammar of a rank as compiled, or as failed."""
         grammar = member.compiling.pop(choice % len(member.compiling))
         if error and member.engine.grammars.known[grammar.digest].error is None:
             member.invalid.add(grammar.source)
@@ -247,14 +247,14 @@ class RankGroup:
             self.fold(member, ClockAdvanced(self._now(member)))
 
     def control(self, rank: int, control: Control) -> None:
-        """Ask one engine."""
+        """Submit a control to one engine."""
         member = self.members[rank]
         number = len(member.controls)
         member.controls[number] = None
         self.fold(member, ControlRequested(self._now(member), number, control))
 
     def restart(self) -> None:
-        """A rank is lost, so a collective may never end: all begin again. What was under way may still be heard."""
+        """Lose a rank, so that a collective may never end: all ranks restart. Messages in progress may still arrive."""
         self.generation += 1
         self.round, self.proposals, self.passes, self.microbatches = 0, {}, [], []
         for member in self.members:
@@ -263,7 +263,7 @@ class RankGroup:
             self.fold(member, EngineRestarted(self._now(member), self.generation))
 
     def raises(self, rank: int) -> None:
-        """A rank meets an impossible fact: it changes nothing, and its host gives the group up."""
+        """Give a rank an impossible fact: its state is unchanged, and its host ends the group."""
         member = self.members[rank]
         before = snapshot.dump(member.engine)
         for impossible in (
@@ -290,7 +290,7 @@ class RankGroup:
     # ------------------------------------------------------------------------------------------------------------ fold
 
     def fold(self, member: Member, event: Observed) -> Step:
-        """Give an engine one event, perform what follows, check everything."""
+        """Pass an event to an engine, carry out the commands, check everything."""
         if self.restores:
             data = snapshot.dump(member.engine)
             member.engine = snapshot.restore(data)
@@ -449,7 +449,7 @@ class RankGroup:
             self.finish(member.rank)
 
     def settle(self, rng: random.Random | None = None) -> None:
-        """Let everything happen that still can, until all is at rest; L1, L7, L9 and L11 say that it comes to that."""
+        """Do everything that is possible, until nothing is left; by L1, L7, L9 and L11 that state is reached."""
         rng = rng or random.Random(0)
         for _ in range(ROUNDS_MAX):
             if self.idle:
@@ -467,7 +467,7 @@ class RankGroup:
             member.kv.check_plans_unchanged()
 
     def replay(self) -> None:
-        """S28, S35: what each rank was told gives the same digests again, without any other rank."""
+        """S28, S35: check that the events of each rank give equal digests again, without any other rank."""
         for member in self.members:
             engine = Engine(member.config)
             for event, digest in member.events:
@@ -606,7 +606,7 @@ def run_history(seed: int, steps: int = 600) -> RankGroup:
 
 
 def make_trouble(group: RankGroup, rng: random.Random, trouble: str) -> None:
-    """One thing goes wrong, or is asked for, if it can be."""
+    """Cause one failure or submit one control, if that is possible."""
     member = rng.choice(group.members)
     match trouble:
         case "cancel" if member.asked:
@@ -639,7 +639,7 @@ def make_trouble(group: RankGroup, rng: random.Random, trouble: str) -> None:
 
 
 def come_to_rest(group: RankGroup, rng: random.Random) -> None:
-    """No more trouble: pauses end; then every answer must come, and be what one plain engine gives."""
+    """Cause no more failures and end pauses; then every answer must arrive, equal to that of one plain engine."""
     for member in group.members:
         group.control(member.rank, Resume())
     group.settle(rng)

@@ -32,9 +32,9 @@ def record_model(
     """Let the demo model answer on the CPU, and keep the journal of its engine.
 
     Args:
-        asked: prompts, and what is asked of their answers, as fields of `Params`.
-        rounds: how often all of it is asked; the first time grammars come late, for they are compiled.
-        kind: how its weights are stored, one of `tests.support.quantize.KINDS`; empty: as they are.
+        asked: prompts, each with fields of `Params`.
+        rounds: how often all prompts are submitted; in the first round grammars are late, since they are compiled.
+        kind: how the weights are stored, one of `tests.support.quantize.KINDS`; empty: as they are.
     """
     from lockstep.runtime import LLM, Params
     from lockstep.runtime.llm import demo_folder
@@ -70,7 +70,7 @@ def record_required_call(folder: Path) -> Path:
 
 
 def record_run(folder: Path, run: Run) -> Path:
-    """Write what a scenario's run was told, and what it decided, as a journal."""
+    """Write the events of a scenario's run, with their digests, as a journal."""
     header = JournalHeader(config=run.config, seed=0, host={"kind": "scenario"})
     with JournalWriter.create(folder, header) as journal:
         for event, digest in zip(run.events, run.digests, strict=True):
@@ -86,7 +86,7 @@ def record_story(folder: Path, text: str) -> Path:
 
 
 def record_scenario(folder: Path, name: str) -> Path:
-    """The same of a file in tests/scenarios, such as `admission/running_limit`."""
+    """Record the run of a file in tests/scenarios, such as `admission/running_limit`."""
     return record_story(folder, (SCENARIOS / f"{name}.txt").read_text())
 
 
@@ -112,7 +112,7 @@ def record_simulation(
 
 
 def waited_by(story: RequestTimeline) -> Waited:
-    """What a story says of waiting until the first token."""
+    """Return the waits before the first token, by cause, as a request timeline reports them."""
     first_us = story.first_token_us
     before = [wait for i, wait in enumerate(story.waits) if not i or first_us < 0 or wait.start_us < first_us]
     until_us = first_us if first_us >= 0 else sys.maxsize  # a decode engine's requests may wait on behind it

@@ -2,15 +2,15 @@
 
     config page_size=2 pages=16                              and for one of several engines: @prefill role=prefill
     # What the sequence shows.
-    @decode                                                  the engine of what follows; one of them needs no name
+    @decode                                                  the engine of what follows; a single one needs no name
     BatchFinished(time_us=300, batch_id=1, tokens=ids(7, 8), accepted=ids(2))
     ----
     StreamTokens(request_ids=[0], offsets=[1], token_counts=[2], tokens=[7, 8])
 
-Above the rule are observed events, below it what the Step of each must hold, all of them together. Every line becomes a
-value of the contract's own types, field by field, so a field that is missing, misspelt or of another type is an error.
-`check` looks at what can be seen without an engine: times, batch numbers, and which answer belongs to which order.
-`play` gives the events to an engine with the config of the first line, and holds its Steps against what is written.
+Above the rule are observed events, below it the contents that the Steps must have, of all events together. Every line
+becomes a value of the contract's own types, field by field, so a field that is missing, misspelt or of another type is
+an error. `check` checks what needs no engine: times, batch numbers, and which answer belongs to which order.
+`play` passes the events to an engine with the config of the first line, and compares its Steps with the sequence.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def is_spelt_out(text: str) -> bool:
 
 
 def play(sequence: Sequence) -> None:
-    """Raise AssertionError at the first Step that is not what the sequence says. The engine is restored every time."""
+    """Play a sequence; the engine is restored every time. Raises: AssertionError at the first Step that differs."""
     engines: dict[str, Engine] = {}
     for exchange in sequence.exchanges:
         decided, ordered = [], []
@@ -161,7 +161,7 @@ def _value(node: ast.expr) -> Any:
 
 
 def _struct(kind: type[msgspec.Struct], fields: dict[str, Any]) -> msgspec.Struct:
-    """A struct whose every field is of the declared type; lists become the arrays of int32 or int64 they stand for."""
+    """Make a struct and check the type of every field; lists become arrays of int32 or int64 where declared."""
     hints = typing.get_type_hints(kind)
     unknown = fields.keys() - set(kind.__struct_fields__)
     if unknown:
@@ -186,7 +186,7 @@ def _holds_arrays(value: Any) -> bool:
 
 @dataclass
 class Orders:
-    """What one engine has been told to do and has not answered."""
+    """The commands to one engine's host that are not answered yet."""
 
     now_us: int = 0
     next_batch: int = 0

@@ -158,7 +158,7 @@ Order = SwapWeights | ReleaseDeviceMemory | ResumeDeviceMemory
 
 
 class ScenarioError(Exception):
-    """A scenario that cannot be read, or asks for what cannot be done. The message names the line."""
+    """A scenario cannot be read, or requires something impossible. The message names the line."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
@@ -180,7 +180,7 @@ class Block:
 
 
 def parse(text: str) -> list[Block]:
-    """The blocks of a scenario, in order. Joining them with `unparse` gives the text back."""
+    """Return the blocks of a scenario, in order. `unparse` joins them to the original text."""
     blocks: list[Block] = []
     lines: list[str] = []
     first = 1
@@ -259,7 +259,7 @@ class Run:
     # ---- facts
 
     def fold(self, event: Observed) -> Step:
-        """Give the engine one fact, and check all that can be checked about what follows."""
+        """Pass one fact to the engine, and check its Step."""
         if self.restore:
             self._snapshot()
         states = {request_id: request.state for request_id, request in self.engine.requests.items()}
@@ -277,6 +277,7 @@ class Run:
         self.newest_plan = step.launched() or self.newest_plan
         self.orders += [command for command in step.commands if isinstance(command, Order)]
         invariants.check(self.engine)
+        invariants.check_wake(self.engine, step)
         return step
 
     def _note_transitions(self, states: dict[RequestId, Any], step: Step) -> None:
@@ -683,7 +684,7 @@ class Run:
         return self._by_name(lines)
 
     def _by_name(self, lines: list[str]) -> list[str]:
-        """Media by the names that the story gives them."""
+        """Return media by the names in the scenario."""
         for hexadecimal, name in self.media.items():
             lines = [line.replace(hexadecimal, name) for line in lines]
         return lines

@@ -1,7 +1,7 @@
-"""Serves requests on one engine over a tagged KV pool, and says what each client got.
+"""Serves requests on one engine over a tagged KV pool, and returns the answer that each client got.
 
-The answer to a request is a pure function of what it asks (`Asked.answer`): neither its neighbours nor any setting may
-change it. So schedules are compared with that, and the tagged KV says which cell was wrong.
+The answer to a request is a pure function of its fields (`Asked.answer`): neither its neighbours nor any setting may
+change it. So schedules are compared with that function, and the tagged KV reports a wrong cell.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """One request. `key` decides its tokens, whatever id it gets."""
+    """One request. `key` determines its tokens, under any request id."""
 
     key: int
     prompt: tuple[int, ...]
@@ -55,7 +55,7 @@ class Asked:
 
     @property
     def answer(self) -> Answer:
-        """What the client must get."""
+        """Return the answer that the client must get."""
         ends = [number for number in self.stops if self.min_new <= number + 1 <= self.max_new]
         count = min(ends) + 1 if ends else self.max_new
         return Answer("stop" if ends else "length", tuple(self.token(number) for number in range(count)))
@@ -103,7 +103,7 @@ class _Host:
         self.fold(event)
 
     def fold(self, event: Observed) -> bool:
-        """Give the engine one event. Returns whether it launched a batch."""
+        """Pass one event to the engine. Returns whether it launched a batch."""
         step = self.engine.step(event)
         self.kv.observe(event, step)
         if self.check:

@@ -22,7 +22,7 @@ def asked(key: int, prompt: int = 4, max_new: int = 4, **more: Any) -> Asked:
 
 
 def offer(made: RankGroup) -> None:
-    """Every rank is given a slot, and hears what all agreed on."""
+    """Offer a slot to every rank, and deliver what all agreed on."""
     for member in made.members:
         made.ready(member.rank)
     while any(made.hear(member.rank) for member in made.members):

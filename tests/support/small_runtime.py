@@ -78,7 +78,7 @@ class SumAttention:
         self.pool = pool
 
     def plan(self, batch: ForwardBatch, graph: bool = False) -> None:
-        """In a graph every row reads its whole page table: only tensors may tell one replay from another."""
+        """In a graph every row reads its whole page table: replays may differ only in the contents of tensors."""
         self._longest = batch.page_table.shape[1] * self.pool.page_size if graph else batch.longest
         counts = torch.from_numpy((batch.lengths_host - batch.starts_host).astype(np.int64))
         self._of_row = torch.arange(batch.count).repeat_interleave(counts)
@@ -118,7 +118,7 @@ class SumModel:
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """What `SumModel` says behind these tokens."""
+    """Return the token that `SumModel` computes after these tokens."""
     total = sum((token * 7919 + p * 104729 + 13) % 65537 * (p % 31 + 1) for p, token in enumerate(tokens))
     return total % VOCABULARY
 
@@ -134,7 +134,7 @@ def alone(prompt: Sequence[int], count: int, stops: Sequence[int] = ()) -> list[
 
 
 class Foreseeing(NgramDrafter):
-    """Drafts what `SumModel` will say, wrong from some place on that follows from the row and where it stands."""
+    """Drafts the tokens that `SumModel` will compute, wrong after a number that follows from row and position."""
 
     def draft(
         self,

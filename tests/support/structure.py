@@ -150,9 +150,9 @@ def engine_figures(core: list[Source], engine_types: frozenset[str]) -> Iterator
 
 
 def engine_homes(core: list[Source], engine_types: frozenset[str]) -> list[Source]:
-    """The modules that define a class with one of these names and a method `step(self, event)`.
+    """Return the modules that define a class with one of these names and a method `step(self, event)`.
 
-    A class that only stands in as a parameter type is no engine, and what its module does with an engine counts.
+    A class that is used only as a parameter type is no engine, and uses of an engine in its module count.
     """
     return [source for source in core if any(_is_engine(node, engine_types) for node in source.tree.body)]
 
@@ -455,8 +455,7 @@ def wording_figures(root: Path, found: list[Source]) -> Iterator[Figure]:
         Place(str(file.relative_to(root)), number, line.strip())
         for file in documents
         if file.exists()
-        for number, line in enumerate(file.read_text().splitlines(), 1)
-        if line.strip()
+        for number, line in prose_lines(file.read_text())
     ]
     for name, meaning, texts, words in (
         ("personal docstrings", "docstrings with a word for persons", strings, PERSONAL_WORDS),
@@ -468,6 +467,16 @@ def wording_figures(root: Path, found: list[Source]) -> Iterator[Figure]:
     ):
         places = tuple(place for place in texts if has_word(place.text, words))
         yield Figure(name, len(places), meaning, places, len(texts))
+
+
+def prose_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a page in Markdown, with their numbers, without empty lines and fenced code."""
+    fenced = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif line.strip() and not fenced:
+            yield number, line
 
 
 def has_word(text: str, words: re.Pattern[str]) -> bool:

@@ -123,7 +123,7 @@ class TaggedHybrid:
             placed.written[row] = set(windows[start // self.page_size : last])
 
     def _check_writers(self, name: str, placed: Placed, before: list[Placed]) -> None:
-        """Nothing that a plan writes is another row's: of the same plan, or of plans in flight."""
+        """Check that a plan writes nothing that belongs to another row, of the same plan or of plans in flight."""
         for row, written in placed.written.items():
             for other in (placed, *before):
                 for other_row, touched in other.touched.items():
@@ -201,7 +201,7 @@ class TaggedHybrid:
         self.stands_in[row] = right
 
     def narrow(self, batch_id: int, row: int, start: int, stop: int) -> None:
-        """A result says that a row of a batch behind it begins at `start` at least, and stops at `stop` at most."""
+        """Restrict a row's window pages in a later batch to positions [start:stop), which a result has determined."""
         placed = self.placed[batch_id]
         if self.settings.window_tokens:
             first, last = max(start - self.behind, 0) // self.page_size, -(-stop // self.page_size)

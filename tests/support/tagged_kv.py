@@ -1,29 +1,29 @@
-"""A fake executor that knows what every KV cell must hold, and checks every cell that a batch reads.
+"""A fake executor with a tag in every KV cell, which checks every cell that a batch reads.
 
 It folds plans exactly as a real executor does: page tables from deltas, a reset for every row that changes hands, the
 newest sampled token by row. Instead of keys and values a cell holds a *prefix id*: a number interned from (the prefix
 id before it, the token), starting from the namespace. Where a prompt has a span, its content and number stand for the
 token. Equal ids mean equal tokens at equal positions behind equal prefixes, which is what attention needs. So one
-comparison per cell finds pages shared wrongly, freed too early, read before they were written, or written by two
-requests.
+comparison per cell finds pages that are shared wrongly, freed too early, read before they were written, or written by
+two requests.
 
     launch(plan)     checks what can be checked at once, and queues the plan: the stream
     advance(command) moves matchers and lets a deferred batch sample
     execute()        runs the oldest queued plan: the device; returns the tokens it sampled
-    deliver(id)      the host hands the result to the core: whatever the batch used is no longer fenced
+    deliver(id)      the host passes the result to the core: deferred frees of the batch are due
 
-A row under a grammar has a matcher, which here is no more than the tokens it has seen. A row is sampled when its
-matcher has seen exactly the output before; it sees no token twice, and none behind the end of its grammar
+A row under a grammar has a matcher, which here is only the tokens that it has taken in. A row is sampled when its
+matcher has taken in exactly the output before; no token is taken in twice, and none after the end of its grammar
 (`Story.grammar_ends`).
 
 Tokens are a pure function of (request, position), so a token drawn again after a retraction is the same one.
-A test that scripts tokens gives `sample` its own function.
+A test that scripts tokens passes `sample` a function of its own.
 
-A plan with drafts is verified: the first of a row's drafts are right, as many as `accept` says, and what the others
-leave in their cells is garbage. A row then stands behind what was accepted, and the next plan must start there.
+A plan with drafts is verified: of a row's drafts the first `accept` are right, and the others leave garbage in their
+cells. The next plan must start after the accepted tokens.
 
-Adapters have slots on the device: a load is written into its slot at once and usable when it was answered. Every plan
-finds the adapters of its rows where the plan says, and no more of them than fit; no load touches one in use.
+Adapters have slots on the device: a load is written into its slot at once and usable when it was answered. The adapters
+of a plan's rows must be in the slots of the plan, at most as many as fit; no load touches a slot in use.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Row:
 
 @dataclass
 class Story:
-    """What a request's tokens are, known to the executor from what it was told and what it sampled."""
+    """The tokens of a request, from the events and from the executor's own samples."""
 
     namespace: object  # all that sets its KV apart from that of equal tokens
     tokens: list[Any]  # ids; where a span is, (digest, number of the embedding) instead
@@ -198,7 +198,7 @@ class TaggedKv:
     ) -> None:
         """With `eager`, a plan runs when it is launched; otherwise as late as possible, right before its delivery.
 
-        Devices that share `interned` mean the same by a prefix id, so that cells may be copied between them.
+        Devices that share `interned` use the same prefix ids, so that cells may be copied between them.
         """
         self.config = config
         self.sample = sample
@@ -356,7 +356,7 @@ class TaggedKv:
                 self.slots.clear()
 
     def load(self, command: LoadAdapter) -> None:
-        """Begin to write an adapter into its slot; whatever was there is gone."""
+        """Begin to write an adapter into its slot; the content before is lost."""
         if command.slot not in range(self.config.max_loras or 0):
             raise KvError(f"slot {command.slot} of {self.config.max_loras} is loaded")
         if self.ordered or "weights" in self.released:
@@ -531,7 +531,7 @@ class TaggedKv:
                 self.hybrid.write(plan, i, row_index, start, ids)
 
     def _verify(self, launched: Launched, i: int, row: Row, drafts: int) -> None:
-        """Compute a row's newest token and its drafts, from where it stands; those that are wrong leave garbage."""
+        """Compute a row's newest token and its drafts, from its position; wrong drafts leave garbage."""
         plan, story = launched.plan, self.stories[row.request_id]
         start = int(plan.starts[i]) if row.failed else row.stands  # a batch that failed did not move it
         table = launched.tables[int(plan.rows[i])]
@@ -596,7 +596,7 @@ class TaggedKv:
         return msgspec.structs.replace(event, grammar_ended=ended) if ended else event
 
     def tell_forced(self, time_us: int) -> TokensForced | None:
-        """What the grammars force behind the result that was made last; to be told behind it."""
+        """Return the tokens that grammars force after the newest result; the host reports them after it."""
         forced, self.forced = self.forced, ()
         return TokensForced(time_us, self.generation, forced) if forced else None
 
@@ -779,7 +779,7 @@ class TaggedKv:
                           f"{taken.adapter_version}, r{taken.request_id} came for {adapter}")  # fmt: skip
 
     def _check_adapters(self, plan: BatchPlan) -> None:
-        """S25: the adapters of a plan are where their rows say, and not too many: of the plan, and of all that runs."""
+        """S25: check the slots of the adapters in a plan, and their number: in the plan, and in all running batches."""
         if not self.config.max_loras:
             return
         for row in plan.rows.tolist():
@@ -822,7 +822,7 @@ class TaggedKv:
         return self._pages_to(plan, row, stop)
 
     def _check_verifying(self, plan: BatchPlan, i: int, row: Row, start: int, stop: int) -> set[int]:
-        """A row verifies from the least to the most at which it can stand; where that differs, a batch says which."""
+        """Check that a row verifies within its least and greatest position; if they differ, the plan names a batch."""
         assert plan.speculation is not None
         name, drafts = f"b{plan.batch_id}: r{row.request_id}", int(plan.speculation.draft_lengths[i - plan.extend_rows])
         if (start, stop) != (row.least, row.reach + 1 + drafts):

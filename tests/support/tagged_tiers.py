@@ -1,10 +1,10 @@
 """Host memory and storage below a `TaggedKv`: copies move prefix ids, so that a page loaded must be the page written.
 
 A copy happens as late as it may: a write reads the device's pages when it is answered, unless they were given up, and a
-load reads the host's then. So a page that was reused too early shows up as another prefix where a batch reads it. What
-a move did not bring, or is still to bring, holds what no request may read.
+load reads the host's pages at its answer. So a page that was reused too early is found as another prefix when a batch
+reads it. Pages that a move did not bring, or is still to bring, hold an id that no request may read.
 
-Storage is known by key alone. Two different pages under one key are an error: the key says too little.
+Storage is addressed by key alone. Two different pages under one key are an error: the key is incomplete.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class TaggedTiers:
     def answer(
         self, move: Move, time_us: int, pages_done: int | None = None, error: str = "", *, cut: bool = False
     ) -> Answer:
-        """The event that ends a move; of all that it can bring unless said.
+        """Return the event that ends a move; by default the whole move is done.
 
-        A prefetch then has blocks, too, unless it is `cut` behind its pages.
+        A prefetch then has blocks, too, unless it is `cut` after its pages.
         """
         found = self.found(move)
         answer = _answer(move, time_us, found if pages_done is None else pages_done, error)
@@ -103,7 +103,7 @@ class TaggedTiers:
         return answer
 
     def before(self, event: Observed, step: Step) -> None:
-        """Move what an answer says was moved, and read what is given up: before the `TaggedKv` runs what follows."""
+        """Carry out the moves of an answer, and read pages that are given up, before the `TaggedKv` runs."""
         match event:
             case (
                 HostCopyFinished(copy_id=number)
@@ -135,7 +135,7 @@ class TaggedTiers:
         return found
 
     def observe(self, event: Observed, step: Step) -> None:
-        """Begin what the Step orders, and hold it against what the engine says of it."""
+        """Begin the moves that the Step orders, and check the operations that it reports."""
         if isinstance(event, EngineRestarted):
             self.voided += [_answer(move, 0, 0) for move in self.moves.values()]
             self.moves, self.read, self.cancelled = {}, {}, set()

@@ -15,7 +15,7 @@ from tests.support.driver.actions import CONTROLS, LETTING_GO, PRIORITIES, Actio
 
 
 def tiered(rng: random.Random, config: SchedConfig) -> SchedConfig:
-    """The same with tiers below it, as small as they can be or large enough to hold all."""
+    """Return the settings with drawn tiers below the device, from a single page up to room for all."""
     tiers = CacheTiers(
         host_pages=rng.choice([1, rng.randint(2, 60), 100, 300]),
         write_policy=rng.choice(["write_through", "write_through_selective", "write_back"]),
@@ -33,7 +33,7 @@ def tiered(rng: random.Random, config: SchedConfig) -> SchedConfig:
 
 
 def moving(rng: random.Random, actions: list[Action]) -> list[Action]:
-    """The same history, with moves that end between the actions, whole or in part, in any order, or not at all."""
+    """Return the actions with ends of moves between them: whole or in part, in any order, or not at all."""
     often, trouble = rng.choice([0.1, 0.5, 1.0]), rng.choice([0.0, 0.3])
     mixed: list[Action] = []
     for action in actions:

@@ -16,7 +16,7 @@ from lockstep.core.command import main
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.render import Names
 from lockstep.core.scheduler.engine import Engine
-from lockstep.host.router_journal import RouterJournal, label_key, set_aside
+from lockstep.host.router_journal import RouterJournal, label_key
 from lockstep.sim.results.stored_run import read_run
 from lockstep.tools.explain import chronicle_of, explain, measured
 from lockstep.tools.journal import journal
@@ -27,6 +27,7 @@ from lockstep.tools.timeline_picture import lanes, picture, text_lines
 from lockstep.tools.why_step import why_step
 from tests.support.fleet.fleet import Fleet
 from tests.support.recorded import SCENARIOS, journal_of, record_rank, record_simulation, record_story
+from tests.support.routed import raw
 from tests.support.scenario import Run, digest_of, parse, play
 from tests.support.served import Asked
 
@@ -393,7 +394,7 @@ def test_requests_that_left_the_routers_queue_never_reached_an_engine(crowd: Pat
         facts: list[Any] = [RequestOffered(time_us=n, request_id=n, prompt_tokens=10) for n in range(5)]
         facts += [RequestEnded(time_us=9, request_id=n) for n in (2, 0)[:ends]]
         labels = ["a", "b", "gone\x1b", "d", "full"]
-        with RouterJournal(tmp_path, config, shares, line) as journal:
+        with RouterJournal(tmp_path, config, shares, line, bytes_max=10**6) as journal:
             for fact in facts:
                 decided = router.step(fact)
                 label = label_key(labels[fact.request_id], "") if isinstance(fact, RequestOffered) else ""
@@ -402,12 +403,11 @@ def test_requests_that_left_the_routers_queue_never_reached_an_engine(crowd: Pat
     assert "120 requests arrived" in hint()  # at both
     record(ends=0)
     assert "1 request was cancelled or rejected in the router's queue and never reached an engine" in hint()
-    set_aside(tmp_path, 10**6)
     record(ends=2)
-    assert "3 requests were cancelled or rejected in the router's queue" in hint()  # of both files
+    assert "3 requests were cancelled or rejected in the router's queue" in hint()  # of both segments
     assert "got `left`" in hint()
-    with (tmp_path / "router.jsonl").open("a") as file:
-        file.write('{"fact":')  # a server that runs
+    with (tmp_path / "router/00000001.log").open("ab") as file:
+        file.write(b"\xf5LJ")  # a server that was killed
     assert "3 requests were cancelled" in hint()
     result = run_explain(tmp_path, "--request", "gone\x1b")
     assert result.exit_code == 0, result.output
@@ -428,8 +428,8 @@ def test_requests_that_left_the_routers_queue_never_reached_an_engine(crowd: Pat
         "it has no timeline\nhint: leave out --html"
         in run_explain(tmp_path, "--request", "full", "--html", tmp_path / "page.html").stderr
     )
-    assert "label" in (tmp_path / "router.jsonl").read_text()
-    assert "full" not in (tmp_path / "router.jsonl").read_text().replace("line_full", "")  # names cannot be read there
+    assert b"label" in raw(tmp_path)
+    assert b"full" not in raw(tmp_path).replace(b"line_full", b"")  # names cannot be read there
 
 
 def words(text: str) -> str:

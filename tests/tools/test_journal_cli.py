@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import LaneReady, ObservedEvent, RequestArrived, RequestCancelled, TokenIds
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import JournalHeader
 from lockstep.core.journal.replay import replay
 from lockstep.core.journal.writer import JournalWriter
@@ -237,8 +238,108 @@ def test_verify_of_an_equal_journal(run: Path, journal: Lockstep) -> None:
 def test_verify_of_a_torn_journal_reports_how_far_it_went(run: Path, journal: Lockstep) -> None:
     tear(run)
     result = journal("verify", run)
-    assert result.exit_code == 0
+    assert result.exit_code == 1
+    assert result.stdout.startswith("equal so far: 4 events, ")
     assert "verified up to the last whole record" in result.stdout
+
+
+def test_verify_of_a_journal_cut_between_two_records_is_not_equal(run: Path, journal: Lockstep) -> None:
+    data = segment(run).read_bytes()
+    offsets = [record.offset for record in read_journal(run).records()]
+    for number, offset in enumerate(offsets[1:], 1):
+        segment(run).write_bytes(data[:offset])
+        result = journal("verify", run)
+        assert result.exit_code == 1, f"cut in front of record {number}: {result.output}"
+        assert result.stdout.startswith("equal so far: ")
+        assert "not closed: the writer was killed or is still writing, or the end is missing" in result.stdout
+        content = json.loads(journal("verify", run, "--json").stdout)
+        assert (content["verdict"], content["closed"], content["torn_tail"]) == ("not closed", False, False)
+
+
+def test_verify_of_a_journal_without_its_last_segment_is_not_equal(tmp_path: Path, journal: Lockstep) -> None:
+    long_journal(tmp_path, snapshots=0)
+    segments = sorted((tmp_path / "journal").glob("*.log"))
+    assert len(segments) > 3
+    for path in reversed(segments[1:]):
+        path.unlink()
+        result = journal("verify", tmp_path)
+        assert (result.exit_code, result.stdout.split(":")[0]) == (1, "equal so far")
+
+
+# ----------------------------------------------------------------------------------------------------------- snapshots
+
+
+def long_journal(folder: Path, *, snapshots: int, state_of: Callable[[bytes], bytes] = lambda state: state) -> None:
+    """200 events; so many segments that begin with a snapshot, or several without any."""
+    engine = ChainEngine()
+    with JournalWriter.create(folder, JournalHeader(config=SchedConfig()), segment_bytes=4096) as writer:
+        for number in range(200):
+            if snapshots and number and number % (200 // (snapshots + 1)) == 0 and writer.segment < snapshots:
+                writer.begin_segment(engine.state, state_of(engine.state))
+            writer.append(LaneReady(number), engine.step(LaneReady(number)).digest)
+
+
+def snapshots_of(run: Path) -> list[Path]:
+    return sorted((run / "journal").glob("snapshot-*"))
+
+
+@pytest.mark.parametrize("command", ["check", "verify"])
+def test_a_snapshot_that_is_altered_or_missing_is_reported(command: str, tmp_path: Path, journal: Lockstep) -> None:
+    long_journal(tmp_path, snapshots=5)
+    assert journal(command, tmp_path).exit_code == 0
+    assert len(snapshots_of(tmp_path)) == 5
+    for path in snapshots_of(tmp_path):
+        data = path.read_bytes()
+        path.write_bytes(data[:3] + bytes((data[3] ^ 4,)) + data[4:])
+        result = journal(command, tmp_path)
+        assert (result.exit_code, f"snapshot {path.name}, after " in result.stderr) == (2, True), result.output
+        assert "is altered" in result.stderr
+        path.unlink()
+        result = journal(command, tmp_path)
+        assert (result.exit_code, "is missing" in result.stderr) == (2, True), result.output
+        assert "so nothing can be replayed" not in result.stderr
+        faults = json.loads(journal(command, tmp_path, "--json").stdout)["snapshot_faults"]
+        assert [(one["file"], one["fault"]) for one in faults] == [(path.name, "missing")]
+        path.write_bytes(data)
+    assert journal(command, tmp_path).exit_code == 0
+
+
+def test_an_expired_journal_whose_snapshots_are_gone_cannot_be_replayed(tmp_path: Path, journal: Lockstep) -> None:
+    long_journal(tmp_path, snapshots=5)
+    (tmp_path / "journal/00000000.log").unlink()
+    assert journal("check", tmp_path).exit_code == 0
+    opening, *others = snapshots_of(tmp_path)
+    for path in others:
+        path.unlink()
+    assert journal("check", tmp_path).stderr.count(" is missing") == 4
+    opening.unlink()
+    result = journal("check", tmp_path)
+    assert result.exit_code == 2
+    assert f"snapshot {opening.name}, after 33 events, is missing; the events before it have expired" in result.stderr
+    assert journal("verify", tmp_path).exit_code == 2
+
+
+def test_old_snapshots_of_a_long_journal_may_be_missing_and_the_newest_two_not(
+    tmp_path: Path, journal: Lockstep
+) -> None:
+    long_journal(tmp_path, snapshots=40)
+    assert len(snapshots_of(tmp_path)) == 40
+    for path in snapshots_of(tmp_path)[:-2:2]:  # as `DurableJournal.expire` does
+        path.unlink()
+    assert journal("check", tmp_path).exit_code == 0
+    for path in snapshots_of(tmp_path)[-2:]:
+        data = path.read_bytes()
+        path.unlink()
+        assert journal("check", tmp_path).exit_code == 2
+        path.write_bytes(data)
+
+
+def test_a_snapshot_of_another_state_than_the_replay_has_is_reported(tmp_path: Path, journal: Lockstep) -> None:
+    long_journal(tmp_path, snapshots=2, state_of=lambda state: state[::-1])
+    assert journal("check", tmp_path).exit_code == 0  # the files are what was stored
+    result = journal("verify", tmp_path)
+    many = len(snapshots_of(tmp_path))
+    assert (result.exit_code, result.stderr.count(" is of another state")) == (2, many), result.output
 
 
 def test_verify_of_another_engine_diverges(run: Path, journal: Lockstep, monkeypatch: pytest.MonkeyPatch) -> None:

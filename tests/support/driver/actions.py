@@ -67,7 +67,7 @@ GRAMMARS = 8  # different ones that requests ask for
 
 
 def output_token(request_id: int, number: int, stops_at: int | None) -> int:
-    """Output `number` of a request: a pure function, so that every schedule must stream the same text."""
+    """Return output `number` of a request: a pure function, so that every schedule must stream equal text."""
     if stops_at is not None and number == stops_at:
         return STOP_TOKEN
     return TOKEN_BASE + (request_id * 7919 + number * 104729) % 900_000

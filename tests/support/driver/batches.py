@@ -213,10 +213,9 @@ class LimitPiece(Piece):
             assert left <= most, f"S27: {left} pages are left over, r{victim.request_id} gave back {most} at most"
 
     def _check_sits_out_once(self, plan: BatchPlan) -> None:
-        """Every running request is in every mixed batch.
+        """Check that every running request is in every mixed batch.
 
-        It sits out once at a time: beside an extend that runs alone or, unless running requests go first, for want of
-        pages.
+        It may miss one batch at a time: beside an extend that runs alone or, in batching `mixed`, for lack of pages.
         """
         going = self.engine.running_batch.request_ids
         if self.engine.config.speculates:  # a request that may be at its end waits for the result that decides it

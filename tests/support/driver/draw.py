@@ -170,7 +170,7 @@ def pressed_config(rng: random.Random) -> SchedConfig:
 
 
 def pressed_actions(rng: random.Random, count: int) -> list[Action]:
-    """A trickle of requests, alone or three at once, that all want much of the pool."""
+    """Draw requests that arrive slowly, one or three at a time, each of which needs much of the pool."""
     names = rng.choices(["arrive", "ready", "finish", "cancel", "snapshot"], [0.6, 6, 5, 0.1, 0.1], k=count)
     actions: list[Action] = []
     for name in names:
@@ -326,7 +326,7 @@ def _random_action(
 
 
 def _ask_more(rng: random.Random, options: dict[str, Any], tokens: int, max_new: int) -> int:
-    """Make a request one of the less usual kinds. Returns how many tokens it wants."""
+    """Make a request one of the less usual kinds. Returns the number of tokens that it requires."""
     if rng.random() < 0.4:
         options["kind"] = rng.choice(["embed", "score", "generate"])
         max_new = 0
@@ -356,7 +356,7 @@ def _ask_more(rng: random.Random, options: dict[str, Any], tokens: int, max_new:
 
 
 def under_grammars(actions: list[Action]) -> list[Action]:
-    """The same, with half of the arrivals under a grammar that is compiled soon."""
+    """Return the actions with a grammar for half of the arrivals, compiled right after the arrival."""
     found: list[Action] = []
     for number, action in enumerate(actions):
         if action[0] == "arrive" and number % 2 and not action[-1].get("kind"):

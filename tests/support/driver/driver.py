@@ -1,6 +1,6 @@
 """Drives an engine through a list of actions and checks everything that can be checked after each of them.
 
-The driver gives events to the engine and each Step to the tagged devices; each feature has a piece of its own
+The driver passes events to the engine and each Step to the tagged devices; each feature has a piece of its own
 (`piece.Piece`). The swarm draws lists of actions from a seed (`draw`); the Hypothesis machine builds them
 rule by rule.
 """
@@ -88,7 +88,7 @@ class Driver(Subject):
         self.actions[name](*values)
 
     def fold(self, event: Observed) -> None:
-        """Give the engine one event; check its Step against the requests, the devices and the invariants."""
+        """Pass one event to the engine; check its Step against the requests, the devices and the invariants."""
         for before in self._before:
             before(event)
         step = self.engine.step(event)
@@ -111,6 +111,7 @@ class Driver(Subject):
             checked(event, step)
         if self.check:
             invariants.check(self.engine)
+            invariants.check_wake(self.engine, step)
 
     def settle(self) -> None:
         """Liveness mode: faults and arrivals stop, completions flow; everything must end, and leave nothing behind."""
@@ -141,7 +142,7 @@ class Driver(Subject):
             piece.at_rest()
 
     def replayed(self) -> None:
-        """S35: the recorded events give the same digests in a fresh engine."""
+        """S35: check that a fresh engine has equal digests for the recorded events."""
         engine = Engine(self.config)
         for number, (event, digest) in enumerate(self.events):
             assert engine.step(event).digest == digest, f"S35: replay differs at event {number}, {event}"

@@ -70,7 +70,7 @@ class Subject(ABC):
 
     @abstractmethod
     def fold(self, event: Observed) -> None:
-        """Give the engine one event, and check its Step."""
+        """Pass one event to the engine, and check its Step."""
 
 
 class Piece:

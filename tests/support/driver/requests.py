@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 from typing import Any
 
 from lockstep.core.contract.commands import FinishRequest, RejectRequest, Step, StreamTokens
@@ -170,13 +169,24 @@ class RequestPiece(Piece):
         if record.grammar and record.grammar_ends is not None and reason in ("length", "grammar"):
             assert (outputs >= record.grammar_ends) == (reason == "grammar"), f"S22: r{request_id} ended by {reason}"
 
-    def checked(self, event: Observed, step: Step) -> None:
-        """Every timer of a live request is covered by the Step's wake-up time."""
-        wakes = step.wake_at_us if step.wake_at_us is not None else inf
+    def _due_times_are_set(self, event: RequestArrived) -> None:
+        config = self.engine.config
+
+        def due(given: int | None, timeout_us: int | None) -> int | None:
+            return given if given is not None or timeout_us is None else event.time_us + timeout_us
+
         for request in self.engine.requests.values():
-            timers = (request.finish_by_us, request.deadline_us if not request.ran else None, request.grammar_due_us)
-            for due in timers:
-                assert due is None or wakes <= due, f"{request.name} is due at {due} us, the engine wakes at {wakes}"
+            if event.request_id <= request.request_id < event.request_id + sample_count(event):
+                assert request.deadline_us == due(event.deadline_us, config.waiting_timeout_us), request.name
+                assert request.finish_by_us == due(event.finish_by_us, config.running_timeout_us), request.name
+                if event.grammar is not None and config.grammar_timeout_us is not None:
+                    is_compiled = self.engine.grammars.known[event.grammar.digest].error is not None
+                    assert is_compiled or request.grammar_due_us == event.time_us + config.grammar_timeout_us
+
+    def checked(self, event: Observed, step: Step) -> None:
+        """The due times of a new request are those of its event, or follow from the settings."""
+        if isinstance(event, RequestArrived):
+            self._due_times_are_set(event)
         for request in self.engine.blocked.values():
             if request.open_prerequisites > 1:
                 self.mark("several prerequisites")

@@ -1,9 +1,9 @@
-"""Prefill and decode engines, each over a tagged KV pool, and a network between them that a test may make bad.
+"""Prefill and decode engines, each over a tagged KV pool, and a network between them that a test may disturb.
 
-The hosts of a fleet do what docs/contract.md asks of hosts, and nothing more: parts of a prompt move in order, each
-once its batch has succeeded and the receiver has pages; what one host tells another arrives in any order, late, or
-twice; a link that goes down ends every transfer on it, on both sides. Each move copies prefix ids from cells to cells,
-after checking that both engines keep the pages for just this transfer (S31). So a page that was given away too early is
+The hosts of a fleet do what docs/contract.md requires of hosts, and nothing more. Parts of a prompt move in order, each
+once its batch has succeeded and the receiver has pages. Messages between hosts arrive in any order, late, or twice. A
+link that goes down ends every transfer on it, on both sides. Each move copies prefix ids from cells to cells,
+after checking that both engines keep the pages for just this transfer (S31). So a page that was freed too early is
 found when it is written or, at the latest, when it is read.
 
     fleet = Fleet(prefills=[config], decodes=[config])
@@ -251,7 +251,7 @@ class Fleet:
         self.fold(member, msgspec.structs.replace(due, time_us=self.now_us, error=error))
 
     def cancel(self, wire: Wire, name: str) -> None:
-        """The client's leaving is told to one half; the other learns of it through the transfer."""
+        """Cancel a request at one half; the other half is informed through the transfer."""
         wire.cancelled = True
         if name in wire.ids:
             request = self.members[name].engine.requests.get(wire.ids[name])
@@ -279,7 +279,7 @@ class Fleet:
         return False
 
     def hear(self, name: str) -> bool:
-        """A rank hears what all of its engine agreed on, if it has not yet."""
+        """Deliver the next agreement of all ranks to a rank. Returns False if there is none."""
         agreed = self.exchanges[name].agreed[name] if name in self.exchanges else []
         if not agreed:
             return False
@@ -314,7 +314,7 @@ class Fleet:
             self.fold(member, ClockAdvanced(self.now_us))
 
     def control(self, name: str, control: Control) -> ControlAnswered | None:
-        """Ask one engine; the answer, if it came at once."""
+        """Submit a control to one engine; return the answer if it is immediate."""
         member = self.members[name]
         number = len(member.controls)
         member.controls[number] = None
@@ -416,7 +416,7 @@ class Fleet:
                 self.marks["read in quarantine"] += 1
 
     def _check_beside(self, member: Member, command: StartTransfer, request_id: int) -> None:
-        """The same of window pages and slots of state: they are still those of these pages, and locked."""
+        """Check that window pages and state slots of a transfer still belong to its pages, and are locked."""
         hybrid, beside = member.engine.memory.hybrid, command.hybrid
         if beside is None:
             return
@@ -430,7 +430,7 @@ class Fleet:
             assert slots == [beside.state_slot], f"S31: a transfer touches slot {beside.state_slot}, its own is {slots}"
 
     def stop(self, wire: Wire) -> None:
-        """The sending host hears that it must stop, and does."""
+        """Deliver the cancel of a transfer to its sender, which ends it as failed."""
         self.stops.remove(wire)
         self._end(wire, "failed")
 
@@ -453,7 +453,7 @@ class Fleet:
             self.told.append(Told(wire, member.name, outcome))
 
     def tell(self, told: Told) -> None:
-        """A host hears a fact, and gives it to its engine; one about a request that has not come yet waits."""
+        """Deliver a fact to a host, which passes it to its engine. Facts about a request that has not arrived wait."""
         self.told.remove(told)
         wire, member = told.wire, self.members[told.to]
         if told.to in wire.dropped:
@@ -484,7 +484,7 @@ class Fleet:
         self.fold(member, event)
 
     def _pass_results(self, wire: Wire, event: TransferAdvanced) -> None:
-        """With the first token the decode engine's host gets what else came of the prompt, if the KV counts."""
+        """With the first token, pass the prompt's other results to the decode engine's host, if its KV is valid."""
         transfers, request_id = wire.decode.engine.transfers, wire.ids[wire.decode.name]
         transfer = transfers.all.get(request_id)
         if transfer is None or transfer.state != "receiving" or transfer.weights != event.weights_version:
@@ -497,7 +497,7 @@ class Fleet:
             self.marks["results passed on"] += bool(here.logprobs or here.hidden)
 
     def repeat(self, choice: int) -> None:
-        """A host hears again what it heard before."""
+        """Deliver a fact to a host again."""
         if self.heard:
             name, event = self.heard[choice % len(self.heard)]
             transfers = self.members[name].engine.transfers
@@ -512,7 +512,7 @@ class Fleet:
                 self.fold(self.members[name], again)
 
     def _is_over(self, name: str, request_id: int) -> bool:
-        """Whether its terminal fact was heard."""
+        """Return whether the final fact of a transfer was delivered."""
         return any(
             where == name and event.transfer_id == request_id and event.status in ("done", "failed", "link_down")
             for where, event in self.heard
@@ -521,7 +521,7 @@ class Fleet:
     # ------------------------------------------------------------------------------------------------------------ fold
 
     def fold(self, member: Member, event: Observed) -> Step:
-        """Give an engine one event, perform what follows, check everything."""
+        """Pass an event to an engine, carry out the commands, check everything."""
         if self.restores:
             data = snapshot.dump(member.engine)
             member.engine = snapshot.restore(data)
@@ -545,6 +545,7 @@ class Fleet:
             member.tiers.observe(event, seen)
         if self.check:
             invariants.check(member.engine)
+            invariants.check_wake(member.engine, step)
         if step.decided:
             self._turns(member, step)
         for command in step.commands:
@@ -644,7 +645,7 @@ class Fleet:
                 self.cached_tokens[key] = command.cached_tokens
 
     def check_agreed(self) -> None:
-        """L11, of the one thing that two engines do together: both hear that a transfer ended, once, and alike."""
+        """L11 for transfers, the joint operation of two engines: both receive its end, once, with the same outcome."""
         ends: dict[tuple[str, int], list[str]] = {}
         for name, event in self.heard:
             if event.status in ("done", "failed", "link_down"):
@@ -662,7 +663,7 @@ class Fleet:
         return all(invariants.is_idle(member.engine) for member in self.members.values())
 
     def do_something(self, rng: random.Random) -> None:
-        """One thing that can happen, any one: a launch, a result, a move, a fact that is heard."""
+        """Do one possible thing, drawn at random: a launch, a result, a move, a delivered fact."""
         kinds = [
             "ready",
             "finish",
@@ -701,9 +702,9 @@ class Fleet:
                 self.move(rng.choice(movable))
 
     def settle_until(self, reached: Callable[[], bool], *, stops: bool = True) -> None:
-        """Let things happen, in order, until something has; it must come to that. `stops`: writers are told to stop.
+        """Do possible things, in order, until the condition holds. `stops`: also deliver cancels to senders.
 
-        No grammar is compiled.
+        No grammar is compiled. Raises: AssertionError if nothing is possible before.
         """
         for _ in range(ROUNDS_MAX):
             if reached():
@@ -730,16 +731,16 @@ class Fleet:
         raise AssertionError(f"it never came to that: {self.describe()}")
 
     def replay(self) -> None:
-        """S28, S35: what each engine was told gives the same digests again."""
+        """S28, S35: check that the events of each engine give equal digests again."""
         for member in self.members.values():
             engine = Engine(member.config)
             for event, digest in member.events:
                 assert engine.step(event).digest == digest, f"{member.name} decides otherwise at {event}"
 
     def settle(self, rng: random.Random | None = None, *, clock_us: int = 0) -> None:
-        """Let everything happen that still can, until all is at rest; L1, L7 and L9 say that it comes to that.
+        """Do everything that is possible, until nothing is left; by L1, L7 and L9 that state is reached.
 
-        `clock_us`: time that passes when nothing else can happen, for requests that wait for an engine that is gone.
+        `clock_us`: time that passes when nothing else is possible, for requests that wait for an engine that is down.
         """
         rng = rng or random.Random(0)
         for _ in range(ROUNDS_MAX):

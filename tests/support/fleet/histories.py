@@ -196,7 +196,7 @@ def random_asked(rng: random.Random, key: int) -> Asked:
 
 
 def random_kind(rng: random.Random, prompt_tokens: int) -> dict[str, Any]:
-    """What a request wants beside tokens: mostly nothing."""
+    """Draw what a request requires besides tokens: usually nothing."""
     kind: dict[str, Any] = {}
     if rng.random() < 0.2:
         kind["logprob_start"] = rng.randint(0, prompt_tokens)
@@ -291,7 +291,7 @@ def run_history(
 
 
 def make_trouble(fleet: Fleet, rng: random.Random, trouble: str) -> None:
-    """One thing goes wrong, or is asked for, if it can be."""
+    """Cause one failure or submit one control, if that is possible."""
     name = rng.choice(list(fleet.members))
     match trouble:
         case "cancel" if fleet.wires:

@@ -65,7 +65,7 @@ class Wire:
 
     @property
     def wanted(self) -> Answer:
-        """What its client must get."""
+        """The answer that the client must get."""
         asked = self.asked
         if self.alone:
             return Answer("computed", ())
@@ -109,7 +109,7 @@ class Member:
         return "p" if self.sends else "d"
 
     def answers_due(self) -> list[Observed]:
-        """What its host could be told by a compiler, an encoder or the device, each in its order."""
+        """Return the answers of a compiler, an encoder or the device that could arrive next, one of each kind."""
         due: list[Observed] = [GrammarReady(0, command.grammar.digest) for command in self.compiling[:1]]
         due += [MediaEncoded(0, command.digest, "", command.generation) for command in self.encoding[:1]]
         due += [AdapterLoaded(0, load.adapter, load.version, "", self.engine.generation) for load in self.kv.loads[:1]]

@@ -2,19 +2,21 @@
 
     lockstep journal info RUN      its writer, the number of events of each type, its end
     lockstep journal dump RUN      one line per record, or one JSON object with --jsonl
-    lockstep journal check RUN     framing and chain only; --repair cuts a torn tail off
+    lockstep journal check RUN     framing, chain and snapshots; --repair cuts a torn tail off
     lockstep journal verify RUN    replay every event and compare every digest
 
 RUN is a run folder or the `journal` folder in it. Results go to stdout and everything else to stderr. Steps are counted
 from 0, and spans are half-open: `--from 5 --until 8` is steps 5, 6 and 7.
 
-Exit status: 0 no problem; 1 a torn tail (check); 2 corrupt, unreadable or no journal; 3 the replay diverged (verify).
+Exit status: 0 no problem; 1 a torn tail (check), or equal and not closed (verify); 2 corrupt, unreadable or no journal;
+3 the replay diverged (verify).
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -31,14 +33,26 @@ from lockstep.core.journal.records import (
     JournalHeader,
     Record,
     Snapshot,
+    SnapshotFault,
     SnapshotRecord,
     Tail,
     UnsealedRecord,
 )
 from lockstep.core.journal.replay import Divergence, event_line, replay
-from lockstep.tools.runs import EXIT_DIVERGED, JSON, RUN, ToolError, engine_runs, json_line, print_json
+from lockstep.host.router_journal import RouterReader, is_router_folder, router_parts
+from lockstep.tools.runs import (
+    EXIT_DIVERGED,
+    EXIT_UNREADABLE,
+    JSON,
+    RUN,
+    ToolError,
+    engine_runs,
+    json_line,
+    print_json,
+)
 
 EXIT_TORN = 1
+EXIT_NOT_CLOSED = 1
 
 
 @click.group(help=__doc__.replace("\n\n    ", "\n\n\b\n    ") if __doc__ else None)
@@ -128,7 +142,7 @@ def _tail_text(tail: Tail, end: str = "") -> str:
         return f"torn: {tail.segment} is whole up to offset {tail.offset}, then {tail.torn_bytes} bytes ({tail.reason})"
     if tail.closed:
         return f"clean, ended: {end}" if end else "clean, closed"
-    return "clean, not closed: the writer was killed, or is still writing"
+    return "clean, not closed: the writer was killed or is still writing, or the end is missing"
 
 
 def _tail_json(tail: Tail) -> dict[str, object]:
@@ -147,9 +161,13 @@ def dump(run: Path, start: int, stop: int | None, jsonl: bool) -> None:
     """Print one line per record.
 
     A line has sequence, step, time in ms, event, and the first bytes of the Step's digest. It counts prompts and
-    outputs instead of showing them; --jsonl shows them.
+    outputs instead of showing them; --jsonl shows them. RUN/router is the journal of a cluster's router: JSON only.
     """
     try:
+        if is_router_folder(run):
+            for entry in RouterReader(run.parent).entries():
+                click.echo(json_line(msgspec.to_builtins(entry.content)))
+            return
         opened = read_journal(run)
         if not jsonl:
             click.echo(f"{'record':>8} {'step':>8} {'t_ms':>12}  event")
@@ -241,15 +259,27 @@ def _snapshot_json(snapshot: Snapshot) -> dict[str, object]:
 @click.option("--repair", is_flag=True, help="Cut a torn tail off. Corruption is never touched.")
 @JSON
 def check(run: Path, repair: bool, as_json: bool) -> None:
-    """Check framing and chain of every record.
+    """Check framing and chain of every record, and the files of snapshots.
 
-    Exit status: 0 clean; 1 torn tail, not repaired; 2 corrupt, with the offset.
+    For a cluster's run, the journals of all engines and of the router are checked. Exit status: 0 clean; 1 torn tail,
+    not repaired; 2 corrupt, with the offset, or a snapshot is missing or altered.
     """
+    engines = engine_runs(run)
+    statuses = [_check_run(engine, repair, as_json, f"engine {engine.name}: ") for engine in engines]
+    statuses += [_check_router(part, repair, as_json) for part in router_parts(run) if engines]
+    if status := max(statuses) if engines else _check_run(run, repair, as_json):
+        sys.exit(status)
+
+
+def _check_run(run: Path, repair: bool, as_json: bool, of: str = "") -> int:
+    """Check one journal and print the result; return the exit status."""
     try:
-        tail = read_journal(run).tail
+        opened = read_journal(run)
+        tail = opened.tail
         repaired = repair and tail.verdict == "torn"
         if repaired:
-            read_journal(run, repair=True)
+            opened = read_journal(run, repair=True)
+        faults = opened.snapshot_faults()
     except JournalCorrupt as error:
         if as_json:
             print_json({"verdict": "corrupt", "segment": error.segment, "offset": error.offset, "reason": error.reason})
@@ -258,14 +288,60 @@ def check(run: Path, repair: bool, as_json: bool) -> None:
         raise ToolError(error) from error
 
     if as_json:
-        print_json({**_tail_json(tail), "repaired": repaired})
+        print_json({**_tail_json(tail), "repaired": repaired, "snapshot_faults": _faults_json(faults)})
     else:
-        click.echo(f"{_tail_text(tail)}; {_count(tail.records, 'record')}, {_count(tail.steps, 'event')}")
+        click.echo(f"{of}{_tail_text(tail)}; {_count(tail.records, 'record')}, {_count(tail.steps, 'event')}")
         if repaired:
             click.echo(f"repaired: cut {tail.torn_bytes} bytes off {tail.segment}")
+    if faults:
+        _say_faults(opened.folder, faults)
+        return EXIT_UNREADABLE
     if tail.verdict == "torn" and not repaired:
         click.echo(f"hint: lockstep journal check {run} --repair cuts it off; no whole record is lost", err=True)
-        sys.exit(EXIT_TORN)
+        return EXIT_TORN
+    return 0
+
+
+def _check_router(part: Path, repair: bool, as_json: bool) -> int:
+    """Check the journal of a router and print the result; return the exit status."""
+    try:
+        reader = RouterReader(part)
+        entries = sum(1 for _ in reader.entries())
+        tail = reader.tail
+        repaired = repair and tail is not None and tail.verdict == "torn"
+        if repaired:
+            reader.repair()
+    except JournalCorrupt as error:
+        if as_json:
+            print_json({"verdict": "corrupt", "segment": error.segment, "offset": error.offset, "reason": error.reason})
+        raise ToolError(error) from error
+    except JournalError as error:
+        raise ToolError(error) from error
+    old = [str(path) for path in reader.old_files]
+    if as_json:
+        ends = {} if tail is None else _tail_json(tail)
+        print_json({"router": str(part), **ends, "repaired": repaired, "without_integrity": old})
+    else:
+        ends_text = "no end" if tail is None else _tail_text(tail)
+        click.echo(f"router: {ends_text}; {_count(entries, 'record')}")
+        for path in old:
+            click.echo(_without_integrity(path))
+        if repaired and tail is not None:
+            click.echo(f"repaired: cut {tail.torn_bytes} bytes off {tail.segment}")
+    return EXIT_TORN if tail is not None and tail.verdict == "torn" and not repaired else 0
+
+
+def _without_integrity(path: Path | str) -> str:
+    return f"{path} is of an earlier version, without checksums: lost or altered lines may go unnoticed"
+
+
+def _say_faults(folder: Path, faults: Sequence[SnapshotFault]) -> None:
+    for fault in faults:
+        click.echo(f"JournalCorrupt: {folder}: snapshot {fault}", err=True)
+
+
+def _faults_json(faults: Sequence[SnapshotFault]) -> list[dict[str, object]]:
+    return [msgspec.structs.asdict(fault) for fault in faults]
 
 
 # -------------------------------------------------------------------------------------------------------------- verify
@@ -278,33 +354,57 @@ def check(run: Path, repair: bool, as_json: bool) -> None:
 def verify(run: Path, until: int | None, as_json: bool) -> None:
     """Replay every event, compare every digest.
 
-    A journal with a torn tail is verified up to its last complete record. For a cluster's run every engine is verified,
-    then the decisions of the router. Exit status: 0 equal; 3 diverged.
+    A journal without an end record, or with a torn tail, is verified up to its last complete record. Files of snapshots
+    are compared with their records. For a cluster's run every engine is verified, then the decisions of the router, and
+    then the router's requests are compared with those of the engines. Exit status: 0 equal; 1 equal, but not closed;
+    2 corrupt; 3 diverged.
     """
-    verify_all(run, until, as_json)
+    if status := verify_all(run, until, as_json):
+        sys.exit(status)
 
 
-def verify_all(run: Path, until: int | None, as_json: bool) -> None:
-    """Verify the run of one engine, or of a cluster with its router, and print the result."""
+def verify_all(run: Path, until: int | None, as_json: bool) -> int:
+    """Verify the run of one engine, or of a cluster with its router, and print the result; return the exit status."""
     engines = engine_runs(run)
     if not engines:
-        verify_run(run, until, as_json)
-        return
-    for engine in engines:
-        if not as_json:
-            click.echo(f"engine {engine.name}: ", nl=False)
-        verify_run(engine, until, as_json)
+        return verify_run(run, until, as_json)
+    statuses = [verify_run(engine, until, as_json, f"engine {engine.name}: ") for engine in engines]
     if until is None:
-        _verify_router(run, as_json)
-        if (run / "decode").is_dir():  # requests were routed to decode engines, too
-            _verify_router(run / "decode", as_json)
+        statuses.append(_verify_routers(run, as_json))
+    return max(statuses)
 
 
-def _verify_router(run: Path, as_json: bool) -> None:
-    from lockstep.host.router_journal import RouterDivergence, verify_router
+def _verify_routers(run: Path, as_json: bool) -> int:
+    """Verify the routers of a cluster's run, and compare them with its engines; return the exit status."""
+    from lockstep.host.router_check import RouterDivergence, compare_with_engines, verify_router
 
+    status = 0
     try:
-        facts, decisions = verify_router(run)
+        for part in router_parts(run):
+            done = verify_router(part)
+            is_open = done.tail is not None and not done.tail.closed
+            status = max(status, EXIT_NOT_CLOSED if is_open else 0)
+            if as_json:
+                print_json(
+                    {
+                        "verdict": "not closed" if is_open else "equal",
+                        "facts": done.facts,
+                        "decisions": done.decisions,
+                        "closed": done.tail.closed if done.tail is not None else None,
+                        "torn_tail": done.tail is not None and done.tail.verdict == "torn",
+                        "without_integrity": [str(path) for path in done.old_files],
+                    }
+                )
+                continue
+            click.echo(
+                f"router: {'equal so far' if is_open else 'equal'}: {_count(done.facts, 'fact')}, "
+                f"{_count(done.decisions, 'decision')}"
+            )
+            if is_open and done.tail is not None:
+                click.echo(f"tail {_tail_text(done.tail)}; verified up to the last whole record")
+            for path in done.old_files:
+                click.echo(_without_integrity(path))
+        differences = compare_with_engines(run)
     except RouterDivergence as error:
         if as_json:
             print_json({"verdict": "diverged", "router": str(error)})
@@ -313,12 +413,17 @@ def _verify_router(run: Path, as_json: bool) -> None:
     except JournalError as error:
         raise ToolError(error) from error
     if as_json:
-        print_json({"verdict": "equal", "facts": facts, "decisions": decisions})
-    else:
-        click.echo(f"router: equal: {_count(facts, 'fact')}, {_count(decisions, 'decision')}")
+        print_json({"router_and_engines": differences})
+    for difference in differences:
+        click.echo(f"JournalError: {run}: {difference}", err=True)
+    return max(status, EXIT_UNREADABLE if differences and not status else 0)
 
 
-def verify_run(run: Path, until: int | None, as_json: bool) -> None:
+def verify_run(run: Path, until: int | None, as_json: bool, of: str = "") -> int:
+    """Verify one journal and print the result, with `of` in front; return the exit status.
+
+    Raises: SystemExit for a divergence; ToolError for a journal that cannot be read.
+    """
     try:
         done = replay(run, until=until)
     except Divergence as error:
@@ -338,28 +443,35 @@ def verify_run(run: Path, until: int | None, as_json: bool) -> None:
     except JournalError as error:
         raise ToolError(error) from error
 
-    torn = done.tail is not None and done.tail.verdict == "torn"
+    is_open = done.tail is not None and not done.tail.closed
     if as_json:
         print_json(
             {
-                "verdict": "equal",
+                "verdict": "not closed" if is_open else "equal",
                 "events": done.events,
                 "steps": done.steps,
                 "batches": done.batches,
                 "unsealed": done.unsealed,
                 "digest": done.digest.hex(),
-                "torn_tail": torn,
+                "closed": done.tail.closed if done.tail is not None else None,
+                "torn_tail": done.tail is not None and done.tail.verdict == "torn",
+                "snapshot_faults": _faults_json(done.snapshot_faults),
             }
         )
-        return
-    click.echo(
-        f"equal: {_count(done.events, 'event')}, {_count(done.steps, 'step')}, {_count(done.batches, 'batch', 'es')}, "
-        f"final digest {done.digest.hex() or 'none'}"
-    )
-    if done.unsealed:
-        click.echo(f"not replayed: {_count(done.unsealed, 'event')} whose step had raised")
-    if torn and done.tail is not None:
-        click.echo(f"tail {_tail_text(done.tail)}; verified up to the last whole record")
+    else:
+        click.echo(
+            f"{of}{'equal so far' if is_open else 'equal'}: {_count(done.events, 'event')}, "
+            f"{_count(done.steps, 'step')}, {_count(done.batches, 'batch', 'es')}, "
+            f"final digest {done.digest.hex() or 'none'}"
+        )
+        if done.unsealed:
+            click.echo(f"not replayed: {_count(done.unsealed, 'event')} whose step had raised")
+        if is_open and done.tail is not None:
+            click.echo(f"tail {_tail_text(done.tail)}; verified up to the last whole record")
+    if done.snapshot_faults:
+        _say_faults(run, done.snapshot_faults)
+        return EXIT_UNREADABLE
+    return EXIT_NOT_CLOSED if is_open else 0
 
 
 def say_divergence(run: Path, divergence: Divergence, decisions: Path | None = None) -> None:

@@ -23,8 +23,7 @@ import msgspec
 
 from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import RequestId
-from lockstep.host.router_journal import FILE as ROUTER_FILE
-from lockstep.host.router_journal import Route, engines_of, routes_of
+from lockstep.host.router_journal import Route, engines_of, has_router, routes_of
 from lockstep.sim.cluster.simulate import DECODE
 from lockstep.sim.run.process_pool import end_processes, fresh_processes
 from lockstep.sim.run.simulate import collecting_seldom
@@ -83,7 +82,7 @@ class RecordedWaits:
         """Return the waits of these requests, without requests that reached no engine. Raises as a strict replay."""
         if not ids or _hands_over(self._folder):
             return {}
-        if not (self._folder / ROUTER_FILE).is_file():
+        if not has_router(self._folder):
             return self._waits_in(self._folder, ids)
         found: Waits = {}
         for engine, names in sorted(engines_of(self._folder, ids).items()):
@@ -93,8 +92,8 @@ class RecordedWaits:
 
     def routes(self, ids: Collection[RequestId]) -> Mapping[RequestId, Route]:
         """Return the routes of these requests, without rejected ones; empty without a router."""
-        has_router = (self._folder / ROUTER_FILE).is_file() and not _hands_over(self._folder)
-        return routes_of(self._folder, ids) if has_router and ids else {}
+        is_routed = has_router(self._folder) and not _hands_over(self._folder)
+        return routes_of(self._folder, ids) if is_routed and ids else {}
 
     def _waits_in(self, folder: Path, ids: Collection[RequestId]) -> Waits:
         coming = self._coming.get(folder)

@@ -16,6 +16,7 @@ import click
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import ClockAdvanced, HostTimeClamped, LaneReady
 from lockstep.core.contract.render import decided_line, observed_line, plan_lines, stats_text
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import Divergence, event_line
 from lockstep.core.scheduler.state_text import (
     adapter_lines,
@@ -113,7 +114,7 @@ def replay(run: Path, **options: Any) -> None:
     """Decide a run again and compare every digest, or go through it step by step.
 
     A divergence is shown with the event, the text of both decisions as far as available, the state before and the
-    behaviour flags. Exit status: 0 equal; 2 unreadable; 3 diverged.
+    behaviour flags. Exit status: 0 equal; 1 equal, but not closed; 2 unreadable; 3 diverged.
 
     \b
     lockstep replay runs/chat
@@ -137,15 +138,18 @@ def replay(run: Path, **options: Any) -> None:
         elif decisions_file is not None:
             _write_decisions(run, until, decisions_file, as_json)
         elif until is None:
-            verify_all(run, until, as_json)
+            if status := verify_all(run, until, as_json):
+                sys.exit(status)
         else:
-            verify_run(engine_journal(run), until, as_json)
+            status = verify_run(engine_journal(run), until, as_json)
             if not as_json:
                 walk = Walk(run, until)
                 for _ in walk:
                     pass
                 for line in state_lines(walk.engine, walk.names):
                     click.echo(line)
+            if status:
+                sys.exit(status)
 
 
 def _write_decisions(run: Path, until: int | None, path: Path, as_json: bool) -> None:
@@ -157,7 +161,8 @@ def _write_decisions(run: Path, until: int | None, path: Path, as_json: bool) ->
         sys.exit(EXIT_DIVERGED)
     path.write_text(text, "utf-8", newline="\n")
     if as_json:
-        print_json({"verdict": "equal", "decisions": str(path)})
+        is_open = until is None and not read_journal(walk.folder).tail.closed
+        print_json({"verdict": "not closed" if is_open else "equal", "decisions": str(path)})
     else:
         click.echo(f"{path} written, {path.stat().st_size:,} bytes", err=True)
 

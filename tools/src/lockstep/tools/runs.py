@@ -25,7 +25,7 @@ from lockstep.core.contract.text import CONTROLS
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import JournalError, JournalHeader
 from lockstep.core.journal.replay import Divergence, engine_at_start, fold
-from lockstep.host.router_journal import FILE, LeftQueue, has_queue, label_key, left_in_queue, routes_of
+from lockstep.host.router_journal import LeftQueue, has_queue, has_router, label_key, left_in_queue, routes_of
 from lockstep.sim.workload.turns import WorkloadError
 
 EXIT_UNREADABLE = 2
@@ -119,13 +119,13 @@ def locate_request(run: Path, name: str) -> tuple[Path, RequestId] | LeftQueue:
         return run, find_request(run, name)
     all_named = [(engine, _named(engine, name)) for engine in engines]
     found = [(engine, request_id) for engine, named in all_named for request_id in named.by_label]
-    left = left_in_queue(run) if (run / FILE).is_file() else []
+    left = left_in_queue(run) if has_router(run) else []
     if not found:
         lost = [one for one in left if one.label == label_key(name, one.tenant)]
         if lost:
             return lost[-1]
         number = _number(name)
-        if number is not None and (run / "metrics.json").is_file() and (run / FILE).is_file() and has_queue(run):
+        if number is not None and (run / "metrics.json").is_file() and has_router(run) and has_queue(run):
             route = routes_of(run, [number]).get(number)
             if route is not None:
                 return run / "engines" / str(route.engine), route.own_id

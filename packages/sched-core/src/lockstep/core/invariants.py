@@ -11,6 +11,7 @@ batches of the scheduler, which take in all components.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,10 @@ import numpy as np
 from lockstep.core.contract.checks import all_ids, counts_of, fail, misowned, same
 from lockstep.core.features import speculation
 from lockstep.core.kv.facts import Facts
-from lockstep.core.requests.table import RequestState
+from lockstep.core.requests.table import Request, RequestState
 
 if TYPE_CHECKING:
+    from lockstep.core.contract.commands import Step
     from lockstep.core.scheduler.engine import Engine
 
 
@@ -56,6 +58,32 @@ def self_check(engine: Engine) -> None:
         check_quiescent(engine)
     else:
         check(engine)
+
+
+def check_wake(engine: Engine, step: Step) -> None:
+    """Check the wake-up time of the step that was just made, which is in no digest, against all due times (L7).
+
+    Raises: InvariantError if the engine would sleep past a due time or has let one pass, or if a wait has no due time
+        although the settings limit it.
+    """
+    dues = [due for request in engine.requests.values() for due in _dues_of(request)]
+    for component in engine.components:
+        dues += component.due_times()
+    wake_at_us = step.wake_at_us
+    for due_us, what in dues:
+        if due_us <= engine.now_us:
+            fail(f"L7: at {engine.now_us} us, {what}, which was due at {due_us} us")
+        if wake_at_us is None or wake_at_us > due_us:
+            fail(f"L7: {what} at {due_us} us, but the engine wakes at {wake_at_us} us")
+
+
+def _dues_of(request: Request) -> Iterator[tuple[int, str]]:
+    if request.finish_by_us is not None:
+        yield request.finish_by_us, f"{request.name} must have finished"
+    if request.deadline_us is not None and not request.ran:
+        yield request.deadline_us, f"{request.name} must have been admitted"
+    if request.grammar_due_us is not None:
+        yield request.grammar_due_us, f"{request.name} must have its grammar"
 
 
 def check_quiescent(engine: Engine) -> None:
@@ -162,20 +190,25 @@ def _spans(engine: Engine, facts: Facts) -> None:
 
 def _pages(engine: Engine, facts: Facts) -> None:
     """S1, S2, S3: every page has exactly one owner: pool, radix cache, row, deferred free, transfer or load."""
-    table, page_size = engine.memory.table.pages, engine.config.page_size
-    names = ["free", *(f"the radix cache ({node})" for node in facts.cached)]
+    table = engine.memory.table
+    spare = table.spare
+    if spare.any() and (not engine.config.keeps_draft_pages or spare.min() < 0 or spare[table.free_rows].any()):
+        fail(f"S1: rows keep pages for their next positions: {spare.tolist()}")
+    of_components = [owned for component in engine.components for owned in component.owned_pages()]
     owned = [facts.free, *(node.pages for node in facts.cached)]
-    for request, computed in zip(facts.holders, facts.computed, strict=True):
-        names.append(f"{request.name} in row {request.row}")
-        owned.append(table[request.row, request.protected_pages : -(-computed // page_size)])
-    for component in engine.components:
-        for name, pages in component.owned_pages():
-            names.append(name)
-            owned.append(pages)
+    owned += [
+        table.pages[request.row, request.protected_pages : table.held_pages(request.row, computed)]
+        for request, computed in zip(facts.holders, facts.computed, strict=True)
+    ]
+    owned += [pages for _, pages in of_components]
     ids = np.concatenate(owned, dtype=np.int32)
     ids.sort()
-    if ids.tobytes() != all_ids(engine.config.pages):
-        misowned("S1 pages", engine.config.pages, dict(zip(names, (pages.tolist() for pages in owned), strict=True)))
+    if ids.tobytes() == all_ids(engine.config.pages):
+        return
+    names = ["free", *(f"the radix cache ({node})" for node in facts.cached)]
+    names += [f"{request.name} in row {request.row}" for request in facts.holders]
+    names += [name for name, _ in of_components]
+    misowned("S1 pages", engine.config.pages, dict(zip(names, (pages.tolist() for pages in owned), strict=True)))
 
 
 def _reserve(engine: Engine, facts: Facts) -> None:
@@ -184,7 +217,7 @@ def _reserve(engine: Engine, facts: Facts) -> None:
         return
     page_size, to_come, held = engine.config.page_size, 0, [np.empty(0, np.int32)]
     for request, computed in zip(facts.holders, facts.computed, strict=True):
-        pages = -(-computed // page_size)
+        pages = engine.memory.table.held_pages(request.row, computed)
         held.append(engine.memory.table.pages[request.row, :pages])
         to_come += -(-request.reach // page_size) - pages
     taken = len(set(np.concatenate(held).tolist()))
@@ -269,6 +302,8 @@ def _progress(engine: Engine) -> None:
     stuck = (
         engine.launch_found_nothing and not engine.in_flight and not engine.paused and len(engine.requests) > awaited
     )
+    if stuck and not engine.admits and not engine.active:
+        stuck = False  # an operator paused admission, and nothing runs
     if stuck and engine.microbatches.several:
         stuck = not any(running.batch.size for running in engine.microbatches.states)  # another one may decode
     if stuck:

@@ -34,7 +34,13 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.contract.samples import sample_count
 from lockstep.core.journal import snapshot
-from lockstep.core.journal.records import DIGEST_BYTES, HEADER_BYTES, first_sequence
+from lockstep.core.journal.records import (
+    DIGEST_BYTES,
+    HEADER_BYTES,
+    SNAPSHOTS_ALL_KEPT,
+    SNAPSHOTS_KEPT,
+    first_sequence,
+)
 from lockstep.core.journal.segments import snapshot_name
 from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.requests.table import prompt_bytes
@@ -46,8 +52,8 @@ Content = Literal["full", "digests"]
 LOOK_EVERY = 64  # events between two reads of the clock
 COST_SHARE = 0.01  # largest share of the time that snapshots take
 RECENT_S = 60.0  # the end of a request may take this long to reach its client; younger segments do not expire
-OLD_SNAPSHOTS_MAX = 32  # old snapshots, at which a shortened journal may begin; beyond, every second one is dropped
-SNAPSHOTS_KEPT = 2  # the newest snapshots, beside the one that the journal begins with
+OLD_SNAPSHOTS_MAX = SNAPSHOTS_ALL_KEPT
+"""Old snapshots, at which a shortened journal may begin; beyond, every second one is dropped."""
 
 
 class HostImage(msgspec.Struct, forbid_unknown_fields=True):

@@ -19,7 +19,7 @@ from lockstep.core.journal.records import JournalHeader
 SIMULATOR, RUNTIME, EMULATED, VLLM = "simulator", "runtime", "emulated", "vllm"
 """Values of `kind`."""
 
-Entry = str | int | float
+Entry = str | int | float | bool
 
 
 class HostHeader(msgspec.Struct, frozen=True, kw_only=True):

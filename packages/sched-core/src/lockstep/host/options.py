@@ -308,8 +308,9 @@ def _has_value(field: OptionField) -> bool:
 
 
 def option_table(fields: Iterable[OptionField]) -> str:
-    """Return a table of options in Markdown: flag, default, meaning."""
-    rows = [f"| `{field.flag}` | {_cell(field)} | {_escaped(field.option.help)} |" for field in fields]
+    """Return a table of options in Markdown: flag, default, meaning. Fields of kind dict have no flag and no row."""
+    shown = [field for field in fields if field.kind is not dict]
+    rows = [f"| `{field.flag}` | {_cell(field)} | {_escaped(field.option.help)} |" for field in shown]
     return "\n".join(["| option | default | meaning |", "|---|---|---|", *rows])
 
 

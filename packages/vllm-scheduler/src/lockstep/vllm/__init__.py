@@ -10,8 +10,9 @@ vLLM calls the scheduler; the scheduler feeds an unchanged `lockstep.core.Engine
                                       to EngineCoreOutputs
     every event                   ->  recording.py: a thread               the journal
 
-`settings.py` derives the core's settings from vLLM's, and refuses what is not supported, by name. `scheduler.py` holds
-the class itself. Nothing here decides what runs. Importing this package does not import vLLM.
+`adapters.py`, `media.py` and `groups.py` translate LoRA adapters, multimodal items, and models with several KV cache
+groups. `settings.py` derives the core's settings from vLLM's, and refuses what is not supported, by name.
+`scheduler.py` holds the class itself. Nothing here decides what runs. Importing this package does not import vLLM.
 """
 
 from __future__ import annotations

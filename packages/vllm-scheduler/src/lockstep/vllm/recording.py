@@ -124,7 +124,10 @@ def disguised(
 def begin_recording(
     settings: VllmSettings, config: SchedConfig, vllm_config: VllmConfig, version: str
 ) -> Recording | NoRecording:
-    """Begin the journal that the settings name, if they name one."""
+    """Begin the journal that the settings name, if they name one.
+
+    Engine i of a data-parallel front end writes to the folder of that name with -i behind it, engine 0 to the folder.
+    """
     if not settings.journal:
         return NoRecording()
     host = HostHeader(
@@ -137,4 +140,5 @@ def begin_recording(
     )
     header = JournalHeader(config=config, host=host.entries())
     pseudonyms = None if settings.journal_tokens else Pseudonyms()
-    return Recording(Path(settings.journal), header, pseudonyms)
+    engine = vllm_config.parallel_config.data_parallel_index
+    return Recording(Path(f"{settings.journal}-{engine}" if engine else settings.journal), header, pseudonyms)

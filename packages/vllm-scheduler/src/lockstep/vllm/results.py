@@ -9,7 +9,7 @@ import numpy as np
 
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BatchFinished, FinishReason
-from lockstep.vllm.requests import stop_reason
+from lockstep.vllm.requests import repeats, stop_reason
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
@@ -22,7 +22,7 @@ STATUS: dict[FinishReason, RequestStatus] = {
     "length": RequestStatus.FINISHED_LENGTH_CAPPED,
     "out_of_kv": RequestStatus.FINISHED_LENGTH_CAPPED,
     "stop": RequestStatus.FINISHED_STOPPED,
-    "text_stop": RequestStatus.FINISHED_STOPPED,
+    "text_stop": RequestStatus.FINISHED_REPETITION,  # stop strings are found by vLLM's front end
     "grammar": RequestStatus.FINISHED_STOPPED,
     "computed": RequestStatus.FINISHED_STOPPED,
     "cancelled": RequestStatus.FINISHED_ABORTED,
@@ -68,6 +68,7 @@ def batch_finished(
         finished_us=now_us,
         generation=plan.generation,
         accepted=np.array(counts, np.int32).tobytes() if verifies else b"",
+        text_stops=tuple(i for i, entry in enumerate(batch.samplers) if entry.detects and repeats(entry, tokens[i])),
     )
     return event, tokens
 
@@ -100,7 +101,9 @@ class ClientOutputs:
         if status is not None:
             request.status = status
             output.finish_reason = request.get_finished_reason()
-            if status == RequestStatus.FINISHED_STOPPED and tokens:
+            if status == RequestStatus.FINISHED_REPETITION:
+                output.stop_reason = request.stop_reason = "repetition_detected"
+            elif status == RequestStatus.FINISHED_STOPPED and tokens:
                 output.stop_reason = request.stop_reason = stop_reason(request.sampling_params, tokens[-1])
         self.by_client[request.client_index].append(output)
 

@@ -9,29 +9,36 @@ and never ignored: the ContractError names the event, and the engine stops.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from msgspec import UNSET
+
 from lockstep.core.contract.commands import (
     CompileGrammar,
     ControlAnswered,
+    EncodeMedia,
     FinishRequest,
     LaunchBatch,
+    LoadAdapter,
     RejectRequest,
     SampleBatch,
     Step,
     StreamTokens,
 )
 from lockstep.core.contract.events import (
+    AdapterLoaded,
     ClockAdvanced,
     Control,
     ControlRequested,
     EngineRestarted,
-    Flush,
+    FlushUnused,
     GrammarReady,
     LaneReady,
+    MediaEncoded,
     ObservedEvent,
     Pause,
     RequestAdmitted,
@@ -42,6 +49,9 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.scheduler.engine import Engine
 from lockstep.vllm import versions
+from lockstep.vllm.adapters import AdapterNames
+from lockstep.vllm.groups import KvGroups, length_of
+from lockstep.vllm.media import DIGEST_BYTES, EncoderInputs
 from lockstep.vllm.plans import OutputBuilder, empty_output
 from lockstep.vllm.recording import NoRecording, Recording, begin_recording
 from lockstep.vllm.requests import Tracked, arrival
@@ -49,6 +59,7 @@ from lockstep.vllm.results import STATUS, ClientOutputs, LaunchedBatch, batch_fi
 from lockstep.vllm.settings import read_settings, sched_config
 from vllm.logger import init_logger
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
+from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs
@@ -86,25 +97,41 @@ class Scheduler(SchedulerInterface):
         _, version = versions.installed_version()
         versions.check_version(version)
         settings = read_settings(vllm_config.additional_config)
-        config = sched_config(vllm_config, kv_cache_config, settings, block_size)
+        encoder = None
+        if vllm_config.model_config.supports_multimodal_inputs:
+            encoder = MultiModalBudget(vllm_config, mm_registry)
+        config = sched_config(vllm_config, kv_cache_config, settings, block_size, encoder)
+        hybrid = config.hybrid if config.hybrid is not UNSET else None
         self.config = config
         self.log_stats = log_stats
         self.structured_output_manager = structured_output_manager
         self._began = time.monotonic()
         self._recording: Recording | NoRecording = begin_recording(settings, config, vllm_config, version)
         self._engine = Engine(config, digests=self._recording.present)
+        self._media = EncoderInputs(
+            budget_tokens=0 if encoder is None else encoder.encoder_compute_budget,
+            look_ahead=vllm_config.num_prefill_lookahead_tokens,
+            key=os.urandom(DIGEST_BYTES),
+        )
         self._output_builder = OutputBuilder(
             tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
             context_tokens_max=vllm_config.model_config.max_model_len,
-            may_shrink=config.speculates,
+            groups=KvGroups(
+                [hybrid is not None and length_of(one.kv_cache_spec) > 0 for one in kv_cache_config.kv_cache_groups],
+                config.pages,
+                hybrid.window_pages if hybrid is not None else 0,
+            ),
+            drafts_stay=bool(vllm_config.scheduler_config.async_scheduling),
             v2_runner=vllm_config.use_v2_model_runner,
             uses_mrope=vllm_config.model_config.uses_mrope,
+            media=self._media,
         )
         self._draft_tokens: int = vllm_config.num_speculative_tokens
         self._spec_stats: SpecDecodingStats | None = None
         self.requests: dict[str, Request] = {}
         self._tracked: dict[RequestId, Tracked] = {}
         self._core_ids: dict[str, RequestId] = {}
+        self._adapters = AdapterNames()
         self._next_core_id = 0
         self._next_control_id = 0
         self._grammars: dict[bytes, Request] = {}  # requests whose grammar vLLM still compiles, by digest
@@ -157,6 +184,10 @@ class Scheduler(SchedulerInterface):
                     self._answers[command.control_id] = command
                 case CompileGrammar():
                     pass  # vLLM compiles it already; `_poll_grammars` reports the outcome
+                case EncodeMedia():
+                    self._media.ask(command)
+                case LoadAdapter(adapter, version):
+                    self._fold(AdapterLoaded(self._now_us(), adapter, version, generation=self._engine.generation))
                 case SampleBatch():
                     pass  # vLLM's engine core samples a deferred batch once the result before it is in
                 case _:
@@ -204,6 +235,7 @@ class Scheduler(SchedulerInterface):
         request = entry.request
         del self.requests[request.request_id], self._core_ids[request.request_id]
         self._output_builder.drafts.pop(request.request_id, None)
+        self._media.forget(request.request_id)
         self._grammars = {digest: other for digest, other in self._grammars.items() if other is not request}
         self._finished.add(request.request_id)
         if self._finished_by_client is not None:
@@ -225,7 +257,17 @@ class Scheduler(SchedulerInterface):
         self._tracked[core_id] = Tracked(request, core_id)
         if self.log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
-        event = arrival(request, core_id, self._now_us(), reads_tokens=self.config.radix_cache)
+        adapter, load = self._adapters.name_of(request.lora_request)
+        if load is not None:
+            self._control(load)
+        event = arrival(
+            request,
+            core_id,
+            self._now_us(),
+            reads_tokens=self.config.radix_cache,
+            adapter=adapter,
+            spans=self._media.spans_of(request),
+        )
         if event.grammar is not None:
             self._grammars[event.grammar.digest] = request
         self._fold(event)
@@ -252,6 +294,8 @@ class Scheduler(SchedulerInterface):
         output = empty_output()
         if self._grammars:
             self._poll_grammars()
+        for command in self._media.answers():
+            self._encoded(command)
         now_us = self._now_us()
         if self._wake_at_us is not None and self._wake_at_us <= now_us:
             self._fold(ClockAdvanced(now_us))
@@ -265,10 +309,17 @@ class Scheduler(SchedulerInterface):
             step.commands.remove(launch)
         else:
             self._output_builder.forget_previous()
+            if not self._launched and (command := self._media.answer_one()) is not None:
+                self._encoded(command)
         self._perform(step)
         output.finished_req_ids, self._finished = self._finished, set()
+        output.free_encoder_mm_hashes = self._media.freed()
         output.preempted_req_ids, self._preempted = self._preempted, set()
         return output
+
+    def _encoded(self, command: EncodeMedia) -> None:
+        """Answer an order to encode: the workers do so in the pass that needs it."""
+        self._fold(MediaEncoded(self._now_us(), command.digest, "", command.generation))
 
     def _launch(self, launch: LaunchBatch, output: SchedulerOutput, now_us: int) -> None:
         plan, tracked = launch.plan, self._tracked
@@ -382,8 +433,11 @@ class Scheduler(SchedulerInterface):
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
-        """Never called: vLLM does so with asynchronous scheduling only, where drafts are refused at start."""
-        raise NotImplementedError("drafts with asynchronous scheduling are not supported by lockstep.vllm")
+        """Leave the placeholders as they are.
+
+        vLLM calls this with asynchronous scheduling, so that the masks of drafts can be computed. Requests with
+        structured output have no drafts.
+        """
 
     def _count_drafts(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Add the drafts of a pass to vLLM's statistics."""
@@ -404,7 +458,12 @@ class Scheduler(SchedulerInterface):
 
     def get_num_unfinished_requests(self) -> int:
         """Return how many requests have work to do."""
-        return 0 if self._pause_state == PauseState.PAUSED_ALL else len(self.requests)
+        match self._pause_state:
+            case PauseState.PAUSED_ALL:
+                return 0
+            case PauseState.PAUSED_NEW:
+                return self._engine.active
+        return len(self.requests)
 
     def has_finished_requests(self) -> bool:
         """Whether workers or clients are still to be informed of ended requests."""
@@ -416,28 +475,32 @@ class Scheduler(SchedulerInterface):
         return self._pause_state
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Pause or resume. PAUSED_NEW is refused: the core pauses all launches or none."""
-        if pause_state == PauseState.PAUSED_NEW:
-            raise NotImplementedError("pausing new requests only (PAUSED_NEW) is not supported by lockstep.vllm")
-        if pause_state != self._pause_state:
-            self._control(Resume() if pause_state == PauseState.UNPAUSED else Pause("in_place"))
+        """Pause or resume. PAUSED_NEW stops admission only: running requests go on, retracted ones wait."""
+        if pause_state == self._pause_state:
+            return
+        if self._pause_state == PauseState.PAUSED_ALL or pause_state == PauseState.UNPAUSED:
+            self._control(Resume())
+        if pause_state != PauseState.UNPAUSED:
+            self._control(Pause("in_place" if pause_state == PauseState.PAUSED_ALL else "admission"))
         self._pause_state = pause_state
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Empty the prefix cache. Returns whether it was emptied: not while requests run, unless they start again.
+        """Empty the prefix cache. Returns whether it was emptied: not while requests run, unless they are retracted.
 
         With `reset_running_requests` all device state counts as lost: every running request is retracted, and results
         of passes in flight are dropped.
         """
         if reset_running_requests:
+            self._media.void()
             self._fold(EngineRestarted(self._now_us(), self._engine.generation + 1))
             self._output_builder.forget_previous()
             return True
-        answer = self._control(Flush())
+        answer = self._control(FlushUnused())
         return answer is not None and answer.ok
 
     def reset_encoder_cache(self) -> None:
-        """Nothing is to be reset: multimodal inputs are refused at start."""
+        """Encode multimodal items again when they are next needed; the workers' cache is emptied by vLLM."""
+        self._media.outdate()
 
     def get_request_counts(self) -> tuple[int, int]:
         """Return (running, waiting) requests."""

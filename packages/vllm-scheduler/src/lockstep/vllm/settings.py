@@ -4,7 +4,8 @@ Settings of Lockstep come from `--additional-config '{"lockstep": {...}}'`, or f
 variable LOCKSTEP_VLLM_CONFIG names:
 
     profile = "vllm"              # a family of scheduling settings: docs/profiles.md
-    journal = "/var/log/engine"   # a run folder for the journal; absent: no journal
+    journal = "/var/log/engine"   # a run folder for the journal, engine-1 for data-parallel rank 1; absent: no journal
+    mean_request_tokens = 3000    # prompt and output; divides KV blocks between full attention and windows
     journal_tokens = false        # true: the journal holds token ids; false: pseudonyms with the same shared prefixes
 
     [scheduler]                   # fields of SchedConfig, over the profile
@@ -22,12 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.profiles import profile_settings
+from lockstep.vllm.groups import divided, window_tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.multimodal.encoder_budget import MultiModalBudget
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 ENVIRONMENT = "LOCKSTEP_VLLM_CONFIG"
@@ -42,9 +45,13 @@ OF_VLLM = (
     "overlap_depth",
     "radix_cache",
     "max_loras",
+    "base_beside_loras",
     "speculative_method",
     "num_speculative_tokens",
     "tables_append_only",
+    "hybrid",
+    "encoder_cache_tokens",
+    "encoder_budget_tokens",
 )
 """Fields of SchedConfig that follow from vLLM's configuration."""
 
@@ -55,6 +62,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     profile: str = "vllm"
     journal: str = ""  # run folder; empty: no journal
     journal_tokens: bool = False
+    mean_request_tokens: int = 0  # prompt and output, for models with windows; 0: estimated
     scheduler: dict[str, Any] = {}  # fields of SchedConfig
 
 
@@ -76,7 +84,7 @@ def read_settings(additional: object, environment: dict[str, str] | os._Environ[
         settings = msgspec.convert(values, VllmSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"{source}: {error}\nhint: fields are profile, journal, journal_tokens and scheduler (docs/vllm.md)"
+            f"{source}: {error}\nhint: fields are {', '.join(VllmSettings.__struct_fields__)} (docs/vllm.md)"
         ) from error
     if owned := [name for name in settings.scheduler if name in OF_VLLM]:
         raise ConfigError(f"{source}: `scheduler.{owned[0]}` follows from vLLM's own options and cannot be set here")
@@ -84,10 +92,16 @@ def read_settings(additional: object, environment: dict[str, str] | os._Environ[
 
 
 def sched_config(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: VllmSettings, block_size: int
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    settings: VllmSettings,
+    block_size: int,
+    encoder: MultiModalBudget | None = None,
 ) -> SchedConfig:
     """Return the core's settings for this engine.
 
+    Args:
+        encoder: encoder tokens of one pass and in the encoder cache; None for a model without multimodal inputs.
     Raises: ConfigError for what is not supported, or for settings that contradict each other.
     """
     if refused := unsupported(vllm_config, kv_cache_config, block_size):
@@ -99,13 +113,13 @@ def sched_config(
     values: dict[str, Any] = profile_settings(settings.profile)
     values |= {
         "page_size": block_size,
-        "pages": kv_cache_config.num_blocks - 1,  # block 0 is vLLM's null block
+        "pages": pages(vllm_config, kv_cache_config, block_size),
         "context_tokens_max": vllm_config.model_config.max_model_len,
         "max_running_requests": scheduler.max_num_active_seqs or scheduler.max_num_seqs,
         "max_prefill_tokens": budget,
         "chunked_prefill_size": budget if scheduler.enable_chunked_prefill else None,
         "overlap_depth": 1 if scheduler.async_scheduling else 0,
-        "radix_cache": bool(vllm_config.cache_config.enable_prefix_caching),
+        "radix_cache": bool(vllm_config.cache_config.enable_prefix_caching and kv_cache_config.kv_cache_groups),
         "tables_append_only": True,
     }
     if not values["radix_cache"]:
@@ -117,15 +131,40 @@ def sched_config(
             "retraction_policy": "priority",
             "default_priority_value": 0,
         }
+    if vllm_config.lora_config is not None:
+        values |= {"max_loras": vllm_config.lora_config.max_loras, "base_beside_loras": True}
     if vllm_config.speculative_config is not None:
         values |= {
             "speculative_method": draft_method(vllm_config),
             "num_speculative_tokens": vllm_config.num_speculative_tokens,
         }
+    if window := window_tokens(kv_cache_config):
+        number = len(kv_cache_config.kv_cache_groups) - 1
+        ahead = values["overlap_depth"]
+        context = values["context_tokens_max"]
+        mean = settings.mean_request_tokens
+        full, windows = divided(kv_cache_config.num_blocks - 1, number, window, block_size, context, ahead, mean)
+        values |= {"pages": full, "hybrid": HybridMemory(window_tokens=window, window_pages=windows)}
+    if encoder is not None:
+        values |= {
+            "encoder_cache_tokens": encoder.encoder_cache_size,
+            "encoder_budget_tokens": encoder.encoder_compute_budget,
+        }
     values |= settings.scheduler
     config = SchedConfig(**_known(values))
     _check_budget(config, budget)
     return config
+
+
+def pages(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int) -> int:
+    """Return the KV pages of the core: all blocks but vLLM's null block, which is block 0.
+
+    A model without KV cache has as many pages as its requests could fill, so that pages never limit it.
+    """
+    if kv_cache_config.kv_cache_groups:
+        return kv_cache_config.num_blocks - 1
+    rows = vllm_config.scheduler_config.max_num_seqs * (2 if vllm_config.scheduler_config.async_scheduling else 1)
+    return rows * -(-vllm_config.model_config.max_model_len // block_size)
 
 
 def token_budget(vllm_config: VllmConfig) -> int:
@@ -171,7 +210,7 @@ def _check_budget(config: SchedConfig, budget: int) -> None:
 def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int) -> list[str]:
     """Return what of this configuration the scheduler does not support, in words; empty if it supports all."""
     parallel, model, scheduler = vllm_config.parallel_config, vllm_config.model_config, vllm_config.scheduler_config
-    groups = kv_cache_config.kv_cache_groups
+    groups, speculative = kv_cache_config.kv_cache_groups, vllm_config.speculative_config
     findings = {
         "KV connectors (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "encoder connectors (--ec-transfer-config)": vllm_config.ec_transfer_config is not None,
@@ -179,21 +218,35 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_s
             vllm_config.kv_events_config and vllm_config.kv_events_config.enable_kv_cache_events
         ),
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
+        "an interval between prefills (--prefill-schedule-interval)": scheduler.prefill_schedule_interval > 1,
+        "a watermark of free KV blocks (--watermark)": bool(scheduler.watermark),
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "encoder-decoder models": model.is_encoder_decoder,
-        "multimodal inputs": model.supports_multimodal_inputs,
+        "multimodal items that are computed whole (--disable-chunked-mm-input)": bool(
+            model.supports_multimodal_inputs and scheduler.disable_chunked_mm_input
+        ),
+        "engines that only encode multimodal items": vllm_config.is_mm_encoder_only,
         "diffusion models": model.is_diffusion,
-        "drafts with asynchronous scheduling (hint: --no-async-scheduling)": bool(
-            vllm_config.speculative_config is not None and scheduler.async_scheduling
+        "MTP with several modules": speculative is not None and speculative.use_multi_module_mtp(),
+        "a number of drafts by batch size (num_speculative_tokens_per_batch_size)": bool(
+            speculative is not None and speculative.num_speculative_tokens_per_batch_size
         ),
         "drafts with model runner V2 (hint: VLLM_USE_V2_MODEL_RUNNER=0)": bool(
-            vllm_config.speculative_config is not None and vllm_config.use_v2_model_runner
+            speculative is not None and vllm_config.use_v2_model_runner
         ),
-        "LoRA (--enable-lora)": vllm_config.lora_config is not None,
         "auxiliary outputs": vllm_config.aux_output_config.enabled,
         "sampling masks": bool(model.return_sampling_mask),
-        f"{len(groups)} KV cache groups (hint: --disable-hybrid-kv-cache-manager)": len(groups) > 1,
-        "models without KV cache": not groups,
+        f"{len(groups)} KV cache groups other than one of full attention and those of windows of one length "
+        "(hint: --disable-hybrid-kv-cache-manager)": bool(
+            len(groups) > 1 and not window_tokens(kv_cache_config) and not kv_cache_config.has_mamba_layers
+        ),
+        "layers with recurrent state (Mamba, GDN), which vLLM keeps in blocks of the KV pool": bool(
+            kv_cache_config.has_mamba_layers
+        ),
+        "drafts with KV cache groups of windows (hint: --disable-hybrid-kv-cache-manager)": bool(
+            speculative is not None and window_tokens(kv_cache_config)
+        ),
+        "models without KV cache that generate text": not groups and model.runner_type != "pooling",
         f"a block size of {block_size} tokens, which is no power of two": bool(block_size & (block_size - 1)),
         "a long-prefill threshold (--long-prefill-token-threshold)": scheduler.long_prefill_token_threshold > 0,
         "models that require zeroed KV blocks": kv_cache_config.needs_kv_cache_zeroing,

@@ -6,7 +6,7 @@
               └─ API worker 1 ...
 
 - When a worker ends, its streams end. The engines receive WorkerGone and cancel its requests, and another worker
-  is started. A worker that ends right after its start stops the server.
+  is started. A worker that ends before it was connected to its engines would end again: the server stops.
 - An engine that ends is replaced: `supervisor`. When an engine is given up, the other engines continue. If it was the
   last engine, or its first generation never served, the server stops with status 1.
 - With several engines the router is a thread of the launcher: `routing`.
@@ -41,7 +41,7 @@ from lockstep.api.processes import children
 from lockstep.api.processes.engine_messages import Alive, Began, EngineExited, KillEngine
 from lockstep.api.processes.routing import RouterService, RouterThread
 from lockstep.api.processes.sockets import engine_folder, fresh_folder, router_address, writer
-from lockstep.api.processes.supervisor import GRACE_S, YOUNG_S, Child, EngineReport, Supervisor, end_orphan, status_text
+from lockstep.api.processes.supervisor import GRACE_S, Child, EngineReport, Supervisor, end_orphan, status_text
 from lockstep.api.processes.wire import EngineLost, StopEngine, StopRouter, ToRouter, WorkerGone, WorkerLost, encode
 from lockstep.api.settings import ServeSettings
 from lockstep.core.contract.errors import ConfigError
@@ -218,8 +218,8 @@ class Launcher:
         for engine in self.engines:
             engine.send_to_engine(WorkerGone(child.number))
         self._send_to_router(WorkerLost(child.number))
-        if time.monotonic() - child.began_s < YOUNG_S:
-            return False
+        if not children.is_ready(self.folder, child.number):
+            return False  # it would end again
         self._start_worker()
         return True
 
@@ -281,7 +281,7 @@ class Launcher:
             env=environment,
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which stops the children in order
         )
-        child = Child(role, number, process, time.monotonic())
+        child = Child(role, number, process)
         self.children.append(child)
         threading.Thread(target=self._await, args=(child,), daemon=True).start()
         return child

@@ -56,7 +56,7 @@ from lockstep.core.cluster.router import (
     RouterConfig,
     RouterFact,
 )
-from lockstep.host.router_journal import NoRouterJournal, RouterJournal, set_aside
+from lockstep.host.router_journal import NoRouterJournal, RouterJournal
 
 JOURNAL_SHARE = 16
 """A router starts a new journal file when the current one has reached 1/16 of the bytes allowed for a journal."""
@@ -247,9 +247,12 @@ class RouterService:
             self.router = self.queue.router
         self._began_us = self._clock_us()
         if self._run is not None:
-            self._journal.close()
-            set_aside(self._run, self._bytes_max // 2)
-            self._journal = RouterJournal(self._run, self._config, shares, self._admission, live=True)
+            if isinstance(self._journal, RouterJournal):
+                self._journal.begin_life(self._config, shares, self._admission)
+            else:
+                self._journal = RouterJournal(
+                    self._run, self._config, shares, self._admission, live=True, bytes_max=self._bytes_max // 2
+                )
         for engine, state in enumerate(states):
             if state != "up":
                 self._fact(EngineChanged(time_us=self._now_us(), engine=engine, state=state))

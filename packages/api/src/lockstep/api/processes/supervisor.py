@@ -32,7 +32,6 @@ from lockstep.host.recovery import Death
 
 log = logging.getLogger("lockstep.serve")
 
-YOUNG_S = 2.0  # a process that ends within this time of its start would end again, and is not restarted
 GRACE_S = 5.0  # from the end of `shutdown_s` until a process that has not ended is killed
 # signals that come from outside, not from a fault of the engine itself
 OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -45,7 +44,6 @@ class Child:
     role: Literal["fork_server", "worker"]
     number: int
     process: subprocess.Popen[bytes]
-    began_s: float
 
 
 @dataclass(slots=True)
@@ -160,11 +158,15 @@ class Supervisor:
         return True
 
     def fork_server_ended(self) -> bool:
-        """Restart fork server and engine, which cannot report without it. Returns False if the engine is given up."""
+        """Restart fork server and engine, which cannot report without it.
+
+        Returns: False if the engine is given up: the fork server ended before it had forked the engine, so it would end
+            again, or `ended` gives up.
+        """
         fork_server, current = self.fork_server, self.current
         assert fork_server is not None
         log.error("the fork server of %s ended with %s", self.name, status_text(fork_server.process.returncode))
-        if time.monotonic() - fork_server.began_s < YOUNG_S or current is None or not current.pid:
+        if current is None or not current.pid:
             self.current = None
             return self._give_up(f"the fork server of {self.name} ended")
         end_orphan(current.pid)

@@ -1,6 +1,7 @@
 """Control requests: requests about the engine itself. Each is answered exactly once, most of them at once.
 
-running --Pause--> paused --Resume--> running      a second Pause applies its own mode to the requests that are left
+running --Pause--> paused --Resume--> running      a second Pause applies its own mode to the requests that are left;
+                                                   mode "admission" stops admission, and launches go on
 open --Drain--> draining --the engine is idle--> answered with ok=True
                          --Resume, or a Pause that keeps requests--> answered with ok=False
 UpdateWeights, ReleaseMemory, ResumeMemory         answered after the device has done it: see `maintenance`
@@ -13,7 +14,7 @@ answer follows later.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ from lockstep.core.contract.events import (
     ControlRequested,
     Drain,
     Flush,
+    FlushUnused,
     FreezeGc,
     GetState,
     LoadAdapterControl,
@@ -108,6 +110,7 @@ class ControlsPart(msgspec.Struct):
     draining: bool
     drains: list[int]
     pace: Pace
+    admits: bool | msgspec.UnsetType = msgspec.UNSET  # false: an operator paused admission
 
 
 class Controls(Component):
@@ -125,17 +128,26 @@ class Controls(Component):
         self._maintenance = maintenance
         self._ranks = 1 if scheduler.config.dp_ranks is msgspec.UNSET else scheduler.config.dp_ranks
         self.paused = False
+        self.admits = True  # false: an operator paused admission, and running requests go on
         self.draining = False
         self.drains: list[int] = []  # control ids that are answered once everything has ended
         self.pace = Pace()
 
     def part(self) -> ControlsPart:
         """Return the state for a snapshot."""
-        return ControlsPart(self.paused, self.draining, list(self.drains), self.pace)
+        admits = msgspec.UNSET if self.admits else False
+        return ControlsPart(self.paused, self.draining, list(self.drains), self.pace, admits)
 
     def load(self, part: ControlsPart, restored: Restored) -> None:
         """Take over the state that `part` returned."""
         self.paused, self.draining, self.drains, self.pace = part.paused, part.draining, part.drains, part.pace
+        self.admits = part.admits is msgspec.UNSET
+
+    def due_times(self) -> Iterator[tuple[int, str]]:
+        """Yield the end of the gap between two launches."""
+        pace, scheduler = self.pace, self._scheduler
+        if pace.gap_us and scheduler.requests and pace.not_before_us > scheduler.now_us:
+            yield pace.not_before_us, "the next launch may be made"
 
     def apply(self, event: ControlRequested, step: Step) -> None:
         """Carry out a control request, or answer it with the reason of the refusal."""
@@ -169,8 +181,22 @@ class Controls(Component):
         self._scheduler.memory.empty_cache("flush", step)
         return DONE
 
+    def _flush_unused(self, control_id: int, control: FlushUnused, step: Step) -> str | None:
+        running = sum(request.row >= 0 for request in self._scheduler.requests.values())
+        if running or self._scheduler.in_flight:
+            return f"not idle: {running} running, {len(self._scheduler.in_flight)} in flight"
+        tiers = self._scheduler.memory.tiers
+        if tiers.operations:
+            return f"not idle: pages move between cache tiers, in {len(tiers.operations)} operations"
+        self._scheduler.void_kv()
+        self._scheduler.memory.empty_cache("flush", step)
+        return DONE
+
     def _pause(self, control_id: int, control: Pause, step: Step) -> str | None:
-        self.paused = True
+        if control.mode == "admission":
+            self.admits = False
+        else:
+            self.paused = True
         if control.mode == "cancel":
             self._scheduler.cancel_all(list(self._scheduler.requests.values()), step)
         elif control.mode == "retract":
@@ -181,6 +207,7 @@ class Controls(Component):
 
     def _resume(self, control_id: int, control: Resume, step: Step) -> str | None:
         self.paused = False
+        self.admits = True
         self.draining = False
         self.answer_drains(step, ok=False, message="resumed before everything had ended")
         self._transfers.keep_role(step)
@@ -327,6 +354,7 @@ class Controls(Component):
 
 HANDLERS: dict[type, Callable[[Controls, int, Any, Step], str | None]] = {
     Flush: Controls._flush,
+    FlushUnused: Controls._flush_unused,
     Pause: Controls._pause,
     Resume: Controls._resume,
     Drain: Controls._drain,

@@ -472,7 +472,10 @@ class ReleaseDeviceMemory(msgspec.Struct, frozen=True):
 
 
 class ResumeDeviceMemory(msgspec.Struct, frozen=True):
-    """Take the memory of `tags` again, at the same addresses. Answered by MemorySwitched."""
+    """Allocate the memory of `tags` again, possibly at other addresses; weights have the content they had.
+
+    Answered by MemorySwitched. A host that holds addresses, as CUDA graphs do, refuses the release.
+    """
 
     tags: tuple[str, ...]
     generation: int = 0

@@ -304,6 +304,9 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Setting("adapters on the device, and in one batch, where the base model counts as one; 0, none: no LoRA"),
     ] = None
 
+    # set by hosts that run the base model beside `max_loras` adapters; unset: it counts as one of them
+    base_beside_loras: bool | msgspec.UnsetType = msgspec.UNSET  # requests without an adapter always have a place
+
     # prefill and decode on different engines: docs/distributed.md; unset: mixed, and left out of journals
     role: Annotated[
         Role | msgspec.UnsetType, Setting("prefill or decode, of engines in a cluster; or mixed", default="mixed")
@@ -395,6 +398,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"`overlap_depth` must be 0, 1 or 2, got `{self.overlap_depth}`")
         _settle_drafts(self)
         _settle_jumps(self)
+        _settle_adapters(self)
         _settle_role(self)
         _settle_ranks(self)
         _settle_stages(self)
@@ -486,11 +490,22 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError("`tiers` lie below the radix cache, but `radix_cache` is off\nhint: drop one of the two")
         if self.hybrid is not msgspec.UNSET:
             _check_hybrid(self, self.hybrid)
+        if self.keeps_draft_pages and (self.hybrid is not msgspec.UNSET or self.hands_over):
+            other = "hybrid" if self.hybrid is not msgspec.UNSET else "role"
+            raise ConfigError(
+                f"`speculative_method` is {self.speculative_method} and `tables_append_only` is on, so that rows keep "
+                f"the pages of refused drafts; this is not supported with `{other}`\nhint: drop one of the three"
+            )
 
     @property
     def keeps_duplicates(self) -> bool:
         """Whether a running request keeps its own pages if the radix cache has the same KV in other pages."""
         return self.tables_append_only is True
+
+    @property
+    def keeps_draft_pages(self) -> bool:
+        """Whether a row keeps the pages of refused drafts for its next positions, because its table cannot shrink."""
+        return self.keeps_duplicates and self.speculates
 
     @property
     def pool_tokens(self) -> int:
@@ -759,6 +774,15 @@ def _settle_jumps(config: SchedConfig) -> None:
         )
     if not most:
         msgspec.structs.force_setattr(config, "jump_forward_tokens", msgspec.UNSET)
+
+
+def _settle_adapters(config: SchedConfig) -> None:
+    """Check `base_beside_loras`; false is unset, so that journals do not have it."""
+    beside, most = config.base_beside_loras, config.max_loras
+    if beside is False:
+        msgspec.structs.force_setattr(config, "base_beside_loras", msgspec.UNSET)
+    elif beside is not msgspec.UNSET and not (beside is True and most):
+        raise ConfigError(f"`base_beside_loras` must be false, or true with `max_loras`; got `{beside}` with `{most}`")
 
 
 TRANSFER_SETTINGS: dict[str, Any] = {

@@ -358,10 +358,17 @@ class Flush(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Empty the radix cache. Refused while anything is queued, running or in flight."""
 
 
-class Pause(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Stop launching. Running requests keep their pages ("in_place"), are retracted ("retract"), or end ("cancel")."""
+class FlushUnused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Empty the radix cache. Refused while a request runs or a batch is in flight; requests may wait."""
 
-    mode: Literal["in_place", "retract", "cancel"] = "in_place"
+
+class Pause(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Stop launching. Running requests keep their pages ("in_place"), are retracted ("retract"), or end ("cancel").
+
+    "admission" stops admission only: running requests go on.
+    """
+
+    mode: Literal["in_place", "retract", "cancel", "admission"] = "in_place"
 
 
 class Resume(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -491,6 +498,7 @@ class SlowDown(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 Control = (
     Flush
+    | FlushUnused
     | Pause
     | Resume
     | Drain

@@ -948,6 +948,20 @@ class Transfers(Component):
             fail(f"L1: the engine is idle, and its role is not {change.role} yet")
         self._check_hybrid(everyone)
 
+    def due_times(self) -> Iterator[tuple[int, str]]:
+        """Yield the ends of open transfers, and of the wait for a change of the role."""
+        scheduler, bootstrap_us = self._scheduler, self.settings.bootstrap_timeout_us
+        limits = dict.fromkeys(("receiving", "in_flight"), self.settings.transfer_timeout_us)
+        if self.change is not None and scheduler.requests:
+            yield self.change.due_us, "the role changes"
+        for request in filter(None, map(scheduler.requests.get, self.all)):
+            transfer = self.all[request.request_id]
+            meets = transfer.state in ("bootstrap", "awaited") and not scheduler.waits_for_turn(request)
+            if transfer.due_us is not None:
+                yield transfer.due_us, f"the transfer of {request.name} is abandoned"
+            elif (bootstrap_us if meets else limits.get(transfer.state)) is not None:
+                fail(f"L7: the transfer of {request.name} is {transfer.state} without a due time")
+
     def _check_hybrid(self, everyone: list[Transfer]) -> None:
         """S31: blocks of layers without full attention are reserved for requests whose KV will be received."""
         hybrid = self._scheduler.memory.hybrid

@@ -18,7 +18,7 @@ cache has lost. With `session_kv` evictable, sessions lock nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -476,6 +476,12 @@ class Sessions(Component):
     def blocked_requests(self) -> list[RequestId]:
         """Return the turns that wait for the turn before them."""
         return [request_id for session in self.open.values() for request_id in session.queue]
+
+    def due_times(self) -> Iterator[tuple[int, str]]:
+        """Yield the timeouts of idle sessions."""
+        for session in self.open.values():
+            if session.timeout_us is not None and session.turn is None and not session.queue:
+                yield session.idle_since_us + session.timeout_us, f"session {session.name} times out"
 
     def check_state(self, facts: Facts) -> None:
         """S1, S13, S15: a session locks a path of its own tokens; its turns are live, all but the first are blocked.

@@ -11,7 +11,8 @@ only with the result.
 `RunningState.positions` is an upper bound of the position of a row with all batches in flight, and its pages reach as
 far. A launch starts at `base` plus the accepted tokens of the batches in flight (`starts_after`), so its plan contains
 a lower and an upper bound. A result moves the row back by its wrong drafts, also in every batch behind. Pages that the
-row can no longer reach are freed at once, since no batch in flight can write them any more.
+row can no longer reach are freed at once, since no batch in flight can write them any more. Where tables cannot shrink
+(`tables_append_only`) the row keeps them as spare pages, for its next positions.
 
 A row that may have reached its length with the batches in flight is not launched until their results are known. So no
 row runs past its end. Drafts are optional: no request is retracted, and no session yields, to make room for them. If
@@ -190,19 +191,25 @@ class Speculator(Component):
         if self.jump_forward.forced:
             forced = self.jump_forward.counts_of(members, most)
             drafts += forced  # a row with forced tokens has a grammar, and so no drafts
+        table = self._scheduler.memory.table
+        keeps = self._scheduler.config.keeps_draft_pages
         held = -(-most // page_size)
+        if keeps:
+            held += table.spare[members.rows]
         available = self._pages_to_open()
-        while (opening := -(-(most + ONE + drafts) // page_size) - held).sum() > available and drafts.any():
+        while (opening := self._opening(most + ONE + drafts, held)).sum() > available and drafts.any():
             drafts = drafts // np.int32(2)
             forced = forced // np.int32(2)
         stops: Int32s = most + ONE + drafts
-        self._scheduler.memory.table.reserve(int((held + opening).max()), int((stops - members.prompts).max()) + 2)
+        if keeps:
+            table.spare[members.rows] = held + opening - -(-stops // page_size)
+        table.reserve(int((held + opening).max()), int((stops - members.prompts).max()) + 2)
         deltas = NO_DELTAS
         if opening.any():
             deltas = self._scheduler.memory.open_pages(
                 members.rows.repeat(opening), held.repeat(opening) + step_numbers(opening), step
             )
-        slack, after = uncertainty(self._scheduler.in_flight, members.rows, len(self._scheduler.memory.table.holders))
+        slack, after = uncertainty(self._scheduler.in_flight, members.rows, len(table.holders))
         if members is running_batch:
             running.move_to(stops)
         else:
@@ -213,6 +220,11 @@ class Speculator(Component):
             return Verifying(members, most - slack, stops, drafts, after, deltas)
         tokens = self.jump_forward.tokens_of(members, most, forced)
         return Verifying(members, most - slack, stops, drafts, after, deltas, forced, tokens)
+
+    def _opening(self, stops: Int32s, held: Int32s) -> Int32s:
+        """Return the pages that rows open to reach `stops`, beside those that they hold. int32 [rows] all three."""
+        opening: Int32s = -(-stops // np.int32(self._scheduler.config.page_size)) - held
+        return np.maximum(opening, ZERO) if self._scheduler.config.keeps_draft_pages else opening
 
     def jump_next(self, running: RunningState, step: Step) -> tuple[Verifying, list[int]] | None:
         """Move the running batch of an engine without drafts on, members with forced tokens by several positions.
@@ -254,7 +266,7 @@ class Speculator(Component):
     def settle(self, running: RunningState, batch: InFlight, accepted: Int32s) -> None:
         """Move the rows of a delivered verifying batch back by their wrong drafts, here and in every batch behind it.
 
-        Pages that the rows can no longer reach are freed.
+        Pages that the rows can no longer reach are freed, or kept as spare pages where tables cannot shrink.
 
         Args:
             accepted: int32 [samplers], the result of `accepted_of`.
@@ -275,7 +287,11 @@ class Speculator(Component):
         running.move_to(before - by_row[running.batch.rows])
         held = -(-running.positions // page_size)
         back: NDArray[np.int32] = -(-before // page_size) - held
-        if back.any():
+        if not back.any():
+            return
+        if self._scheduler.config.keeps_draft_pages:
+            table.spare[running.batch.rows] += back
+        else:
             index = held.repeat(back) + step_numbers(back)
             self._scheduler.memory.pool.free(table.pages[running.batch.rows.repeat(back), index])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from lockstep.core.journal.records import (
     NO_CHAIN,
     PAYLOAD_BYTES_MAX,
     RECORD_BYTES_MIN,
+    SNAPSHOTS_ALL_KEPT,
+    SNAPSHOTS_KEPT,
     CorruptReason,
     EndRecord,
     EventRecord,
@@ -43,6 +45,7 @@ from lockstep.core.journal.records import (
     OnlyVersion,
     Record,
     Snapshot,
+    SnapshotFault,
     SnapshotRecord,
     Tail,
     UnsealedRecord,
@@ -79,8 +82,9 @@ class Journal:
         self.segments = list_segments(folder, first_segment)
         self.first_segment = int(self.segments[0].stem)  # number of the first segment that has not expired
         self._tail: Tail | None = None
-        self._start = _start_of(self.segments[0]) if self.first_segment else _START
-        first = next(_Scan(self.segments, self._start).frames(), None)
+        self._snapshots: list[Snapshot] = []  # filled together with `_tail`
+        self._start = start_of(self.segments[0]) if self.first_segment else START
+        first = next(FrameScan(self.segments, self._start).frames(), None)
         if first is None:
             raise JournalError(
                 f"{self.segments[0]} does not begin with a whole header record of format version {FORMAT_VERSION}; "
@@ -106,20 +110,53 @@ class Journal:
     def tail(self) -> Tail:
         """The end of the journal. The first use reads framing and chain of the whole journal. Raises JournalCorrupt."""
         if self._tail is None:
-            scan = _Scan(self.segments, self._start)
+            scan = FrameScan(self.segments, self._start)
+            snapshots: list[Snapshot] = []
             for frame in scan.frames():
                 if frame.kind == KIND_HEADER:
                     self._check_segment(frame)
-            self._tail = scan.tail()
+                elif frame.kind == KIND_SNAPSHOT:
+                    snapshots.append(self._decode(frame, Snapshot))
+            self._tail, self._snapshots = scan.tail(), snapshots
         return self._tail
+
+    @property
+    def snapshots(self) -> list[Snapshot]:
+        """Return the snapshots that the journal refers to, in order; the files of old ones may have been deleted."""
+        _ = self.tail
+        return list(self._snapshots)
+
+    def snapshot_faults(self) -> list[SnapshotFault]:
+        """Read the files of all snapshots; return those that were altered, and those that are missing and must not be.
+
+        A file may be missing if its writer may have deleted it: `SNAPSHOTS_ALL_KEPT`.
+        """
+        faults = []
+        snapshots = self.snapshots
+        all_kept = int(self.segments[-1].stem) <= SNAPSHOTS_ALL_KEPT
+        for number, snapshot in enumerate(snapshots):
+            if self.load_snapshot(snapshot) is not None:
+                continue
+            is_there = bool(SNAPSHOT_NAME.fullmatch(snapshot.file)) and (self.folder / snapshot.file).exists()
+            is_opening = bool(self._start.sequence) and number == 0
+            if is_there or is_opening or all_kept or number >= len(snapshots) - SNAPSHOTS_KEPT:
+                faults.append(
+                    SnapshotFault(
+                        file=snapshot.file,
+                        steps=snapshot.steps,
+                        fault="altered" if is_there else "missing",
+                        is_opening=is_opening,
+                    )
+                )
+        return faults
 
     def records(self) -> Iterator[Record]:
         """Yield every record in order, each checked before it is yielded; stop at a torn tail.
 
         Raises: JournalCorrupt at the damage; JournalError at a record that this version cannot read.
         """
-        scan = _Scan(self.segments, self._start)
-        step = self.first_step
+        scan = FrameScan(self.segments, self._start)
+        step, snapshots = self.first_step, list[Snapshot]()
         for frame in scan.frames():
             sequence, offset, payload = frame.sequence, frame.offset, frame.payload
             segment = self.first_segment + frame.segment
@@ -132,8 +169,11 @@ class Journal:
                 yield EventRecord(sequence, segment, offset, step, event, digest)
                 step += 1
             else:
-                yield self._rare_record(frame)
-        self._tail = scan.tail()
+                record = self._rare_record(frame)
+                if isinstance(record, SnapshotRecord):
+                    snapshots.append(record.snapshot)
+                yield record
+        self._tail, self._snapshots = scan.tail(), snapshots
 
     def events(self) -> Iterator[EventRecord]:
         """Return an iterator over the event records."""
@@ -189,7 +229,7 @@ class Journal:
         return header
 
 
-class _Start(msgspec.Struct, frozen=True):
+class ScanStart(msgspec.Struct, frozen=True):
     """The state of the chain before the first segment that is read."""
 
     sequence: int
@@ -197,20 +237,39 @@ class _Start(msgspec.Struct, frozen=True):
     steps: int
 
 
-_START = _Start(0, NO_CHAIN, 0)
+START = ScanStart(0, NO_CHAIN, 0)
 
 
-def _start_of(path: Path) -> _Start:
+def start_of(path: Path) -> ScanStart:
     """Return the state of the chain before a segment, from its header."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise JournalError(f"cannot read {path}: {error}") from error
     if find_record(data[: HEADER_BYTES + PAYLOAD_BYTES_MAX + CRC.size], 0) != 0:
-        return _START  # there is no whole header, which the caller reports
+        return START  # there is no whole header, which the caller reports
     _, _, length, sequence, chain, _ = HEADER.unpack_from(data, 0)
     payload = memoryview(data)[HEADER_BYTES : HEADER_BYTES + length]
-    return _Start(sequence, chain, _decode_header(Frame(data[3], sequence, 0, 0, payload), path).first_step)
+    return ScanStart(sequence, chain, _first_step(payload, path))
+
+
+def _first_step(payload: memoryview, path: Path) -> int:
+    try:
+        return msgspec.msgpack.decode(payload, type=_OnlyFirstStep).first_step
+    except msgspec.DecodeError as error:
+        raise JournalError(f"{path} begins with a record that is no header: {error}") from error
+
+
+class _OnlyFirstStep(msgspec.Struct):
+    """The number of events before a segment: of a header, all that the start of a scan needs."""
+
+    first_step: int
+
+
+def scan_folder(folder: Path) -> FrameScan:
+    """Return a scan of all segments of a folder, by a reader that decodes the payloads itself."""
+    segments = list_segments(folder, 0)
+    return FrameScan(segments, start_of(segments[0]) if int(segments[0].stem) else START)
 
 
 def _decode_header(frame: Frame, path: Path) -> JournalHeader:
@@ -221,7 +280,10 @@ def _decode_header(frame: Frame, path: Path) -> JournalHeader:
             f"expected a header record of format version {FORMAT_VERSION}"
         )
     try:
-        version = msgspec.msgpack.decode(frame.payload, type=OnlyVersion).format_version
+        first = msgspec.msgpack.decode(frame.payload, type=OnlyVersion)
+        version = first.format_version
+        if first.journal_of:
+            raise JournalError(f"{path} is the journal of a {first.journal_of}, expected that of an engine")
         if version != FORMAT_VERSION:
             raise JournalError(f"{path} has format version {version}, this core reads format version {FORMAT_VERSION}")
         return msgspec.msgpack.decode(frame.payload, type=JournalHeader)
@@ -252,11 +314,12 @@ def opening_snapshot(path: Path) -> str | None:
         return None
 
 
-class _Scan:
+class FrameScan:
     """One pass over framing and chain. It applies the recovery table of docs/journal.md, in the order of its rows."""
 
-    def __init__(self, segments: list[Path], start: _Start = _START) -> None:
+    def __init__(self, segments: list[Path], start: ScanStart = START) -> None:
         self.segments = segments
+        self.first_segment = int(segments[0].stem)  # number of the first of these segments
         self.sequence = start.sequence  # sequence of the next record
         self.chain = start.chain
         self.steps = start.steps
@@ -354,12 +417,20 @@ class _Scan:
 
 
 def _cut_tail(journal: Journal) -> None:
-    """Cut the last segment off behind its last whole record; delete it if it has no whole header."""
-    path = journal.segments[-1]
-    folder_file = os.open(journal.folder, os.O_RDONLY | os.O_DIRECTORY)
+    cut_tail(journal.folder, journal.segments[-1], lambda: Journal(journal.folder, journal.first_segment).tail)
+
+
+def cut_tail(folder: Path, path: Path, read_tail: Callable[[], Tail]) -> None:
+    """Cut the last segment off behind its last whole record; delete it if it has no whole header.
+
+    Args:
+        path: the last segment.
+        read_tail: reads the tail, once no other process can write.
+    """
+    folder_file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        lock_folder(folder_file, journal.folder)
-        tail = Journal(journal.folder, journal.first_segment).tail  # read again, since no other process can write now
+        lock_folder(folder_file, folder)
+        tail = read_tail()
         if tail.verdict == "torn":
             if tail.offset:
                 file = os.open(path, os.O_WRONLY)

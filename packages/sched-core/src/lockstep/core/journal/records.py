@@ -77,6 +77,7 @@ CorruptReason = Literal[
     "segment name",
     "segment header",
     "after end",
+    "snapshot",
 ]
 
 
@@ -114,7 +115,7 @@ class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     seed: int = 0
     model_digest: str = ""
     tokenizer_digest: str = ""
-    host: dict[str, str | int | float] = {}  # host, cost model and workload, for display only; no secrets
+    host: dict[str, str | int | float | bool] = {}  # host, cost model and workload, for display only; no secrets
     core_version: str = CORE_VERSION
     behaviour_flags: tuple[str, ...] = BEHAVIOUR_FLAGS
     format_version: int = FORMAT_VERSION
@@ -129,6 +130,7 @@ class OnlyVersion(msgspec.Struct):
     """The format version of a header, which is read before its other fields."""
 
     format_version: int
+    journal_of: str = ""  # "router"; empty for an engine
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
@@ -166,6 +168,25 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     steps: int
     bytes_digest: bytes  # BLAKE2b-128 of the file
     state_digest: bytes  # digest of the engine at this event, from the host
+
+
+SNAPSHOTS_ALL_KEPT = 32
+"""A journal of at most so many segments after the first has all of its snapshots; of longer ones, single old snapshots
+may have been deleted. The newest SNAPSHOTS_KEPT are never deleted."""
+SNAPSHOTS_KEPT = 2
+
+
+class SnapshotFault(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot that its record refers to and that cannot be used."""
+
+    file: str
+    steps: int  # events before the snapshot
+    fault: Literal["missing", "altered", "of another state"]
+    is_opening: bool  # the events before it have expired, so the replay begins with it
+
+    def __str__(self) -> str:
+        more = "; the events before it have expired, so nothing can be replayed" if self.is_opening else ""
+        return f"{self.file}, after {self.steps:,} events, is {self.fault}{more}"
 
 
 class SnapshotRecord(Record, frozen=True, gc=False):

@@ -23,6 +23,7 @@ from lockstep.core.journal.records import (
     JournalError,
     JournalHeader,
     Snapshot,
+    SnapshotFault,
     SnapshotRecord,
     Tail,
     UnsealedRecord,
@@ -77,6 +78,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     digest: bytes  # digest of the last step; empty if there was none
     tail: Tail | None  # None if the replay stopped at `until`
     snapshot: Snapshot | None = None  # the snapshot from which the replay started
+    snapshot_faults: tuple[SnapshotFault, ...] = ()  # with `until` only those of another state than the replay's
     snapshot_refused: Snapshot | None = None  # the newest snapshot, if its file is missing or altered
 
 
@@ -111,7 +113,7 @@ def replay(
 
     first = snapshot.steps if snapshot is not None else journal.first_step
     events, steps, batches, unsealed, digest = 0, 0, 0, 0, b""
-    whole = True
+    whole, faults = True, list[SnapshotFault]()
     for record in journal.records():
         if isinstance(record, EventRecord):
             if until is not None and record.step >= until:
@@ -127,6 +129,11 @@ def replay(
             digest = step.digest
         elif isinstance(record, UnsealedRecord):
             unsealed += 1
+        elif isinstance(record, SnapshotRecord) and steps:
+            stored = record.snapshot
+            if stored.state_digest != digest or stored.steps != journal.first_step + events:
+                fault = SnapshotFault(file=stored.file, steps=stored.steps, fault="of another state", is_opening=False)
+                faults.append(fault)
     return Replay(
         header=journal.header,
         events=events,
@@ -136,6 +143,7 @@ def replay(
         digest=digest,
         tail=journal.tail if whole else None,
         snapshot=snapshot,
+        snapshot_faults=(*journal.snapshot_faults(), *faults) if whole else tuple(faults),
         snapshot_refused=refused,
     )
 

@@ -11,6 +11,7 @@ import threading
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
 from zlib import crc32
 
 import msgspec
@@ -46,8 +47,13 @@ INTERVAL_MS = 50  # time between two fsyncs with durability "interval"
 _fresh_chain = blake2b(digest_size=DIGEST_BYTES).copy  # a copy costs a third of the constructor
 
 
-class JournalWriter:
-    """Appends to one journal. One thread appends; with "interval" and "group" a second thread only calls fsync.
+Event = TypeVar("Event", bound=msgspec.Struct)
+
+
+class RecordWriter(Generic[Event]):
+    """Appends records to the segments of one folder: of an engine's journal (`JournalWriter`), or of a router's.
+
+    One thread appends; with "interval" and "group" a second thread only calls fsync.
 
         # appended ........ written ........ durable
         # | in the buffer   | write() returned | fsync returned        records; durable <= written <= appended
@@ -63,7 +69,7 @@ class JournalWriter:
     def __init__(
         self,
         folder: Path,
-        header: JournalHeader,
+        header: Any,
         *,
         durability: Durability,
         segment_bytes: int,
@@ -72,13 +78,14 @@ class JournalWriter:
         steps: int = 0,
         chain: bytes = NO_CHAIN,
     ) -> None:
-        """Open a new segment. Callers use `create`, `resume` or `go_on`.
+        """Open a new segment.
 
         Args:
+            header: a struct with `segment`, `first_sequence`, `previous_chain` and `first_step`, which are filled in.
             segment, sequence, steps, chain: the end of the existing journal that is continued.
         """
         self.folder = folder
-        self.header = header
+        self.header: Any = header
         self.durability: Durability = durability
         self._segment_bytes = segment_bytes
         self._encode = msgspec.msgpack.Encoder().encode
@@ -110,60 +117,6 @@ class JournalWriter:
             self._thread = threading.Thread(target=self._sync_behind, name="journal-fsync", daemon=True)
             self._thread.start()
 
-    @classmethod
-    def create(
-        cls,
-        folder: Folder,
-        header: JournalHeader,
-        *,
-        durability: Durability = "none",
-        segment_bytes: int = SEGMENT_BYTES,
-    ) -> JournalWriter:
-        """Start a journal in the run folder `folder`, which is created if missing.
-
-        Raises: JournalError if the run already has a journal, or if the first segment cannot be written.
-        """
-        journal_folder = Path(folder) / "journal"
-        try:
-            Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-            journal_folder.mkdir(mode=0o700, exist_ok=True)
-            if any(journal_folder.glob("*.log")):
-                raise JournalError(f"{journal_folder} already holds a journal\nhint: choose another run folder")
-            if durability != "none":
-                sync_folder(Path(folder))
-        except OSError as error:
-            raise JournalError(f"cannot make {journal_folder}: {error}") from error
-        return cls(journal_folder, header, durability=durability, segment_bytes=segment_bytes)
-
-    @classmethod
-    def resume(
-        cls, folder: Folder, *, durability: Durability = "none", segment_bytes: int = SEGMENT_BYTES
-    ) -> JournalWriter:
-        """Continue an existing journal in a new segment behind its last whole record. A torn tail is cut off.
-
-        The header stays the same, except for the version of the core that writes the new segment.
-        """
-        return cls.go_on(read_journal(folder, repair=True), durability=durability, segment_bytes=segment_bytes)
-
-    @classmethod
-    def go_on(
-        cls, journal: Journal, *, durability: Durability = "none", segment_bytes: int = SEGMENT_BYTES
-    ) -> JournalWriter:
-        """Continue a journal that was already read and repaired. Otherwise like `resume`."""
-        tail = journal.tail
-        if tail.verdict == "torn":
-            raise JournalError(f"{journal.folder} has a torn tail, which must be cut off first")
-        return cls(
-            journal.folder,
-            msgspec.structs.replace(journal.header, core_version=CORE_VERSION),
-            durability=durability,
-            segment_bytes=segment_bytes,
-            segment=journal.first_segment + len(journal.segments),
-            sequence=tail.records,
-            steps=tail.steps,
-            chain=tail.chain,
-        )
-
     @property
     def records(self) -> int:
         """Number of records appended so far, of every kind, headers included."""
@@ -184,20 +137,13 @@ class JournalWriter:
         """Number of records whose fsync returned: they survive a loss of power."""
         return self._durable
 
-    def append(self, event: ObservedEvent, digest: bytes) -> None:
+    def append(self, event: Event, digest: bytes) -> None:
         """Append one event and the 16-byte digest of its Step. The next `flush` writes it at the latest."""
         if self._failure:
             raise JournalError(self._failure)
         if len(digest) != DIGEST_BYTES:
             raise JournalError(f"a Step's digest has {DIGEST_BYTES} bytes, got {len(digest)}")
         self._put(KIND_EVENT, digest + self._encode(event))
-
-    def append_unsealed(self, event: ObservedEvent) -> None:
-        """Append an event whose step raised, for diagnosis, and flush."""
-        self._check()
-        self._put(KIND_UNSEALED, self._encode(event))
-        self._not_events += 1
-        self.flush()
 
     def flush(self) -> None:
         """Write all appended records. Durability "group" also requests an fsync, without waiting for it."""
@@ -210,38 +156,6 @@ class JournalWriter:
         self.flush()
         self._sync()
 
-    def snapshot(self, data: bytes, state_digest: bytes) -> Snapshot:
-        """Store the engine's state after the last appended event in a file, and append a record that refers to it.
-
-        The file is as durable as the journal.
-        """
-        self._check()
-        snapshot = Snapshot(
-            file=snapshot_name(self._sequence),
-            steps=self.steps,
-            bytes_digest=blake2b(data, digest_size=DIGEST_BYTES).digest(),
-            state_digest=state_digest,
-        )
-        path = self.folder / snapshot.file
-        unfinished = path.with_suffix(".tmp")
-        try:
-            file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            try:
-                self._write_all(file, data)
-                if self.durability != "none":
-                    self._os_fsync(file)
-            finally:
-                os.close(file)
-            unfinished.rename(path)
-            if self.durability != "none":
-                self._os_fsync(self._folder_file)
-        except OSError as error:
-            self._fail(f"cannot write {path}", error)
-        self._put(KIND_SNAPSHOT, self._encode(snapshot))
-        self._not_events += 1
-        self.flush()
-        return snapshot
-
     @property
     def segment(self) -> int:
         """Number of the current segment."""
@@ -252,31 +166,11 @@ class JournalWriter:
         """Written bytes of the current segment."""
         return self._file_bytes
 
-    def begin_segment(self, data: bytes, state_digest: bytes) -> Snapshot:
-        """Begin a new segment with a snapshot, so that the segments before it may expire."""
+    def rotate(self, header: Any) -> None:
+        """Begin the next segment under another header."""
         self.flush()
-        if self._sequence != self._segment_began:
-            self._rotate()
-        return self.snapshot(data, state_digest)
-
-    def drop_before(self, segment: int, snapshots: set[str]) -> None:
-        """Delete the segments before `segment`, which must begin with a snapshot, and all other files of snapshots.
-
-        The oldest segment is deleted first, so that the rest is a journal at every moment.
-
-        Args:
-            snapshots: names of the snapshot files to keep.
-        """
-        self._check()
-        try:
-            for path in sorted(self.folder.glob("*.log")):
-                if int(path.stem) < min(segment, self._segment):
-                    path.unlink()
-            for path in self.folder.glob("snapshot-*"):
-                if path.name not in snapshots:
-                    path.unlink()
-        except OSError as error:
-            self._fail(f"cannot delete the expired files in {self.folder}", error)
+        self.header = header
+        self._rotate()
 
     def close(self, reason: str = "closed") -> None:
         """Write the end record and close the files. Closing a closed journal does nothing."""
@@ -294,7 +188,7 @@ class JournalWriter:
             self._failure = self._failure or f"{self.folder} is closed"
             self._release()
 
-    def __enter__(self) -> JournalWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -371,6 +265,11 @@ class JournalWriter:
             previous_chain=self._chain,
             first_step=self.steps,
         )
+        encoded = self._encode(header)
+        try:
+            msgspec.msgpack.decode(encoded, type=type(header))
+        except msgspec.DecodeError as error:  # a struct does not check the types of its fields when it is made
+            raise JournalError(f"the header of {self._path()} could not be read again: {error}") from error
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
         try:
             self._file = os.open(self._path(), flags, 0o600)
@@ -378,7 +277,7 @@ class JournalWriter:
             self._fail(f"cannot create {self._path()}", error)
         self._file_bytes = 0
         self._spill_bytes = BUFFER_BYTES + PAYLOAD_BYTES_MAX  # the header is written below, not by a spill
-        self._put(KIND_HEADER, self._encode(header))
+        self._put(KIND_HEADER, encoded)
         self._not_events += 1
         self._segment_began = self._sequence
         self._write_buffer()
@@ -439,3 +338,128 @@ class JournalWriter:
             if file >= 0:
                 os.close(file)
         self._file = self._folder_file = -1
+
+
+class JournalWriter(RecordWriter[ObservedEvent]):
+    """Appends to the journal of one engine: its events, and snapshots of its state."""
+
+    header: JournalHeader
+
+    @classmethod
+    def create(
+        cls,
+        folder: Folder,
+        header: JournalHeader,
+        *,
+        durability: Durability = "none",
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> JournalWriter:
+        """Start a journal in the run folder `folder`, which is created if missing.
+
+        Raises: JournalError if the run already has a journal, or if the first segment cannot be written.
+        """
+        journal_folder = Path(folder) / "journal"
+        try:
+            Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+            journal_folder.mkdir(mode=0o700, exist_ok=True)
+            if any(journal_folder.glob("*.log")):
+                raise JournalError(f"{journal_folder} already holds a journal\nhint: choose another run folder")
+            if durability != "none":
+                sync_folder(Path(folder))
+        except OSError as error:
+            raise JournalError(f"cannot make {journal_folder}: {error}") from error
+        return cls(journal_folder, header, durability=durability, segment_bytes=segment_bytes)
+
+    @classmethod
+    def resume(
+        cls, folder: Folder, *, durability: Durability = "none", segment_bytes: int = SEGMENT_BYTES
+    ) -> JournalWriter:
+        """Continue an existing journal in a new segment behind its last whole record. A torn tail is cut off.
+
+        The header stays the same, except for the version of the core that writes the new segment.
+        """
+        return cls.go_on(read_journal(folder, repair=True), durability=durability, segment_bytes=segment_bytes)
+
+    @classmethod
+    def go_on(
+        cls, journal: Journal, *, durability: Durability = "none", segment_bytes: int = SEGMENT_BYTES
+    ) -> JournalWriter:
+        """Continue a journal that was already read and repaired. Otherwise like `resume`."""
+        tail = journal.tail
+        if tail.verdict == "torn":
+            raise JournalError(f"{journal.folder} has a torn tail, which must be cut off first")
+        return cls(
+            journal.folder,
+            msgspec.structs.replace(journal.header, core_version=CORE_VERSION),
+            durability=durability,
+            segment_bytes=segment_bytes,
+            segment=journal.first_segment + len(journal.segments),
+            sequence=tail.records,
+            steps=tail.steps,
+            chain=tail.chain,
+        )
+
+    def append_unsealed(self, event: ObservedEvent) -> None:
+        """Append an event whose step raised, for diagnosis, and flush."""
+        self._check()
+        self._put(KIND_UNSEALED, self._encode(event))
+        self._not_events += 1
+        self.flush()
+
+    def snapshot(self, data: bytes, state_digest: bytes) -> Snapshot:
+        """Store the engine's state after the last appended event in a file, and append a record that refers to it.
+
+        The file is as durable as the journal.
+        """
+        self._check()
+        snapshot = Snapshot(
+            file=snapshot_name(self._sequence),
+            steps=self.steps,
+            bytes_digest=blake2b(data, digest_size=DIGEST_BYTES).digest(),
+            state_digest=state_digest,
+        )
+        path = self.folder / snapshot.file
+        unfinished = path.with_suffix(".tmp")
+        try:
+            file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                self._write_all(file, data)
+                if self.durability != "none":
+                    self._os_fsync(file)
+            finally:
+                os.close(file)
+            unfinished.rename(path)
+            if self.durability != "none":
+                self._os_fsync(self._folder_file)
+        except OSError as error:
+            self._fail(f"cannot write {path}", error)
+        self._put(KIND_SNAPSHOT, self._encode(snapshot))
+        self._not_events += 1
+        self.flush()
+        return snapshot
+
+    def begin_segment(self, data: bytes, state_digest: bytes) -> Snapshot:
+        """Begin a new segment with a snapshot, so that the segments before it may expire."""
+        self.flush()
+        if self._sequence != self._segment_began:
+            self._rotate()
+        return self.snapshot(data, state_digest)
+
+    def drop_before(self, segment: int, snapshots: set[str]) -> None:
+        """Delete the segments before `segment`, which must begin with a snapshot, and all other files of snapshots.
+
+        The oldest segment is deleted first, so that the rest is a journal at every moment.
+
+        Args:
+            snapshots: names of the snapshot files to keep.
+        """
+        self._check()
+        try:
+            for path in sorted(self.folder.glob("*.log")):
+                if int(path.stem) < min(segment, self._segment):
+                    path.unlink()
+            for path in self.folder.glob("snapshot-*"):
+                if path.name not in snapshots:
+                    path.unlink()
+        except OSError as error:
+            self._fail(f"cannot delete the expired files in {self.folder}", error)

@@ -1,7 +1,8 @@
 """Adapters (LoRA): which are registered, which are on the device, and which requests use them.
 
 An adapter is a name and a version. Registered adapters lie in host memory. The device has `max_loras` *slots* for the
-adapters in use. Requests without an adapter run on BASE, which needs no slot but counts as an adapter in use.
+adapters in use. Requests without an adapter run on BASE, which needs no slot but counts as an adapter in use. With
+`base_beside_loras` it does not count, and requests on BASE always have a place.
 
     slot   free --needed--> loading --AdapterLoaded--> loaded --needed by another, not in use--> loading
                               '--error--> free            '--withdrawn, restart--> free
@@ -59,7 +60,8 @@ class Adapters:
 
     present: ClassVar[bool] = True  # False: LoRA is off
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, *, base_counts: bool = True) -> None:
+        self.base_counts = base_counts  # whether BASE is one of the adapters in use that `slots` limits
         self.slots = [Slot() for _ in range(slots)]
         self.registered: dict[str, Registered] = {}
         self.versions: dict[str, int] = {}  # newest of every adapter ever registered: KV may still be cached
@@ -110,6 +112,8 @@ class Adapters:
 
     def has_place_for(self, adapter: Adapter) -> bool:
         """Whether a request on this adapter may start: it is on the device, and few enough adapters are in use."""
+        if adapter == BASE and not self.base_counts:
+            return True
         if adapter != BASE and self.slot_of(adapter) == NO_SLOT:
             return False
         return adapter in self.users or len(self.users) < len(self.slots)
@@ -130,11 +134,18 @@ class Adapters:
     def take(self, row: int, adapter: Adapter) -> None:
         """Count a row as a user of an adapter."""
         self.rows[row] = adapter
-        self.users[adapter] = self.users.get(adapter, 0) + 1
+        if self.counts(adapter):
+            self.users[adapter] = self.users.get(adapter, 0) + 1
+
+    def counts(self, adapter: Adapter) -> bool:
+        """Whether a row on this adapter counts against the adapters that may be in use at once."""
+        return self.base_counts or adapter != BASE
 
     def release(self, row: int) -> None:
         """End the use of an adapter by a row that is free."""
         adapter = self.rows.pop(row)
+        if not self.counts(adapter):
+            return
         self.users[adapter] -= 1
         if self.users[adapter]:
             return
@@ -234,7 +245,7 @@ class Adapters:
 
     def dump(self) -> dict[str, Any] | None:
         """Return the state in builtins; None if LoRA is off."""
-        return {
+        state: dict[str, Any] = {
             "slots": [(slot.adapter, slot.loading, slot.used) for slot in self.slots],
             "registered": self.registered,
             "versions": self.versions,
@@ -242,11 +253,12 @@ class Adapters:
             "rows": list(self.rows.items()),
             "uses": self.uses,
         }
+        return state if self.base_counts else state | {"base_counts": False}
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> Adapters:
         """Return the adapters that `dump` described."""
-        adapters = cls(0)
+        adapters = cls(0, base_counts=state.get("base_counts", True))
         adapters.slots = [
             Slot(Adapter(*adapter) if adapter is not None else None, loading, used)
             for adapter, loading, used in state["slots"]
@@ -264,7 +276,8 @@ class Adapters:
         live = {request.row: request.adapter for request in facts.holders}
         live |= {row: self.rows.get(row, BASE) for row in deferred_rows}
         same("S25 adapters by row", dict(sorted(self.rows.items())), dict(sorted(live.items())))
-        same("S25 users of adapters", self.users, counts_of(live.values()))
+        counted = [adapter for adapter in live.values() if self.counts(adapter)]
+        same("S25 users of adapters", self.users, counts_of(counted))
         if len(self.users) > len(self.slots):
             fail(f"S25: {list(self.users)} are in use, max_loras {len(self.slots)}")
         for adapter in self.users:

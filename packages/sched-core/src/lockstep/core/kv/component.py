@@ -59,6 +59,13 @@ class Component:
         """Yield the pages of the device that the component owns, int32 [pages], each with a name for messages."""
         yield from ()
 
+    def due_times(self) -> Iterator[tuple[int, str]]:
+        """Yield the times in us at which the component must act by itself, each with its reason: `check_wake`.
+
+        Raises: InvariantError for a wait that the settings limit and that has no due time.
+        """
+        yield from ()
+
     def check_state(self, facts: Facts) -> None:
         """Raise InvariantError for the first equation of the component that does not hold."""
 

@@ -90,14 +90,14 @@ class DeferredFrees:
         """Return the deferred rows that no transfer reads, each with its computed positions."""
         return [(deferred.row, deferred.computed) for deferred in self.rows if deferred.row not in self.lent]
 
-    def row_images(self, table: RequestTable, in_flight: Iterable[InFlight], page_size: int) -> list[DeferredFreeImage]:
+    def row_images(self, table: RequestTable, in_flight: Iterable[InFlight]) -> list[DeferredFreeImage]:
         """Return the deferred rows as a snapshot stores them."""
         images = []
         for deferred in self.rows:
             on_the_way = sum(batch.tokens_of(deferred.row) for batch in in_flight)
             outputs = max(deferred.computed - deferred.prompt_tokens, 0)  # no more of them will be inserted
             outputs = min(outputs, max(outputs + 1 - on_the_way, 0))
-            pages = table.row_image(deferred.row, -(-deferred.computed // page_size), outputs)
+            pages = table.row_image(deferred.row, table.held_pages(deferred.row, deferred.computed), outputs)
             values = deferred._asdict()
             values["handle"] = deferred.handle.number if deferred.handle is not None else None
             images.append(DeferredFreeImage(**values, row_pages=pages[0], row_outputs=pages[1]))

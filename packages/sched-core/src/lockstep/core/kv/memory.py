@@ -73,6 +73,7 @@ class MemoryPart(Struct):
     adapters: dict[str, Any] | None = None
     tiers: dict[str, Any] | UnsetType = UNSET
     hybrid: dict[str, Any] | UnsetType = UNSET
+    spare: bytes | UnsetType = UNSET  # int32 by row: pages kept for its next positions
 
 
 class Memory(DeviceMemory, Component):
@@ -83,7 +84,8 @@ class Memory(DeviceMemory, Component):
 
     def __init__(self, config: SchedConfig, in_flight: deque[InFlight]) -> None:
         super().__init__(config, in_flight)
-        self.adapters = Adapters(config.max_loras) if config.max_loras else NoAdapters()
+        beside = config.base_beside_loras is True
+        self.adapters = Adapters(config.max_loras, base_counts=not beside) if config.max_loras else NoAdapters()
         self.rewrites: list[Rewrite] = []
         self.rows_taken: list[RowTaken] = []
         self.tiers = tiers_of(config, self)
@@ -261,7 +263,7 @@ class Memory(DeviceMemory, Component):
         """Free a row that nothing in flight uses. Its pages go to the radix cache or to the pool."""
         page_size = self.config.page_size
         row, kept = deferred.row, deferred.protected_pages
-        held = -(-deferred.computed // page_size)
+        held = self.table.held_pages(row, deferred.computed)
         pages = self.table.pages[row]
         whole = (deferred.computed if deferred.known is None else deferred.known) // page_size
         published = None
@@ -284,6 +286,7 @@ class Memory(DeviceMemory, Component):
         if held > kept:
             self.pool.free(pages[kept:held].copy())
         self.trim(step)
+        self.table.spare[row] = 0
         self.table.free_row(row)
         for release in self._releases:
             release(row)
@@ -479,7 +482,7 @@ class Memory(DeviceMemory, Component):
             free_rows=list(table.free_rows),
             pages_width=table.pages.shape[1],
             outputs_width=table.outputs.shape[1],
-            deferred_frees=deferred.row_images(table, self.in_flight, self.config.page_size),
+            deferred_frees=deferred.row_images(table, self.in_flight),
             deferred_pages=deferred.page_images(),
             rewrites=[(rewrite.row, rewrite.first, rewrite.pages.tobytes()) for rewrite in self.rewrites],
             pending=[(pending.batch_id, pending.node.number, pending.pages) for pending in self.pending],
@@ -487,6 +490,7 @@ class Memory(DeviceMemory, Component):
             adapters=self.adapters.dump(),
             tiers=self.tiers.dump() or UNSET,
             hybrid=self.hybrid.dump() or UNSET,
+            spare=table.spare.tobytes() if self.config.keeps_draft_pages else UNSET,
         )
 
     def load(self, part: MemoryPart, restored: Restored) -> None:
@@ -498,6 +502,8 @@ class Memory(DeviceMemory, Component):
         self.table = RequestTable(self.config.rows_max, self.config.page_size)
         self.table.resize(part.rows, part.pages_width, part.outputs_width)
         self.table.free_rows = part.free_rows
+        if part.spare is not UNSET:
+            self.table.spare = np.frombuffer(part.spare, np.int32).copy()
         self.deferred.load(part.deferred_frees, part.deferred_pages, self.table, restored.nodes)
         self.rewrites = [Rewrite(row, first, np.frombuffer(pages, np.int32)) for row, first, pages in part.rewrites]
         self.pending = [Pending(batch_id, restored.nodes[number], pages) for batch_id, number, pages in part.pending]
@@ -515,9 +521,10 @@ class Memory(DeviceMemory, Component):
 
     def owned_pages(self) -> Iterator[tuple[str, Int32s]]:
         """Yield the pages of deferred frees and of loads."""
-        page_size, table = self.config.page_size, self.table.pages
+        table = self.table
         for one in self.deferred.rows:
-            yield f"deferred free of row {one.row}", table[one.row, one.protected_pages : -(-one.computed // page_size)]
+            held = table.held_pages(one.row, one.computed)
+            yield f"deferred free of row {one.row}", table.pages[one.row, one.protected_pages : held]
         for i, (free_after, pages) in enumerate(self.deferred.pages):
             yield f"deferred pages {i} of batch {free_after}", pages
         replaced = [(row, pages) for row, lent in self.deferred.lent.items() for pages in lent.pages]
@@ -526,6 +533,10 @@ class Memory(DeviceMemory, Component):
         for move in self.operations.values():
             if move.kind == "load":
                 yield f"load {move.number}", move.device_pages
+
+    def due_times(self) -> Iterator[tuple[int, str]]:
+        """Yield the ends of waits for tiers."""
+        yield from self.tiers.due_times()
 
     def check_state(self, facts: Facts) -> None:
         """Check adapters, tiers, and the pools beside full attention; see their checks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -64,6 +64,10 @@ class NoTiers(Tiers):
 
     def dump(self) -> None:
         """Return None: a snapshot has no tiers."""
+
+    def due_times(self) -> Iterator[tuple[int, str]]:
+        """Yield nothing: no request waits for a tier."""
+        yield from ()
 
     def check(self, facts: Facts) -> None:
         """Check nothing: there is no host memory."""

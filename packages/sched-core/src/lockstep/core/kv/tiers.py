@@ -37,7 +37,7 @@ Source: SGLang's HiCache (defaults, policies). The differences are explained in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, ClassVar, NamedTuple
 
@@ -839,6 +839,19 @@ class Tiers:
             self.blocks.load(state["companions"])
 
     # ------------------------------------------------------------------------------------------------------ invariants
+
+    def due_times(self) -> Iterator[tuple[int, str]]:
+        """Yield the ends of waits for a load or a prefetch."""
+        for request_id, candidate in self.candidates.items():
+            if candidate.due_us is not None:
+                yield candidate.due_us, f"r{request_id} waits no longer for operation {candidate.operation}"
+            elif candidate.operation != NO_OPERATION:
+                kind, settings = self.operations[candidate.operation].kind, self.settings
+                limited = settings.load_timeout_us is not None
+                if kind == "prefetch":
+                    limited = settings.prefetch_policy == "timeout"
+                if limited:
+                    fail(f"L7: r{request_id} waits for {kind} {candidate.operation} without a due time")
 
     def check(self, facts: Facts) -> None:
         """S1, S9, S32: each host page has one owner; locks and marks are those of the operations under way."""

@@ -44,10 +44,19 @@ def goes_before(split: Request, running_batch: RunningBatch, config: SchedConfig
     return config.retraction_policy == "newest"
 
 
-def pages_ahead(running_batch: RunningBatch, positions: Int32s, page_size: int, steps: int) -> int:
-    """Return the pages that the next `steps` decodes open, for each member only up to its last computed position."""
+def pages_ahead(
+    running_batch: RunningBatch, positions: Int32s, page_size: int, steps: int, spare: Int32s | None = None
+) -> int:
+    """Return the pages that the next `steps` decodes open, for each member only up to its last computed position.
+
+    Args:
+        spare: int32 [members], pages that each member holds already behind those of its positions; None: none.
+    """
     reach = np.minimum(positions + steps, running_batch.limits - 1)
-    return int((-(-reach // page_size) + (-positions // page_size)).sum())
+    opening = -(-reach // page_size) + (-positions // page_size)
+    if spare is not None:
+        opening = np.maximum(opening - spare, 0)
+    return int(opening.sum())
 
 
 def pages_to_come(positions: Int32s, limits: Int32s, page_size: int) -> int:

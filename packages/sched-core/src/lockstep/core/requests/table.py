@@ -351,6 +351,7 @@ class RequestTable:
         self.free_rows: list[int] = list(range(rows - 1, -1, -1))
         self.pages: Int32s = np.zeros((rows, 16), np.int32)
         self.outputs: Int32s = np.zeros((rows, 64), np.int32)
+        self.spare: Int32s = np.zeros(rows, np.int32)  # pages of each row behind those of its positions: refused drafts
 
     @property
     def rows_available(self) -> int:
@@ -402,6 +403,14 @@ class RequestTable:
             return
         self.pages.reshape(-1)[rows * np.int64(self.pages.shape[1]) + index] = pages
 
+    def held_pages(self, row: int, computed: int) -> int:
+        """Return how many pages a row holds whose holder has `computed` positions."""
+        return -(-computed // self.page_size) + int(self.spare[row])
+
+    def spare_of(self, rows: Int32s) -> Int32s | None:
+        """Return the pages of rows behind those of their positions, int32 [rows]; None if no row has any."""
+        return self.spare[rows] if self.spare.any() else None
+
     def row_image(self, row: int, pages: int, outputs: int) -> tuple[bytes, bytes]:
         """Return the first pages and outputs of a row, packed int32."""
         return self.pages[row, :pages].tobytes(), self.outputs[row, :outputs].tobytes()
@@ -417,6 +426,7 @@ class RequestTable:
         self.holders = [None] * rows
         self.pages = np.zeros((rows, pages_width), np.int32)
         self.outputs = np.zeros((rows, outputs_width), np.int32)
+        self.spare = np.zeros(rows, np.int32)
 
     def first_tokens(self, row: int, known: bytes, prompt_tokens: int, count: int) -> bytes:
         """Return the first `count` tokens of a row's holder as packed int32.
@@ -438,6 +448,7 @@ class RequestTable:
         self.free_rows.extend(range(rows - 1, have - 1, -1))
         self.outputs = _widened(self.outputs, rows, self.outputs.shape[1])
         self.pages = _widened(self.pages, rows, self.pages.shape[1])
+        self.spare = np.concatenate((self.spare, np.zeros(rows - have, np.int32)))
 
 
 def _doubled(width: int, wanted: int) -> int:

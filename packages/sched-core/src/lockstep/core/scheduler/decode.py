@@ -183,7 +183,8 @@ class DecodePlanner:
         """Return the pages that the next decode needs."""
         if self._state.ahead_hoped == 1:
             return self._state.next_pages(running.batch, running.positions)
-        return pages_ahead(running.batch, running.positions, self._state.config.page_size, self._state.ahead)
+        spare = self._memory.table.spare_of(running.batch.rows)
+        return pages_ahead(running.batch, running.positions, self._state.config.page_size, self._state.ahead, spare)
 
     def _forced_retraction_due(self, running: RunningState) -> bool:
         """Whether a test setting forces a retraction: once before every `retract_every`-th decode launch."""

@@ -194,7 +194,7 @@ grammars prefilling running_batch positions in_flight deferred_frees deferred_pa
 batch_is_full decode_owed deferred launch_found_nothing horizon decode_launches extended_at refreshed_at forced_at
 next_batch_id last_request_id timers paused draining drains tokens_discarded prefilled_tokens weights_version
 maintenance pace counts sessions session_uses sessions_unsettled media adapters chances forced host transfers tiers
-expert_loads hybrid ranks microbatches resources
+expert_loads hybrid ranks microbatches resources spare admits
 """.split()
 """The fields of all parts in the order in which a snapshot stores them. The bytes of snapshots depend on it."""
 
@@ -239,7 +239,7 @@ def request_image(scheduler: SchedulerView, request: Request) -> RequestImage:
     computed = scheduler.computed_of(request)
     pages, outputs = b"", b""
     if request.row >= 0:
-        held = -(-computed // scheduler.config.page_size)
+        held = scheduler.memory.table.held_pages(request.row, computed)
         pages, outputs = scheduler.memory.table.row_image(request.row, held, scheduler.outputs_of(request))
     values.update(
         state=int(request.state),

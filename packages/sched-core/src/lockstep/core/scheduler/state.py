@@ -173,8 +173,8 @@ class SchedulerState:
 
     @property
     def admits(self) -> bool:
-        """Whether requests may start: no job on the device waits or runs."""
-        return self.maintenance.admits
+        """Whether requests may start: no job on the device waits or runs, and no operator paused admission."""
+        return self.maintenance.admits and self.controls.admits
 
     @property
     def launches_blocked(self) -> bool:
@@ -285,7 +285,8 @@ class SchedulerState:
         """Return the pages that the next decode of a running batch at these positions opens, drafts included."""
         if self.ahead_hoped == 1:
             return members_growing(positions, self.page_mask).size
-        return pages_ahead(running_batch, positions, self.config.page_size, self.ahead_hoped)
+        spare = self.memory.table.spare_of(running_batch.rows)
+        return pages_ahead(running_batch, positions, self.config.page_size, self.ahead_hoped, spare)
 
     def comes_by_transfer(self, request: Request) -> bool:
         """Whether a transfer decides if and when the prompt is computed here. No media are requested before that."""
@@ -540,7 +541,8 @@ class SchedulerState:
         sampled = self.sampled_by(request)
         request.tokens = self.tokens_of(request, outputs)
         request.outputs = outputs
-        freed = -(-self.computed_of(request) // self.config.page_size) - request.protected_pages
+        held = self.memory.table.held_pages(request.row, self.computed_of(request))
+        freed = held - request.protected_pages
         retracted = RequestRetracted(
             self.now_us,
             request.request_id,

@@ -58,15 +58,14 @@ def session_lines(engine: Engine, names: Names) -> list[str]:
 
 def page_owner_lines(engine: Engine, names: Names) -> list[str]:
     """Every page by its owner: the pool, the radix cache, a request, or work in flight."""
-    page_size = engine.config.page_size
     owners: dict[str, list[int]] = {"free": engine.memory.pool.free_ids().tolist(), "radix cache": []}
     owners["radix cache"] = [page for node in engine.memory.radix.walk() for page in node.pages.tolist()]
     for request in _with_rows(engine):
-        held = -(-engine.computed_of(request) // page_size)
+        held = engine.memory.table.held_pages(request.row, engine.computed_of(request))
         private = engine.memory.table.pages[request.row, request.protected_pages : held].tolist()
         owners[names.request(request.request_id)] = private
     for deferred in engine.memory.deferred.rows:
-        held = -(-deferred.computed // page_size)
+        held = engine.memory.table.held_pages(deferred.row, deferred.computed)
         private = engine.memory.table.pages[deferred.row, deferred.protected_pages : held].tolist()
         owners[f"left behind in row {deferred.row} until b{deferred.free_after}"] = private
     for free_after, pages in engine.memory.deferred.pages:

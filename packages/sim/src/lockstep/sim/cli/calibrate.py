@@ -205,11 +205,11 @@ def points(file: Path, **options: Any) -> None:
 @with_flags(click.option, options_of(JournalFit).values())
 @FILE
 def journal(run: Path, **options: Any) -> None:
-    """From batches that were timed; `lockstep calibrate --from RUN` is the same.
+    """Fit to the timed batches of a run; `lockstep calibrate --from RUN` does the same.
 
     RUN is the folder of a run whose host reported when each batch began and ended, such as one of `lockstep serve
-    --journal`, or a file of `lockstep replay PLANS --on-hardware`. Says how far predictions are off before and after,
-    for batches that the fit had not seen.
+    --journal`, or a file of `lockstep replay PLANS --on-hardware`. It prints the error of predictions before and after
+    the fit, for batches that were not used in it.
     """
     given, target = take(JournalFit, options), take(CalibrationFile, options)
     with refusals():

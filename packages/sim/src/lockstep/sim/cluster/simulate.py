@@ -4,7 +4,7 @@ base = Scenario(model="qwen3-8b", gpu="h200", workload="gen:n=4000,rate=40")
 setup = assemble_cluster(ClusterScenario(base=base, replicas=8))
 run = simulate_cluster(setup, folder=Path("runs/0192"))
 
-runs/0192/router.jsonl        every fact of the router, with its decision
+runs/0192/router/             every fact of the router, with its decision
           engines/0/journal/  journal of one engine; request ids are those of the cluster
           engines/0/metrics.json
           metrics.json        all engines together, then each engine
@@ -107,4 +107,6 @@ def simulate_cluster(
         for sink in journals:
             if isinstance(sink, JournalWriter):
                 sink.close("interrupted" if run.interrupted else "closed")
+        for routers in (router_journal, decode_router_journal):
+            routers.close("interrupted" if run.interrupted else "closed")
     return run

@@ -18,7 +18,7 @@ from lockstep.sim.workload.workload import Workload
 if TYPE_CHECKING:
     from lockstep.sim.metrics.run_data import RunData
 
-OUTPUTS = ("metrics.json", "requests.parquet", "requests.csv", "trace.json.gz", "report.html", "router.jsonl")
+OUTPUTS = ("metrics.json", "requests.parquet", "requests.csv", "trace.json.gz", "report.html")
 
 
 def prepare_folder(folder: Path, *, overwrite: bool) -> None:
@@ -40,9 +40,13 @@ def prepare_folder(folder: Path, *, overwrite: bool) -> None:
             path.unlink()
     for name in OUTPUTS:
         (folder / name).unlink(missing_ok=True)
-    for decisions in folder.glob("decode/router.jsonl"):  # from a cluster with handovers
-        decisions.unlink()
-        decisions.parent.rmdir()
+    for part in (folder, folder / "decode"):  # routers, and that of decode engines
+        for path in [*part.glob("router/*.log"), *part.glob("router.jsonl")]:
+            path.unlink()
+        if (part / "router").is_dir() and not any((part / "router").iterdir()):
+            (part / "router").rmdir()
+    if (folder / "decode").is_dir() and not any((folder / "decode").iterdir()):
+        (folder / "decode").rmdir()
     for engine in folder.glob("engines/*"):
         for name in ("metrics.json", "trace.json.gz"):
             (engine / name).unlink(missing_ok=True)

@@ -49,14 +49,19 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = tuple(
 """The declared fields of SchedConfig, in its order: name, kind of value, help. SchedConfig checks values."""
 
 
+def flag_of_setting(field: str) -> str:
+    """Return the flag of a scheduler setting. `--eos-token-id` is singular, since it is repeated for each token."""
+    return option_of(field).removesuffix("s") if field == "eos_token_ids" else option_of(field)
+
+
 def scheduler_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add one option per scheduler setting to a command. Absent options arrive as None or ()."""
     for field, kind, text in reversed(SCHEDULER_OPTIONS):
-        flag = option_of(field)
+        flag = flag_of_setting(field)
         if kind is click.BOOL:
             option = click.option(f"{flag}/--no-{flag[2:]}", field, default=None, help=text)
         elif field == "eos_token_ids":
-            option = click.option(flag.removesuffix("s"), field, type=kind, multiple=True, help=text)
+            option = click.option(flag, field, type=kind, multiple=True, help=text)
         else:
             option = click.option(flag, field, type=kind, default=None, help=text)
         command = option(command)

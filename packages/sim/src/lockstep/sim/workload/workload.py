@@ -127,17 +127,18 @@ def open_workload(
     """Read a trace, generate from a spec that begins with `gen:`, draw from a fitted model, or mix several with `mix:`.
 
     Args:
-        seed: of whatever is drawn. About a trace that says when its requests came nothing is.
-        rate: arrivals per second. A trace is stretched to it as a whole, bursts and silences included; for a generator
-            it replaces the spec's own. `math.inf` makes all arrive at once. Think times are never stretched.
-        rate_scale: multiplies the rate, whichever it is: 2 halves every gap.
-        limit: keep the first so many turns, by arrival. The whole file is checked all the same.
-        time_window: keep what arrives in this window, such as `10m..1h`, and begin with its first arrival. It is by the
-            workload's own clock, which begins with the first arrival and is independent of `rate` and `rate_scale`.
-            Sessions are kept whole if they begin in it. `limit` counts what it leaves.
-        digest: whether to work out the digest, which takes most of the time; it is "" otherwise.
+        seed: seed of everything that is drawn. Nothing is drawn for a trace with recorded arrivals.
+        rate: arrivals per second. All arrivals of a trace are stretched by one factor, including bursts and silences;
+            for a generator it replaces the rate of the spec. `math.inf` makes all turns arrive at once. Think times are
+            never stretched.
+        rate_scale: factor on the recorded rate, or on `rate`: 2 halves every gap.
+        limit: keep only this number of first turns, by arrival. The whole file is checked nevertheless.
+        time_window: keep the turns that arrive in this window, such as `10m..1h`; the first of them is at time 0. The
+            window is in the workload's own time, which begins with the first arrival and does not depend on `rate` and
+            `rate_scale`. Sessions that begin in it are kept whole. `limit` applies afterwards.
+        digest: compute the digest, which takes most of the time; without it the digest is "".
         reading: how the files are read.
-    Raises: WorkloadError, before any of it is simulated.
+    Raises: WorkloadError, before anything is simulated.
     """
     if isinstance(time_window, str):
         try:

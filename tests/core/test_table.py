@@ -1,0 +1,55 @@
+"""The table of rows grows with the requests that run, and loses nothing by it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.core.contract.errors import InvariantError
+from lockstep.core.requests.table import RequestTable
+
+PROMPT_TOKENS = 3
+
+
+def request(number: int, outputs: int) -> Any:
+    tokens = np.arange(PROMPT_TOKENS + outputs, dtype=np.int32) + 1000 * number
+    return SimpleNamespace(prompt_tokens=PROMPT_TOKENS, outputs=outputs, tokens=tokens.tobytes(), row=-1)
+
+
+@pytest.mark.parametrize("rows_max", [1, 63, 64, 65, 100, 128, 200])
+def test_every_row_up_to_the_limit_can_be_taken_once(rows_max: int) -> None:
+    table = RequestTable(rows_max, page_size=4)
+    taken = []
+    for number in range(rows_max):
+        assert table.row_available()
+        taken.append(table.take_row(request(number, 0)))
+    assert taken == list(range(rows_max))  # the lowest free one first, of old rows and of new ones
+    assert len(table.holders) == len(table.pages) == len(table.outputs) == rows_max
+    assert not table.row_available()
+    with pytest.raises(InvariantError, match=f"all {rows_max} rows are taken"):
+        table.take_row(request(rows_max, 0))
+    table.free_row(7 % rows_max)
+    assert table.row_available()
+    assert table.take_row(request(rows_max, 0)) == 7 % rows_max
+
+
+def test_rows_keep_their_holders_outputs_and_pages_when_the_table_grows() -> None:
+    table = RequestTable(1000, page_size=4)
+    requests = [request(number, number % 90) for number in range(64)]
+    for number, one in enumerate(requests):
+        table.pages[table.take_row(one)] = number
+    assert (len(table.holders), table.free_rows) == (64, [])
+    for number in range(64, 300):
+        table.take_row(request(number, 0))
+    assert len(table.holders) == 512
+    table.reserve(40, 200)
+    assert (table.pages.shape, table.outputs.shape) == ((512, 64), (512, 256))
+    for number, one in enumerate(requests):
+        assert table.holders[one.row] is one
+        assert table.outputs[one.row, : one.outputs].tolist() == [
+            1000 * number + PROMPT_TOKENS + i for i in range(one.outputs)
+        ]
+        assert table.pages[one.row, :16].tolist() == [number] * 16

@@ -1,0 +1,130 @@
+"""Parts of the translation that need no vLLM: adapters, and the budget of multimodal items."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.core.contract.commands import EncodeMedia, HybridChanges
+
+adapters = pytest.importorskip("lockstep.vllm.adapters", reason="lockstep-vllm is not installed")
+media = pytest.importorskip("lockstep.vllm.media")
+groups = pytest.importorskip("lockstep.vllm.groups")
+
+
+def adapter(name: str, number: int, path: str = "/a", *, load_inplace: bool = False) -> Any:
+    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=path, load_inplace=load_inplace)
+
+
+def test_adapter_is_made_available_once_and_again_with_new_weights() -> None:
+    names = adapters.AdapterNames()
+    assert names.name_of(None) == ("", None)
+    name, load = names.name_of(adapter("law", 1))
+    assert (name, load.adapter, load.version) == ("1:law", "1:law", 0)
+    assert names.name_of(adapter("law", 1)) == ("1:law", None)
+    for changed in (adapter("law", 1, load_inplace=True), adapter("law", 1, "/b")):
+        _, load = names.name_of(changed)
+        assert load.version == names._versions["1:law"].number
+    assert load.version == 2
+    assert names.name_of(adapter("law", 2))[0] == "2:law"
+
+
+def item(name: str, offset: int, length: int) -> Any:
+    position = SimpleNamespace(offset=offset, length=length, get_num_embeds=lambda: length)
+    return SimpleNamespace(identifier=name, modality="audio", mm_position=position)
+
+
+class Inputs:
+    """Requests with items, by name: each item is (identifier, offset, length)."""
+
+    def __init__(self, budget: int, **requests: list[tuple[str, int, int]]) -> None:
+        self.inputs = media.EncoderInputs(budget_tokens=budget, look_ahead=0, key=b"k" * 32)
+        self.entries: dict[str, Any] = {}
+        self.names: dict[bytes, str] = {}
+        for name, items in requests.items():
+            request = SimpleNamespace(request_id=name, mm_features=[item(*one) for one in items])
+            for feature in request.mm_features:
+                self.names[self.inputs.digest(feature)] = feature.identifier
+            self.inputs.spans_of(request)
+            self.entries[name] = SimpleNamespace(request=request)
+
+    def ask(self, name: str, tokens: int, *drop: str) -> None:
+        digests = {identifier: digest for digest, identifier in self.names.items()}
+        self.inputs.ask(EncodeMedia(digests[name], tokens, 0, tuple(digests[one] for one in drop)))
+
+    def answers(self) -> list[str]:
+        return [self.names[one.digest] for one in self.inputs.answers()]
+
+
+def test_items_are_answered_as_far_as_the_budget_of_a_pass_goes() -> None:
+    world = Inputs(50, a=[("x", 0, 30)], b=[("y", 4, 30)])
+    world.ask("x", 30)
+    world.ask("y", 30)
+    assert world.answers() == ["x"]
+    assert world.inputs.inputs_of(world.entries["a"], 0, 10) == [0]
+    assert world.answers() == ["y"]
+    assert world.inputs.inputs_of(world.entries["b"], 0, 4) == []  # the chunk ends in front of the item
+    assert world.inputs.inputs_of(world.entries["b"], 4, 8) == [0]
+    assert world.inputs.inputs_of(world.entries["b"], 8, 34) == []  # encoded already
+
+
+def test_items_of_one_request_are_answered_whatever_the_budget() -> None:
+    """The core admits it once all are answered, so that none of them may wait for another to be encoded."""
+    world = Inputs(50, a=[("x", 0, 30), ("y", 30, 30)], b=[("z", 0, 30)])
+    for name in ("x", "y", "z"):
+        world.ask(name, 30)
+    assert world.answers() == ["x", "y"]
+    world.inputs.forget("a")
+    assert world.answers() == ["z"]
+
+
+def test_dropped_items_are_freed_by_the_workers_and_encoded_again() -> None:
+    world = Inputs(50, a=[("x", 0, 30)], b=[("y", 0, 30)])
+    world.ask("x", 30)
+    assert world.answers() == ["x"]
+    assert world.inputs.inputs_of(world.entries["a"], 0, 30) == [0]
+    world.ask("y", 30, "x")
+    assert world.inputs.freed() == ["x"]
+    assert world.inputs.freed() == []
+    assert world.inputs.inputs_of(world.entries["a"], 0, 30) == [0]
+    world.inputs.void()
+    assert world.inputs.freed() == ["x"]
+
+
+def changes(*pairs: tuple[int, int]) -> HybridChanges:
+    """Return what gives full pages window pages: pairs of both."""
+    pages, window_pages = np.array(pairs, np.int32).T
+    return HybridChanges(pages, window_pages)
+
+
+def test_a_window_page_is_one_block_in_each_window_group() -> None:
+    made = groups.KvGroups([True, False, True], 10, 4)
+    made.assign(changes((0, 3), (1, 2)))
+    blocks = [1, 2, 3]  # pages 0 to 2
+    assert made.windows_of(blocks) == [3, 2, -1]
+    assert made.tables(blocks, made.windows_of(blocks)) == ([14, 13, 0], [1, 2, 3], [18, 17, 0])
+    made.assign(changes((5, 3)))
+    assert made.windows_of([1, 6]) == [-1, 3]
+
+
+def test_one_group_and_none_have_plain_tables() -> None:
+    assert groups.KvGroups([False], 10, 0).tables([4, 5], []) == ([4, 5],)
+    assert groups.KvGroups([], 10, 0).tables([4, 5], []) == ()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "number", "mean", "expected"),
+    [
+        (1_000, 1, 0, (876, 124)),  # windows of 128 tokens: 9 pages of a request of 1,024 tokens, 64 pages
+        (1_000, 5, 0, (587, 82)),
+        (1_000, 1, 256, (640, 360)),
+        (80, 1, 0, (70, 10)),  # fewer blocks than a request of the whole context: what one row's window leaves
+    ],
+)
+def test_blocks_are_divided_by_a_request_of_mean_length(
+    blocks: int, number: int, mean: int, expected: tuple[int, int]
+) -> None:
+    assert groups.divided(blocks, number, 128, 16, 8_192, 0, mean) == expected
