@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeGuard, get_args
 import msgspec
 
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.floats import store_floats
 from lockstep.core.contract.setting import Setting
 
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key", "priority", "hrrn", "spf")
@@ -42,6 +43,12 @@ DRAFT_SETTINGS = (
     "num_speculative_tokens",
     "speculative_min_chance",
     "speculative_max_batch_size",
+)
+FLOAT_SETTINGS = (
+    "schedule_conservativeness",
+    "speculative_min_chance",
+    "prefill_delayer_token_usage_low_watermark",
+    "prefill_delayer_queue_min_ratio",
 )
 NUM_SPECULATIVE_TOKENS = 3  # SGLang's defaults for EAGLE are a chain of 3 to 5, by model
 NUM_SPECULATIVE_TOKENS_MAX = 64
@@ -76,7 +83,8 @@ class CacheTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for name, choices in (("write_policy", get_args(WritePolicy)), ("prefetch_policy", get_args(PrefetchPolicy))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"`tiers.{name}` must be {one_of(choices)}, got `{getattr(self, name)}`")
-        if not 0.0 < self.prefetch_share <= 1.0:
+        store_floats(self, ("prefetch_share",))
+        if not isinstance(self.prefetch_share, float) or not 0.0 < self.prefetch_share <= 1.0:
             raise ConfigError(f"`tiers.prefetch_share` must be above 0 and at most 1, got `{self.prefetch_share}`")
 
     @property
@@ -95,6 +103,8 @@ class HybridMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     window_pages: int = 0  # pages of the sliding layers' pool
     state_slots: int = 0  # slots of linear attention: one for each running request, and checkpoints; 0: no such layers
     checkpoint_tokens: int = 256  # states are kept at positions that are multiples of this
+    # beside active requests a prompt starts with no fewer tokens for lack of window pages; unset: with any number
+    chunk_tokens_min: int | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         for name in ("window_tokens", "window_pages", "state_slots", "checkpoint_tokens"):
@@ -110,6 +120,11 @@ class HybridMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"`hybrid.window_tokens` is {self.window_tokens} and `hybrid.window_pages` {self.window_pages}: "
                 "sliding layers need both, other models neither"
+            )
+        least = self.chunk_tokens_min
+        if least is not msgspec.UNSET and not (self.window_tokens and _is_count(least, 1)):
+            raise ConfigError(
+                f"`hybrid.chunk_tokens_min` must be a whole number of at least 1, for sliding windows, got `{least}`"
             )
         if self.state_slots == 1:
             raise ConfigError(
@@ -375,6 +390,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = msgspec.UNSET
 
     def __post_init__(self) -> None:
+        store_floats(self, FLOAT_SETTINGS)
         _require_positive(self)
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"`page_size` must be a power of two, got `{self.page_size}`\nhint: 16 and 32 are usual")
