@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test scenarios golden swarm fleet-swarm rank-swarm overload kill-campaign schema-campaign bench gpu-check
+.PHONY: help demo check test vllm-test scenarios golden swarm fleet-swarm rank-swarm overload kill-campaign schema-campaign bench gpu-check
 
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,7 +19,14 @@ check:      ## ruff, its formatter, mypy --strict, and the golden journals
 test:       ## the whole test suite
 	@$(PYTHON) dev.py test $(ARGS)
 
+<<<<<<< HEAD
+vllm-test:  ## tests of lockstep.vllm with a vLLM in an environment of its own; ARGS=--short for a part
+	@$(PYTHON) dev.py vllm-test $(ARGS)
+
+scenarios:  ## run the golden stories and write their expected part; then read the diff
+=======
 scenarios:  ## run the scenarios and rewrite their expected parts; then read the diff
+>>>>>>> main
 	@$(PYTHON) dev.py scenarios $(ARGS)
 
 golden:     ## record missing golden journals; ARGS=NAME records one again, deliberately: docs/journal.md

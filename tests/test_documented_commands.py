@@ -26,7 +26,16 @@ pytest.importorskip("lockstep.tools.journal", reason="the tools are not installe
 pytest.importorskip("lockstep.api.serve", reason="the server is not installed")
 
 from lockstep.core.command import GROUP, main  # noqa: E402
-from tests.support.documented import PAGES, ROOT, Command, commands, inline_codes, lines_of, write_files  # noqa: E402
+from tests.support.documented import (  # noqa: E402
+    PAGES,
+    ROOT,
+    Command,
+    commands,
+    inline_codes,
+    lines_of,
+    write_files,
+    write_recording,
+)
 
 
 def examples_of_help() -> list[Command]:
@@ -60,10 +69,16 @@ PARSED = {  # commands whose callback does nothing: they need what a test has no
     "calibrate acceptance": "a run with drafts",
     "calibrate journal": "a run of a server",
 }
-STORED = "fcfs lpm before after real simulated served 0192 today demo/40-per-s h100 h200 b200".split()
+STORED = "fcfs lpm before after real simulated served 0192 today vllm demo/40-per-s h100 h200 b200".split()
 """Names of stored runs besides runs/chat."""
 PLACEHOLDERS = {"DEMO": "demo", "RUN": "runs/chat", "fair": "lpm"}  # names that a page explains where it prints them
 OF_OTHERS = {"--shm-size", "--format", "--unix-socket"}  # docker, curl
+OF_VLLM = {
+    f"--{name}"
+    for name in "async-scheduling disable-hybrid-kv-cache-manager enable-chunked-prefill enable-prefix-caching"
+    " long-prefill-token-threshold max-model-len max-num-batched-tokens max-num-seqs no-async-scheduling"
+    " prefill-schedule-interval scheduler-cls scheduling-policy additional-config".split()
+}
 BASES = {
     "simulate": "--model qwen3-8b --gpu h100 --workload team-a=gen:n=30,rate=20",
     "plan": "--model qwen3-8b --gpus h100 --workload mix:team-a=gen:n=90,input=fixed:300,output=fixed:30@1"
@@ -105,6 +120,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for line in (
             "workload fit conversation_trace.jsonl.gz -o chat.json",
             "workload fit AzureLLMInferenceTrace_code.csv.gz -o code.json",
+        ):
+            assert main(line.split()) == 0, line
+        write_recording(folder / "runs" / "own")
+        for line in (
+            "journal convert runs/own --model qwen3-8b --gpu h100",
             "calibrate --from runs/chat --date 2026-11-22 --out mine.json",
         ):
             assert main(line.split()) == 0, line
@@ -198,7 +218,7 @@ def test_a_command_in_running_text_has_its_options(command: Command) -> None:
 
 def all_flags() -> set[str]:
     """Return the options of all commands, and those that programs of the repository parse."""
-    found = set(OF_OTHERS)
+    found = OF_OTHERS | OF_VLLM
     for entry in entry_points(group=GROUP):
         if MODEL or entry.name not in NEED_MODEL:
             found |= flags(entry.load())

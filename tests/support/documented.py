@@ -15,6 +15,8 @@ from pathlib import Path
 
 import zstandard
 
+from lockstep.host.recording import Arrived, Ended, PassFinished, Planned, RecordingHeader, RecordingWriter
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")),
@@ -114,6 +116,27 @@ def write_files(folder: Path) -> None:
     (folder / "requests.csv").write_text(_rows(plain))
     for name in ("servegen", "servegen_deepseek-r1", "servegen_mm-image"):
         (folder / f"{name}.tar.zst").write_bytes(_servegen(image="image" in name))
+
+
+def write_recording(folder: Path) -> None:
+    """Write a recording of another engine's scheduler: requests one after the other, with three passes each."""
+    header = RecordingHeader(engine="vllm", page_size=16, pages=1000)
+    writer = RecordingWriter(folder, header, lambda why: None)
+    for number in range(60):
+        at_us, batch = 90_000 * number, 3 * number
+        prompt_tokens = 200 + 10 * number
+        writer.append(Arrived(time_us=at_us, name=str(number), prompt_tokens=prompt_tokens, max_new_tokens=3))
+        for step in range(3):
+            row = (number, 0, prompt_tokens, 0) if not step else (number, prompt_tokens + step - 1, 1, 0)
+            planned_us = at_us + 30_000 * step
+            took_us = 9_000 if step else 9_000 + 200 * number
+            writer.append(Planned(time_us=planned_us, batch=batch + step, rows=(row,), running=1))
+            done = PassFinished(
+                time_us=planned_us + took_us, batch=batch + step, started_us=planned_us, tokens=((number, 1),)
+            )
+            writer.append(done)
+        writer.append(Ended(time_us=at_us + 89_000, request=number, reason="length"))
+    writer.close()
 
 
 def _lines(rows: Sequence[Mapping[str, object]]) -> str:

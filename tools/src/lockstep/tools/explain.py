@@ -17,10 +17,12 @@ import numpy as np
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestId
 from lockstep.core.contract.text import shown
+from lockstep.host.recording import has_recording
 from lockstep.host.router_journal import LeftQueue, label_key
 from lockstep.sim.metrics.columns import Requests
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.results.text import count, duration, percent
+from lockstep.tools import recording
 from lockstep.tools.narration import Metric, clock, headline, sentences, timeline_text, wait_by_cause
 from lockstep.tools.request_timeline import Chronicle, RequestTimeline
 from lockstep.tools.runs import JSON, RUN, Walk, locate_request, print_json, refusals
@@ -72,6 +74,13 @@ def explain(
     if html_file is not None and html_file.exists() and not overwrite:
         raise click.UsageError(f"{html_file} exists\nhint: choose another file, or add --overwrite")
     with refusals():
+        if has_recording(run):
+            if step_number is not None or html_file is not None or as_json:
+                raise ConfigError(
+                    f"`{run}` is a recording: it has neither steps nor pictures\nhint: use --request or --slowest"
+                )
+            recording.show(run, request_name, slowest)
+            return
         if step_number is not None:
             _show_step(why_step(run, step_number), as_json)
             return

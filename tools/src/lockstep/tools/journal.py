@@ -4,6 +4,7 @@
     lockstep journal dump RUN      one line per record, or one JSON object with --jsonl
     lockstep journal check RUN     framing, chain and snapshots; --repair cuts a torn tail off
     lockstep journal verify RUN    replay every event and compare every digest
+    lockstep journal convert RUN   of a recording of another engine: files for compare, calibrate and workload
 
 RUN is a run folder or the `journal` folder in it. Results go to stdout and everything else to stderr. Steps are counted
 from 0, and spans are half-open: `--from 5 --until 8` is steps 5, 6 and 7.
@@ -49,6 +50,7 @@ from lockstep.tools.runs import (
     engine_runs,
     json_line,
     print_json,
+    refusals,
 )
 
 EXIT_TORN = 1
@@ -490,3 +492,31 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 
 if __name__ == "__main__":
     journal()
+
+
+# ------------------------------------------------------------------------------------------------------------- convert
+
+
+@journal.command()
+@RUN
+@click.option("--model", required=True, help="Catalogue name or path of the model, for batches.jsonl.")
+@click.option("--gpu", required=True, help="Catalogue name of the GPU, for batches.jsonl.")
+@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="GPUs of the engine.")
+def convert(run: Path, model: str, gpu: str, tp: int) -> None:
+    """Write what other commands read of a recording of another engine's scheduler.
+
+    \b
+    lockstep journal convert runs/own --model qwen3-8b --gpu h100
+    lockstep compare runs/own runs/lockstep
+    lockstep calibrate --from runs/own/batches.jsonl --date 2026-11-26 --out mine.json
+    lockstep workload fit runs/own/requests.jsonl -o mine-load.json
+    """
+    from lockstep.tools import recording
+
+    with refusals():
+        summary = recording.convert(run, model=model, gpu=gpu, tp=tp)
+    requests = summary["requests"]
+    click.echo(
+        f"{run}: metrics.json, requests.parquet, requests.csv, batches.jsonl, requests.jsonl; "
+        f"{requests['arrived']:,} requests arrived, {requests['completed']:,} completed"
+    )

@@ -7,6 +7,7 @@ reads the state of the scheduler and never has to guess it.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -166,10 +167,23 @@ def _number(name: str) -> int | None:
     return int(digits) if digits.isascii() and digits.isdigit() else None
 
 
+VLLM = "vllm"  # `kind` in the header's `host`
+VLLM_LABEL = re.compile(r"(?:\d+_)?(.+)-[0-9a-f]{8}", re.DOTALL)
+"""A request id inside of vLLM: the number of the sample if there are several, the client's id, and random digits."""
+
+
+def clients_id(label: str) -> str:
+    """Return the id under which a client of vLLM knows the request of this label."""
+    match = VLLM_LABEL.fullmatch(label)
+    return match[1] if match else label
+
+
 def _named(run: Path, name: str) -> _Named:
     by_label: list[RequestId] = []
     by_id, wanted, arrived = None, _number(name), 0
-    for record in read_journal(engine_journal(run)).events():
+    opened = read_journal(engine_journal(run))
+    of_vllm = opened.header.host.get("kind") == VLLM
+    for record in opened.events():
         event = record.event
         if not isinstance(event, RequestArrived):
             continue
@@ -177,7 +191,8 @@ def _named(run: Path, name: str) -> _Named:
             arrived += 1
             if event.request_id + sample == wanted:
                 by_id = wanted
-            if event.label and sample_label(event.label, sample) == name:
+            label = sample_label(event.label, sample) if event.label else ""
+            if label and (label == name or (of_vllm and clients_id(label) == name)):
                 by_label.append(event.request_id + sample)
     return _Named(by_label, by_id, arrived)
 

@@ -12,7 +12,8 @@ vLLM calls the scheduler; the scheduler feeds an unchanged `lockstep.core.Engine
 
 `adapters.py`, `media.py` and `groups.py` translate LoRA adapters, multimodal items, and models with several KV cache
 groups. `settings.py` derives the core's settings from vLLM's, and refuses what is not supported, by name.
-`scheduler.py` holds the class itself. Nothing here decides what runs. Importing this package does not import vLLM.
+`scheduler.py` holds the class itself. `recorder.py` records vLLM's own scheduler and decides nothing. No module of this
+package decides what runs. Importing this package does not import vLLM.
 """
 
 from __future__ import annotations
@@ -28,4 +29,8 @@ def __getattr__(name: str) -> Any:
         from lockstep.vllm.scheduler import Scheduler
 
         return Scheduler
-    raise AttributeError(f"lockstep.vllm has no `{name}`; it has Scheduler")
+    if name == "Recorder":
+        from lockstep.vllm.recorder import SchedulerRecorder
+
+        return SchedulerRecorder
+    raise AttributeError(f"lockstep.vllm has no `{name}`; it has Scheduler and Recorder")

@@ -83,9 +83,11 @@ class KvGroups:
 def window_tokens(kv_cache_config: KVCacheConfig) -> int:
     """Return the length of the windows, in tokens, of a model with a full group and window groups; 0 for any other."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if len(specs) < 2:
+        return 0
     lengths = {length_of(spec) for spec in specs}
     full = sum(length_of(spec) == 0 for spec in specs)
-    if len(specs) < 2 or full != 1 or len(lengths) != 2 or len({spec.block_size for spec in specs}) != 1:
+    if full != 1 or len(lengths) != 2 or len({spec.block_size for spec in specs}) != 1:
         return 0
     return max(lengths)
 

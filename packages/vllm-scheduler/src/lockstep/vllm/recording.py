@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.lockstep")
 
 Entry = tuple[ObservedEvent, bytes, tuple[Command, ...], tuple[RequestId, ...]]
-"""An event, the digest of its Step, the commands of that Step, and the requests of the sampling rows."""
+"""An event, the digest of its Step (empty: its step raised), the commands of that Step, the sampling rows' requests."""
 
 QUEUE_EVENTS_MAX = 65_536  # events that wait to be written; at some hundred steps a second, minutes of a stalled disk
 FLUSH_EVERY_S = 0.05  # the longest time that an event waits in memory; what a killed process loses
@@ -40,6 +41,9 @@ class NoRecording:
     failure = ""
 
     def append(self, event: ObservedEvent, step: Step, samplers: tuple[RequestId, ...] = ()) -> None:
+        """Nothing is recorded."""
+
+    def append_refused(self, event: ObservedEvent) -> None:
         """Nothing is recorded."""
 
     def close(self) -> None:
@@ -70,12 +74,19 @@ class Recording:
         Args:
             samplers: of a BatchFinished, the request of each sampling row.
         """
+        self._put((event, step.digest, tuple(step.commands), samplers))
+
+    def append_refused(self, event: ObservedEvent) -> None:
+        """Record an event that the core refused: the last one of the journal."""
+        self._put((event, b"", (), ()))
+
+    def _put(self, entry: Entry) -> None:
         if self.failure:
             return
         try:
-            self._queue.put_nowait((event, step.digest, tuple(step.commands), samplers))
+            self._queue.put_nowait(entry)
         except queue.Full:
-            self._fail(f"{QUEUE_EVENTS_MAX} events wait to be written")
+            self._fail(f"{self._queue.maxsize:,} events wait to be written")
 
     def close(self) -> None:
         """Write what is queued, and close the journal."""
@@ -90,10 +101,15 @@ class Recording:
                 event, digest, commands, samplers = item
                 if self._pseudonyms is not None:
                     event = disguised(event, commands, samplers, self._pseudonyms)
-                self._writer.append(event, digest)
+                if digest:
+                    self._writer.append(event, digest)
+                else:
+                    self._writer.append_unsealed(event)
             self._writer.close()
         except (JournalError, OSError) as error:
             self._fail(str(error))
+            with suppress(JournalError, OSError):
+                self._writer.close(str(error))
 
     def _next(self) -> Entry | None:
         """Return the next event; flush before waiting for one. None: no more follows."""

@@ -72,7 +72,9 @@ def arrival(
         spans: its multimodal items.
     """
     params = request.sampling_params
-    stops, grammar, stop_texts = (), None, ()
+    stops: tuple[int, ...] = ()
+    grammar: Grammar | None = None
+    stop_texts: tuple[str, ...] = ()
     if params is not None:
         stop_texts = REPETITION if params.repetition_detection is not None else ()
         stops = tuple(params.stop_token_ids or ())
@@ -81,6 +83,7 @@ def arrival(
         if request.use_structured_output:
             grammar = grammar_of(request.request_id)
     ids = request.prompt_token_ids
+    prompt: TokenIds | TokenRuns
     if ids is None or not reads_tokens:
         prompt = TokenRuns((0, request.num_prompt_tokens))
     else:

@@ -29,6 +29,7 @@ from lockstep.core.contract.commands import (
     Step,
     StreamTokens,
 )
+from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import (
     AdapterLoaded,
     ClockAdvanced,
@@ -158,7 +159,11 @@ class Scheduler(SchedulerInterface):
 
     def _take_in(self, event: ObservedEvent, samplers: tuple[RequestId, ...] = ()) -> Step:
         """Fold one event, record it, and carry out what is not specific to the caller."""
-        step = self._engine.step(event)
+        try:
+            step = self._engine.step(event)
+        except LockstepError:
+            self._recording.append_refused(event)
+            raise
         self._recording.append(event, step, samplers)
         self._wake_at_us = step.wake_at_us
         for decided in step.decided:
@@ -204,7 +209,9 @@ class Scheduler(SchedulerInterface):
             request.prefill_stats.set(request.num_prompt_tokens, min(event.cached_tokens, request.num_prompt_tokens), 0)
 
     def _retracted(self, event: RequestRetracted) -> None:
-        request = self._tracked[event.request_id].request
+        self._preempt(self._tracked[event.request_id].request)
+
+    def _preempt(self, request: Request) -> None:
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self._preempted.add(request.request_id)
@@ -294,8 +301,8 @@ class Scheduler(SchedulerInterface):
         output = empty_output()
         if self._grammars:
             self._poll_grammars()
-        for command in self._media.answers():
-            self._encoded(command)
+        for encoded in self._media.answers():
+            self._encoded(encoded)
         now_us = self._now_us()
         if self._wake_at_us is not None and self._wake_at_us <= now_us:
             self._fold(ClockAdvanced(now_us))
@@ -309,8 +316,9 @@ class Scheduler(SchedulerInterface):
             step.commands.remove(launch)
         else:
             self._output_builder.forget_previous()
-            if not self._launched and (command := self._media.answer_one()) is not None:
-                self._encoded(command)
+            answer = None if self._launched else self._media.answer_one()
+            if answer is not None:
+                self._encoded(answer)
         self._perform(step)
         output.finished_req_ids, self._finished = self._finished, set()
         output.free_encoder_mm_hashes = self._media.freed()
@@ -491,8 +499,12 @@ class Scheduler(SchedulerInterface):
         of passes in flight are dropped.
         """
         if reset_running_requests:
+            running = [one.request for one in self._tracked.values() if one.request.status == RequestStatus.RUNNING]
             self._media.void()
             self._fold(EngineRestarted(self._now_us(), self._engine.generation + 1))
+            for request in running:  # the core decides no retraction of each: all of them wait again
+                self._preempt(request)
+                request.num_computed_tokens = 0
             self._output_builder.forget_previous()
             return True
         answer = self._control(FlushUnused())

@@ -1,0 +1,183 @@
+"""A recording of another engine's scheduler: what arrived, what was planned, what came of it. No decision of the core.
+
+A recorder writes `recording.jsonl` in a run folder, one JSON array per line: the header, then records in the order of
+their times. The file holds no token ids. Prompts are described by their lengths and by hashes of their blocks, which
+show which prompts share a prefix. A last line that is cut short is left out by the reader.
+
+    writer = RecordingWriter(Path("runs/engine"), RecordingHeader(engine="vllm", ...))
+    writer.append(Planned(time_us=20, batch=0, rows=((0, 0, 512, 0),)))     # never waits and never raises
+    header, records = read_recording(Path("runs/engine"))
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from lockstep.core.journal.records import JournalError
+
+FILE = "recording.jsonl"
+VERSION = 1
+QUEUE_RECORDS_MAX = 65_536
+FLUSH_EVERY_S = 0.05  # the longest time that a record waits in memory while no other follows
+
+
+class RecordingError(JournalError):
+    """A recording that cannot be written or read."""
+
+
+class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="recording"):
+    """First line: which engine, and its sizes."""
+
+    version: int = VERSION
+    engine: str
+    engine_version: str = ""
+    model: str = ""
+    page_size: int = 0  # tokens
+    pages: int = 0
+    context_tokens_max: int = 0
+    max_running_requests: int = 0
+    batch_tokens_max: int = 0
+    overlap_depth: int = 0
+
+
+class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="arrived"):
+    """A request reached the scheduler. Requests are numbered from 0 in the order of these records."""
+
+    time_us: int
+    name: str
+    prompt_tokens: int
+    max_new_tokens: int
+    priority: int = 0
+    blocks: tuple[int, ...] = ()  # per whole page of the prompt, a hash of the prompt up to its end
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="planned"):
+    """A pass was planned."""
+
+    time_us: int
+    batch: int
+    rows: tuple[tuple[int, int, int, int], ...]  # request, tokens with KV before it, new tokens, drafts among these
+    retracted: tuple[int, ...] = ()  # requests that were preempted to plan it
+    running: int = 0  # requests, behind this plan
+    waiting: int = 0
+    kv_usage: float = 0.0  # share of the pages in use
+
+
+class PassFinished(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="finished"):
+    """The result of a pass was on the host."""
+
+    time_us: int
+    batch: int
+    started_us: int  # when the device was free and the pass planned
+    tokens: tuple[tuple[int, int], ...]  # request, new output tokens
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="ended"):
+    """A request ended."""
+
+    time_us: int
+    request: int
+    reason: str
+
+
+Entry = Arrived | Planned | PassFinished | Ended
+
+
+class RecordingWriter:
+    """Writes records on a thread of its own. If the queue is full or the disk fails, recording ends with a report."""
+
+    def __init__(self, folder: Path, header: RecordingHeader, failed: Callable[[str], None]) -> None:
+        """
+        Args:
+            failed: called once with the reason if recording ends early.
+        Raises: RecordingError if the file exists or cannot be made.
+        """
+        self._failed, self._ended = failed, False
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = (folder / FILE).open("xb")
+            self._file.write(msgspec.json.encode(header) + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise RecordingError(
+                f"cannot begin {folder / FILE}: {error.strerror or error}\nhint: choose another run folder"
+            ) from error
+        self._queue: queue.Queue[Entry | None] = queue.Queue(QUEUE_RECORDS_MAX)
+        self._thread = threading.Thread(target=self._write, name="lockstep-recording", daemon=True)
+        self._thread.start()
+
+    def append(self, record: Entry) -> None:
+        """Record an entry. Never waits and never raises."""
+        if self._ended:
+            return
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self._fail(f"{QUEUE_RECORDS_MAX:,} records wait to be written")
+
+    def close(self) -> None:
+        """Write what is queued, and close the file."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    def _write(self) -> None:
+        try:
+            with self._file as file:
+                while (record := self._next()) is not None:
+                    file.write(msgspec.json.encode(record) + b"\n")
+        except OSError as error:
+            self._fail(str(error))
+
+    def _next(self) -> Entry | None:
+        try:
+            return self._queue.get(timeout=FLUSH_EVERY_S)
+        except queue.Empty:
+            self._file.flush()
+            return self._queue.get()
+
+    def _fail(self, why: str) -> None:
+        if not self._ended:
+            self._ended = True
+            self._failed(why)
+
+
+def has_recording(folder: Path) -> bool:
+    """Whether the run folder holds a recording."""
+    return (folder / FILE).is_file()
+
+
+def read_recording(folder: Path) -> tuple[RecordingHeader, Iterator[Entry]]:
+    """Return the header of a recording and an iterator over its records.
+
+    Raises: RecordingError with file and line, also while iterating.
+    """
+    path = folder / FILE
+    try:
+        with path.open("rb") as file:
+            header = msgspec.json.decode(file.readline(), type=RecordingHeader)
+    except OSError as error:
+        raise RecordingError(f"{path}: {error.strerror or error}") from error
+    except msgspec.MsgspecError as error:
+        raise RecordingError(f"{path}: line 1: not the header of a recording: {error}") from error
+    if header.version != VERSION:
+        raise RecordingError(f"{path}: version {header.version} is not one this release reads, which is {VERSION}")
+    return header, _entries(path)
+
+
+def _entries(path: Path) -> Iterator[Entry]:
+    decode = msgspec.json.Decoder(Entry).decode
+    with path.open("rb") as file:
+        next(file)
+        for number, line in enumerate(file, 2):
+            if not line.endswith(b"\n"):
+                return  # the recorder was killed in the middle of a record
+            try:
+                yield decode(line)
+            except msgspec.MsgspecError as error:
+                raise RecordingError(f"{path}: line {number}: {error}") from error

@@ -1,0 +1,257 @@
+"""Settings: where they are read, how SchedConfig follows from vLLM's configuration, and what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lockstep.core.contract.errors import ConfigError
+from lockstep.vllm import versions
+from lockstep.vllm.settings import (
+    ENVIRONMENT,
+    OF_VLLM,
+    VllmSettings,
+    draft_method,
+    read_settings,
+    sched_config,
+    token_budget,
+    unsupported,
+)
+from tests.vllm.support import needs_vllm
+
+
+def configuration(**changed: Any) -> Any:
+    """The parts of a VllmConfig that the settings read. A name such as `scheduler_config.policy` changes a part."""
+    config = SimpleNamespace(
+        additional_config={},
+        aux_output_config=SimpleNamespace(enabled=False),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+        ec_transfer_config=None,
+        kv_events_config=None,
+        is_mm_encoder_only=False,
+        kv_transfer_config=None,
+        lora_config=None,
+        model_config=SimpleNamespace(
+            is_diffusion=False, is_encoder_decoder=False, max_model_len=2048, return_sampling_mask=False,
+            runner_type="generate", supports_multimodal_inputs=False,
+        ),
+        num_speculative_tokens=0,
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, pipeline_parallel_size=1, prefill_context_parallel_size=1
+        ),
+        scheduler_config=SimpleNamespace(
+            async_scheduling=False, disable_chunked_mm_input=False, enable_chunked_prefill=True,
+            long_prefill_token_threshold=0, max_num_active_seqs=None, max_num_batched_tokens=1024,
+            max_num_scheduled_tokens=None, max_num_seqs=64,
+            policy="fcfs", prefill_schedule_interval=1, watermark=0.0,
+        ),
+        speculative_config=None,
+        use_v2_model_runner=False,
+    )  # fmt: skip
+    for name, value in changed.items():
+        part, _, field = name.rpartition("__")
+        setattr(getattr(config, part) if part else config, field, value)
+    return config
+
+
+def kv_cache(groups: int = 1, **changed: Any) -> Any:
+    """The parts of a KVCacheConfig that the settings read."""
+    specs = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16)) for _ in range(groups)]
+    values = {
+        "has_mamba_layers": False, "kv_cache_groups": specs, "needs_kv_cache_zeroing": False, "num_blocks": 501,
+        **changed,
+    }  # fmt: skip
+    return SimpleNamespace(**values)
+
+
+def drafts(method: str = "ngram", slots: int = 0, *, multi_module: bool = False, by_batch_size: object = None) -> Any:
+    """The parts of a SpeculativeConfig that the settings read."""
+    return SimpleNamespace(
+        max_num_new_slots_for_drafting=slots, method=method, num_speculative_tokens_per_batch_size=by_batch_size,
+        use_multi_module_mtp=lambda: multi_module,
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------- their source
+
+
+def test_without_settings_it_decides_like_profile_vllm() -> None:
+    assert read_settings({}, {}) == VllmSettings(profile="vllm", journal="", journal_tokens=False, scheduler={})
+    assert read_settings(None, {}) == VllmSettings()
+
+
+def test_additional_config_stands_before_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "lockstep.toml"
+    file.write_text('journal = "runs/of-the-file"\n[scheduler]\nschedule_policy = "spf"\n')
+    environment = {ENVIRONMENT: str(file)}
+    read = read_settings({}, environment)
+    assert (read.journal, read.scheduler) == ("runs/of-the-file", {"schedule_policy": "spf"})
+    assert read_settings({"lockstep": {"journal": "runs/a"}}, environment) == VllmSettings(journal="runs/a")
+    assert read_settings({"other": 1}, environment) == read
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"jurnal": "x"}, "unknown field `jurnal`"),
+        ({"journal": 5}, r"Expected `str`, got `int`.*journal"),
+        ({"journal_tokens": "yes"}, r"Expected `bool`, got `str`.*journal_tokens"),
+        ({"scheduler": []}, r"Expected `object`, got `array`.*scheduler"),
+        ("vllm", "Expected `object`, got `str`"),
+    ],
+)
+def test_wrong_fields_are_refused_with_their_source(values: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        read_settings({"lockstep": values}, {})
+    assert "--additional-config" in str(refused.value)
+    assert "docs/vllm.md" in str(refused.value)
+
+
+@pytest.mark.parametrize("text", [None, "journal = ", "unknown = 1"], ids=["no file", "no TOML", "unknown field"])
+def test_a_bad_file_is_refused_by_name(text: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "lockstep.toml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=f"{ENVIRONMENT}={file}"):
+        read_settings({}, {ENVIRONMENT: str(file)})
+
+
+@pytest.mark.parametrize("name", OF_VLLM)
+def test_what_follows_from_vllm_cannot_be_set(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"`scheduler\.{name}` follows from vLLM's own options"):
+        read_settings({"lockstep": {"scheduler": {name: 1}}}, {})
+
+
+# ---------------------------------------------------------------------------------------------------------- SchedConfig
+
+
+def test_sizes_are_vllms() -> None:
+    config = sched_config(configuration(), kv_cache(), VllmSettings(), 16)
+    assert (config.page_size, config.pages) == (16, 500)  # block 0 is vLLM's null block
+    assert (config.context_tokens_max, config.max_running_requests) == (2048, 64)
+    assert (config.max_prefill_tokens, config.chunked_prefill_size) == (1024, 1024)
+    assert (config.overlap_depth, config.batching, config.schedule_policy) == (0, "running_first", "fcfs")
+    assert config.radix_cache
+
+
+def test_asynchronous_scheduling_is_overlap_depth_1() -> None:
+    changed = configuration(scheduler_config__async_scheduling=True, scheduler_config__enable_chunked_prefill=False)
+    config = sched_config(changed, kv_cache(), VllmSettings(), 16)
+    assert (config.overlap_depth, config.chunked_prefill_size) == (1, None)
+
+
+def test_no_prefix_caching_is_no_radix_cache() -> None:
+    changed = configuration(cache_config__enable_prefix_caching=False)
+    assert not sched_config(changed, kv_cache(), VllmSettings(), 16).radix_cache
+
+
+def test_vllms_priority_policy() -> None:
+    config = sched_config(configuration(scheduler_config__policy="priority"), kv_cache(), VllmSettings(), 16)
+    assert (config.schedule_policy, config.retraction_policy) == ("priority", "priority")
+    assert config.schedule_low_priority_values_first
+
+
+def test_settings_of_the_scheduler_go_over_the_profile() -> None:
+    settings = VllmSettings(profile="sglang", scheduler={"schedule_policy": "spf", "batching": "prefill_first"})
+    config = sched_config(configuration(), kv_cache(), settings, 16)
+    assert (config.schedule_policy, config.batching) == ("spf", "prefill_first")
+
+
+def test_an_unknown_scheduler_setting_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`scheduler\.polcy` is no scheduler setting"):
+        sched_config(configuration(), kv_cache(), VllmSettings(scheduler={"polcy": "fcfs"}), 16)
+
+
+def test_a_pass_larger_than_the_workers_buffers_is_refused() -> None:
+    mixed = VllmSettings(scheduler={"batching": "mixed"})
+    with pytest.raises(ConfigError, match=r"a pass of vLLM has at most 1024 tokens") as refused:
+        sched_config(configuration(), kv_cache(), mixed, 16)
+    assert "chunked_prefill_size to at most 960" in str(refused.value)
+    fits = VllmSettings(scheduler={"batching": "mixed", "chunked_prefill_size": 960})
+    assert sched_config(configuration(), kv_cache(), fits, 16).chunked_prefill_size == 960
+
+
+def test_the_budget_leaves_room_for_drafts() -> None:
+    assert token_budget(configuration()) == 1024
+    assert token_budget(configuration(scheduler_config__max_num_scheduled_tokens=600)) == 600
+    assert token_budget(configuration(speculative_config=drafts(slots=2))) == 1024 - 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("method", "core"),
+    [("ngram", "ngram"), ("suffix", "ngram"), ("draft_model", "draft_model"), ("mtp", "mtp"), ("eagle3", "eagle")],
+)
+def test_methods_of_drafts(method: str, core: str) -> None:
+    assert draft_method(configuration(speculative_config=drafts(method))) == core
+
+
+# ------------------------------------------------------------------------------------------------------- not supported
+
+REFUSALS: dict[str, dict[str, Any]] = {
+    "--kv-transfer-config": {"kv_transfer_config": "nixl"},
+    "--ec-transfer-config": {"ec_transfer_config": "shared storage"},
+    "--kv-events-config": {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)},
+    "--pipeline-parallel-size": {"parallel_config__pipeline_parallel_size": 2},
+    "context parallelism": {"parallel_config__decode_context_parallel_size": 2},
+    "encoder-decoder models": {"model_config__is_encoder_decoder": True},
+    "diffusion models": {"model_config__is_diffusion": True},
+    "--watermark": {"scheduler_config__watermark": 0.1},
+    "--disable-chunked-mm-input": {
+        "model_config__supports_multimodal_inputs": True,
+        "scheduler_config__disable_chunked_mm_input": True,
+    },
+    "engines that only encode": {"is_mm_encoder_only": True},
+    "MTP with several modules": {"speculative_config": drafts("mtp", multi_module=True)},
+    "by batch size": {"speculative_config": drafts(by_batch_size=[(1, 8, 3)])},
+    "VLLM_USE_V2_MODEL_RUNNER=0": {"speculative_config": drafts(), "use_v2_model_runner": True},
+    "auxiliary outputs": {"aux_output_config": SimpleNamespace(enabled=True)},
+    "sampling masks": {"model_config__return_sampling_mask": True},
+    "--prefill-schedule-interval": {"scheduler_config__prefill_schedule_interval": 4},
+    "--long-prefill-token-threshold": {"scheduler_config__long_prefill_token_threshold": 100},
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"lockstep\.vllm does not support: ") as refused:
+        sched_config(configuration(**REFUSALS[name]), kv_cache(), VllmSettings(), 16)
+    assert name in str(refused.value)
+    assert "--scheduler-cls" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("cache", "block_size", "name"),
+    [
+        pytest.param(kv_cache(2), 16, "2 KV cache groups other than", marks=needs_vllm),
+        (kv_cache(has_mamba_layers=True), 16, "recurrent state"),
+        (kv_cache(0), 16, "models without KV cache that generate text"),
+        (kv_cache(needs_kv_cache_zeroing=True), 16, "zeroed KV blocks"),
+        (kv_cache(), 48, "a block size of 48 tokens, which is no power of two"),
+    ],
+)
+def test_kv_caches_that_are_refused(cache: Any, block_size: int, name: str) -> None:
+    (finding,) = unsupported(configuration(), cache, block_size)
+    assert name in finding
+
+
+def test_all_findings_are_named_at_once() -> None:
+    changed = configuration(kv_transfer_config="nixl", model_config__is_diffusion=True)
+    assert len(unsupported(changed, kv_cache(), 48)) == 3
+    assert unsupported(configuration(), kv_cache(), 16) == []
+
+
+# ------------------------------------------------------------------------------------------------------------ versions
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.4+cpu", "0.33.0rc1"])
+def test_supported_versions(version: str) -> None:
+    versions.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.0", ""])
+def test_other_versions_are_refused_in_one_sentence(version: str) -> None:
+    with pytest.raises(ConfigError, match=r"supports vLLM 0\.32 and 0\.33, but"):
+        versions.check_version(version)
