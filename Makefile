@@ -19,14 +19,10 @@ check:      ## ruff, its formatter, mypy --strict, and the golden journals
 test:       ## the whole test suite
 	@$(PYTHON) dev.py test $(ARGS)
 
-<<<<<<< HEAD
 vllm-test:  ## tests of lockstep.vllm with a vLLM in an environment of its own; ARGS=--short for a part
 	@$(PYTHON) dev.py vllm-test $(ARGS)
 
-scenarios:  ## run the golden stories and write their expected part; then read the diff
-=======
 scenarios:  ## run the scenarios and rewrite their expected parts; then read the diff
->>>>>>> main
 	@$(PYTHON) dev.py scenarios $(ARGS)
 
 golden:     ## record missing golden journals; ARGS=NAME records one again, deliberately: docs/journal.md

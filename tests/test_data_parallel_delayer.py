@@ -101,6 +101,17 @@ def test_triggers_hold_prompts_up_though_every_rank_has_some(
     assert situation_of(config, Delay(passes), counts, said) == situation
 
 
+def test_slots_trigger_counts_state_slots() -> None:
+    # Of 64 places 61 are free, but with 4 state slots one more request can start, and recent extends took in two.
+    pools = HybridMemory(state_slots=4, checkpoint_tokens=2)
+    config = SchedConfig(
+        page_size=2, dp_ranks=2, max_running_requests=64, prefill_delayer_slots=True, hybrid=pools, **DELAYING
+    )
+    reports = (wish(wants=True, running=3), wish(wants=True, running=1))
+    counts = ((*NOTHING, 0, 1, 2), (*NOTHING, 0, 1, 2))
+    assert situation_of(config, Delay(), counts, reports) == "slots"
+
+
 def test_queue_trigger_waits_for_a_share_of_those_that_run() -> None:
     config = SchedConfig(dp_ranks=2, prefill_delayer_queue_min_ratio=0.5, **DELAYING)
     said = (wish(wants=True, running=10), wish(wants=True, running=4))

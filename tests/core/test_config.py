@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from typing import get_args, get_type_hints
+
 import msgspec
 import pytest
 
 from lockstep.core.cluster.router import ROUTER_POLICIES, RouterConfig, policy_settings
-from lockstep.core.contract.config import SchedConfig, refuse_simulated_only
+from lockstep.core.contract.config import FLOAT_SETTINGS, CacheTiers, SchedConfig, refuse_simulated_only
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import (
+    FLOAT_PARAMETERS,
+    ControlRequested,
+    RequestArrived,
+    SamplingParams,
+    SetState,
+    TokenRuns,
+)
 from lockstep.core.contract.profiles import PROFILES, profile_settings
 from lockstep.core.contract.setting import setting_fields
+from lockstep.core.journal import snapshot
+from lockstep.core.scheduler.engine import Engine
 
 NO_OPTIONS = {
     SchedConfig: {
@@ -106,3 +118,39 @@ def test_a_profile_that_is_none_is_refused() -> None:
 def test_settings_of_a_profile_may_be_changed() -> None:
     profile_settings("vllm")["page_size"] = 64
     assert profile_settings("vllm")["page_size"] == 16
+
+
+FLOATS: dict[str, dict[str, object]] = {
+    "prefetch_share": {"tiers": CacheTiers(host_pages=4, prefetch_share=1)},
+    "schedule_conservativeness": {"schedule_conservativeness": 1},
+    "watermark and ratio": {
+        "dp_ranks": 2,
+        "dp_rank": 0,
+        "prefill_delayer": True,
+        "prefill_delayer_token_usage_low_watermark": 1,
+        "prefill_delayer_queue_min_ratio": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_whole_number_in_a_setting_of_floats_restores_to_the_same_bytes(name: str) -> None:
+    dumped = snapshot.dump(Engine(SchedConfig(page_size=2, pages=24, **FLOATS[name])))  # type: ignore[arg-type]
+    assert snapshot.dump(snapshot.restore(dumped)) == dumped
+
+
+def test_whole_numbers_given_at_run_time_restore_to_the_same_bytes() -> None:
+    engine = Engine(SchedConfig(page_size=2, pages=24))
+    sampling = SamplingParams(temperature=1, top_p=1, logit_bias=((3, 1),))
+    prompt = TokenRuns((1, 4))
+    engine.step(RequestArrived(time_us=0, request_id=0, prompt=prompt, max_new_tokens=4, sampling=sampling))
+    engine.step(ControlRequested(1, 0, SetState("schedule_conservativeness", 2)))
+    dumped = snapshot.dump(engine)
+    assert snapshot.dump(snapshot.restore(dumped)) == dumped
+
+
+@pytest.mark.parametrize("struct", [SchedConfig, CacheTiers, SamplingParams])
+def test_every_field_of_floats_stores_floats(struct: type[msgspec.Struct]) -> None:
+    stored = {SchedConfig: FLOAT_SETTINGS, CacheTiers: ("prefetch_share",), SamplingParams: FLOAT_PARAMETERS}[struct]
+    hints = get_type_hints(struct)
+    assert {name for name, hint in hints.items() if hint is float or float in get_args(hint)} == set(stored)

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from lockstep.core.admin.control import HANDLERS
-from lockstep.core.contract.commands import ControlAnswered
+from lockstep.core.contract.commands import ControlAnswered, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import (
@@ -28,9 +28,14 @@ from lockstep.core.contract.events import (
     Pause,
     Profile,
     ReleaseMemory,
+    RequestArrived,
+    RequestCancelled,
     Resume,
     ResumeMemory,
     SlowDown,
+    SwitchRole,
+    TokenRuns,
+    TransferAdvanced,
     UnloadAdapterControl,
     UpdateWeights,
     WeightsSwapped,
@@ -188,6 +193,28 @@ def test_kv_of_older_weights_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -
     driver.batches.ready()
     with pytest.raises(KvError, match="reads"):
         driver.settle()
+
+
+def test_drain_flush_and_switch_of_role_wait_for_a_transfer_that_may_still_be_written() -> None:
+    # The client of a request has left while its KV arrives. The sender may write its pages until the transfer ends.
+    engine = Engine(SchedConfig(page_size=2, pages=24, role="decode", overlap_depth=0))
+    engine.step(RequestArrived(time_us=0, request_id=0, prompt=TokenRuns((1, 4)), max_new_tokens=4, transfer_room=7))
+    engine.step(RequestCancelled(2, 0))
+    assert (list(engine.requests), list(engine.transfers.all)) == ([], [0])
+    assert not engine.idle
+    answers = []
+    for number, control in enumerate((Flush(), SwitchRole("mixed"), Drain())):
+        answers += _answers(engine.step(ControlRequested(3, number, control)))
+    assert answers == [
+        (0, False, "not idle: 1 transfers are open"),
+        (1, False, "not idle: 0 requests, 0 batches in flight, 1 transfers; drain first"),
+    ]
+    assert _answers(engine.step(TransferAdvanced(4, 0, "p0", 0, 1, "done", first_token=5))) == [(2, True, "")]
+    assert engine.idle
+
+
+def _answers(step: Step) -> list[tuple[int, bool, str]]:
+    return [(one.control_id, one.ok, one.message) for one in step.commands if isinstance(one, ControlAnswered)]
 
 
 def test_paused_admission_lets_running_requests_go_on_and_end() -> None:

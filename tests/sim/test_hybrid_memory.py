@@ -215,3 +215,20 @@ def test_a_cluster_adds_up_what_one_engine_alone_had_to_evict() -> None:
     assert prefill > 0
     assert decode is None
     assert run.data.summary["cache"]["window_pages_evicted"] == prefill
+
+
+@pytest.mark.parametrize("batching", ["prefill_first", "mixed"])
+def test_prompts_with_few_window_pages_left_do_not_cause_a_storm_of_retractions(batching: str) -> None:
+    # Without `chunk_tokens_min`: 84 and 54 retractions, 980 and 1,160 output tokens/s (docs/decisions/0097).
+    scenario = Scenario(
+        model="gemma-3-27b",
+        gpu="h200",
+        workload="gen:n=150,rate=20,input=lognormal:1500:0.5,output=lognormal:500:0.4",
+        settings={"batching": batching, "max_running_requests": 512},
+        tiers={"hybrid_memory": "on", "swa_full_tokens_ratio": 0.2},
+        seed=7,
+    )
+    summary = simulate(assemble(scenario, {})).data.summary
+    assert summary["scheduler"]["retractions"] <= 20
+    assert summary["throughput"]["output_tokens_per_s"] > 1_200
+    assert summary["latency"]["ttft_us_p50"] < 9_000_000

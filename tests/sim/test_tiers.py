@@ -25,7 +25,7 @@ from lockstep.core.contract.events import BlocksFound, PrefetchFinished
 from lockstep.core.journal.replay import replay
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost.parallel import Parallelism
-from lockstep.sim.host.cache_tiers import TierLinks
+from lockstep.sim.host.cache_tiers import SimulatedStorage, TierLinks
 from lockstep.sim.host.links import Link
 from lockstep.sim.host.page_bytes import PageBytes
 from lockstep.sim.plan.question import parse_search
@@ -81,14 +81,14 @@ def test_lanes_answer_in_time_and_storage_has_what_was_written() -> None:
     assert links.begin(CopyToHost(0, pages(4), pages(4)), 0) is None
     assert links.begin(CopyToHost(1, pages(4), pages(4), given_up=True), 0) == 14, "no batch before it was read"
     assert links.begin(LoadFromHost(2, pages(2), pages(2)), 0) is None  # the other direction: 1 us and 10 to begin
-    links.begin(WriteToStorage(3, keys, pages(6)), 0)  # of which the last 4 fit
+    links.begin(WriteToStorage(3, keys, pages(6)), 0)  # the first 4 fit
     order = [(links.next_us, links.take(links.next_us)) for _ in range(4)]
     assert [time_us for time_us, _ in order] == [12, 13, 14, 15], "the load waits for the pages to have been read"
-    assert [key in links.stored for key in keys] == [False] * 2 + [True] * 4
-    links.begin(PrefetchFromStorage(4, keys[2:], pages(4)), 20)
+    assert [key in links.stored for key in keys] == [True] * 4 + [False] * 2
+    links.begin(PrefetchFromStorage(4, keys[:4], pages(4)), 20)
     links.begin(CancelPrefetch(4), 22)
     assert links.take(30) == PrefetchFinished(30, 4, 2), "two of four pages had come"
-    links.begin(PrefetchFromStorage(5, (keys[2], keys[0]), pages(2)), 40)
+    links.begin(PrefetchFromStorage(5, (keys[0], keys[4]), pages(2)), 40)
     links.begin(CancelPrefetch(4), 41)  # too late
     assert links.take(50) == PrefetchFinished(50, 5, 1), "up to the first that is missing"
 
@@ -110,7 +110,7 @@ def test_blocks_weigh_in_storage_and_on_its_way() -> None:
     assert links.take(42) == PrefetchFinished(42, 2, 1), "what is cut short has brought no companion"
     links.begin(WriteToStorage(3, (b"p2", b"p3"), pages(2)), 60)
     links.take(links.next_us)
-    assert [key in links.stored for key in (*pages_of, *states_of)] == [False, True, False, True]
+    assert [key in links.stored for key in (*pages_of, *states_of)] == [True, False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -235,6 +235,21 @@ def test_what_cannot_be_asked_is_refused_by_name(given: dict[str, object], names
 def test_a_host_that_holds_no_page_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"`host_cache_gb` 0\.001 does not hold one page of 2,359,296 bytes"):
         run({"host_cache_gb": 0.001})
+
+
+def test_the_end_of_a_path_leaves_storage_before_its_beginning() -> None:
+    stored = SimulatedStorage(40)
+    stored.write(dict.fromkeys((b"a0", b"a1", b"a2"), 10))
+    stored.write(dict.fromkeys((b"b0", b"b1"), 10))
+    assert [key in stored for key in (b"a0", b"a1", b"a2", b"b0", b"b1")] == [True, True, False, True, True]
+    stored.read([b"a0", b"a1"])
+    stored.write({b"c0": 10})
+    assert [key in stored for key in (b"a0", b"a1", b"b0", b"b1", b"c0")] == [True, True, True, False, True]
+
+
+def test_a_storage_that_holds_no_page_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`storage_gb` 0\.001 does not hold one page of 2,359,296 bytes"):
+        run({"host_cache_gb": 1.0, "storage_gb": 0.001})
 
 
 def test_a_plan_searches_over_them_and_reads_their_values_as_options_are() -> None:

@@ -73,7 +73,8 @@ def pools(rng: random.Random, config: SchedConfig, tokens: int, *, states: bool)
         window_tokens=tokens,
         window_pages=least + rng.choice([0, 1, rng.randint(0, 30), 200]) if tokens else 0,
         state_slots=rng.choice([2, 3, rng.randint(2, 12), 60]) * config.states_per_row if states else 0,
-        checkpoint_tokens=config.page_size * rng.choice([1, 1, 2, 4]),
+        checkpoint_tokens=(every := config.page_size * rng.choice([1, 1, 2, 4])),
+        chunk_tokens_min=random.Random(f"{tokens} {every}").choice([UNSET, 1, tokens, 4 * tokens]) if tokens else UNSET,
     )
 
 

@@ -44,8 +44,8 @@ def configuration(**changed: Any) -> Any:
         ),
         scheduler_config=SimpleNamespace(
             async_scheduling=False, disable_chunked_mm_input=False, enable_chunked_prefill=True,
-            long_prefill_token_threshold=0, max_num_active_seqs=None,
-            max_num_batched_tokens=1024, max_num_scheduled_tokens=None, max_num_seqs=64,
+            long_prefill_token_threshold=0, max_num_active_seqs=None, max_num_batched_tokens=1024,
+            max_num_scheduled_tokens=None, max_num_seqs=64,
             policy="fcfs", prefill_schedule_interval=1, watermark=0.0,
         ),
         speculative_config=None,

@@ -48,8 +48,8 @@ def check(engine: Engine) -> None:
 
 
 def is_idle(engine: Engine) -> bool:
-    """Return whether no request waits or runs, no batch is in flight and no transfer is open (S34)."""
-    return not engine.requests and not engine.in_flight and not engine.transfers.all
+    """Return whether nothing is under way in an engine (S34): `Engine.idle`."""
+    return engine.idle
 
 
 def self_check(engine: Engine) -> None:

@@ -2,7 +2,7 @@
 
 running --Pause--> paused --Resume--> running      a second Pause applies its own mode to the requests that are left;
                                                    mode "admission" stops admission, and launches go on
-open --Drain--> draining --everything ended--> answered with ok=True
+open --Drain--> draining --the engine is idle--> answered with ok=True
                          --Resume, or a Pause that keeps requests--> answered with ok=False
 UpdateWeights, ReleaseMemory, ResumeMemory         answered after the device has done it: see `maintenance`
 OpenSession, CloseSession                          see `sessions`
@@ -172,9 +172,11 @@ class Controls(Component):
             waiting = len(self._scheduler.waiting) + len(self._scheduler.blocked)
             running = len(self._scheduler.requests) - waiting
             return f"not idle: {waiting} waiting, {running} running, {len(self._scheduler.in_flight)} in flight"
-        tiers = self._scheduler.memory.tiers
-        if tiers.operations:
-            return f"not idle: pages move between cache tiers, in {len(tiers.operations)} operations"
+        if self._transfers.all:
+            return f"not idle: {len(self._transfers.all)} transfers are open"
+        moves = len(self._scheduler.memory.operations)
+        if moves:
+            return f"not idle: pages move between cache tiers, in {moves} operations"
         self._scheduler.void_kv()
         self._scheduler.memory.empty_cache("flush", step)
         return DONE
@@ -215,7 +217,7 @@ class Controls(Component):
         if self.paused and self._scheduler.requests:
             return f"paused with {len(self._scheduler.requests)} requests unfinished; resume first"
         self.draining = True
-        self.drains.append(control_id)  # answered by the engine once no request is left, perhaps in this step
+        self.drains.append(control_id)  # answered by the engine once it is idle, perhaps in this step
         return LATER
 
     def _cancel_many(self, control_id: int, control: CancelMany, step: Step) -> str | None:
@@ -289,10 +291,14 @@ class Controls(Component):
         return DONE
 
     def _switch_role(self, control_id: int, control: SwitchRole, step: Step) -> str | None:
-        transfers = len(self._transfers.all)
-        if self._scheduler.requests or self._scheduler.in_flight or transfers:
+        if not self._scheduler.idle:
             requests, batches = len(self._scheduler.requests), len(self._scheduler.in_flight)
-            return f"not idle: {requests} requests, {batches} batches in flight, {transfers} transfers; drain first"
+            moves = len(self._scheduler.memory.operations)
+            more = f", {moves} moves between cache tiers" if moves else ""
+            transfers = len(self._transfers.all)
+            return (
+                f"not idle: {requests} requests, {batches} batches in flight, {transfers} transfers{more}; drain first"
+            )
         if self._ranks > 1:
             return self._refusal_of_rank()
         return self._transfers.switch_role(control.role)

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, TypeGuard, get_args
 import msgspec
 
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.floats import store_floats
+from lockstep.core.contract.hybrid_memory import HybridMemory as HybridMemory
 from lockstep.core.contract.setting import Setting
 
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key", "priority", "hrrn", "spf")
@@ -42,6 +44,12 @@ DRAFT_SETTINGS = (
     "num_speculative_tokens",
     "speculative_min_chance",
     "speculative_max_batch_size",
+)
+FLOAT_SETTINGS = (
+    "schedule_conservativeness",
+    "speculative_min_chance",
+    "prefill_delayer_token_usage_low_watermark",
+    "prefill_delayer_queue_min_ratio",
 )
 NUM_SPECULATIVE_TOKENS = 3  # SGLang's defaults for EAGLE are a chain of 3 to 5, by model
 NUM_SPECULATIVE_TOKENS_MAX = 64
@@ -76,54 +84,14 @@ class CacheTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for name, choices in (("write_policy", get_args(WritePolicy)), ("prefetch_policy", get_args(PrefetchPolicy))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"`tiers.{name}` must be {one_of(choices)}, got `{getattr(self, name)}`")
-        if not 0.0 < self.prefetch_share <= 1.0:
+        store_floats(self, ("prefetch_share",))
+        if not isinstance(self.prefetch_share, float) or not 0.0 < self.prefetch_share <= 1.0:
             raise ConfigError(f"`tiers.prefetch_share` must be above 0 and at most 1, got `{self.prefetch_share}`")
 
     @property
     def uses_to_write(self) -> int:
         """Uses after which a page is copied to the host while it is cached on the device."""
         return self.write_uses if self.write_policy == "write_through_selective" else 1
-
-
-class HybridMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Memory of layers without full attention (docs/hybrid.md): sliding windows, linear attention, or both.
-
-    The interval of checkpoints is SGLang's `mamba_track_interval`.
-    """
-
-    window_tokens: int = 0  # positions that a sliding layer sees, including the token's own; 0: no such layers
-    window_pages: int = 0  # pages of the sliding layers' pool
-    state_slots: int = 0  # slots of linear attention: one for each running request, and checkpoints; 0: no such layers
-    checkpoint_tokens: int = 256  # states are kept at positions that are multiples of this
-
-    def __post_init__(self) -> None:
-        for name in ("window_tokens", "window_pages", "state_slots", "checkpoint_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ConfigError(f"`hybrid.{name}` must be a whole number, 0 (none) or more, got `{value}`")
-        if not self.window_tokens and not self.state_slots:
-            raise ConfigError(
-                "`hybrid` has neither `window_tokens` nor `state_slots`: all layers have full attention\n"
-                "hint: leave hybrid out"
-            )
-        if bool(self.window_tokens) != bool(self.window_pages):
-            raise ConfigError(
-                f"`hybrid.window_tokens` is {self.window_tokens} and `hybrid.window_pages` {self.window_pages}: "
-                "sliding layers need both, other models neither"
-            )
-        if self.state_slots == 1:
-            raise ConfigError(
-                "`hybrid.state_slots` must be 0 or at least 2, got `1`: a request that starts from a checkpoint needs "
-                "a slot beside it"
-            )
-
-    def row_pages_max(self, page_size: int, ahead: int) -> int:
-        """Return the most window pages that a decode may hold.
-
-        These are the pages of its window, the page that it writes, and those of `ahead` positions that are in flight or
-        written in the same launch (`SchedConfig.positions_ahead`).
-        """
-        return -(-(self.window_tokens - 1) // page_size) + 1 + -(-ahead // page_size)
 
 
 class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -375,6 +343,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = msgspec.UNSET
 
     def __post_init__(self) -> None:
+        store_floats(self, FLOAT_SETTINGS)
         _require_positive(self)
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"`page_size` must be a power of two, got `{self.page_size}`\nhint: 16 and 32 are usual")

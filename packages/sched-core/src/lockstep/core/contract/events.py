@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 
 from lockstep.core.contract.declarations import DECLARATIONS, Tally, declares
+from lockstep.core.contract.floats import store_floats
 from lockstep.core.contract.text import RequestNames, count, milliseconds, shown
 
 RequestId = int
@@ -92,6 +93,15 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logit_processors: tuple[tuple[str, str], ...] = ()  # by name: (name, its arguments as a JSON object)
     allowed_token_ids: tuple[int, ...] = ()  # nothing else is drawn; none: every token may be
     prompt_top_logprobs: int = 0  # likeliest tokens beside each prompt token with a requested logprob
+
+    def __post_init__(self) -> None:
+        store_floats(self, FLOAT_PARAMETERS)
+        if self.logit_bias:
+            biases = tuple((token, float(bias)) for token, bias in self.logit_bias)
+            msgspec.structs.force_setattr(self, "logit_bias", biases)
+
+
+FLOAT_PARAMETERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -366,7 +376,10 @@ class Resume(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Reject new arrivals and answer once every accepted request has ended. Ended by Resume."""
+    """Reject new arrivals and answer once every accepted request has ended and nothing uses KV of this engine.
+
+    No batch, transfer or move between cache tiers is left then. Ended by Resume.
+    """
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):

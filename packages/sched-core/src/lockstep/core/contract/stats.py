@@ -70,7 +70,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool
     weights_version: int
     memory_released: tuple[str, ...]
-    idle: bool  # no request waits or runs, and no batch is in flight
+    idle: bool  # no request waits or runs, and no batch is in flight: no progress is expected
     progress: int  # rises with every launch, result, admission, retraction and end
     launches: int
     decode_launches: int

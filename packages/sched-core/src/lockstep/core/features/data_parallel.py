@@ -165,8 +165,12 @@ def situation_of(
 def _trigger(config: SchedConfig, counts: tuple[Counts, ...], wishes: tuple[Wish, ...]) -> DelaySituation | None:
     """Return why prompts wait though every rank has some; None: they do not. SGLang's rules, on maxima over ranks."""
     slots, ratio = config.prefill_delayer_slots, config.prefill_delayer_queue_min_ratio
-    places = config.pp_max_micro_batch_size
-    most = config.max_running_requests if places is UNSET else min(places, config.max_running_requests)
+    most = config.max_running_requests
+    if config.pp_max_micro_batch_size is not UNSET:
+        most = min(most, config.pp_max_micro_batch_size)
+    if config.hybrid is not UNSET and config.hybrid.state_slots:
+        rows = config.hybrid.state_slots // config.states_per_row  # of all microbatches
+        most = min(most, -(-rows // config.microbatches))
     if slots is UNSET and ratio is UNSET:
         return None
     running, waiting, taken = (

@@ -612,7 +612,7 @@ class Transfers(Component):
                 return
 
     def _change_role(self, change: RoleChange, step: Step) -> None:
-        """End the remaining requests when their time is over; take the new role once no request or transfer is left."""
+        """End the remaining requests when their time is over; take the new role once the engine is idle."""
         if self._scheduler.requests and change.due_us <= self._scheduler.now_us:
             left = list(self._scheduler.requests.values())
             self._scheduler.leave_running(left)
@@ -620,7 +620,7 @@ class Transfers(Component):
                 self._scheduler.finish(request, "transfer", step, flush=True)
         if self._scheduler.requests:
             step.wake_by(change.due_us)
-        elif not self._scheduler.in_flight and not self.all:
+        elif self._scheduler.idle:
             self.change = None
             refused = self.switch_role(change.role)
             step.commands.append(ControlAnswered(change.control_id, not refused, refused))

@@ -58,6 +58,10 @@ class SchedulerView(AdmissionView, Protocol):
         """Whether an operator paused launches and admission."""
 
     @property
+    def idle(self) -> bool:
+        """Whether nothing is under way: no request, batch in flight, open transfer or move between cache tiers."""
+
+    @property
     def launches_blocked(self) -> bool:
         """Whether a job on the device forbids launches."""
 

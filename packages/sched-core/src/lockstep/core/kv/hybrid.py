@@ -71,6 +71,7 @@ from lockstep.core.kv.state_pool import StatePool
 from lockstep.core.kv.window_pool import WindowPool
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.budget import PrefillBudget
+from lockstep.core.requests.microbatches import ENDLESS
 from lockstep.core.requests.table import ONE, Int32s, Request, RequestTable, RunningBatch
 
 NONE = -1  # no window page, no slot
@@ -140,6 +141,11 @@ class Hybrid:
     def full(self, running: RunningView) -> bool:
         """Whether no waiting request could start: no state slot, or no window page beside the reserve, is available."""
         return self.lacks_state(NO_ROWS) or (self.window is not None and self.window.left_for_newcomers(running) <= 0)
+
+    @property
+    def rows_available(self) -> int:
+        """Rows for which state slots are available; ENDLESS without recurrent state."""
+        return ENDLESS if self.states is None else self.states.available(NO_ROWS) // self.states.by_row
 
     def all_below(self, share: float) -> bool:
         """Whether less than this share of each pool is in use."""

@@ -469,18 +469,21 @@ class Tiers:
         tokens = request.tokens[: sharable_tokens(request.tokens) * TOKEN_BYTES]
         stop = min(request.cacheable_tokens, len(tokens) // TOKEN_BYTES) // page_size
         known = self.host.match(request.namespace, tokens, stop)
-        reach = known.pages
         if self.blocks is not None:
             reach = self.blocks.usable_pages(self.device.hybrid, *self._paths(request, known, stop))
+        else:
+            reach = max(known.pages, self.device.radix.match(request.namespace, request.tokens, stop).pages)
         if (stop - reach) * page_size < settings.prefetch_tokens_min:
             return
         keys = page_keys(request.namespace, tokens, stop, page_size)
-        number = self.fetching.get(_fetch_key(keys, known.pages, reach), NO_OPERATION)
+        number = self.fetching.get(self._key_of_fetch(keys, known.pages, reach), NO_OPERATION)
         if number == NO_OPERATION:
             number = self._fetch(request, tokens, known, reach, keys, most, step)
             if number == NO_OPERATION:
                 return
             stop = self.operations[number].stop
+            if self.blocks is None and stop <= reach:
+                return  # the device has all that this fetch brings
         candidate.prefetch = number
         if settings.prefetch_policy == "best_effort":
             return
@@ -489,6 +492,14 @@ class Tiers:
             asked = (stop - min(known.pages, reach)) * page_size
             longer_us = asked * settings.prefetch_timeout_us_per_ki_token // 1024
             candidate.due_us = step.time_us + settings.prefetch_timeout_us + longer_us
+
+    def _key_of_fetch(self, keys: list[bytes], known: int, reach: int) -> bytes:
+        """Return the key by which requests join a prefetch: of the first page that it lacks on the host.
+
+        If layers differ and only blocks are lacking, of the first page behind `reach`, or of the last page.
+        """
+        first = known if self.blocks is None else max(known, reach)
+        return keys[min(first, len(keys) - 1)]
 
     def _fetch(
         self, request: Request, tokens: bytes, known: Match, reach: int, keys: list[bytes], most: int, step: Step
@@ -524,7 +535,7 @@ class Tiers:
             request.request_id,
             blocks=moved,
         )
-        self.fetching[_fetch_key(keys, start, reach)] = operation.number
+        self.fetching[self._key_of_fetch(keys, start, reach)] = operation.number
         self._begin(operation, step)
         wanted = tuple(keys[start:stop])
         order = PrefetchFromStorage(operation.number, wanted, host_pages, self.generation, asked, reached)
@@ -922,8 +933,3 @@ def page_keys(namespace: str, tokens: bytes, pages: int, page_size: int) -> list
         key = sha256(key + tokens[page * size : (page + 1) * size]).digest()
         keys.append(key)
     return keys
-
-
-def _fetch_key(keys: list[bytes], known: int, reach: int) -> bytes:
-    """Return the key of the first page that the host lacks; of the last page, if only blocks are lacking."""
-    return keys[min(max(known, reach), len(keys) - 1)]

@@ -178,6 +178,11 @@ class Microbatches:
             request is not None and self.members.get(request.request_id) == self.at
         )
 
+    @property
+    def places_available(self) -> int:
+        """The free places of all microbatches."""
+        return sum(max(self.size - taken, 0) for taken in self.places)
+
     def free_places(self, in_flight: Iterable[InFlight], leaving: list[Request]) -> int:
         """Return the free places of the planned microbatch once all in flight is delivered and `leaving` have left."""
         return self._free_then(in_flight, leaving)[self.at]

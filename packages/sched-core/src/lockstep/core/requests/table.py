@@ -353,6 +353,11 @@ class RequestTable:
         self.outputs: Int32s = np.zeros((rows, 64), np.int32)
         self.spare: Int32s = np.zeros(rows, np.int32)  # pages of each row behind those of its positions: refused drafts
 
+    @property
+    def rows_available(self) -> int:
+        """Rows that are free or can be added."""
+        return len(self.free_rows) + self.rows_max - len(self.holders)
+
     def row_available(self) -> bool:
         """Return whether a row is free or can be added."""
         return bool(self.free_rows) or len(self.holders) < self.rows_max

@@ -225,15 +225,21 @@ class WindowPages(Resource):
         return config.hybrid is not UNSET and config.hybrid.window_tokens > 0
 
     def fits(self, share: ExtendShare) -> Deferral | None:
-        """Limit the tokens to those for which window pages are available."""
-        memory = self.memory
+        """Limit the tokens to those for which window pages are available.
+
+        Beside active requests a chunk is not shortened to less than `chunk_tokens_min`. A request that started with
+        less would take the pages that active requests open next, and one of these would be retracted for it.
+        """
+        memory, view = self.memory, share.view
         path = memory.path_of(share.match)
-        share.take = within_windows(
-            share.view, share.request, share.cached_tokens, share.take, path, share.budget, may_split=share.may_split
+        room = within_windows(
+            view, share.request, share.cached_tokens, share.take, path, share.budget, may_split=share.may_split
         )
-        if share.take > 0:
-            return None
-        return Deferral("window", share.new_tokens, memory.hybrid.window_tokens_available)
+        least = min(share.take, chunk_tokens_min(view.config)) if view.active else 1
+        if room < max(least, 1):
+            return Deferral("window", share.new_tokens, memory.hybrid.window_tokens_available)
+        share.take = room
+        return None
 
 
 RESOURCES: tuple[type[Resource], ...] = (
@@ -337,6 +343,12 @@ class Admission(Component):
             needed, available = deferral.needed, max(deferral.available, 0)
             deferred = AdmissionDeferred(now_us, request.request_id, reason, needed, available, limit=deferral.limit)
             step.decided.append(deferred)
+
+
+def chunk_tokens_min(config: SchedConfig) -> int:
+    """Return the tokens below which a lack of window pages does not shorten a first chunk; 0: no limit."""
+    least = UNSET if config.hybrid is UNSET else config.hybrid.chunk_tokens_min
+    return 0 if least is UNSET else least
 
 
 def within_windows(

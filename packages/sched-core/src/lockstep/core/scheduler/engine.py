@@ -164,10 +164,10 @@ class Engine(SchedulerState):
             sessions.start_turns(step)
 
     def _settle_idle(self, step: Step) -> None:
-        """Reset the ratio and answer drains: all accepted requests have ended."""
+        """Reset the ratio, since all accepted requests have ended. Answer drains once the engine is idle."""
         self.ratio.idle()
         self.microbatches.current.decode_owed = False
-        if self.controls.drains and not self.in_flight:
+        if self.controls.drains and self.idle:
             self.controls.answer_drains(step, ok=True)
 
     def _settle_adapters(self, step: Step) -> None:

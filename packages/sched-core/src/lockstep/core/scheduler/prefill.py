@@ -21,9 +21,12 @@ from lockstep.core.requests.retraction import pages_to_come
 from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import EMPTY_BATCH, Request, RequestState, RunningBatch
 from lockstep.core.scheduler import preemption
-from lockstep.core.scheduler.admission import TierMoves, within_windows
+from lockstep.core.scheduler.admission import TierMoves, chunk_tokens_min, within_windows
 from lockstep.core.scheduler.decode import DecodePlanner
 from lockstep.core.scheduler.state import SchedulerState
+
+FIRST_CHUNK_PER_NEXT = 4
+"""`chunk_tokens_min` by the least size of later chunks, which hold window pages already (docs/decisions/0097)."""
 
 
 class PrefillPlanner:
@@ -56,14 +59,14 @@ class PrefillPlanner:
         if self._state.prefilling is not None:
             if not self._microbatches.has_place(self._state.prefilling):
                 return None  # its next chunk is launched with another microbatch
-            self._continue_chunk(self._state.prefilling, budget, parts, step)
+            self._continue_chunk(self._state.prefilling, budget, running, parts, step)
             while not parts and self._transfers.ready and self._transfers.makes_way(step):
-                self._continue_chunk(self._state.prefilling, budget, parts, step)
+                self._continue_chunk(self._state.prefilling, budget, running, parts, step)
             if not parts and self._memory.hybrid.present:
                 take = self._chunk_in_full_pages(self._state.prefilling, budget)
                 preempted = preemption.make_room_for_chunked(self._state, self._state.prefilling, take, budget, step)
                 if preempted:
-                    self._continue_chunk(self._state.prefilling, budget, parts, step)
+                    self._continue_chunk(self._state.prefilling, budget, running, parts, step)
             if not parts:
                 admitting = False  # no page for it now; decodes continue and free pages
         if admitting and not self._state.batch_is_full:
@@ -134,27 +137,32 @@ class PrefillPlanner:
             reserved += self._transfers.promised_pages() * self._state.config.page_size
         return reserved
 
-    def _continue_chunk(self, request: Request, budget: PrefillBudget, parts: list[ExtendPart], step: Step) -> None:
+    def _continue_chunk(
+        self, request: Request, budget: PrefillBudget, running: RunningState, parts: list[ExtendPart], step: Step
+    ) -> None:
         """Add the next chunk of the chunked request to the extend, if there is a page for it."""
-        take = self._next_chunk(request, budget)
+        take = self._next_chunk(request, budget, running)
         if self._sessions.open:
             wanted = chunk_tokens(request.computed, request.extend_stop - request.computed, budget, True, True)
             lacking = -(-wanted // self._state.config.page_size) + budget.set_aside - self._memory.available_pages
             if lacking > 0 and self._sessions.make_room(self._memory, lacking, step):
-                take = self._next_chunk(request, budget)
+                take = self._next_chunk(request, budget, running)
         if take > 0:
             self._microbatches.take_place(request)
             self._extend_to(request, request.computed + take, parts, step)
             budget.newcomers.append(request)
             budget.charge(take, request.max_new_tokens if request.computed == request.extend_stop else 0)
 
-    def _next_chunk(self, request: Request, budget: PrefillBudget) -> int:
+    def _next_chunk(self, request: Request, budget: PrefillBudget, running: RunningState) -> int:
         """Return the tokens of the next chunk of the chunked request.
 
         It is first in the extend and not limited by the total budget, since its end frees memory. It needs only pages.
+        If window pages suffice for a small chunk only (`chunk_tokens_min`), it waits while the running batch decodes.
         """
         take = self._chunk_in_full_pages(request, budget)
-        return within_windows(self._state, request, request.computed, take, NO_ROWS, budget, may_split=True)
+        room = within_windows(self._state, request, request.computed, take, NO_ROWS, budget, may_split=True)
+        least = chunk_tokens_min(self._state.config) // FIRST_CHUNK_PER_NEXT
+        return 0 if room < min(take, least) and running.batch.size else room
 
     def _chunk_in_full_pages(self, request: Request, budget: PrefillBudget) -> int:
         page_size, start = self._state.config.page_size, request.computed
@@ -169,7 +177,7 @@ class PrefillPlanner:
         if self._state.prefilling is not None:
             if not self._microbatches.has_place(self._state.prefilling):
                 return False
-            return self._next_chunk(self._state.prefilling, self._prefill_budget(running)) > 0
+            return self._next_chunk(self._state.prefilling, self._prefill_budget(running), running) > 0
         if not self._ordering.waiting or self._state.batch_is_full or not self._state.admits:
             return False
         budget, answer = self._prefill_budget(running), False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from heapq import heappop, heappush
-from itertools import takewhile
+from itertools import chain, islice, repeat, takewhile
 
 import msgspec
 import numpy as np
@@ -49,7 +49,8 @@ from lockstep.core.features.view import RetractReason
 from lockstep.core.kv.component import Component, Restored
 from lockstep.core.kv.memory import Memory
 from lockstep.core.kv.no_tiers import NoTiers
-from lockstep.core.kv.radix import Match
+from lockstep.core.kv.radix import TOKEN_BYTES, Match
+from lockstep.core.kv.running_view import of_all_microbatches
 from lockstep.core.requests import delivery, extras
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.budget import NewTokenRatio, PrefillBudget, reserve_by_ratio
@@ -63,6 +64,7 @@ from lockstep.core.requests.table import (
     Request,
     RequestState,
     RunningBatch,
+    prompt_length,
 )
 from lockstep.core.requests.validation import (
     RequestRefused,
@@ -159,6 +161,15 @@ class SchedulerState:
     def paused(self) -> bool:
         """Whether an operator paused launches and admission."""
         return self.controls.paused
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way: no request, batch in flight, open transfer or move between cache tiers (S34).
+
+        Drain, Flush and changes of the role wait for this or are refused. Jobs on the device and loads of adapters do
+        not count: they are answered by themselves.
+        """
+        return not (self.requests or self.in_flight or self.transfers.all or self.memory.operations)
 
     @property
     def admits(self) -> bool:
@@ -369,12 +380,53 @@ class SchedulerState:
         if limit is None:
             return
         waiting, held = len(self.waiting), len(self.blocked)
-        more = f", {samples} more are too many" if samples > 1 else ""
-        if waiting + samples > limit:
-            raise RequestRefused("queue_full", f"{waiting} requests wait already{more} (max_queued_requests {limit})")
         held_first = event.session or event.spans or event.transfer_room is not None
-        if (held_first or samples > 1) and held + samples > limit:
+        more = f", {samples} more are too many" if samples > 1 else ""
+        too_many = held_first or samples > 1
+        if waiting + samples <= limit and not (too_many and held + samples > limit):
+            return
+        try:
+            starting = self._starting(prompt_length(event.prompt), 0 if held_first else samples)
+        except ValueError:
+            return  # `accepted` refuses a malformed prompt
+        if waiting + samples - starting > limit:
+            queued = max(waiting - starting, 0)
+            raise RequestRefused("queue_full", f"{queued} requests wait already{more} (max_queued_requests {limit})")
+        if too_many and held + samples - max(starting - waiting, 0) > limit:
             raise RequestRefused("queue_full", f"{held} requests are held already{more} (max_queued_requests {limit})")
+
+    def _starting(self, prompt_tokens: int, samples: int) -> int:
+        """Return how many waiting requests, and `samples` of a prompt behind them, are about to be admitted.
+
+        The next extend has places and tokens for these requests, so they do not count as queued. It is an estimate:
+        admission also reserves KV, and a request that it defers then waits beyond `max_queued_requests`. After a
+        deferral for lack of memory or places no request is about to be admitted until something is freed.
+        """
+        if self.stands_still or not self.admits or self.batch_is_full or self.prefilling is not None:
+            return 0
+        config, table, hybrid = self.config, self.memory.table, self.memory.hybrid
+        places = min(
+            config.max_running_requests - (self.active - self.sending),
+            table.rows_available,
+            self.microbatches.places_available,
+            hybrid.rows_available,
+        )
+        if config.prefill_max_requests is not None:
+            places = min(places, config.prefill_max_requests)
+        if places <= 0 or hybrid.full(of_all_microbatches(self)):
+            return 0
+        room = min(config.max_prefill_tokens, self.available_pages * config.page_size)
+        if config.chunked_prefill_size is not None:
+            room = min(room, config.chunked_prefill_size)
+        waiting = (len(request.tokens) // TOKEN_BYTES for request in self.waiting if request.deferred is None)
+        arriving = chain((prompt_tokens,), repeat(config.page_size))  # samples share the prompt's KV
+        starting = 0
+        for tokens in islice(chain(waiting, islice(arriving, samples)), places):
+            if starting and tokens > room:
+                break  # the first request of an extend may exceed its budget
+            room -= tokens
+            starting += 1
+        return starting
 
     def reject(self, request_id: RequestId, reason: RejectReason, message: str, step: Step) -> None:
         """Reject a request id with an error, and end its request if it exists. The request has never run."""

@@ -13,7 +13,7 @@ the host's own memory bandwidth, and the overhead of small pages.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
@@ -38,11 +38,15 @@ PCIE_SHARE = 0.85  # estimate: share of the data sheet's rate that large copies 
 HOST_LINK_LATENCY_US = 10.0  # estimate: time to begin a copy
 Answer = HostCopyFinished | PrefetchFinished | StorageWritten
 NO_BLOCKS: Mapping[str, PageBytes] = {}
-NOTHING: Mapping[bytes, int] = {}
+NOTHING: dict[bytes, int] = {}
 
 
 class SimulatedStorage:
-    """The keys in a storage of `bytes_max` bytes with their sizes. The least recently used keys are evicted."""
+    """The keys in a storage of `bytes_max` bytes with their sizes. The least recently used keys are evicted.
+
+    Of keys that are used together the last ones count as used first. So the end of a path is evicted before its
+    beginning, without which no prefetch finds the rest.
+    """
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
@@ -52,14 +56,14 @@ class SimulatedStorage:
     def __contains__(self, key: bytes) -> bool:
         return key in self._sizes
 
-    def read(self, keys: Iterable[bytes]) -> None:
+    def read(self, keys: Sequence[bytes]) -> None:
         """Mark keys as used. Raises KeyError for a key that is not stored."""
-        for key in keys:
+        for key in reversed(keys):
             self._sizes.move_to_end(key)
 
-    def write(self, sizes: Mapping[bytes, int]) -> None:
+    def write(self, sizes: dict[bytes, int]) -> None:
         """Store each key with its size in bytes; a key that is already stored is marked as used."""
-        for key, size in sizes.items():
+        for key, size in reversed(sizes.items()):
             self.bytes += size - self._sizes.pop(key, 0)
             self._sizes[key] = size
         while self.bytes > self.bytes_max:
@@ -86,7 +90,7 @@ class TierLinks:
         self.storage_out = Link(tiers.storage_gbs, float(tiers.storage_latency_us))
         self.storage_in = Link(tiers.storage_gbs, float(tiers.storage_latency_us))
         self.stored = SimulatedStorage(int(tiers.storage_gb * 1e9))
-        self.due: list[tuple[int, int, Answer, Mapping[bytes, int]]] = []  # heap: us, count, answer, sizes it stores
+        self.due: list[tuple[int, int, Answer, dict[bytes, int]]] = []  # heap: us, count, answer, sizes it stores
         self._prefetches: dict[int, _Prefetch] = {}
         self._count = 0
 
@@ -122,7 +126,7 @@ class TierLinks:
             size = found * self.pages.on_host
             orders = {one.kind: one for one in command.blocks}
             for one in blocks:
-                self.stored.read(orders[one.kind].keys[index] for index in one.indices)
+                self.stored.read([orders[one.kind].keys[index] for index in one.indices])
                 size += len(one.indices) * self.blocks[one.kind].on_host
             done_us = self.storage_out.send(now_us, size)
             answer = PrefetchFinished(done_us, command.prefetch_id, found, generation=command.generation, blocks=blocks)
@@ -131,9 +135,10 @@ class TierLinks:
         elif type(command) is CancelPrefetch:
             self._cut_short(command.prefetch_id, now_us)
         elif type(command) is WriteToStorage:
-            sizes = dict.fromkeys(command.keys, self.pages.on_host)
+            sizes: dict[bytes, int] = {}
             for beside in command.blocks:
                 sizes |= dict.fromkeys(beside.keys, self.blocks[beside.kind].on_host)
+            sizes |= dict.fromkeys(command.keys, self.pages.on_host)
             done_us = self.storage_in.send(now_us, sum(sizes.values()))
             size = len(command.host_pages)
             self._answer(StorageWritten(done_us, command.write_id, size, generation=command.generation), sizes)
@@ -168,7 +173,7 @@ class TierLinks:
         done = min(gone // self.pages.on_host, answer.pages_done)
         self._answer(msgspec.structs.replace(answer, time_us=now_us + 1, pages_done=done, blocks=()))
 
-    def _answer(self, answer: Answer, sizes: Mapping[bytes, int] = NOTHING) -> None:
+    def _answer(self, answer: Answer, sizes: dict[bytes, int] = NOTHING) -> None:
         heappush(self.due, (answer.time_us, self._count, answer, sizes))
         self._count += 1
 

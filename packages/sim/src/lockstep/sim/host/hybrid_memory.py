@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from msgspec import UNSET
+
 from lockstep.core.contract.commands import StartTransfer
 from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.errors import ConfigError
@@ -169,6 +171,7 @@ def hybrid_settings(model: ModelSpec, config: SchedConfig, shares: HybridShares,
         window_pages=window_pages if window else 0,
         state_slots=slots if states else 0,
         checkpoint_tokens=shares.mamba_track_interval,
+        chunk_tokens_min=window or UNSET,
     )
 
 

@@ -103,7 +103,7 @@ class HostTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         Args:
             page_bytes: bytes of one page on the host.
-        Raises: ConfigError if the host cache is smaller than one page.
+        Raises: ConfigError if the host cache or the storage is smaller than one page.
         """
         if not self.host_cache_gb:
             return msgspec.UNSET
@@ -112,6 +112,11 @@ class HostTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ConfigError(
                 f"`host_cache_gb` {self.host_cache_gb:g} does not hold one page of {page_bytes:,} bytes\n"
                 "hint: raise --host-cache-gb"
+            )
+        if self.storage_gb and int(self.storage_gb * 1e9) < page_bytes:
+            raise ConfigError(
+                f"`storage_gb` {self.storage_gb:g} does not hold one page of {page_bytes:,} bytes\n"
+                "hint: raise --storage-gb"
             )
         return CacheTiers(
             host_pages=host_pages,
