@@ -4,7 +4,6 @@
     lockstep journal dump RUN      one line per record, or one JSON object with --jsonl
     lockstep journal check RUN     framing, chain and snapshots; --repair cuts a torn tail off
     lockstep journal verify RUN    replay every event and compare every digest
-    lockstep journal convert RUN   of a recording of another engine: files for compare, calibrate and workload
 
 RUN is a run folder or the `journal` folder in it. Results go to stdout and everything else to stderr. Steps are counted
 from 0, and spans are half-open: `--from 5 --until 8` is steps 5, 6 and 7.
@@ -507,7 +506,7 @@ def convert(run: Path, model: str, gpu: str, tp: int) -> None:
 
     \b
     lockstep journal convert runs/own --model qwen3-8b --gpu h100
-    lockstep compare runs/own runs/lockstep
+    lockstep compare runs/own runs/vllm
     lockstep calibrate --from runs/own/batches.jsonl --date 2026-11-26 --out mine.json
     lockstep workload fit runs/own/requests.jsonl -o mine-load.json
     """
