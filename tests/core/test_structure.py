@@ -35,11 +35,11 @@ BOUNDS = {
     "long signatures": 0,
     "shared class names": 0,
     "surplus classes": 0,
-    "personal docstrings": 7,
+    "personal docstrings": 0,
     "personal comments": 0,
     "personal doc lines": 0,
-    "speaking docstrings": 171,
-    "speaking comments": 33,
+    "speaking docstrings": 0,
+    "speaking comments": 0,
     "speaking doc lines": 0,
 }
 """The most that each figure may be."""
@@ -60,6 +60,8 @@ GOALS = {
     "personal docstrings": 0,
     "personal comments": 0,
     "personal doc lines": 0,
+    "speaking docstrings": 0,
+    "speaking comments": 0,
     "speaking doc lines": 0,
 }
 """What the bounds are lowered to in the end."""

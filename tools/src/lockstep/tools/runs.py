@@ -173,7 +173,7 @@ VLLM_LABEL = re.compile(r"(?:\d+_)?(.+)-[0-9a-f]{8}", re.DOTALL)
 
 
 def clients_id(label: str) -> str:
-    """Return the id under which a client of vLLM knows the request of this label."""
+    """Return the id that a client of vLLM received for the request of this label."""
     match = VLLM_LABEL.fullmatch(label)
     return match[1] if match else label
 

@@ -9,7 +9,7 @@ placeholder of -1, and positions are sent as if all drafts in flight were right;
 layers of their own write KV some positions behind those of the plan. Where the block table has no entry for these, its
 buffer has zeros: the writes go to the null block, and only later drafts of the same pass read them.
 
-Pages of the core are blocks as `groups.py` says: page p is block p + 1, and block 0 is vLLM's null block.
+Pages of the core are blocks as in `groups.py`: page p is block p + 1, and block 0 is vLLM's null block.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class Scheduler(SchedulerInterface):
         self._wake_at_us: int | None = None
         self._outputs = ClientOutputs()
         self._cancelling: set[str] = set()  # requests that vLLM itself ends: no output is due
-        self._finished: set[str] = set()  # ended since the last schedule(): the workers are still to hear of them
+        self._finished: set[str] = set()  # ended since the last schedule(); the next output names them for the workers
         self._preempted: set[str] = set()  # likewise retracted, for model runner V2
         self._finished_by_client: dict[int, set[str]] | None = {} if include_finished_set else None
         self._pause_state = PauseState.UNPAUSED
@@ -219,7 +219,7 @@ class Scheduler(SchedulerInterface):
             request.record_event(EngineCoreEventType.PREEMPTED)
 
     def _finish(self, command: FinishRequest, tokens: list[int], result: ModelRunnerOutput | None = None) -> None:
-        """A request ended: tell its client, unless vLLM ended it itself, and the workers with the next step."""
+        """End a request: its client gets an output unless vLLM ended it; the workers free it with the next step."""
         entry = self._forget(command.request_id)
         request = entry.request
         status = STATUS[command.reason]  # type: ignore[index]  # the contract's reasons
