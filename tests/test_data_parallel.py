@@ -303,7 +303,7 @@ def test_one_engine_alone_knows_no_ranks() -> None:
         ({"dp_ranks": 2, "prefill_delayer": True, "prefill_delayer_slots": 1.5}, "must be true or false, got `1.5`"),
         (
             {"dp_ranks": 2, "prefill_delayer": True, "prefill_delayer_queue_min_ratio": 0},
-            "`prefill_delayer_queue_min_ratio` must be above 0 and at most 1, got `0`",
+            "`prefill_delayer_queue_min_ratio` must be above 0 and at most 1, got `0.0`",
         ),
         ({"dp_ranks": 2, "decode_steps_per_launch": 2}, "ranks agree on every pass"),
     ],

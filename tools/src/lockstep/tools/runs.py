@@ -26,6 +26,7 @@ from lockstep.core.contract.text import CONTROLS
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import JournalError, JournalHeader
 from lockstep.core.journal.replay import Divergence, engine_at_start, fold
+from lockstep.host.host_header import HostHeader
 from lockstep.host.router_journal import LeftQueue, has_queue, has_router, label_key, left_in_queue, routes_of
 from lockstep.sim.workload.turns import WorkloadError
 
@@ -182,7 +183,7 @@ def _named(run: Path, name: str) -> _Named:
     by_label: list[RequestId] = []
     by_id, wanted, arrived = None, _number(name), 0
     opened = read_journal(engine_journal(run))
-    of_vllm = opened.header.host.get("kind") == VLLM
+    of_vllm = HostHeader.of(opened.header).kind == VLLM
     for record in opened.events():
         event = record.event
         if not isinstance(event, RequestArrived):

@@ -944,7 +944,7 @@ class Transfers(Component):
         if change is not None and facts.requests and scheduler.now_us >= change.due_us:
             late_us = scheduler.now_us - change.due_us
             fail(f"L1: {list(facts.requests)} are live {late_us} us after the role was to change")
-        if change is not None and not facts.requests and not facts.in_flight and not self.all:
+        if change is not None and scheduler.idle:
             fail(f"L1: the engine is idle, and its role is not {change.role} yet")
         self._check_hybrid(everyone)
 
