@@ -140,7 +140,7 @@ def main() -> int:
     parser.add_argument("--python-there", type=Path, metavar="PYTHON", help="of the other one (default: its .venv)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures of all rounds there")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     unknown = [name for name in arguments.benchmarks if name not in BENCHMARKS]
     if unknown or arguments.rounds < 1:
         parser.error(f"no benchmark {', '.join(unknown)}" if unknown else "--rounds must be at least 1")
