@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +85,19 @@ def test_token_ids_are_in_the_journal_only_if_asked_for(pseudonyms: bool, tmp_pa
     held = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     for token in [*PROMPT, 1500, 1501, 1502]:
         assert (np.int32(token).tobytes() in held) is not pseudonyms
+
+
+def test_events_reach_the_file_while_others_keep_coming(tmp_path: Path) -> None:
+    served = Served(tmp_path)
+    for number in range(400):
+        served.serve(number, tokens=1)
+        if events_of(tmp_path):
+            break
+        time.sleep(0.005)
+    else:
+        pytest.fail("no event of 2 s was written: the journal was flushed only in pauses")
+    served.recording.close()
+    replay(tmp_path)
 
 
 class Gate:

@@ -11,19 +11,18 @@ show which prompts share a prefix. A last line that is cut short is left out by 
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from lockstep.core.journal.records import JournalError
+from lockstep.host.queued_writer import QueuedWriter
 
 FILE = "recording.jsonl"
 VERSION = 1
 QUEUE_RECORDS_MAX = 65_536
-FLUSH_EVERY_S = 0.05  # the longest time that a record waits in memory while no other follows
 
 
 class RecordingError(JournalError):
@@ -88,6 +87,25 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="end
 Entry = Arrived | Planned | PassFinished | Ended
 
 
+class _RecordingFile:
+    """The file of a recording, as `QueuedWriter` writes it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def write(self, item: Entry) -> None:
+        """Write a record."""
+        self._file.write(msgspec.json.encode(item) + b"\n")
+
+    def flush(self) -> None:
+        """Hand what is buffered to the operating system."""
+        self._file.flush()
+
+    def close(self, failure: str) -> None:
+        """Close the file."""
+        self._file.close()
+
+
 class RecordingWriter:
     """Writes records on a thread of its own. If the queue is full or the disk fails, recording ends with a report."""
 
@@ -97,54 +115,26 @@ class RecordingWriter:
             failed: called once with the reason if recording ends early.
         Raises: RecordingError if the file exists or cannot be made.
         """
-        self._failed, self._ended = failed, False
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._file = (folder / FILE).open("xb")
-            self._file.write(msgspec.json.encode(header) + b"\n")
-            self._file.flush()
+            file = (folder / FILE).open("xb")
+            file.write(msgspec.json.encode(header) + b"\n")
+            file.flush()
         except OSError as error:
             raise RecordingError(
                 f"cannot begin {folder / FILE}: {error.strerror or error}\nhint: choose another run folder"
             ) from error
-        self._queue: queue.Queue[Entry | None] = queue.Queue(QUEUE_RECORDS_MAX)
-        self._thread = threading.Thread(target=self._write, name="lockstep-recording", daemon=True)
-        self._thread.start()
+        self._writer = QueuedWriter(
+            "lockstep-recording", _RecordingFile(file), QUEUE_RECORDS_MAX, failed, items="records"
+        )
 
     def append(self, record: Entry) -> None:
         """Record an entry. Never waits and never raises."""
-        if self._ended:
-            return
-        try:
-            self._queue.put_nowait(record)
-        except queue.Full:
-            self._fail(f"{QUEUE_RECORDS_MAX:,} records wait to be written")
+        self._writer.append(record)
 
     def close(self) -> None:
         """Write what is queued, and close the file."""
-        if self._thread.is_alive():
-            self._queue.put(None)
-            self._thread.join()
-
-    def _write(self) -> None:
-        try:
-            with self._file as file:
-                while (record := self._next()) is not None:
-                    file.write(msgspec.json.encode(record) + b"\n")
-        except OSError as error:
-            self._fail(str(error))
-
-    def _next(self) -> Entry | None:
-        try:
-            return self._queue.get(timeout=FLUSH_EVERY_S)
-        except queue.Empty:
-            self._file.flush()
-            return self._queue.get()
-
-    def _fail(self, why: str) -> None:
-        if not self._ended:
-            self._ended = True
-            self._failed(why)
+        self._writer.close()
 
 
 def has_recording(folder: Path) -> bool:

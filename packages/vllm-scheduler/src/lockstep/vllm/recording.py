@@ -7,18 +7,16 @@ message in vLLM's log; serving goes on. What the journal holds up to there stays
 from __future__ import annotations
 
 import logging
-import queue
-import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.core.contract.commands import Command, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import BatchFinished, ObservedEvent, RequestArrived, RequestId
-from lockstep.core.journal.records import JournalError, JournalHeader
+from lockstep.core.journal.records import JournalHeader
 from lockstep.core.journal.writer import JournalWriter
 from lockstep.host.host_header import VLLM, HostHeader
+from lockstep.host.queued_writer import QueuedWriter
 from lockstep.vllm.pseudonyms import Pseudonyms
 
 if TYPE_CHECKING:
@@ -31,7 +29,6 @@ Entry = tuple[ObservedEvent, bytes, tuple[Command, ...], tuple[RequestId, ...]]
 """An event, the digest of its Step (empty: its step raised), the commands of that Step, the sampling rows' requests."""
 
 QUEUE_EVENTS_MAX = 65_536  # events that wait to be written; at some hundred steps a second, minutes of a stalled disk
-FLUSH_EVERY_S = 0.05  # the longest time that an event waits in memory; what a killed process loses
 
 
 class NoRecording:
@@ -50,6 +47,31 @@ class NoRecording:
         """Nothing is open."""
 
 
+class _JournalTarget:
+    """The journal, as `QueuedWriter` writes it."""
+
+    def __init__(self, writer: JournalWriter, pseudonyms: Pseudonyms | None) -> None:
+        self._writer, self._pseudonyms = writer, pseudonyms
+
+    def write(self, item: Entry) -> None:
+        """Append an event, with pseudonyms for its token ids."""
+        event, digest, commands, samplers = item
+        if self._pseudonyms is not None:
+            event = disguised(event, commands, samplers, self._pseudonyms)
+        if digest:
+            self._writer.append(event, digest)
+        else:
+            self._writer.append_unsealed(event)
+
+    def flush(self) -> None:
+        """Hand what is buffered to the operating system."""
+        self._writer.flush()
+
+    def close(self, failure: str) -> None:
+        """Close the journal, with the reason if it ends early."""
+        self._writer.close(failure or "closed")
+
+
 class Recording:
     """Writes events and digests to a journal, in order, on a thread of its own."""
 
@@ -61,12 +83,15 @@ class Recording:
             pseudonyms: replaces token ids; None: the journal holds the token ids themselves.
         Raises: JournalError if the journal cannot be begun.
         """
-        self.failure = ""  # why recording ended early
-        self._pseudonyms = pseudonyms
-        self._writer = JournalWriter.create(folder, header, durability="interval")
-        self._queue: queue.Queue[Entry | None] = queue.Queue(QUEUE_EVENTS_MAX)
-        self._thread = threading.Thread(target=self._write, name="lockstep-journal", daemon=True)
-        self._thread.start()
+        target = _JournalTarget(JournalWriter.create(folder, header, durability="interval"), pseudonyms)
+        self._writer: QueuedWriter[Entry] = QueuedWriter(
+            "lockstep-journal", target, QUEUE_EVENTS_MAX, _report, items="events"
+        )
+
+    @property
+    def failure(self) -> str:
+        """Why recording ended early; empty while it has not."""
+        return self._writer.failure
 
     def append(self, event: ObservedEvent, step: Step, samplers: tuple[RequestId, ...] = ()) -> None:
         """Record an event with the digest of its Step. Never waits and never raises.
@@ -74,55 +99,19 @@ class Recording:
         Args:
             samplers: of a BatchFinished, the request of each sampling row.
         """
-        self._put((event, step.digest, tuple(step.commands), samplers))
+        self._writer.append((event, step.digest, tuple(step.commands), samplers))
 
     def append_refused(self, event: ObservedEvent) -> None:
         """Record an event that the core refused: the last one of the journal."""
-        self._put((event, b"", (), ()))
-
-    def _put(self, entry: Entry) -> None:
-        if self.failure:
-            return
-        try:
-            self._queue.put_nowait(entry)
-        except queue.Full:
-            self._fail(f"{self._queue.maxsize:,} events wait to be written")
+        self._writer.append((event, b"", (), ()))
 
     def close(self) -> None:
         """Write what is queued, and close the journal."""
-        if self._thread.is_alive():
-            self._queue.put(None)
-            self._thread.join()
+        self._writer.close()
 
-    def _write(self) -> None:
-        """Write until `close`; a thread of its own."""
-        try:
-            while (item := self._next()) is not None:
-                event, digest, commands, samplers = item
-                if self._pseudonyms is not None:
-                    event = disguised(event, commands, samplers, self._pseudonyms)
-                if digest:
-                    self._writer.append(event, digest)
-                else:
-                    self._writer.append_unsealed(event)
-            self._writer.close()
-        except (JournalError, OSError) as error:
-            self._fail(str(error))
-            with suppress(JournalError, OSError):
-                self._writer.close(str(error))
 
-    def _next(self) -> Entry | None:
-        """Return the next event; flush before waiting for one. None: no more follows."""
-        try:
-            return self._queue.get(timeout=FLUSH_EVERY_S)
-        except queue.Empty:
-            self._writer.flush()
-            return self._queue.get()
-
-    def _fail(self, why: str) -> None:
-        if not self.failure:
-            self.failure = why
-            logger.error("the journal ends here, serving goes on: %s", why)
+def _report(why: str) -> None:
+    logger.error("the journal ends here, serving goes on: %s", why)
 
 
 def disguised(
