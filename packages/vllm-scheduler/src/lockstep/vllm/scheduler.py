@@ -48,6 +48,7 @@ from lockstep.core.contract.events import (
     RequestRetracted,
     Resume,
 )
+from lockstep.core.requests.table import NO_REQUEST
 from lockstep.core.scheduler.engine import Engine
 from lockstep.vllm import versions
 from lockstep.vllm.adapters import AdapterNames
@@ -253,10 +254,14 @@ class Scheduler(SchedulerInterface):
 
     def add_request(self, request: Request) -> None:
         """Take in a new request. A request that can never run is answered with an error output."""
-        if request.request_id in self.requests or request.resumable:
-            raise NotImplementedError(
-                f"request {request.request_id}: streaming input (resumable requests) is not supported by lockstep.vllm"
+        if request.resumable:  # an error here would end the engine for all requests
+            logger.error(
+                "request %s: streaming input (resumable) is not supported by lockstep.vllm", request.request_id
             )
+            self._outputs.add(Tracked(request, NO_REQUEST), [], None, RequestStatus.FINISHED_ERROR)
+            return
+        if request.request_id in self.requests:
+            raise ValueError(f"request {request.request_id}: a request with this id has not ended")
         core_id = self._next_core_id
         self._next_core_id += 1
         self.requests[request.request_id] = request
