@@ -217,3 +217,20 @@ def _order_of_ends(llm: Any, requests: list[Asked]) -> list[int]:
     while engine.has_unfinished_requests():
         order += [int(output.request_id) for output in engine.step() if output.finished]
     return order
+
+
+def test_streaming_input_is_refused_and_other_requests_are_served() -> None:
+    """A resumable request, which vLLM's front end uses for streaming input, gets an error; the engine goes on."""
+    from vllm import SamplingParams
+    from vllm.v1.engine import FinishReason
+    from vllm.v1.request import Request
+
+    with engine(model_folder("demo")) as llm:
+        scheduler = scheduler_of(llm)
+        scheduler.add_request(Request("streamed", [5, 6, 7], SamplingParams(max_tokens=4), None, resumable=True))
+        assert scheduler.has_requests()
+        outputs, _ = llm.llm_engine.engine_core.engine_core.step()
+        assert [(one.request_id, one.finish_reason) for one in outputs[0].outputs] == [("streamed", FinishReason.ERROR)]
+        (answer,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=4), use_tqdm=False)
+        assert len(answer.outputs[0].token_ids) == 4
+        assert_idle(llm)
