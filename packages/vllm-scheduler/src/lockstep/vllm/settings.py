@@ -168,11 +168,21 @@ def pages(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: i
 
 
 def token_budget(vllm_config: VllmConfig) -> int:
-    """Return the most tokens of one pass that vLLM lets a scheduler plan."""
+    """Return the most tokens of one pass that vLLM lets a scheduler plan.
+
+    Raises: ConfigError if the slots that drafting takes of each request leave none.
+    """
     scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
     most: int = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
     slots = speculative.max_num_new_slots_for_drafting if speculative is not None else 0
-    return min(most, scheduler.max_num_batched_tokens - slots * scheduler.max_num_seqs)
+    budget = min(most, scheduler.max_num_batched_tokens - slots * scheduler.max_num_seqs)
+    if budget < 1:
+        raise ConfigError(
+            f"a pass of {scheduler.max_num_batched_tokens} tokens (--max-num-batched-tokens) has no room beside the "
+            f"{slots} draft slots of each of {scheduler.max_num_seqs} requests (--max-num-seqs)\n"
+            "hint: raise the first or lower the second"
+        )
+    return budget
 
 
 def draft_method(vllm_config: VllmConfig) -> str:
