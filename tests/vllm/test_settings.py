@@ -178,7 +178,7 @@ def test_the_budget_leaves_room_for_drafts() -> None:
     assert token_budget(configuration()) == 1024
     assert token_budget(configuration(scheduler_config__max_num_scheduled_tokens=600)) == 600
     assert token_budget(configuration(speculative_config=drafts(slots=2))) == 1024 - 2 * 64
-    with pytest.raises(ConfigError, match="1024 tokens .* no room beside the 16 draft slots of each of 64 requests"):
+    with pytest.raises(ConfigError, match=r"1024 tokens .* no room beside the 16 draft slots of each of 64 requests"):
         token_budget(configuration(speculative_config=drafts(slots=16)))
 
 
