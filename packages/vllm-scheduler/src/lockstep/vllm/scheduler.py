@@ -478,6 +478,10 @@ class Scheduler(SchedulerInterface):
                 return self._engine.active
         return len(self.requests)
 
+    def has_request(self, request_id: str) -> bool:
+        """Whether the request has not ended. vLLM calls this since 0.33."""
+        return request_id in self.requests
+
     def has_finished_requests(self) -> bool:
         """Whether workers or clients are still to be informed of ended requests."""
         return bool(self._finished or self._outputs.by_client)

