@@ -93,6 +93,9 @@ def test_a_recording_that_breaks_off_is_read_up_to_its_last_whole_record(tmp_pat
     (tmp_path / FILE).write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines) + b'["finis')
     story = command(explain, tmp_path, "--request", "cmpl-1")
     assert "was still open when the recording ends" in story
+    state = command(explain, tmp_path, "--at", "end")
+    assert "1 open request" in state
+    assert "launched and without a result: b" in state
 
 
 def test_equal_prefixes_have_equal_ids_in_the_trace(tmp_path: Path) -> None:

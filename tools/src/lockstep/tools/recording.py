@@ -44,7 +44,17 @@ from lockstep.sim.results.results import METRICS_FORMAT, METRICS_VERSION, write_
 from lockstep.sim.results.text import duration
 from lockstep.sim.run.run_folder import whole
 from lockstep.tools.narration import clock
-from lockstep.tools.runs import clients_id
+from lockstep.tools.runs import clients_ids, print_json
+from lockstep.tools.state_at import (
+    DECODE,
+    END,
+    PREFILL,
+    WAITING,
+    EngineState,
+    LaunchedBatch,
+    OpenRequest,
+    lines_of,
+)
 
 REASONS: dict[str, FinishReason] = {"length": "length", "stop": "stop", "abort": "cancelled", "repetition": "stop"}
 TRACE_BLOCK_TOKENS = 512  # of a hash id in Mooncake's format
@@ -76,13 +86,15 @@ class ReadRecording:
         self.header: RecordingHeader
         self.header, self._records = read_recording(folder)
         self.requests: list[Recorded] = []
-        self.last_us = 0
+        self.records = self.last_us = 0
+        self.last_result: PassFinished | None = None
+        self._running: dict[int, Planned] = {}
 
     def steps(self) -> Iterator[tuple[Observed, Step, BatchPlan | None]]:
         """Yield each record as an event and its Step, with the plan that a result belongs to. Only once."""
         plans: dict[int, BatchPlan] = {}
         for record in self._records:
-            self.last_us = record.time_us
+            self.records, self.last_us = self.records + 1, record.time_us
             match record:
                 case Arrived():
                     yield self._arrive(record), Step(), None
@@ -90,13 +102,20 @@ class ReadRecording:
                     step = self._plan(record)
                     launched = step.launched()
                     if launched is not None:
-                        plans[record.batch] = launched
+                        plans[record.batch], self._running[record.batch] = launched, record
                     yield LaneReady(record.time_us), step, None
                 case PassFinished():
+                    self._running.pop(record.batch, None)
+                    self.last_result = record
                     yield self._collect(record, plans.get(record.batch))
                 case Ended():
                     self.requests[record.request].ended = record
                     yield ClockAdvanced(record.time_us), Step(decided=[self._end(record)]), None
+
+    @property
+    def running_plans(self) -> list[Planned]:
+        """Plans without a result, oldest first, once all records are read."""
+        return list(self._running.values())
 
     def read(self) -> ReadRecording:
         """Read all records. Returns this recording."""
@@ -177,7 +196,7 @@ class ReadRecording:
         Raises: ConfigError if there is none or several.
         """
         found = [one for one in self.requests if one.arrived.name == name]
-        found = found or [one for one in self.requests if clients_id(one.arrived.name) == name]
+        found = found or [one for one in self.requests if name in clients_ids(one.arrived.name)]
         digits = name.removeprefix("r")
         if not found and digits.isdigit() and int(digits) < len(self.requests):
             found = [self.requests[int(digits)]]
@@ -316,6 +335,65 @@ def trace_rows(recording: ReadRecording) -> Iterator[dict[str, Any]]:
             "output_length": len(one.token_us),
             "hash_ids": numbered,
         }
+
+
+def show_end(folder: Path, at: str, *, as_json: bool, most: int) -> None:
+    """Print what the engine was doing when the recording ends. Raises ConfigError for another place than the end."""
+    if at != END:
+        raise ConfigError(f"`{folder}` is a recording: it has no steps\nhint: --at {END}")
+    state = state_at_end(ReadRecording(folder).read())
+    if as_json:
+        print_json(state.describe())
+        return
+    for line in lines_of(state, most):
+        click.echo(line)
+
+
+def state_at_end(recording: ReadRecording) -> EngineState:
+    """Return what the engine was doing when the recording ends, once all records are read."""
+    header, last = recording.header, recording.last_result
+    running = {number: start for plan in reversed(recording.running_plans) for number, start, *_ in plan.rows}
+    open_requests = []
+    for one in recording.requests:
+        if one.ended is not None:
+            continue
+        launched = one.passes[-1][1] + one.passes[-1][2] if one.passes and not one.waits else 0
+        computed = running.get(one.number, launched)
+        decodes = launched > 0 and computed >= one.arrived.prompt_tokens
+        open_requests.append(
+            OpenRequest(
+                request_id=one.number,
+                label=one.arrived.name,
+                phase=WAITING if one.waits else DECODE if decodes else PREFILL,
+                open_us=recording.last_us - one.arrived.time_us,
+                prompt_tokens=one.arrived.prompt_tokens,
+                computed_tokens=computed,
+                in_flight_tokens=launched - computed,
+                emitted_tokens=len(one.token_us),
+                max_new_tokens=one.arrived.max_new_tokens,
+                pages=-(-launched // header.page_size) if header.page_size else 0,
+                shared_pages=0,
+                waits_for="",
+            )
+        )
+    batches = [LaunchedBatch(one.batch, one.time_us, _plan_text(one)) for one in recording.running_plans]
+    newest = [plan for one in recording.requests for plan, _, _ in one.passes[-1:]]
+    usage = max(newest, key=lambda plan: plan.batch).kv_usage if newest else 0.0
+    return EngineState(
+        title=f"end of the recording: {count(recording.records, 'record')}, the last at {clock(recording.last_us)}",
+        step=recording.records,
+        time_us=recording.last_us,
+        ending=(f"recorded from {header.engine} {header.engine_version}, whose decisions have no reasons",),
+        requests=tuple(open_requests),
+        in_flight=tuple(batches),
+        last_result=f"b{last.batch}, at {clock(last.time_us)}" if last is not None else "",
+        pages=f"{usage:.0%} of {header.pages:,} pages in use",
+    )
+
+
+def _plan_text(plan: Planned) -> str:
+    tokens = sum(new for _, _, new, _ in plan.rows)
+    return f"b{plan.batch} with {count(len(plan.rows), 'row')}, {count(tokens, 'token')}"
 
 
 def show(folder: Path, request_name: str | None, longest: tuple[str, int] | None) -> None:

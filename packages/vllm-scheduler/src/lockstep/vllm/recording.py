@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.core.contract.commands import Command, Step
 from lockstep.core.contract.config import SchedConfig
@@ -25,8 +25,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.lockstep")
 
-Entry = tuple[ObservedEvent, bytes, tuple[Command, ...], tuple[RequestId, ...]]
-"""An event, the digest of its Step (empty: its step raised), the commands of that Step, the sampling rows' requests."""
+
+class Entry(NamedTuple):
+    """An event to be written."""
+
+    event: ObservedEvent
+    digest: bytes  # of its Step; empty if its step raised
+    commands: tuple[Command, ...]  # of that Step
+    samplers: tuple[RequestId, ...]  # of a BatchFinished, the request of each sampling row
+    refusal: str = ""  # what its step raised
+
 
 QUEUE_EVENTS_MAX = 65_536  # events that wait to be written; at some hundred steps a second, minutes of a stalled disk
 
@@ -40,7 +48,7 @@ class NoRecording:
     def append(self, event: ObservedEvent, step: Step, samplers: tuple[RequestId, ...] = ()) -> None:
         """Nothing is recorded."""
 
-    def append_refused(self, event: ObservedEvent) -> None:
+    def append_refused(self, event: ObservedEvent, samplers: tuple[RequestId, ...], error: Exception) -> None:
         """Nothing is recorded."""
 
     def close(self) -> None:
@@ -52,16 +60,18 @@ class _JournalTarget:
 
     def __init__(self, writer: JournalWriter, pseudonyms: Pseudonyms | None) -> None:
         self._writer, self._pseudonyms = writer, pseudonyms
+        self._refusal = ""
 
     def write(self, item: Entry) -> None:
         """Append an event, with pseudonyms for its token ids."""
-        event, digest, commands, samplers = item
+        event = item.event
         if self._pseudonyms is not None:
-            event = disguised(event, commands, samplers, self._pseudonyms)
-        if digest:
-            self._writer.append(event, digest)
+            event = disguised(event, item.commands, item.samplers, self._pseudonyms)
+        if item.digest:
+            self._writer.append(event, item.digest)
         else:
             self._writer.append_unsealed(event)
+            self._refusal = item.refusal
 
     def flush(self) -> None:
         """Hand what is buffered to the operating system."""
@@ -69,7 +79,7 @@ class _JournalTarget:
 
     def close(self, failure: str) -> None:
         """Close the journal, with the reason if it ends early."""
-        self._writer.close(failure or "closed")
+        self._writer.close(failure or self._refusal or "closed")
 
 
 class Recording:
@@ -99,11 +109,11 @@ class Recording:
         Args:
             samplers: of a BatchFinished, the request of each sampling row.
         """
-        self._writer.append((event, step.digest, tuple(step.commands), samplers))
+        self._writer.append(Entry(event, step.digest, tuple(step.commands), samplers))
 
-    def append_refused(self, event: ObservedEvent) -> None:
-        """Record an event that the core refused: the last one of the journal."""
-        self._writer.append((event, b"", (), ()))
+    def append_refused(self, event: ObservedEvent, samplers: tuple[RequestId, ...], error: Exception) -> None:
+        """Record an event whose step raised: the last one of the journal, whose end record has the error."""
+        self._writer.append(Entry(event, b"", (), samplers, f"{type(error).__name__}: {error}"))
 
     def close(self) -> None:
         """Write what is queued, and close the journal."""
