@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.journal.records import JournalError
 from lockstep.vllm import versions
+from lockstep.vllm.recording import begin_recording
 from lockstep.vllm.settings import (
     ENVIRONMENT,
     OF_VLLM,
     VllmSettings,
     draft_method,
     read_settings,
+    run_folder,
     sched_config,
     token_budget,
     unsupported,
@@ -123,6 +128,41 @@ def test_a_bad_file_is_refused_by_name(text: str | None, tmp_path: Path) -> None
 def test_what_follows_from_vllm_cannot_be_set(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"`scheduler\.{name}` follows from vLLM's own options"):
         read_settings({"lockstep": {"scheduler": {name: 1}}}, {})
+
+
+# ---------------------------------------------------------------------------------------------------------- run folders
+
+
+def test_each_engine_has_a_folder_of_its_own() -> None:
+    folders = [run_folder(VllmSettings(journal="runs/a"), ranked(index)) for index in range(3)]
+    assert folders == [Path("runs/a"), Path("runs/a-1"), Path("runs/a-2")]
+
+
+def test_start_in_the_name_of_a_folder_is_the_time_of_the_start() -> None:
+    folder = run_folder(VllmSettings(journal="runs/{start}/engine"), ranked(1))
+    assert re.fullmatch(r"runs/\d{8}T\d{6}Z/engine-1", str(folder))
+
+
+def test_a_journal_that_cannot_be_begun_is_refused_with_what_to_set(tmp_path: Path) -> None:
+    settings = VllmSettings(journal=str(tmp_path / "run"))
+    began = begin_recording(settings, SchedConfig(), ranked(0), "0.32.0")
+    with pytest.raises(JournalError) as refused:
+        begin_recording(settings, SchedConfig(), ranked(0), "0.32.0")
+    began.close()
+    assert str(refused.value) == (
+        f"{tmp_path}/run/journal already holds a journal\n"
+        f"hint: set another `journal`, such as {tmp_path}/run-{{start}}, a new folder for each start"
+    )
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JournalError, match=r"cannot make .*/file/run/journal: .*Not a directory"):
+        begin_recording(VllmSettings(journal=str(tmp_path / "file/run")), SchedConfig(), ranked(0), "0.32.0")
+
+
+def ranked(index: int) -> Any:
+    """A configuration of data-parallel engine `index`."""
+    config = configuration(parallel_config__data_parallel_index=index, parallel_config__tensor_parallel_size=1)
+    config.model_config.model = "demo"
+    return config
 
 
 # ---------------------------------------------------------------------------------------------------------- SchedConfig

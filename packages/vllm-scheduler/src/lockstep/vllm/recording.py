@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from lockstep.core.contract.commands import Command, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import BatchFinished, ObservedEvent, RequestArrived, RequestId
-from lockstep.core.journal.records import JournalHeader
+from lockstep.core.journal.records import JournalError, JournalHeader
 from lockstep.core.journal.writer import JournalWriter
 from lockstep.host.host_header import VLLM, HostHeader
 from lockstep.host.queued_writer import QueuedWriter
 from lockstep.vllm.pseudonyms import Pseudonyms
+from lockstep.vllm.settings import not_begun, run_folder
 
 if TYPE_CHECKING:
     from lockstep.vllm.settings import VllmSettings
@@ -139,10 +140,7 @@ def disguised(
 def begin_recording(
     settings: VllmSettings, config: SchedConfig, vllm_config: VllmConfig, version: str
 ) -> Recording | NoRecording:
-    """Begin the journal that the settings name, if they name one.
-
-    Engine i of a data-parallel front end writes to the folder of that name with -i behind it, engine 0 to the folder.
-    """
+    """Begin the journal that the settings name, if they name one. Raises JournalError if it cannot be begun."""
     if not settings.journal:
         return NoRecording()
     host = HostHeader(
@@ -155,5 +153,7 @@ def begin_recording(
     )
     header = JournalHeader(config=config, host=host.entries())
     pseudonyms = None if settings.journal_tokens else Pseudonyms()
-    engine = vllm_config.parallel_config.data_parallel_index
-    return Recording(Path(f"{settings.journal}-{engine}" if engine else settings.journal), header, pseudonyms)
+    try:
+        return Recording(run_folder(settings, vllm_config), header, pseudonyms)
+    except JournalError as error:
+        raise not_begun(error, settings) from error
