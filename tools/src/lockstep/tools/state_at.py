@@ -16,14 +16,13 @@ from typing import Any
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import AdmissionDeferred, BatchFinished, ObservedEvent, RequestId
 from lockstep.core.contract.render import Names, observed_line
-from lockstep.core.contract.text import count
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import EndRecord, Tail, UnsealedRecord
 from lockstep.core.requests.delivery import sent_to
 from lockstep.core.requests.table import Request, RequestState
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.state_text import pages_line
-from lockstep.sim.results.text import duration
+from lockstep.sim.results.text import count, duration
 from lockstep.tools.narration import cause_text, clock
 from lockstep.tools.request_timeline import why_waits
 from lockstep.tools.runs import Walk

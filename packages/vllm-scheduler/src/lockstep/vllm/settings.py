@@ -107,8 +107,12 @@ def run_folder(settings: VllmSettings, vllm_config: VllmConfig) -> Path:
 def not_begun(error: JournalError, settings: VllmSettings) -> JournalError:
     """Return the error of a journal that cannot be begun with a hint that fits these settings."""
     problem = str(error).partition("\nhint:")[0]
-    other = "" if START in settings.journal else f", such as {settings.journal}-{START}, a new folder for each start"
-    return JournalError(f"{problem}\nhint: set another `journal`{other}")
+    hint = "set `journal` to a folder in which vLLM may write"
+    if "already" in problem or "exists" in problem:
+        hint = "set another `journal`"
+        if START not in settings.journal:
+            hint += f", such as {settings.journal}-{START}, a new folder for each start"
+    return JournalError(f"{problem}\nhint: {hint}")
 
 
 def sched_config(
