@@ -13,6 +13,7 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.records import JournalError
 from lockstep.vllm import versions
+from lockstep.vllm.checks import KINDS, WITHOUT_EFFECT
 from lockstep.vllm.recording import begin_recording
 from lockstep.vllm.settings import (
     ENVIRONMENT,
@@ -101,18 +102,35 @@ def test_additional_config_stands_before_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"jurnal": "x"}, "unknown field `jurnal`"),
-        ({"journal": 5}, r"Expected `str`, got `int`.*journal"),
-        ({"journal_tokens": "yes"}, r"Expected `bool`, got `str`.*journal_tokens"),
-        ({"scheduler": []}, r"Expected `object`, got `array`.*scheduler"),
-        ("vllm", "Expected `object`, got `str`"),
+        ({"jurnal": "x"}, "`jurnal` is no setting\nhint: journal or journal_tokens (docs/vllm.md)"),
+        ({"x": 1}, "`x` is no setting\nhint: docs/vllm.md lists the settings"),
+        ({"journal": 5}, "`journal` must be a string, the name of a run folder, got `5`"),
+        ({"journal_tokens": "yes"}, "`journal_tokens` must be true or false, got `yes`"),
+        ({"journal_tokens": True}, "`journal_tokens` is set, but there is no journal\nhint: set `journal`"),
+        ({"mean_request_tokens": -1}, "`mean_request_tokens` must be a whole number of tokens, at least 0, got `-1`"),
+        ({"mean_request_tokens": True}, "`mean_request_tokens` must be a whole number of tokens, at least 0"),
+        ({"scheduler": []}, "`scheduler` must be a table of scheduler settings, got `[]`"),
+        ({"scheduler": {"schedule_polcy": "spf"}}, "`scheduler.schedule_polcy` is no scheduler setting\n"),
+        ({"scheduler": {"schedule_polcy": "spf"}}, "hint: schedule_policy"),
+        ("vllm", "must be a table of settings, got `vllm`"),
     ],
 )
-def test_wrong_fields_are_refused_with_their_source(values: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as refused:
+def test_wrong_fields_are_refused_with_source_value_and_what_is_right(values: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
         read_settings({"lockstep": values}, {})
-    assert "--additional-config" in str(refused.value)
-    assert "docs/vllm.md" in str(refused.value)
+    assert message in str(refused.value)
+    assert str(refused.value).startswith("--additional-config `lockstep`")
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_settings_without_an_effect_under_vllm_are_refused_with_the_reason(name: str) -> None:
+    assert name in SchedConfig.__struct_fields__
+    with pytest.raises(ConfigError, match=rf"`scheduler\.{name}` cannot be set under vLLM: "):
+        read_settings({"lockstep": {"scheduler": {name: getattr(SchedConfig(), name)}}}, {})
+
+
+def test_every_setting_has_a_check() -> None:
+    assert tuple(KINDS) == VllmSettings.__struct_fields__
 
 
 @pytest.mark.parametrize("text", [None, "journal = ", "unknown = 1"], ids=["no file", "no TOML", "unknown field"])

@@ -28,6 +28,7 @@ from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.profiles import profile_settings
 from lockstep.core.journal.records import JournalError
+from lockstep.vllm.checks import check_values
 from lockstep.vllm.groups import divided, window_tokens
 
 if TYPE_CHECKING:
@@ -83,15 +84,8 @@ def read_settings(additional: object, environment: dict[str, str] | os._Environ[
             values = tomllib.loads(Path(path).read_text())
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{source}: {error}") from error
-    try:
-        settings = msgspec.convert(values, VllmSettings)
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"{source}: {error}\nhint: fields are {', '.join(VllmSettings.__struct_fields__)} (docs/vllm.md)"
-        ) from error
-    if owned := [name for name in settings.scheduler if name in OF_VLLM]:
-        raise ConfigError(f"{source}: `scheduler.{owned[0]}` follows from vLLM's own options and cannot be set here")
-    return settings
+    check_values(values, source, OF_VLLM)
+    return msgspec.convert(values, VllmSettings)
 
 
 def run_folder(settings: VllmSettings, vllm_config: VllmConfig) -> Path:
