@@ -10,16 +10,17 @@ Run it with the interpreter of an environment that has vLLM, with PYTHONPATH as 
 3. starts it again, with a journal, and sends the trace from its beginning, at `--share` of that rate, for `--minutes`;
 4. stops the server, and verifies, measures and explains the journal.
 
-Four bars, exit status 1 if one is missed: every request is answered and the journal verifies; each of the ten slowest
-requests has its whole time in the queue attributed to causes; the scheduler's own structures (the smallest sample, that
-with the fewest open requests) and the resident set of the engine process (the mean) differ by less than 5 % between the
-last and the middle third of the time.
+Four bars, exit status 1 if one is missed. Every request is answered, and the journal verifies. Of each of the ten
+slowest requests, as the client measured, at least 80 % of the time to the first token is attributed to causes. Between the last
+and the middle third of the time, the scheduler's own structures (the smallest sample, that with the fewest open
+requests) and the resident set of the engine process (the mean) differ by less than 5 %.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import json
 import os
 import signal
@@ -43,6 +44,7 @@ PROMPT_TOKENS_MAX = 2000  # longer ones of the scaled trace are left out, so tha
 VOCAB = 2048
 SLOWEST = 10
 FLAT = 0.05
+EXPLAINED = 0.8
 START_S = 300.0  # the most that the server may take to start
 
 SERVER_OPTIONS = [
@@ -170,40 +172,56 @@ def judged(out: Path, day: dict[str, Any], samples: Path, lasted_s: float) -> di
     """Verify and explain the journal, and compare the samples of memory. Returns the figures, with `bars`."""
     run = out / "engine"
     verified = lockstep("journal", "verify", run, check=False)
-    explained = json.loads(lockstep("explain", run, "--slowest", "ttft", SLOWEST, "--json").stdout)["requests"]
-    slowest = [named(one) for one in explained]
+    slowest = [named(run, label, ttft_us) for label, ttft_us in slowest_of(out / "day" / "requests.csv")]
     (out / "slowest.txt").write_text(lockstep("explain", run, "--slowest", "ttft", SLOWEST).stdout)
     read = [json.loads(line) for line in samples.read_text().splitlines()]
     end_us = read[-1]["time_us"]
     middle, last = ([one for one in read if a <= one["time_us"] < b] for a, b in thirds(end_us, lasted_s))
-    memory = {
-        name: {
-            "middle": typical(middle, name), "last": typical(last, name),
-            "all": [one[name] for one in read if name in one][:: max(len(read) // 60, 1) if name == "rss_bytes" else 1],
-        }
-        for name in ("rss_bytes", "core_bytes", "host_bytes", "recording_bytes", "radix_nodes", "objects")
-    }  # fmt: skip
+    memory = {name: {"middle": typical(middle, name), "last": typical(last, name)} for name in ("rss_bytes", *COUNTED)}
     own = [sum(memory[name][part] for name in OWN) for part in ("middle", "last")]
-    journal_bytes = sum(path.stat().st_size for path in (run / "journal").iterdir())
     requests = day["requests"]
     return {
         "requests": {name: requests[name] for name in ("arrived", "completed")},
         "rates": day["throughput"],
         "latency": {name: day["latency"][name] for name in day["latency"] if name.endswith(("p50", "p90", "p99"))},
-        "journal_bytes": journal_bytes,
+        "journal_bytes": sum(path.stat().st_size for path in (run / "journal").iterdir()),
         "verify": verified.stdout.strip(),
         "slowest": slowest,
         "memory": memory,
+        "samples": [[one[name] for name in ("time_us", "rss_bytes", *COUNTED)] for one in read if "objects" in one],
         "bars": {
             "answered and verified": verified.returncode == 0 and requests["completed"] == requests["arrived"],
-            "slowest explained": len(slowest) == SLOWEST and all(one["unexplained_us"] == 0 for one in slowest),
+            "slowest explained": all(one["explained"] >= EXPLAINED for one in slowest),
             "structures flat": abs(own[1] / own[0] - 1) < FLAT,
             "resident set flat": abs(memory["rss_bytes"]["last"] / memory["rss_bytes"]["middle"] - 1) < FLAT,
         },
     }
 
 
+def slowest_of(requests: Path) -> list[tuple[str, int]]:
+    """Return label and TTFT, in us, of the slowest requests that the client measured."""
+    with requests.open(newline="") as file:
+        found = [(row["label"], int(row["ttft_us"])) for row in csv.DictReader(file) if row["ttft_us"]]
+    return sorted(found, key=lambda one: -one[1])[:SLOWEST]
+
+
+def named(run: Path, label: str, ttft_us: int) -> dict[str, Any]:
+    """Return where the TTFT of a request went, as `lockstep explain --request LABEL` has it: causes of waits, prefill.
+
+    A wait for the next launch is no cause: it is not counted as explained.
+    """
+    one = json.loads(lockstep("explain", run, "--request", label, "--json").stdout)
+    causes = {name: us for name, us in one["waited_us_by_cause"].items() if us}
+    prefill_us = one["ttft_us"] - one["queue_us"]
+    share = (prefill_us + sum(us for name, us in causes.items() if name != "next launch")) / ttft_us
+    return {
+        "label": label, "prompt_tokens": one["prompt_tokens"], "client_ttft_us": ttft_us, "ttft_us": one["ttft_us"],
+        "prefill_us": prefill_us, "causes": causes, "explained": round(share, 4),
+    }  # fmt: skip
+
+
 OWN = ("core_bytes", "host_bytes", "recording_bytes")
+COUNTED = (*OWN, "radix_nodes", "objects", "requests")
 
 
 def thirds(end_us: int, lasted_s: float) -> list[tuple[float, float]]:
@@ -216,17 +234,6 @@ def typical(samples: list[dict[str, Any]], name: str) -> float:
     """Return the mean of the resident set, and the smallest sample of what grows with the open requests."""
     values = [one[name] for one in samples if name in one]
     return statistics.fmean(values) if name == "rss_bytes" else min(values)
-
-
-def named(one: dict[str, Any]) -> dict[str, Any]:
-    """Return of a request where its TTFT went: causes in the queue, and what the queue has beside these; prefill."""
-    causes, queue_us, ttft_us = one["waited_us_by_cause"], one["queue_us"], one["ttft_us"]
-    first = one["waits"][0]
-    spans = sum(span["stop_us"] - span["start_us"] for span in first["spans"])
-    return {
-        "label": one["label"], "prompt_tokens": one["prompt_tokens"], "ttft_us": ttft_us, "queue_us": queue_us,
-        "prefill_us": ttft_us - queue_us, "causes": causes, "unexplained_us": queue_us - spans,
-    }  # fmt: skip
 
 
 def lines_of(figures: dict[str, Any]) -> Iterator[str]:
@@ -246,8 +253,9 @@ def lines_of(figures: dict[str, Any]) -> Iterator[str]:
     for one in figures["slowest"]:
         causes = ", ".join(f"{us / 1e3:,.0f} ms {cause}" for cause, us in one["causes"].items() if us)
         yield (
-            f"  {one['label'][:28]:<28} {one['prompt_tokens']:>5} tokens, TTFT {one['ttft_us'] / 1e3:,.0f} ms: "
-            f"prefill {one['prefill_us'] / 1e3:,.0f} ms; {causes or 'no wait'}"
+            f"  {one['label']:<12} {one['prompt_tokens']:>5} tokens, TTFT {one['client_ttft_us'] / 1e3:,.0f} ms at the "
+            f"client, {one['explained']:.0%} explained: "
+            f"{causes or 'no wait'}, {one['prefill_us'] / 1e3:,.0f} ms prefill"
         )
     for name, values in figures["memory"].items():
         yield f"  {name:>16}: {values['middle']:,.0f} in the middle third, {values['last']:,.0f} in the last"

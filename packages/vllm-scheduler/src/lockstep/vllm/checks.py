@@ -70,8 +70,8 @@ def check_values(values: object, source: str, of_vllm: Iterable[str]) -> None:
         if name not in KINDS:
             raise ConfigError(f"{source}: `{name}` is no setting\nhint: {_nearest(name, KINDS, 'docs/vllm.md')}")
         kind, text = KINDS[name]
-        wrong = not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value < 0))
-        if wrong:
+        negative = isinstance(value, int) and value < 0
+        if not isinstance(value, kind) or negative or (kind is int and isinstance(value, bool)):
             raise ConfigError(f"{source}: `{name}` must be {text}, got `{value}`")
     if values.get("journal_tokens") and not values.get("journal"):
         raise ConfigError(f"{source}: `journal_tokens` is set, but there is no journal\nhint: set `journal`")
