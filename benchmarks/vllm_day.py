@@ -11,9 +11,9 @@ Run it with the interpreter of an environment that has vLLM, with PYTHONPATH as 
 4. stops the server, and verifies, measures and explains the journal.
 
 Four bars, exit status 1 if one is missed. Every request is answered, and the journal verifies. Of each of the ten
-slowest requests, as the client measured, at least 80 % of the time to the first token is attributed to causes. Between the last
-and the middle third of the time, the scheduler's own structures (the smallest sample, that with the fewest open
-requests) and the resident set of the engine process (the mean) differ by less than 5 %.
+slowest requests, as the client measured, at least 80 % of the time to the first token is attributed to causes. Between
+the last and the middle third of the time, the scheduler's own structures (the smallest sample, that with the fewest
+open requests) and the resident set of the engine process (the mean) differ by less than 5 %.
 """
 
 from __future__ import annotations

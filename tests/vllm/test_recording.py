@@ -28,6 +28,7 @@ from lockstep.core.scheduler.engine import Engine
 from lockstep.tools.explain import explain
 from lockstep.tools.journal import journal
 from lockstep.vllm import recording
+from lockstep.vllm.metrics import NAME, reported
 from lockstep.vllm.pseudonyms import Pseudonyms
 from lockstep.vllm.recording import Recording
 
@@ -157,6 +158,16 @@ def test_a_failing_disk_ends_recording_and_not_serving(
     assert len(caplog.records) == 1
     replay(tmp_path)
     assert events_of(tmp_path) == 5
+
+
+def test_a_metric_has_which_journals_ended_early() -> None:
+    registry = pytest.importorskip("prometheus_client").REGISTRY
+    told: list[str] = []
+    first, _ = reported(0, told.append), reported(1, told.append)
+    assert registry.get_sample_value(NAME, {"engine": "0"}) == 0
+    first("No space left on device")
+    assert told == ["No space left on device"]
+    assert [registry.get_sample_value(NAME, {"engine": str(one)}) for one in range(2)] == [1, 0]
 
 
 def test_an_event_that_the_core_refuses_is_the_last_record(tmp_path: Path) -> None:

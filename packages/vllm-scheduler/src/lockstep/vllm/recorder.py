@@ -18,6 +18,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.records import JournalError
 from lockstep.host.recording import Arrived, Ended, PassFinished, Planned, RecordingHeader, RecordingWriter
 from lockstep.vllm import versions
+from lockstep.vllm.metrics import reported
 from lockstep.vllm.settings import not_begun, read_settings, run_folder
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -59,8 +60,9 @@ class SchedulerRecorder(Scheduler):
             batch_tokens_max=scheduler.max_num_batched_tokens,
             overlap_depth=int(bool(scheduler.async_scheduling)),
         )
+        failed = reported(self.vllm_config.parallel_config.data_parallel_index, _failed)
         try:
-            self._writer = RecordingWriter(run_folder(settings, self.vllm_config), header, _failed)
+            self._writer = RecordingWriter(run_folder(settings, self.vllm_config), header, failed)
         except JournalError as error:
             raise not_begun(error, settings) from error
         self._began = time.monotonic()

@@ -7,6 +7,7 @@ message in vLLM's log; serving goes on. What the journal holds up to there stays
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +18,7 @@ from lockstep.core.journal.records import JournalError, JournalHeader
 from lockstep.core.journal.writer import JournalWriter
 from lockstep.host.host_header import VLLM, HostHeader
 from lockstep.host.queued_writer import QueuedWriter
+from lockstep.vllm.metrics import reported
 from lockstep.vllm.pseudonyms import Pseudonyms
 from lockstep.vllm.settings import not_begun, run_folder
 
@@ -88,15 +90,22 @@ class Recording:
 
     present = True
 
-    def __init__(self, folder: Path, header: JournalHeader, pseudonyms: Pseudonyms | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        header: JournalHeader,
+        pseudonyms: Pseudonyms | None,
+        failed: Callable[[str], None] | None = None,
+    ) -> None:
         """
         Args:
             pseudonyms: replaces token ids; None: the journal holds the token ids themselves.
+            failed: called once with the reason if recording ends early; default: an error in vLLM's log.
         Raises: JournalError if the journal cannot be begun.
         """
         target = _JournalTarget(JournalWriter.create(folder, header, durability="interval"), pseudonyms)
         self._writer: QueuedWriter[Entry] = QueuedWriter(
-            "lockstep-journal", target, QUEUE_EVENTS_MAX, _report, items="events"
+            "lockstep-journal", target, QUEUE_EVENTS_MAX, failed or _report, items="events"
         )
 
     @property
@@ -154,6 +163,7 @@ def begin_recording(
     header = JournalHeader(config=config, host=host.entries())
     pseudonyms = None if settings.journal_tokens else Pseudonyms()
     try:
-        return Recording(run_folder(settings, vllm_config), header, pseudonyms)
+        failed = reported(vllm_config.parallel_config.data_parallel_index, _report)
+        return Recording(run_folder(settings, vllm_config), header, pseudonyms, failed)
     except JournalError as error:
         raise not_begun(error, settings) from error
