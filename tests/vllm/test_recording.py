@@ -176,8 +176,7 @@ def test_an_event_that_the_core_refuses_is_the_last_record(tmp_path: Path) -> No
     wrong = BatchFinished(served.now(), 99, b"")
     with pytest.raises(LockstepError) as raised:
         served.engine.step(wrong)
-    served.recording.append_refused(wrong, (), raised.value)
-    served.recording.close()
+    served.recording.append_refused(wrong, (), raised.value)  # closes it: vLLM may kill the engine now
     *_, unsealed, end = read_journal(tmp_path).records()
     assert isinstance(unsealed, UnsealedRecord)
     assert unsealed.event == wrong

@@ -51,7 +51,7 @@ from lockstep.tools.state_at import (
     PREFILL,
     WAITING,
     EngineState,
-    LaunchedBatch,
+    UnfinishedBatch,
     OpenRequest,
     lines_of,
 )
@@ -376,7 +376,7 @@ def state_at_end(recording: ReadRecording) -> EngineState:
                 waits_for="",
             )
         )
-    batches = [LaunchedBatch(one.batch, one.time_us, _plan_text(one)) for one in recording.running_plans]
+    batches = [UnfinishedBatch(one.batch, one.time_us, _plan_text(one)) for one in recording.running_plans]
     newest = [plan for one in recording.requests for plan, _, _ in one.passes[-1:]]
     usage = max(newest, key=lambda plan: plan.batch).kv_usage if newest else 0.0
     return EngineState(

@@ -52,7 +52,7 @@ class OpenRequest:
 
 
 @dataclass(frozen=True)
-class LaunchedBatch:
+class UnfinishedBatch:
     """A batch without a result."""
 
     batch_id: int
@@ -69,7 +69,7 @@ class EngineState:
     time_us: int  # of the last event
     ending: tuple[str, ...]  # how the journal ends, in sentences; empty in the middle of it
     requests: tuple[OpenRequest, ...]
-    in_flight: tuple[LaunchedBatch, ...]
+    in_flight: tuple[UnfinishedBatch, ...]
     last_result: str  # the last batch with a result; empty: none
     pages: str
 
@@ -101,7 +101,7 @@ def state_at(run: Path, at: str) -> EngineState:
         )
     engine, names = walk.engine, walk.names
     batches = tuple(
-        LaunchedBatch(one.plan.batch_id, launched.get(one.plan.batch_id, -1), short_plan(one.plan, names))
+        UnfinishedBatch(one.plan.batch_id, launched.get(one.plan.batch_id, -1), short_plan(one.plan, names))
         for one in engine.in_flight
     )
     open_requests = tuple(_open(engine, one, time_us, deferrals, names) for one in _in_order(engine))

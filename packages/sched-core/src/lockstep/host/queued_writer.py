@@ -64,11 +64,16 @@ class QueuedWriter(Generic[Item]):
         except queue.Full:
             self._fail(f"{self._queue.maxsize:,} {self._items} wait to be written")
 
-    def close(self) -> None:
-        """Write what is queued, and close the target."""
+    def close(self, seconds: float | None = None) -> None:
+        """Write what is queued, and close the target.
+
+        Args:
+            seconds: how long to wait for that, at most; None: without a limit.
+        """
         if self._thread.is_alive():
-            self._queue.put(None)
-            self._thread.join()
+            with suppress(queue.Full):
+                self._queue.put(None, timeout=seconds)
+            self._thread.join(seconds)
 
     def _run(self) -> None:
         try:

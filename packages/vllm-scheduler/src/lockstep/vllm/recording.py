@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.lockstep")
 
 
-class Entry(NamedTuple):
+class QueuedEvent(NamedTuple):
     """An event to be written."""
 
     event: ObservedEvent
@@ -40,6 +40,9 @@ class Entry(NamedTuple):
 
 
 QUEUE_EVENTS_MAX = 65_536  # events that wait to be written; at some hundred steps a second, minutes of a stalled disk
+
+
+REFUSED_CLOSE_S = 5.0  # how long an engine that stops waits for the disk
 
 
 class NoRecording:
@@ -65,7 +68,7 @@ class _JournalTarget:
         self._writer, self._pseudonyms = writer, pseudonyms
         self._refusal = ""
 
-    def write(self, item: Entry) -> None:
+    def write(self, item: QueuedEvent) -> None:
         """Append an event, with pseudonyms for its token ids."""
         event = item.event
         if self._pseudonyms is not None:
@@ -104,7 +107,7 @@ class Recording:
         Raises: JournalError if the journal cannot be begun.
         """
         target = _JournalTarget(JournalWriter.create(folder, header, durability="interval"), pseudonyms)
-        self._writer: QueuedWriter[Entry] = QueuedWriter(
+        self._writer: QueuedWriter[QueuedEvent] = QueuedWriter(
             "lockstep-journal", target, QUEUE_EVENTS_MAX, failed or _report, items="events"
         )
 
@@ -119,11 +122,15 @@ class Recording:
         Args:
             samplers: of a BatchFinished, the request of each sampling row.
         """
-        self._writer.append(Entry(event, step.digest, tuple(step.commands), samplers))
+        self._writer.append(QueuedEvent(event, step.digest, tuple(step.commands), samplers))
 
     def append_refused(self, event: ObservedEvent, samplers: tuple[RequestId, ...], error: Exception) -> None:
-        """Record an event whose step raised: the last one of the journal, whose end record has the error."""
-        self._writer.append(Entry(event, b"", (), samplers, f"{type(error).__name__}: {error}"))
+        """Record an event whose step raised, and close the journal: its end record has the error.
+
+        It is closed here because vLLM may kill an engine that failed before it shuts down.
+        """
+        self._writer.append(QueuedEvent(event, b"", (), samplers, f"{type(error).__name__}: {error}"))
+        self._writer.close(REFUSED_CLOSE_S)
 
     def close(self) -> None:
         """Write what is queued, and close the journal."""
