@@ -64,7 +64,7 @@ class SchedulerRecorder(Scheduler):
         try:
             self._writer = RecordingWriter(run_folder(settings, self.vllm_config), header, failed)
         except JournalError as error:
-            raise not_begun(error, settings) from error
+            raise not_begun(error, settings) from None
         self._began = time.monotonic()
         self._key = os.urandom(16)  # of the hashes of blocks
         self._numbers: dict[str, int] = {}  # of open requests

@@ -40,8 +40,6 @@ class QueuedEvent(NamedTuple):
 
 
 QUEUE_EVENTS_MAX = 65_536  # events that wait to be written; at some hundred steps a second, minutes of a stalled disk
-
-
 REFUSED_CLOSE_S = 5.0  # how long an engine that stops waits for the disk
 
 
@@ -173,4 +171,4 @@ def begin_recording(
         failed = reported(vllm_config.parallel_config.data_parallel_index, _report)
         return Recording(run_folder(settings, vllm_config), header, pseudonyms, failed)
     except JournalError as error:
-        raise not_begun(error, settings) from error
+        raise not_begun(error, settings) from None
