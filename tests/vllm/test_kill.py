@@ -57,7 +57,7 @@ def test_after_kill_9_one_command_shows_what_was_running(tmp_path: Path) -> None
     (batch,) = state["in_flight"] or [None]
     assert batch is None or "decode" in batch["text"]
     text = command(explain, run, "--at", "end")
-    assert "not closed: its writer was killed or is still writing" in text
+    assert "not closed: its writer was killed, could not write, or is still writing" in text
     assert "6 open requests: 6 in decode" in text
 
 

@@ -262,6 +262,6 @@ def test_after_a_kill_the_journal_has_every_record_and_what_was_running(tmp_path
     assert request["pages"] == 5
     assert [one["batch_id"] for one in state["in_flight"]] == [5]
     text = runner.invoke(explain, [str(tmp_path), "--at", "end"]).output
-    assert "not closed: its writer was killed or is still writing" in text
+    assert "not closed: its writer was killed, could not write, or is still writing" in text
     assert "1 open request: 1 in prefill" in text
     assert "launched and without a result: b5" in text

@@ -215,4 +215,4 @@ def tail_sentence(tail: Tail, reason: str) -> str:
     if tail.closed:
         return "it was closed" + (f": {reason}" if reason != "closed" else "")
     torn = f"; it ends in the middle of a record: {tail.torn_bytes:,} bytes behind the last whole one are void"
-    return "not closed: its writer was killed or is still writing" + (torn if tail.verdict == "torn" else "")
+    return "not closed: its writer was killed, could not write, or is still writing" + (torn if tail.verdict == "torn" else "")
