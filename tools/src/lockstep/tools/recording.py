@@ -51,8 +51,8 @@ from lockstep.tools.state_at import (
     PREFILL,
     WAITING,
     EngineState,
-    UnfinishedBatch,
     OpenRequest,
+    UnfinishedBatch,
     lines_of,
 )
 

@@ -214,5 +214,7 @@ def tail_sentence(tail: Tail, reason: str) -> str:
     """Return how a journal ends, in one sentence."""
     if tail.closed:
         return "it was closed" + (f": {reason}" if reason != "closed" else "")
-    torn = f"; it ends in the middle of a record: {tail.torn_bytes:,} bytes behind the last whole one are void"
-    return "not closed: its writer was killed, could not write, or is still writing" + (torn if tail.verdict == "torn" else "")
+    text = "not closed: its writer was killed, could not write, or is still writing"
+    if tail.verdict == "torn":
+        text += f"; it ends in the middle of a record: {tail.torn_bytes:,} bytes behind the last whole one are void"
+    return text
