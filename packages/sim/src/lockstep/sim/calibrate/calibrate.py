@@ -18,11 +18,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from lockstep.sim.calibrate.engine_run import Twin
 from lockstep.sim.calibrate.serving_points import CLIENTS, Played, ServingPoint, parts_of, play
-from lockstep.sim.cost import CalibrationError, RooflineModel, decode_shape, extend_shape
+from lockstep.sim.cost import CalibrationError, CpuModel, RooflineModel, decode_shape, extend_shape
 from lockstep.sim.cost.calibration import (
     UNSEEN_MODELS,
     Calibration,
@@ -273,12 +276,14 @@ def calibration_of_batches(
     base: BaseModel,
     date: str,
     source: CalibrationSource,
+    lane: CpuModel | None = None,
     notes: Sequence[str] = (),
 ) -> Calibration:
     """Fit single batches. Residuals are those of the tenths of the run, each predicted by the other nine.
 
     Args:
         held: the result of `held_out(timed)`.
+        lane: the engine's CPU time around its batches; None: it was not measured.
     """
     weights = fit_weights(timed.parts, timed.took_us)
     single = timed.took_us / (timed.parts @ weights)
@@ -297,6 +302,7 @@ def calibration_of_batches(
         date=date,
         base=str(base.describe()["kind"]),
         cpu="separate",
+        lane=msgspec.UNSET if lane is None else lane,
         correction=correction_of(weights),
         spread=round(min(spread, 0.99), 5),
         residuals=(*residuals, *UNSEEN_MODELS),
@@ -306,6 +312,22 @@ def calibration_of_batches(
             f"error of held-out batches: {errors}",
             *notes,
         ),
+    )
+
+
+def with_client(calibration: Calibration, twin: Twin) -> Calibration:
+    """Return a calibration of batches with the front end, and with residuals of TTFT, as a client measured them."""
+    frontend_us = round(twin.frontend_us, 1)
+    residuals = Residuals.of(
+        twin.ratios("ttft", BLOCKS),
+        metric="ttft",
+        population="seen",
+        method=f"one of {BLOCKS} parts of the client's requests",
+    )
+    return replace(
+        calibration,
+        correction=replace(calibration.correction, frontend_us=frontend_us),
+        residuals=(*calibration.residuals, residuals),
     )
 
 

@@ -179,6 +179,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     date: str = ""  # set by the caller, such as "2026-11-22"
     base: str = "roofline"  # kind of the cost model that is corrected
     cpu: Literal["separate", "included"] = "separate"  # included: the correction contains the engine's CPU time
+    lane: CpuModel | msgspec.UnsetType = msgspec.UNSET  # measured times of the CPU lane; unset: those of CpuModel
     correction: Correction = Correction()
     spread: float = 0.0  # standard deviation of single batches around the systematic error, as a share of the mean
     residuals: tuple[Residuals, ...]
@@ -193,6 +194,8 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 f"`version` {self.version} is not one this release reads, which is {VERSION}\n"
                 "hint: make it again with `lockstep calibrate`"
             )
+        if self.lane is not msgspec.UNSET and self.cpu == "included":
+            raise CalibrationError("`lane` is given, but `cpu` is included: the correction has the time of the lane")
         if not 0.0 <= self.spread < 1.0:
             raise CalibrationError(f"`spread` must be at least 0 and below 1, got `{self.spread}`")
         found = [(r.metric, r.population) for r in self.residuals]
@@ -275,9 +278,9 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return CalibratedModel(base, self, factor)
 
     def cpu_model(self, cpu: CpuModel) -> CpuModel:
-        """Return the cost of the CPU lane: zero if the correction contains the engine's CPU time, else `cpu`."""
+        """Return the cost of the CPU lane: zero if the correction contains it, else as measured, otherwise `cpu`."""
         if self.cpu == "separate":
-            return cpu
+            return cpu if self.lane is msgspec.UNSET else self.lane
         return CpuModel(plan_fixed_us=0.0, plan_row_us=0.0, result_fixed_us=0.0, result_row_us=0.0, arrival_us=0.0)
 
     def residuals_of(self, metric: Metric, model: str | None = None) -> Residuals:
