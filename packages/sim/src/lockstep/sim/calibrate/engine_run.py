@@ -79,8 +79,8 @@ class EngineRun:
     config: SchedConfig
     turns: Turns  # its requests
     times: BatchTimes
-    gaps_us: Float64s  # [gaps] between a result and the launch behind it, while the engine had requests
-    gap_counts: Float64s  # [gaps, 3]: 1, rows of the result, requests that arrived in the gap
+    gaps: Intervals  # from a result, or from an arrival at an idle engine, to the launch slot behind it
+    plans: Intervals  # from a launch slot to the start of the batch, while the device is idle
     answers: Mapping[str, Answer]  # by label
     came_us: Mapping[str, float]  # by label: how long before its recorded arrival the request came, as an estimate
 
@@ -102,14 +102,13 @@ class EngineRun:
             gaps.observe(event, step)
             if (one := batches.observe(event, step)) is not None:
                 found.append(one)
-        counts = np.array(gaps.counts, np.float64).reshape(len(gaps.counts), 3)
         return cls(
             folder,
             config,
             turns,
             BatchTimes(found, batches.left_out),
-            np.array(gaps.gaps_us, np.float64),
-            counts,
+            Intervals.of(gaps.gaps_us, gaps.counts),
+            Intervals.of(gaps.plans_us, gaps.plan_counts),
             answers_of(metrics.result()),
             gaps.came_us,
         )
@@ -117,19 +116,43 @@ class EngineRun:
     def lane(self) -> CpuModel | None:
         """Return the engine's CPU time around its batches; None if the run has fewer than GAPS_MIN gaps.
 
-        A batch's duration begins with its plan, so a plan costs the lane nothing further.
+        Plans are timed where the device is idle, from the offered launch slot to the start of the batch. That is 0 if
+        the duration of a batch begins with its plan, as in vLLM. If the device never is, plans cost what CpuModel says.
         """
-        if len(self.gaps_us) < GAPS_MIN:
+        gaps, plans = self.gaps, self.plans
+        if len(gaps.us) < GAPS_MIN:
             return None
-        usual = self.gaps_us < LONG_GAP * float(np.median(self.gaps_us))
-        fixed_us, row_us, arrival_us = nonnegative_least_squares(self.gap_counts[usual], self.gaps_us[usual]).tolist()
+        fixed_us, row_us, arrival_us = _line(gaps)
+        usual = CpuModel()
+        known = len(plans.us) >= GAPS_MIN
+        plan_us, plan_row_us, _ = _line(plans) if known else (usual.plan_fixed_us, usual.plan_row_us, 0.0)
         return CpuModel(
-            plan_fixed_us=0.0,
-            plan_row_us=0.0,
+            plan_fixed_us=round(plan_us, 2),
+            plan_row_us=round(plan_row_us, 3),
             result_fixed_us=round(fixed_us, 2),
             result_row_us=round(row_us, 3),
             arrival_us=round(arrival_us, 2),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Intervals:
+    """Intervals of CPU work, with what was done in each."""
+
+    us: Float64s  # [intervals]
+    counts: Float64s  # [intervals, 3]: results or plans, rows, requests that arrived
+
+    @classmethod
+    def of(cls, us: Sequence[int], counts: Sequence[tuple[int, int, int]]) -> Intervals:
+        """Return the intervals as arrays."""
+        return cls(np.array(us, np.float64), np.array(counts, np.float64).reshape(len(counts), 3))
+
+
+def _line(intervals: Intervals) -> tuple[float, float, float]:
+    """Return us per interval, per row and per arrival. Intervals far above the median are time of other processes."""
+    usual = intervals.us <= LONG_GAP * max(float(np.median(intervals.us)), 1.0)
+    fixed_us, row_us, arrival_us = nonnegative_least_squares(intervals.counts[usual], intervals.us[usual]).tolist()
+    return fixed_us, row_us, arrival_us
 
 
 def _config_of(header: RecordingHeader) -> SchedConfig:
@@ -147,14 +170,18 @@ def _config_of(header: RecordingHeader) -> SchedConfig:
 
 
 class GapFold:
-    """Collects the gaps between a result and the next launch, event by event."""
+    """Collects the intervals of CPU work around batches, event by event."""
 
     def __init__(self) -> None:
         self.gaps_us: list[int] = []
         self.counts: list[tuple[int, int, int]] = []
-        self._rows: dict[int, int] = {}  # by launched batch
+        self.plans_us: list[int] = []
+        self.plan_counts: list[tuple[int, int, int]] = []
+        self._launched: dict[int, tuple[int, int]] = {}  # by launched batch: time of its launch slot, rows
+        self._free_us = -1  # end of the last batch on the device
         self._open = 0  # requests that have not ended
-        self._since: tuple[int, int] | None = None  # time and rows of the last result; None: no gap is open
+        # Time and rows of the last result, or 0 rows for an arrival at an idle engine; None: no gap is open.
+        self._since: tuple[int, int] | None = None
         self._arrived = 0
         self._took_us = 0  # duration of the last batch
         self.came_us: dict[str, float] = {}
@@ -164,20 +191,26 @@ class GapFold:
         if type(event) is RequestArrived:
             self._open += event.parallel_samples
             self._arrived += event.parallel_samples
-            if self._since is not None:  # taken in behind a batch, so it came during that batch
+            if not self._open - event.parallel_samples and not self._launched:  # the engine was idle
+                self._since, self._arrived = (event.time_us, 0), event.parallel_samples
+            elif self._since is not None and self._since[1]:  # taken in behind a batch, so it came during that batch
                 self.came_us[event.label] = self._took_us / 2.0
         self._open -= sum(type(one) in (RequestFinished, RequestRejected) for one in step.decided)
         if type(event) is BatchFinished:
-            rows = self._rows.pop(event.batch_id, 0)
+            ready_us, rows = self._launched.pop(event.batch_id, (0, 0))
+            if rows and event.started_us > self._free_us:
+                self.plans_us.append(event.started_us - ready_us)
+                self.plan_counts.append((1, rows, 0))
+            self._free_us = event.finished_us
             self._since, self._arrived = (event.time_us, rows) if self._open and rows else None, 0
             self._took_us = event.finished_us - event.started_us
         launched = step.launched()
         if launched is not None:
-            self._rows[launched.batch_id] = len(launched.rows)
+            self._launched[launched.batch_id] = (event.time_us, len(launched.rows))
             if self._since is not None:
                 since_us, rows = self._since
                 self.gaps_us.append(event.time_us - since_us)
-                self.counts.append((1, rows, self._arrived))
+                self.counts.append((int(rows > 0), rows, self._arrived))
                 self._since = None
 
 
