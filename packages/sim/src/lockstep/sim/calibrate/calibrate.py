@@ -209,14 +209,14 @@ class TimedBatches:
     """Batches with measured times and the features of their shapes, in the order of their ends."""
 
     batches: Sequence[BatchTime]
-    parts: Float64s  # float64 [batches, 6], in the order of BATCH_FEATURES
+    parts: Float64s  # float64 [batches, 7], in the order of BATCH_FEATURES
     took_us: Float64s  # float64 [batches]
     left_out: int  # batches without times, or with sampling separate from their forward pass
 
     @property
     def uncorrected_us(self) -> Float64s:
         """Times predicted without a correction, float64 [batches]."""
-        uncorrected: Float64s = self.parts @ np.array((*Correction().weights, 0.0))
+        uncorrected: Float64s = self.parts @ np.array((*Correction().weights, 0.0, 0.0))
         return uncorrected
 
 
@@ -232,10 +232,15 @@ def timed_batches(times: BatchTimes, base: BaseModel, where: Path) -> TimedBatch
             f"{where}: {len(times.batches)} batches carry times, a calibration needs {BATCHES_MIN}\n"
             "hint: the host must report `started_us` and `finished_us` in BatchFinished"
         )
-    parts = np.array([parts_of(base, batch.passes).sum(axis=0) for batch in times.batches])
-    parts = np.column_stack([parts, [float(batch.shape.extend_rows * batch.steps) for batch in times.batches]])
+    parts = np.array([[*parts_of(base, one.passes).sum(axis=0), *_of_rows(one)] for one in times.batches])
     took_us = np.array([batch.took_us for batch in times.batches], np.float64)
     return TimedBatches(times.batches, parts, took_us, times.left_out)
+
+
+def _of_rows(batch: BatchTime) -> list[float]:
+    """Return what BATCH_FEATURES adds to FEATURES, over all passes of a batch: extend rows, KV tokens of decode rows."""
+    passes = batch.passes
+    return [float(sum(getattr(shape, name) for shape in passes)) for name in ("extend_rows", "decode_context_tokens")]
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,7 +40,7 @@ from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.recording import RecordingHeader, has_recording
 from lockstep.sim.cost import CalibrationError, CostModel, CpuModel
-from lockstep.sim.cost.fit import nonnegative_least_squares, relative_shift
+from lockstep.sim.cost.fit import nonnegative_least_squares
 from lockstep.sim.host.arrivals import Arrivals
 from lockstep.sim.host.engine_host import EngineHost
 from lockstep.sim.host.host_options import HostOptions
@@ -311,7 +311,7 @@ class Twin:
         labels = turns.labels(rows[known])
         measured = {metric: client.values(metric)[known] for metric in METRICS}
         simulated = _columns([answers[label] for label in labels])
-        return cls(measured, simulated, relative_shift(simulated["ttft"], measured["ttft"]))
+        return cls(measured, simulated, middle(measured["ttft"] - simulated["ttft"]))
 
     @classmethod
     def of_engine(cls, run: EngineRun, cost: CostModel, cpu: CpuModel) -> Twin:
@@ -351,6 +351,13 @@ class Twin:
             if len(measured):
                 found += [(metric, figure, of(measured), of(simulated)) for figure, of in FIGURES.items()]
         return found
+
+
+def middle(differences: Float64s) -> float:
+    """Return the mean of the differences without the lowest and the highest tenth, at least 0."""
+    known = np.sort(differences[np.isfinite(differences)])
+    tenth = len(known) // 10
+    return max(0.0, float(known[tenth : len(known) - tenth].mean())) if len(known) else 0.0
 
 
 def simulated_answers(turns: Turns, config: SchedConfig, cost: CostModel, cpu: CpuModel) -> dict[str, Answer]:

@@ -145,7 +145,8 @@ def _write(calibration: Calibration, out: Path) -> None:
     click.echo(f"{calibration.title}: {', '.join(calibration.models)}")
     click.echo(
         f"kernels x {c.kernels:.3g}, collectives x {c.collectives:.3g}; {c.step_us:,.0f} us a pass, "
-        f"{c.row_us:.3g} us a row, {c.extend_row_us:.3g} us a row of a prompt, "
+        f"{c.row_us:.3g} us a row, {c.weight('extend_us'):.3g} us a row of a prompt, "
+        f"{c.weight('kv_token_us'):.3g} us a KV token, "
         f"{c.collective_us:.3g} us a collective, {c.frontend_us / 1e3:,.1f} ms a request"
     )
     for residuals in calibration.residuals:
@@ -158,7 +159,8 @@ def _write(calibration: Calibration, out: Path) -> None:
         lane = calibration.lane
         click.echo(
             f"CPU lane: {lane.result_fixed_us:.0f} us a result, {lane.result_row_us:.3g} us a row of it, "
-            f"{lane.arrival_us:.0f} us an arrival, {lane.plan_fixed_us:.0f} us a plan, {lane.plan_row_us:.3g} us a row of it"
+            f"{lane.arrival_us:.0f} us an arrival, {lane.plan_fixed_us:.0f} us a plan, {lane.plan_row_us:.3g} us a row "
+            "of it"
         )
     for source in calibration.sources:
         left_out = f", {source.rows_left_out:,} left out ({source.why_left_out})" if source.rows_left_out else ""

@@ -40,8 +40,8 @@ COVERAGE = 0.9  # default coverage of an interval: from the 5th to the 95th perc
 PROBABILITIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.975, 0.99)
 FEATURES = ("kernels", "collectives", "step_us", "row_us", "collective_us")
 """The parts of a batch's time that a correction has weights for, in the order of a row of `batch_features`."""
-BATCH_FEATURES = (*FEATURES, "extend_us")
-"""The same for fits of single batches, which show what a row of a prompt costs besides its tokens."""
+BATCH_FEATURES = (*FEATURES, "extend_us", "kv_token_us")
+"""The same for fits of single batches, which also show what a row of a prompt costs besides its tokens, and KV."""
 
 
 class SplitCostModel(CostModel, Protocol):
@@ -70,7 +70,8 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Weights that correct the time of a batch. No weight is negative, so more work never takes less time.
 
     us = kernels * kernels' time + collectives * collectives' time
-         + step_us + row_us * rows + extend_us * extend rows + collective_us * number of collectives
+         + step_us + row_us * rows + collective_us * number of collectives
+         + extend_us * extend rows + kv_token_us * KV tokens of decode rows
 
     The first two summands together are at least `kernels` times the launching time.
     """
@@ -81,7 +82,9 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     row_us: float = 0.0  # per row of a pass, extend or decode
     collective_us: float = 0.0  # per collective: the wait for the slowest rank
     frontend_us: float = 0.0  # per request, before it reaches the engine and after its first token; TTFT only
-    extend_us: float | msgspec.UnsetType = msgspec.UNSET  # per row of a prompt; only of calibrations of single batches
+    # Of calibrations of single batches, unset in others: per row of a prompt, and per KV token that a decode row reads.
+    extend_us: float | msgspec.UnsetType = msgspec.UNSET
+    kv_token_us: float | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:
@@ -97,10 +100,19 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """The weights in the order of FEATURES."""
         return tuple(getattr(self, field) for field in FEATURES)
 
-    @property
-    def extend_row_us(self) -> float:
-        """`extend_us`; 0 if it was not measured."""
-        return 0.0 if self.extend_us is msgspec.UNSET else self.extend_us
+    def of_rows_us(self, shape: BatchShape) -> dict[str, float]:
+        """Return the time that rows of a batch add, by weight."""
+        counts = {
+            "row_us": shape.extend_rows + shape.decode_rows,
+            "extend_us": shape.extend_rows,
+            "kv_token_us": shape.decode_context_tokens,
+        }
+        return {name: self.weight(name) * count for name, count in counts.items()}
+
+    def weight(self, name: str) -> float:
+        """Return a weight by name; 0 if it is unset."""
+        value: float | msgspec.UnsetType = getattr(self, name)
+        return 0.0 if value is msgspec.UNSET else value
 
     @property
     def is_identity(self) -> bool:
@@ -379,7 +391,8 @@ class CalibratedModel:
         # With this, corrected times can fall below the launching time, although the base's times do not.
         self._may_undercut = c.collectives < c.kernels
         self._row_us = c.row_us * factor
-        self._extend_us = c.extend_row_us * factor
+        self._extend_us = c.weight("extend_us") * factor
+        self._kv_token_us = c.weight("kv_token_us") * factor
         self._fixed_us = (c.step_us + c.collective_us * self.collectives) * factor
         self._spread = calibration.spread
         self._tokens_us: dict[int, float] = {}
@@ -398,7 +411,8 @@ class CalibratedModel:
         us = self._kernels * base.mean_us + more_us
         if self._may_undercut:
             us = max(us, self._kernels * self.base.launched_us(shape, 0.0))
-        us += self._fixed_us + self._row_us * (shape.extend_rows + decode_rows) + self._extend_us * shape.extend_rows
+        us += self._fixed_us + self._row_us * (shape.extend_rows + decode_rows)
+        us += self._extend_us * shape.extend_rows + self._kv_token_us * shape.decode_context_tokens
         spread_us = self._spread * us
         if base.spread_us:
             spread_us = math.hypot(spread_us, self._kernels * base.spread_us)
@@ -412,7 +426,7 @@ class CalibratedModel:
         tokens = new_tokens(shape)
         if not tokens:
             return {}
-        c, rows = self.calibration.correction, shape.extend_rows + shape.decode_rows
+        c = self.calibration.correction
         terms = {name: self._kernels * us for name, us in self.base.terms_us(shape).items()}
         for name, us in self.base.collective_terms_us(tokens).items():
             terms[name] += (self._collectives - self._kernels) * us
@@ -421,8 +435,7 @@ class CalibratedModel:
             terms[LAUNCH] += max(0.0, least_us - sum(terms.values()))
         added_us = {
             "step_us": c.step_us,
-            "row_us": c.row_us * rows,
-            "extend_us": c.extend_row_us * shape.extend_rows,
+            **c.of_rows_us(shape),
             "collective_us": c.collective_us * self.collectives,
         }
         return terms | {name: us * self.factor for name, us in added_us.items() if us}

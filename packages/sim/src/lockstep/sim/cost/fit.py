@@ -30,6 +30,7 @@ PRIOR: dict[str, tuple[float, float]] = {
     "row_us": (0.0, 20.0),  # 0.3 to 17 us a row were measured (docs/cost-models.md, section 4)
     "collective_us": (0.0, 10.0),  # a kernel's launch or two
     "extend_us": (0.0, 1500.0),  # vLLM on a processor takes 1 to 2 ms for a row of a prompt besides its tokens
+    "kv_token_us": (0.0, 0.2),  # besides the kernels' time to read it; 0.1 us for a tiny model on a processor
 }
 POINT_ERROR = 0.06  # typical relative error of a point that the correction cannot explain
 HUBER = 1.5  # typical errors beyond which a point counts less
