@@ -27,6 +27,8 @@ from lockstep.sim.cost.calibration import UNCALIBRATED, Correction
 from lockstep.sim.host.arrivals import Arrivals
 from lockstep.sim.host.engine_host import EngineHost
 from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.workload.journal_turns import label_parts
+from lockstep.sim.workload.turns import TurnLabel, TurnsBuilder, TurnStart
 from lockstep.sim.workload.workload import open_workload
 
 LANE = CpuModel(plan_fixed_us=0.0, plan_row_us=0.0, result_fixed_us=300.0, result_row_us=20.0, arrival_us=150.0)
@@ -218,3 +220,15 @@ def test_the_lane_of_a_calibration_is_simulated(tmp_path: Path) -> None:
     assert '"lane"' not in UNCALIBRATED.to_json()
     with pytest.raises(CalibrationError, match="`lane` is given, but `cpu` is included"):
         Calibration(engine="x", residuals=UNCALIBRATED.residuals, cpu="included", lane=LANE, correction=Correction())
+
+
+def test_a_journal_may_have_any_number_of_labels() -> None:
+    """Request ids of vLLM have nothing in common that could be stored once; 40,000 are less than an hour's."""
+    builder = TurnsBuilder()
+    for number in range(40_000):
+        label = TurnLabel(*label_parts(f"cmpl-{number:016x}"))
+        builder.append(
+            TurnStart(number), label, prompt=(number, 1), prompt_tokens=1, output_tokens=1, output_first_token=0
+        )
+    turns = builder.build()
+    assert turns.labels(np.array([39_999])) == [f"cmpl-{39_999:016x}"]

@@ -6,8 +6,8 @@ commands read:
 | file | command |
 |---|---|
 | `metrics.json`, `requests.parquet`, `requests.csv` | `lockstep compare` |
-| `batches.jsonl` | `lockstep calibrate --from` |
-| `requests.jsonl`, a trace in Mooncake's format | `lockstep workload`, `lockstep simulate --workload` |
+| `batches.jsonl` | `lockstep calibrate --from`, which also reads the recording itself |
+| `requests.jsonl`, a trace in Mooncake's format | tools for such traces; `--workload` also takes the recording itself |
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ import numpy as np
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.text import count
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.replay import fold
+from lockstep.host.host_header import VLLM, HostHeader
 from lockstep.sim.metrics.fold import MetricsFold
-from lockstep.sim.results.batch_times import BatchFold, BatchTimesHeader, line_of
+from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.results.batch_times import BatchFold, BatchTime, BatchTimesHeader, line_of
 from lockstep.sim.results.code_version import code_commit, code_version
 from lockstep.sim.results.recorded_engine import ReadRecording, Recorded
 from lockstep.sim.results.results import METRICS_FORMAT, METRICS_VERSION, write_metrics_json, write_requests
@@ -115,47 +119,76 @@ def slowest(recording: ReadRecording, metric: str, most: int) -> list[Recorded]:
     return sorted(known, key=value, reverse=True)[:most]
 
 
-def convert(folder: Path, *, model: str, gpu: str, tp: int = 1) -> dict[str, Any]:
+def convert(folder: Path, *, model: str | None = None, gpu: str | None = None, tp: int = 1) -> dict[str, Any]:
     """Write the files that other commands read into the run folder. Returns the summary of metrics.json.
 
     Args:
-        model, gpu: catalogue names, or a path, for the header of the batch times.
+        model, gpu: catalogue names, or a path, for the header of batches.jsonl, which is written if both are given.
     """
-    recording, fold = ReadRecording(folder), MetricsFold()
-    header = BatchTimesHeader(
-        model=model, gpu=gpu, tp=tp, engine=recording.header.engine, engine_version=recording.header.engine_version,
-        plans=folder.name,
-    )  # fmt: skip
+    recording, metrics = ReadRecording(folder), MetricsFold()
     times = BatchFold()
-    with whole(folder / "batches.jsonl") as path, path.open("wb") as file:
-        file.write(line_of(header))
-        for event, step, _ in recording.steps():
-            fold.observe(event, step)
-            one = times.observe(event, step)
-            if one is not None:
-                file.write(line_of(one))
-    data = fold.result()
-    about = {
-        "format": METRICS_FORMAT,
-        "format_version": METRICS_VERSION,
-        "command": f"lockstep journal convert {folder}",
-        "seed": 0,
-        "version": code_version(),
-        "commit": code_commit(),
-        "model": recording.header.model,
-        "workload": {"name": f"recorded from {recording.header.engine} {recording.header.engine_version}"},
-        "calibration": {"title": "none: measured"},
-        "measured": {name: getattr(recording.header, name) for name in recording.header.__struct_fields__},
-    }
-    with whole(folder / "metrics.json") as path:
-        write_metrics_json(path, data, about)
-    with whole(folder / "requests.parquet") as parquet, whole(folder / "requests.csv") as csv:
-        write_requests(data, parquet, csv)
+    batches: list[BatchTime] = []
+    for event, step, _ in recording.steps():
+        metrics.observe(event, step)
+        if (one := times.observe(event, step)) is not None:
+            batches.append(one)
+    recorded = recording.header
+    if model is not None and gpu is not None:
+        header = BatchTimesHeader(
+            model=model, gpu=gpu, tp=tp, engine=recorded.engine, engine_version=recorded.engine_version,
+            plans=folder.name,
+        )  # fmt: skip
+        with whole(folder / "batches.jsonl") as path:
+            path.write_bytes(b"".join(map(line_of, (header, *batches))))
+    data = metrics.result()
+    measured = {name: getattr(recorded, name) for name in recorded.__struct_fields__}
+    about = _about(folder, recorded.model, f"{recorded.engine} {recorded.engine_version}", measured)
+    _write_measured(folder, data, about)
     with whole(folder / "requests.jsonl") as path, path.open("w") as text:
         for row in trace_rows(recording):
             text.write(json.dumps(row) + "\n")
     summary: dict[str, Any] = data.summary
     return summary
+
+
+def convert_journal(run: Path, out: Path) -> dict[str, Any]:
+    """Write what was measured in a journal of the core as a run folder, which `lockstep compare` reads.
+
+    Its times are the engine's: from an arrival at the engine to the results on the host.
+    """
+    header = read_journal(run).header
+    host = HostHeader.of(header)
+    metrics = MetricsFold(kv_pages=header.config.pages)
+    for event, step in fold(run):
+        metrics.observe(event, step)
+    data = metrics.result()
+    engine = f"vllm {host.vllm}" if host.kind == VLLM else f"lockstep {header.core_version}"
+    _write_measured(out, data, _about(run, host.model or "", engine, host.entries()))
+    summary: dict[str, Any] = data.summary
+    return summary
+
+
+def _about(run: Path, model: str, engine: str, measured: dict[str, Any]) -> dict[str, Any]:
+    """Return `about` of metrics.json for a run that was measured."""
+    return {
+        "format": METRICS_FORMAT,
+        "format_version": METRICS_VERSION,
+        "command": f"lockstep journal convert {run}",
+        "seed": 0,
+        "version": code_version(),
+        "commit": code_commit(),
+        "model": model,
+        "workload": {"name": f"recorded from {engine}"},
+        "calibration": {"title": "none: measured"},
+        "measured": measured,
+    }
+
+
+def _write_measured(folder: Path, data: RunData, about: dict[str, Any]) -> None:
+    with whole(folder / "metrics.json") as path:
+        write_metrics_json(path, data, about)
+    with whole(folder / "requests.parquet") as parquet, whole(folder / "requests.csv") as csv:
+        write_requests(data, parquet, csv)
 
 
 def trace_rows(recording: ReadRecording) -> Iterator[dict[str, Any]]:

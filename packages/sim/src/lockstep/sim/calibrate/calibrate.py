@@ -238,9 +238,11 @@ def timed_batches(times: BatchTimes, base: BaseModel, where: Path) -> TimedBatch
 
 
 def _of_rows(batch: BatchTime) -> list[float]:
-    """Return what BATCH_FEATURES adds to FEATURES, over all passes of a batch: extend rows, KV tokens of decode rows."""
+    """Return the parts that BATCH_FEATURES adds, over all passes: completed prompts, KV tokens of decode rows."""
     passes = batch.passes
-    return [float(sum(getattr(shape, name) for shape in passes)) for name in ("extend_rows", "decode_context_tokens")]
+    return [
+        float(sum(getattr(shape, name) for shape in passes)) for name in ("completed_prompts", "decode_context_tokens")
+    ]
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,8 +40,8 @@ COVERAGE = 0.9  # default coverage of an interval: from the 5th to the 95th perc
 PROBABILITIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.975, 0.99)
 FEATURES = ("kernels", "collectives", "step_us", "row_us", "collective_us")
 """The parts of a batch's time that a correction has weights for, in the order of a row of `batch_features`."""
-BATCH_FEATURES = (*FEATURES, "extend_us", "kv_token_us")
-"""The same for fits of single batches, which also show what a row of a prompt costs besides its tokens, and KV."""
+BATCH_FEATURES = (*FEATURES, "prompt_us", "kv_token_us")
+"""The same for fits of single batches, which also show what a prompt costs besides its tokens, and KV."""
 
 
 class SplitCostModel(CostModel, Protocol):
@@ -71,7 +71,7 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     us = kernels * kernels' time + collectives * collectives' time
          + step_us + row_us * rows + collective_us * number of collectives
-         + extend_us * extend rows + kv_token_us * KV tokens of decode rows
+         + prompt_us * completed prompts + kv_token_us * KV tokens of decode rows
 
     The first two summands together are at least `kernels` times the launching time.
     """
@@ -82,8 +82,8 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     row_us: float = 0.0  # per row of a pass, extend or decode
     collective_us: float = 0.0  # per collective: the wait for the slowest rank
     frontend_us: float = 0.0  # per request, before it reaches the engine and after its first token; TTFT only
-    # Of calibrations of single batches, unset in others: per row of a prompt, and per KV token that a decode row reads.
-    extend_us: float | msgspec.UnsetType = msgspec.UNSET
+    # Of calibrations of single batches: per prompt that a batch completes, per KV token of decode rows. Else unset.
+    prompt_us: float | msgspec.UnsetType = msgspec.UNSET
     kv_token_us: float | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Return the time that rows of a batch add, by weight."""
         counts = {
             "row_us": shape.extend_rows + shape.decode_rows,
-            "extend_us": shape.extend_rows,
+            "prompt_us": shape.completed_prompts,
             "kv_token_us": shape.decode_context_tokens,
         }
         return {name: self.weight(name) * count for name, count in counts.items()}
@@ -391,7 +391,7 @@ class CalibratedModel:
         # With this, corrected times can fall below the launching time, although the base's times do not.
         self._may_undercut = c.collectives < c.kernels
         self._row_us = c.row_us * factor
-        self._extend_us = c.weight("extend_us") * factor
+        self._prompt_us = c.weight("prompt_us") * factor
         self._kv_token_us = c.weight("kv_token_us") * factor
         self._fixed_us = (c.step_us + c.collective_us * self.collectives) * factor
         self._spread = calibration.spread
@@ -412,7 +412,7 @@ class CalibratedModel:
         if self._may_undercut:
             us = max(us, self._kernels * self.base.launched_us(shape, 0.0))
         us += self._fixed_us + self._row_us * (shape.extend_rows + decode_rows)
-        us += self._extend_us * shape.extend_rows + self._kv_token_us * shape.decode_context_tokens
+        us += self._prompt_us * shape.completed_prompts + self._kv_token_us * shape.decode_context_tokens
         spread_us = self._spread * us
         if base.spread_us:
             spread_us = math.hypot(spread_us, self._kernels * base.spread_us)

@@ -29,7 +29,7 @@ PRIOR: dict[str, tuple[float, float]] = {
     "step_us": (0.0, 1500.0),  # engines' loops take 0.1 to 3 ms
     "row_us": (0.0, 20.0),  # 0.3 to 17 us a row were measured (docs/cost-models.md, section 4)
     "collective_us": (0.0, 10.0),  # a kernel's launch or two
-    "extend_us": (0.0, 1500.0),  # vLLM on a processor takes 1 to 2 ms for a row of a prompt besides its tokens
+    "prompt_us": (0.0, 1500.0),  # vLLM on a processor takes 1 to 2 ms for a new request besides its tokens
     "kv_token_us": (0.0, 0.2),  # besides the kernels' time to read it; 0.1 us for a tiny model on a processor
 }
 POINT_ERROR = 0.06  # typical relative error of a point that the correction cannot explain

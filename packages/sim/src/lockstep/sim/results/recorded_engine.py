@@ -118,6 +118,7 @@ class ReadRecording:
         rows = extends + decodes
         if rows:
             numbers, starts, lengths = (np.array(column, np.int64) for column in zip(*rows, strict=True))
+            known = np.array([self.requests[number].known_tokens for number in numbers.tolist()])
             plan = BatchPlan(
                 batch_id=record.batch,
                 mode="decode" if not extends else "mixed" if decodes else "extend",
@@ -126,7 +127,7 @@ class ReadRecording:
                 starts=starts.astype(np.int32),
                 stops=(starts + lengths).astype(np.int32),
                 extend_rows=len(extends),
-                sample_rows=np.arange(len(rows), dtype=np.int32),
+                sample_rows=np.flatnonzero(starts + lengths >= known).astype(np.int32),
             )
             step.commands.append(LaunchBatch(plan))
         return step
