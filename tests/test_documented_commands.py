@@ -70,7 +70,9 @@ PARSED = {  # commands whose callback does nothing: they need what a test has no
     "calibrate acceptance": "a run with drafts",
     "calibrate journal": "a run of a server",
 }
-STORED = "fcfs lpm before after real simulated served 0192 today vllm twin measured client demo/40-per-s h100 h200 b200".split()
+STORED = (
+    "fcfs lpm before after real simulated served 0192 today vllm twin measured client demo/40-per-s h100 h200 b200"
+).split()
 """Names of stored runs besides runs/chat."""
 PLACEHOLDERS = {"DEMO": "demo", "RUN": "runs/chat", "fair": "lpm"}  # names that a page explains where it prints them
 OF_OTHERS = {"--shm-size", "--format", "--unix-socket"}  # docker, curl

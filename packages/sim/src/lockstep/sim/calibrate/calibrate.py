@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
@@ -309,14 +308,12 @@ def calibration_of_batches(
     base: BaseModel,
     date: str,
     source: CalibrationSource,
-    lane: CpuModel | None = None,
     notes: Sequence[str] = (),
 ) -> Calibration:
     """Fit single batches. Residuals are those of the tenths of the run, each predicted by the other nine.
 
     Args:
         held: the result of `held_out(timed)`.
-        lane: the engine's CPU time around its batches; None: it was not measured.
     """
     weights = batch_weights(timed.parts, timed.took_us)
     single = timed.took_us / (timed.parts @ weights)
@@ -340,7 +337,6 @@ def calibration_of_batches(
         date=date,
         base=str(base.describe()["kind"]),
         cpu="separate",
-        lane=msgspec.UNSET if lane is None else lane,
         correction=correction_of(weights),
         spread=round(min(spread, 0.99), 5),
         residuals=(*residuals, *UNSEEN_MODELS),
@@ -351,6 +347,11 @@ def calibration_of_batches(
             *notes,
         ),
     )
+
+
+def with_lane(calibration: Calibration, lane: CpuModel | None) -> Calibration:
+    """Return a calibration with the engine's CPU time around its batches; None: it was not measured."""
+    return calibration if lane is None else replace(calibration, lane=lane)
 
 
 def with_client(calibration: Calibration, twin: Twin) -> Calibration:

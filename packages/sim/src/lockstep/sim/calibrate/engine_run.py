@@ -17,10 +17,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 from simpy import Environment
 
@@ -51,7 +53,7 @@ from lockstep.sim.results.recorded_engine import ReadRecording
 from lockstep.sim.results.stored_run import read_run
 from lockstep.sim.workload.journal_turns import turns_of_journal
 from lockstep.sim.workload.recording_turns import turns_of_recording
-from lockstep.sim.workload.turns import Turns
+from lockstep.sim.workload.turns import Turns, WorkloadError
 
 Float64s = NDArray[np.float64]
 Int64s = NDArray[np.int64]
@@ -77,10 +79,9 @@ class EngineRun:
 
     folder: Path
     config: SchedConfig
-    turns: Turns  # its requests
     times: BatchTimes
-    gaps: Intervals  # from a result, or from an arrival at an idle engine, to the launch slot behind it
-    plans: Intervals  # from a launch slot to the start of the batch, while the device is idle
+    gaps: LaneSpans  # from a result, or from an arrival at an idle engine, to the launch slot behind it
+    plans: LaneSpans  # from a launch slot to the start of the batch, while the device is idle
     answers: Mapping[str, Answer]  # by label
     came_us: Mapping[str, float]  # by label: how long before its recorded arrival the request came, as an estimate
 
@@ -91,10 +92,8 @@ class EngineRun:
             recording = ReadRecording(folder)
             config = _config_of(recording.header)
             steps: Iterable[tuple[ObservedEvent, Step]] = ((event, step) for event, step, _ in recording.steps())
-            turns, _ = turns_of_recording(folder)
         else:
             config, steps = read_journal(folder).header.config, fold(folder)
-            turns, _ = turns_of_journal(folder)
         gaps, batches, metrics = GapFold(), BatchFold(), MetricsFold(kv_pages=config.pages)
         found: list[BatchTime] = []
         for event, step in steps:
@@ -105,19 +104,43 @@ class EngineRun:
         return cls(
             folder,
             config,
-            turns,
             BatchTimes(found, batches.left_out),
-            Intervals.of(gaps.gaps_us, gaps.counts),
-            Intervals.of(gaps.plans_us, gaps.plan_counts),
+            LaneSpans.of(gaps.gaps_us, gaps.counts),
+            LaneSpans.of(gaps.plans_us, gaps.plan_counts),
             answers_of(metrics.result()),
             gaps.came_us,
         )
+
+    @cached_property
+    def turns(self) -> Turns:
+        """Its requests as turns. Raises WorkloadError if they cannot be simulated again."""
+        turns, _ = (turns_of_recording if has_recording(self.folder) else turns_of_journal)(self.folder)
+        return turns
+
+    @property
+    def not_simulated(self) -> str:
+        """Why a simulation of the engine alone would not be this run; empty if it can be simulated."""
+        config = self.config
+        features = {
+            "drafts": config.speculates,
+            "forced tokens": config.jumps,
+            "host memory below its cache": config.tiers is not UNSET,
+            "pools of windows or states": config.hybrid is not UNSET,
+            "another engine": config.hands_over or config.shares_passes,
+            "pipeline stages": config.pipelines,
+        }
+        try:
+            features["adapters"] = self.turns.adapter is not None
+        except WorkloadError as error:
+            return error.problem
+        found = [name for name, is_there in features.items() if is_there]
+        return f"the engine has {', '.join(found)}" if found else ""
 
     def lane(self) -> CpuModel | None:
         """Return the engine's CPU time around its batches; None if the run has fewer than GAPS_MIN gaps.
 
         Plans are timed where the device is idle, from the offered launch slot to the start of the batch. That is 0 if
-        the duration of a batch begins with its plan, as in vLLM. If the device never is, plans cost what CpuModel says.
+        the duration of a batch begins with its plan, as in vLLM. If the device never is, plans cost what CpuModel has.
         """
         gaps, plans = self.gaps, self.plans
         if len(gaps.us) < GAPS_MIN:
@@ -136,22 +159,22 @@ class EngineRun:
 
 
 @dataclass(frozen=True, eq=False)
-class Intervals:
-    """Intervals of CPU work, with what was done in each."""
+class LaneSpans:
+    """Spans of CPU work, with what was done in each."""
 
-    us: Float64s  # [intervals]
-    counts: Float64s  # [intervals, 3]: results or plans, rows, requests that arrived
+    us: Float64s  # [spans]
+    counts: Float64s  # [spans, 3]: results or plans, rows, requests that arrived
 
     @classmethod
-    def of(cls, us: Sequence[int], counts: Sequence[tuple[int, int, int]]) -> Intervals:
-        """Return the intervals as arrays."""
+    def of(cls, us: Sequence[int], counts: Sequence[tuple[int, int, int]]) -> LaneSpans:
+        """Return the spans as arrays."""
         return cls(np.array(us, np.float64), np.array(counts, np.float64).reshape(len(counts), 3))
 
 
-def _line(intervals: Intervals) -> tuple[float, float, float]:
-    """Return us per interval, per row and per arrival. Intervals far above the median are time of other processes."""
-    usual = intervals.us <= LONG_GAP * max(float(np.median(intervals.us)), 1.0)
-    fixed_us, row_us, arrival_us = nonnegative_least_squares(intervals.counts[usual], intervals.us[usual]).tolist()
+def _line(spans: LaneSpans) -> tuple[float, float, float]:
+    """Return us per span, per row and per arrival. Spans far above the median are time of other processes."""
+    usual = spans.us <= LONG_GAP * max(float(np.median(spans.us)), 1.0)
+    fixed_us, row_us, arrival_us = nonnegative_least_squares(spans.counts[usual], spans.us[usual]).tolist()
     return fixed_us, row_us, arrival_us
 
 
@@ -170,7 +193,7 @@ def _config_of(header: RecordingHeader) -> SchedConfig:
 
 
 class GapFold:
-    """Collects the intervals of CPU work around batches, event by event."""
+    """Collects the spans of CPU work around batches, event by event."""
 
     def __init__(self) -> None:
         self.gaps_us: list[int] = []
@@ -292,8 +315,13 @@ class Twin:
 
         Args:
             cost, cpu: fitted to the run's batches and gaps.
-        Raises: CalibrationError if the client's requests are not those of the run, or a request is not answered.
+        Raises: CalibrationError if the client's requests are not those of the run, or it cannot be simulated.
         """
+        if run.not_simulated:
+            raise CalibrationError(
+                f"the front end cannot be fitted, because {run.folder} cannot be simulated: {run.not_simulated}\n"
+                "hint: leave out --client"
+            )
         turns = run.turns
         rows = paired(turns, client)
         known = rows >= 0
@@ -310,7 +338,7 @@ class Twin:
         answers = simulated_answers(_at(turns, arrival_us), run.config, cost, cpu)
         labels = turns.labels(rows[known])
         measured = {metric: client.values(metric)[known] for metric in METRICS}
-        simulated = _columns([answers[label] for label in labels])
+        simulated = _columns([answers.get(label, NO_ANSWER) for label in labels])
         return cls(measured, simulated, middle(measured["ttft"] - simulated["ttft"]))
 
     @classmethod
@@ -318,7 +346,7 @@ class Twin:
         """Simulate the requests of a run at the times at which they reached the engine, compared with the engine's.
 
         A request that was taken in behind a batch came during it, half the batch before on average. TTFT and
-        end-to-end time of both sides count from there.
+        end-to-end time of both sides count from there. The run must be one that can be simulated.
         """
         turns = run.turns
         labels = turns.labels(np.arange(len(turns)))
@@ -328,7 +356,7 @@ class Twin:
         measured = _columns([run.answers.get(label, NO_ANSWER) for label in labels])
         for metric in ("ttft", "e2e"):
             measured[metric] = measured[metric] + came_us
-        return cls(measured, _columns([answers[label] for label in labels]))
+        return cls(measured, _columns([answers.get(label, NO_ANSWER) for label in labels]))
 
     def ratios(self, metric: str, parts: int) -> list[float]:
         """Return measured / simulated of each part of the requests, in order of arrival, with the front end."""
@@ -361,24 +389,14 @@ def middle(differences: Float64s) -> float:
 
 
 def simulated_answers(turns: Turns, config: SchedConfig, cost: CostModel, cpu: CpuModel) -> dict[str, Answer]:
-    """Simulate turns on one engine. Return the answers by label.
-
-    Raises: CalibrationError if a request is not answered.
-    """
+    """Simulate turns on one engine. Return the answers by label."""
     metrics = MetricsFold(kv_pages=config.pages)
     host = EngineHost(
         Environment(), Engine(config, digests=False), Arrivals(turns), cost, cpu, NoJournal(), metrics, HostOptions()
     )
     host.env.process(host.run())
     host.env.run()
-    data = metrics.result()
-    lost = np.flatnonzero(~data.requests.completed)
-    if len(lost):
-        raise CalibrationError(
-            f"{len(lost):,} requests are not answered in a simulation of this run: "
-            f"{data.requests.finish_reason[lost[0]]}"
-        )
-    return answers_of(data)
+    return answers_of(metrics.result())
 
 
 def answers_of(data: RunData) -> dict[str, Answer]:

@@ -18,6 +18,7 @@ from lockstep.sim.cli.errors import refusals
 from lockstep.sim.run.out_paths import check_file
 
 if TYPE_CHECKING:
+    from lockstep.core.contract.config import SchedConfig
     from lockstep.sim.calibrate.calibrate import HeldOut
     from lockstep.sim.calibrate.engine_run import Twin
     from lockstep.sim.cost import Calibration
@@ -235,12 +236,14 @@ def journal(run: Path, **options: Any) -> None:
             sha256_of,
             timed_batches,
             with_client,
+            with_lane,
         )
         from lockstep.sim.calibrate.engine_run import EngineRun, Twin, read_client
         from lockstep.sim.calibrate.measured_run import described_batches, described_run, fit_base
         from lockstep.sim.cost import CalibrationError, CpuModel
         from lockstep.sim.cost.calibration import CalibrationSource
         from lockstep.sim.results.batch_times import read_batch_times
+        from lockstep.sim.scenario.scenario import Scenario
 
         date = target.check()
         if run.is_file():
@@ -271,19 +274,49 @@ def journal(run: Path, **options: Any) -> None:
             base=base,
             date=date,
             source=source,
-            lane=None if recorded is None else recorded.lane(),
             notes=about.notes,
         )
         twin = None
         if recorded is not None:
+            found = with_lane(found, recorded.lane())
             cost, cpu = found.cost_model(base), found.cpu_model(CpuModel())
-            client = None if given.client is None else read_client(given.client)
-            twin = Twin.of_engine(recorded, cost, cpu) if client is None else Twin.of(recorded, client, cost, cpu)
-            found = found if client is None else with_client(found, twin)
+            if given.client is not None:
+                twin = Twin.of(recorded, read_client(given.client), cost, cpu)
+                found = with_client(found, twin)
+            elif not recorded.not_simulated:
+                twin = Twin.of_engine(recorded, cost, cpu)
         _write(found, target.out)
         _say_held_out(held)
         if twin is not None:
             _say_twin(twin, "the engine" if given.client is None else "the client")
+        if recorded is not None and recorded.not_simulated:
+            click.echo(f"its requests are not simulated for a comparison: {recorded.not_simulated}")
+        elif recorded is not None:
+            model, gpu = given.model or about.entries["model"], given.gpu or about.entries["gpu"]
+            profile = "vllm" if found.engine == "vllm" else str(about.entries.get("profile", "lockstep"))
+            scenario = Scenario(
+                model=str(model),
+                gpu=str(gpu),
+                tp=base.tp,
+                workload=str(run),
+                calibration=str(target.out),
+                profile=profile,
+                settings=_unusual(recorded.config, profile),
+            )
+            click.echo(f"simulate: {scenario.command()}")
+
+
+def _unusual(config: SchedConfig, profile: str) -> dict[str, Any]:
+    """Return the settings of an engine that its profile does not have, as far as they are options of `simulate`."""
+    from lockstep.core.contract.profiles import profile_settings
+    from lockstep.sim.scenario.settings import SCHEDULER_OPTIONS
+
+    usual = type(config)(**profile_settings(profile))
+    return {
+        name: value
+        for name, _, _ in SCHEDULER_OPTIONS
+        if (value := getattr(config, name)) != getattr(usual, name) and isinstance(value, bool | int | float | str)
+    }
 
 
 def _say_twin(twin: Twin, where: str) -> None:
