@@ -153,7 +153,8 @@ def calibrate(folder: Path) -> Path:
         "--client", str(folder / "fit/client"), "--gpu", "cpu", "--model", str(MODEL), "--date", DATE,
         "--out", str(out),
     ]  # fmt: skip
-    subprocess.run(command, check=True)
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    print("\n".join(line for line in said.splitlines() if not line.startswith("simulate: ")))  # it has paths
     return out
 
 
