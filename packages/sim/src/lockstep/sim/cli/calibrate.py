@@ -286,9 +286,9 @@ def journal(run: Path, **options: Any) -> None:
             elif not recorded.not_simulated:
                 twin = Twin.of_engine(recorded, cost, cpu)
         _write(found, target.out)
-        _say_held_out(held)
+        _print_held_out(held)
         if twin is not None:
-            _say_twin(twin, "the engine" if given.client is None else "the client")
+            _print_twin(twin, "the engine" if given.client is None else "the client")
         if recorded is not None and recorded.not_simulated:
             click.echo(f"its requests are not simulated for a comparison: {recorded.not_simulated}")
         elif recorded is not None:
@@ -319,7 +319,7 @@ def _unusual(config: SchedConfig, profile: str) -> dict[str, Any]:
     }
 
 
-def _say_twin(twin: Twin, where: str) -> None:
+def _print_twin(twin: Twin, where: str) -> None:
     """Print what was measured of the requests, beside a simulation of them with the fit."""
     click.echo(f"the requests of this run, at {where}: measured, simulated with this calibration")
     for metric, figure, measured_us, simulated_us in twin.table():
@@ -362,7 +362,7 @@ def acceptance(run: Path, as_json: bool) -> None:
         click.echo(f"simulate with: --speculative-method {found['method']} --acceptance {found['acceptance']}")
 
 
-def _say_held_out(held: HeldOut) -> None:
+def _print_held_out(held: HeldOut) -> None:
     """Print the errors of predictions for batches that the fit had not seen."""
     click.echo("error of batches that the fit had not seen, each tenth of the run by the other nine: before -> after")
     for before, after in held.rows():
