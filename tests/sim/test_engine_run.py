@@ -212,6 +212,16 @@ def test_a_journal_is_a_workload_and_a_run_of_it_is_a_simulation(tmp_path: Path)
     assert result.exit_code == 0, result.output
 
 
+def test_batches_far_faster_than_the_named_device_are_fitted_all_the_same(tmp_path: Path) -> None:
+    """The least weight of kernels remains; the other terms have the time."""
+    record(tmp_path / "own")
+    out = tmp_path / "mine.json"
+    words = ("--from", tmp_path / "own", "--model", "llama-3.1-70b", "--date", "2026-11-26", "--out", out)
+    result = run(calibrate, *words)
+    assert result.exit_code == 0, result.output
+    assert Calibration.load(out).correction.kernels == 0.01
+
+
 def test_the_lane_of_a_calibration_is_simulated(tmp_path: Path) -> None:
     found = Calibration(**{name: getattr(UNCALIBRATED, name) for name in ("engine", "residuals")}, lane=LANE)
     assert found.cpu_model(CpuModel()) == LANE

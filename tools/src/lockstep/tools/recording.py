@@ -163,6 +163,7 @@ def convert_journal(run: Path, out: Path) -> dict[str, Any]:
         metrics.observe(event, step)
     data = metrics.result()
     engine = f"vllm {host.vllm}" if host.kind == VLLM else f"lockstep {header.core_version}"
+    out.mkdir(parents=True, exist_ok=True)
     _write_measured(out, data, _about(run, host.model or "", engine, host.entries()))
     summary: dict[str, Any] = data.summary
     return summary

@@ -38,6 +38,7 @@ FORMAT = "lockstep-calibration"
 VERSION = 1
 COVERAGE = 0.9  # default coverage of an interval: from the 5th to the 95th percentile
 PROBABILITIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.975, 0.99)
+KERNELS_MIN = 0.01  # least weight of kernels: more work must take longer
 FEATURES = ("kernels", "collectives", "step_us", "row_us", "collective_us")
 """The parts of a batch's time that a correction has weights for, in the order of a row of `batch_features`."""
 BATCH_FEATURES = (*FEATURES, "prompt_us", "kv_token_us")
@@ -91,7 +92,7 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             value = getattr(self, field)
             if value is msgspec.UNSET:
                 continue
-            least = 0.01 if field == "kernels" else 0.0
+            least = KERNELS_MIN if field == "kernels" else 0.0
             if not least <= value < math.inf:
                 raise CalibrationError(f"`correction.{field}` must be at least {least:g} and finite, got `{value}`")
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.sim.cost.calibration import BATCH_FEATURES, FEATURES, Correction
+from lockstep.sim.cost.calibration import BATCH_FEATURES, FEATURES, KERNELS_MIN, Correction
 from lockstep.sim.cost.errors import CalibrationError
 
 Float64s = NDArray[np.float64]
@@ -104,6 +104,7 @@ def correction_of(weights: Float64s, frontend_us: float = 0.0) -> Correction:
     """Return a correction with these weights, rounded to 4 decimals, and `frontend_us`, rounded to 1."""
     names = FEATURES if len(weights) == len(FEATURES) else BATCH_FEATURES
     values: dict[str, Any] = {name: round(float(w), 4) for name, w in zip(names, weights, strict=True)}
+    values["kernels"] = max(values["kernels"], KERNELS_MIN)
     return Correction(**values, frontend_us=round(frontend_us, 1))
 
 
