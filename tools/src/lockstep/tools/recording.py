@@ -139,7 +139,7 @@ def convert(folder: Path, *, model: str | None = None, gpu: str | None = None, t
             plans=folder.name,
         )  # fmt: skip
         with whole(folder / "batches.jsonl") as path:
-            path.write_bytes(b"".join(map(line_of, (header, *batches))))
+            path.write_bytes(line_of(header) + b"".join(map(line_of, batches)))
     data = metrics.result()
     measured = {name: getattr(recorded, name) for name in recorded.__struct_fields__}
     about = _about(folder, recorded.model, f"{recorded.engine} {recorded.engine_version}", measured)

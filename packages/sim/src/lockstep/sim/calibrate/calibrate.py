@@ -47,7 +47,7 @@ POINTS_MIN = 4  # points of an engine
 BLOCKS = 10  # parts of a journal that are left out in turn
 BATCHES_MIN = 50  # timed batches of a journal
 KIND_MIN = 50  # batches of one kind and size that are left out together
-STALL = 5.0  # times its fitted time: a longer batch counts as one of this length
+STALL = 5.0  # times its fitted time: a longer batch waited for other processes of the machine
 
 # ------------------------------------------------------------------------------------------------------ serving points
 
@@ -270,11 +270,14 @@ def batch_weights(parts: Float64s, took_us: Float64s) -> Float64s:
     """Return the weights of BATCH_FEATURES for single batches: a robust fit, at the level of the total time.
 
     A robust fit is near the median, and a run is as long as its mean batches. So all weights are multiplied by the
-    ratio of the totals, in which a batch counts with at most STALL times its fitted time.
+    ratio of the totals of batches that took at most STALL times as long as fitted.
     """
     weights = fit_weights(parts, took_us, BATCH_FEATURES)
     fitted_us = parts @ weights
-    found: Float64s = weights * float(np.minimum(took_us, STALL * fitted_us).sum() / fitted_us.sum())
+    usual = took_us <= STALL * fitted_us
+    if not usual.any():
+        return weights
+    found: Float64s = weights * float(took_us[usual].sum() / fitted_us[usual].sum())
     return found
 
 
@@ -294,8 +297,9 @@ def held_out(timed: TimedBatches) -> HeldOut:
     for mask, _ in left_out(kinds):
         if KIND_MIN <= mask.sum() <= count // 2:
             predicted_us = timed.parts[mask] @ batch_weights(timed.parts[~mask], timed.took_us[~mask])
-            measured_us = np.minimum(timed.took_us[mask], STALL * predicted_us)
-            ratios.append(float(measured_us.sum() / predicted_us.sum()))
+            usual = timed.took_us[mask] <= STALL * predicted_us
+            if usual.any():
+                ratios.append(float(timed.took_us[mask][usual].sum() / predicted_us[usual].sum()))
     return HeldOut(timed.batches, timed.took_us, timed.uncorrected_us, after_us, ratios)
 
 
