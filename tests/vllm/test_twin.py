@@ -29,7 +29,7 @@ ENGINE, CLIENT = TWIN / "engine", TWIN / "client"
 def run(command: Any, *words: object) -> str:
     result = CliRunner().invoke(command, [str(word) for word in words])
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
