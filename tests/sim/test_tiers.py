@@ -256,7 +256,14 @@ def test_a_beginning_that_was_written_first_leaves_storage_after_its_end() -> No
     stored.read([b"b0"])
     stored.write({b"a2": 10}, (b"a2",), after=b"a1")
     stored.write({b"c0": 10, b"c1": 10}, (b"c0", b"c1"))
-    assert [key in stored for key in (b"a0", b"a1", b"a2", b"b0", b"c0", b"c1")] == [True, True, False, False, True, True]
+    assert [key in stored for key in (b"a0", b"a1", b"a2", b"b0", b"c0", b"c1")] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_a_beginning_stays_in_storage_while_prefetches_bring_only_its_continuation() -> None:

@@ -115,7 +115,10 @@ class Parallelism:
     def __str__(self) -> str:
         """Return the layout as text, such as `tp 8, ep 8, attention_dp 4`."""
         named = self.describe().items()
-        words = [name if value is True else f"{name} {value if isinstance(value, str) else f'{value:g}'}" for name, value in named]
+        words = [
+            name if value is True else f"{name} {value if isinstance(value, str) else f'{value:g}'}"
+            for name, value in named
+        ]
         return ", ".join([f"tp {self.tp}", *words])
 
 
