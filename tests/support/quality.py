@@ -8,8 +8,8 @@ step by step and measures how much work is lost or put off; `BOUNDS` has the mos
     quality.observe(engine, event, step, before)
     quality.worst()                                 # by measure; `quality.broken()` names what is out of bounds
 
-A measure is bounded only where the settings do not ask for the opposite (`Bound.holds`): a pool that is overcommitted on
-purpose (`schedule_conservativeness` 0.02) has retractions.
+A measure is bounded only where the settings do not ask for the opposite (`Bound.holds`): a pool that is overcommitted
+on purpose (`schedule_conservativeness` 0.02) has retractions.
 """
 
 from __future__ import annotations
@@ -283,4 +283,4 @@ BOUNDS: dict[str, Bound] = {
         8, "a split prompt holds pages; it may wait for the ends of the requests that ran when its wait began"
     ),
 }
-"""The most of each measure. Thresholds are about twice the worst that sound runs have shown, and below that of storms."""
+"""The most of each measure: about twice the worst that sound runs have shown, and less than a storm has."""

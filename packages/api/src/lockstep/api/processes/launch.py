@@ -202,7 +202,7 @@ class Launcher:
         return None
 
     def _wait(self) -> LauncherEvent | None:
-        """Wait for the next event and return it; None if the deadline of an engine or the start of a worker is first."""
+        """Wait for the next event and return it; None if an engine's deadline or the start of a worker comes first."""
         due = [engine.deadline_s + REPORT_DELAY_S for engine in self.engines if engine.deadline_s is not None]
         due += self._starts_s[:1]
         if not due:

@@ -150,8 +150,8 @@ class StatePool:
     def leave_checkpoints(self, plan: BatchPlan, oldest: BatchId, step: Step) -> tuple[list[int], list[int], list[int]]:
         """Allocate slots for the checkpoints that the rows of a plan write.
 
-        A row writes one at the last multiple of `checkpoint_tokens` that it passes, as long as slots are available. A row
-        with a received state that is no checkpoint writes its first one at the next end of a page.
+        A row writes one at the last multiple of `checkpoint_tokens` that it passes, as long as slots are available.
+        A row with a received state that is no checkpoint writes its first one at the next end of a page.
 
         Args:
             oldest: the first batch that is not collected.

@@ -109,10 +109,10 @@ def layers_of(model: ModelSpec, split: Parallelism) -> list[int]:
     if given is not None:
         layers = [int(part) if part.strip().isdecimal() else 0 for part in given.split(",")]
         if len(layers) != split.pp or sum(layers) != model.layers or min(layers) < 1:
-            even = ",".join(map(str, _even(model.layers, split.pp)))
+            hint = ",".join(map(str, _even(model.layers, split.pp)))
             raise CapacityError(
-                f"`pp_layer_partition` must be the layers of {split.pp} stages, {model.layers} together, got `{given}`\n"
-                f"hint: --pp-layer-partition {even} is an even division"
+                f"`pp_layer_partition` must be the layers of {split.pp} stages, {model.layers} together, "
+                f"got `{given}`\nhint: --pp-layer-partition {hint} is an even division"
             )
         return layers
     others, even = split.pp - 1, _even(model.layers, split.pp)

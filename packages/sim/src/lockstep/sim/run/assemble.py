@@ -43,11 +43,11 @@ from lockstep.sim.run.adapters import check_adapters, lora_of
 from lockstep.sim.run.capacity import _capacity
 from lockstep.sim.run.encoding import EncoderSetup, check_encoding
 from lockstep.sim.run.environment import debug_level, environment_settings
+from lockstep.sim.run.layout import layout_of
 from lockstep.sim.run.load import check_load, check_measured, check_samples, check_seed, open_load
 from lockstep.sim.run.ranks import check_ranks, config_of_engine, settings_of_rank
 from lockstep.sim.run.sessions import check_server_sessions
 from lockstep.sim.run.setup import Setup
-from lockstep.sim.run.layout import layout_of
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.scenario.tier_options import host_tiers, hybrid_shares
 from lockstep.sim.workload.workload import Workload
