@@ -599,7 +599,8 @@ class SchedulerState:
         self.active -= 1
         self.batch_is_full = False
         self.microbatches.give_place(request)
-        self.jump_forward.forget(request)
+        if self.jump_forward.forced:
+            self.jump_forward.forget(request)
         known = self.speculation.known_tokens(request, outputs) if self.computes_ahead else None
         self.memory.leave(request, step, publish=publish, known=known)
 
