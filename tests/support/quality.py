@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec import UNSET
+
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import (
@@ -66,8 +68,10 @@ def _usual_reserve(config: SchedConfig) -> bool:
 
 
 def _whole_chunks(config: SchedConfig) -> bool:
-    """Whether chunks are as long as their budgets allow."""
-    aligned = config.truncation_align_size is not None
+    """Whether chunks are as long as their budgets allow, and a window pool without `chunk_tokens_min` is not tiny."""
+    hybrid, aligned = config.hybrid, config.truncation_align_size is not None
+    if hybrid is not UNSET and hybrid.chunk_tokens_min is UNSET and 0 < hybrid.window_pages < 1000:
+        return False
     return config.chunk_target_us is None and not aligned and config.pp_dynamic_chunking is not True
 
 

@@ -161,7 +161,7 @@ class StatePool:
         if plan.speculation is not None:  # the first multiple that a row may pass is the likeliest
             boundaries[plan.extend_rows :] = (plan.starts[plan.extend_rows :] // self.every + 1) * self.every
         if self.owed:
-            owing = np.isin(plan.rows, list(self.owed))
+            owing = np.isin(plan.rows, sorted(self.owed))
             boundaries[owing] = (plan.starts[owing] // self.page_size + 1) * self.page_size
         passing = ((boundaries > plan.starts) & (boundaries <= plan.stops)).nonzero()[0].tolist()
         index: list[int] = []
