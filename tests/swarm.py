@@ -51,6 +51,7 @@ from tests.support.plants import (
     OF_TIERS,
     PLANTS,
     RELEASES,
+    SUITS,
     UNSEEN,
 )
 from tests.support.quality import BOUNDS
@@ -311,7 +312,10 @@ def hunt(plant: str, first: int, most: int) -> tuple[str, str] | None:
             where = range(first + TIERED_SEEDS - 1, first + most, TIERED_SEEDS)
         if plant in OF_MICROBATCHES:
             where = range(first + PIPELINED_AT, first + most, PIPELINED_SEEDS)
+        suits = SUITS.get(plant)
         for seed in where:
+            if suits is not None and not suits(history(seed)[0]):
+                continue
             failure = run_seeds(seed, 1).failure
             if failure:
                 return f"{seed - first + 1} seeds", failure[1]

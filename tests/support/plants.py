@@ -599,6 +599,12 @@ OF_COMMANDS = frozenset(
 OF_TIERS = frozenset(("prefetch_not_cancelled",))
 """The bugs that only histories with cache tiers can show."""
 
+SUITS: dict[str, Callable[[SchedConfig], bool]] = {
+    "fenced_pages_not_counted": lambda config: config.overlap_depth > 0 and config.schedule_conservativeness < 0.1,
+    "retracts_for_drafts": lambda config: config.speculates and config.schedule_conservativeness < 0.1,
+}
+"""Settings that a history must have to show a bug often; other histories are left out of the hunt for it."""
+
 # --------------------------------------------------------------------------------------------------- releases left out
 
 

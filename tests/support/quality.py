@@ -258,7 +258,7 @@ def quality_of(folder: Path) -> Quality:
     return engines[0].quality
 
 
-RUN_REQUESTS_MIN = 10
+RUN_REQUESTS_MIN = 30
 """Admitted requests from which on shares of a run are judged."""
 
 BOUNDS: dict[str, Bound] = {
@@ -275,7 +275,7 @@ BOUNDS: dict[str, Bound] = {
         0.25, "of the new tokens of prompts; a storm of retractions has 0.3 to 0.6", _usual_reserve
     ),
     "passes of a prompt beyond its length": Bound(
-        8,
+        16,
         "decodes sit out beside an extend, so a prompt takes the passes that its length requires, and not one for each "
         "page that comes free",
         _whole_chunks,
@@ -287,4 +287,4 @@ BOUNDS: dict[str, Bound] = {
         8, "a split prompt holds pages; it may wait for the ends of the requests that ran when its wait began"
     ),
 }
-"""The most of each measure: about twice the worst that sound runs have shown, and less than a storm has."""
+"""The most of each measure: more than twice the worst that sound runs have shown, and less than a storm has."""
