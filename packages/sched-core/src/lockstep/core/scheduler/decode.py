@@ -170,7 +170,7 @@ class DecodePlanner:
         memory = self._memory
         if memory.hybrid.present and memory.hybrid.short_for_decode(self._state):
             return True
-        needed = growing.size if self._state.ahead_hoped == 1 else self._pages_needed(running)
+        needed = growing.size if self._state.look_ahead_with_drafts == 1 else self._pages_needed(running)
         if needed <= memory.pool.free_count:
             return False
         lacking = needed - memory.available_pages
@@ -185,7 +185,7 @@ class DecodePlanner:
 
     def _pages_needed(self, running: RunningState) -> int:
         """Return the pages that the next decode needs."""
-        if self._state.ahead_hoped == 1:
+        if self._state.look_ahead_with_drafts == 1:
             return self._state.next_pages(running.batch, running.positions)
         spare = self._memory.table.spare_of(running.batch.rows)
         return pages_ahead(running.batch, running.positions, self._state.config.page_size, self._state.ahead, spare)
