@@ -69,8 +69,9 @@ class EndObligations(Piece):
             named = self._ended.intersection(plan.request_ids.tolist())
             assert not named, f"batch {plan.batch_id} names {sorted(named)}, which have ended before"
         for command in step.commands:
-            if (one := getattr(command, "request_id", None)) is not None and one in records and records[one].ended:
-                self._ended.add(one)
+            ended = getattr(command, "request_id", None)
+            if ended in records and records[ended].ended:
+                self._ended.add(ended)
 
 
 class PauseObligations(Piece):
