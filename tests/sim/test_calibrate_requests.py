@@ -14,15 +14,15 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from lockstep.sim.calibrate.importers import ReadingOptions, read_measurements
-from lockstep.sim.calibrate.measured_points import fit_of_points, serving_points_of, write_points
-from lockstep.sim.calibrate.measured_run import (
+from lockstep.sim.calibrate.load_runs import (
     AnsweredRequests,
-    MeasuredRun,
+    LoadRun,
     Measurements,
     ServerFacts,
     closed_loop_of,
     turns_of_run,
 )
+from lockstep.sim.calibrate.measured_points import fit_of_points, serving_points_of, write_points
 from lockstep.sim.calibrate.replayed_run import ReplayedServer
 from lockstep.sim.calibrate.request_fit import coverage_of, draft_calibration
 from lockstep.sim.calibrate.requests import RequestsSource, calibrate_requests
@@ -382,10 +382,10 @@ SCENARIO = Scenario(model="qwen3-8b", gpu="h100", workload="measured", profile="
 TRUTH = Correction(kernels=1.25, collectives=1.25, step_us=900.0)
 
 
-def drawn(count: int, *, rate: float, concurrency: int | None = None) -> MeasuredRun:
+def drawn(count: int, *, rate: float, concurrency: int | None = None) -> LoadRun:
     """Requests without times."""
     random = np.random.default_rng(3)
-    return MeasuredRun(
+    return LoadRun(
         "drawn",
         "drawn",
         AnsweredRequests(
@@ -400,13 +400,13 @@ def drawn(count: int, *, rate: float, concurrency: int | None = None) -> Measure
     )
 
 
-def served(run: MeasuredRun, truth: Correction = TRUTH) -> MeasuredRun:
+def served(run: LoadRun, truth: Correction = TRUTH) -> LoadRun:
     """The same requests with the times that a server with a known correction takes."""
     server = ReplayedServer.of(SCENARIO, turns_of_run(run), run.name)
     calibration = replace(draft_calibration(server, ServerFacts(engine="vllm"), DATE, []), correction=truth)
     replay = server.play(run, calibration)
     times = run.requests
-    return MeasuredRun(
+    return LoadRun(
         run.name,
         run.form,
         AnsweredRequests(
@@ -416,7 +416,7 @@ def served(run: MeasuredRun, truth: Correction = TRUTH) -> MeasuredRun:
     )
 
 
-def csv_of(run: MeasuredRun) -> str:
+def csv_of(run: LoadRun) -> str:
     times = run.requests
     columns = (
         times.sent_s,
@@ -474,7 +474,7 @@ def test_cached_tokens_make_a_common_prefix() -> None:
     run = drawn(10, rate=1.0)
     cached = np.where(np.arange(10) < 5, 64, 0)
     times = run.requests
-    shared = MeasuredRun(
+    shared = LoadRun(
         "run", "form",
         AnsweredRequests(
             times.sent_s, times.ttft_s, times.e2e_s, times.prompt_tokens, times.output_tokens, cached

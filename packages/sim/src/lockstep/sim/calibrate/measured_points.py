@@ -20,7 +20,7 @@ from lockstep.sim.calibrate.calibrate import (
     calibration_of_points,
     left_out_ratios,
 )
-from lockstep.sim.calibrate.measured_run import MeasuredPoint, ServerFacts
+from lockstep.sim.calibrate.load_runs import MeasuredPoint, ServerFacts
 from lockstep.sim.calibrate.serving_points import (
     CLIENTS,
     ENGINES,

@@ -19,7 +19,7 @@ from lockstep.core.contract.commands import Step
 from lockstep.core.contract.events import ObservedEvent, RequestArrived, RequestId
 from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
-from lockstep.sim.calibrate.measured_run import Floats, MeasuredRun
+from lockstep.sim.calibrate.load_runs import Floats, LoadRun
 from lockstep.sim.cost import Calibration, CalibrationError, CpuModel
 from lockstep.sim.cost.base_model import base_cost_model
 from lockstep.sim.cost.stages import PipelineModel
@@ -151,7 +151,7 @@ class ReplayedServer:
         return cls(setup, base)
 
     def play(
-        self, run: MeasuredRun, calibration: Calibration | None, *, rows: int | None = None, factor: float = 1.0
+        self, run: LoadRun, calibration: Calibration | None, *, rows: int | None = None, factor: float = 1.0
     ) -> SimulatedTimes:
         """Replay a run.
 
@@ -196,7 +196,7 @@ class ReplayedServer:
         ttft_s, e2e_s, queue_s = columns
         return SimulatedTimes(ttft_s, e2e_s, queue_s, (end_us - data.span_us[0]) / 1e6)
 
-    def _source(self, run: MeasuredRun, rows: int | None) -> tuple[Turns, int | None, Arrivals | InOrderLoop]:
+    def _source(self, run: LoadRun, rows: int | None) -> tuple[Turns, int | None, Arrivals | InOrderLoop]:
         """Return the turns to send, when to stop (us, None: at the end) and the source of requests."""
         turns = self.setup.workload.turns
         if run.concurrency is not None or not run.requests.has_clock:

@@ -21,7 +21,7 @@ from statistics import NormalDist
 import numpy as np
 from msgspec.structs import replace
 
-from lockstep.sim.calibrate.measured_run import Floats, MeasuredRun, ServerFacts
+from lockstep.sim.calibrate.load_runs import Floats, LoadRun, ServerFacts
 from lockstep.sim.calibrate.replayed_run import ReplayedServer, SimulatedTimes
 from lockstep.sim.cost import Calibration, CalibrationError
 from lockstep.sim.cost.calibration import (
@@ -47,7 +47,7 @@ COLD_REQUESTS = 5  # first requests of a run, which may meet a server that has j
 BETWEEN_LOADS = {"time": 0.06, "ttft": 0.14}
 """Standard deviation of log(measured / predicted) for another load of the same model, GPU and engine.
 
-Not seen in one run, and added to the spread that the run shows. Source: docs/decisions/0098-calibration-of-requests.md.
+Not seen in one run, and added to the spread that the run shows. Source: docs/decisions/0100-calibration-of-requests.md.
 """
 
 
@@ -62,7 +62,7 @@ class RequestFit:
     replays: int
 
 
-def split_rows(run: MeasuredRun, share: float) -> int:
+def split_rows(run: LoadRun, share: float) -> int:
     """Return how many first requests are fitted.
 
     Raises: CalibrationError if `share` is no share, or too few requests are left on either side.
@@ -80,7 +80,7 @@ def split_rows(run: MeasuredRun, share: float) -> int:
     return fitted
 
 
-def fit_requests(servers: Sequence[tuple[ReplayedServer, MeasuredRun, int]], draft: Calibration) -> RequestFit:
+def fit_requests(servers: Sequence[tuple[ReplayedServer, LoadRun, int]], draft: Calibration) -> RequestFit:
     """Fit the first requests of one or several runs of a server.
 
     Args:
@@ -131,7 +131,7 @@ def _spread(late: Floats) -> float:
     return float(np.sqrt(np.mean(off**2)))
 
 
-def _frontend_s(servers: Sequence[tuple[ReplayedServer, MeasuredRun, int]], calibration: Calibration) -> float:
+def _frontend_s(servers: Sequence[tuple[ReplayedServer, LoadRun, int]], calibration: Calibration) -> float:
     """Return the time of a request outside of the engine, from requests that did not wait for admission.
 
     Behind a queue the lateness is that of all passes before, so it has nothing to do with the front end. If fewer than
@@ -204,7 +204,7 @@ class KeptAside:
         return (self.before if before else self.after)[figure] / self.measured[figure] - 1.0
 
 
-def _figures(run: MeasuredRun, replay: SimulatedTimes | None, rows: slice) -> dict[str, float]:
+def _figures(run: LoadRun, replay: SimulatedTimes | None, rows: slice) -> dict[str, float]:
     """Return FIGURES of some requests: measured, or of a replay."""
     requests = run.requests
     ttft = requests.ttft_s if replay is None else replay.ttft_s
@@ -221,7 +221,7 @@ def _figures(run: MeasuredRun, replay: SimulatedTimes | None, rows: slice) -> di
     return found
 
 
-def block_ratios(run: MeasuredRun, replay: SimulatedTimes, fitted: int) -> dict[Metric, list[float]]:
+def block_ratios(run: LoadRun, replay: SimulatedTimes, fitted: int) -> dict[Metric, list[float]]:
     """Return measured / predicted of TPOT and TTFT, for blocks of consecutive requests behind the fitted ones."""
     requests = run.requests
     count = len(requests) - fitted
@@ -255,7 +255,7 @@ def residuals_of(ratios: dict[Metric, list[float]], method: str) -> list[Residua
     return found
 
 
-def test_of(server: ReplayedServer, run: MeasuredRun, fitted: int, calibration: Calibration, model: str) -> KeptAside:
+def test_of(server: ReplayedServer, run: LoadRun, fitted: int, calibration: Calibration, model: str) -> KeptAside:
     """Replay a whole run without the calibration, with it, and at the ends of its interval."""
     low, high = calibration.interval("time", model=model)
     before, after = server.play(run, None), server.play(run, calibration)

@@ -20,13 +20,13 @@ from msgspec.structs import replace
 from lockstep.core.contract.profiles import PROFILES
 from lockstep.host.quantization import KvDtype, WeightsDtype
 from lockstep.sim.calibrate.importers import ReadingOptions, read_measurements
+from lockstep.sim.calibrate.load_runs import LoadRun, Measurements, ServerFacts, turns_of_run
 from lockstep.sim.calibrate.measured_points import (
     PointsCalibration,
     fit_of_points,
     serving_points_of,
     write_points,
 )
-from lockstep.sim.calibrate.measured_run import MeasuredRun, Measurements, ServerFacts, turns_of_run
 from lockstep.sim.calibrate.replayed_run import ReplayedServer
 from lockstep.sim.calibrate.request_fit import (
     FIT_SHARE,
@@ -157,7 +157,7 @@ def _sources(paths: Sequence[Path], found: Measurements, left_out: Mapping[str, 
 
 
 def _calibrate_runs(
-    runs: Sequence[MeasuredRun],
+    runs: Sequence[LoadRun],
     source: RequestsSource,
     date: str,
     sources: Sequence[CalibrationSource],
@@ -185,7 +185,7 @@ def _calibrate_runs(
     return RequestsCalibration(calibration, fit, kept, None, ratios, tuple(_remarks(runs, fit)))
 
 
-def _facts_of(runs: Sequence[MeasuredRun], given: ServerFacts) -> ServerFacts:
+def _facts_of(runs: Sequence[LoadRun], given: ServerFacts) -> ServerFacts:
     """Return the facts of the server of all runs. Raises: CalibrationError if they differ, or one is missing."""
     all_facts = [given.over(run.facts) for run in runs]
     for name, hint in (("model", "--model qwen3-8b"), ("gpu", "--gpu h100"), ("engine", "--engine vllm")):
@@ -202,7 +202,7 @@ def _facts_of(runs: Sequence[MeasuredRun], given: ServerFacts) -> ServerFacts:
     return facts
 
 
-def _prompts(source: RequestsSource, runs: Sequence[MeasuredRun]) -> Turns:
+def _prompts(source: RequestsSource, runs: Sequence[LoadRun]) -> Turns:
     """Return the prompts of the one run, from the workload that was sent."""
     if len(runs) > 1:
         raise CalibrationError(f"`workload` has the prompts of one run, got {len(runs)} runs\nhint: give one file")
@@ -211,15 +211,15 @@ def _prompts(source: RequestsSource, runs: Sequence[MeasuredRun]) -> Turns:
 
 
 def _server(
-    run: MeasuredRun, facts: ServerFacts, source: RequestsSource, prompts: Turns | None
-) -> tuple[ReplayedServer, MeasuredRun]:
+    run: LoadRun, facts: ServerFacts, source: RequestsSource, prompts: Turns | None
+) -> tuple[ReplayedServer, LoadRun]:
     if source.concurrency is not None:
         concurrency = source.concurrency or None
         if concurrency is None and not run.requests.has_clock:
             raise CalibrationError(
                 f"{run.name}: `concurrency` is 0, but the file has no times of sending\nhint: leave out --concurrency"
             )
-        run = MeasuredRun(run.name, run.form, run.requests, concurrency, run.facts, run.left_out)
+        run = LoadRun(run.name, run.form, run.requests, concurrency, run.facts, run.left_out)
     model = facts.model
     is_fp8 = model.lower().endswith("-fp8")
     weights = facts.weights_dtype or ("fp8" if is_fp8 else "")
@@ -255,7 +255,7 @@ def _settings(facts: ServerFacts, source: RequestsSource) -> dict[str, Any]:
 
 
 def _notes(
-    servers: Sequence[tuple[ReplayedServer, MeasuredRun, int]], facts: ServerFacts, source: RequestsSource
+    servers: Sequence[tuple[ReplayedServer, LoadRun, int]], facts: ServerFacts, source: RequestsSource
 ) -> list[str]:
     """Return what a later use of the calibration must regard, one sentence each."""
     notes = [f"of {len(servers)} run{'s' if len(servers) > 1 else ''}, on {servers[0][0].setup.split}"]
@@ -271,7 +271,7 @@ def _notes(
     return notes
 
 
-def _remarks(runs: Sequence[MeasuredRun], fit: RequestFit) -> list[str]:
+def _remarks(runs: Sequence[LoadRun], fit: RequestFit) -> list[str]:
     lines = []
     for run in runs:
         for reason, count in run.left_out.items():

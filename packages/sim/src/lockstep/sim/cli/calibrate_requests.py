@@ -86,7 +86,7 @@ def requests(files: tuple[Path, ...], **options: Any) -> None:
     given, target = take(RequestsFit, options), take(CalibrationFile, options)
     with refusals():
         from lockstep.sim.calibrate.importers import ReadingOptions
-        from lockstep.sim.calibrate.measured_run import ServerFacts
+        from lockstep.sim.calibrate.load_runs import ServerFacts
         from lockstep.sim.calibrate.requests import RequestsSource, calibrate_requests
 
         date = target.check()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import click
+import msgspec
 
 from lockstep.host.options import Option, options_of, with_flags
 from lockstep.host.quantization import KvDtype, WeightsDtype
@@ -61,13 +62,22 @@ def write(calibration: Calibration, out: Path) -> None:
     click.echo(f"{calibration.title}: {', '.join(calibration.models)}")
     click.echo(
         f"kernels x {c.kernels:.3g}, collectives x {c.collectives:.3g}; {c.step_us:,.0f} us a pass, "
-        f"{c.row_us:.3g} us a row, {c.collective_us:.3g} us a collective, {c.frontend_us / 1e3:,.1f} ms a request"
+        f"{c.row_us:.3g} us a row, {c.weight('prompt_us'):.3g} us a prompt, "
+        f"{c.weight('kv_token_us'):.3g} us a KV token, "
+        f"{c.collective_us:.3g} us a collective, {c.frontend_us / 1e3:,.1f} ms a request"
     )
     for residuals in calibration.residuals:
         low, middle, high = residuals.at([0.05, 0.5, 0.95])
         click.echo(
             f"measured / predicted {residuals.metric}, models {residuals.population}: median {middle:.2f}, "
             f"90 % in {low:.2f} to {high:.2f} ({residuals.count} predictions, {residuals.method})"
+        )
+    if calibration.lane is not msgspec.UNSET:
+        lane = calibration.lane
+        click.echo(
+            f"CPU lane: {lane.result_fixed_us:.0f} us a result, {lane.result_row_us:.3g} us a row of it, "
+            f"{lane.arrival_us:.0f} us an arrival, {lane.plan_fixed_us:.0f} us a plan, {lane.plan_row_us:.3g} us a row "
+            "of it"
         )
     for source in calibration.sources:
         left_out = f", {source.rows_left_out:,} left out ({source.why_left_out})" if source.rows_left_out else ""

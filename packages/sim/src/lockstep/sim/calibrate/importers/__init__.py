@@ -26,7 +26,7 @@ from lockstep.sim.calibrate.importers.nvidia import (
 )
 from lockstep.sim.calibrate.importers.prometheus import Scrape, is_scrape, measurements_of, read_scrape
 from lockstep.sim.calibrate.importers.tables import read_lockstep, read_table
-from lockstep.sim.calibrate.measured_run import Measurements
+from lockstep.sim.calibrate.load_runs import Measurements
 from lockstep.sim.cost import CalibrationError
 from lockstep.sim.workload.trace_files import read_bytes, to_text
 

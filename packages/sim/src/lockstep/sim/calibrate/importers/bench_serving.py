@@ -14,10 +14,10 @@ import math
 from typing import Any
 
 from lockstep.sim.calibrate.importers.fields import Fields
-from lockstep.sim.calibrate.measured_run import (
+from lockstep.sim.calibrate.load_runs import (
     AnsweredRequests,
+    LoadRun,
     MeasuredPoint,
-    MeasuredRun,
     Measurements,
     ServerFacts,
 )
@@ -44,7 +44,7 @@ def read_bench_serving(found: Fields, name: str) -> Measurements:
         requests, left_out = _requests(found, limit)
         if requests.has_clock or math.isinf(rate):
             concurrency = limit if limit is not None and math.isinf(rate) else None
-            return Measurements(runs=(MeasuredRun(name, form, requests, concurrency, facts, left_out),))
+            return Measurements(runs=(LoadRun(name, form, requests, concurrency, facts, left_out),))
     return Measurements(points=(_point(found, name, form, facts, limit if math.isinf(rate) else None),))
 
 

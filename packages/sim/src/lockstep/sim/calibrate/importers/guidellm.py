@@ -9,7 +9,7 @@ tokens, as `start_time`, `first_token_time`, `last_token_time`.
 from __future__ import annotations
 
 from lockstep.sim.calibrate.importers.fields import Fields
-from lockstep.sim.calibrate.measured_run import AnsweredRequests, MeasuredRun, Measurements, ServerFacts
+from lockstep.sim.calibrate.load_runs import AnsweredRequests, LoadRun, Measurements, ServerFacts
 
 FORM = "guidellm"
 TIMES = ("request_start", "first_token_iteration", "last_token_iteration")
@@ -40,7 +40,7 @@ def read_guidellm(found: Fields, name: str) -> Measurements:
         others = {key: len(benchmark.inner("requests").value.get(key) or []) for key in ("errored", "incomplete")}
         others["without token times"] = silent
         runs.append(
-            MeasuredRun(
+            LoadRun(
                 f"{name}, benchmark {number} ({kind})",
                 FORM,
                 AnsweredRequests.of(f"{benchmark.where}: {benchmark.path}", columns),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from lockstep.sim.calibrate.importers.fields import Fields
-from lockstep.sim.calibrate.measured_run import MeasuredPoint, Measurements, ServerFacts
+from lockstep.sim.calibrate.load_runs import MeasuredPoint, Measurements, ServerFacts
 
 FORM = "InferenceX"
 FRAMEWORKS = {"trt": "trtllm", "trtllm": "trtllm", "tensorrt-llm": "trtllm", "vllm": "vllm", "sglang": "sglang"}

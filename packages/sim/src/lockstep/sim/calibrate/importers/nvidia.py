@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.sim.calibrate.importers.fields import Fields, parse_objects
-from lockstep.sim.calibrate.measured_run import (
+from lockstep.sim.calibrate.load_runs import (
     AnsweredRequests,
+    LoadRun,
     MeasuredPoint,
-    MeasuredRun,
     Measurements,
     ServerFacts,
     closed_loop_of,
@@ -65,7 +65,7 @@ def read_aiperf(records: list[Fields], name: str, path: Path) -> Measurements:
     summary = _beside(path, "profile_export_aiperf.json")
     concurrency = _concurrency(summary) if summary is not None else closed_loop_of(requests)
     facts = ServerFacts() if summary is None else _facts(summary)
-    return Measurements(runs=(MeasuredRun(name, AIPERF, requests, concurrency, facts, left_out),))
+    return Measurements(runs=(LoadRun(name, AIPERF, requests, concurrency, facts, left_out),))
 
 
 def read_profile(found: Fields, name: str, path: Path, prompt_tokens: int | None) -> Measurements:
@@ -106,7 +106,7 @@ def read_profile(found: Fields, name: str, path: Path, prompt_tokens: int | None
             columns["output_tokens"].append(usage.get("completion_tokens", len(with_text)))
         is_closed = load.text("mode") == "concurrency"
         runs.append(
-            MeasuredRun(
+            LoadRun(
                 f"{name}, experiment {number} ({load.text('mode')} {load.value.get('value')})",
                 GENAI_PERF,
                 AnsweredRequests.of(f"{found.where}: {experiment.path}", columns),

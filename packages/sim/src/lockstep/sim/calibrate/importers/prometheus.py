@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lockstep.sim.calibrate.measured_run import MeasuredPoint, Measurements, ServerFacts
+from lockstep.sim.calibrate.load_runs import MeasuredPoint, Measurements, ServerFacts
 from lockstep.sim.cost import CalibrationError
 
 FORM = "Prometheus"

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.sim.calibrate.measured_run import (
+from lockstep.sim.calibrate.load_runs import (
     AnsweredRequests,
-    MeasuredRun,
+    LoadRun,
     Measurements,
     ServerFacts,
     closed_loop_of,
@@ -62,7 +62,7 @@ def read_lockstep(folder: Path) -> Measurements:
     facts = ServerFacts(
         model=str(about.get("model") or ""), gpu=str(about.get("gpu") or ""), tp=int(about.get("tp") or 0)
     )
-    run = MeasuredRun(str(folder), LOCKSTEP, found.requests, workload.get("concurrency"), facts, found.left_out)
+    run = LoadRun(str(folder), LOCKSTEP, found.requests, workload.get("concurrency"), facts, found.left_out)
     return Measurements(runs=(run,))
 
 
@@ -98,7 +98,7 @@ def _rows(reader: csv.DictReader[str], name: str, form: str, read_row: Callable[
         raise CalibrationError(f"{name}, line {reader.line_num}: not CSV: {error}\nhint: {HINT}") from error
     requests = AnsweredRequests.of(name, columns)
     lost = {"not answered": left_out} if left_out else {}
-    return Measurements(runs=(MeasuredRun(name, form, requests, closed_loop_of(requests), left_out=lost),))
+    return Measurements(runs=(LoadRun(name, form, requests, closed_loop_of(requests), left_out=lost),))
 
 
 def _lockstep_row(cells: Cells, number: Numbers) -> tuple[float, ...] | None:
