@@ -12,7 +12,7 @@ import pytest
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.records import JournalError
-from lockstep.vllm import versions
+from lockstep.vllm import recording, versions
 from lockstep.vllm.checks import KINDS, WITHOUT_EFFECT
 from lockstep.vllm.recording import begin_recording
 from lockstep.vllm.settings import (
@@ -161,7 +161,10 @@ def test_start_in_the_name_of_a_folder_is_the_time_of_the_start() -> None:
     assert re.fullmatch(r"runs/\d{8}T\d{6}Z/engine-1", str(folder))
 
 
-def test_a_journal_that_cannot_be_begun_is_refused_with_what_to_set(tmp_path: Path) -> None:
+def test_a_journal_that_cannot_be_begun_is_refused_with_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "device_name", lambda: "cpu")  # asks vLLM
     settings = VllmSettings(journal=str(tmp_path / "run"))
     began = begin_recording(settings, SchedConfig(), ranked(0), "0.32.0")
     with pytest.raises(JournalError) as refused:

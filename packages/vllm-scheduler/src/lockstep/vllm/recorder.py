@@ -19,6 +19,7 @@ from lockstep.core.journal.records import JournalError
 from lockstep.host.recording import Arrived, Ended, PassFinished, Planned, RecordingHeader, RecordingWriter
 from lockstep.vllm import versions
 from lockstep.vllm.metrics import reported
+from lockstep.vllm.recording import device_name
 from lockstep.vllm.settings import not_begun, read_settings, run_folder
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -59,6 +60,8 @@ class SchedulerRecorder(Scheduler):
             max_running_requests=scheduler.max_num_seqs,
             batch_tokens_max=scheduler.max_num_batched_tokens,
             overlap_depth=int(bool(scheduler.async_scheduling)),
+            gpu=device_name(),
+            tp=self.vllm_config.parallel_config.tensor_parallel_size,
         )
         failed = reported(self.vllm_config.parallel_config.data_parallel_index, _failed)
         try:

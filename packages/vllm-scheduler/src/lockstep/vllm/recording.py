@@ -161,6 +161,7 @@ def begin_recording(
         kind=VLLM,
         vllm=version,
         model=vllm_config.model_config.model,
+        gpu=device_name(),
         tp=vllm_config.parallel_config.tensor_parallel_size,
         profile=settings.profile,
         tokens="kept" if settings.journal_tokens else "pseudonyms",
@@ -172,3 +173,10 @@ def begin_recording(
         return Recording(run_folder(settings, vllm_config), header, pseudonyms, failed)
     except JournalError as error:
         raise not_begun(error, settings) from None
+
+
+def device_name() -> str:
+    """Return the driver's name of the device that vLLM runs on; "cpu" on a processor."""
+    from vllm.platforms import current_platform
+
+    return "cpu" if current_platform.is_cpu() else str(current_platform.get_device_name())
