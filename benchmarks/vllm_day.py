@@ -11,16 +11,15 @@ Run it with the interpreter of an environment that has vLLM, with PYTHONPATH as 
 4. stops the server, and verifies, measures and explains the journal.
 
 Four bars, exit status 1 if one is missed. Every request is answered, and the journal verifies. Of each of the ten
-slowest requests, as the client measured, at least 80 % of the time to the first token is attributed to causes. Between
-the last and the middle third of the time, the scheduler's own structures (the smallest sample, that with the fewest
-open requests) and the resident set of the engine process (the mean) differ by less than 5 %.
+slowest requests, at least 80 % of the time to the first token is attributed to causes. Between the last and the middle
+third of the time, the scheduler's own structures (the smallest sample, that with the fewest open requests) and the
+resident set of the engine process (the mean) differ by less than 5 %.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import json
 import os
 import signal
@@ -172,7 +171,8 @@ def judged(out: Path, day: dict[str, Any], samples: Path, lasted_s: float) -> di
     """Verify and explain the journal, and compare the samples of memory. Returns the figures, with `bars`."""
     run = out / "engine"
     verified = lockstep("journal", "verify", run, check=False)
-    slowest = [named(run, label, ttft_us) for label, ttft_us in slowest_of(out / "day" / "requests.csv")]
+    told = json.loads(lockstep("explain", run, "--slowest", "ttft", SLOWEST, "--json").stdout)["requests"]
+    slowest = [named(one) for one in told]
     (out / "slowest.txt").write_text(lockstep("explain", run, "--slowest", "ttft", SLOWEST).stdout)
     read = [json.loads(line) for line in samples.read_text().splitlines()]
     end_us = read[-1]["time_us"]
@@ -198,24 +198,17 @@ def judged(out: Path, day: dict[str, Any], samples: Path, lasted_s: float) -> di
     }
 
 
-def slowest_of(requests: Path) -> list[tuple[str, int]]:
-    """Return label and TTFT, in us, of the slowest requests that the client measured."""
-    with requests.open(newline="") as file:
-        found = [(row["label"], int(row["ttft_us"])) for row in csv.DictReader(file) if row["ttft_us"]]
-    return sorted(found, key=lambda one: -one[1])[:SLOWEST]
+def named(one: dict[str, Any]) -> dict[str, Any]:
+    """Return where the TTFT of an explained request went: causes of waits, prefill, and the explained share.
 
-
-def named(run: Path, label: str, ttft_us: int) -> dict[str, Any]:
-    """Return where the TTFT of a request went, as `lockstep explain --request LABEL` has it: causes of waits, prefill.
-
-    A wait for the next launch is no cause: it is not counted as explained.
+    A wait for the next launch is no cause: it is not counted as explained. The TTFT is that of the engine: what a late
+    client adds is not in the journal.
     """
-    one = json.loads(lockstep("explain", run, "--request", label, "--json").stdout)
     causes = {name: us for name, us in one["waited_us_by_cause"].items() if us}
     prefill_us = one["ttft_us"] - one["queue_us"]
-    share = (prefill_us + sum(us for name, us in causes.items() if name != "next launch")) / ttft_us
+    share = (prefill_us + sum(us for name, us in causes.items() if name != "next launch")) / one["ttft_us"]
     return {
-        "label": label, "prompt_tokens": one["prompt_tokens"], "client_ttft_us": ttft_us, "ttft_us": one["ttft_us"],
+        "label": one["label"], "prompt_tokens": one["prompt_tokens"], "ttft_us": one["ttft_us"],
         "prefill_us": prefill_us, "causes": causes, "explained": round(share, 4),
     }  # fmt: skip
 
@@ -253,8 +246,8 @@ def lines_of(figures: dict[str, Any]) -> Iterator[str]:
     for one in figures["slowest"]:
         causes = ", ".join(f"{us / 1e3:,.0f} ms {cause}" for cause, us in one["causes"].items() if us)
         yield (
-            f"  {one['label']:<12} {one['prompt_tokens']:>5} tokens, TTFT {one['client_ttft_us'] / 1e3:,.0f} ms at the "
-            f"client, {one['explained']:.0%} explained: "
+            f"  {one['label'][:-9]:<16} {one['prompt_tokens']:>5} tokens, TTFT {one['ttft_us'] / 1e3:,.0f} ms, "
+            f"{one['explained']:.0%} explained: "
             f"{causes or 'no wait'}, {one['prefill_us'] / 1e3:,.0f} ms prefill"
         )
     for name, values in figures["memory"].items():

@@ -61,6 +61,21 @@ def test_after_kill_9_one_command_shows_what_was_running(tmp_path: Path) -> None
     assert "6 open requests: 6 in decode" in text
 
 
+def test_a_recording_of_vllms_own_scheduler_shows_it_too(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with serving(tmp_path, {"journal": str(run)}, "--scheduler-cls", "lockstep.vllm.Recorder") as server:
+        load(server)
+        await_that(lambda: all(server.streamed[name] > 100 for name in NAMES), "a hundred tokens of every stream")
+        server.engine().kill()
+        await_that(lambda: server.process.poll() is not None, "the end of the server")
+    state = json.loads(command(explain, run, "--at", "end", "--json"))
+    assert len(state["requests"]) == len(NAMES)
+    for one in state["requests"]:
+        assert one["phase"] == "decode"
+        assert one["emitted_tokens"] > 20
+        assert one["computed_tokens"] == one["prompt_tokens"] + one["emitted_tokens"] - 1
+
+
 PLANTED = """
 from lockstep.core.contract.events import BatchFinished
 from lockstep.vllm.scheduler import Scheduler
