@@ -139,6 +139,11 @@ class ResultExtras:
     weights: tuple[tuple[int, int], ...] = ()  # at the end: (first output token, version of the weights) of each span
 
 
+def watches_text(event: RequestArrived) -> bool:
+    """Return whether the text of a request is searched for stop texts or regular expressions."""
+    return bool(event.stop_texts or event.stop_regexes)
+
+
 class TextWatch(Protocol):
     """The text of one request with stop texts."""
 
@@ -393,7 +398,7 @@ class RuntimeHost:
                 case None if request is None:
                     raise ContractError(f"request {request_id} cannot be resumed: the engine does not have it")
                 case None:
-                    if event.stop_texts and self._watch_text is not None:
+                    if watches_text(event) and self._watch_text is not None:
                         opened.watch = self._watch_text(opened.event)
                         outputs = np.frombuffer(request.tokens, np.int32)[request.prompt_tokens :]
                         for at, token in enumerate(outputs.tolist()):
@@ -640,8 +645,9 @@ class RuntimeHost:
 
     def _refusal(self, event: RequestArrived) -> tuple[str, str] | None:
         """Return reason and message if this host cannot serve a request. The engine then never receives it."""
-        if event.stop_texts and self._watch_text is None:
-            return "unsupported", "`stop_texts` need a tokenizer, and this engine has no tokenizer"
+        if watches_text(event) and self._watch_text is None:
+            name = "stop_texts" if event.stop_texts else "stop_regexes"
+            return "unsupported", f"`{name}` need a tokenizer, and this engine has no tokenizer"
         try:
             if self._check_request is not None:
                 self._check_request(event)
@@ -719,7 +725,7 @@ class RuntimeHost:
         firsts = result.firsts()  # rows with stop texts have one token: they verify no drafts
         for i, number in enumerate(plan.sample_rows.tolist()):
             request = self._open.get(int(plan.request_ids[number]))
-            if request is None or not request.event.stop_texts:
+            if request is None or not watches_text(request.event):
                 continue
             if request.watch is None:
                 request.watch = self._watch_text(request.event)

@@ -26,6 +26,7 @@ from starlette.routing import Route as StarletteRoute
 from lockstep.api.endpoints import (
     control_api,
     embeddings_api,
+    generate_api,
     messages_api,
     native_api,
     openai_api,
@@ -35,6 +36,7 @@ from lockstep.api.endpoints import (
     ui,
 )
 from lockstep.api.endpoints.errors import CLIENT_LEFT, ApiError
+from lockstep.api.endpoints.fields import name_ignored
 from lockstep.api.endpoints.http import ClientLeft, EventStream, error_response, read_body
 from lockstep.api.endpoints.schemas import Body
 from lockstep.api.endpoints.server import Call, Server
@@ -95,7 +97,7 @@ ROUTES = (
         HttpRoute("POST", path, "user", native_api.not_here, schemas.AnyBody, optional=True)
         for path in ("/pooling", "/classify", "/v1/moderations")
     ),
-    HttpRoute("POST", "/generate", "user", native_api.generate, schemas.GenerateBody),
+    HttpRoute("POST", "/generate", "user", generate_api.generate, schemas.GenerateBody),
     HttpRoute("POST", "/abort_request", "user", native_api.abort_request, schemas.AbortBody),
     HttpRoute("POST", "/tokenize", "user", native_api.tokenize, schemas.TokenizeBody),
     HttpRoute("POST", "/detokenize", "user", native_api.detokenize, schemas.DetokenizeBody),
@@ -251,6 +253,7 @@ def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable
             log.exception("%s %s failed, request %s", route.method, route.path, label)
             response = error_response(ApiError(500, "the server failed; its log has the cause"), route.errors)
         response.headers["X-Request-Id"] = label
+        name_ignored(request, response)
 
         def answered(status: int) -> None:
             server.metrics.answered(route.path, route.method, status)

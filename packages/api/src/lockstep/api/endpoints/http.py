@@ -16,7 +16,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lockstep.api.endpoints.errors import ApiError
-from lockstep.api.endpoints.schemas import WHY, Body, empty
+from lockstep.api.endpoints.fields import ignored_by, unserved_fields
+from lockstep.api.endpoints.schemas import Body
 
 log = logging.getLogger("lockstep.http")
 
@@ -74,7 +75,7 @@ async def read_body(
         body = schema.model_validate(given)
     except ValidationError as error:
         raise _bad_body(error) from None
-    refuse_unserved(body, strict=strict)
+    ignored_by(request).extend(unserved_fields(body, strict=strict))
     return body
 
 
@@ -110,32 +111,6 @@ def _bad_body(error: ValidationError) -> ApiError:
         message = OBJECT_EXPECTED.sub("a JSON object", problem["msg"].removeprefix("Value error, "))
         problems.append(f"`{where}`: {message}{got}" if where else message)
     return ApiError(400, "; ".join(dict.fromkeys(problems)), param)
-
-
-def _is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
-    """Return whether a known field that is not served has a value that changes no answer; see Body.REFUSED."""
-    if value is None or value in harmless:
-        return True
-    return empty(value) and harmless[:1] not in ((True,), (None,))
-
-
-def refuse_unserved(body: Body, *, strict: bool, inside: str = "") -> None:
-    """Refuse fields that this server does not serve. Raises ApiError with the name of the field."""
-    for name, value in (body.model_extra or {}).items():
-        known = type(body).REFUSED.get(name)
-        where = f"{inside}{name[:60]}"
-        if known is not None:
-            if not _is_harmless(value, known):
-                why = WHY.get(name, "is not supported by this server; leave it out")
-                raise ApiError(400, f"`{where}` {why}", where)
-        elif strict:
-            raise ApiError(400, f"`{where}` is not a field of this request, and the server is strict", where)
-        else:
-            log.debug("unknown field %r is ignored", where)
-    for name in type(body).model_fields:
-        value = getattr(body, name)
-        if isinstance(value, Body):
-            refuse_unserved(value, strict=strict, inside=f"{inside}{name}.")
 
 
 # -------------------------------------------------------------------------------------------------------------- answers

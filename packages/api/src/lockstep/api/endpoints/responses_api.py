@@ -19,7 +19,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, Literal
 
@@ -31,8 +31,6 @@ from lockstep.api.endpoints.chat_tools import (
     Reading,
     Tools,
     blocks_of,
-    check_tools,
-    chosen,
     reading_of,
     template_options,
 )
@@ -42,6 +40,7 @@ from lockstep.api.endpoints.generation import (
     Generation,
     GenerationRequest,
     Prompt,
+    check_logprobs,
     check_sampling,
     finish_reason,
     seed_of,
@@ -49,6 +48,7 @@ from lockstep.api.endpoints.generation import (
 )
 from lockstep.api.endpoints.http import JsonResponse, named_event, unless_left
 from lockstep.api.endpoints.openai_api import conversation, shaped, streamed
+from lockstep.api.endpoints.responses_tools import ToolName, arguments_of, input_of, response_tools
 from lockstep.api.endpoints.schemas import ChatMessage, InputItem, ResponseBody
 from lockstep.api.endpoints.server import Call, Server
 from lockstep.api.endpoints.stored_responses import StoredResponse, StoredResponses
@@ -58,6 +58,7 @@ from lockstep.api.processes.bridge import EngineUnavailable
 log = logging.getLogger("lockstep.worker")
 
 TEXTS = ("input_text", "output_text", "text")
+LOGPROBS = "message.output_text.logprobs"
 NONE_STORED = "this server stores no answers (--stored-responses 0)"
 ITEMS_LISTED, ITEMS_LISTED_MAX = 20, 100
 """Default and largest number of input items in one list, as at OpenAI."""
@@ -75,7 +76,11 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
     name = server.model(body.model)
     check_sampling(body, server.info(), server.limits)
     requested = None if body.text is None else requested_grammar(vars(body.text), server.limits, inside="text.")
-    tools = _tools(body)
+    for one in body.include or ():
+        if one != LOGPROBS:
+            call.ignore(f"include.{one[:60]}")
+    named = response_tools(body.tools or (), body.tool_choice, parallel=body.parallel_tool_calls, ignore=call.ignore)
+    tools = named.tools
     obliged = tools.grammar(server.limits)
     if requested is not None:
         if obliged:
@@ -84,7 +89,12 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
         obliged = {"grammar": requested.grammar, "grammar_field": requested.field}
     kept = _kept(server, body)
     before = _before(server, call)
-    prompt = await _prompt(server, body, tools, before)
+    tops = body.top_logprobs if LOGPROBS in (body.include or ()) or body.top_logprobs else None
+    if LOGPROBS in (body.include or ()):
+        tops = tops or 0
+    if tops is not None:
+        check_logprobs(tops, "top_logprobs" if tops else "include", server.info(), server.limits)
+    prompt = await _prompt(server, call, tools, before)
     parameters = GenerationRequest(
         sampling=body,
         max_tokens=body.max_output_tokens,
@@ -97,11 +107,12 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
         tenant=call.tenant,
         salt=body.cache_salt or "",
         priority=body.priority,
+        tops=tops,
         **obliged,
     )
     generation = server.generate(call, parameters, [prompt])
     reading = reading_of(server.formats, tools, prompt.text, grammar=parameters.grammar)
-    shape = ResponseShape(body, name, parameters.label, reading, kept=kept)
+    shape = ResponseShape(server, body, name, parameters, reading, kept=kept, tools=named.names)
     if body.background:
         return await _begun(server, call, generation, shape, before)
 
@@ -121,6 +132,8 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
 
 async def _whole(generation: Generation, shape: ResponseShape) -> dict[str, Any]:
     ((choice, text),) = await generation.whole()
+    if shape.reading.form is None:
+        shape.judge(choice, 0, len(choice.reply.tokens))
     blocks = await shaped(lambda: blocks_of(shape.reading.whole(0, text)), len(text))
     return shape.ended(generation, choice, blocks)
 
@@ -289,30 +302,52 @@ async def input_items(server: Server, call: Call[None]) -> Response:
 # ---------------------------------------------------------------------------------------------------------------- input
 
 
-def _tools(body: ResponseBody) -> Tools:
-    """Convert the tools to the form of chat completions, with their fields one level down. Raises ApiError."""
-    nested: list[dict[str, Any]] = []
-    for i, tool in enumerate(body.tools or ()):
-        if tool.get("type") != "function":
-            where = f"tools.{i}.type"
-            raise ApiError(400, f"`{where}` must be function, got {str(tool.get('type'))[:40]!r}", where)
-        names = ("name", "description", "parameters")
-        nested.append({"type": "function", "function": {name: tool[name] for name in names if name in tool}})
-    check_tools([one["function"] for one in nested], "tools.{}", "parameters")
-    return chosen(nested, body.tool_choice, parallel=body.parallel_tool_calls)
-
-
-async def _prompt(server: Server, body: ResponseBody, tools: Tools, before: list[dict[str, Any]]) -> Prompt:
-    messages = []
-    if body.instructions:
-        messages.append(ChatMessage(role="system", content=body.instructions))
+async def _prompt(server: Server, call: Call[ResponseBody], tools: Tools, before: list[dict[str, Any]]) -> Prompt:
+    """Render the conversation, and tokenise it. With `truncation` auto, the oldest turns are dropped as needed."""
+    body = call.body
+    fixed = [ChatMessage(role="system", content=body.instructions)] if body.instructions else []
     given = body.input
     items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
-    messages += _messages([*map(InputItem.model_validate, before), *items], len(before))
+    messages = _messages([*map(InputItem.model_validate, before), *items], len(before))
     template = None if server.text is None else server.text.chat_template
     effort = None if body.reasoning is None else body.reasoning.effort
-    options = template_options(body.chat_template_kwargs, effort, template, "reasoning.effort")
-    return await conversation(server, messages, tools.shown, field="input", options=options)
+    options = template_options(body.chat_template_kwargs, effort, template, call.ignore, "reasoning.effort")
+
+    async def render(kept: list[ChatMessage]) -> Prompt:
+        return await conversation(server, [*fixed, *kept], tools.shown, field="input", options=options)
+
+    if body.truncation != "auto":
+        return await render(messages)
+    info = server.info()
+    room = min(info.prompt_tokens_max, info.request_tokens_max - (body.max_output_tokens or 1))
+    while messages and messages[0].role == "system":
+        fixed.append(messages.pop(0))
+    return await newest_turns(messages, room, render)
+
+
+async def newest_turns(
+    messages: list[ChatMessage], room: int, render: Callable[[list[ChatMessage]], Awaitable[Prompt]]
+) -> Prompt:
+    """Return the prompt of as many of the newest turns as fit; a turn begins with a message of the user.
+
+    Args:
+        room: most tokens of the prompt.
+        render: returns the prompt of some messages. It is called a logarithmic number of times.
+    Raises: ApiError if not even the newest turn can be rendered.
+    """
+    starts = [0, *(at for at, one in enumerate(messages) if at and one.role == "user")]
+    low, high, best = 0, len(starts) - 1, None
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            prompt: Prompt | None = await render(messages[starts[middle] :])
+        except ApiError:  # longer than any prompt: refused without being tokenised
+            prompt = None
+        if prompt is not None and len(prompt.ids) <= room:
+            best, high = prompt, middle
+        else:
+            low = middle + 1
+    return best if best is not None else await render(messages[starts[low] :])
 
 
 def _messages(items: Sequence[InputItem], before: int = 0) -> list[ChatMessage]:
@@ -336,12 +371,17 @@ def _messages(items: Sequence[InputItem], before: int = 0) -> list[ChatMessage]:
                     over()
                 thought = text_parts(item.content or [], f"input.{i}.content", ("reasoning_text",))
                 turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
-            case "function_call":
-                name, arguments = _needs(item, i, "name"), _needs(item, i, "arguments")
-                function = {"name": name, "arguments": arguments}
+            case "function_call" | "custom_tool_call":
+                name, more = _needs(item, i, "name"), item.model_extra or {}
+                if item.type == "custom_tool_call":
+                    arguments = arguments_of(str(more.get("input") or ""))
+                else:
+                    arguments = _needs(item, i, "arguments")
+                function = {"name": f"{more['namespace']}.{name}" if more.get("namespace") else name}
+                function["arguments"] = arguments
                 call = {"id": _needs(item, i, "call_id"), "type": "function", "function": function}
                 turn.setdefault("tool_calls", []).append(call)
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 over()
                 output = text_parts(_needs(item, i, "output"), f"input.{i}.output", TEXTS)
                 messages.append(ChatMessage(role="tool", tool_call_id=_needs(item, i, "call_id"), content=output))
@@ -368,7 +408,7 @@ def _needs(item: InputItem, index: int, name: str) -> Any:
 def _message(item: InputItem, index: int) -> ChatMessage:
     """Convert an item to a message for the template. Raises ApiError."""
     if item.type != "message":
-        where, known = f"input.{index}.type", "message, reasoning, function_call or function_call_output"
+        where, known = f"input.{index}.type", "message, reasoning, or a call of a tool or its output"
         raise ApiError(400, f"`{where}` must be {known}, got {item.type[:40]!r}", where)
     if item.role is None or item.content is None:
         where = f"input.{index}.{'role' if item.role is None else 'content'}"
@@ -417,6 +457,8 @@ async def _stream(generation: Generation, shape: ResponseShape, keep: Keep) -> A
                 return
             if ended is not None:
                 shape.cut = finish_reason(ended) != "stop"
+            if shape.reading.form is None:
+                shape.judge(piece.choice, piece.first, piece.stop)
             for step, block, text in blocks.take(piece.text, over=ended is not None):
                 for kind, fields in shape.events(step, block, text, last=block is blocks.all[-1]):
                     yield sent(kind, **fields)
@@ -429,8 +471,20 @@ async def _stream(generation: Generation, shape: ResponseShape, keep: Keep) -> A
 class ResponseShape:
     """Builds responses."""
 
-    def __init__(self, body: ResponseBody, model: str, label: str, reading: Reading, *, kept: bool = False) -> None:
-        self._body, self._model, self._label, self.reading, self._kept = body, model, label, reading, kept
+    def __init__(
+        self,
+        server: Server,
+        body: ResponseBody,
+        model: str,
+        parameters: GenerationRequest,
+        reading: Reading,
+        *,
+        kept: bool = False,
+        tools: Mapping[str, ToolName] | None = None,
+    ) -> None:
+        self._body, self._model, self._label, self.reading, self._kept = body, model, parameters.label, reading, kept
+        self._names, self._tops, self._tools = server.names, parameters.tops, tools or {}
+        self._logprobs: list[dict[str, Any]] = []  # of the whole text so far, if the answer is one text
         self._created = time.time()
         self.cut = False  # whether the answer was cut off
 
@@ -459,7 +513,8 @@ class ResponseShape:
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": 1.0 if body.top_p is None else body.top_p,
-            "truncation": "disabled",
+            "top_logprobs": self._tops or 0,
+            "truncation": body.truncation or "disabled",
             "usage": None,
             "user": body.user,
         }
@@ -474,6 +529,7 @@ class ResponseShape:
         reason = finish_reason(choice.reply.ended)
         status = {"stop": "completed", "length": "incomplete"}.get(reason, "cancelled")
         usage, self.cut = generation.usage(), status != "completed"
+        self.judge(choice, 0, len(choice.reply.tokens), blocks)
         result = self.response(status) | {
             "output": [self.item(block, last=block is blocks[-1]) for block in blocks],
             "usage": {
@@ -502,17 +558,68 @@ class ResponseShape:
             part = ("content_part.added", place | {"content_index": 0, "part": self.part(block)})
             return [added] if block.kind == "call" else [added, part]
         place = {"item_id": block.id, **at} | ({} if block.kind == "call" else {"content_index": 0})
-        more: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
+        if block.kind == "call" and self._named(block).kind == "custom":
+            return self._custom_events(step, block, place, last=last)
+        more: dict[str, Any] = {"logprobs": self.delta_logprobs} if block.kind == "content" else {}
         if step == "more":
             return [(f"{name}.delta", place | {"delta": text} | more)]
         done = ("output_item.done", at | {"item": self.item(block, last=last)})
         if block.kind == "call":
             return [(f"{name}.done", place | {"name": block.name, "arguments": block.text}), done]
+        more = {"logprobs": self._logprobs} if block.kind == "content" else {}
         return [
             (f"{name}.done", place | {"text": block.text} | more),
             ("content_part.done", place | {"part": self.part(block)}),
             done,
         ]
+
+    def _custom_events(
+        self, step: Literal["open", "more", "close"], block: Block, place: dict[str, Any], *, last: bool
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """Return the events of a free-form call. Its text is part of JSON, so it is sent once the call is complete."""
+        if step != "close":
+            return []
+        text = input_of(block.text)
+        return [
+            ("custom_tool_call_input.delta", place | {"delta": text}),
+            ("custom_tool_call_input.done", place | {"input": text}),
+            ("output_item.done", {"output_index": block.number, "item": self.item(block, last=last)}),
+        ]
+
+    def _named(self, block: Block) -> ToolName:
+        """Return the client's name of the tool of a call."""
+        return self._tools.get(block.name) or ToolName("function", block.name)
+
+    @property
+    def delta_logprobs(self) -> list[dict[str, Any]]:
+        """Logprobs of the newest piece; they are known by piece only where the whole answer is one text."""
+        return self._logprobs[self._judged :] if self.reading.form is None else []
+
+    _judged = 0
+
+    def judge(self, choice: Choice, first: int, stop: int, blocks: Sequence[Block] = ()) -> None:
+        """Add the logprobs of output tokens [first:stop), if they were requested.
+
+        Args:
+            blocks: of a complete answer. With one text and without calls, the tokens behind its thoughts are its own.
+        """
+        if self._tops is None:
+            return
+        if self.reading.form is not None:
+            if [one.kind for one in blocks if one.kind != "thought"] != ["content"]:
+                return
+            first = self.reading.first_content_token(choice)
+        elif blocks:
+            return
+        reply, self._judged = choice.reply, len(self._logprobs)
+        for number in range(first, stop):
+            entry = self._logprob(reply.tokens[number], reply.logprobs[number])
+            tops = reply.tops[number][: self._tops] if reply.tops else []
+            self._logprobs.append(entry | {"top_logprobs": [self._logprob(*pair) for pair in tops]})
+
+    def _logprob(self, token: int, value: float) -> dict[str, Any]:
+        written, raw = self._names.of(token)
+        return {"token": written, "logprob": value, "bytes": list(raw)}
 
     def item(self, block: Block, *, begun: bool = False, last: bool = False) -> dict[str, Any]:
         """Return a block as an item.
@@ -525,8 +632,13 @@ class ResponseShape:
         status = "in_progress" if begun else "incomplete" if (last and self.cut) or not block.whole else "completed"
         content = [] if begun else [self.part(block)]
         if block.kind == "call":
-            call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-            return {"id": block.id, "type": "function_call", "status": status, **call}
+            named = self._named(block)
+            call = {"id": block.id, "status": status, "call_id": block.call_id, "name": named.name}
+            if named.kind == "custom":
+                return call | {"type": "custom_tool_call", "input": "" if begun else input_of(block.text)}
+            if named.namespace:
+                call["namespace"] = named.namespace
+            return call | {"type": "function_call", "arguments": block.text}
         if block.kind == "thought":
             return {"id": block.id, "type": "reasoning", "status": status, "summary": [], "content": content}
         return {"id": block.id, "type": "message", "status": status, "role": "assistant", "content": content}
@@ -535,7 +647,7 @@ class ResponseShape:
         """Return the content part of a block."""
         if block.kind == "thought":
             return {"type": "reasoning_text", "text": block.text}
-        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": self._logprobs}
 
 
 DELTAS = {"thought": "reasoning_text", "content": "output_text", "call": "function_call_arguments"}

@@ -1,7 +1,8 @@
 """Request bodies: the fields that are served, and the names of fields that only other servers serve.
 
-Unknown fields are accepted, as in other servers, and written to the debug log; with `strict` they are refused. A field
-of REFUSED is known: it is accepted with a value that changes no answer, and refused by name otherwise.
+A field of COMFORT is known and not served, and its absence changes no answer: it is accepted, and `fields.py` names it
+in a header and in the log. An unknown field is treated alike; with `strict` it is refused. A field of REFUSED would
+change the answer: it is accepted with a value that changes none, and refused by name otherwise.
 """
 
 from __future__ import annotations
@@ -125,6 +126,8 @@ Prompts = Annotated[str | list[Any], PlainValidator(_check_prompts), WithJsonSch
 Biases = Annotated[dict[str, float], PlainValidator(_check_bias), WithJsonSchema(BIAS_SCHEMA)]
 
 Seconds = Annotated[float, Field(gt=0.0, le=1e6)]
+Truncation = Annotated[int, Field(ge=-1, lt=2**31)]
+"""Greatest number of tokens of a prompt, whose first tokens are dropped; -1: as many as fit."""
 
 NOTHING = (None, False, "", 0)
 
@@ -135,6 +138,7 @@ WHY = {
     "logits_processors": "are programs, which clients may not send; `logit_processors` selects the operator's",
     "conversation": "names a stored conversation, and this server has none; `previous_response_id` continues an answer",
     "response_format": "is a field of chat completions; the field of a response is `text.format`",
+    "token_ids_logprob": "is not supported; /score returns the probabilities of chosen tokens after a prompt",
     "abort_all": "is for operators: /abort_all on --admin-socket",
 }
 """Known field that is not served -> the text of the error after its name."""
@@ -156,6 +160,8 @@ class Body(BaseModel):
     Empty values (false, 0, an empty text, list or object) change no answer either, unless the first of these values is
     True or None. With None as the only value, null alone changes no answer.
     """
+    COMFORT: ClassVar[frozenset[str]] = frozenset()
+    """Known fields that are not served and change no answer: they concern placement, billing, caching or display."""
 
 
 class StreamOptions(Body):
@@ -184,6 +190,17 @@ class Sampling(Body):
     logit_bias: Biases | None = None
     allowed_token_ids: TokenIdList | None = None
     logit_processors: Arguments | None = None  # name of a processor that the operator enabled -> arguments
+    stream_interval: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # least new tokens in an event of a stream
+    skip_special_tokens: bool | None = None  # false: special tokens are part of the text
+    no_stop_trim: bool | None = None  # SGLang's name of `include_stop_str_in_output`
+    stop_regex: Text | Items[Text] | None = None  # regular expressions that end the answer
+
+    COMFORT: ClassVar[frozenset[str]] = frozenset({"spaces_between_special_tokens"})  # for tokenizers written in Python
+
+    @property
+    def shows_stop(self) -> bool:
+        """Whether the text includes the stop text or stop token that ended the answer."""
+        return bool(self.include_stop_str_in_output or self.no_stop_trim)
 
 
 SchemaOrText = dict[str, Any] | bool | Text
@@ -216,6 +233,24 @@ class Timed(Body):
     timeout_s: Seconds | None = None  # from arrival to its end
 
 
+PLACEMENT = frozenset({"data_parallel_rank", "data_parallel_rank_decode", "decode_tp_size"})
+"""Fields that select an engine. The router of this server selects it."""
+
+ACCOUNTS = frozenset(
+    {
+        "metadata",
+        "moderation_metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+    }
+)
+"""Fields about accounts and caches of OpenAI. Prefixes are cached here in any case."""
+
+
 class OpenAI(Sampling, StructuredOpenAI, Timed):
     """Fields of both OpenAI endpoints."""
 
@@ -232,28 +267,26 @@ class OpenAI(Sampling, StructuredOpenAI, Timed):
     rid: Label | None = None  # SGLang's name for the id of the answer, by which it can also be cancelled
     request_id: Label | None = None  # vLLM's name for the id, used after `cmpl-` or `chatcmpl-`
     lora_path: Name | None = None  # name of an adapter, as in SGLang; `model` may contain it instead
+    extra_key: Name | None = None  # SGLang's further part of `cache_salt`
+    routing_key: Name | None = None  # requests with equal keys run together under the policy routing-key
+    truncate_prompt_tokens: Truncation | None = None  # vLLM: the prompt's last tokens only
 
+    COMFORT: ClassVar[frozenset[str]] = Sampling.COMFORT | PLACEMENT | ACCOUNTS
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "bad_words": (),
         "bootstrap_host": (),
         "bootstrap_port": (),
         "bootstrap_room": (),
         "custom_logit_processor": (),
-        "extra_key": (),
         "guided_whitespace_pattern": (),
         "kv_transfer_params": (),
         "length_penalty": (1.0,),
         "logits_processors": (),
-        "no_stop_trim": (),
         "prompt_embeds": (),
         "return_hidden_states": (),
         "return_tokens_as_token_ids": (),
         "session_params": (),
-        "skip_special_tokens": (True,),
-        "spaces_between_special_tokens": (True,),
-        "stop_regex": (),
         "thinking_token_budget": (),
-        "truncate_prompt_tokens": (),
         "use_beam_search": (),
     }
 
@@ -322,10 +355,14 @@ class ChatBody(OpenAI):
         "modalities": (["text"],),
         "input_ids": (),
         "mm_processor_kwargs": (),
-        "prediction": (),
-        "verbosity": ("medium",),
         "web_search_options": (),
     }
+    COMFORT: ClassVar[frozenset[str]] = OpenAI.COMFORT | {"prediction", "verbosity"}
+
+
+Start = Annotated[int, Field(ge=-1, lt=2**31)]
+OfEach = Annotated[list[Item], Field(max_length=4096, fail_fast=True)]
+"""A list with a value for each prompt."""
 
 
 class NativeSampling(Sampling, Structured):
@@ -335,13 +372,6 @@ class NativeSampling(Sampling, Structured):
     min_new_tokens: Count = 0
     n: Annotated[int, Field(ge=1)] = 1
     sampling_seed: Int64 | None = None
-
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "no_stop_trim": (),
-        "skip_special_tokens": (True,),
-        "spaces_between_special_tokens": (True,),
-        "stop_regex": (),
-    }
 
 
 class SessionParams(Body):
@@ -359,29 +389,34 @@ class GenerateBody(Timed):
 
     text: TextOrTexts | None = None
     input_ids: IdLists | None = None
-    sampling_params: NativeSampling = NativeSampling()
-    return_logprob: bool = False
-    logprob_start_len: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    top_logprobs_num: Count = 0
+    sampling_params: NativeSampling | OfEach[NativeSampling] = NativeSampling()
+    return_logprob: bool | OfEach[bool] | None = None
+    # prompt position of the first logprob; -1, None: none of the prompt
+    logprob_start_len: Start | OfEach[Start | None] | None = None
+    top_logprobs_num: Count | OfEach[Count] | None = None
+    return_text_in_logprobs: bool | None = None
+    return_hidden_states: bool | OfEach[bool] | None = None
     stream: bool = False
     priority: Int64 | None = None
-    rid: Label | None = None
+    rid: Label | OfEach[Label] | None = None
     session_params: SessionParams | None = None
-    lora_path: Name | None = None  # name of an adapter
+    lora_path: Name | OfEach[Name | None] | None = None  # name of an adapter
+    extra_key: Name | None = None  # prefixes are shared only among requests with the same key, as with `cache_salt`
+    cache_salt: Name | None = None
+    routing_key: Name | None = None  # requests with equal keys run together under the policy routing-key
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "audio_data": (),
         "bootstrap_host": (),
         "bootstrap_room": (),
         "custom_logit_processor": (),
-        "extra_key": (),
         "image_data": (),
         "input_embeds": (),
-        "return_hidden_states": (),
-        "return_text_in_logprobs": (),
+        "return_routed_experts": (),
         "token_ids_logprob": (),
         "video_data": (),
     }
+    COMFORT: ClassVar[frozenset[str]] = PLACEMENT | {"custom_labels", "log_metrics", "no_logs", "return_bytes"}
 
 
 class EmbeddingBody(Timed):
@@ -393,6 +428,7 @@ class EmbeddingBody(Timed):
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     user: Name | None = None
     priority: Int64 | None = None
+    truncate_prompt_tokens: Truncation | None = None
     add_special_tokens: bool = True
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -400,7 +436,6 @@ class EmbeddingBody(Timed):
         "input_type": (),
         "instruction": (),
         "normalize": (None,),  # the model's pooling decides
-        "truncate_prompt_tokens": (),
     }
 
 
@@ -417,11 +452,11 @@ class ScoreBody(Timed):
     text_2: TextOrTexts | None = None
     user: Name | None = None
     priority: Int64 | None = None
+    truncate_prompt_tokens: Truncation | None = None
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "instruction": (),
         "mm_processor_kwargs": (),
-        "truncate_prompt_tokens": (),
     }
 
 
@@ -437,6 +472,7 @@ class RerankBody(Timed):
     return_documents: bool = True
     user: Name | None = None
     priority: Int64 | None = None
+    truncate_prompt_tokens: Truncation | None = None
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "instruct": (),
@@ -444,7 +480,6 @@ class RerankBody(Timed):
         "max_chunks_per_doc": (),
         "max_tokens_per_doc": (),
         "mm_processor_kwargs": (),
-        "truncate_prompt_tokens": (),
     }
 
 
@@ -465,11 +500,8 @@ class ReasoningOptions(Body):
 
     effort: Name | None = None  # for a chat template that reads `reasoning_effort`
 
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "context": (),
-        "generate_summary": (),
-        "summary": (),
-    }
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"context": ("auto",)}
+    COMFORT: ClassVar[frozenset[str]] = frozenset({"generate_summary", "summary"})
 
 
 class TextSettings(Body):
@@ -477,7 +509,7 @@ class TextSettings(Body):
 
     format: dict[str, Any] | None = None
 
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+    COMFORT: ClassVar[frozenset[str]] = frozenset({"verbosity"})
 
 
 class ResponseBody(Sampling, Timed):
@@ -502,17 +534,22 @@ class ResponseBody(Sampling, Timed):
     priority: Int64 | None = None
     cache_salt: Name | None = None
 
+    include: Items[Name] | None = None  # `message.output_text.logprobs`; the other values have no effect
+    top_logprobs: Count | None = None
+    truncation: Literal["auto", "disabled"] | None = None  # auto: the oldest messages that do not fit are dropped
+
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "context_management": (),
         "conversation": (),
-        "include": (["reasoning.encrypted_content"],),  # thoughts are never encrypted
-        "max_tool_calls": (),
         "moderation": (),
         "prompt": (),
         "response_format": ({"type": "text"},),
-        "top_logprobs": (),
-        "truncation": ("disabled",),
     }
+    COMFORT: ClassVar[frozenset[str]] = (
+        Sampling.COMFORT
+        | PLACEMENT
+        | (ACCOUNTS - {"metadata", "store"})
+        | {"client_metadata", "context_management", "max_tool_calls", "stream_options"}
+    )
 
 
 class MessageItem(Body):
@@ -542,7 +579,16 @@ class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None  # a hint for chat templates that read `thinking_budget`
 
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"display": ("summarized",)}
+    COMFORT: ClassVar[frozenset[str]] = frozenset({"display"})
+
+
+class OutputConfig(Body):
+    """`output_config` of a message: effort, and the format of the answer."""
+
+    effort: Name | None = None  # for a chat template that reads `reasoning_effort`
+    format: dict[str, Any] | None = None  # {"type": "json_schema", "schema": ...}
+
+    COMFORT: ClassVar[frozenset[str]] = frozenset({"task_budget"})
 
 
 class CountBody(Body):
@@ -554,14 +600,13 @@ class CountBody(Body):
     tools: Objects | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None  # earlier name of `output_config.format`
 
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "container": (),
-        "context_management": (),
-        "mcp_servers": (),
-        "output_config": (),
-        "output_format": (),
-    }
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"container": (), "mcp_servers": ()}
+    COMFORT: ClassVar[frozenset[str]] = frozenset(
+        {"betas", "cache_control", "context_management", "inference_geo", "service_tier", "speed"}
+    )
 
 
 class MessageBody(CountBody):
@@ -582,7 +627,7 @@ class TokenizeBody(Body):
     """POST /tokenize, of a prompt or of a conversation"""
 
     model: Name | None = None
-    prompt: Text | None = None
+    prompt: TextOrTexts | None = None  # of several texts, the answer has a list for each
     messages: Annotated[Items[ChatMessage], Field(min_length=1)] | None = None
     tools: Objects | None = None
     chat_template_kwargs: TemplateOptions | None = None
@@ -590,13 +635,13 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None  # for a prompt; a chat template contains its special tokens
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    truncate_prompt_tokens: Truncation | None = None
     return_token_strs: bool | None = None
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "chat_template": (),
         "documents": (),
         "mm_processor_kwargs": (),
-        "truncate_prompt_tokens": (),
     }
 
 
@@ -604,9 +649,8 @@ class DetokenizeBody(Body):
     """POST /detokenize"""
 
     model: Name | None = None
-    tokens: TokenIdList
-
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"skip_special_tokens": (True,)}
+    tokens: IdLists  # of several texts, a list for each
+    skip_special_tokens: bool | None = None  # false: special tokens are part of the text
 
 
 class AbortBody(Body):

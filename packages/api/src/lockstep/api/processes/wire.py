@@ -391,6 +391,8 @@ class SampleEnded(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     prefill_us: int = -1  # from admission to the first token
     decode_us: int = -1  # from the first token to the last
     weights: tuple[tuple[int, int], ...] = ()  # (first output token, weights version) of each span
+    hidden: bytes = b""  # float32 [computed positions, hidden_size]: hidden states of the last layer, by position
+    hidden_size: int = 0
 
 
 class StepAnswers(ToWorker, frozen=True):
