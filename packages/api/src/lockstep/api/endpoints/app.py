@@ -18,6 +18,7 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
@@ -31,6 +32,7 @@ from lockstep.api.endpoints import (
     native_api,
     openai_api,
     responses_api,
+    resumable,
     schemas,
     scoring_api,
     ui,
@@ -64,6 +66,7 @@ class HttpRoute:
     body: type[Body] | None = None
     optional: bool = False  # whether an absent body stands for all defaults
     errors: Literal["openai", "anthropic"] = "openai"  # shape of the errors
+    keeps: bool = False  # whether answers can be kept: `resumable`
 
 
 ROUTES = (
@@ -75,15 +78,19 @@ ROUTES = (
     HttpRoute("GET", "/metrics", "user", native_api.metrics),
     HttpRoute("GET", "/v1/models", "user", openai_api.models),
     HttpRoute("GET", "/v1/models/{name:path}", "user", openai_api.model),
-    HttpRoute("POST", "/v1/completions", "user", openai_api.completions, schemas.CompletionBody),
-    HttpRoute("POST", "/v1/chat/completions", "user", openai_api.chat, schemas.ChatBody),
+    HttpRoute("POST", "/v1/completions", "user", openai_api.completions, schemas.CompletionBody, keeps=True),
+    HttpRoute("POST", "/v1/chat/completions", "user", openai_api.chat, schemas.ChatBody, keeps=True),
     HttpRoute("POST", "/v1/embeddings", "user", embeddings_api.embeddings, schemas.EmbeddingBody),
-    HttpRoute("POST", "/v1/responses", "user", responses_api.responses, schemas.ResponseBody),
+    HttpRoute("POST", "/v1/responses", "user", responses_api.responses, schemas.ResponseBody, keeps=True),
     HttpRoute("GET", "/v1/responses/{response_id}", "user", responses_api.response),
     HttpRoute("DELETE", "/v1/responses/{response_id}", "user", responses_api.delete_response),
     HttpRoute("POST", "/v1/responses/{response_id}/cancel", "user", responses_api.cancel_response),
     HttpRoute("GET", "/v1/responses/{response_id}/input_items", "user", responses_api.input_items),
-    HttpRoute("POST", "/v1/messages", "user", messages_api.messages, schemas.MessageBody, errors="anthropic"),
+    HttpRoute(
+        *("POST", "/v1/messages", "user", messages_api.messages, schemas.MessageBody),
+        errors="anthropic",
+        keeps=True,
+    ),
     HttpRoute(
         *("POST", "/v1/messages/count_tokens", "user", messages_api.count_tokens, schemas.CountBody),
         errors="anthropic",
@@ -97,7 +104,9 @@ ROUTES = (
         HttpRoute("POST", path, "user", native_api.not_here, schemas.AnyBody, optional=True)
         for path in ("/pooling", "/classify", "/v1/moderations")
     ),
-    HttpRoute("POST", "/generate", "user", generate_api.generate, schemas.GenerateBody),
+    HttpRoute("POST", "/generate", "user", generate_api.generate, schemas.GenerateBody, keeps=True),
+    HttpRoute("GET", "/v1/streams/{stream_id}", "user", resumable.stream),
+    HttpRoute("DELETE", "/v1/streams/{stream_id}", "user", resumable.delete_stream),
     HttpRoute("POST", "/abort_request", "user", native_api.abort_request, schemas.AbortBody),
     HttpRoute("POST", "/tokenize", "user", native_api.tokenize, schemas.TokenizeBody),
     HttpRoute("POST", "/detokenize", "user", native_api.detokenize, schemas.DetokenizeBody),
@@ -162,7 +171,15 @@ ADMIN_ROUTES = (
 )
 
 
+EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "X-Stream-Id", "Retry-After")
+"""Headers of answers that web pages of allowed origins may read."""
+
 OPERATORS_PATHS = frozenset(route.path for route in ADMIN_ROUTES)
+
+
+def keeping_routes() -> dict[str, tuple[Handler, type[Body]]]:
+    """Return the handlers, and the schemas of the bodies, of the routes whose answers can be kept, by path."""
+    return {one.path: (one.handler, one.body) for one in ROUTES if one.keeps and one.body is not None}
 
 
 def make_app(server: Server, routes: tuple[HttpRoute, ...] = ROUTES) -> FastAPI:
@@ -209,6 +226,14 @@ def make_app(server: Server, routes: tuple[HttpRoute, ...] = ROUTES) -> FastAPI:
         return response
 
     app.add_exception_handler(HTTPException, http_error)
+    if routes is ROUTES and server.settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=server.settings.cors_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=EXPOSED,
+        )
     refuse_undeclared(app.routes, (*routes, own))
     return app
 
@@ -243,7 +268,16 @@ def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable
                     strict=server.settings.strict,
                     optional=route.optional,
                 )
-            response = await route.handler(server, Call(request, body, tenant, came_s))
+            call = Call(request, body, tenant, came_s)
+            secret, kept = secrets.token_bytes(32), None
+            if route.keeps and body is not None:
+                kept = resumable.kept_name(server, request, body, tenant, secret)
+            if kept is None:
+                response = await route.handler(server, call)
+            else:
+                response = await resumable.respond_kept(
+                    server, call, route.path, route.handler, name=kept, secret=secret
+                )
             status = response.status_code
         except ApiError as error:
             response, status = error_response(error, route.errors), error.status
@@ -315,7 +349,7 @@ def _refuse_foreign_pages(server: Server, request: Request) -> None:
     machine. Raises ApiError, 403.
     """
     for header, value in (("Host", request.headers.get("host")), ("Origin", request.headers.get("origin"))):
-        if value is None:
+        if value is None or (header == "Origin" and value in server.settings.cors_origins):
             continue
         named = value.partition("://")[2] if header == "Origin" else value
         name = named.rpartition("]")[0].lstrip("[") if named.startswith("[") else named.partition(":")[0]

@@ -7,13 +7,13 @@ tools, tool_choice, reasoning ──> Tools ──┬──> variables of the ch
 from __future__ import annotations
 
 import re
-import secrets
 import string
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lockstep.api.endpoints.answer_run import new_hex
 from lockstep.api.endpoints.errors import ApiError
 from lockstep.api.endpoints.generation import Choice, Generation
 from lockstep.api.endpoints.schemas import TemplateOptions
@@ -281,8 +281,9 @@ class Reading:
 
     def _make_id(self) -> str:
         if self.form is not None and self.form.id_characters:
-            return "".join(secrets.choice(LETTERS) for _ in range(self.form.id_characters))
-        return self.id_prefix + secrets.token_hex(12)
+            drawn = bytes.fromhex(new_hex(self.form.id_characters))
+            return "".join(LETTERS[one % len(LETTERS)] for one in drawn)
+        return self.id_prefix + new_hex(12)
 
     def first_content_token(self, choice: Choice) -> int:
         """Return the number of the first token behind the thoughts of an answer."""

@@ -81,7 +81,8 @@ def ignored_by(request: Request) -> list[str]:
 
 def name_ignored(request: Request, response: Response) -> None:
     """Name the recorded fields in the header of a response, and each once in the log."""
-    names = [_printable(name) for name in ignored_by(request)]
+    earlier = [one for one in response.headers.get(HEADER, "").split(", ") if one]  # of a kept answer
+    names = list(dict.fromkeys([*earlier, *(_printable(name) for name in ignored_by(request))]))
     if not names:
         return
     more = [f"and {len(names) - NAMED_MAX} more"] if len(names) > NAMED_MAX else []

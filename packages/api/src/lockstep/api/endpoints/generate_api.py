@@ -6,7 +6,6 @@ own: `sampling_params`, `rid` and the fields of logprobs may be lists with a val
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 from starlette.responses import Response
 
+from lockstep.api.endpoints.answer_run import new_hex
 from lockstep.api.endpoints.errors import ApiError, session_name
 from lockstep.api.endpoints.generation import (
     Choice,
@@ -137,7 +137,7 @@ def _parameters(
 def _labels(body: GenerateBody, count: int) -> list[str]:
     """Return the id of each prompt's answers. Raises ApiError."""
     if not isinstance(body.rid, list):
-        return [body.rid or secrets.token_hex(16)] * count
+        return [body.rid or new_hex(16)] * count
     labels: list[str] = _of_each(body.rid, "rid", count)
     if len(set(labels)) < len(labels) or "" in labels:
         raise ApiError(400, "`rid` must have a text of its own for each prompt", "rid")

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.api.endpoints.answer_run import RUN, AnswerRun, Cut, new_seed
 from lockstep.api.endpoints.errors import ApiError, failure
 from lockstep.api.endpoints.schemas import Sampling
 from lockstep.api.observability.metrics import CountedAnswer, Metrics
-from lockstep.api.processes.bridge import EngineUnavailable, Reply, Ticket, fresh_seed
+from lockstep.api.processes.bridge import EngineUnavailable, Reply, Ticket
 from lockstep.api.processes.cluster_bridge import Engines
 from lockstep.api.processes.wire import EngineInfo, SampleEnded
 from lockstep.api.settings import Limits
@@ -253,7 +255,7 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
             frequency_penalty=sampling.frequency_penalty or 0.0,
             presence_penalty=sampling.presence_penalty or 0.0,
             repetition_penalty=1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty,
-            seed=fresh_seed() if parameters.seed is None else parameters.seed,
+            seed=new_seed() if parameters.seed is None else parameters.seed,
             logit_bias=tuple(sorted((int(name), bias) for name, bias in (sampling.logit_bias or {}).items())),
             top_logprobs=parameters.tops or 0,
             allowed_token_ids=tuple(sorted(set(sampling.allowed_token_ids or ()))),
@@ -364,7 +366,9 @@ class Generation:
     over: Callable[[int], object] | None = None
     together: str = ""
     choices: list[Choice] = field(default_factory=list)
+    run: AnswerRun | None = field(default_factory=RUN.get)  # of an answer that is kept
     _tickets: list[Ticket] = field(default_factory=list)
+    _cuts: deque[Cut] = field(default_factory=deque)  # of earlier runs, which this run has to repeat
     _prompts: list[Prompt] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -409,7 +413,13 @@ class Generation:
             for request, (prompt, parameters) in zip(requests, pairs, strict=True):
                 sampling = parameters.sampling
                 spelled = text if text is None or sampling.skip_special_tokens is not False else text.verbatim()
-                ticket = self.bridge.submit(request, self._changed, self.start_by_s, self.finish_by_s, self.together)
+                number = len(self._tickets)
+                kept = None
+                if self.run is not None:
+                    kept = self.run.origins[number] if number < len(self.run.origins) else ""
+                ticket = self.bridge.submit(
+                    *(request, self._changed, self.start_by_s, self.finish_by_s, self.together), kept=kept
+                )
                 self._tickets.append(ticket)
                 for reply in ticket.replies:
                     answer = AnswerText(
@@ -427,6 +437,9 @@ class Generation:
         except EngineUnavailable as error:
             self.cancel()
             raise unavailable(error) from error
+        if self.run is not None:
+            self._cuts.extend(self.run.cuts)
+            self.run.submitted(tuple(ticket.submit.request.origin for ticket in self._tickets))
         for ticket, prompt in zip(self._tickets, self._prompts, strict=True):
             ticket.when_placed(partial(self.metrics.began, ticket, len(prompt.ids), self.parameters.max_tokens))
 
@@ -449,8 +462,9 @@ class Generation:
 
     def cancel(self) -> None:
         """Cancel the rest of the answers. Must be called at the end; it cancels nothing if the answers are complete."""
-        for ticket in self._tickets:
-            self.bridge.cancel(ticket)
+        if self.run is None or not self.run.leaving():  # otherwise a later run takes the requests over
+            for ticket in self._tickets:
+                self.bridge.cancel(ticket)
         over, self.over = self.over, None
         if over is not None:
             over(sum(len(choice.reply.tokens) for choice in self.choices))
@@ -465,11 +479,32 @@ class Generation:
         while left:
             await self._changed.wait()
             self._changed.clear()
-            new = [piece for choice in left if (piece := self._take(choice)) is not None]
+            if self._cuts:
+                new = self._repeated(left)
+            else:
+                new = [piece for choice in left if (piece := self._take(choice)) is not None]
             if any(piece.ended is not None for piece in new):
                 left = [choice for choice in left if not choice.over]
             if new:
                 yield new
+
+    def _repeated(self, left: list[Choice]) -> list[ChoiceDelta]:
+        """Return the pieces up to the next cut of the earlier run; none until all of them have arrived."""
+        cut = self._cuts[0]
+        for choice, state in zip(self.choices, cut, strict=True):
+            ended = choice.reply.ended is not None
+            if len(choice.reply.tokens) < state // 2 and not ended:
+                return []
+            if state % 2 and not ended:
+                return []
+        self._cuts.popleft()
+        self._changed.set()  # the next part may have arrived
+        pieces = (self._take(choice, cut[choice.index]) for choice in left)
+        return [piece for piece in pieces if piece is not None]
+
+    def cut(self) -> Cut:
+        """Return how far the pieces of each choice are."""
+        return tuple(2 * choice.taken + choice.over for choice in self.choices)
 
     async def whole(self) -> list[tuple[Choice, str]]:
         """Wait for the end; return every choice with its text. Raises ApiError if a choice failed."""
@@ -505,14 +540,19 @@ class Generation:
         versions = [ended.weights[-1][1] for choice in self.choices if (ended := choice.reply.ended) and ended.weights]
         return {"weight_version": ",".join(dict.fromkeys(map(str, versions)))} if versions else {}
 
-    def _take(self, choice: Choice) -> ChoiceDelta | None:
+    def _take(self, choice: Choice, until: int | None = None) -> ChoiceDelta | None:
+        """Return the new part of a choice; None without. `until`: its state in the cut at which the part must end."""
         if choice.over:
             return None
         reply, first = choice.reply, choice.taken
         ended, stop = reply.ended, len(reply.tokens)
-        if stop - first < (choice.parameters.sampling.stream_interval or 1) and ended is None:
+        if until is not None:
+            ended, stop = ended if until % 2 else None, min(stop, until // 2)
+            if stop == first and ended is None:
+                return None
+        elif stop - first < (choice.parameters.sampling.stream_interval or 1) and ended is None:
             return None
-        text = choice.answer.spell(reply.tokens, ended)
+        text = choice.answer.spell(reply.tokens if stop == len(reply.tokens) else reply.tokens[:stop], ended)
         choice.taken = stop
         choice.over = ended is not None
         if choice.over or not choice.counted.tokens or len(reply.arrivals) >= MEASURED_AT_ONCE:

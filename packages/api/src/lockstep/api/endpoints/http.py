@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -165,10 +165,17 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], *, slow_s: float, over: Callable[[], object]) -> None:
-        super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        slow_s: float,
+        over: Callable[[], object],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         del self.headers["content-length"]
-        self._events, self._slow_s, self._over = events, slow_s, over
+        self.events, self._slow_s, self.over = events, slow_s, over
         self.ended: Callable[[bool], object] | None = None  # called at the end with whether everything was sent
         self._waits_since: float | None = None  # when the current send began
 
@@ -190,8 +197,8 @@ class EventStream(Response):
             leaving.cancel()
             sending.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
-            await self._events.aclose()
-            self._over()
+            await self.events.aclose()
+            self.over()
             if self.ended is not None:
                 self.ended(all_sent)
 
@@ -204,7 +211,7 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for data in self._events:
+        async for data in self.events:
             self._waits_since = time.monotonic()
             await send({"type": "http.response.body", "body": data, "more_body": True})
             self._waits_since = None

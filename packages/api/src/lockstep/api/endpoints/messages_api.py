@@ -6,13 +6,13 @@ content_block_delta ..., content_block_stop; message_delta (reason of the end, t
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncGenerator
 from typing import Any, Literal
 
 import msgspec
 from starlette.responses import Response
 
+from lockstep.api.endpoints.answer_run import new_hex
 from lockstep.api.endpoints.chat_tools import (
     EFFORT,
     Block,
@@ -49,7 +49,7 @@ async def messages(server: Server, call: Call[MessageBody]) -> Response:
         max_tokens=body.max_tokens,
         prompt_field="messages",
         stream=bool(body.stream),
-        label=f"msg_{secrets.token_hex(16)}",
+        label=f"msg_{new_hex(16)}",
         tenant=call.tenant,
         **_constraint(server, body, tools),
     )

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import secrets
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +18,7 @@ import msgspec
 import numpy as np
 from starlette.responses import Response
 
+from lockstep.api.endpoints.answer_run import created_s, new_hex
 from lockstep.api.endpoints.chat_tools import Reading, Tools, reading_of, template_options, tools_of
 from lockstep.api.endpoints.errors import ApiError, failure
 from lockstep.api.endpoints.generation import (
@@ -336,7 +335,7 @@ def label_of(body: OpenAI, kind: str) -> str:
     """Return the id of an answer, set by the client or random. Raises ApiError."""
     if body.rid and body.request_id:
         raise ApiError(400, "`rid` and `request_id` both set the id of the request; give one of them", "rid")
-    return body.rid or f"{kind}-{body.request_id or secrets.token_hex(16)}"
+    return body.rid or f"{kind}-{body.request_id or new_hex(16)}"
 
 
 def salt_of(body: OpenAI | GenerateBody) -> str:
@@ -460,7 +459,7 @@ class CompletionShape:
         """
         self._best = best
         self.body, self.names, self._model, self._label = body, server.names, model, label
-        self._created = int(time.time())
+        self._created = int(created_s())
         self._plain: dict[int, tuple[bytes, bytes]] = {}  # by choice: the bytes around a piece of text
 
     @property

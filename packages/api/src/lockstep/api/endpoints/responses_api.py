@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from itertools import count
@@ -25,6 +24,7 @@ from typing import Any, Literal
 
 from starlette.responses import Response
 
+from lockstep.api.endpoints.answer_run import RUN, created_s, new_hex
 from lockstep.api.endpoints.chat_tools import (
     Block,
     Blocks,
@@ -46,9 +46,10 @@ from lockstep.api.endpoints.generation import (
     seed_of,
     unavailable,
 )
-from lockstep.api.endpoints.http import JsonResponse, named_event, unless_left
+from lockstep.api.endpoints.http import EventStream, JsonResponse, named_event, unless_left
 from lockstep.api.endpoints.openai_api import conversation, shaped, streamed
 from lockstep.api.endpoints.responses_tools import ToolName, arguments_of, input_of, response_tools
+from lockstep.api.endpoints.resumable import after_of, reply
 from lockstep.api.endpoints.schemas import ChatMessage, InputItem, ResponseBody
 from lockstep.api.endpoints.server import Call, Server
 from lockstep.api.endpoints.stored_responses import StoredResponse, StoredResponses
@@ -103,7 +104,7 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
         prompt_field="input",
         seed=None if body.seed is None else seed_of(body.seed),
         stream=bool(body.stream),
-        label=f"resp_{secrets.token_hex(24)}",
+        label=f"resp_{new_hex(24, 'response')}",
         tenant=call.tenant,
         salt=body.cache_salt or "",
         priority=body.priority,
@@ -113,6 +114,8 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
     generation = server.generate(call, parameters, [prompt])
     reading = reading_of(server.formats, tools, prompt.text, grammar=parameters.grammar)
     shape = ResponseShape(server, body, name, parameters, reading, kept=kept, tools=named.names)
+    if body.background and RUN.get() is not None:
+        return await _kept_background(server, call, generation, shape, before)
     if body.background:
         return await _begun(server, call, generation, shape, before)
 
@@ -150,8 +153,8 @@ def _kept(server: Server, body: ResponseBody) -> bool:
         return False
     if body.background and body.store is False:
         raise ApiError(400, "`background` answers are fetched later, so `store` must not be false", "background")
-    if body.background and body.stream:
-        message = "`background` and `stream` cannot be combined: fetch the answer, or leave one of them out"
+    if body.background and body.stream and server.answers is None:
+        message = "`background` with `stream` needs kept answers, and this server keeps none (--kept-answers 0)"
         raise ApiError(400, message, "background")
     return body.store is not False
 
@@ -179,7 +182,7 @@ def _items(body: ResponseBody, before: list[dict[str, Any]]) -> list[dict[str, A
         given = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
     else:
         given = [{"type": one.type, **one.model_dump(exclude_unset=True)} for one in body.input]
-    return [*before, *({"id": f"item_{secrets.token_hex(24)}", **one} for one in given)]
+    return [*before, *({"id": f"item_{new_hex(24)}", **one} for one in given)]
 
 
 async def _begun(
@@ -204,6 +207,33 @@ async def _begun(
     server.background.add(task)
     task.add_done_callback(server.background.discard)
     return JsonResponse(result)
+
+
+async def _kept_background(
+    server: Server,
+    call: Call[ResponseBody],
+    generation: Generation,
+    shape: ResponseShape,
+    before: list[dict[str, Any]],
+) -> Response:
+    """Return the stream of an answer in the background, which is kept; every state of the answer is stored, too."""
+    store, tenant = server.responses, call.tenant
+    assert store is not None
+    try:
+        await generation.accepted()
+        queued = shape.response("queued")
+        if why := store.put(tenant, queued, _items(call.body, before), over=False, lasting=True):
+            raise ApiError(503, f"`background`: the answer could not be stored: {why}", "background")
+    except BaseException:
+        generation.cancel()
+        raise
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        store.change(tenant, shape.response("in_progress"), over=False)
+        async for one in _stream(generation, shape, lambda result: store.change(tenant, result, over=True)):
+            yield one
+
+    return EventStream(events(), slow_s=server.settings.slow_reader_s, over=generation.cancel)
 
 
 async def _in_background(store: StoredResponses, tenant: str, generation: Generation, shape: ResponseShape) -> None:
@@ -234,13 +264,18 @@ def _found(server: Server, call: Call[None]) -> tuple[StoredResponses, str, Stor
 
 
 async def response(server: Server, call: Call[None]) -> Response:
-    """Return a stored answer, also while it is in progress."""
+    """Return a stored answer, also while it is in progress; with `stream`, the events of one in the background."""
     query = call.request.query_params
-    if query.get("stream", "false").lower() not in ("false", "0", ""):
-        raise ApiError(
-            400, "`stream`: a stored response is returned whole; repeat the request until it has ended", "stream"
-        )
-    return JsonResponse(_found(server, call)[2].response)
+    _, name, stored = _found(server, call)
+    if query.get("stream", "false").lower() in ("false", "0", ""):
+        return JsonResponse(stored.response)
+    path = None if server.answers is None else server.answers.find(call.tenant, name)
+    if server.answers is None or path is None:
+        message = "`stream`: only the events of a response in the background are kept; it is returned whole"
+        raise ApiError(400, message, "stream")
+    after = after_of(call.request)
+    following = reply(server, server.answers.follow(path), name, after, always_stream=True)
+    return await unless_left(call.request, following)
 
 
 async def delete_response(server: Server, call: Call[None]) -> Response:
@@ -249,6 +284,8 @@ async def delete_response(server: Server, call: Call[None]) -> Response:
     if not stored.over:
         _cancel(server, call, name)
     store.remove(call.tenant, name)
+    if server.answers is not None and (path := server.answers.find(call.tenant, name)) is not None:
+        server.answers.remove(path)
     return JsonResponse({"id": name, "object": "response", "deleted": True})
 
 
@@ -485,7 +522,7 @@ class ResponseShape:
         self._body, self._model, self._label, self.reading, self._kept = body, model, parameters.label, reading, kept
         self._names, self._tops, self._tools = server.names, parameters.tops, tools or {}
         self._logprobs: list[dict[str, Any]] = []  # of the whole text so far, if the answer is one text
-        self._created = time.time()
+        self._created = created_s()
         self.cut = False  # whether the answer was cut off
 
     def response(self, status: str) -> dict[str, Any]:
@@ -628,7 +665,7 @@ class ResponseShape:
             begun: the item has no content yet.
             last: the item is the last one; it is incomplete if the answer was cut off.
         """
-        block.id = block.id or f"{PREFIXES[block.kind]}_{secrets.token_hex(24)}"
+        block.id = block.id or f"{PREFIXES[block.kind]}_{new_hex(24)}"
         status = "in_progress" if begun else "incomplete" if (last and self.cut) or not block.whole else "completed"
         content = [] if begun else [self.part(block)]
         if block.kind == "call":

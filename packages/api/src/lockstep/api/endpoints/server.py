@@ -15,6 +15,7 @@ from starlette.requests import Request
 from lockstep.api.endpoints.errors import ApiError
 from lockstep.api.endpoints.fields import ignore
 from lockstep.api.endpoints.generation import Generation, GenerationRequest, Prompt, encode, unavailable
+from lockstep.api.endpoints.kept_answers import KeptAnswers
 from lockstep.api.endpoints.keys import Keys
 from lockstep.api.endpoints.schemas import Body
 from lockstep.api.endpoints.stored_responses import StoredResponses
@@ -67,6 +68,8 @@ class Server:
     metrics: Metrics
     usage: UsageCounter | None = None
     responses: StoredResponses | None = None
+    answers: KeptAnswers | None = None
+    kept_runs: set[asyncio.Task[None]] = field(default_factory=set)  # tasks that make kept answers
     background: set[asyncio.Task[None]] = field(default_factory=set)  # answers made in the background
     watchers: list[Watcher] = field(default_factory=list)  # called with every request that was answered
     on_ready: list[Callable[[], object]] = field(default_factory=list)  # called once, when the engine can take requests

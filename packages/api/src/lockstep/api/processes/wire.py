@@ -78,6 +78,7 @@ class Submit(ToEngine, frozen=True):
     generation: int = 0  # of the engine to which the ticket was sent
     again: bool = False
     have: tuple[int, ...] = ()
+    kept: bool = False  # the request outlives its worker, and another worker may take it over by its origin
 
 
 class Settled(ToEngine, frozen=True):
