@@ -21,6 +21,7 @@ from typing import Any
 import uvicorn
 
 from lockstep.api.endpoints.app import ADMIN_ROUTES, keeping_routes, make_app
+from lockstep.api.endpoints.conversations_api import Conversations
 from lockstep.api.endpoints.kept_answers import KeptAnswers
 from lockstep.api.endpoints.keys import read_keys
 from lockstep.api.endpoints.protocol import bounded_by
@@ -77,6 +78,9 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
     if most:
         bytes_max, kept_s = limits.responses_bytes_max, limits.response_kept_s
         responses = StoredResponses(answers_folder, most=most, bytes_max=bytes_max, kept_s=kept_s)
+    conversations = None
+    if most:
+        conversations = Conversations(answers_folder, most=most, bytes_max=bytes_max, kept_s=kept_s)
     answers = None
     if settings.kept_answers:
         answers = KeptAnswers(
@@ -85,7 +89,9 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
             bytes_max=limits.kept_bytes_max,
             kept_s=limits.kept_s,
         )
-    server = Server(settings, bridge, text, keys, Metrics(settings.metrics_compat), usage, responses, answers)
+    server = Server(
+        settings, bridge, text, keys, Metrics(settings.metrics_compat), usage, responses, answers, conversations
+    )
     server.on_ready.append(lambda: children.mark_ready(folder, number))
     log.info("tool calls are read as %s, thoughts as %s", *server.formats.names())
     spans = None if settings.otlp_endpoint is None else SpanExporter(settings.otlp_endpoint, lambda: server.models()[0])
@@ -133,8 +139,9 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
         await asyncio.gather(*left, return_exceptions=True)
         reading.cancel()
         bridge.close()
-        if responses is not None:
-            responses.close()
+        for one in (responses, conversations):
+            if one is not None:
+                one.close()
         if spans is not None:
             await asyncio.to_thread(spans.close)
 

@@ -25,7 +25,9 @@ from starlette.routing import BaseRoute
 from starlette.routing import Route as StarletteRoute
 
 from lockstep.api.endpoints import (
+    compat_api,
     control_api,
+    conversations_api,
     embeddings_api,
     generate_api,
     messages_api,
@@ -69,6 +71,8 @@ class HttpRoute:
     keeps: bool = False  # whether answers can be kept: `resumable`
 
 
+CONVERSATION = "/v1/conversations/{conversation_id}"
+
 ROUTES = (
     HttpRoute("GET", "/health", "public", native_api.health),
     HttpRoute("GET", "/health_generate", "public", native_api.health_generate),
@@ -106,10 +110,31 @@ ROUTES = (
     ),
     HttpRoute("POST", "/generate", "user", generate_api.generate, schemas.GenerateBody, keeps=True),
     HttpRoute("GET", "/v1/streams/{stream_id}", "user", resumable.stream),
+    HttpRoute("POST", "/v1/responses/input_tokens", "user", compat_api.count_input_tokens, schemas.ResponseBody),
+    HttpRoute("POST", "/v1/conversations", "user", conversations_api.create, schemas.ConversationBody, optional=True),
+    HttpRoute("GET", CONVERSATION, "user", conversations_api.conversation),
+    HttpRoute("POST", CONVERSATION, "user", conversations_api.describe, schemas.MetadataBody),
+    HttpRoute("DELETE", CONVERSATION, "user", conversations_api.delete),
+    HttpRoute("GET", f"{CONVERSATION}/items", "user", conversations_api.list_items),
+    HttpRoute("POST", f"{CONVERSATION}/items", "user", conversations_api.add_items, schemas.ConversationItemsBody),
+    HttpRoute("GET", f"{CONVERSATION}/items/{{item_id}}", "user", conversations_api.item),
+    HttpRoute("DELETE", f"{CONVERSATION}/items/{{item_id}}", "user", conversations_api.delete_item),
+    HttpRoute("GET", "/tokenizer_info", "user", compat_api.tokenizer_info),
+    *(HttpRoute("GET", path, "user", compat_api.server_info) for path in ("/server_info", "/get_server_info")),
+    HttpRoute("GET", "/v1/loads", "user", compat_api.loads),
+    HttpRoute("POST", "/abort_requests", "user", compat_api.abort_requests, schemas.AbortManyBody),
+    HttpRoute("POST", "/encode", "user", compat_api.encode, schemas.EncodeBody),
+    HttpRoute("POST", "/invocations", "user", compat_api.invocations, schemas.AnyBody),
     HttpRoute("DELETE", "/v1/streams/{stream_id}", "user", resumable.delete_stream),
     HttpRoute("POST", "/abort_request", "user", native_api.abort_request, schemas.AbortBody),
-    HttpRoute("POST", "/tokenize", "user", native_api.tokenize, schemas.TokenizeBody),
-    HttpRoute("POST", "/detokenize", "user", native_api.detokenize, schemas.DetokenizeBody),
+    *(
+        HttpRoute("POST", path, "user", native_api.tokenize, schemas.TokenizeBody)
+        for path in ("/tokenize", "/v1/tokenize")
+    ),
+    *(
+        HttpRoute("POST", path, "user", native_api.detokenize, schemas.DetokenizeBody)
+        for path in ("/detokenize", "/v1/detokenize")
+    ),
     HttpRoute("GET", "/get_model_info", "user", native_api.model_info),
     HttpRoute("GET", "/model_info", "user", native_api.model_info),
     HttpRoute("GET", "/load", "user", native_api.load),
@@ -129,6 +154,7 @@ def _admin(path: str, handler: Handler, body: type[Body] | None = None, *, optio
 
 ADMIN_ROUTES = (
     _admin("/flush_cache", control_api.flush_cache),
+    HttpRoute("GET", "/flush_cache", "admin", control_api.flush_cache),
     _admin("/reset_prefix_cache", control_api.flush_cache),
     _admin("/pause", control_api.pause, schemas.PauseBody),
     _admin("/pause_generation", control_api.pause, schemas.PauseBody),

@@ -35,7 +35,9 @@ _logged: set[str] = set()
 
 def unserved_fields(body: Body, *, strict: bool, inside: str = "") -> list[str]:
     """Return the names of fields that are accepted without effect. Raises ApiError for a field that is refused."""
-    ignored = []
+    ignored: list[str] = []
+    if type(body).OPEN:
+        return ignored
     for name, value in (body.model_extra or {}).items():
         known = type(body).REFUSED.get(name)
         where = f"{inside}{name[:60]}"

@@ -71,12 +71,17 @@ async def read_body(
         raise ApiError(400, f"Invalid JSON: {error}") from None
     if isinstance(given, dict) and len(given) > FIELDS_MAX:
         raise ApiError(400, f"the body has {len(given)} fields, at most {FIELDS_MAX} are allowed")
-    try:
-        body = schema.model_validate(given)
-    except ValidationError as error:
-        raise _bad_body(error) from None
+    body = checked_body(schema, given)
     ignored_by(request).extend(unserved_fields(body, strict=strict))
     return body
+
+
+def checked_body(schema: type[BodyType], given: Any) -> BodyType:
+    """Return a body with checked fields. Raises ApiError, 400, with the invalid field."""
+    try:
+        return schema.model_validate(given)
+    except ValidationError as error:
+        raise _bad_body(error) from None
 
 
 async def _read(request: Request, bytes_max: int) -> bytes:

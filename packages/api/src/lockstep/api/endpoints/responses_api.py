@@ -34,6 +34,7 @@ from lockstep.api.endpoints.chat_tools import (
     reading_of,
     template_options,
 )
+from lockstep.api.endpoints.conversations_api import listed
 from lockstep.api.endpoints.errors import ApiError, failure
 from lockstep.api.endpoints.generation import (
     Choice,
@@ -61,9 +62,6 @@ log = logging.getLogger("lockstep.worker")
 TEXTS = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"
 NONE_STORED = "this server stores no answers (--stored-responses 0)"
-ITEMS_LISTED, ITEMS_LISTED_MAX = 20, 100
-"""Default and largest number of input items in one list, as at OpenAI."""
-
 CANCELLED_WITHIN_S, CANCELLED_LOOK_S = 5.0, 0.02
 """Seconds for a cancelled answer to end with its partial output, and between checks; later it ends without output."""
 
@@ -120,6 +118,7 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
         return await _begun(server, call, generation, shape, before)
 
     def keep(result: dict[str, Any]) -> None:
+        _extend(server, call, result)
         if kept and server.responses is not None:
             result["store"] = not server.responses.put(call.tenant, result, _items(body, before), over=True)
 
@@ -161,7 +160,19 @@ def _kept(server: Server, body: ResponseBody) -> bool:
 
 def _before(server: Server, call: Call[ResponseBody]) -> list[dict[str, Any]]:
     """Return the conversation that an input continues, as items. Raises ApiError."""
-    name = call.body.previous_response_id
+    name, conversation = call.body.previous_response_id, conversation_of(call.body)
+    if name and conversation:
+        message = "`conversation` and `previous_response_id` both name what the input continues; give one of them"
+        raise ApiError(400, message, "conversation")
+    if conversation:
+        if server.conversations is None:
+            raise ApiError(
+                400, "`conversation`: this server stores no conversations (--stored-responses 0)", "conversation"
+            )
+        if server.conversations.find(call.tenant, conversation) is None:
+            message = f"`conversation`: there is no conversation {conversation[:80]!r} here, or it has expired"
+            raise ApiError(400, message, "conversation")
+        return server.conversations.items(call.tenant, conversation)
     if not name:
         return []
     stored = None if server.responses is None else server.responses.get(call.tenant, name)
@@ -173,6 +184,24 @@ def _before(server: Server, call: Call[ResponseBody]) -> list[dict[str, Any]]:
         message = f"`previous_response_id`: response {name[:80]!r} is {status}; only an answer can be continued"
         raise ApiError(400, message, "previous_response_id")
     return [*stored.input, *stored.response["output"]]
+
+
+def conversation_of(body: ResponseBody) -> str:
+    """Return the id of the conversation of a response; "" for none. Raises ApiError."""
+    given = body.conversation
+    name = given.get("id") if isinstance(given, dict) else given
+    if given is not None and (not isinstance(name, str) or not name):
+        raise ApiError(400, '`conversation` must be an id, or {"id": ...}', "conversation")
+    return name or ""
+
+
+def _extend(server: Server, call: Call[ResponseBody], result: dict[str, Any]) -> None:
+    """Add input and output of an answer that has ended to its conversation."""
+    name = conversation_of(call.body)
+    if not name or server.conversations is None or result["status"] not in ("completed", "incomplete"):
+        return
+    if server.conversations.find(call.tenant, name) is not None:  # not deleted meanwhile
+        server.conversations.add(call.tenant, name, [*_items(call.body, []), *result["output"]])
 
 
 def _items(body: ResponseBody, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -228,9 +257,13 @@ async def _kept_background(
         generation.cancel()
         raise
 
+    def keep(result: dict[str, Any]) -> None:
+        _extend(server, call, result)
+        store.change(tenant, result, over=True)
+
     async def events() -> AsyncGenerator[bytes, None]:
         store.change(tenant, shape.response("in_progress"), over=False)
-        async for one in _stream(generation, shape, lambda result: store.change(tenant, result, over=True)):
+        async for one in _stream(generation, shape, keep):
             yield one
 
     return EventStream(events(), slow_s=server.settings.slow_reader_s, over=generation.cancel)
@@ -318,22 +351,7 @@ def _cancel(server: Server, call: Call[None], name: str) -> None:
 async def input_items(server: Server, call: Call[None]) -> Response:
     """List the input of an answer, newest first or by `order`, at most `limit` items from the item `after` on."""
     items = _found(server, call)[2].input
-    query = call.request.query_params
-    order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", str(ITEMS_LISTED))
-    if order not in ("asc", "desc"):
-        raise ApiError(400, f"`order` must be asc or desc, got {order[:40]!r}", "order")
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= ITEMS_LISTED_MAX):
-        raise ApiError(400, f"`limit` must be 1 to {ITEMS_LISTED_MAX}, got {limit[:40]!r}", "limit")
-    if order == "desc":
-        items = items[::-1]
-    if after is not None:
-        at = [number for number, one in enumerate(items) if one.get("id") == after]
-        if not at:
-            raise ApiError(400, f"`after` must be the id of an item, got {after[:80]!r}", "after")
-        items = items[at[0] + 1 :]
-    shown = items[: int(limit)]
-    ends = {"first_id": shown[0].get("id"), "last_id": shown[-1].get("id")} if shown else {}
-    return JsonResponse({"object": "list", "data": shown, "has_more": len(items) > len(shown), **ends})
+    return JsonResponse(listed(items, call))
 
 
 # ---------------------------------------------------------------------------------------------------------------- input
@@ -360,6 +378,14 @@ async def _prompt(server: Server, call: Call[ResponseBody], tools: Tools, before
     while messages and messages[0].role == "system":
         fixed.append(messages.pop(0))
     return await newest_turns(messages, room, render)
+
+
+async def prompt_of_response(server: Server, call: Call[ResponseBody]) -> Prompt:
+    """Return the prompt that a response would have. Raises ApiError."""
+    body = call.body
+    server.model(body.model)
+    tools = response_tools(body.tools or (), body.tool_choice, parallel=body.parallel_tool_calls, ignore=call.ignore)
+    return await _prompt(server, call, tools.tools, _before(server, call))
 
 
 async def newest_turns(
@@ -542,6 +568,7 @@ class ResponseShape:
             "model": self._model,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "conversation": {"id": conversation_of(body)} if body.conversation else None,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "store": self._kept,

@@ -136,7 +136,6 @@ WHY = {
     "serialized_named_tensors": PICKLED,
     "custom_logit_processor": "is a program, which clients may not send; `logit_processors` selects the operator's",
     "logits_processors": "are programs, which clients may not send; `logit_processors` selects the operator's",
-    "conversation": "names a stored conversation, and this server has none; `previous_response_id` continues an answer",
     "response_format": "is a field of chat completions; the field of a response is `text.format`",
     "token_ids_logprob": "is not supported; /score returns the probabilities of chosen tokens after a prompt",
     "abort_all": "is for operators: /abort_all on --admin-socket",
@@ -162,6 +161,8 @@ class Body(BaseModel):
     """
     COMFORT: ClassVar[frozenset[str]] = frozenset()
     """Known fields that are not served and change no answer: they concern placement, billing, caching or display."""
+    OPEN: ClassVar[bool] = False
+    """Whether the handler decides about unknown fields."""
 
 
 class StreamOptions(Body):
@@ -529,6 +530,7 @@ class ResponseBody(Sampling, Timed):
     store: bool | None = None  # false: the answer cannot be fetched later
     background: bool | None = None  # true: the request returns at once, and the answer is fetched later
     previous_response_id: Name | None = None  # id of a stored answer, which this answer continues
+    conversation: Name | dict[str, Any] | None = None  # a stored conversation, which this answer continues and extends
     metadata: Metadata | None = None
     user: Name | None = None
     priority: Int64 | None = None
@@ -539,7 +541,6 @@ class ResponseBody(Sampling, Timed):
     truncation: Literal["auto", "disabled"] | None = None  # auto: the oldest messages that do not fit are dropped
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "conversation": (),
         "moderation": (),
         "prompt": (),
         "response_format": ({"type": "text"},),
@@ -550,6 +551,25 @@ class ResponseBody(Sampling, Timed):
         | (ACCOUNTS - {"metadata", "store"})
         | {"client_metadata", "context_management", "max_tool_calls", "stream_options"}
     )
+
+
+class ConversationItemsBody(Body):
+    """POST /v1/conversations/{id}/items"""
+
+    items: Annotated[list[InputItem], Field(min_length=1, max_length=20, fail_fast=True)]
+
+
+class ConversationBody(Body):
+    """POST /v1/conversations"""
+
+    items: Annotated[list[InputItem], Field(max_length=20, fail_fast=True)] | None = None
+    metadata: Metadata | None = None
+
+
+class MetadataBody(Body):
+    """POST /v1/conversations/{id}"""
+
+    metadata: Metadata | None = None
 
 
 class MessageItem(Body):
@@ -653,6 +673,31 @@ class DetokenizeBody(Body):
     skip_special_tokens: bool | None = None  # false: special tokens are part of the text
 
 
+class AbortManyBody(Body):
+    """POST /abort_requests"""
+
+    request_ids: Items[Label]
+
+
+class EncodeBody(Timed):
+    """POST /encode"""
+
+    text: TextOrTexts | None = None
+    input_ids: IdLists | None = None
+    rid: Label | OfEach[Label] | None = None
+    priority: Int64 | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    lora_path: Name | None = None
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "audio_data": (),
+        "image_data": (),
+        "input_embeds": (),
+        "is_cross_encoder_request": (),
+        "video_data": (),
+    }
+
+
 class AbortBody(Body):
     """POST /abort_request"""
 
@@ -686,7 +731,8 @@ class CloseSessionBody(Body):
 class PauseBody(Body):
     """POST /pause"""
 
-    mode: Literal["in_place", "retract", "cancel", "keep", "abort"] = "in_place"  # the last two are vLLM's names
+    # admission: running requests go on, and new ones wait; the last two are vLLM's names
+    mode: Literal["in_place", "retract", "cancel", "admission", "keep", "abort"] = "in_place"
 
 
 class ProfileBody(Body):
@@ -806,4 +852,6 @@ class SlowDownBody(Body):
 
 
 class AnyBody(Body):
-    """The body of an endpoint of other servers that this server does not have."""
+    """A body whose fields are those of another endpoint, or of an endpoint that this server does not have."""
+
+    OPEN: ClassVar[bool] = True

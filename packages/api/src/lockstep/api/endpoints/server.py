@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import nan
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from starlette.requests import Request
 
@@ -29,6 +29,9 @@ from lockstep.api.processes.wire import EngineInfo
 from lockstep.api.settings import Limits, ServeSettings
 from lockstep.api.text.plain_text import Texts
 from lockstep.api.text.token_names import TokenNames
+
+if TYPE_CHECKING:
+    from lockstep.api.endpoints.conversations_api import Conversations
 
 BodyType = TypeVar("BodyType", bound=Body | None)
 
@@ -69,6 +72,7 @@ class Server:
     usage: UsageCounter | None = None
     responses: StoredResponses | None = None
     answers: KeptAnswers | None = None
+    conversations: Conversations | None = None
     kept_runs: set[asyncio.Task[None]] = field(default_factory=set)  # tasks that make kept answers
     background: set[asyncio.Task[None]] = field(default_factory=set)  # answers made in the background
     watchers: list[Watcher] = field(default_factory=list)  # called with every request that was answered
