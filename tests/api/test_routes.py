@@ -95,6 +95,7 @@ EXPECTED_ADMIN = {
     **{("POST", path): (401, 401, 503) for path in STANDS.split()},  # there is no engine
     **{("POST", path): (401, 401, 415) for path in NEEDS_BODY.split()},
     ("GET", "/openapi.json"): (401, 401, 200),
+    ("GET", "/flush_cache"): (401, 401, 503),
 }
 
 

@@ -124,15 +124,17 @@ def fields_of(files: zipfile.ZipFile, path: str, name: str) -> Iterator[str]:
     """Yield the annotated fields of a class and of its bases, through imports of the same wheel."""
     tree = ast.parse(files.read(path))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    imported = {
-        alias.asname or alias.name: (node.module, alias.name)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level
-        for alias in node.names
-    }
+    imported = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            above = "".join(f"{one}/" for one in path.split("/")[: -node.level]) if node.level else ""
+            for alias in node.names:
+                imported[alias.asname or alias.name] = (f"{above}{node.module.replace('.', '/')}", alias.name)
     if name not in classes:
-        if name in imported and (place := f"{imported[name][0].replace('.', '/')}.py") in files.namelist():
-            yield from fields_of(files, place, imported[name][1])
+        module, original = imported.get(name, ("", ""))
+        for place in (f"{module}.py", f"{module}/__init__.py"):
+            if place in files.namelist():
+                yield from fields_of(files, place, original)
         return
     for base in classes[name].bases:
         yield from fields_of(files, path, ast.unparse(base).partition("[")[0])
@@ -152,9 +154,8 @@ def main(arguments: list[str]) -> int:
     found |= {name: of_wheel(name, getattr(told, name)) for name in WHEELS}
     FILE.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     for name, about in found.items():
-        print(
-            f"{name} {about['version']}: {len(about['routes'])} routes, {sum(map(len, about['fields'].values()))} fields"
-        )
+        fields = sum(map(len, about["fields"].values()))
+        print(f"{name} {about['version']}: {len(about['routes'])} routes, {fields} fields")
     return 0
 
 

@@ -21,12 +21,12 @@ from typing import Any
 import uvicorn
 
 from lockstep.api.endpoints.app import ADMIN_ROUTES, keeping_routes, make_app
-from lockstep.api.endpoints.conversations_api import Conversations
 from lockstep.api.endpoints.kept_answers import KeptAnswers
 from lockstep.api.endpoints.keys import read_keys
 from lockstep.api.endpoints.protocol import bounded_by
 from lockstep.api.endpoints.resumable import continue_answers
 from lockstep.api.endpoints.server import Server
+from lockstep.api.endpoints.stored_conversations import StoredConversations
 from lockstep.api.endpoints.stored_responses import StoredResponses
 from lockstep.api.endpoints.usage import UsageCounter
 from lockstep.api.engines import text_of
@@ -75,12 +75,12 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
     answers_folder = settings.answers_folder(folder)
     answers_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     responses = None
+    bytes_max, kept_s = limits.responses_bytes_max, limits.response_kept_s
     if most:
-        bytes_max, kept_s = limits.responses_bytes_max, limits.response_kept_s
         responses = StoredResponses(answers_folder, most=most, bytes_max=bytes_max, kept_s=kept_s)
     conversations = None
     if most:
-        conversations = Conversations(answers_folder, most=most, bytes_max=bytes_max, kept_s=kept_s)
+        conversations = StoredConversations(answers_folder, most=most, bytes_max=bytes_max, kept_s=kept_s)
     answers = None
     if settings.kept_answers:
         answers = KeptAnswers(

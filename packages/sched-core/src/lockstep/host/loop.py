@@ -88,6 +88,7 @@ from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, 
 from lockstep.host.drafts import DraftCounts
 from lockstep.host.errors import EngineStopped
 from lockstep.host.inbox import Inbox
+from lockstep.host.stop_regexes import watches_text
 from lockstep.host.weights import WeightLoader, WeightsLog
 
 log = logging.getLogger("lockstep.host")
@@ -137,11 +138,6 @@ class ResultExtras:
     pooled: Pooled | None = None
     error: str = ""  # of the batch that failed, where the request ends with reason "error"
     weights: tuple[tuple[int, int], ...] = ()  # at the end: (first output token, version of the weights) of each span
-
-
-def watches_text(event: RequestArrived) -> bool:
-    """Return whether the text of a request is searched for stop texts or regular expressions."""
-    return bool(event.stop_texts or event.stop_regexes)
 
 
 class TextWatch(Protocol):

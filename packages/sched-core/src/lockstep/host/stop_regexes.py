@@ -22,6 +22,7 @@ from functools import lru_cache
 from typing import Any
 
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import RequestArrived
 from lockstep.host.text import Spelling, StopTexts
 
 STATES_MAX = 512
@@ -228,6 +229,11 @@ class Automaton:
 def compiled(pattern: str) -> Automaton:
     """Return the automaton of a pattern. Raises ConfigError."""
     return Automaton(pattern)
+
+
+def watches_text(event: RequestArrived) -> bool:
+    """Return whether the text of a request is searched for stop texts or regular expressions."""
+    return bool(event.stop_texts or event.stop_regexes)
 
 
 @dataclass(frozen=True, slots=True)

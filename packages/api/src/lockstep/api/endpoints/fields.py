@@ -1,7 +1,7 @@
 """Fields of a body that are not served: one rule for all endpoints.
 
     field        | its value would change the answer   -> refused by name, 400
-                 | it asks for comfort, or is unknown  -> accepted, and named: in X-Ignored-Fields, and once in the log
+                 | it adds comfort only, or is unknown -> accepted, and named: in X-Ignored-Fields, and once in the log
                  | null, false, 0, empty               -> accepted
 
 `Body.REFUSED` and `Body.COMFORT` list the known fields; no field is ignored silently.

@@ -1,4 +1,4 @@
-"""Answers in files, so that a client can take up a stream again, or ask for the same answer twice.
+"""Answers in files, so that a stream can be taken up again, and a repeated request has the same answer.
 
     FOLDER/<tenant>/<id>.open      an answer in progress, locked by the worker that makes it
     FOLDER/<tenant>/<id>.ended     a complete answer
@@ -296,7 +296,7 @@ class KeptAnswers:
                 if now_s - marked_s >= READ_S:
                     marked_s = now_s
                     about = os.fstat(descriptor)
-                    if not about.st_nlink and writer is None:  # removed, and nobody here writes it
+                    if not about.st_nlink and writer is None:  # removed, and not written by this process
                         yield End("the answer was removed")
                         return
                     with contextlib.suppress(PermissionError):

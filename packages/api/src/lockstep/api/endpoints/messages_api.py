@@ -51,6 +51,7 @@ async def messages(server: Server, call: Call[MessageBody]) -> Response:
         stream=bool(body.stream),
         label=f"msg_{new_hex(16)}",
         tenant=call.tenant,
+        salt=body.cache_salt or "",
         **_constraint(server, body, tools),
     )
     generation = server.generate(call, parameters, [prompt])

@@ -44,6 +44,7 @@ from lockstep.api.endpoints.schemas import (
     CompletionBody,
     GenerateBody,
     OpenAI,
+    ResponseBody,
     TokenizeBody,
 )
 from lockstep.api.endpoints.server import Call, Server
@@ -338,7 +339,7 @@ def label_of(body: OpenAI, kind: str) -> str:
     return body.rid or f"{kind}-{body.request_id or new_hex(16)}"
 
 
-def salt_of(body: OpenAI | GenerateBody) -> str:
+def salt_of(body: OpenAI | GenerateBody | ResponseBody) -> str:
     """Return what separates the cached prefixes of a request from those of others; "" for nothing."""
     return (body.cache_salt or "") + (f"\0{body.extra_key}" if body.extra_key else "")
 

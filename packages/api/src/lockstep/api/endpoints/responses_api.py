@@ -48,7 +48,7 @@ from lockstep.api.endpoints.generation import (
     unavailable,
 )
 from lockstep.api.endpoints.http import EventStream, JsonResponse, named_event, unless_left
-from lockstep.api.endpoints.openai_api import conversation, shaped, streamed
+from lockstep.api.endpoints.openai_api import conversation, salt_of, shaped, streamed
 from lockstep.api.endpoints.responses_tools import ToolName, arguments_of, input_of, response_tools
 from lockstep.api.endpoints.resumable import after_of, reply
 from lockstep.api.endpoints.schemas import ChatMessage, InputItem, ResponseBody
@@ -104,7 +104,7 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
         stream=bool(body.stream),
         label=f"resp_{new_hex(24, 'response')}",
         tenant=call.tenant,
-        salt=body.cache_salt or "",
+        salt=salt_of(body),
         priority=body.priority,
         tops=tops,
         **obliged,

@@ -108,7 +108,7 @@ def _add_custom(
     check_tools([tool], where, "parameters")
     description, form = str(tool.get("description") or ""), tool.get("format")
     if isinstance(form, dict) and form.get("type") == "grammar":
-        ignore(f"{where}.format")  # the model is told of the grammar, and its input is not constrained
+        ignore(f"{where}.format")  # the grammar is part of the description, and constrains nothing
         description += f"\nThe input has this grammar ({form.get('syntax')}):\n{form.get('definition')}"
     function = {"name": tool["name"], "description": description, "parameters": INPUT}
     _put(functions, names, function, ToolName("custom", tool["name"]), where)

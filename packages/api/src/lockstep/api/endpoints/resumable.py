@@ -103,11 +103,11 @@ async def respond_kept(
             raise ApiError(422, f"`{KEY}` was used for another request; take a new key", KEY)
     response = await unless_left(call.request, reply(server, answers.follow(found), name))
     if lasting and isinstance(response, EventStream) and not getattr(call.body, "stream", None):
+        first = await anext(response.events)
         await response.events.aclose()
-        stored = None if server.responses is None else server.responses.get(call.tenant, name)
-        if stored is None:
-            raise ApiError(503, "the answer was removed while it began")
-        return JsonResponse(stored.response, headers={STREAM_ID: name})
+        _, _, data = first.partition(b"\ndata: ")
+        began = msgspec.json.decode(data)["response"]
+        return JsonResponse(began | {"status": "queued"}, headers={STREAM_ID: name})
     return response
 
 

@@ -234,7 +234,15 @@ class Timed(Body):
     timeout_s: Seconds | None = None  # from arrival to its end
 
 
-PLACEMENT = frozenset({"data_parallel_rank", "data_parallel_rank_decode", "decode_tp_size"})
+PLACEMENT = frozenset(
+    {
+        "data_parallel_rank",
+        "data_parallel_rank_decode",
+        "decode_tp_size",
+        "disagg_prefill_dp_rank",
+        "bootstrap_pair_key",
+    }
+)
 """Fields that select an engine. The router of this server selects it."""
 
 ACCOUNTS = frozenset(
@@ -250,6 +258,32 @@ ACCOUNTS = frozenset(
     }
 )
 """Fields about accounts and caches of OpenAI. Prefixes are cached here in any case."""
+
+
+ELSEWHERE: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    (
+        "custom_params",
+        "ec_transfer_params",
+        "images_config",
+        "logprob_token_ids",
+        "media_io_kwargs",
+        "mm_payload",
+        "mm_processor_kwargs",
+        "repetition_detection",
+        "return_cached_tokens_details",
+        "return_mm_kwargs",
+        "return_routed_experts",
+        "return_spec_tokens_details",
+        "return_token_offsets",
+        "routed_experts_prompt_start",
+        "routed_experts_start_len",
+        "vllm_xargs",
+        "watermark",
+        "watermarking",
+    ),
+    (),
+)
+"""Fields of vLLM and SGLang that change answers, of several endpoints."""
 
 
 class OpenAI(Sampling, StructuredOpenAI, Timed):
@@ -272,8 +306,14 @@ class OpenAI(Sampling, StructuredOpenAI, Timed):
     routing_key: Name | None = None  # requests with equal keys run together under the policy routing-key
     truncate_prompt_tokens: Truncation | None = None  # vLLM: the prompt's last tokens only
 
-    COMFORT: ClassVar[frozenset[str]] = Sampling.COMFORT | PLACEMENT | ACCOUNTS
+    session_id: Name | None = None  # requests with equal ids run on one engine of several, as with X-Session-Id
+
+    COMFORT: ClassVar[frozenset[str]] = (
+        Sampling.COMFORT | PLACEMENT | ACCOUNTS | {"custom_labels", "return_weight_versions"}
+    )
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **ELSEWHERE,
+        "truncation_side": ("left",),
         "bad_words": (),
         "bootstrap_host": (),
         "bootstrap_port": (),
@@ -346,6 +386,22 @@ class ChatBody(OpenAI):
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         **OpenAI.REFUSED,
+        "max_dynamic_patch": (),
+        "min_dynamic_patch": (),
+        "moderation": (),
+        "return_flat_raw_output_top_logprobs": (),
+        "return_flat_raw_top_logprobs_b64": (),
+        "return_input_ids_in_sglext": (),
+        "return_meta_info": (),
+        "return_output_ids_in_sglext": (),
+        "return_prompt_text": (),
+        "return_prompt_token_ids": (),
+        "return_sampling_mask": (),
+        "sampling_logprobs_mode": (),
+        "task": (),
+        "thinking": (),
+        "use_audio_in_video": (),
+        "video_config": (),
         "add_special_tokens": (),
         "audio": (),
         "chat_template": (),
@@ -355,7 +411,6 @@ class ChatBody(OpenAI):
         "functions": (),
         "modalities": (["text"],),
         "input_ids": (),
-        "mm_processor_kwargs": (),
         "web_search_options": (),
     }
     COMFORT: ClassVar[frozenset[str]] = OpenAI.COMFORT | {"prediction", "verbosity"}
@@ -374,6 +429,20 @@ class NativeSampling(Sampling, Structured):
     n: Annotated[int, Field(ge=1)] = 1
     sampling_seed: Int64 | None = None
 
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = dict.fromkeys(
+        (
+            "beam_width",
+            "custom_params",
+            "ebnf_full_assistant",
+            "stop_regex_max_len",
+            "stop_regex_strs",
+            "stop_str_max_len",
+            "stop_strs",
+            "watermark",
+        ),
+        (),
+    )
+
 
 class SessionParams(Body):
     """The session that a request continues by a turn."""
@@ -383,6 +452,26 @@ class SessionParams(Body):
     offset: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"drop_previous_output": (), "replace": (), "rid": ()}
+
+
+INTERNAL = frozenset(
+    {
+        "background",
+        "conversation_id",
+        "custom_labels",
+        "external_trace_header",
+        "http_worker_ipc",
+        "kv_hints",
+        "log_metrics",
+        "need_wait_for_mm_inputs",
+        "no_logs",
+        "num_items_assigned",
+        "received_time",
+        "require_reasoning",
+        "return_bytes",
+    }
+)
+"""Fields with which processes of SGLang pass requests to each other, or that concern its log."""
 
 
 class GenerateBody(Timed):
@@ -405,19 +494,44 @@ class GenerateBody(Timed):
     extra_key: Name | None = None  # prefixes are shared only among requests with the same key, as with `cache_salt`
     cache_salt: Name | None = None
     routing_key: Name | None = None  # requests with equal keys run together under the policy routing-key
+    session_id: Name | None = None  # requests with equal ids run on one engine of several, as with X-Session-Id
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **ELSEWHERE,
+        "bootstrap_port": (),
+        "encoder_urls": (),
+        "image_max_dynamic_patch": (),
+        "lora_id": (),
+        "max_dynamic_patch": (),
+        "max_thinking_tokens": (),
+        "min_dynamic_patch": (),
+        "mm_content_hashes": (),
+        "mm_hashes": (),
+        "modalities": (),
+        "multi_item_delimiter_indices": (),
+        "positional_embed_overrides": (),
+        "return_entropy": (),
+        "return_flat_raw_output_top_logprobs": (),
+        "return_flat_raw_top_logprobs": (),
+        "return_flat_raw_top_logprobs_b64": (),
+        "return_indexer_topk": (),
+        "return_prompt_token_ids": (),
+        "return_sampling_mask": (),
+        "sampling_logprobs_mode": (),
+        "token_indices_to_pool": (),
+        "use_audio_in_video": (),
+        "video_config": (),
+        "video_max_dynamic_patch": (),
         "audio_data": (),
         "bootstrap_host": (),
         "bootstrap_room": (),
         "custom_logit_processor": (),
         "image_data": (),
         "input_embeds": (),
-        "return_routed_experts": (),
         "token_ids_logprob": (),
         "video_data": (),
     }
-    COMFORT: ClassVar[frozenset[str]] = PLACEMENT | {"custom_labels", "log_metrics", "no_logs", "return_bytes"}
+    COMFORT: ClassVar[frozenset[str]] = PLACEMENT | INTERNAL
 
 
 class EmbeddingBody(Timed):
@@ -431,13 +545,23 @@ class EmbeddingBody(Timed):
     priority: Int64 | None = None
     truncate_prompt_tokens: Truncation | None = None
     add_special_tokens: bool = True
+    lora_path: Name | None = None  # name of an adapter
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "embed_override_token_id": (),
+        "embed_overrides": (),
+        "cache_salt": (),
+        "padding": (),
+        "truncation_side": ("left",),
+        "use_activation": (),
+        "endianness": ("native", "little"),
+        "mm_processor_kwargs": (),
         "embed_dtype": ("float32",),
         "input_type": (),
         "instruction": (),
         "normalize": (None,),  # the model's pooling decides
     }
+    COMFORT: ClassVar[frozenset[str]] = frozenset({"request_id", "rid"})
 
 
 class ScoreBody(Timed):
@@ -456,6 +580,13 @@ class ScoreBody(Timed):
     truncate_prompt_tokens: Truncation | None = None
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "embed_override_token_id": (),
+        "item_embed_overrides": (),
+        "query_embed_overrides": (),
+        "return_pooled_hidden_states": (),
+        "return_token_logprobs": (),
+        "score_extraction_token": (),
+        "temperature": (1.0,),
         "instruction": (),
         "mm_processor_kwargs": (),
     }
@@ -476,12 +607,19 @@ class RerankBody(Timed):
     truncate_prompt_tokens: Truncation | None = None
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "chat_template_kwargs": (),
+        "max_tokens_per_query": (),
+        "cache_salt": (),
+        "padding": (),
+        "truncation_side": ("left",),
+        "use_activation": (),
         "instruct": (),
         "instruction": (),
         "max_chunks_per_doc": (),
         "max_tokens_per_doc": (),
         "mm_processor_kwargs": (),
     }
+    COMFORT: ClassVar[frozenset[str]] = frozenset({"request_id"})
 
 
 class InputItem(Body):
@@ -534,6 +672,8 @@ class ResponseBody(Sampling, Timed):
     metadata: Metadata | None = None
     user: Name | None = None
     priority: Int64 | None = None
+    extra_key: Name | None = None  # SGLang's further part of `cache_salt`
+    session_id: Name | None = None  # requests with equal ids run on one engine of several, as with X-Session-Id
     cache_salt: Name | None = None
 
     include: Items[Name] | None = None  # `message.output_text.logprobs`; the other values have no effect
@@ -541,15 +681,33 @@ class ResponseBody(Sampling, Timed):
     truncation: Literal["auto", "disabled"] | None = None  # auto: the oldest messages that do not fit are dropped
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **ELSEWHERE,
+        "bootstrap_host": (),
+        "bootstrap_port": (),
+        "bootstrap_room": (),
+        "enable_response_messages": (),
+        "image": (),
+        "include_reasoning": (),
+        "kv_transfer_params": (),
         "moderation": (),
+        "previous_input_messages": (),
         "prompt": (),
         "response_format": ({"type": "text"},),
+        "structured_outputs": (),
     }
     COMFORT: ClassVar[frozenset[str]] = (
         Sampling.COMFORT
         | PLACEMENT
         | (ACCOUNTS - {"metadata", "store"})
-        | {"client_metadata", "context_management", "max_tool_calls", "stream_options"}
+        | {
+            "access_programs",
+            "background_options",
+            "client_metadata",
+            "context_management",
+            "max_tool_calls",
+            "request_id",
+            "stream_options",
+        }
     )
 
 
@@ -623,10 +781,32 @@ class CountBody(Body):
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None  # earlier name of `output_config.format`
 
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"container": (), "mcp_servers": ()}
-    COMFORT: ClassVar[frozenset[str]] = frozenset(
-        {"betas", "cache_control", "context_management", "inference_geo", "service_tier", "speed"}
-    )
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **ELSEWHERE,
+        "bootstrap_host": (),
+        "bootstrap_port": (),
+        "bootstrap_room": (),
+        "chat_template_kwargs": (),
+        "container": (),
+        "kv_transfer_params": (),
+        "mcp_servers": (),
+        "thread": (),
+    }
+    COMFORT: ClassVar[frozenset[str]] = PLACEMENT | {
+        "betas",
+        "billing_policy",
+        "cache_control",
+        "compaction",
+        "context_management",
+        "diagnostics",
+        "fallback_credit_token",
+        "fallbacks",
+        "inference_geo",
+        "service_tier",
+        "speed",
+        "user_profile_id",
+        "workspace_id",
+    }
 
 
 class MessageBody(CountBody):
@@ -639,6 +819,7 @@ class MessageBody(CountBody):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     metadata: MessageMetadata | None = None
+    cache_salt: Name | None = None
     queue_timeout_s: Seconds | None = None
     timeout_s: Seconds | None = None
 
@@ -659,10 +840,12 @@ class TokenizeBody(Body):
     return_token_strs: bool | None = None
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "media_io_kwargs": (),
         "chat_template": (),
         "documents": (),
         "mm_processor_kwargs": (),
     }
+    COMFORT: ClassVar[frozenset[str]] = frozenset({"tool_choice"})
 
 
 class DetokenizeBody(Body):
@@ -704,151 +887,6 @@ class AbortBody(Body):
     rid: Label
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"abort_all": ()}
-
-
-# -------------------------------------------------------------------------------------------------- sessions, operators
-
-
-class OpenSessionBody(Body):
-    """POST /open_session"""
-
-    session_id: Name | None = None  # None: a random id
-    # SGLang's name: the greatest number of tokens, prompt and output, of any turn
-    capacity_of_str_len: Annotated[int, Field(ge=2, lt=2**31)]
-    timeout: Seconds | None = None  # time without a turn until the session is closed; None: the longest allowed
-    parent: Name | None = None  # session from which this session is branched
-    parent_tokens: Count | None = None  # number of the parent's tokens to keep; None: all
-
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"streaming": ()}
-
-
-class CloseSessionBody(Body):
-    """POST /close_session"""
-
-    session_id: Name
-
-
-class PauseBody(Body):
-    """POST /pause"""
-
-    # admission: running requests go on, and new ones wait; the last two are vLLM's names
-    mode: Literal["in_place", "retract", "cancel", "admission", "keep", "abort"] = "in_place"
-
-
-class ProfileBody(Body):
-    """POST /start_profile. Fields that SGLang has too have its names."""
-
-    start_step: Count | None = None
-    num_steps: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    activities: Items[Literal["CPU", "GPU"]] | None = None
-    record_shapes: bool | None = None
-    with_stack: bool | None = None
-    profile_by_stage: bool | None = None
-
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "merge_profiles": (),
-        "output_dir": (),
-        "profile_prefix": (),
-        "profile_stages": (),
-    }
-
-
-class StateBody(Body):
-    """POST /set_internal_state: settings of the scheduler that may change at run time"""
-
-    server_args: dict[Name, float | int | None]
-
-
-Version = Annotated[int, Field(ge=1, lt=2**53)] | Annotated[str, Field(pattern=r"^[1-9][0-9]{0,14}$")]
-"""A weights version: an ascending integer, also as text, as in SGLang."""
-
-
-class WeightsBody(Body):
-    """Common fields of weight updates. The default of `mode` is wait, or in_place for a paused engine."""
-
-    weight_version: Version | None = None  # above all earlier versions; None: the next version
-    mode: Literal["wait", "retract", "cancel", "in_place", "keep", "abort"] | None = None
-    abort_all_requests: bool = False  # SGLang's name for mode cancel
-
-
-class WeightsFromDiskBody(WeightsBody):
-    """POST /update_weights_from_disk"""
-
-    model_path: Annotated[str, Field(min_length=1, max_length=4096)]
-    load_format: Literal["auto", "safetensors"] | None = None
-
-
-class WeightsFromTensorBody(WeightsBody):
-    """POST /update_weights_from_tensor"""
-
-    shared_memory: Name  # NAME of /dev/shm/NAME, a safetensors file; the process that made the file removes it
-
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "load_format": ("auto", "safetensors"),
-        "serialized_named_tensors": (),
-    }
-
-
-class JoinGroupBody(Body):
-    """POST /init_weights_update_group: rank 0 is the trainer, and engine N has rank `rank_offset` + N"""
-
-    master_address: Annotated[str, Field(min_length=1, max_length=256)]
-    master_port: Annotated[int, Field(ge=1, lt=65536)]
-    rank_offset: Annotated[int, Field(ge=1, lt=2**15)] = 1
-    world_size: Annotated[int, Field(ge=2, lt=2**15)]
-    group_name: Name = "weights"
-    backend: Literal["gloo", "nccl"] = "gloo"
-
-
-class LeaveGroupBody(Body):
-    """POST /destroy_weights_update_group"""
-
-    group_name: Name = "weights"
-
-
-class WeightsFromGroupBody(WeightsBody):
-    """POST /update_weights_from_distributed: tensors in the order in which the trainer sends them"""
-
-    names: Items[Name]
-    dtypes: Items[Name]
-    shapes: Items[Annotated[list[Count], Field(max_length=8)]]
-    group_name: Name = "weights"
-
-
-class LoadLoraBody(Body):
-    """POST /load_lora_adapter. Names are those of vLLM and SGLang."""
-
-    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
-    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]  # a folder in PEFT's format
-    pinned: bool = False  # whether the adapter stays on the device
-    load_inplace: bool = False  # whether it replaces a loaded adapter as a newer version
-
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"is_3d_lora_weight": ()}
-
-
-class UnloadLoraBody(Body):
-    """POST /unload_lora_adapter"""
-
-    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
-
-
-class WeightsByNameBody(Body):
-    """POST /get_weights_by_name"""
-
-    name: Name
-    truncate_size: Annotated[int, Field(ge=1, lt=2**31)] = 100  # rows
-
-
-class MemoryBody(Body):
-    """POST /release_memory_occupation, /resume_memory_occupation"""
-
-    tags: Items[Literal["kv_cache", "weights"]] | None = None
-
-
-class SlowDownBody(Body):
-    """POST /slow_down"""
-
-    forward_sleep_time: Annotated[float, Field(ge=0.0, le=60.0)] | None = None
 
 
 class AnyBody(Body):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import nan
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from starlette.requests import Request
 
@@ -18,6 +18,7 @@ from lockstep.api.endpoints.generation import Generation, GenerationRequest, Pro
 from lockstep.api.endpoints.kept_answers import KeptAnswers
 from lockstep.api.endpoints.keys import Keys
 from lockstep.api.endpoints.schemas import Body
+from lockstep.api.endpoints.stored_conversations import StoredConversations
 from lockstep.api.endpoints.stored_responses import StoredResponses
 from lockstep.api.endpoints.usage import UsageCounter
 from lockstep.api.engines import formats_of
@@ -29,9 +30,6 @@ from lockstep.api.processes.wire import EngineInfo
 from lockstep.api.settings import Limits, ServeSettings
 from lockstep.api.text.plain_text import Texts
 from lockstep.api.text.token_names import TokenNames
-
-if TYPE_CHECKING:
-    from lockstep.api.endpoints.conversations_api import Conversations
 
 BodyType = TypeVar("BodyType", bound=Body | None)
 
@@ -72,7 +70,7 @@ class Server:
     usage: UsageCounter | None = None
     responses: StoredResponses | None = None
     answers: KeptAnswers | None = None
-    conversations: Conversations | None = None
+    conversations: StoredConversations | None = None
     kept_runs: set[asyncio.Task[None]] = field(default_factory=set)  # tasks that make kept answers
     background: set[asyncio.Task[None]] = field(default_factory=set)  # answers made in the background
     watchers: list[Watcher] = field(default_factory=list)  # called with every request that was answered
@@ -193,7 +191,8 @@ class Server:
             parameters = replace(parameters, routing_key=key)
             each = [replace(one, routing_key=key) for one in each]
         generation = Generation(self.bridge, self.metrics, parameters, call.came_s, start_by_s, finish_by_s)
-        if (together := call.request.headers.get(TOGETHER)) is not None:
+        together = getattr(body, "session_id", None) or call.request.headers.get(TOGETHER)
+        if together is not None:
             generation.together = f"{call.tenant}\0{together[:TOGETHER_CHARACTERS]}"
         admit = None
         if self.usage is not None and self.keys is not None:

@@ -30,7 +30,7 @@ import zmq
 from lockstep.api.engines import EngineUnit, Place, both, build_engine
 from lockstep.api.processes import children, faults
 from lockstep.api.processes.claims import FIRST, Claims, Lost, PriorState
-from lockstep.api.processes.kept_requests import KeptRequest, KeptRequests, KeptSink, awaited_workers
+from lockstep.api.processes.kept_requests import KeptRequests, KeptSink, KeptTicket, awaited_workers
 from lockstep.api.processes.outbox import Outbox, SampleSink, Writers
 from lockstep.api.processes.sockets import engine_address, reader, router_address, writer
 from lockstep.api.processes.wire import (
@@ -250,7 +250,7 @@ class EngineProcess:
         if kept is not None:
             kept.first_id = first_id
 
-    def _hand_over(self, kept: KeptRequest, key: tuple[int, int], ticket: _OpenTicket, sinks: Sequence[Sink]) -> None:
+    def _hand_over(self, kept: KeptTicket, key: tuple[int, int], ticket: _OpenTicket, sinks: Sequence[Sink]) -> None:
         """Give a request to the worker and ticket `key`, from its first token on."""
         if kept.owner != key:
             self._open.pop(kept.owner, None)

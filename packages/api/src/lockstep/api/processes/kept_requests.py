@@ -79,7 +79,7 @@ class KeptSink:
 
 
 @dataclass(slots=True)
-class KeptRequest:
+class KeptTicket:
     """A request of a kept answer. `owner` is the worker and ticket that have it."""
 
     sinks: Sequence[KeptSink]
@@ -102,14 +102,14 @@ class KeptRequests:
 
     def __init__(self, cancel: Callable[[int], object]) -> None:
         self._cancel = cancel
-        self._all: dict[str, KeptRequest] = {}
+        self._all: dict[str, KeptTicket] = {}
 
-    def add(self, origin: str, owner: tuple[int, int], sinks: Sequence[KeptSink]) -> KeptRequest:
+    def add(self, origin: str, owner: tuple[int, int], sinks: Sequence[KeptSink]) -> KeptTicket:
         """Store a request that was just submitted."""
-        added = self._all[origin] = KeptRequest(sinks, owner)
+        added = self._all[origin] = KeptTicket(sinks, owner)
         return added
 
-    def take_over(self, origin: str, samples: int) -> KeptRequest | None:
+    def take_over(self, origin: str, samples: int) -> KeptTicket | None:
         """Return a request for another worker; None if it is unknown, or its first tokens are."""
         found = self._all.get(origin)
         if found is None or len(found.sinks) != samples or not all(one.whole for one in found.sinks):
