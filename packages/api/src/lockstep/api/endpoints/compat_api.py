@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -143,6 +142,6 @@ async def invocations(server: Server, call: Call[AnyBody]) -> Response:
         if name in given:
             body = checked_body(schema, given)
             ignored_by(call.request).extend(unserved_fields(body, strict=server.settings.strict))
-            return await handler(server, replace(call, body=body))
+            return await handler(server, Call(call.request, body, call.tenant, call.came_s))
     known = ", ".join(f"`{name}`" for name, *_ in INVOCATIONS)
     raise ApiError(400, f"the body has none of the fields by which an endpoint is chosen: {known}")
