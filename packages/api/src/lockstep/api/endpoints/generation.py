@@ -309,6 +309,7 @@ class Choice:
     answer: AnswerText
     counted: CountedAnswer  # by the metrics
     parameters: GenerationRequest
+    interval: int = 1  # least number of tokens in a piece, except the last one
     taken: int = 0  # tokens that were returned in pieces
     over: bool = False  # whether its last piece was returned, or it was cancelled
 
@@ -432,7 +433,8 @@ class Generation:
                         regexes=parameters.regexes,
                     )
                     counted = CountedAnswer(ticket, reply, self.came_s, self.parameters.stream)
-                    choice = Choice(len(self.choices), prompt, ticket, reply, answer, counted, parameters)
+                    interval = sampling.stream_interval or 1
+                    choice = Choice(len(self.choices), prompt, ticket, reply, answer, counted, parameters, interval)
                     self.choices.append(choice)
         except EngineUnavailable as error:
             self.cancel()
@@ -550,7 +552,7 @@ class Generation:
             ended, stop = ended if until % 2 else None, min(stop, until // 2)
             if stop == first and ended is None:
                 return None
-        elif stop - first < (choice.parameters.sampling.stream_interval or 1) and ended is None:
+        elif stop - first < choice.interval and ended is None:
             return None
         text = choice.answer.spell(reply.tokens if stop == len(reply.tokens) else reply.tokens[:stop], ended)
         choice.taken = stop

@@ -33,6 +33,7 @@ log = logging.getLogger("lockstep.worker")
 
 FRAME = struct.Struct("<II")  # length and checksum of a record
 ID = re.compile(r"[a-z]+_[0-9a-f]{8,64}")
+READ_BYTES = 2**18  # read at once, between which other requests proceed
 LOOK_S = 0.02  # between two looks at a file that another process writes
 STOPS = "the server stops"
 READ_S = 1.0  # between two marks of a reader
@@ -97,6 +98,7 @@ class KeptAnswer:
         self.readers = 0
         self.size = 0
         self.grown = asyncio.Event()  # set whenever records were appended by this process
+        self.closed = False
 
     def records(self) -> list[Record]:
         """Read all records. A torn tail is cut off if this process is the writer."""
@@ -130,6 +132,7 @@ class KeptAnswer:
     def close(self) -> None:
         """Close the file, which releases its lock; records are read through other descriptors."""
         os.close(self.descriptor)
+        self.closed = True
         self.grown.set()
 
     def unread_s(self) -> float:
@@ -278,13 +281,16 @@ class KeptAnswers:
         writer = self.writing.get(name)
         if writer is not None:
             writer.readers += 1
-        offset, marked_s = 0, 0.0
+        offset, marked_s, most = 0, 0.0, READ_BYTES
         try:
             while True:
                 if writer is not None:
                     writer.grown.clear()
-                found, used = _parsed(_read_all(descriptor, offset))
+                raw = os.pread(descriptor, most, offset)
+                found, used = _parsed(raw)
                 offset += used
+                # a record that is longer than what was read is read at once
+                most = READ_BYTES if used or len(raw) < most else 2 * most
                 for record in found:
                     yield record
                     if isinstance(record, End):
@@ -301,9 +307,12 @@ class KeptAnswers:
                         return
                     with contextlib.suppress(PermissionError):
                         os.utime(descriptor, ns=(time.time_ns(), about.st_mtime_ns))
-                if found:
-                    continue
-                if writer is not None:
+                if found or most > READ_BYTES:
+                    await asyncio.sleep(0)
+                elif writer is not None and writer.closed:
+                    yield End("the answer was interrupted; it continues with the next start of a worker")
+                    return
+                elif writer is not None:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(writer.grown.wait(), READ_S)
                 else:

@@ -237,12 +237,14 @@ class EngineProcess:
             try:
                 first_id = self._claims.take(request, have, sinks)
             except Lost as error:
-                self._open.pop(key, None)
-                ended = (
-                    SampleEnded(message.ticket, sample, error.reason, error=str(error)) for sample in range(samples)
-                )
-                self._writers.send(StepAnswers(message.worker, ended=tuple(ended)))
-                return
+                # the request of a kept answer has the same seed again, so it may start anew
+                if not message.kept or error.reason != "engine":
+                    self._open.pop(key, None)
+                    ended = (
+                        SampleEnded(message.ticket, sample, error.reason, error=str(error)) for sample in range(samples)
+                    )
+                    self._writers.send(StepAnswers(message.worker, ended=tuple(ended)))
+                    return
         if first_id is None:
             left[0] = samples
             first_id = self.host.submit(request, *sinks)
