@@ -283,7 +283,7 @@ def refuse_undeclared(found: list[BaseRoute], declared: tuple[HttpRoute, ...]) -
 
 def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        came_s = time.monotonic()
+        arrived_s = time.monotonic()
         named = request.headers.get("x-request-id", "")
         label = named if LABEL.fullmatch(named) else secrets.token_hex(16)
         status, tenant = 500, ""
@@ -299,7 +299,7 @@ def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable
                     strict=server.settings.strict,
                     optional=route.optional,
                 )
-            call = Call(request, body, tenant, came_s)
+            call = Call(request, body, tenant, arrived_s)
             secret, kept = secrets.token_bytes(32), None
             if route.keeps and body is not None:
                 kept = resumable.kept_name(server, request, body, tenant, secret)
@@ -330,7 +330,7 @@ def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable
                 path=route.path,
                 status=status,
                 tenant=tenant,
-                came_s=came_s,
+                arrived_s=arrived_s,
                 ended_s=time.monotonic(),
                 headers=request.headers,
                 generation=getattr(request.state, "generation", None),

@@ -142,6 +142,6 @@ async def invocations(server: Server, call: Call[AnyBody]) -> Response:
         if name in given:
             body = checked_body(schema, given)
             ignored_by(call.request).extend(unserved_fields(body, strict=server.settings.strict))
-            return await handler(server, Call(call.request, body, call.tenant, call.came_s))
+            return await handler(server, Call(call.request, body, call.tenant, call.arrived_s))
     known = ", ".join(f"`{name}`" for name, *_ in INVOCATIONS)
     raise ApiError(400, f"the body has none of the fields by which an endpoint is chosen: {known}")

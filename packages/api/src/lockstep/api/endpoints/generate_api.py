@@ -216,7 +216,7 @@ class GenerateShape:
         }
         if ended is not None:
             meta["finish_reason"] = _finish(choice)
-            meta["e2e_latency"] = time.monotonic() - self._generation.came_s
+            meta["e2e_latency"] = time.monotonic() - self._generation.arrived_s
             meta |= weights_of(ended)
         if choice.parameters.tops is not None:
             meta |= self._logprobs(choice, choice.parameters.tops)

@@ -51,7 +51,7 @@ class Call(Generic[BodyType]):
     request: Request
     body: BodyType
     tenant: str
-    came_s: float  # time.monotonic
+    arrived_s: float  # time.monotonic
 
     def ignore(self, name: str) -> None:
         """Record that a field is accepted without effect; the answer and the log name it."""
@@ -190,7 +190,7 @@ class Server:
         if key := self._routing_key(call):
             parameters = replace(parameters, routing_key=key)
             each = [replace(one, routing_key=key) for one in each]
-        generation = Generation(self.bridge, self.metrics, parameters, call.came_s, start_by_s, finish_by_s)
+        generation = Generation(self.bridge, self.metrics, parameters, call.arrived_s, start_by_s, finish_by_s)
         together = getattr(body, "session_id", None) or call.request.headers.get(TOGETHER)
         if together is not None:
             generation.together = f"{call.tenant}\0{together[:TOGETHER_CHARACTERS]}"
@@ -219,4 +219,4 @@ def _deadline(call: Call[BodyType], header: str, name: str) -> float | None:
             times.append(nan)
         if not 0.0 < times[-1] <= 1e6:
             raise ApiError(400, f"the header `{header}` must be seconds above 0, got {given[:40]!r}", header)
-    return call.came_s + min(times) if times else None
+    return call.arrived_s + min(times) if times else None
