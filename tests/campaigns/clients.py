@@ -338,7 +338,7 @@ CLIENTS = (
     Client("langchain-openai", ("langchain-openai",), script),
     Client("pydantic-ai", ("pydantic-ai-slim[openai]",), script),
     Client("instructor", ("instructor",), script),
-    Client("lm-eval", ("lm-eval[api]",), lm_eval),
+    Client("lm-eval", ("lm-eval[api]", "transformers"), lm_eval),
     Client("guidellm", ("guidellm",), guidellm),
     Client("aiperf", ("aiperf",), aiperf),
     Client("vllm-bench", (), vllm_bench),
