@@ -315,11 +315,24 @@ def vllm_bench(client: Client, servers: Servers) -> str:
     return f"bench serve: 12 completions, mean TTFT {said['mean_ttft_ms']:.0f} ms"
 
 
+SGLANG = """
+import importlib.util, sys, types
+package = types.ModuleType("sglang")
+package.__path__ = list(importlib.util.find_spec("sglang").submodule_search_locations)
+bootstrap = types.ModuleType("sglang.srt.disaggregation.utils")
+bootstrap.FAKE_BOOTSTRAP_HOST = "2.2.2.2"
+sys.modules |= {"sglang": package, "sglang.srt.disaggregation.utils": bootstrap}
+from sglang.benchmark.serving import cli_main
+cli_main()
+"""
+"""`python -m sglang.bench_serving` without the engine of SGLang, which imports its kernels and 6 GB of packages."""
+
+
 def sglang_bench(client: Client, servers: Servers) -> str:
     """SGLang's `bench_serving`, on /generate and on chat completions."""
     tokenizer = word_tokenizer(servers.folder / "words", template=TEMPLATE, eos="<|im_end|>")
     for number, backend in enumerate(("sglang", "sglang-oai-chat")):
-        words = [client.program("python"), "-m", "sglang.bench_serving", "--backend", backend]
+        words = [client.program("python"), "-c", SGLANG, "--backend", backend]
         words += ["--base-url", servers.text.url, "--model", MODEL, "--tokenizer", str(tokenizer)]
         words += ["--dataset-name", "random-ids", "--random-input-len", "64", "--random-output-len", "16"]
         words += ["--random-range-ratio", "1", "--num-prompts", "12", "--output-file", str(servers.folder / "sg.jsonl")]
@@ -344,7 +357,7 @@ CLIENTS = (
     Client("vllm-bench", (), vllm_bench),
     Client(
         "sglang-bench",
-        ("sglang", "numpy", "requests", "aiohttp", "transformers", "tqdm", "datasets", "pillow", "pybase64", "psutil"),
+        tuple("sglang numpy requests aiohttp transformers tqdm datasets pillow pybase64 psutil msgspec".split()),
         sglang_bench,
         no_requirements=True,
     ),
