@@ -317,10 +317,13 @@ class Memory(DeviceMemory, Component):
             take(row, request)
         return row
 
-    def adopt_row(self, request: Request, handle: RadixNode | None, pages: Int32s, computed: int) -> int:
+    def adopt_row(
+        self, request: Request, handle: RadixNode | None, pages: Int32s, computed: int, batch_id: BatchId, step: Step
+    ) -> int:
         """Give the request a row with KV that was received. Returns the row.
 
         Its first `computed` positions are the path of `handle` and `pages`. The request owns both from now on.
+        `batch_id`: the next batch.
         """
         row = self._row_taken(request)
         if handle is not None:
@@ -331,7 +334,7 @@ class Memory(DeviceMemory, Component):
         self.table.pages[row, : pages.size] = pages
         self.rewrites.append(Rewrite(row, 0, pages))
         request.computed = computed
-        self.hybrid.adopt_row(row, request.request_id)
+        self.hybrid.adopt_row(row, request, batch_id, step)
         return row
 
     def lend(self, row: int, request_id: RequestId) -> None:

@@ -107,7 +107,7 @@ class PrefillPlanner:
         batch. None: no such request is ready."""
         if not self._transfers.ready:
             return None
-        parts = self._transfers.take_rows(step)
+        parts = self._transfers.take_rows(self._state.next_batch_id, step)
         return self._extend_batch(running, parts, step, "prebuilt") if parts else None
 
     def _prefill_budget(self, running: RunningState) -> PrefillBudget:
