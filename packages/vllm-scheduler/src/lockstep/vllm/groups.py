@@ -14,7 +14,7 @@ window group, entry i is the block of the window page that belongs to full page 
 has none: no later token reads there.
 
 State slot s is likewise one block in each group with recurrent state. The table of such a group has one entry, the
-block of the slot of the request. vLLM asks schedulers for zeroed blocks in models with recurrent state, because a block
+block of the slot of the request. vLLM's own scheduler has blocks zeroed in models with recurrent state, because a block
 of its pool may have held a state before it holds KV. Here a block serves one kind of layer for the life of the engine.
 
 A model fits if its groups have one block size, one of them has full attention, and the others have windows of one
@@ -133,7 +133,7 @@ def window_tokens(kv_cache_config: KVCacheConfig) -> int:
 
 
 def state_groups(kv_cache_config: KVCacheConfig) -> int:
-    """Return how many groups have recurrent state, of a model that has at most one other, with full attention; else 0."""
+    """Return how many groups have recurrent state if at most one other has full attention; else 0."""
     kinds = kinds_of(kv_cache_config) if kv_cache_config.has_mamba_layers else []
     states = kinds.count("state")
     return states if kinds.count("full") <= 1 and kinds.count("full") + states == len(kinds) else 0

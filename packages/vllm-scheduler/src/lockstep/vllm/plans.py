@@ -53,7 +53,7 @@ class OutputBuilder:
             groups: KV cache groups of the model.
             drafts_stay: whether drafts stay with the workers, as they do with asynchronous scheduling.
             sends_tokens: whether plans have the tokens to be computed, as workers of all pipeline stages but the last
-                need them: the last one samples, and knows the tokens by itself.
+                need them: the last stage has its own samples.
             v2_runner: whether the workers run vLLM's model runner V2, which gets resumed requests as new ones.
         """
         self._tokens_max = tokens_max
