@@ -700,14 +700,14 @@ def main() -> int:
             try:
                 row = row_of(name, loop, options.requests)
             except (RuntimeError, subprocess.TimeoutExpired) as error:
-                failed.append(f"{error}")
-                print(f"{name}, {loop}: failed", flush=True)
+                failed.append(f"{name}, {loop}: failed")
+                print(f"{name}, {loop}: failed\n{error}", file=sys.stderr, flush=True)
                 continue
             rows.append(row)
             print(line(row), flush=True)
-            failed += [f"{name}, {loop}: {one}" for one in row.why]
-    for one in failed:
-        print(one, file=sys.stderr)
+            for one in row.why:
+                failed.append(f"{name}, {loop}: {one}")
+                print(failed[-1], file=sys.stderr, flush=True)
     if options.out:
         options.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
         table = [HEADER, *(line(row) for row in rows)]

@@ -148,17 +148,16 @@ def defined(read: Read, module: str, name: str) -> ast.AST | None:
         except KeyError:
             continue
         for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-                return node
-            if isinstance(node, ast.Name | ast.alias) and name in (
-                getattr(node, "id", ""),
-                getattr(node, "asname", ""),
-            ):
-                return node
-            if isinstance(node, ast.alias | ast.Constant) and name in (
-                getattr(node, "name", ""),
-                getattr(node, "value", ""),
-            ):
+            match node:
+                case ast.ClassDef(name=found) | ast.FunctionDef(name=found) | ast.Name(id=found, ctx=ast.Store()):
+                    pass
+                case ast.alias():
+                    found = node.asname or node.name
+                case ast.Constant(value=str(found)) if path.endswith("__init__.py"):  # imported on first use
+                    pass
+                case _:
+                    continue
+            if found == name:
                 return node
     return None
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lockstep.core.contract.commands import EncodeMedia, HybridChanges
+from lockstep.core.contract.commands import CopyToHost, EncodeMedia, HybridChanges, LoadFromHost
 
 adapters = pytest.importorskip("lockstep.vllm.adapters", reason="lockstep-vllm is not installed")
 media = pytest.importorskip("lockstep.vllm.media")
 groups = pytest.importorskip("lockstep.vllm.groups")
+tiers = pytest.importorskip("lockstep.vllm.tiers")
 
 
 def adapter(name: str, number: int, path: str = "/a", *, load_inplace: bool = False) -> Any:
@@ -158,3 +160,29 @@ def test_blocks_are_divided_by_a_request_of_mean_length(
     blocks: int, number: int, mean: int, expected: tuple[int, int]
 ) -> None:
     assert groups.divided(blocks, number, 128, 16, 8_192, 0, mean) == expected
+
+
+def copy_to_host(copy_id: int, device: list[int], host: list[int]) -> CopyToHost:
+    return CopyToHost(copy_id, np.array(device, np.int32), np.array(host, np.int32), generation=3)
+
+
+def test_copies_are_answered_with_the_result_of_the_plan_that_brought_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = SimpleNamespace(PlanCopies=lambda copies: copies)
+    monkeypatch.setitem(sys.modules, "lockstep.vllm.host_tier", connector)
+    copies = tiers.HostCopies(present=True)
+    first, second, third = SimpleNamespace(), SimpleNamespace(), SimpleNamespace()
+    copies.order(copy_to_host(0, [4, 5], [0, 1]))
+    copies.order(LoadFromHost(1, np.array([2], np.int32), np.array([7], np.int32)))
+    copies.send(first)
+    assert first.kv_connector_metadata == [(True, [5, 6], [0, 1]), (False, [8], [2])]  # page p is block p + 1
+    assert first.has_sync_kv_loads
+    copies.send(second)
+    assert not second.has_sync_kv_loads
+    assert copies.is_busy
+    assert [(one.copy_id, one.pages_done, one.generation) for one in copies.answers(9)] == [(0, 2, 3), (1, 1, 0)]
+    assert not copies.is_busy
+    copies.order(copy_to_host(2, [6], [2]))
+    copies.void()  # its device page belongs to another request by now
+    copies.send(third)
+    assert third.kv_connector_metadata == []
+    assert copies.answers(10) == copies.answers(11) == []
