@@ -187,14 +187,29 @@ def about_audio(_: Path) -> Request:
 
     drawn = np.random.default_rng(0)
     clips = [drawn.normal(size=int(16_000 * seconds)).astype(np.float32) for seconds in drawn.uniform(0.3, 5, 40)]
+    return about("audio", [(clip, 16_000) for clip in clips], AUDIO_TOKEN)
+
+
+def about_images(_: Path) -> Request:
+    """Return a drawer of greedy requests about up to three images out of forty."""
+    import numpy as np
+    from PIL import Image
+
+    drawn = np.random.default_rng(0)
+    pixels = [drawn.integers(0, 256, (*drawn.integers(40, 120, 2), 3), dtype=np.uint8) for _ in range(40)]
+    return about("image", [Image.fromarray(one) for one in pixels], IMAGE_TOKEN)
+
+
+def about(kind: str, items: list[Any], token: int) -> Request:
+    """Return a drawer of greedy requests about up to three of these items, each in the place of one token."""
 
     def request(rng: random.Random, number: int, prompt: dict[str, Any]) -> Ask:
         ids = prompt["prompt_token_ids"]
-        chosen = [rng.choice(clips) for _ in range(rng.randrange(4))]
+        chosen = [rng.choice(items) for _ in range(rng.randrange(4))]
         for _ in chosen:
-            ids.insert(rng.randrange(len(ids) + 1), AUDIO_TOKEN)
+            ids.insert(rng.randrange(len(ids) + 1), token)
         if chosen:
-            prompt["multi_modal_data"] = {"audio": [(clip, 16_000) for clip in chosen]}
+            prompt["multi_modal_data"] = {kind: chosen}
         return greedy(rng, number, prompt)
 
     return request
@@ -251,6 +266,34 @@ def audio(folder: Path) -> dict[str, Any]:
     """Return options of an engine on a small Qwen2-Audio, with passes that split clips."""
     model, limits = qwen2_audio(folder), {"audio": 3}
     return engine_options(model, limit_mm_per_prompt=limits, max_num_batched_tokens=100, max_model_len=1024)
+
+
+IMAGE_TOKEN = 5
+PATCH, SIDE = 14, 56  # pixels
+
+
+def images(folder: Path) -> dict[str, Any]:
+    """Return options of an engine on a small LLaVA with 16 positions for each image, and passes that split images."""
+    import transformers
+
+    encoder = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**encoder, image_size=SIDE, patch_size=PATCH),
+        text_config=transformers.LlamaConfig(**features.small(head_dim=32)),
+        image_token_index=IMAGE_TOKEN,
+        image_seq_length=(SIDE // PATCH) ** 2,
+    )
+    path = features.save_model(folder / "llava", config, auto="AutoModelForImageTextToText")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    transformers.LlavaProcessor(
+        image_processor=transformers.CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=SIDE),
+        tokenizer=tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        image_token=tokenizer.convert_ids_to_tokens(IMAGE_TOKEN),
+        num_additional_image_tokens=1,
+    ).save_pretrained(path)
+    return engine_options(path, limit_mm_per_prompt={"image": 3}, max_num_batched_tokens=100, max_model_len=1024)
 
 
 def drafting(method: str) -> Callable[[Path], dict[str, Any]]:
@@ -328,6 +371,12 @@ def in_stages(folder: Path) -> dict[str, Any]:
     return engine_options(DEMO, **stages)
 
 
+def in_two_processes(folder: Path) -> dict[str, Any]:
+    """Return options of an engine with two workers, each with half of the layers."""
+    options = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    return engine_options(llama(folder), **options, worker_cls="tests.vllm.stages.StageWorker")
+
+
 def on_llama(**options: Any) -> Callable[[Path], dict[str, Any]]:
     """Return the maker of an engine on a small Llama."""
     return lambda folder: engine_options(llama(folder), **options)
@@ -373,6 +422,7 @@ FAMILIES = {
         shows=("retracted",),
     ),
     "audio": Family("multimodal (Qwen2-Audio)", audio, about_audio, longest=60),
+    "image": Family("multimodal (LLaVA)", images, about_images, longest=60),
     "lora": Family(
         "LoRA, three adapters, two at once",
         on_llama(enable_lora=True, max_loras=2, max_lora_rank=8, max_cpu_loras=3),
@@ -385,14 +435,21 @@ FAMILIES = {
     "host_tier": Family("host memory below the KV cache (HostTier)", with_host_tier, shows=(*USUAL, "loaded")),
     "structured": Family("structured output", lambda _: engine_options(DEMO), always(structured)),
     "stages": Family(
-        "two pipeline stages, two batches in flight",
+        "two pipeline stages, emulated (the demo model)",
         in_stages,
         always(structured),
         loops=("sync",),
         why=STAGES,
         shows=(*USUAL, "in_flight"),
     ),
-    "samples": Family("n above 1, seeded draws", on_llama(), always(samples)),
+    "stage_processes": Family(
+        "two pipeline stages, a process each (Llama)",
+        in_two_processes,
+        loops=("sync",),
+        why=STAGES,
+        shows=(*USUAL, "in_flight"),
+    ),
+    "samples": Family("n above 1, seeded draws", on_llama(max_num_batched_tokens=4096), always(samples)),
     "logprobs": Family("log probabilities", on_llama(), always(with_logprobs)),
 }
 

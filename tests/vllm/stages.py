@@ -1,14 +1,14 @@
-"""An executor of vLLM that behaves like two pipeline stages, in one process and with one worker.
+"""Pipeline stages of vLLM on CPUs: an executor that behaves like two stages, and a worker for two processes.
 
-vLLM's engine core launches as many batches as there are stages before it takes the oldest result. Here a batch is
-computed when its result is taken, whole and in the order of the launches, so every batch but the oldest was scheduled
-without the results of those before it.
+**One process.** vLLM's engine core launches as many batches as there are stages before it takes the oldest result. Here a
+batch is computed when its result is taken, whole and in the order of the launches, so every batch but the oldest was
+scheduled without the results of those before it. Plans and masks are copied, as they are between processes: vLLM fills
+one buffer of masks again and again. The worker holds the whole model and is the last stage. `FirstStage` repeats what the
+worker of an earlier stage does: it knows the tokens of prompts, and beyond them only those that plans bring. Each batch is
+checked: the first stage must have the tokens that the last stage computes.
 
-Plans and masks are copied, as they are between processes: vLLM fills one buffer of masks again and again.
-
-The worker holds the whole model and is the last stage. `FirstStage` repeats what the worker of an earlier stage does:
-it knows the tokens of prompts, and beyond them only those that plans bring. Each batch is checked: the first stage must
-have the tokens that the last stage computes.
+**Two processes.** vLLM allocates what a later stage receives in a dummy run. Its CPU worker leaves that out if models are
+not compiled, and the first batch fails. `StageWorker` allocates it after loading.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 STAGES = 2
 
@@ -107,3 +109,16 @@ class TwoStages(UniProcExecutor):
         if output is None:
             output = self.collective_rpc("sample_tokens", args=(batch.grammar,), single_value=True)
         batch.set_result(output)
+
+
+class StageWorker(CPUWorker):
+    """A worker of vLLM that has the tensors which a stage receives from the stage before it."""
+
+    def load_model(self, *arguments: Any, **options: Any) -> None:
+        """Load the model, and allocate the tensors."""
+        super().load_model(*arguments, **options)
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
