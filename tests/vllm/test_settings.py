@@ -299,6 +299,67 @@ def test_kv_caches_that_are_refused(cache: Any, block_size: int, name: str) -> N
     assert name in finding
 
 
+def groups_of(*specs: Any, blocks: int = 501) -> Any:
+    """A KVCacheConfig of vLLM with these groups."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    return KVCacheConfig(blocks, [], [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)])
+
+
+def attention(block_size: int = 64) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
+def state(mode: str = "none", block_size: int = 2048, **changed: Any) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    shapes = {"shapes": ((4, 4),), "dtypes": (torch.float32,)}
+    return MambaSpec(block_size=block_size, mamba_cache_mode=mode, **shapes, **changed)
+
+
+@needs_vllm
+def test_recurrent_state_is_the_state_slots_of_the_core() -> None:
+    plain = configuration(cache_config__enable_prefix_caching=False)
+    config = sched_config(plain, groups_of(state(), attention(), state()), VllmSettings(), 2048)
+    slots = config.hybrid.state_slots
+    assert (config.page_size, config.pages + 2 * slots) == (64, 500)  # the pages of the full group
+    assert slots == 27  # a request of 1,024 tokens has 16 pages and a block in each of two groups
+    assert not config.radix_cache
+    short = sched_config(plain, groups_of(state(), attention(), state()), VllmSettings(mean_request_tokens=64), 2048)
+    assert short.hybrid.state_slots == 64  # as many as requests run at once
+
+
+@needs_vllm
+def test_a_model_with_recurrent_state_only_has_pages_that_are_counted() -> None:
+    plain = configuration(cache_config__enable_prefix_caching=False)
+    config = sched_config(plain, groups_of(state(), blocks=21), VllmSettings(), 2048)
+    assert config.hybrid.state_slots == 20
+    assert config.pages * config.page_size == 64 * 2048  # every request may have the whole context
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("changed", "specs", "block_size", "name"),
+    [
+        ({"cache_config__enable_prefix_caching": True}, ("align", 64), 64, "hint: --no-enable-prefix-caching"),
+        ({"speculative_config": drafts()}, ("none", 64), 64, "drafts of a model with recurrent state"),
+        ({}, ("align", 64), 64, "beside layers other than those of one full attention"),
+        ({}, ("none", 528), 528, "528 tokens, which is no power of two (hint: --block-size 1024)"),
+    ],
+)
+def test_models_with_recurrent_state_that_are_refused(
+    changed: dict[str, Any], specs: tuple[str, int], block_size: int, name: str
+) -> None:
+    mode, attention_block = specs
+    plain = configuration(**{"cache_config__enable_prefix_caching": False, **changed})
+    (finding,) = unsupported(plain, groups_of(state(mode), attention(attention_block)), block_size)
+    assert name in finding
+
+
 def test_all_findings_are_named_at_once() -> None:
     changed = configuration(kv_transfer_config=connector("NixlConnector"), model_config__is_diffusion=True)
     assert len(unsupported(changed, kv_cache(), 48)) == 3
