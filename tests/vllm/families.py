@@ -734,6 +734,12 @@ def line(row: Row) -> str:
     return f"| {' | '.join([FAMILIES[row.family].title, *(str(value(row)) for value in COLUMNS.values())])} |"
 
 
+def store(rows: list[Row], path: Path) -> None:
+    """Write rows as JSON, and their table beside it as .txt."""
+    path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    path.with_suffix(".txt").write_text("\n".join([HEADER, *map(line, rows)]) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare answers under vLLM's own scheduler and Lockstep's.")
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"all if none is named: {', '.join(FAMILIES)}")
@@ -761,14 +767,12 @@ def main() -> int:
                 print(f"{name}, {loop}: failed\n{error}", file=sys.stderr, flush=True)
                 continue
             rows.append(row)
+            if options.out:
+                store(rows, options.out)
             print(line(row), flush=True)
             for one in row.why:
                 failed.append(f"{name}, {loop}: {one}")
                 print(failed[-1], file=sys.stderr, flush=True)
-    if options.out:
-        options.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-        table = [HEADER, *(line(row) for row in rows)]
-        options.out.with_suffix(".txt").write_text("\n".join(table) + "\n")
     return 1 if failed else 0
 
 

@@ -193,15 +193,17 @@ def test_pipeline_stages_are_microbatches() -> None:
     assert (config.pp_size, config.microbatches, config.launches_max) == (2, 2, 2)
 
 
-TENSORS = [SimpleNamespace(size=501 * 1_000), SimpleNamespace(size=501 * 3_000)]
-"""KV of two layers: 4,000 bytes a page."""
+def one_group() -> Any:
+    """A KV cache of two layers, with 2,000 bytes of each in a page."""
+    spec = SimpleNamespace(block_size=16, page_size_bytes=2_000)
+    return kv_cache(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b"])])
 
 
 @needs_vllm
 def test_host_memory_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.vllm.settings.kinds_of", lambda _: ["full"])
     changed = configuration(kv_transfer_config=connector(*CONNECTOR, host_gb=0.001, write_policy="write_back"))
-    config = sched_config(changed, kv_cache(kv_cache_tensors=TENSORS), VllmSettings(), 16)
+    config = sched_config(changed, one_group(), VllmSettings(), 16)
     assert (config.tiers.host_pages, config.tiers.write_policy) == (250, "write_back")
 
 
@@ -216,9 +218,7 @@ def test_host_memory_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_wrong_settings_of_the_host_tier_are_refused(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        cache_tiers(
-            configuration(kv_transfer_config=connector(*CONNECTOR, **extra)), kv_cache(kv_cache_tensors=TENSORS)
-        )
+        cache_tiers(configuration(kv_transfer_config=connector(*CONNECTOR, **extra)), one_group())
 
 
 @pytest.mark.parametrize(

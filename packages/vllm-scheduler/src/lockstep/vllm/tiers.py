@@ -62,7 +62,9 @@ def host_pages(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     Raises: ConfigError if there is room for none, or for wrong settings.
     """
     host_bytes = _settings(vllm_config).host_gb * 1e9
-    page_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors) // kv_cache_config.num_blocks
+    page_bytes = sum(
+        len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in kv_cache_config.kv_cache_groups
+    )
     if host_bytes < page_bytes:
         raise ConfigError(
             f"`host_gb` {host_bytes / 1e9} of HostTier is less than one page, {page_bytes / 1e9:.6f} GB\nhint: raise it"
