@@ -190,16 +190,6 @@ def about_audio(_: Path) -> Request:
     return about("audio", [(clip, 16_000) for clip in clips], AUDIO_TOKEN)
 
 
-def about_images(_: Path) -> Request:
-    """Return a drawer of greedy requests about up to three images out of forty."""
-    import numpy as np
-    from PIL import Image
-
-    drawn = np.random.default_rng(0)
-    pixels = [drawn.integers(0, 256, (*drawn.integers(40, 120, 2), 3), dtype=np.uint8) for _ in range(40)]
-    return about("image", [Image.fromarray(one) for one in pixels], IMAGE_TOKEN)
-
-
 def about(kind: str, items: list[Any], token: int) -> Request:
     """Return a drawer of greedy requests about up to three of these items, each in the place of one token."""
 
@@ -266,34 +256,6 @@ def audio(folder: Path) -> dict[str, Any]:
     """Return options of an engine on a small Qwen2-Audio, with passes that split clips."""
     model, limits = qwen2_audio(folder), {"audio": 3}
     return engine_options(model, limit_mm_per_prompt=limits, max_num_batched_tokens=100, max_model_len=1024)
-
-
-IMAGE_TOKEN = 5
-PATCH, SIDE = 14, 56  # pixels
-
-
-def images(folder: Path) -> dict[str, Any]:
-    """Return options of an engine on a small LLaVA with 16 positions for each image, and passes that split images."""
-    import transformers
-
-    encoder = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
-    config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**encoder, image_size=SIDE, patch_size=PATCH),
-        text_config=transformers.LlamaConfig(**features.small(head_dim=32)),
-        image_token_index=IMAGE_TOKEN,
-        image_seq_length=(SIDE // PATCH) ** 2,
-    )
-    path = features.save_model(folder / "llava", config, auto="AutoModelForImageTextToText")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    transformers.LlavaProcessor(
-        image_processor=transformers.CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=SIDE),
-        tokenizer=tokenizer,
-        patch_size=PATCH,
-        vision_feature_select_strategy="default",
-        image_token=tokenizer.convert_ids_to_tokens(IMAGE_TOKEN),
-        num_additional_image_tokens=1,
-    ).save_pretrained(path)
-    return engine_options(path, limit_mm_per_prompt={"image": 3}, max_num_batched_tokens=100, max_model_len=1024)
 
 
 def drafting(method: str) -> Callable[[Path], dict[str, Any]]:
@@ -422,7 +384,6 @@ FAMILIES = {
         shows=("retracted",),
     ),
     "audio": Family("multimodal (Qwen2-Audio)", audio, about_audio, longest=60),
-    "image": Family("multimodal (LLaVA)", images, about_images, longest=60),
     "lora": Family(
         "LoRA, three adapters, two at once",
         on_llama(enable_lora=True, max_loras=2, max_lora_rank=8, max_cpu_loras=3),
