@@ -276,12 +276,16 @@ def drafting(method: str) -> Callable[[Path], dict[str, Any]]:
 
 
 def mimo(folder: Path) -> Path:
-    """Save a small MiMo, a Qwen2 with one layer that predicts the token after the next. Returns its folder."""
+    """Save a small MiMo, a Qwen2 with one layer that predicts the token after the next. Returns its folder.
+
+    The layer passes the embedding of the newest token on, as that of `eagle_head` does.
+    """
     import torch
     import transformers
     from safetensors.torch import load_file, save_file
 
-    model = features.save_model(folder / "mimo", transformers.Qwen2Config(**features.small()))
+    config = transformers.Qwen2Config(**features.small(hidden_size=128))
+    model = features.save_model(folder / "mimo", config, scale=features.markov_scale)
     tensors = load_file(str(model / "model.safetensors"))
     generator = torch.Generator().manual_seed(3)
     size = tensors["model.norm.weight"].shape[0]
@@ -292,7 +296,7 @@ def mimo(folder: Path) -> Path:
             tensors[own + name.removeprefix("model.layers.0.")] = torch.ones_like(tensor) if "norm" in name else noise
     tensors |= {f"{own}{name}.weight": torch.ones(size) for name in ("token_layernorm", "hidden_layernorm")}
     tensors[f"{own}final_layernorm.weight"] = torch.ones(size)
-    tensors[f"{own}input_proj.weight"] = torch.randn(size, 2 * size, generator=generator) * 0.06
+    tensors[f"{own}input_proj.weight"] = torch.cat((torch.zeros(size, size), torch.eye(size)), dim=1).contiguous()
     save_file(tensors, str(model / "model.safetensors"), metadata={"format": "pt"})
     settings = json.loads((model / "config.json").read_text())
     settings |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
