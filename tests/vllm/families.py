@@ -349,12 +349,15 @@ def on_llama(**options: Any) -> Callable[[Path], dict[str, Any]]:
 
 
 STAGES = "Lockstep refuses pipeline stages with asynchronous scheduling by name"
+LATENT = "on CPUs vLLM's own answers with asynchronous scheduling differ from its synchronous ones"
 NGRAM = "vLLM itself refuses n-gram drafts with asynchronous scheduling"
 FAMILIES = {
     "dense": Family("dense, grouped queries (Llama)", on_llama()),
     "trained": Family("dense, trained (the demo model)", lambda _: engine_options(DEMO)),
     "moe": Family("mixture of experts (Mixtral)", tiny("mixtral")),
-    "mla": Family("latent attention (DeepSeek-V2)", tiny("deepseek"), shows=("retracted",)),
+    "mla": Family(
+        "latent attention (DeepSeek-V2)", tiny("deepseek"), loops=("sync",), why=LATENT, shows=("retracted",)
+    ),
     "encoder": Family("encoder, pooling (BERT)", encoder, always(pooled), longest=300, shows=()),
     "embedding": Family(
         "decoder, pooling (Llama)",
@@ -378,12 +381,6 @@ FAMILIES = {
     "parallel": Family(
         "recurrent state beside attention (Falcon-H1)",
         recurrent("falcon_h1", block_size=32, num_gpu_blocks_override=100),
-        lockstep={"mean_request_tokens": 64},
-        shows=("retracted",),
-    ),
-    "gdn": Family(
-        "gated delta networks and attention (Qwen3-Next)",
-        recurrent("qwen3_next", dtype="bfloat16", num_gpu_blocks_override=40),
         lockstep={"mean_request_tokens": 64},
         shows=("retracted",),
     ),

@@ -51,11 +51,6 @@ RECURRENT: dict[str, Callable[[], Any]] = {
         num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=64, position_embedding_type="rope",
     ),
     "falcon_h1": lambda: hf.FalconH1Config(**common(head_dim=32, hidden_size=128), **MAMBA, mamba_d_ssm=256),
-    "qwen3_next": lambda: hf.Qwen3NextConfig(  # sizes that vLLM's CPU kernel has
-        **common(num_hidden_layers=4, head_dim=32), layer_types=["linear_attention", "full_attention"] * 2,
-        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=128, linear_value_head_dim=128,
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64,
-    ),
 }  # fmt: skip
 """Models with recurrent state."""
 
