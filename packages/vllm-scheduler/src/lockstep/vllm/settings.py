@@ -5,7 +5,7 @@ variable LOCKSTEP_VLLM_CONFIG names:
 
     profile = "vllm"                    # a family of scheduling settings: docs/profiles.md
     journal = "/var/log/vllm/{start}"   # a new run folder for each start; absent: no journal
-    mean_request_tokens = 3000          # prompt and output; divides KV blocks between full attention and windows or states
+    mean_request_tokens = 3000          # prompt and output; divides KV blocks between layers of several kinds
     journal_tokens = false              # true: the journal holds token ids; false: pseudonyms that share prefixes alike
 
     [scheduler]                         # fields of SchedConfig, over the profile
