@@ -130,7 +130,7 @@ class RequestArrived(Observed, frozen=True, gc=False, kw_only=True):
     namespace: str = ""  # the cache salt of the tenant, adapter and weights: prefixes are shared only inside it
     kind: RequestKind = "generate"
     sampling: SamplingParams | None = None
-    stop_texts: tuple[str, ...] = ()  # stop strings and regexes; the host matches them and reports `text_stops`
+    stop_texts: tuple[str, ...] = ()  # stop strings; the host matches them and reports `text_stops`
     grammar: Grammar | None = None
     adapter: str = ""
     session: str = ""
@@ -168,7 +168,7 @@ class BatchFinished(Observed, frozen=True, gc=False):
     generation: int = 0
     accepted: bytes = b""  # int32 per sampling row; empty: one each
     invalid: tuple[int, ...] = ()  # sampling rows (by position) with a token that is NaN or out of range
-    text_stops: tuple[int, ...] = ()  # sampling rows with text that matched a stop string or regex
+    text_stops: tuple[int, ...] = ()  # sampling rows with text that contains a stop string
     grammar_ended: tuple[int, ...] = ()  # sampling rows with a grammar that admits no further token
     logprobs: bytes = b""  # float32 per token, where requested
     error: str = ""  # the batch failed as a whole; its requests finish with reason "error"
@@ -557,8 +557,10 @@ FinishReason = Literal[
     "length", "stop", "text_stop", "grammar", "invalid", "cancelled", "timeout", "out_of_kv", "transfer", "error",
     "computed",
 ]  # fmt: skip
-"""Precedence per token: cancelled, invalid, (min_new_tokens suppresses the rest), text_stop, stop, grammar, length.
+"""Precedence per token: cancelled, invalid, text_stop, stop, grammar, length.
 
+min_new_tokens suppresses text_stop and stop. It does not suppress grammar: no text behind the end of a grammar
+matches it.
 A request without output ends as "computed" when its prompt is computed.
 """
 
