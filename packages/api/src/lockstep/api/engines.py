@@ -40,7 +40,8 @@ from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, Obs
 from lockstep.host.options import options_of
 from lockstep.host.recovery import Death
 from lockstep.host.startup import Keeper
-from lockstep.host.text import StopTexts, Text
+from lockstep.host.stop_texts import StopTexts
+from lockstep.host.text import Text
 from lockstep.host.weights import WeightsLog, WeightsRead
 
 if TYPE_CHECKING:

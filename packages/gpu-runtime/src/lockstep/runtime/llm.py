@@ -60,7 +60,8 @@ from lockstep.host.grammar_compiler import make_compilers
 from lockstep.host.grammars import make_grammar
 from lockstep.host.host_header import RUNTIME, HostHeader
 from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, RequestServices, RuntimeHost
-from lockstep.host.text import Message, StopTexts, Text
+from lockstep.host.stop_texts import StopTexts
+from lockstep.host.text import Message, Text
 from lockstep.host.weights import (
     Folder,
     Source,

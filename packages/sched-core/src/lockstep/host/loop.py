@@ -714,10 +714,12 @@ class RuntimeHost:
         plan = result.plan
         stops: list[int] = []
         held: list[tuple[int, int]] = []
-        if self._watch_text is None or plan.steps > 1:
+        samplers = self.engine.in_flight[0].samplers
+        if self._watch_text is None or plan.steps > 1 or not samplers.watched:
             return (), ()
         firsts = result.firsts()  # rows with stop texts have one token: they verify no drafts
-        for i, number in enumerate(plan.sample_rows.tolist()):
+        for i in samplers.watches_text.nonzero()[0].tolist():
+            number = int(plan.sample_rows[i])
             request = self._open.get(int(plan.request_ids[number]))
             if request is None or not request.event.stop_texts:
                 continue

@@ -3,8 +3,8 @@
     tokens   | The | answer | is | é¹ | é² |     é² completes the character that é¹ begins
     text     | The   answer   is |    é    |
 
-The engine withholds tokens that may begin a stop text, so a stop text never begins in received tokens and ends in
-later ones.
+The engine withholds tokens that may begin a stop text, and reports the stop text's end as the end of the answer. So the
+text is searched once, at its end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from lockstep.api.processes.wire import SampleEnded
 from lockstep.api.text.plain_text import Texts
-from lockstep.host.text import StopTexts
+from lockstep.host.stop_texts import TextEnd
 
 
 class AnswerText:
@@ -37,11 +37,9 @@ class AnswerText:
         min_tokens: int = 0,
     ) -> None:
         self._include_stop, self._stop_token_ids, self._min_tokens = include_stop, stop_token_ids, min_tokens
-        self._stops = [stop for stop in stops if stop]
-        self._watch = StopTexts(text, prompt_ids, stops) if text is not None and self._stops else None
-        self._step = text.stream(prompt_ids) if text is not None and not self._stops else None
+        self._end = TextEnd(stops) if any(stops) else None
+        self._step = text.stream(prompt_ids) if text is not None else None
         self._spelled = 0  # tokens decoded
-        self._shown = 0  # characters returned of the text in `_watch`
         self.stop_reason: int | str | None = None  # the stop token or text that ended the answer; None: neither did
         self.characters = 0  # characters returned so far
         self.starts: list[int] = []  # for each token the number of characters before it
@@ -54,13 +52,17 @@ class AnswerText:
             self._spelled = until
             new = self._step(tokens[-1])
             self.characters += len(new)
+            if self._end is not None:
+                self._end.add(new)
             return new
         if ended is not None and ended.reason == "stop" and tokens:
             if tokens[-1] in self._stop_token_ids:
                 self.stop_reason = tokens[-1]
             if not self._include_stop:
                 until -= 1  # the last token ends the answer and is not part of the text
-        new = self._watched(tokens, until, ended) if self._watch is not None else self._plain(tokens, until)
+        new = self._plain(tokens, until)
+        if self._end is not None:
+            new = self._until_stop(self._end, new, ended)
         self.starts += [self.characters] * (len(tokens) - len(self.starts)) if until < len(tokens) else []
         return new
 
@@ -76,20 +78,16 @@ class AnswerText:
         self._spelled = max(self._spelled, until)
         return new
 
-    def _watched(self, tokens: Sequence[int], until: int, ended: SampleEnded | None) -> str:
-        assert self._watch is not None
-        for number in range(self._spelled, until):
-            self.starts.append(len(self._watch.decoded))
-            self._watch.push(number, tokens[number])
-        self._spelled = max(self._spelled, until)
-        decoded = self._watch.decoded
-        stop = len(decoded)
-        if ended is not None and ended.reason == "text_stop":
-            at = self._watch.stopped_at(self.starts[min(self._min_tokens, until) - 1] if self._min_tokens else 0)
-            if at is not None:
-                self.stop_reason = next(one for one in self._stops if decoded.startswith(one, at))
-                stop = at + (len(self.stop_reason) if self._include_stop else 0)
-        new = decoded[self._shown : stop]
-        self._shown = max(self._shown, stop)
-        self.characters = self._shown
-        return new
+    def _until_stop(self, end: TextEnd, new: str, ended: SampleEnded | None) -> str:
+        """Return the part of the newest text that is before the stop text, if one ended the answer."""
+        if new:
+            end.add(new)
+        if ended is None or ended.reason != "text_stop":
+            return new
+        found = end.stop(self.starts[min(self._min_tokens, self._spelled) - 1] if self._min_tokens else 0)
+        if found is None:
+            return new
+        at, self.stop_reason = found
+        shown = end.characters - len(new)
+        self.characters = max(shown, at + (len(self.stop_reason) if self._include_stop else 0))
+        return new[: self.characters - shown]
