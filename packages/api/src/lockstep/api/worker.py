@@ -32,6 +32,7 @@ from lockstep.api.observability.spans import SpanExporter
 from lockstep.api.processes import children
 from lockstep.api.processes.bridge import Bridge
 from lockstep.api.processes.cluster_bridge import ClusterBridge, Engines
+from lockstep.api.processes.text_processes import TextProcesses
 from lockstep.api.settings import ServeSettings
 from lockstep.core.contract.errors import LockstepError
 
@@ -71,7 +72,8 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
     if most:
         bytes_max, kept_s = limits.responses_bytes_max, limits.response_kept_s
         responses = StoredResponses(folder, most=most, bytes_max=bytes_max, kept_s=kept_s)
-    server = Server(settings, bridge, text, keys, Metrics(settings.metrics_compat), usage, responses)
+    processes = TextProcesses(folder, settings.text_processes)
+    server = Server(settings, bridge, text, keys, Metrics(settings.metrics_compat), processes, usage, responses)
     server.on_ready.append(lambda: children.mark_ready(folder, number))
     log.info("tool calls are read as %s, thoughts as %s", *server.formats.names())
     spans = None if settings.otlp_endpoint is None else SpanExporter(settings.otlp_endpoint, lambda: server.models()[0])
@@ -83,11 +85,21 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
 
     loop = asyncio.get_running_loop()
 
-    def stop() -> None:
-        server.draining = True
+    draining: list[asyncio.Task[None]] = []  # kept, since the loop itself keeps no task
+
+    async def drain() -> None:
+        """Answer the open requests, then stop. New connections are accepted until then, and refused by status."""
+        open_tasks = {task for one, _ in servers for task in one.server_state.tasks} | server.background
+        if open_tasks:
+            await asyncio.wait(open_tasks, timeout=settings.shutdown_s)
+        bridge.end_all(STOPS)
         for one, _ in servers:
             one.should_exit = True
-        loop.call_later(settings.shutdown_s, bridge.end_all, STOPS)
+
+    def stop() -> None:
+        if not server.draining:
+            server.draining = True
+            draining.append(loop.create_task(drain()))
 
     loop.add_signal_handler(signal.SIGTERM, stop)
     reading = asyncio.create_task(bridge.run())
@@ -105,6 +117,7 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
         await asyncio.gather(*left, return_exceptions=True)
         reading.cancel()
         bridge.close()
+        await processes.close()
         if responses is not None:
             responses.close()
         if spans is not None:

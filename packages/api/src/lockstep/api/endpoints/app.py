@@ -35,11 +35,12 @@ from lockstep.api.endpoints import (
     ui,
 )
 from lockstep.api.endpoints.errors import CLIENT_LEFT, ApiError
-from lockstep.api.endpoints.http import ClientLeft, EventStream, error_response, read_body
+from lockstep.api.endpoints.http import ClientLeft, EventStream, error_response
 from lockstep.api.endpoints.schemas import Body
 from lockstep.api.endpoints.server import Call, Server
 from lockstep.api.observability.logs import EXTRA
 from lockstep.api.observability.served import Served
+from lockstep.api.processes.text_processes import TENANT
 from lockstep.api.settings import is_loopback
 
 log = logging.getLogger("lockstep.http")
@@ -47,8 +48,15 @@ log = logging.getLogger("lockstep.http")
 Access = Literal["public", "user", "admin"]
 Handler = Callable[[Server, Any], Awaitable[Response]]
 
+HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]/@\s]+))(?::\d+)?")
+"""A host with its port: an address in brackets, or a name."""
+
 LABEL = re.compile(r"[\x21-\x7e]{1,128}")
 """Valid values of X-Request-Id, a client's name for its request. It is returned and logged, and has no other effect."""
+
+
+SMALL_BYTES, OPERATORS_BYTES = 64 * 2**10, 2**20
+"""Greatest bodies of routes without prompts, and of routes for operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,8 @@ class HttpRoute:
     body: type[Body] | None = None
     optional: bool = False  # whether an absent body stands for all defaults
     errors: Literal["openai", "anthropic"] = "openai"  # shape of the errors
+    bytes_max: int | None = None  # of the body; None: the limit of bodies with prompts
+    drains: bool = False  # whether the route with a body is served while the server drains
 
 
 ROUTES = (
@@ -92,11 +102,11 @@ ROUTES = (
         for path in ("/rerank", "/v1/rerank", "/v2/rerank")
     ),
     *(
-        HttpRoute("POST", path, "user", native_api.not_here, schemas.AnyBody, optional=True)
+        HttpRoute("POST", path, "user", native_api.not_here, schemas.AnyBody, optional=True, bytes_max=SMALL_BYTES)
         for path in ("/pooling", "/classify", "/v1/moderations")
     ),
     HttpRoute("POST", "/generate", "user", native_api.generate, schemas.GenerateBody),
-    HttpRoute("POST", "/abort_request", "user", native_api.abort_request, schemas.AbortBody),
+    HttpRoute("POST", "/abort_request", "user", native_api.abort_request, schemas.AbortBody, bytes_max=SMALL_BYTES, drains=True),
     HttpRoute("POST", "/tokenize", "user", native_api.tokenize, schemas.TokenizeBody),
     HttpRoute("POST", "/detokenize", "user", native_api.detokenize, schemas.DetokenizeBody),
     HttpRoute("GET", "/get_model_info", "user", native_api.model_info),
@@ -107,13 +117,19 @@ ROUTES = (
     HttpRoute("GET", "/", "public", ui.home),
     HttpRoute("GET", "/ui", "public", ui.page),
     HttpRoute("GET", "/ui/requests", "user", ui.requests),
-    HttpRoute("POST", "/open_session", "user", control_api.open_session, schemas.OpenSessionBody),
-    HttpRoute("POST", "/close_session", "user", control_api.close_session, schemas.CloseSessionBody),
+    HttpRoute(
+        *("POST", "/open_session", "user", control_api.open_session, schemas.OpenSessionBody), bytes_max=SMALL_BYTES
+    ),
+    HttpRoute(
+        *("POST", "/close_session", "user", control_api.close_session, schemas.CloseSessionBody),
+        bytes_max=SMALL_BYTES,
+        drains=True,
+    ),
 )
 
 
 def _admin(path: str, handler: Handler, body: type[Body] | None = None, *, optional: bool = True) -> HttpRoute:
-    return HttpRoute("POST", path, "admin", handler, body, optional)
+    return HttpRoute("POST", path, "admin", handler, body, optional, bytes_max=OPERATORS_BYTES)
 
 
 ADMIN_ROUTES = (
@@ -231,15 +247,13 @@ def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable
         status, tenant = 500, ""
         try:
             tenant = authorise(server, route.access, request)
+            TENANT.set(tenant)
             body = None
+            if server.draining and route.body is not None and route.access == "user" and not route.drains:
+                raise ApiError(503, "the server is about to stop")
             if route.body is not None:
-                body = await read_body(
-                    request,
-                    route.body,
-                    bytes_max=server.limits.body_bytes_max,
-                    seconds=server.limits.body_s,
-                    strict=server.settings.strict,
-                    optional=route.optional,
+                body = await server.bodies.read(
+                    request, route.body, bytes_max=route.bytes_max, optional=route.optional
                 )
             response = await route.handler(server, Call(request, body, tenant, came_s))
             status = response.status_code
@@ -251,6 +265,8 @@ def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable
             log.exception("%s %s failed, request %s", route.method, route.path, label)
             response = error_response(ApiError(500, "the server failed; its log has the cause"), route.errors)
         response.headers["X-Request-Id"] = label
+        if server.draining and not isinstance(response, EventStream):
+            response.headers["Connection"] = "close"
 
         def answered(status: int) -> None:
             server.metrics.answered(route.path, route.method, status)
@@ -314,9 +330,9 @@ def _refuse_foreign_pages(server: Server, request: Request) -> None:
     for header, value in (("Host", request.headers.get("host")), ("Origin", request.headers.get("origin"))):
         if value is None:
             continue
-        named = value.partition("://")[2] if header == "Origin" else value
-        name = named.rpartition("]")[0].lstrip("[") if named.startswith("[") else named.partition(":")[0]
-        if not is_loopback(name.lower()) and name.lower() not in server.settings.allowed_hosts:
+        found = HOST.fullmatch(value.partition("://")[2] if header == "Origin" else value)
+        name = "" if found is None else (found[1] or found[2]).lower()
+        if not is_loopback(name) and name not in server.settings.allowed_hosts:
             message = (
                 f"the header `{header}` is {value[:60]!r}, and without keys only requests from this machine are allowed"
             )

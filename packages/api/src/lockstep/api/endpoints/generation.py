@@ -31,9 +31,6 @@ from lockstep.api.text.plain_text import Texts
 from lockstep.core.contract.events import Grammar, RequestArrived, RequestKind, SamplingParams, TokenIds
 from lockstep.core.requests.validation import STOP_TOKENS_MAX
 
-AT_ONCE_CHARACTERS = 4096
-"""Text up to this length is tokenised in the event loop, in well under a millisecond; longer text in a thread."""
-
 REFUSED_WITHIN_S = 0.5
 """Seconds to wait for a refusal, which the engine sends within a step; after that the stream begins."""
 
@@ -48,7 +45,7 @@ MEASURED_AT_ONCE = 16
 class Prompt:
     """A prompt as tokens, and as text if the client sent text."""
 
-    ids: list[int]
+    ids: Sequence[int]  # a list, or an array of int32
     text: str | None = None
 
 
@@ -84,14 +81,7 @@ class GenerationRequest:
         return (stop,) if isinstance(stop, str) and stop else tuple(one for one in stop or () if one)
 
 
-async def encode(text: Texts, prompt: str, *, special: bool) -> list[int]:
-    """Tokenise a text, in a thread if it is long."""
-    if len(prompt) <= AT_ONCE_CHARACTERS:
-        return text.encode(prompt, special=special)
-    return await asyncio.to_thread(text.encode, prompt, special=special)
-
-
-def prompts_of(given: str | list[Any], field_name: str) -> list[str | list[int]]:
+def prompts_of(given: str | Sequence[Any], field_name: str) -> Sequence[str | Sequence[int]]:
     """Return one prompt or several as a list. Raises ApiError if there is none."""
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         return [given]
@@ -179,8 +169,9 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
         )
     if not length:
         raise ApiError(400, f"`{prompt_field}` is empty; it must have at least one token", prompt_field)
-    if max(ids) >= info.vocabulary:
-        message = f"`{prompt_field}` holds token {max(ids)}, but the model has {info.vocabulary} tokens"
+    tokens = np.array(ids, "<i4") if isinstance(ids, list) else np.asarray(ids, "<i4")
+    if (largest := int(tokens.max())) >= info.vocabulary:
+        message = f"`{prompt_field}` holds token {largest}, but the model has {info.vocabulary} tokens"
         raise ApiError(400, message, prompt_field)
     most = parameters.max_tokens
     room = info.request_tokens_max - length
@@ -210,7 +201,7 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
     return RequestArrived(
         0,
         request_id=-1,
-        prompt=TokenIds(np.array(ids, "<i4").tobytes()),
+        prompt=TokenIds(tokens.tobytes()),
         max_new_tokens=max_tokens,
         min_new_tokens=parameters.min_tokens,
         stop_token_ids=tuple(sampling.stop_token_ids or ()),

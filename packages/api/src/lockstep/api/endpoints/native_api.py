@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
+import numpy as np
 from starlette.responses import Response
 
 from lockstep.api.endpoints.chat_tools import tools_of
@@ -33,7 +34,7 @@ from lockstep.api.endpoints.generation import (
 from lockstep.api.endpoints.http import DONE, JsonResponse, event, unless_left
 from lockstep.api.endpoints.openai_api import chat_prompt, prompt_logprobs, prompt_top_logprobs, streamed
 from lockstep.api.endpoints.schemas import AbortBody, AnyBody, DetokenizeBody, GenerateBody, Sampling, TokenizeBody
-from lockstep.api.endpoints.server import Call, Server
+from lockstep.api.endpoints.server import AT_ONCE_TOKENS, Call, Server
 from lockstep.api.endpoints.structured_output import requested_grammar
 from lockstep.api.processes.bridge import Bridge, EngineUnavailable
 from lockstep.api.processes.cluster_bridge import Engines
@@ -118,7 +119,7 @@ def _session(body: GenerateBody, tenant: str) -> tuple[str, int | None]:
     return session_name(tenant, params.id), None if offset in (None, -1) else offset
 
 
-def _prompts(body: GenerateBody) -> tuple[list[str] | list[list[int]], bool]:
+def _prompts(body: GenerateBody) -> tuple[Sequence[str] | Sequence[Sequence[int]], bool]:
     """Return the prompts, and whether the field was a list of prompts. Raises ApiError."""
     given: Any = body.text if body.text is not None else body.input_ids
     if not given:
@@ -215,7 +216,8 @@ async def tokenize(server: Server, call: Call[TokenizeBody]) -> Response:
         for name in OF_A_CONVERSATION:
             if getattr(body, name):
                 raise ApiError(400, f"`{name}` applies to a conversation; give `messages`, or leave it out", name)
-        ids = await server.encode("`prompt`", body.prompt, special=body.add_special_tokens is not False)
+        special = body.add_special_tokens is not False
+        ids = await server.encode("`prompt`", body.prompt, special=special)
     else:
         if body.add_special_tokens:
             message = (
@@ -223,19 +225,26 @@ async def tokenize(server: Server, call: Call[TokenizeBody]) -> Response:
             )
             raise ApiError(400, message, "add_special_tokens")
         ids = (await chat_prompt(server, body, tools_of(body.tools or (), None, parallel=None))).ids
-    result = {"tokens": ids, "count": len(ids), "max_model_len": server.info().request_tokens_max}
+    result = {"tokens": list(ids), "count": len(ids), "max_model_len": server.info().request_tokens_max}
     if body.return_token_strs:
-        result["token_strs"] = [server.names.of(token)[0] for token in ids]
+        names: list[str] = []
+        for at in range(0, len(ids), AT_ONCE_TOKENS):
+            names += [server.names.of(token)[0] for token in ids[at : at + AT_ONCE_TOKENS]]
+            await asyncio.sleep(0)
+        result["token_strs"] = names
     return JsonResponse(result)
 
 
 async def detokenize(server: Server, call: Call[DetokenizeBody]) -> Response:
     """Convert tokens to text, without special tokens. The text is returned under the names of vLLM and SGLang."""
     server.model(call.body.model)
-    info, tokens = server.info(), call.body.tokens
-    if max(tokens, default=0) >= info.vocabulary:
-        raise ApiError(400, f"`tokens` holds {max(tokens)}, but the model has {info.vocabulary} tokens", "tokens")
-    text = server.needs_text("detokenisation").decode(tokens)
+    info, tokens, most = server.info(), call.body.tokens, server.limits.detokenize_max
+    if len(tokens) > most:
+        raise ApiError(400, f"`tokens` has {len(tokens)} tokens, at most {most} are allowed (detokenize_max)", "tokens")
+    largest = int(np.asarray(tokens, np.int64).max(initial=0))
+    if largest >= info.vocabulary:
+        raise ApiError(400, f"`tokens` holds {largest}, but the model has {info.vocabulary} tokens", "tokens")
+    text = await server.decode("detokenisation", tokens)
     return JsonResponse({"prompt": text, "text": text})
 
 

@@ -23,7 +23,6 @@ from starlette.responses import Response
 from lockstep.api.endpoints.chat_tools import Reading, Tools, reading_of, template_options, tools_of
 from lockstep.api.endpoints.errors import ApiError, failure
 from lockstep.api.endpoints.generation import (
-    AT_ONCE_CHARACTERS,
     Choice,
     ChoiceDelta,
     Generation,
@@ -38,9 +37,9 @@ from lockstep.api.endpoints.generation import (
     tokens_of,
     weights_of,
 )
-from lockstep.api.endpoints.http import DONE, EventStream, JsonResponse, event, unless_left
+from lockstep.api.endpoints.http import DONE, EventStream, JsonResponse, event, in_process, unless_left
 from lockstep.api.endpoints.schemas import ChatBody, ChatMessage, CompletionBody, OpenAI, TokenizeBody
-from lockstep.api.endpoints.server import Call, Server
+from lockstep.api.endpoints.server import AT_ONCE_CHARACTERS, Call, Server
 from lockstep.api.endpoints.structured_output import requested_grammar
 from lockstep.api.processes.wire import EngineInfo
 from lockstep.api.settings import Limits
@@ -53,8 +52,7 @@ from lockstep.api.text.chat_formats.driver import (
     Event,
     Thought,
 )
-from lockstep.api.text.plain_text import Texts
-from lockstep.core.contract.errors import ConfigError
+from lockstep.api.text.rendering import Conversation, RenderingError, characters_of
 
 MARK = "\ue000here\ue000"  # a text that occurs in no model name or id
 Shaped = TypeVar("Shaped")
@@ -65,7 +63,7 @@ NEEDS_NONE_CONTENT = re.compile(r"content['\"]?\]?\s+is\s+(?:not\s+)?none")
 """Chat templates that recognise a call by null content. Other templates would render it as `None`, or fail."""
 
 AT_ONCE_MESSAGES = 64
-"""Conversations up to this number of messages and tools are rendered in the event loop, longer ones in a thread."""
+"""Conversations up to this number of messages and tools are rendered in the event loop, longer ones in a process."""
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions. Chats have no default: the context is the limit."""
@@ -132,7 +130,7 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
         prompt_logprobs_from=0 if judged else None,
         prompt_tops=max(body.prompt_logprobs or 0, (body.logprobs or 0) if body.echo else 0),
     )
-    prompts = [await _prompt(server, one, special=body.add_special_tokens, echo=bool(body.echo)) for one in given]
+    prompts = [await _prompt(server, body, one) for one in given]
     generation = server.generate(call, parameters, prompts)
     shape = CompletionShape(server, body, name, parameters.label, best=(samples, drawn))
     return await _answer(server, call, generation, shape)
@@ -152,11 +150,11 @@ def check_best_of(body: CompletionBody, samples: int, info: EngineInfo) -> None:
         raise ApiError(400, "`best_of` is set, but an emulated engine has no logprobs to compare answers", "best_of")
 
 
-async def _prompt(server: Server, given: str | list[int], *, special: bool, echo: bool) -> Prompt:
+async def _prompt(server: Server, body: CompletionBody, given: str | Sequence[int]) -> Prompt:
     if isinstance(given, str):
+        special = body.add_special_tokens
         return Prompt(await server.encode("`prompt`", given, special=special), given)
-    text = server.needs_text("`echo`").decode(given) if echo else None
-    return Prompt(given, text)
+    return Prompt(given, await server.decode("`echo`", given) if body.echo else None)
 
 
 # ----------------------------------------------------------------------------------------------------------------- chat
@@ -243,63 +241,20 @@ async def conversation(
         raise ApiError(400, message, "continue_final_message")
     text = server.needs_text("a conversation")
     none = NEEDS_NONE_CONTENT.search(text.chat_template or "") is not None
-    messages = [_message(one, i, field, None if none else "") for i, one in enumerate(given)]
-    characters = sum(len(str(one.get("content") or "")) for one in messages)
+    messages = [one.model_dump(exclude_unset=True) for one in given]
+    characters = sum(map(characters_of, messages))
     server.check_length(f"`{field}`", characters)
     variables: dict[str, Any] = {**(options or {}), "tools": tools, "add_generation_prompt": generation_prompt}
     variables |= {"seconds": server.limits.template_s, "characters_max": server.characters_max()}
+    chat = Conversation(messages, variables, field, go_on, nothing=None if none else "")
     if characters <= AT_ONCE_CHARACTERS and len(messages) + len(tools or ()) <= AT_ONCE_MESSAGES:
-        return _written(text, messages, variables, go_on)
-    return await asyncio.to_thread(_written, text, messages, variables, go_on)
-
-
-def _written(text: Texts, messages: list[dict[str, Any]], variables: dict[str, Any], go_on: bool) -> Prompt:
-    try:
-        written = text.chat(messages, **variables)
-    except ConfigError as error:
-        raise ApiError(400, str(error).partition("\nhint: ")[0], "messages") from error
-    if go_on:
-        last = str(messages[-1].get("content") or "").rstrip()
-        at = written.rfind(last)
-        if at < 0:
-            message = "`continue_final_message`: the chat template changes the last message"
-            raise ApiError(400, message, "continue_final_message")
-        written = written[: at + len(last)]
-    return Prompt(text.encode(written, special=False), written)
-
-
-def _message(message: ChatMessage, index: int, field: str, nothing: str | None) -> dict[str, Any]:
-    """Return a message for the template: content as text, arguments of tool calls as objects. Raises ApiError.
-
-    Args:
-        nothing: content of a message with calls or thoughts and without content.
-    """
-    result: dict[str, Any] = message.model_dump(exclude_unset=True)
-    if message.content is None:
-        if message.role != "assistant" or not (message.tool_calls or "reasoning_content" in result):
-            raise ApiError(400, f"`{field}.{index}.content` is missing", f"{field}.{index}.content")
-        result["content"] = nothing
-    if isinstance(message.content, list):
-        parts = []
-        for i, part in enumerate(message.content):
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                where = f"messages.{index}.content.{i}.type"
-                raise ApiError(400, f"`{where}` must be text, got {str(part.get('type'))[:40]!r}", where)
-            parts.append(part["text"])
-        result["content"] = "\n".join(parts)
-    calls = []
-    for call in message.tool_calls or ():
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                call = {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
-            except (ValueError, RecursionError):
-                where = f"messages.{index}.tool_calls"
-                raise ApiError(400, f"`{where}` has arguments that are not JSON", where) from None
-        calls.append(call)
-    if calls:
-        result["tool_calls"] = calls
-    return result
+        try:
+            written, ids = chat.rendered(text)
+        except RenderingError as error:
+            raise ApiError(400, error.message, error.field) from None
+        return Prompt(ids, written)
+    written, tokens = await in_process(server.processes.chat(chat))
+    return Prompt(tokens, written)
 
 
 # --------------------------------------------------------------------------------------------------------------- shared
@@ -491,7 +446,7 @@ class CompletionShape:
         tokens = choice.reply.tokens
         result["logprobs"] = self.logprobs(choice, 0, len(tokens), echo=self.body.echo)
         if self.body.return_token_ids:
-            result |= {"token_ids": tokens, "prompt_token_ids": choice.prompt.ids}
+            result |= {"token_ids": tokens, "prompt_token_ids": list(choice.prompt.ids)}
         if self.body.prompt_logprobs is not None:
             result["prompt_logprobs"] = self.likeliest_of_prompt(choice)
         return result
@@ -576,7 +531,7 @@ class CompletionShape:
         if self.body.return_token_ids:
             result["token_ids"] = tokens_of(piece)
             if not piece.first:
-                result["prompt_token_ids"] = piece.choice.prompt.ids
+                result["prompt_token_ids"] = list(piece.choice.prompt.ids)
         return result
 
     def _end(self, choice: Choice) -> dict[str, Any]:
@@ -625,7 +580,7 @@ class ChatShape(CompletionShape):
         result |= self._end(choice)
         result["logprobs"] = self.chat_logprobs(choice, 0, len(choice.reply.tokens))
         if self.body.return_token_ids:
-            result |= {"token_ids": choice.reply.tokens, "prompt_token_ids": choice.prompt.ids}
+            result |= {"token_ids": choice.reply.tokens, "prompt_token_ids": list(choice.prompt.ids)}
         return result
 
     def _message(self, choice: Choice, text: str) -> dict[str, Any]:

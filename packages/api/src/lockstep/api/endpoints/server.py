@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import nan
@@ -13,7 +13,8 @@ from typing import Generic, TypeVar
 from starlette.requests import Request
 
 from lockstep.api.endpoints.errors import ApiError
-from lockstep.api.endpoints.generation import Generation, GenerationRequest, Prompt, encode, unavailable
+from lockstep.api.endpoints.generation import Generation, GenerationRequest, Prompt, unavailable
+from lockstep.api.endpoints.http import BodyReader, in_process
 from lockstep.api.endpoints.keys import Keys
 from lockstep.api.endpoints.schemas import Body
 from lockstep.api.endpoints.stored_responses import StoredResponses
@@ -23,6 +24,7 @@ from lockstep.api.observability.metrics import Metrics
 from lockstep.api.observability.served import Recent, Watcher
 from lockstep.api.processes.bridge import EngineUnavailable
 from lockstep.api.processes.cluster_bridge import Engines
+from lockstep.api.processes.text_processes import TextProcesses
 from lockstep.api.processes.wire import EngineInfo
 from lockstep.api.settings import Limits, ServeSettings
 from lockstep.api.text.plain_text import Texts
@@ -33,6 +35,12 @@ BodyType = TypeVar("BodyType", bound=Body | None)
 
 TOGETHER, TOGETHER_CHARACTERS = "X-Session-Id", 256
 """Header with the key of requests that should run on one engine of several, and its greatest length."""
+
+AT_ONCE_CHARACTERS, AT_ONCE_TOKENS = 4096, 1024
+"""Text up to this length is tokenised in the event loop, in well under a millisecond, and tokens are made text."""
+
+YIELDS_CHARACTERS = 256
+"""After a longer text other tasks get their turn: a request may have many texts."""
 
 CHARACTERS_MIN = 2**20
 """Text up to this length is always tokenised, since some tokenizers drop characters; longer text may be refused."""
@@ -57,6 +65,7 @@ class Server:
     text: Texts | None
     keys: Keys | None
     metrics: Metrics
+    processes: TextProcesses
     usage: UsageCounter | None = None
     responses: StoredResponses | None = None
     background: set[asyncio.Task[None]] = field(default_factory=set)  # answers made in the background
@@ -69,6 +78,7 @@ class Server:
     probed_s: float = 0.0  # when the probe ended, time.monotonic
 
     def __post_init__(self) -> None:
+        self.bodies = BodyReader(self.processes, self.limits, self.settings.strict)
         self.names = TokenNames(self.text)
         self.formats = formats_of(self.settings, self.text)
         self._token_characters = 1 if self.text is None else self.text.characters_max()
@@ -139,11 +149,23 @@ class Server:
             raise ApiError(400, f"{what} needs a tokenizer, and this model has none; give token ids")
         return self.text
 
-    async def encode(self, what: str, prompt: str, *, special: bool) -> list[int]:
-        """Tokenise a text. Raises ApiError for text that is too long to fit."""
+    async def encode(self, what: str, prompt: str, *, special: bool) -> Sequence[int]:
+        """Tokenise a text, in a text process if it is long. Raises ApiError for text that is too long to fit."""
         text = self.needs_text(what)
         self.check_length(what, len(prompt))
-        return await encode(text, prompt, special=special)
+        if len(prompt) > AT_ONCE_CHARACTERS:
+            return await in_process(self.processes.encode(prompt, special=special))
+        ids = text.encode(prompt, special=special)
+        if len(prompt) > YIELDS_CHARACTERS:  # it may be one of many
+            await asyncio.sleep(0)
+        return ids
+
+    async def decode(self, what: str, ids: Sequence[int]) -> str:
+        """Convert token ids to text, in a text process if they are many. Raises ApiError without a tokenizer."""
+        text = self.needs_text(what)
+        if len(ids) > AT_ONCE_TOKENS:
+            return await in_process(self.processes.decode(ids))
+        return text.decode(ids)
 
     def characters_max(self) -> int:
         """Return the number of characters of the longest text that could fit, at least CHARACTERS_MIN."""

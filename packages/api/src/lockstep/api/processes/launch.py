@@ -300,7 +300,9 @@ class Launcher:
         self._over.set()
         for child in self.workers:
             child.process.terminate()
-        if self._wait_for("a worker", lambda: bool(self.workers), self.settings.shutdown_s + GRACE_S):
+        ended = self._wait_for("a worker", lambda: bool(self.workers), self.settings.shutdown_s + GRACE_S)
+        self._listener.close()  # new connections are refused at once; until here workers answered them
+        if ended:
             for engine in self.engines:
                 engine.send_to_engine(StopEngine(0))
             self._wait_for("an engine", self._engines_running, GRACE_S)
