@@ -55,3 +55,21 @@ def test_min_tokens_hold_back_an_end_that_the_grammar_does_not_require(client: A
     choice = completed(client, regex="[ab]*", min_tokens=20, return_token_ids=True)
     assert re.fullmatch("[ab]*", choice["text"])
     assert len(choice["token_ids"]) >= 20
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"regex": "(((a{1,100}){1,100}){1,100}){1,100}"}, "`regex` .*too many states; use smaller repetitions"),
+        ({"json_schema": {"$ref": "#"}}, "`json_schema` .*no text matches it.* leads back to itself"),
+        ({"ebnf": "root ::= root"}, "`ebnf` .*no text matches it.* leads back to itself"),
+        ({"regex": r"ab[^\s\S]"}, "`regex` .*no text matches it"),
+        ({"regex": "(?=a)b"}, "`regex` .*look-around.* is not supported"),
+    ],
+)
+def test_a_grammar_that_cannot_be_followed_is_a_bad_request(client: Any, fields: dict[str, Any], message: str) -> None:
+    for stream in (False, True):
+        answer = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 64, "stream": stream, **fields})
+        assert answer.status_code == 400, answer.text
+        assert re.search(message, answer.json()["error"]["message"])
+        assert "non-verbose" not in answer.text

@@ -1,11 +1,12 @@
 """The trial process of `grammar_compiler.py`: compiles grammars one after the other, within limits of the kernel.
 
-It compiles a grammar, computes the first mask, and writes the error or an empty string. Too much CPU time ends the
+It compiles a grammar, follows it for some tokens, and writes the error or an empty string. Too much CPU time ends the
 process by SIGPROF, too much memory or stack by a signal from within the library. It ends with its parent process.
 """
 
 from __future__ import annotations
 
+import random
 import resource
 import signal
 import sys
@@ -19,7 +20,7 @@ from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import Grammar
 from lockstep.host.grammar_backends import make_backend
 from lockstep.host.grammar_compiler import TrialSettings, read_message, write_message
-from lockstep.host.grammars import GrammarBackend, GrammarError
+from lockstep.host.grammars import Compiled, GrammarBackend, GrammarError
 
 
 def main() -> None:
@@ -47,6 +48,33 @@ def main() -> None:
         write_message(outputs, msgspec.msgpack.encode(problem))
 
 
+WALKS, WALK_TOKENS = 2, 48
+"""Number and length of the drawn answers in which a grammar must not reach a limit of its library: about 10 ms."""
+
+
+def try_out(compiled: Compiled, words: int) -> None:
+    """Follow a grammar for the beginnings of some drawn answers. Raises GrammarError at a limit of the library.
+
+    A grammar with nested repetitions compiles, and may reach the limit only in an answer.
+
+    Args:
+        words: int32 words of a mask.
+    """
+    draw = random.Random(0)
+    mask = np.zeros(words, np.int32)
+    for _ in range(WALKS):
+        matcher = compiled.matcher()
+        for _ in range(WALK_TOKENS):
+            matcher.fill(mask)
+            places = mask.nonzero()[0]
+            if not len(places):
+                raise GrammarError("it admits no token")
+            place = int(places[draw.randrange(len(places))])
+            bits = [bit for bit in range(32) if int(mask[place]) >> bit & 1]
+            if not matcher.accept(32 * place + draw.choice(bits)) or matcher.is_done():
+                break
+
+
 def _limit_memory(beside_bytes: int) -> None:
     """Limit the address space of the process to its present size and `beside_bytes` more."""
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
@@ -62,7 +90,7 @@ def _in_a_thread(backend: GrammarBackend, grammar: Grammar, words: int, stack_by
 
     def attempt() -> None:
         try:
-            backend.compile(grammar).matcher().fill(np.zeros(words, np.int32))
+            try_out(backend.compile(grammar), words)
             found.append("")
         except GrammarError as error:
             found.append(str(error) or "it is not a grammar")

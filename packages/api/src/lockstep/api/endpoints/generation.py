@@ -398,7 +398,7 @@ class Generation:
                 await self._changed.wait()
         for choice in self.choices:
             ended = choice.reply.ended
-            if ended is not None and (error := self._failure(ended)) is not None:
+            if ended is not None and (error := self.failure(ended)) is not None:
                 raise error
 
     async def began(self) -> None:
@@ -435,7 +435,7 @@ class Generation:
         async for new in self.pieces():
             for piece in new:
                 texts[piece.choice.index] += piece.text
-                if piece.ended is not None and (error := self._failure(piece.ended)) is not None:
+                if piece.ended is not None and (error := self.failure(piece.ended)) is not None:
                     raise error
         return list(zip(self.choices, texts, strict=True))
 
@@ -449,9 +449,16 @@ class Generation:
             sum(ended.cached_tokens for ended in firsts if ended is not None),
         )
 
-    def _failure(self, ended: SampleEnded) -> ApiError | None:
+    def failure(self, ended: SampleEnded) -> ApiError | None:
         """Return the error of an answer; None if it did not fail. It names a grammar by the client's field."""
         error, mark = failure(ended), "`grammar` "
+        if ended.reason == "invalid" and self.parameters.grammar is not None:
+            name = self.parameters.grammar_field
+            message = (
+                f"`{name}` admits no token after {ended.output_tokens} tokens of the answer: it reached a limit of the "
+                "grammar library; use smaller repetitions, and do not nest them"
+            )
+            return ApiError(400, message, name)
         if error is None or self.parameters.grammar is None or not error.message.startswith(mark):
             return error
         name = self.parameters.grammar_field

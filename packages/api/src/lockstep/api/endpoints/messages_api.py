@@ -183,7 +183,7 @@ async def _stream(generation: Generation, shape: MessageShape) -> AsyncGenerator
     yield named_event({"type": "ping"})
     async for new in generation.pieces():
         for piece in new:
-            if piece.ended is not None and (error := failure(piece.ended)) is not None:
+            if piece.ended is not None and (error := generation.failure(piece.ended)) is not None:
                 yield named_event(error.anthropic())
                 return
             for step in blocks.take(piece.text, over=piece.ended is not None):

@@ -136,7 +136,7 @@ async def _stream(generation: Generation, body: GenerateBody, several: bool) -> 
         for piece in new:
             index = piece.choice.index
             texts[index] += piece.text
-            if piece.ended is not None and (error := failure(piece.ended)) is not None:
+            if piece.ended is not None and (error := generation.failure(piece.ended)) is not None:
                 yield event(error.body())
                 yield DONE
                 return

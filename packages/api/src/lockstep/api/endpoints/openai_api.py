@@ -350,7 +350,7 @@ async def _stream(generation: Generation, shape: CompletionShape) -> AsyncGenera
             if piece.ended is None and piece.text and plain:
                 yield shape.plain_event(piece, chunk)
                 continue
-            if piece.ended is not None and (error := failure(piece.ended)) is not None:
+            if piece.ended is not None and (error := generation.failure(piece.ended)) is not None:
                 yield event(error.body())
                 yield DONE
                 return

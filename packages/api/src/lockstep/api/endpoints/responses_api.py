@@ -410,7 +410,7 @@ async def _stream(generation: Generation, shape: ResponseShape, keep: Keep) -> A
     async for new in generation.pieces():
         for piece in new:
             ended = piece.ended
-            if ended is not None and (error := failure(ended)) is not None:
+            if ended is not None and (error := generation.failure(ended)) is not None:
                 failed = shape.failed(error.message)
                 keep(failed)
                 yield sent("failed", response=failed)
