@@ -266,7 +266,7 @@ async def ready(server: Server, call: Call[None]) -> Response:
 
 def _takes(engine: Bridge) -> bool:
     """Return whether an engine accepts requests, also if they wait for its restart."""
-    return not engine.gone and (engine.gauges is None or engine.gauges.accepting)
+    return not (engine.gone or engine.blocked) and (engine.gauges is None or engine.gauges.accepting)
 
 
 async def health_generate(server: Server, call: Call[None]) -> Response:
@@ -335,6 +335,8 @@ def _state(engine: Bridge) -> str:
     """Return the state of an engine in the router's terms."""
     if engine.gone:
         return "down"
+    if engine.blocked:
+        return "blocked"
     if engine.restarting or engine.info is None:
         return "recovering"
     return "up" if _takes(engine) else "draining"
@@ -367,7 +369,7 @@ async def metrics(server: Server, call: Call[None]) -> Response:
     """Return the metrics in Prometheus' text format."""
     engines = server.bridge.engines
     up = [_state(one) == "up" for one in engines] if server.bridge.info is not None else []
-    text = server.metrics.exposition(*(one.gauges for one in engines), up=up)
+    text = server.metrics.exposition(*(one.gauges for one in engines), up=up, blocked=[bool(one.blocked) for one in engines])
     return Response(text, media_type="text/plain; version=0.0.4")
 
 

@@ -181,6 +181,7 @@ class Bridge:
         self._named: tuple[KnownAdapters, dict[str, str]] = (self.known, {})  # the same by name
         self.gone = ""  # why the engine ended for good; empty: it did not
         self.restarting = False  # new requests are accepted, and wait for the next generation
+        self.blocked = ""  # why the next engine cannot start yet, and new requests are refused
         self.away = False  # the engine is starting, for the first time or again
         self.generation = -1  # of the engine that sent Welcome
         self._origin = f"{folder.name}/{worker}"
@@ -367,6 +368,8 @@ class Bridge:
             raise EngineUnavailable(self.gone)
         if self.info is None:
             raise EngineUnavailable("the engine is starting")
+        if self.blocked:
+            raise EngineUnavailable(self.blocked)
         if now and self.restarting:
             raise EngineUnavailable("the engine is starting again")
 
@@ -392,6 +395,7 @@ class Bridge:
         first = self.info is None
         self.known = max(self.known, message.adapters, key=attrgetter("revision"))
         self.info, self.generation, self.restarting, self.away = message.info, message.generation, False, False
+        self.blocked = ""
         if self.gauges is None:  # otherwise newer gauges were received first
             self.gauges = message.gauges
         for ticket in self.tickets.values():
@@ -406,7 +410,7 @@ class Bridge:
         """Prepare for the next engine generation. It will not receive messages sent so far."""
         if self.gone or message.generation <= self.generation:
             return
-        self.restarting, self.away = self.info is not None, True
+        self.restarting, self.away, self.blocked = self.info is not None, True, message.blocked
         self.gauges = None
         self.known = KnownAdapters(-1, self.known.entries)  # the next generation counts its revisions anew
         self._engine.close(0)

@@ -180,13 +180,16 @@ class Launcher:
                 for engine in self.engines:
                     if engine.deadline_s is not None and engine.deadline_s <= time.monotonic():
                         engine.end_hanging()
+                    if engine.retry_s is not None and engine.retry_s <= time.monotonic():
+                        engine.retry()
             case _:  # a report of an earlier engine generation
                 pass
         return None
 
     def _wait(self) -> LauncherEvent | None:
-        """Wait for the next event and return it; None if the deadline of an engine passed first."""
-        due = [engine.deadline_s for engine in self.engines if engine.deadline_s is not None]
+        """Wait for the next event and return it; None if a time of an engine came first: its deadline, or its next start."""
+        times = [at for engine in self.engines for at in (engine.deadline_s, engine.retry_s)]
+        due = [one for one in times if one is not None]
         if not due:
             return self._events.wait()
         try:
@@ -201,7 +204,8 @@ class Launcher:
             first: the engine ended in its first generation before it served.
         Returns: the exit status if the server ended with the engine; else None.
         """
-        self._send_to_router(EngineLost(engine.number, engine.next_generation - 1 if goes_on else None))
+        coming = engine.next_generation - (engine.retry_s is None)
+        self._send_to_router(EngineLost(engine.number, coming if goes_on else None))
         if goes_on:
             return None
         if not first and not all(one.gone for one in self.engines):
