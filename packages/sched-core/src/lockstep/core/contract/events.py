@@ -760,11 +760,13 @@ class PagesEvicted(Decided, frozen=True, gc=False):
 
     pages: int
     reason: Literal["admission", "decode", "capacity", "flush", "weights", "release"]
+    tenants: tuple[tuple[str, int], ...] = ()  # pages by tenant, where tenants have guaranteed parts
 
 
-@declares(PagesEvicted, tallies=(Tally("pages_evicted", "pages", by="reason"),))
+@declares(PagesEvicted, informative=("tenants",), tallies=(Tally("pages_evicted", "pages", by="reason"),))
 def _pages_evicted(event: PagesEvicted, names: RequestNames) -> str:
-    return f"evicted {count(event.pages, 'page')} ({event.reason})"
+    of = ", ".join(f"{pages:,} of {tenant or 'no tenant'}" for tenant, pages in event.tenants)
+    return f"evicted {count(event.pages, 'page')} ({event.reason}{f': {of}' if of else ''})"
 
 
 class DecodeSkipped(Decided, frozen=True, gc=False):
