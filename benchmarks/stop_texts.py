@@ -51,7 +51,9 @@ print(json.dumps({name: us_per_token(stops, min(tokens, 4000) if "hostile" in na
 def measured(checkout: Path, tokens: int) -> dict[str, float]:
     """Return CPU us per token by case, measured in a fresh process of a checkout."""
     python = sys.executable if checkout == HERE else str(checkout / ".venv/bin/python")
-    done = subprocess.run([python, "-c", MEASURE, str(tokens)], cwd=checkout, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [python, "-c", MEASURE, str(tokens)], cwd=checkout, capture_output=True, text=True, check=True
+    )
     found: dict[str, float] = json.loads(done.stdout)
     return found
 

@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the server is not installed")
 
-from tests.support.live_server import EMULATED, serving, until  # noqa: E402
+from tests.support.live_server import EMULATED, serving, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small file system")
 
@@ -66,7 +66,9 @@ def test_streams_wait_until_there_is_room_again(small_disk: Path, tmp_path: Path
         until(lambda: server.status_of("/ready") == 503, 60)
         with urllib.request.urlopen(server.url + "/metrics", timeout=60) as found:
             assert 'lockstep_journal_blocked{engine="0"' in (text := found.read().decode())
-            assert next(line for line in text.splitlines() if line.startswith("lockstep_journal_blocked{")).endswith("1.0")
+            assert next(line for line in text.splitlines() if line.startswith("lockstep_journal_blocked{")).endswith(
+                "1.0"
+            )
         status, answer, headers = complete(server.url, max_tokens=1)
         assert (status, "retry-after" in {name.lower() for name in headers}) == (503, True)
         assert "the server's journal cannot be written" in answer["error"]["message"]

@@ -19,8 +19,8 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the server is not installed")
 
-from tests.support.bystander import bystander  # noqa: E402
-from tests.support.live_server import EMULATED, LiveServer, serving  # noqa: E402
+from tests.support.bystander import bystander
+from tests.support.live_server import EMULATED, LiveServer, serving
 
 TOKENIZER = Path(__file__).parents[2] / "packages/gpu-runtime/src/lockstep/runtime/demo_model/files"
 DELAY_S = 1.0  # on a machine with other work; `tests/campaigns/attacks.py` measures delays
@@ -145,7 +145,9 @@ def status_of(answer: bytes) -> int:
     return int(found[1]) if found else 0
 
 
-@pytest.mark.parametrize("host", ["[::1].evil.com", "[::1]evil.com", "127.0.0.1.evil.com", "evil.com", "a@localhost", ""])
+@pytest.mark.parametrize(
+    "host", ["[::1].evil.com", "[::1]evil.com", "127.0.0.1.evil.com", "evil.com", "a@localhost", ""]
+)
 def test_a_foreign_host_is_refused(server: LiveServer, host: str) -> None:
     answer = exchange(server.url, f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
     assert status_of(answer) == 403
@@ -158,7 +160,11 @@ def test_this_machine_is_served_under_all_its_names(server: LiveServer, host: st
 
 
 HOST = b"Host: 127.0.0.1\r\n"
-CHUNKED = b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\n"
+    + HOST
+    + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
 HEADS = {
     "a header of 70,000 bytes": b"GET /v1/models HTTP/1.1\r\n" + HOST + b"X: " + b"a" * 70_000 + b"\r\n\r\n",
     "many headers": b"GET /v1/models HTTP/1.1\r\n" + HOST + b"X: aaaaaaaa\r\n" * 6000 + b"\r\n",

@@ -12,7 +12,7 @@ from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import JournalCorrupt, JournalError
 from lockstep.core.journal.replay import replay
 from lockstep.core.journal.salvage import salvaged
-from lockstep.host.startup import Startup
+from lockstep.host.startup import Keeper
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plain"
 
@@ -46,8 +46,10 @@ def test_everything_before_the_corruption_is_copied(corrupt: Path, tmp_path: Pat
 
 
 def test_an_engine_names_the_command(corrupt: Path) -> None:
-    with pytest.raises(JournalError, match=rf"corrupt at offset \d+.*\nhint: `lockstep journal salvage {corrupt} --out"):
-        Startup(corrupt)
+    with pytest.raises(
+        JournalError, match=rf"corrupt at offset \d+.*\nhint: `lockstep journal salvage {corrupt} --out"
+    ):
+        Keeper(corrupt)
 
 
 def test_the_command_prints_what_is_kept(corrupt: Path, tmp_path: Path) -> None:

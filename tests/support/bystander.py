@@ -18,7 +18,9 @@ class Bystander:
     def __init__(self, url: str, headers: dict[str, str] | None = None, **fields: Any) -> None:
         self._address = urlsplit(url).netloc
         self._headers = {"Content-Type": "application/json", **(headers or {})}
-        self._body = json.dumps({"prompt": "bystander", "max_tokens": 4000, "ignore_eos": True, "stream": True} | fields)
+        self._body = json.dumps(
+            {"prompt": "bystander", "max_tokens": 4000, "ignore_eos": True, "stream": True} | fields
+        )
         self.gaps: list[tuple[float, float]] = []  # (when it ended, seconds), time.monotonic
         self.failure = ""
         self.began = threading.Event()

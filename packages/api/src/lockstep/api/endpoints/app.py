@@ -106,7 +106,15 @@ ROUTES = (
         for path in ("/pooling", "/classify", "/v1/moderations")
     ),
     HttpRoute("POST", "/generate", "user", native_api.generate, schemas.GenerateBody),
-    HttpRoute("POST", "/abort_request", "user", native_api.abort_request, schemas.AbortBody, bytes_max=SMALL_BYTES, drains=True),
+    HttpRoute(
+        "POST",
+        "/abort_request",
+        "user",
+        native_api.abort_request,
+        schemas.AbortBody,
+        bytes_max=SMALL_BYTES,
+        drains=True,
+    ),
     HttpRoute("POST", "/tokenize", "user", native_api.tokenize, schemas.TokenizeBody),
     HttpRoute("POST", "/detokenize", "user", native_api.detokenize, schemas.DetokenizeBody),
     HttpRoute("GET", "/get_model_info", "user", native_api.model_info),
@@ -252,9 +260,7 @@ def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable
             if server.draining and route.body is not None and route.access == "user" and not route.drains:
                 raise ApiError(503, "the server is about to stop")
             if route.body is not None:
-                body = await server.bodies.read(
-                    request, route.body, bytes_max=route.bytes_max, optional=route.optional
-                )
+                body = await server.bodies.read(request, route.body, bytes_max=route.bytes_max, optional=route.optional)
             response = await route.handler(server, Call(request, body, tenant, came_s))
             status = response.status_code
         except ApiError as error:

@@ -381,6 +381,7 @@ class Generation:
                         min_tokens=request.min_new_tokens,
                     )
                     counted = CountedAnswer(ticket, reply, self.came_s, self.parameters.stream)
+                    reply.measure = partial(self.metrics.saw, counted)
                     self.choices.append(Choice(len(self.choices), prompt, ticket, reply, answer, counted))
         except EngineUnavailable as error:
             self.cancel()

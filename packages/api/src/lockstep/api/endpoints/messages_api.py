@@ -24,7 +24,7 @@ from lockstep.api.endpoints.chat_tools import (
     reading_of,
     reads,
 )
-from lockstep.api.endpoints.errors import ApiError, failure
+from lockstep.api.endpoints.errors import ApiError
 from lockstep.api.endpoints.generation import Choice, Generation, GenerationRequest, Prompt, Usage, check_sampling
 from lockstep.api.endpoints.http import JsonResponse, named_event, unless_left
 from lockstep.api.endpoints.openai_api import conversation, shaped, streamed

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from lockstep.api.endpoints.chat_tools import tools_of
 from lockstep.api.endpoints.control_api import weight_version
-from lockstep.api.endpoints.errors import ApiError, failure, session_name
+from lockstep.api.endpoints.errors import ApiError, session_name
 from lockstep.api.endpoints.generation import (
     Choice,
     Generation,
@@ -369,7 +369,9 @@ async def metrics(server: Server, call: Call[None]) -> Response:
     """Return the metrics in Prometheus' text format."""
     engines = server.bridge.engines
     up = [_state(one) == "up" for one in engines] if server.bridge.info is not None else []
-    text = server.metrics.exposition(*(one.gauges for one in engines), up=up, blocked=[bool(one.blocked) for one in engines])
+    text = server.metrics.exposition(
+        *(one.gauges for one in engines), up=up, blocked=[bool(one.blocked) for one in engines]
+    )
     return Response(text, media_type="text/plain; version=0.0.4")
 
 

@@ -7,7 +7,6 @@ Answers have the form that the official client and clients of other servers expe
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import secrets
 import time
@@ -21,7 +20,7 @@ import numpy as np
 from starlette.responses import Response
 
 from lockstep.api.endpoints.chat_tools import Reading, Tools, reading_of, template_options, tools_of
-from lockstep.api.endpoints.errors import ApiError, failure
+from lockstep.api.endpoints.errors import ApiError
 from lockstep.api.endpoints.generation import (
     Choice,
     ChoiceDelta,

@@ -36,7 +36,7 @@ from lockstep.api.endpoints.chat_tools import (
     reading_of,
     template_options,
 )
-from lockstep.api.endpoints.errors import ApiError, failure
+from lockstep.api.endpoints.errors import ApiError
 from lockstep.api.endpoints.generation import (
     Choice,
     Generation,

@@ -202,7 +202,9 @@ class Metrics:
             MultiProcessCollector(source)  # type: ignore[no-untyped-call]  # it has no types here either
         found = [*source.collect()]
         found += self._by_engine("engine_up", "Whether the engine takes requests.", up)
-        found += self._by_engine("journal_blocked", "Whether the engine waits until its journal can be written.", blocked)
+        found += self._by_engine(
+            "journal_blocked", "Whether the engine waits until its journal can be written.", blocked
+        )
         stand: dict[str, Metric] = {}
         for engine, one in enumerate(gauges):
             for metric in () if one is None else self._engine(engine, one):

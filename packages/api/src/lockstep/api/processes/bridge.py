@@ -62,6 +62,10 @@ from lockstep.host.adapters import KnownAdapters
 log = logging.getLogger("lockstep.worker")
 
 
+ARRIVALS_MAX = 256
+"""Times of messages with tokens that a reply keeps while its client does not read: 130 bytes each."""
+
+
 class EngineUnavailable(LockstepError):
     """Raised when no engine can take requests: it has not started, has ended, or is overloaded."""
 
@@ -80,6 +84,7 @@ class Reply:
         self.ended: SampleEnded | None = None
         self.differs = False  # whether repeated tokens differ from tokens already sent to the client
         self.arrivals: list[tuple[float, int]] = []  # (time.monotonic, tokens received so far); emptied by the metrics
+        self.measure: Callable[[], object] | None = None  # empties `arrivals` where no handler takes the tokens
         self._changed = changed
 
     def put(self, offset: int, tokens: list[int], now_s: float) -> int:
@@ -91,6 +96,8 @@ class Reply:
             self.differs = True  # happens only where numerics depend on the batch
         self.tokens += tokens[repeats:]
         self.arrivals.append((now_s, len(self.tokens)))
+        if len(self.arrivals) > ARRIVALS_MAX and self.measure is not None:
+            self.measure()
         self._changed.set()
         return repeats
 

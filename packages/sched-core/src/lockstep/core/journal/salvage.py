@@ -1,7 +1,7 @@
 """A copy of a corrupt journal up to its first corrupt record.
 
-    segment 6 | segment 7 ..... X ....... | segment 8          X: a record that was altered
-    segment 6 | segment 7 .....                                the copy
+segment 6 | segment 7 ..... X ....... | segment 8          X: a record that was altered
+segment 6 | segment 7 .....                                the copy
 """
 
 from __future__ import annotations
