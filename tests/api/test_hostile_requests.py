@@ -107,7 +107,7 @@ def test_a_large_request_is_answered_as_a_small_one(server: LiveServer) -> None:
     large = post(server.url, "/v1/completions", json.dumps(asked | {"user": "", "x": " " * 100_000}).encode())
     assert small[0] == large[0] == 200
     assert small[1]["choices"] == large[1]["choices"]
-    assert small[1]["usage"] == large[1]["usage"]
+    assert small[1]["usage"]["prompt_tokens"] == large[1]["usage"]["prompt_tokens"] == 100
     both = post(server.url, "/v1/completions", json.dumps(asked | {"prompt": [ids, ids], "x": " " * 100_000}).encode())
     assert [one["text"] for one in both[1]["choices"]] == [small[1]["choices"][0]["text"]] * 2
     text = "def f(x):\n    return [x, {}]\n" * 300
@@ -203,7 +203,7 @@ def test_chunks_of_usual_sizes_are_a_body(server: LiveServer) -> None:
 
 def test_a_draining_server_refuses_new_requests_at_once(tmp_path: Path) -> None:
     with serving(tmp_path / "log", *EMULATED, "--shutdown-s", "8") as server:
-        with bystander(server.url, max_tokens=100_000) as stream:
+        with bystander(server.url, max_tokens=20_000) as stream:
             server.process.terminate()
             time.sleep(0.5)
             for path, sent in (("/ready", b""), ("/v1/completions", b'{"prompt": "a"}')):

@@ -46,7 +46,7 @@ class Bystander:
             while (line := answer.readline()) and not self._over.is_set():
                 if not line.startswith(b"data: {"):
                     continue
-                assert b'"error"' not in line, line[:300]
+                assert not line.startswith(b'data: {"error"'), line[:300]
                 now = time.monotonic()
                 if last is not None:
                     self.gaps.append((now, now - last))

@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -39,11 +40,10 @@ def main() -> None:
         write_message(outputs, msgspec.msgpack.encode(str(error)))
         return
     write_message(outputs, msgspec.msgpack.encode(""))
-    words = -(-settings.vocabulary // 32)
     while (message := read_message(inputs)) is not None:
         grammar = msgspec.msgpack.decode(message, type=Grammar)
         signal.setitimer(signal.ITIMER_PROF, settings.cpu_s)
-        problem = _in_a_thread(backend, grammar, words, settings.stack_bytes)
+        problem = _in_a_thread(backend, grammar, settings)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         write_message(outputs, msgspec.msgpack.encode(problem))
 
@@ -52,23 +52,30 @@ WALKS, WALK_TOKENS = 2, 48
 """Number and length of the drawn answers in which a grammar must not reach a limit of its library: about 10 ms."""
 
 
-def try_out(compiled: Compiled, words: int) -> None:
+def try_out(compiled: Compiled, words: int, end_tokens: Sequence[int] = ()) -> None:
     """Follow a grammar for the beginnings of some drawn answers. Raises GrammarError at a limit of the library.
 
     A grammar with nested repetitions compiles, and may reach the limit only in an answer.
 
     Args:
         words: int32 words of a mask.
+        end_tokens: tokens that are drawn by no answer.
     """
     draw = random.Random(0)
     mask = np.zeros(words, np.int32)
+    ends = np.zeros(32 * words, np.bool_)
+    ends[[token for token in end_tokens if token < len(ends)]] = True
+    goes_on = ~np.packbits(ends, bitorder="little").view(np.int32)
     for _ in range(WALKS):
         matcher = compiled.matcher()
         for _ in range(WALK_TOKENS):
             matcher.fill(mask)
+            if not mask.any():
+                raise GrammarError("it admits no token")
+            mask &= goes_on
             places = mask.nonzero()[0]
             if not len(places):
-                raise GrammarError("it admits no token")
+                break
             place = int(places[draw.randrange(len(places))])
             bits = [bit for bit in range(32) if int(mask[place]) >> bit & 1]
             if not matcher.accept(32 * place + draw.choice(bits)) or matcher.is_done():
@@ -84,13 +91,13 @@ def _limit_memory(beside_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _in_a_thread(backend: GrammarBackend, grammar: Grammar, words: int, stack_bytes: int) -> str:
+def _in_a_thread(backend: GrammarBackend, grammar: Grammar, settings: TrialSettings) -> str:
     """Compile a grammar on a thread with a smaller stack than that of the engine's compiling threads."""
     found: list[str] = []
 
     def attempt() -> None:
         try:
-            try_out(backend.compile(grammar), words)
+            try_out(backend.compile(grammar), -(-settings.vocabulary // 32), settings.end_tokens)
             found.append("")
         except GrammarError as error:
             found.append(str(error) or "it is not a grammar")
@@ -99,7 +106,7 @@ def _in_a_thread(backend: GrammarBackend, grammar: Grammar, words: int, stack_by
         except Exception as error:  # any error of the library becomes the answer
             found.append(f"{type(error).__name__}: {error}"[:500])
 
-    threading.stack_size(stack_bytes)
+    threading.stack_size(settings.stack_bytes)
     thread = threading.Thread(target=attempt)
     thread.start()
     thread.join()

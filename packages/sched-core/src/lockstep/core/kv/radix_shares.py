@@ -1,11 +1,12 @@
 """A radix cache in which every tenant keeps a guaranteed part of the pages; the rest is by use.
 
     pages   | 0 ......... guarantee x pages .......... | the rest, by use of all tenants |
-            | tenant a | tenant b | tenant c |                                            equal parts of those with pages
+            | tenant a | tenant b | tenant c |                           equal parts of the tenants with cached pages
 
 Plain LRU lets one tenant evict the prefixes of all others by sending prompts that occur once. Here the oldest leaf of
-the tenants above their part is evicted; only if none of these has an evictable page, the oldest leaf of all. A tenant
-whose prefixes fit into its part therefore keeps them, whatever other tenants send. With one tenant this is plain LRU.
+the tenants above their part is evicted. If none of these has an evictable page, because running requests hold the rest of
+the pool, the tenant with most cached pages gives back. So a tenant whose prefixes fit into its part keeps them whatever
+other tenants send, and parts shrink alike where there is no room for them. With one tenant this is plain LRU.
 
 A tenant's pages are those of its namespaces, of every adapter, salt and version of the weights; locked pages count. The
 namespace contains the tenant, see `cache_namespace`.
@@ -105,20 +106,15 @@ class SharedRadixCache(RadixCache):
 
     def _next(self, by_age: bool) -> tuple[RadixNode, int]:
         """Return the leaf that is evicted next, at the top of its queue, and the most pages to take of it."""
+        tops = [(tenant, leaf) for tenant in list(self.queues) if (leaf := self._top(tenant)) is not None]
         part = self.part_pages
-        oldest: tuple[bool, int, int] | None = None
-        found: RadixNode | None = None
-        for tenant in list(self.queues):
-            leaf = self._top(tenant)
-            if leaf is None:
-                continue
-            key = (not by_age and self.pages_by[tenant] <= part, leaf.tick, leaf.number)
-            if oldest is None or key < oldest:
-                oldest, found = key, leaf
-        assert found is not None
-        assert oldest is not None
-        above = self.pages_by[tenant_of(found.namespace)] - part
-        return found, len(found.pages) if by_age or oldest[0] else above
+        above = tops if by_age else [(tenant, leaf) for tenant, leaf in tops if self.pages_by[tenant] > part]
+        if above:
+            tenant, leaf = min(above, key=lambda one: (one[1].tick, one[1].number))
+            return leaf, len(leaf.pages) if by_age else self.pages_by[tenant] - part
+        tops.sort(key=lambda one: (-self.pages_by[one[0]], one[1].tick, one[1].number))
+        leaf, most = tops[0][1], self.pages_by[tops[0][0]]
+        return leaf, max(1, most - self.pages_by[tops[1][0]]) if len(tops) > 1 else len(leaf.pages)
 
     def _top(self, tenant: str) -> RadixNode | None:
         """Return the oldest evictable leaf of a tenant; None without one. Outdated entries above it are settled."""
