@@ -1,8 +1,8 @@
 """CPU time of the search for stop texts per token, beside an answer without any; optionally of another checkout, too.
 
-Two streams without a tokenizer (`plain`: a token is a word of seven characters): `ordinary` stop texts occur nowhere
-in the text, `hostile` ones agree with it everywhere but at their last character. Rounds alternate between the cases, and
-the figures are medians over the rounds. The ratio is to the case without stop texts, in which a token is only decoded.
+A token is a word of seven characters, decoded without a tokenizer. `ordinary` stop texts occur nowhere in the text,
+`hostile` ones agree with it everywhere but at their last character. Rounds alternate between checkouts, and the figures
+are medians over the rounds. Without stop texts a token is only decoded.
 
     python benchmarks/stop_texts.py [--other CHECKOUT] [--tokens 20000] [--rounds 5]
 

@@ -26,9 +26,11 @@ ITEM = {"type": "object", "properties": {"size": {"type": "integer", "minimum": 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     arguments = (*EMULATED, "--speed", "10", "--shutdown-s", "1", "--tokenizer", str(TOKENIZER))
-    with serving(tmp_path_factory.mktemp("grammars") / "log", *arguments) as server:
-        with httpx2.Client(base_url=server.url, timeout=120) as made:
-            yield made
+    with (
+        serving(tmp_path_factory.mktemp("grammars") / "log", *arguments) as server,
+        httpx2.Client(base_url=server.url, timeout=120) as made,
+    ):
+        yield made
 
 
 def completed(client: Any, **fields: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Delays are compared with what one such request cost before it was read in a proc
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
@@ -130,10 +131,8 @@ def exchange(url: str, sent: bytes, timeout_s: float = 20.0) -> bytes:
     """The first bytes of the answer to some bytes; empty if the server closed the connection."""
     host, port = urlsplit(url).netloc.rsplit(":", 1)
     with socket.create_connection((host, int(port)), timeout=timeout_s) as connection:
-        try:
+        with contextlib.suppress(OSError):  # the server may refuse it before all was sent
             connection.sendall(sent)
-        except OSError:  # the server has refused it before all was sent
-            pass
         try:
             return connection.recv(4096)
         except OSError:
@@ -202,18 +201,20 @@ def test_chunks_of_usual_sizes_are_a_body(server: LiveServer) -> None:
 
 
 def test_a_draining_server_refuses_new_requests_at_once(tmp_path: Path) -> None:
-    with serving(tmp_path / "log", *EMULATED, "--shutdown-s", "8") as server:
-        with bystander(server.url, max_tokens=20_000) as stream:
-            server.process.terminate()
-            time.sleep(0.5)
-            for path, sent in (("/ready", b""), ("/v1/completions", b'{"prompt": "a"}')):
-                method = b"POST" if sent else b"GET"
-                head = b"%s %s HTTP/1.1\r\n%sContent-Type: application/json\r\n" % (method, path.encode(), HOST)
-                began_s = time.monotonic()
-                answer = exchange(server.url, head + b"Content-Length: %d\r\n\r\n" % len(sent) + sent, 3.0)
-                assert status_of(answer) == 503, answer
-                assert time.monotonic() - began_s < 2.0
-                if sent:
-                    assert b"retry-after" in answer.lower()
-                    assert b"connection: close" in answer.lower()
-            assert stream.worst_s() < 3.0, "open streams continue"
+    with (
+        serving(tmp_path / "log", *EMULATED, "--shutdown-s", "8") as server,
+        bystander(server.url, max_tokens=20_000) as stream,
+    ):
+        server.process.terminate()
+        time.sleep(0.5)
+        for path, sent in (("/ready", b""), ("/v1/completions", b'{"prompt": "a"}')):
+            method = b"POST" if sent else b"GET"
+            head = b"%s %s HTTP/1.1\r\n%sContent-Type: application/json\r\n" % (method, path.encode(), HOST)
+            began_s = time.monotonic()
+            answer = exchange(server.url, head + b"Content-Length: %d\r\n\r\n" % len(sent) + sent, 3.0)
+            assert status_of(answer) == 503, answer
+            assert time.monotonic() - began_s < 2.0
+            if sent:
+                assert b"retry-after" in answer.lower()
+                assert b"connection: close" in answer.lower()
+        assert stream.worst_s() < 3.0, "open streams continue"

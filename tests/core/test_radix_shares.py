@@ -165,7 +165,9 @@ def test_with_one_tenant_it_is_plain_lru(seed: int) -> None:
 def test_settings_are_checked() -> None:
     assert SchedConfig(cache_guarantee=0.0).cache_guarantee is msgspec.UNSET
     assert SchedConfig(cache_guarantee=1, isolate_tenants=True, pages=80).guaranteed_pages == 80
-    with pytest.raises(ConfigError, match="`cache_guarantee` must be from 0 to 1, got `1.5`"):
+    with pytest.raises(ConfigError, match=r"`cache_guarantee` must be from 0 to 1, got `1\.5`"):
         SchedConfig(cache_guarantee=1.5, isolate_tenants=True)
-    with pytest.raises(ConfigError, match="`cache_guarantee` is 0.5, which needs `isolate_tenants` and `radix_cache`"):
+    with pytest.raises(
+        ConfigError, match=r"`cache_guarantee` is 0\.5, which needs `isolate_tenants` and `radix_cache`"
+    ):
         SchedConfig(cache_guarantee=0.5)

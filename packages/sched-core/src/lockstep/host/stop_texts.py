@@ -67,9 +67,9 @@ class StopSearch:
 class StopTexts:
     """The text of one request, searched for its stop texts as its tokens arrive.
 
-    A token that completes no character yet is held back with the tokens that may begin a stop text. Numbers count output
-    tokens from 0. A number that was pushed before resets the text to that place, as when a request draws a token again
-    after a retraction.
+    A token that completes no character yet is held back with the tokens that may begin a stop text. Numbers count
+    output tokens from 0. A number that was pushed before resets the text to that place, as when a request draws a token
+    again after a retraction.
     """
 
     def __init__(self, text: Spelling, prompt_ids: Sequence[int], stops: Sequence[str]) -> None:

@@ -187,7 +187,7 @@ class Launcher:
         return None
 
     def _wait(self) -> LauncherEvent | None:
-        """Wait for the next event and return it; None if a time of an engine came first: its deadline, or its next start."""
+        """Wait for the next event and return it; None if the deadline or the next start of an engine came first."""
         times = [at for engine in self.engines for at in (engine.deadline_s, engine.retry_s)]
         due = [one for one in times if one is not None]
         if not due:

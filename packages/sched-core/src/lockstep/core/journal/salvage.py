@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.core.journal.reader import read_journal
-from lockstep.core.journal.records import JournalCorrupt, JournalError
-from lockstep.core.journal.segments import SNAPSHOT_NAME, find_journal
+from lockstep.core.journal.records import JournalCorrupt, JournalError, SnapshotRecord
+from lockstep.core.journal.segments import SNAPSHOT_NAME, find_journal, snapshot_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,8 @@ def salvaged(run: Path, out: Path) -> Salvage:
         corrupt = error
     else:
         raise JournalError(
-            f"{folder} is not corrupt; its end is {tail.verdict}\nhint: `lockstep journal check RUN --repair` cuts a torn tail off"
+            f"{folder} is not corrupt; its end is {tail.verdict}\n"
+            "hint: `lockstep journal check RUN --repair` cuts a torn tail off"
         )
     damaged, offset = Path(corrupt.segment), corrupt.offset
     segments = sorted(folder.glob("*.log"))
@@ -59,15 +60,14 @@ def salvaged(run: Path, out: Path) -> Salvage:
     kept_bytes = sum(path.stat().st_size for path in whole) + offset
     if offset:
         (made / damaged.name).write_bytes(damaged.read_bytes()[:offset])
-    last = read_journal(made).tail.records
     for path in folder.iterdir():
         if SNAPSHOT_NAME.fullmatch(path.name):
             shutil.copyfile(path, made / path.name)
-    named = {f"snapshot-{one.sequence:012d}" for one in read_journal(made).records() if hasattr(one, "snapshot")}
+    found = [one for one in read_journal(made).records() if isinstance(one, SnapshotRecord)]
+    named = {snapshot_name(one.sequence) for one in found}
     for path in made.glob("snapshot-*"):
         if path.name not in named:
             path.unlink()
     for path in made.iterdir():
         path.chmod(0o600)
-    assert last
     return Salvage(sum(path.stat().st_size for path in segments) - kept_bytes, str(corrupt))
