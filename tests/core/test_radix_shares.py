@@ -167,7 +167,6 @@ def test_settings_are_checked() -> None:
     assert SchedConfig(cache_guarantee=1, isolate_tenants=True, pages=80).guaranteed_pages == 80
     with pytest.raises(ConfigError, match=r"`cache_guarantee` must be from 0 to 1, got `1\.5`"):
         SchedConfig(cache_guarantee=1.5, isolate_tenants=True)
-    with pytest.raises(
-        ConfigError, match=r"`cache_guarantee` is 0\.5, which needs `isolate_tenants` and `radix_cache`"
-    ):
+    needs = r"`cache_guarantee` is 0\.5, which needs `isolate_tenants` and `radix_cache`"
+    with pytest.raises(ConfigError, match=needs):
         SchedConfig(cache_guarantee=0.5)

@@ -4,9 +4,9 @@
             | tenant a | tenant b | tenant c |                           equal parts of the tenants with cached pages
 
 Plain LRU lets one tenant evict the prefixes of all others by sending prompts that occur once. Here the oldest leaf of
-the tenants above their part is evicted. If none of these has an evictable page, because running requests hold the rest of
-the pool, the tenant with most cached pages gives back. So a tenant whose prefixes fit into its part keeps them whatever
-other tenants send, and parts shrink alike where there is no room for them. With one tenant this is plain LRU.
+the tenants above their part is evicted. If none of these has an evictable page, because running requests hold the rest
+of the pool, the tenant with most cached pages gives back. So a tenant whose prefixes fit into its part keeps them
+whatever other tenants send, and parts shrink alike where there is no room for them. With one tenant this is plain LRU.
 
 A tenant's pages are those of its namespaces, of every adapter, salt and version of the weights; locked pages count. The
 namespace contains the tenant, see `cache_namespace`.
