@@ -5,6 +5,7 @@
     lockstep journal check RUN     framing, chain and snapshots; --repair cuts a torn tail off
     lockstep journal verify RUN    replay every event and compare every digest
     lockstep journal salvage RUN   copy what is before a corrupt record
+    lockstep journal forget RUN    copy everything but what one tenant's requests said
 
 RUN is a run folder or the `journal` folder in it. Results go to stdout and everything else to stderr. Steps are counted
 from 0, and spans are half-open: `--from 5 --until 8` is steps 5, 6 and 7.
@@ -541,6 +542,28 @@ def salvage(run: Path, out: Path, as_json: bool) -> None:
     else:
         click.echo(f"{out}: {_count(tail.records, 'record')}, {_count(tail.steps, 'event')}")
         click.echo(f"{kept.dropped_bytes} bytes are left out: {kept.why}")
+
+
+# -------------------------------------------------------------------------------------------------------------- forget
+
+
+@journal.command(name="forget")
+@RUN
+@click.option("--tenant", required=True, help="The tenant whose prompts and answers are left out.")
+@click.option(
+    "--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="A new run folder for the copy."
+)
+def forget_tenant(run: Path, tenant: str, out: Path) -> None:
+    """Copy a journal without prompts, answers and texts of one tenant's requests.
+
+    Every decision of the copy equals the journal's. The journal itself is not changed; delete it when the copy is
+    there.
+    """
+    from lockstep.tools.forget import forget
+
+    with refusals():
+        requests = forget(run, tenant, out)
+    click.echo(f"{out}: without the content of {_count(requests, 'request')} of tenant {tenant!r}")
 
 
 if __name__ == "__main__":
