@@ -54,8 +54,8 @@ class Bystander:
                 last = now
 
     def worst_s(self, since_s: float = 0.0) -> float:
-        """Return the longest gap that ended after a time."""
-        return max((gap for ended, gap in list(self.gaps) if ended >= since_s), default=0.0)
+        """Return the longest gap that began after a time."""
+        return max((gap for ended, gap in list(self.gaps) if ended - gap >= since_s), default=0.0)
 
     def close(self) -> None:
         """End the stream. Raises AssertionError if it failed."""

@@ -6,8 +6,8 @@ key is drawn at random and is not stored. Texts (labels, stop texts, sources of 
 are left out. All other records are as they were, and every decision of the copy is compared with the journal's, digest
 by digest: the copy replays, verifies and explains like the journal.
 
-A copy is refused where a decision would differ: where tenants share prefixes, or a prompt repeats the tokens of a
-session. A journal whose first segments have expired begins at a snapshot, which holds tokens, and is refused, too.
+A copy is refused where a decision would differ: where tenants share prefixes, a prompt repeats the tokens of a session,
+or KV is known by a hash of its content (media, storage below the cache). A journal whose first segments have expired begins at a snapshot, which holds tokens, and is refused, too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from lockstep.core.contract.events import (
     ObservedEvent,
     RequestArrived,
     RequestId,
+    TokenDigest,
     TokenIds,
     TokensForced,
 )
@@ -33,6 +34,7 @@ from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import EventRecord, JournalError, UnsealedRecord
 from lockstep.core.journal.replay import refuse_unreplayable
 from lockstep.core.journal.writer import JournalWriter
+from lockstep.core.requests.table import prompt_bytes
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.loop import sampled_spans
 
@@ -65,8 +67,8 @@ class Redaction:
     def _arrival(self, event: RequestArrived) -> RequestArrived:
         self.requests += 1
         prompt, state = event.prompt, bytes(STATE_BYTES)
-        if isinstance(prompt, TokenIds):
-            ids, states = self._chain(np.frombuffer(prompt.ids, np.int32).tolist(), state, frozenset())
+        if not isinstance(prompt, TokenDigest):
+            ids, states = self._chain(np.frombuffer(prompt_bytes(prompt), np.int32).tolist(), state, frozenset())
             prompt, state = TokenIds(np.array(ids, np.int32).tobytes()), states[-1] if states else state
         eos = () if event.ignore_eos else self._engine.config.eos_token_ids
         for number in range(sample_count(event)):
@@ -148,7 +150,7 @@ def forget(run: Path, tenant: str, out: Path) -> int:
                 if digest != record.digest:
                     raise JournalError(
                         f"event {record.step} is decided otherwise without the tokens of tenant {tenant!r}: other "
-                        "tenants share its prefixes, or a prompt repeats those of a session\n"
+                        "tenants share its prefixes, a prompt repeats those of a session, or KV is known by its content\n"
                         "hint: only a journal of tenants that share no prefixes (isolate_tenants) can be copied"
                     )
                 writer.append(event, digest)

@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,6 +53,10 @@ WALKS, WALK_TOKENS = 2, 48
 """Number and length of the drawn answers in which a grammar must not reach a limit of its library: about 10 ms."""
 
 
+TOKEN_S = 0.1
+"""CPU time that finding the tokens that may come next may take, which delays every other request by as much."""
+
+
 def try_out(compiled: Compiled, words: int, end_tokens: Sequence[int] = ()) -> None:
     """Follow a grammar for the beginnings of some drawn answers. Raises GrammarError at a limit of the library.
 
@@ -69,7 +74,10 @@ def try_out(compiled: Compiled, words: int, end_tokens: Sequence[int] = ()) -> N
     for _ in range(WALKS):
         matcher = compiled.matcher()
         for _ in range(WALK_TOKENS):
+            began_s = time.thread_time()
             matcher.fill(mask)
+            if (took_s := time.thread_time() - began_s) > TOKEN_S:
+                raise GrammarError(f"the tokens that may follow take {took_s:.2f} s to find, more than {TOKEN_S} s")
             if not mask.any():
                 raise GrammarError("it admits no token")
             mask &= goes_on

@@ -88,6 +88,8 @@ def _done(text: Texts | None, job: Job, body: bytes | bytearray) -> Done:
         return Done(value=packed(_result(text, job, body)))
     except (JobError, RenderingError) as error:
         return Done(error=error.message, field=error.field)
+    except OverflowError:
+        return Done(error="a number is beyond 64 bits")
     except MemoryError:
         return Done(error="the request takes too much memory")
     except Exception as error:  # any other error of one request fails this request only
