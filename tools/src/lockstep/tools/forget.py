@@ -7,7 +7,8 @@ are left out. All other records are as they were, and every decision of the copy
 by digest: the copy replays, verifies and explains like the journal.
 
 A copy is refused where a decision would differ: where tenants share prefixes, a prompt repeats the tokens of a session,
-or KV is known by a hash of its content (media, storage below the cache). A journal whose first segments have expired begins at a snapshot, which holds tokens, and is refused, too.
+or KV is known by a hash of its content (media, storage below the cache). A journal whose first segments have expired
+begins at a snapshot, which holds tokens, and is refused, too.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def forget(run: Path, tenant: str, out: Path) -> int:
                 if digest != record.digest:
                     raise JournalError(
                         f"event {record.step} is decided otherwise without the tokens of tenant {tenant!r}: other "
-                        "tenants share its prefixes, a prompt repeats those of a session, or KV is known by its content\n"
+                        "tenants share its prefixes, a prompt repeats a session's, or KV is known by its content\n"
                         "hint: only a journal of tenants that share no prefixes (isolate_tenants) can be copied"
                     )
                 writer.append(event, digest)

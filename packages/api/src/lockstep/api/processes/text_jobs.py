@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import struct
 from array import array
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -171,23 +171,25 @@ def _values(raw: bytes) -> int:
     return 1 + plain.count(b",") + plain.count(b"[") + plain.count(b"{")
 
 
-def _kind_of_ids(raw: bytes) -> type[list[int]] | type[list[list[int]]] | None:
-    """Return the type of a list that begins with a token id or with a list of them; None for any other value."""
+def _kind_of_ids(raw: bytes) -> Literal["ids", "lists"] | None:
+    """Return whether a value begins as a list of token ids, or a list of such lists; None for any other value."""
     if OF_IDS.match(raw):
-        return list[int]
-    return list[list[int]] if OF_ID_LISTS.match(raw) else None
+        return "ids"
+    return "lists" if OF_ID_LISTS.match(raw) else None
 
 
-def _ids(raw: bytes, name: str, kind: Any) -> Any:
-    """Return token ids as an array, or several lists of them. Raises JobError for anything else."""
+def _ids(raw: bytes, name: str, kind: Literal["ids", "lists"]) -> Any:
+    """Return token ids as an array, or a list of arrays. Raises JobError for anything else."""
     try:
-        found = msgspec.json.decode(raw, type=kind)
-        lists = [found] if kind is list[int] else found
+        if kind == "ids":
+            lists = [msgspec.json.decode(raw, type=list[int])]
+        else:
+            lists = msgspec.json.decode(raw, type=list[list[int]])
         arrays = [array("i", one) for one in lists]
     except (msgspec.DecodeError, RecursionError) as error:
         raise JobError(f"`{name}` should be token ids: {error}", name) from None
     except OverflowError:
-        arrays, lists = [array("i", [-1])], []
+        arrays = [array("i", [-1])]
     if any(len(one) and min(one) < 0 for one in arrays):
         raise JobError(f"`{name}`: Token ids should be 0 to {2**31 - 1}", name)
-    return arrays[0] if kind is list[int] else arrays
+    return arrays[0] if kind == "ids" else arrays
