@@ -78,7 +78,7 @@ class PendingRequest:
         self.failure = ""
         self._tokens = tokens
         self._step = text.stream(answer.prompt_token_ids) if text is not None else None
-        self._end = TextEnd(stops)
+        self._text_end = TextEnd(stops)
         self._stopped = False  # whether a stop text was found
         self._parts: list[str] = []  # of the answer's text
         self._spelled = 0  # tokens decoded so far
@@ -137,10 +137,10 @@ class PendingRequest:
         self._spelled += len(tokens)
         new = "" if self._stopped else "".join(map(self._step, tokens))
         if new:
-            self._end.add(new)
-            if (found := self._end.stop()) is not None:
+            self._text_end.add(new)
+            if (found := self._text_end.stop()) is not None:
                 self._stopped = True
-                new = new[: max(0, found[0] - self._end.characters + len(new))]
+                new = new[: max(0, found[0] - self._text_end.characters + len(new))]
         self._parts.append(new)
         return new
 
