@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 import subprocess
 import sys
@@ -196,7 +195,7 @@ class TextProcesses:
         self._started += 1
         arguments = ["-m", "lockstep.api.processes.text_process", str(self._folder), str(self._started)]
         with there:
-            process = subprocess.Popen([sys.executable, *arguments], stdin=there, env=dict(os.environ))
+            process = subprocess.Popen([sys.executable, *arguments], stdin=there.fileno())
         with contextlib.suppress(OSError):
             here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PIECE_BYTES)
         reader, writer = await asyncio.open_connection(sock=here, limit=PIECE_BYTES)
