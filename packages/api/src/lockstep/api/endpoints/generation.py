@@ -381,7 +381,7 @@ class Generation:
                         min_tokens=request.min_new_tokens,
                     )
                     counted = CountedAnswer(ticket, reply, self.arrived_s, self.parameters.stream)
-                    reply.measure = partial(self.metrics.saw, counted)
+                    reply.measure = partial(self.metrics.observe_tokens, counted)
                     self.choices.append(Choice(len(self.choices), prompt, ticket, reply, answer, counted))
         except EngineUnavailable as error:
             self.cancel()
