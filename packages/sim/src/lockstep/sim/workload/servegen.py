@@ -351,7 +351,7 @@ def open_loop_turns(
         run_stops=np.arange(1, count + 1),
         run_first_token=prompt_first.astype(np.int32),
         run_tokens=input_tokens.astype(np.int32),
-        label_form=np.broadcast_to(np.zeros(1, np.int16), count),
+        label_form=np.broadcast_to(np.zeros(1, np.int32), count),
         label_number=np.arange(count, dtype=np.int32),
         label_part=none,
         tenant=none if tenant is None else tenant,
