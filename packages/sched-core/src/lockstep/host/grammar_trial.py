@@ -53,7 +53,7 @@ WALKS, WALK_TOKENS = 2, 48
 """Number and length of the drawn answers in which a grammar must not reach a limit of its library: about 10 ms."""
 
 
-TOKEN_S = 0.1
+TOKEN_S = 0.05
 """CPU time that finding the tokens that may come next may take, which delays every other request by as much."""
 
 
