@@ -60,9 +60,9 @@ COSTLY = {
         *("/v1/completions", of_size(b'{"prompt": [', b"[]", b"]}", 31 * MIB)),
         *(400, "`prompt` has too many values"),
     ),
-    "token ids": ("/v1/completions", of_size(b'{"prompt": [', b"17", b"]}", 31 * MIB), 400, "maximum context length"),
+    "token ids": ("/v1/completions", of_size(b'{"prompt": [', b"17", b"]}", 31 * MIB), 400, "4194304 token ids"),
     "tokens to detokenise": (
-        *("/detokenize", of_size(b'{"tokens": [', b"17", b"]}", 31 * MIB)),
+        *("/detokenize", of_size(b'{"tokens": [', b"17", b"]}", 4 * MIB)),
         *(400, "at most 1048576 are allowed (detokenize_max)"),
     ),
     "a megabyte to tokenise": ("/tokenize", of_size(b'{"prompt": "', b"ab cd", b'"}', MIB), 200, ""),

@@ -109,8 +109,9 @@ class BodyReader:
         """Return the value of a body, with arrays for token ids if it is large. Raises ApiError."""
         size = sum(map(len, parts))
         if size > PARSED_AT_ONCE_BYTES:
+            limits = self.limits
             known, refused = frozenset(schema.model_fields), frozenset(schema.REFUSED)
-            job = ParseBody(known, refused, id_fields(schema), size, FIELDS_MAX, self.limits.values_max)
+            job = ParseBody(known, refused, id_fields(schema), size, FIELDS_MAX, limits.ids_max, limits.values_max)
             return await in_process(self.processes.parse(job, parts))
         try:
             return msgspec.json.decode(b"".join(parts))

@@ -35,6 +35,7 @@ class ParseBody(msgspec.Struct, frozen=True, tag="parse"):
         ids: those of `known` that may have token ids.
         size: bytes of the body.
         fields_max: greatest number of fields.
+        ids_max: greatest number of token ids.
         values_max: greatest number of values, where a list of token ids is one value.
     """
 
@@ -43,6 +44,7 @@ class ParseBody(msgspec.Struct, frozen=True, tag="parse"):
     ids: frozenset[str]
     size: int
     fields_max: int
+    ids_max: int
     values_max: int
 
 
@@ -144,6 +146,8 @@ def parse_body(job: ParseBody, raw: bytes | bytearray) -> Any:
         if name not in job.known and len(raw_value) > SHOWN_BYTES:
             found[name] = "..." if name in job.refused else None
         elif name in job.ids and (kind := _kind_of_ids(raw_value)) is not None:
+            if raw_value.count(b",") >= job.ids_max:
+                raise JobError(f"`{name}` has more than {job.ids_max} token ids (ids_max)", name)
             found[name] = _ids(raw_value, name, kind)
         else:
             values -= _values(raw_value)
