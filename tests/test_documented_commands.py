@@ -66,6 +66,7 @@ PARSED = {  # commands whose callback does nothing: they need what a test has no
     "bench": "a server",
     "demo-model": "hours of training",
     "calibrate points": "published measurements",
+    "calibrate requests": "results of a load generator",
     "calibrate operators": "operator tables",
     "calibrate acceptance": "a run with drafts",
     "calibrate journal": "a run of a server",

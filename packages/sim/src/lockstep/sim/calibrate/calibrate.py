@@ -185,6 +185,8 @@ def calibration_of_points(
     low_kv = sum(point.kv_dtype != "bf16" for point in points)
     if low_kv:
         notes.append(f"with KV in fp8: {low_kv} rows")
+    backends = Counter(point.attention_backend for point in points if point.attention_backend)
+    notes += [f"attention backend {backend}: {count} rows" for backend, count in sorted(backends.items())]
     return Calibration(
         engine=engine,
         engine_version=", ".join(sorted({point.engine_version or "unstated" for point in points})),

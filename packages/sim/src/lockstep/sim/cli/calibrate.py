@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,19 +11,17 @@ import click
 import msgspec
 
 from lockstep.host.options import Option, options_of, take, with_flags
-from lockstep.host.quantization import KvDtype, WeightsDtype
+from lockstep.sim.cli.calibrate_requests import requests
+from lockstep.sim.cli.calibration_file import FILE, CalibrationFile, StoredTypes, write
 from lockstep.sim.cli.errors import refusals
-from lockstep.sim.run.out_paths import check_file
 
 if TYPE_CHECKING:
     from lockstep.core.contract.config import SchedConfig
     from lockstep.sim.calibrate.calibrate import HeldOut
     from lockstep.sim.calibrate.engine_run import Twin
-    from lockstep.sim.cost import Calibration
 
 OF_RUN = "as RUN states"
 OPERATORS = Option("calibrate the cost model measured by these operator tables", metavar="DIR", default="the roofline")
-DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
 class _Calibrate(click.Group):
@@ -48,28 +44,6 @@ class _Calibrate(click.Group):
 @click.option("--from", "source", metavar="RUN", help="Refresh from a run: --from RUN --help. Same as journal RUN.")
 def calibrate(source: str | None) -> None:
     """Fit the cost model to measurements, and write a calibration file for `lockstep simulate --calibration`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibrationFile:
-    """The file that a calibration is written to, with what every source states of it."""
-
-    date: Annotated[str, Option("of the calibration: never taken from the clock", metavar="YYYY-MM-DD")]
-    out: Annotated[Path, Option("where to write it", metavar="FILE")]
-
-    def check(self) -> str:
-        """Return the date in full. Raises BadParameter if it is none, ConfigError if the file cannot be written."""
-        date = _checked_date(self.date)
-        check_file(self.out)
-        return date
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredTypes:
-    """How the model of the measured batches stores its weights and its KV."""
-
-    weights_dtype: Annotated[WeightsDtype | None, Option("bf16, fp8, ...", default="the checkpoint's own")] = None
-    kv_dtype: Annotated[KvDtype, Option("bf16 or fp8")] = "bf16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,17 +91,7 @@ class TablesFit(StoredTypes):
     engine_version: Annotated[str | None, Option("of the engine")] = None
 
 
-FILE = with_flags(click.option, options_of(CalibrationFile).values())
 SHOWN = {"show_default": True}
-
-
-def _checked_date(date: str) -> str:
-    try:
-        if DATE.fullmatch(date):
-            return datetime.date.fromisoformat(date).isoformat()
-    except ValueError:
-        pass
-    raise click.BadParameter(f"expected a day as YYYY-MM-DD, got `{date}`", param_hint="--date")
 
 
 def _no_rows(file: Path, engine: str, gpu: str | None, engines: list[str], left_out: Mapping[str, list[int]]) -> str:
@@ -137,38 +101,6 @@ def _no_rows(file: Path, engine: str, gpu: str | None, engines: list[str], left_
         text += "; left out: " + "; ".join(f"{len(rows)} ({reason})" for reason, rows in left_out.items())
     other = f"--engine {' or '.join(engines)}" if engines else "another file" if gpu is None else "another --gpu"
     return f"{text}\nhint: give {other}"
-
-
-def _write(calibration: Calibration, out: Path) -> None:
-    """Write the calibration file and print a summary of it."""
-    calibration.save(out)
-    c = calibration.correction
-    click.echo(f"{calibration.title}: {', '.join(calibration.models)}")
-    click.echo(
-        f"kernels x {c.kernels:.3g}, collectives x {c.collectives:.3g}; {c.step_us:,.0f} us a pass, "
-        f"{c.row_us:.3g} us a row, {c.weight('prompt_us'):.3g} us a prompt, "
-        f"{c.weight('kv_token_us'):.3g} us a KV token, "
-        f"{c.collective_us:.3g} us a collective, {c.frontend_us / 1e3:,.1f} ms a request"
-    )
-    for residuals in calibration.residuals:
-        low, middle, high = residuals.at([0.05, 0.5, 0.95])
-        click.echo(
-            f"measured / predicted {residuals.metric}, models {residuals.population}: median {middle:.2f}, "
-            f"90 % in {low:.2f} to {high:.2f} ({residuals.count} predictions, {residuals.method})"
-        )
-    if calibration.lane is not msgspec.UNSET:
-        lane = calibration.lane
-        click.echo(
-            f"CPU lane: {lane.result_fixed_us:.0f} us a result, {lane.result_row_us:.3g} us a row of it, "
-            f"{lane.arrival_us:.0f} us an arrival, {lane.plan_fixed_us:.0f} us a plan, {lane.plan_row_us:.3g} us a row "
-            "of it"
-        )
-    for source in calibration.sources:
-        left_out = f", {source.rows_left_out:,} left out ({source.why_left_out})" if source.rows_left_out else ""
-        click.echo(f"from {source.file}: {source.rows_used:,} rows{left_out}, SHA-256 {source.sha256[:16]}...")
-    for note in calibration.notes:
-        click.echo(note)
-    click.echo(f"wrote {out}", err=True)
 
 
 @calibrate.command(context_settings=SHOWN)
@@ -213,7 +145,7 @@ def points(file: Path, **options: Any) -> None:
             rows_left_out=sum(map(len, left_out.values())),
             why_left_out=reasons,
         )
-        _write(calibration_of_points(trial, given.engine, date=date, sources=[source]), target.out)
+        write(calibration_of_points(trial, given.engine, date=date, sources=[source]), target.out)
 
 
 @calibrate.command(context_settings=SHOWN)
@@ -285,7 +217,7 @@ def journal(run: Path, **options: Any) -> None:
                 found = with_client(found, twin)
             elif not recorded.not_simulated:
                 twin = Twin.of_engine(recorded, cost, cpu)
-        _write(found, target.out)
+        write(found, target.out)
         _print_held_out(held)
         if twin is not None:
             _print_twin(twin, "the engine" if given.client is None else "the client")
@@ -399,4 +331,7 @@ def operators(folder: Path, **options: Any) -> None:
         found = calibration_of_tables(
             bases, tables, engine=given.engine, engine_version=given.engine_version or "", date=date
         )
-        _write(found, target.out)
+        write(found, target.out)
+
+
+calibrate.add_command(requests)

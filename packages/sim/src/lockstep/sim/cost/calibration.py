@@ -182,7 +182,7 @@ class Residuals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class CalibrationSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A file that a calibration was fitted to."""
 
-    kind: Literal["serving_points", "operator_tables", "journal", "batch_times"]
+    kind: Literal["serving_points", "operator_tables", "journal", "batch_times", "requests"]
     file: str  # name without the folder
     sha256: str
     rows_used: int

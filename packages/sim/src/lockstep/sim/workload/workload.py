@@ -81,6 +81,7 @@ class _Content(NamedTuple):
     own_rate: float | None = None  # arrivals per second for which the turns were drawn; None: measure them
     at_rate: bool = False  # whether `rate` and `rate_scale` are already applied
     has_clock: bool = True
+    is_cut: bool = False  # whether `time_window` and `limit` are already applied
 
 
 @dataclass(frozen=True)
@@ -155,9 +156,9 @@ def open_workload(
         hint = "such as --media image=0.3x1..4:1024x768, which adds some"
         raise WorkloadError(spec, "`media` is recorded, but this workload does not separate media from text", hint)
     turns = content.turns
-    if time_window is not None:
+    if time_window is not None and not content.is_cut:
         turns = _cut_to_window(spec, turns, time_window)
-    if limit is not None:
+    if limit is not None and not content.is_cut:
         turns = turns.head(limit)
     if not content.at_rate:
         turns = turns.at(_rescaled(asked, turns, content.own_rate))
@@ -277,8 +278,15 @@ def _open_model(asked: _Request, name: str, model: WorkloadModel, turns: int | N
 
 def _open_servegen(asked: _Request, name: str, files: Mapping[str, bytes]) -> _Content:
     content = read_servegen(asked.spec, files)
-    turns = turns_of_servegen(asked.spec, content, seed=asked.seed, media=asked.reading.recorded_media)
-    return _Content(name, "servegen", turns, notes=content.notes)
+    turns = turns_of_servegen(
+        asked.spec,
+        content,
+        seed=asked.seed,
+        media=asked.reading.recorded_media,
+        window=asked.time_window,
+        limit=asked.limit,
+    )
+    return _Content(name, "servegen", turns, notes=content.notes, is_cut=True)
 
 
 def _open_mix(asked: _Request) -> _Content:
