@@ -14,6 +14,7 @@
     python3 dev.py overload ARGS      overload of a server by all kinds of requests; --short for one minute
     python3 dev.py attacks ARGS       requests and connections that are made to cost; the worst delay of another stream
     python3 dev.py kill-campaign ARGS 1,000 kills of a server's engine under 32 streams; --kills 200
+    python3 dev.py clients ARGS       public clients, each in an environment of its own, against a server; --list
     python3 dev.py schema-campaign    1,000 random JSON schemas through the demo model; --schemas 100
     python3 dev.py bench ARGS         the benchmarks
     python3 dev.py gpu-check ARGS     checks on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration
@@ -201,6 +202,10 @@ def kill_campaign(args):
     return call(PYTHON, "-m", "tests.campaigns.kills", *args)
 
 
+def clients(args):
+    return call(PYTHON, "-m", "tests.campaigns.clients", *args)
+
+
 def schema_campaign(args):
     return call(PYTHON, "-m", "tests.campaigns.schemas", *args)
 
@@ -237,6 +242,7 @@ TASKS = {
     "attacks": ("dev", attacks),
     "overload": ("dev", overload),
     "kill-campaign": ("dev", kill_campaign),
+    "clients": ("dev", clients),
     "schema-campaign": ("runtime", schema_campaign),
     "bench": ("demo", bench),
     "gpu-check": ("runtime", gpu_check),

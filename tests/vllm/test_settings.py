@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
-from lockstep.vllm import versions
+from lockstep.core.journal.records import JournalError
+from lockstep.vllm import recording, versions
+from lockstep.vllm.checks import KINDS, WITHOUT_EFFECT
+from lockstep.vllm.recording import begin_recording
 from lockstep.vllm.settings import (
     ENVIRONMENT,
     OF_VLLM,
     VllmSettings,
     draft_method,
     read_settings,
+    run_folder,
     sched_config,
     token_budget,
     unsupported,
@@ -96,18 +102,35 @@ def test_additional_config_stands_before_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"jurnal": "x"}, "unknown field `jurnal`"),
-        ({"journal": 5}, r"Expected `str`, got `int`.*journal"),
-        ({"journal_tokens": "yes"}, r"Expected `bool`, got `str`.*journal_tokens"),
-        ({"scheduler": []}, r"Expected `object`, got `array`.*scheduler"),
-        ("vllm", "Expected `object`, got `str`"),
+        ({"jurnal": "x"}, "`jurnal` is no setting\nhint: journal or journal_tokens (docs/vllm.md)"),
+        ({"x": 1}, "`x` is no setting\nhint: docs/vllm.md lists the settings"),
+        ({"journal": 5}, "`journal` must be a string, the name of a run folder, got `5`"),
+        ({"journal_tokens": "yes"}, "`journal_tokens` must be true or false, got `yes`"),
+        ({"journal_tokens": True}, "`journal_tokens` is set, but there is no journal\nhint: set `journal`"),
+        ({"mean_request_tokens": -1}, "`mean_request_tokens` must be a whole number of tokens, at least 0, got `-1`"),
+        ({"mean_request_tokens": True}, "`mean_request_tokens` must be a whole number of tokens, at least 0"),
+        ({"scheduler": []}, "`scheduler` must be a table of scheduler settings, got `[]`"),
+        ({"scheduler": {"schedule_polcy": "spf"}}, "`scheduler.schedule_polcy` is no scheduler setting\n"),
+        ({"scheduler": {"schedule_polcy": "spf"}}, "hint: schedule_policy"),
+        ("vllm", "must be a table of settings, got `vllm`"),
     ],
 )
-def test_wrong_fields_are_refused_with_their_source(values: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as refused:
+def test_wrong_fields_are_refused_with_source_value_and_what_is_right(values: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
         read_settings({"lockstep": values}, {})
-    assert "--additional-config" in str(refused.value)
-    assert "docs/vllm.md" in str(refused.value)
+    assert message in str(refused.value)
+    assert str(refused.value).startswith("--additional-config `lockstep`")
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_settings_without_an_effect_under_vllm_are_refused_with_the_reason(name: str) -> None:
+    assert name in SchedConfig.__struct_fields__
+    with pytest.raises(ConfigError, match=rf"`scheduler\.{name}` cannot be set under vLLM: "):
+        read_settings({"lockstep": {"scheduler": {name: getattr(SchedConfig(), name)}}}, {})
+
+
+def test_every_setting_has_a_check() -> None:
+    assert tuple(KINDS) == VllmSettings.__struct_fields__
 
 
 @pytest.mark.parametrize("text", [None, "journal = ", "unknown = 1"], ids=["no file", "no TOML", "unknown field"])
@@ -123,6 +146,44 @@ def test_a_bad_file_is_refused_by_name(text: str | None, tmp_path: Path) -> None
 def test_what_follows_from_vllm_cannot_be_set(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"`scheduler\.{name}` follows from vLLM's own options"):
         read_settings({"lockstep": {"scheduler": {name: 1}}}, {})
+
+
+# ---------------------------------------------------------------------------------------------------------- run folders
+
+
+def test_each_engine_has_a_folder_of_its_own() -> None:
+    folders = [run_folder(VllmSettings(journal="runs/a"), ranked(index)) for index in range(3)]
+    assert folders == [Path("runs/a"), Path("runs/a-1"), Path("runs/a-2")]
+
+
+def test_start_in_the_name_of_a_folder_is_the_time_of_the_start() -> None:
+    folder = run_folder(VllmSettings(journal="runs/{start}/engine"), ranked(1))
+    assert re.fullmatch(r"runs/\d{8}T\d{6}Z/engine-1", str(folder))
+
+
+def test_a_journal_that_cannot_be_begun_is_refused_with_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "device_name", lambda: "cpu")  # asks vLLM
+    settings = VllmSettings(journal=str(tmp_path / "run"))
+    began = begin_recording(settings, SchedConfig(), ranked(0), "0.32.0")
+    with pytest.raises(JournalError) as refused:
+        begin_recording(settings, SchedConfig(), ranked(0), "0.32.0")
+    began.close()
+    assert str(refused.value) == (
+        f"{tmp_path}/run/journal already holds a journal\n"
+        f"hint: set another `journal`, such as {tmp_path}/run-{{start}}, a new folder for each start"
+    )
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JournalError, match=r"cannot make .*/file/run/journal: .*\nhint: .* in which vLLM may write"):
+        begin_recording(VllmSettings(journal=str(tmp_path / "file/run")), SchedConfig(), ranked(0), "0.32.0")
+
+
+def ranked(index: int) -> Any:
+    """A configuration of data-parallel engine `index`."""
+    config = configuration(parallel_config__data_parallel_index=index, parallel_config__tensor_parallel_size=1)
+    config.model_config.model = "demo"
+    return config
 
 
 # ---------------------------------------------------------------------------------------------------------- SchedConfig

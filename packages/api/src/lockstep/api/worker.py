@@ -20,10 +20,13 @@ from typing import Any
 
 import uvicorn
 
-from lockstep.api.endpoints.app import ADMIN_ROUTES, make_app
+from lockstep.api.endpoints.app import ADMIN_ROUTES, keeping_routes, make_app
+from lockstep.api.endpoints.kept_answers import KeptAnswers
 from lockstep.api.endpoints.keys import read_keys
 from lockstep.api.endpoints.protocol import bounded_by
+from lockstep.api.endpoints.resumable import continue_answers
 from lockstep.api.endpoints.server import Server
+from lockstep.api.endpoints.stored_conversations import StoredConversations
 from lockstep.api.endpoints.stored_responses import StoredResponses
 from lockstep.api.endpoints.usage import UsageCounter
 from lockstep.api.engines import text_of
@@ -39,6 +42,8 @@ from lockstep.core.contract.errors import LockstepError
 log = logging.getLogger("lockstep.worker")
 
 STOPS = "the server stops"
+CONTINUED_S = 10.0
+"""Longest wait for the requests of answers in progress, which an earlier worker began, to reach the engine."""
 LAST_ERRORS_S = 2  # seconds after `shutdown_s` in which the last error messages reach clients
 
 
@@ -68,12 +73,30 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
         else UsageCounter(folder / "usage" if settings.usage_dir is None else Path(settings.usage_dir))
     )
     limits, most = settings.limits, settings.stored_responses
+    answers_folder = settings.answers_folder(folder)
+    answers_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     responses = None
+    bytes_max, kept_s = limits.responses_bytes_max, limits.response_kept_s
     if most:
-        bytes_max, kept_s = limits.responses_bytes_max, limits.response_kept_s
-        responses = StoredResponses(folder, most=most, bytes_max=bytes_max, kept_s=kept_s)
+        responses = StoredResponses(answers_folder, most=most, bytes_max=bytes_max, kept_s=kept_s)
+    conversations = None
+    if most:
+        conversations = StoredConversations(answers_folder, most=most, bytes_max=bytes_max, kept_s=kept_s)
+    answers = None
+    if settings.kept_answers:
+        answers = KeptAnswers(
+            answers_folder / "kept",
+            most=settings.kept_answers,
+            bytes_max=limits.kept_bytes_max,
+            kept_s=limits.kept_s,
+        )
     processes = TextProcesses(folder, settings.text_processes)
-    server = Server(settings, bridge, text, keys, Metrics(settings.metrics_compat), processes, usage, responses)
+    server = Server(
+        *(settings, bridge, text, keys, Metrics(settings.metrics_compat), processes, usage),
+        responses=responses,
+        answers=answers,
+        conversations=conversations,
+    )
     server.on_ready.append(lambda: children.mark_ready(folder, number))
     log.info("tool calls are read as %s, thoughts as %s", *server.formats.names())
     spans = None if settings.otlp_endpoint is None else SpanExporter(settings.otlp_endpoint, lambda: server.models()[0])
@@ -84,15 +107,31 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
         servers.append((_http(make_app(server, ADMIN_ROUTES), settings), socket.socket(fileno=admin)))
 
     loop = asyncio.get_running_loop()
+    if answers is not None:
+        bridge.hold_settled()
+        continuing: set[asyncio.Task[None]] = set()
+
+        async def go_on() -> None:
+            try:
+                await continue_answers(server, keeping_routes(), CONTINUED_S)
+            finally:
+                bridge.settle()
+
+        server.on_ready.append(lambda: continuing.add(asyncio.ensure_future(go_on())))
 
     draining: list[asyncio.Task[None]] = []  # kept, since the loop itself keeps no task
 
     async def drain() -> None:
-        """Answer the open requests, then stop. New connections are accepted until then, and refused by status."""
+        """Answer the open requests, then stop. New connections are accepted until then, and refused by status.
+
+        Kept answers without a reader are not waited for: the next server continues them.
+        """
         open_tasks = {task for one, _ in servers for task in one.server_state.tasks} | server.background
         if open_tasks:
             await asyncio.wait(open_tasks, timeout=settings.shutdown_s)
         bridge.end_all(STOPS)
+        if answers is not None:
+            answers.send_readers_away()
         for one, _ in servers:
             one.should_exit = True
 
@@ -112,14 +151,16 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
     finally:
         await serving
         left = [task for one, _ in servers for task in one.server_state.tasks] + list(server.background)
+        left += server.kept_runs
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         reading.cancel()
         bridge.close()
         await processes.close()
-        if responses is not None:
-            responses.close()
+        for one in (responses, conversations):
+            if one is not None:
+                one.close()
         if spans is not None:
             await asyncio.to_thread(spans.close)
 

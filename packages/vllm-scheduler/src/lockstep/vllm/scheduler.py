@@ -29,7 +29,7 @@ from lockstep.core.contract.commands import (
     Step,
     StreamTokens,
 )
-from lockstep.core.contract.errors import LockstepError
+from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import (
     AdapterLoaded,
     ClockAdvanced,
@@ -140,6 +140,7 @@ class Scheduler(SchedulerInterface):
         self._launched: deque[LaunchedBatch] = deque()  # oldest first
         self._finished_us = 0  # when the newest result came
         self._wake_at_us: int | None = None
+        self._stopped = ""  # what the core raised; no event is taken in behind that
         self._outputs = ClientOutputs()
         self._cancelling: set[str] = set()  # requests that vLLM itself ends: no output is due
         self._finished: set[str] = set()  # ended since the last schedule(); the next output names them for the workers
@@ -160,10 +161,14 @@ class Scheduler(SchedulerInterface):
 
     def _take_in(self, event: ObservedEvent, samplers: tuple[RequestId, ...] = ()) -> Step:
         """Fold one event, record it, and carry out what is not specific to the caller."""
+        if self._stopped:
+            raise ContractError(f"{type(event).__name__} after the engine stopped: {self._stopped}")
         try:
             step = self._engine.step(event)
-        except LockstepError:
-            self._recording.append_refused(event)
+        except Exception as error:  # any: an event with this outcome is never followed by another
+            self._stopped = f"{type(error).__name__}: {error}"
+            self._recording.append_refused(event, samplers, error)
+            logger.error("the core refused %s, the engine stops: %s", type(event).__name__, self._stopped)
             raise
         self._recording.append(event, step, samplers)
         self._wake_at_us = step.wake_at_us

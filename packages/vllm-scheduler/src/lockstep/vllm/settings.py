@@ -3,12 +3,12 @@
 Settings of Lockstep come from `--additional-config '{"lockstep": {...}}'`, or from the TOML file that the environment
 variable LOCKSTEP_VLLM_CONFIG names:
 
-    profile = "vllm"              # a family of scheduling settings: docs/profiles.md
-    journal = "/var/log/engine"   # a run folder for the journal, engine-1 for data-parallel rank 1; absent: no journal
-    mean_request_tokens = 3000    # prompt and output; divides KV blocks between full attention and windows
-    journal_tokens = false        # true: the journal holds token ids; false: pseudonyms with the same shared prefixes
+    profile = "vllm"                    # a family of scheduling settings: docs/profiles.md
+    journal = "/var/log/vllm/{start}"   # a new run folder for each start; absent: no journal
+    mean_request_tokens = 3000          # prompt and output; divides KV blocks between full attention and windows
+    journal_tokens = false              # true: the journal holds token ids; false: pseudonyms that share prefixes alike
 
-    [scheduler]                   # fields of SchedConfig, over the profile
+    [scheduler]                         # fields of SchedConfig, over the profile
     schedule_policy = "spf"
 
 Sizes (pages, page size, context, requests at once, tokens per pass) are vLLM's and cannot be set here.
@@ -17,6 +17,7 @@ Sizes (pages, page size, context, requests at once, tokens per pass) are vLLM's 
 from __future__ import annotations
 
 import os
+import time
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ import msgspec
 from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.profiles import profile_settings
+from lockstep.core.journal.records import JournalError
+from lockstep.vllm.checks import check_values
 from lockstep.vllm.groups import divided, window_tokens
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = "LOCKSTEP_VLLM_CONFIG"
 KEY = "lockstep"  # of --additional-config
+START = "{start}"  # in the name of a run folder, the time of the start
 
 OF_VLLM = (
     "page_size",
@@ -60,7 +64,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What a user of vLLM may set of Lockstep."""
 
     profile: str = "vllm"
-    journal: str = ""  # run folder; empty: no journal
+    journal: str = ""  # run folder, see `run_folder`; empty: no journal
     journal_tokens: bool = False
     mean_request_tokens: int = 0  # prompt and output, for models with windows; 0: estimated
     scheduler: dict[str, Any] = {}  # fields of SchedConfig
@@ -80,15 +84,29 @@ def read_settings(additional: object, environment: dict[str, str] | os._Environ[
             values = tomllib.loads(Path(path).read_text())
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{source}: {error}") from error
-    try:
-        settings = msgspec.convert(values, VllmSettings)
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"{source}: {error}\nhint: fields are {', '.join(VllmSettings.__struct_fields__)} (docs/vllm.md)"
-        ) from error
-    if owned := [name for name in settings.scheduler if name in OF_VLLM]:
-        raise ConfigError(f"{source}: `scheduler.{owned[0]}` follows from vLLM's own options and cannot be set here")
-    return settings
+    check_values(values, source, OF_VLLM)
+    return msgspec.convert(values, VllmSettings)
+
+
+def run_folder(settings: VllmSettings, vllm_config: VllmConfig) -> Path:
+    """Return the run folder of this engine: `journal`, and with -i behind it for data-parallel engine i above 0.
+
+    `{start}` in it becomes the time of this start, such as 20261126T022027Z, so that each start has a new folder.
+    """
+    name = settings.journal.replace(START, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()))
+    engine = vllm_config.parallel_config.data_parallel_index
+    return Path(f"{name}-{engine}" if engine else name)
+
+
+def not_begun(error: JournalError, settings: VllmSettings) -> JournalError:
+    """Return the error of a journal that cannot be begun with a hint that fits these settings."""
+    problem = str(error).partition("\nhint:")[0]
+    hint = "set `journal` to a folder in which vLLM may write"
+    if "already" in problem or "exists" in problem:
+        hint = "set another `journal`"
+        if START not in settings.journal:
+            hint += f", such as {settings.journal}-{START}, a new folder for each start"
+    return JournalError(f"{problem}\nhint: {hint}")
 
 
 def sched_config(

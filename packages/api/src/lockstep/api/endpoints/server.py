@@ -13,10 +13,13 @@ from typing import Generic, TypeVar
 from starlette.requests import Request
 
 from lockstep.api.endpoints.errors import ApiError
+from lockstep.api.endpoints.fields import ignore
 from lockstep.api.endpoints.generation import Generation, GenerationRequest, Prompt, unavailable
 from lockstep.api.endpoints.http import BodyReader, in_process
+from lockstep.api.endpoints.kept_answers import KeptAnswers
 from lockstep.api.endpoints.keys import Keys
 from lockstep.api.endpoints.schemas import Body
+from lockstep.api.endpoints.stored_conversations import StoredConversations
 from lockstep.api.endpoints.stored_responses import StoredResponses
 from lockstep.api.endpoints.usage import UsageCounter
 from lockstep.api.engines import formats_of
@@ -42,6 +45,9 @@ AT_ONCE_CHARACTERS, AT_ONCE_TOKENS = 4096, 1024
 YIELDS_CHARACTERS = 256
 """After a longer text other tasks get their turn: a request may have many texts."""
 
+ROUTING, ROUTING_CHARACTERS = "X-SMG-Routing-Key", 256
+"""SGLang's header for `routing_key`, and its greatest length."""
+
 CHARACTERS_MIN = 2**20
 """Text up to this length is always tokenised, since some tokenizers drop characters; longer text may be refused."""
 
@@ -54,6 +60,10 @@ class Call(Generic[BodyType]):
     body: BodyType
     tenant: str
     arrived_s: float  # time.monotonic
+
+    def ignore(self, name: str) -> None:
+        """Record that a field is accepted without effect; the answer and the log name it."""
+        ignore(self.request, name)
 
 
 @dataclass
@@ -68,6 +78,9 @@ class Server:
     processes: TextProcesses
     usage: UsageCounter | None = None
     responses: StoredResponses | None = None
+    answers: KeptAnswers | None = None
+    conversations: StoredConversations | None = None
+    kept_runs: set[asyncio.Task[None]] = field(default_factory=set)  # tasks that make kept answers
     background: set[asyncio.Task[None]] = field(default_factory=set)  # answers made in the background
     watchers: list[Watcher] = field(default_factory=list)  # called with every request that was answered
     on_ready: list[Callable[[], object]] = field(default_factory=list)  # called once, when the engine can take requests
@@ -160,12 +173,16 @@ class Server:
             await asyncio.sleep(0)
         return ids
 
-    async def decode(self, what: str, ids: Sequence[int]) -> str:
-        """Convert token ids to text, in a text process if they are many. Raises ApiError without a tokenizer."""
+    async def decode(self, what: str, ids: Sequence[int], *, verbatim: bool = False) -> str:
+        """Convert token ids to text, in a text process if they are many. Raises ApiError without a tokenizer.
+
+        Args:
+            verbatim: decode special tokens, too.
+        """
         text = self.needs_text(what)
         if len(ids) > AT_ONCE_TOKENS:
-            return await in_process(self.processes.decode(ids))
-        return text.decode(ids)
+            return await in_process(self.processes.decode(ids, verbatim=verbatim))
+        return (text.verbatim() if verbatim else text).decode(ids)
 
     def characters_max(self) -> int:
         """Return the number of characters of the longest text that could fit, at least CHARACTERS_MIN."""
@@ -177,24 +194,43 @@ class Server:
         if characters > most:
             raise ApiError(400, f"{what} has {characters} characters, and at most {most} can fit", what.strip("`"))
 
-    def generate(self, call: Call[BodyType], parameters: GenerationRequest, prompts: list[Prompt]) -> Generation:
-        """Send a request to the engine. Raises ApiError."""
+    def generate(
+        self,
+        call: Call[BodyType],
+        parameters: GenerationRequest,
+        prompts: list[Prompt],
+        each: Sequence[GenerationRequest] = (),
+    ) -> Generation:
+        """Send a request to the engine. Raises ApiError.
+
+        Args:
+            each: parameters of each prompt, where they differ.
+        """
         if self.draining:
             raise ApiError(503, "the server is about to stop")
         start_by_s = _deadline(call, "X-Queue-Timeout", "queue_timeout_s")
         finish_by_s = _deadline(call, "X-Request-Timeout", "timeout_s")
         body = call.body
-        if adapter := self.adapter(getattr(body, "model", None), getattr(body, "lora_path", None)):
+        if not each and (adapter := self.adapter(getattr(body, "model", None), getattr(body, "lora_path", None))):
             parameters = replace(parameters, adapter=adapter)
+        if key := self._routing_key(call):
+            parameters = replace(parameters, routing_key=key)
+            each = [replace(one, routing_key=key) for one in each]
         generation = Generation(self.bridge, self.metrics, parameters, call.arrived_s, start_by_s, finish_by_s)
-        if (together := call.request.headers.get(TOGETHER)) is not None:
+        together = getattr(body, "session_id", None) or call.request.headers.get(TOGETHER)
+        if together is not None:
             generation.together = f"{call.tenant}\0{together[:TOGETHER_CHARACTERS]}"
         admit = None
         if self.usage is not None and self.keys is not None:
             admit = partial(self.usage.admit, call.tenant, self.keys.allowance(call.tenant))
-        generation.start(prompts, self.text, self.limits, admit=admit)
+        generation.start(prompts, self.text, self.limits, admit=admit, each=each)
         call.request.state.generation = generation
         return generation
+
+    def _routing_key(self, call: Call[BodyType]) -> str:
+        """Return the key of requests that should run together, from the field or the header; "" without."""
+        given = getattr(call.body, "routing_key", None) or call.request.headers.get(ROUTING, "")[:ROUTING_CHARACTERS]
+        return f"{call.tenant}/{given}" if given else ""
 
 
 def _deadline(call: Call[BodyType], header: str, name: str) -> float | None:

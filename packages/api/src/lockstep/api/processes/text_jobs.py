@@ -25,13 +25,15 @@ IDS_CODE = 1
 SHOWN_BYTES = 4096
 """Greatest JSON of an unknown field that is parsed. Of a larger one only the name counts."""
 
+UNPARSED = "..."
+"""Stands for a larger one. It is not empty, so the field is refused, or named as ignored, like any other value."""
+
 
 class ParseBody(msgspec.Struct, frozen=True, tag="parse"):
     """Parse the JSON object that follows.
 
     Args:
         known: names of the fields of the endpoint.
-        refused: names of fields that the endpoint refuses.
         ids: those of `known` that may have token ids.
         size: bytes of the body.
         fields_max: greatest number of fields.
@@ -40,7 +42,6 @@ class ParseBody(msgspec.Struct, frozen=True, tag="parse"):
     """
 
     known: frozenset[str]
-    refused: frozenset[str]
     ids: frozenset[str]
     size: int
     fields_max: int
@@ -56,9 +57,10 @@ class EncodeText(msgspec.Struct, frozen=True, tag="encode"):
 
 
 class DecodeTokens(msgspec.Struct, frozen=True, tag="decode"):
-    """Convert token ids, int32, to text."""
+    """Convert token ids, int32, to text; with `verbatim` also special tokens."""
 
     ids: bytes
+    verbatim: bool = False
 
 
 class RenderChat(msgspec.Struct, frozen=True, tag="chat"):
@@ -144,7 +146,7 @@ def parse_body(job: ParseBody, raw: bytes | bytearray) -> Any:
     for name, written in fields.items():
         raw_value = bytes(written)
         if name not in job.known and len(raw_value) > SHOWN_BYTES:
-            found[name] = "..." if name in job.refused else None
+            found[name] = UNPARSED
         elif name in job.ids and (kind := _kind_of_ids(raw_value)) is not None:
             if raw_value.count(b",") >= job.ids_max:
                 raise JobError(f"`{name}` has more than {job.ids_max} token ids (ids_max)", name)

@@ -105,7 +105,7 @@ def _result(text: Texts | None, job: Job, body: bytes | bytearray) -> Any:
         case EncodeText():
             return array("i", text.encode(job.text, special=job.special))
         case DecodeTokens():
-            return text.decode(token_ids(job.ids))
+            return (text.verbatim() if job.verbatim else text).decode(token_ids(job.ids))
         case RenderChat():
             written, ids = job.chat.rendered(text)
             return written, array("i", ids)

@@ -113,9 +113,9 @@ class TextProcesses:
         ids: array[int] = unpacked(await self._result(EncodeText(text, special), ()))
         return ids
 
-    async def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids. Raises JobError, TooManyJobs."""
-        text: str = unpacked(await self._result(DecodeTokens(array("i", ids).tobytes()), ()))
+    async def decode(self, ids: Sequence[int], *, verbatim: bool = False) -> str:
+        """Return the text of token ids, with `verbatim` also of special tokens. Raises JobError, TooManyJobs."""
+        text: str = unpacked(await self._result(DecodeTokens(array("i", ids).tobytes(), verbatim), ()))
         return text
 
     async def chat(self, chat: Conversation) -> tuple[str, array[int]]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from lockstep.api.processes.wire import SampleEnded
 from lockstep.api.text.plain_text import Texts
+from lockstep.host.stop_regexes import StopRegexes
 from lockstep.host.stop_texts import TextEnd
 
 
@@ -24,6 +25,7 @@ class AnswerText:
             text.
         stop_token_ids: tokens that end the answer, which are not part of the text.
         min_tokens: stop texts that are complete within fewer tokens do not count.
+        regexes: regular expressions that end the answer, like `stops`.
     """
 
     def __init__(
@@ -35,9 +37,12 @@ class AnswerText:
         include_stop: bool = False,
         stop_token_ids: Sequence[int] = (),
         min_tokens: int = 0,
+        regexes: Sequence[str] = (),
     ) -> None:
         self._include_stop, self._stop_token_ids, self._min_tokens = include_stop, stop_token_ids, min_tokens
-        self._end = TextEnd(stops) if any(stops) else None
+        watched = text is not None and (any(stops) or bool(regexes))
+        self._end = TextEnd(stops) if watched else None
+        self._regexes = StopRegexes(text, prompt_ids, regexes) if text is not None and regexes else None
         self._step = text.stream(prompt_ids) if text is not None else None
         self._spelled = 0  # tokens decoded
         self.stop_reason: int | str | None = None  # the stop token or text that ended the answer; None: neither did
@@ -52,6 +57,8 @@ class AnswerText:
             self._spelled = until
             new = self._step(tokens[-1])
             self.characters += len(new)
+            if self._regexes is not None:
+                self._regexes.push(until - 1, tokens[-1])
             if self._end is not None:
                 self._end.add(new)
             return new
@@ -70,8 +77,11 @@ class AnswerText:
         if self._step is None:
             return ""
         new = ""
-        for token in tokens[self._spelled : until]:
+        for number in range(self._spelled, until):
+            token = tokens[number]
             self.starts.append(self.characters)
+            if self._regexes is not None:
+                self._regexes.push(number, token)
             text = self._step(token)
             self.characters += len(text)
             new += text
@@ -79,15 +89,21 @@ class AnswerText:
         return new
 
     def _until_stop(self, end: TextEnd, new: str, ended: SampleEnded | None) -> str:
-        """Return the part of the newest text that is before the stop text, if one ended the answer."""
+        """Return the part of the newest text that is before the stop text or match, if one ended the answer."""
         if new:
             end.add(new)
         if ended is None or ended.reason != "text_stop":
             return new
         found = end.stop(self.starts[min(self._min_tokens, self._spelled) - 1] if self._min_tokens else 0)
-        if found is None:
+        match = None if self._regexes is None else self._regexes.match
+        if match is not None and match.number == self._spelled - 1 and (found is None or match.start < found[0]):
+            self.stop_reason = match.pattern
+            stop = match.stop if self._include_stop else match.start
+        elif found is not None:
+            at, self.stop_reason = found
+            stop = at + (len(found[1]) if self._include_stop else 0)
+        else:
             return new
-        at, self.stop_reason = found
         shown = end.characters - len(new)
-        self.characters = max(shown, at + (len(self.stop_reason) if self._include_stop else 0))
+        self.characters = max(shown, stop)
         return new[: self.characters - shown]
