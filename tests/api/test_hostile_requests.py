@@ -65,6 +65,27 @@ COSTLY = {
         *("/detokenize", of_size(b'{"tokens": [', b"17", b"]}", 4 * MIB)),
         *(400, "at most 1048576 are allowed (detokenize_max)"),
     ),
+    "lists of tokens to detokenise": (
+        *("/v1/detokenize", of_size(b'{"tokens": [[' + b"17," * MIB + b"17], [", b"17", b"]]}", 4 * MIB)),
+        *(400, "at most 1048576 are allowed (detokenize_max)"),
+    ),
+    "many lists to detokenise": (
+        *("/detokenize", of_size(b'{"tokens": [', b"[17]", b"]}", 4 * MIB)),
+        *(400, "at most 256 are allowed"),
+    ),
+    "values for any endpoint": (
+        *("/invocations", of_size(b'{"prompt": [', b"[]", b"]}", 31 * MIB)),
+        *(400, "`prompt` has too many values"),
+    ),
+    "token ids for any endpoint": (
+        *("/invocations", of_size(b'{"input_ids": [', b"17", b"]}", 31 * MIB)),
+        *(400, "4194304 token ids"),
+    ),
+    "items of a conversation": (
+        *("/v1/conversations", of_size(b'{"items": [', b'{"role": "user", "content": "a"}', b"]}", 5 * MIB)),
+        *(413, "4194304 bytes"),
+    ),
+    "ids of requests": ("/abort_requests", of_size(b'{"request_ids": [', b'"a"', b"]}", MIB), 413, "65536 bytes"),
     "a megabyte to tokenise": ("/tokenize", of_size(b'{"prompt": "', b"ab cd", b'"}', MIB), 200, ""),
     "a prompt of a megabyte": (
         *("/v1/completions", of_size(b'{"prompt": "', b"ab cd", b'"}', MIB)),

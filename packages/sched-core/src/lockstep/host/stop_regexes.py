@@ -231,9 +231,9 @@ def compiled(pattern: str) -> Automaton:
     return Automaton(pattern)
 
 
-def watches_text(event: RequestArrived) -> bool:
-    """Return whether the text of a request is searched for stop texts or regular expressions."""
-    return bool(event.stop_texts or event.stop_regexes)
+def watched_field(event: RequestArrived) -> str:
+    """Return the field by which the text of a request is searched; "" if it is not searched."""
+    return "stop_texts" if event.stop_texts else "stop_regexes" if event.stop_regexes else ""
 
 
 @dataclass(frozen=True, slots=True)

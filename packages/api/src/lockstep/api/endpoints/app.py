@@ -62,7 +62,7 @@ LABEL = re.compile(r"[\x21-\x7e]{1,128}")
 """Valid values of X-Request-Id, a client's name for its request. It is returned and logged, and has no other effect."""
 
 
-SMALL_BYTES, OPERATORS_BYTES = 64 * 2**10, 2**20
+SMALL_BYTES, OPERATORS_BYTES, ITEMS_BYTES = 64 * 2**10, 2**20, 4 * 2**20
 """Greatest bodies of routes without prompts, and of routes for operators."""
 
 
@@ -123,12 +123,19 @@ ROUTES = (
     HttpRoute("GET", "/v1/streams/{stream_id}", "user", resumable.stream),
     HttpRoute("DELETE", "/v1/streams/{stream_id}", "user", resumable.delete_stream),
     HttpRoute("POST", "/v1/responses/input_tokens", "user", compat_api.count_input_tokens, schemas.ResponseBody),
-    HttpRoute("POST", "/v1/conversations", "user", conversations_api.create, schemas.ConversationBody, optional=True),
+    HttpRoute(
+        *("POST", "/v1/conversations", "user", conversations_api.create, schemas.ConversationBody),
+        optional=True,
+        bytes_max=ITEMS_BYTES,
+    ),
     HttpRoute("GET", CONVERSATION, "user", conversations_api.conversation),
     HttpRoute(*("POST", CONVERSATION, "user", conversations_api.describe, schemas.MetadataBody), bytes_max=SMALL_BYTES),
     HttpRoute("DELETE", CONVERSATION, "user", conversations_api.delete),
     HttpRoute("GET", f"{CONVERSATION}/items", "user", conversations_api.list_items),
-    HttpRoute("POST", f"{CONVERSATION}/items", "user", conversations_api.add_items, schemas.ConversationItemsBody),
+    HttpRoute(
+        *("POST", f"{CONVERSATION}/items", "user", conversations_api.add_items, schemas.ConversationItemsBody),
+        bytes_max=ITEMS_BYTES,
+    ),
     HttpRoute("GET", f"{CONVERSATION}/items/{{item_id}}", "user", conversations_api.item),
     HttpRoute("DELETE", f"{CONVERSATION}/items/{{item_id}}", "user", conversations_api.delete_item),
     HttpRoute("GET", "/tokenizer_info", "user", compat_api.tokenizer_info),
@@ -138,7 +145,7 @@ ROUTES = (
     HttpRoute("POST", "/invocations", "user", compat_api.invocations, compat_api.InvocationBody),
     HttpRoute(
         *("POST", "/abort_requests", "user", compat_api.abort_requests, schemas.AbortManyBody),
-        bytes_max=OPERATORS_BYTES,
+        bytes_max=SMALL_BYTES,
         drains=True,
     ),
     HttpRoute(
