@@ -329,7 +329,7 @@ def test_web_pages_of_allowed_origins_may_call_the_server(tmp_path: Path) -> Non
 
 
 def test_kept_answers_and_a_draining_server(tmp_path: Path) -> None:
-    """A kept answer that is read is completed before the server stops; the next server continues one without readers."""
+    """A kept answer that is read is completed before the server stops; the next server continues one without any."""
     arguments = (*EMULATED, "--journal", str(tmp_path / "run"), "--shutdown-s", "30")
     with serving(tmp_path / "log", *arguments) as server, httpx2.Client(base_url=server.url, timeout=120) as client:
         unread, before = begun(client, "/v1/completions", {**LONG, "max_tokens": 6000}, 3)
