@@ -71,11 +71,13 @@ def band(point: ServingPoint) -> str:
 KINDS: dict[str, Callable[[ServingPoint], Hashable]] = {
     "family": family,
     "model": lambda point: point.model.name,
+    "gpu": lambda point: point.gpu.name,
     "engine": lambda point: point.engine,
     "tp": lambda point: f"tp {point.tp}",
     "concurrency": band,
     "precision": lambda point: point.weights_dtype,
     "engine and model": lambda point: f"{point.engine}, {point.model.name}",
+    "cell": lambda point: f"{point.engine} {point.gpu.name} {point.model.name}",
 }
 ENGINES_OWN = ("tp", "concurrency")  # kinds whose errors are those of an engine's own points
 SPECS: dict[str, dict[str, Any]] = {
@@ -180,7 +182,7 @@ def without_groups(trial: EngineTrial, kind: str) -> Predicted:
             own = others.rows(engine)
             several = kind in ENGINES_OWN and len({group_of(others.points[i]) for i in own}) >= GROUPS_MIN
             kept = own if several else np.arange(len(others.points))
-            number = len({group_of(others.points[i]) for i in kept})
+            number = 0 if kind in ENGINES_OWN else len({group_of(others.points[i]) for i in kept})
             for metric, (low, high) in ends.items():
                 residuals = residuals_of(ratios[metric][kept], number, metric=metric, method="")
                 low[rows], high[rows] = residuals.at([(1.0 - COVERAGE) / 2.0, (1.0 + COVERAGE) / 2.0])
@@ -231,8 +233,12 @@ def table(trial: EngineTrial, kinds: Sequence[str], engines: Callable[[str], Pre
     plain = uncorrected(trial)
     figures: Figures = {}
     for kind in kinds:
-        group_of, found = KINDS[kind], engines(kind)
+        group_of = KINDS[kind]
         groups = [group_of(point) for point in trial.points]
+        if len(set(groups)) == 1:
+            print(f"== by {kind}: all points are of {groups[0]}")
+            continue
+        found = engines(kind)
         figures[kind] = {}
         print(f"== by {kind}")
         for group in sorted(dict.fromkeys(groups), key=str):
@@ -303,7 +309,7 @@ def main() -> int:
     if arguments.write:
         write(trial, path, left, arguments.write)
         return 0
-    kinds = arguments.kinds.split(",")
+    kinds = [kind for kind in arguments.kinds.split(",") if arguments.points or kind != "cell"]
     if arguments.points:
         found = by_catalogue(trial, arguments.cache)
         figures = table(trial, kinds, lambda kind: found, FEW)

@@ -384,26 +384,32 @@ def card_of(trial: EngineTrial, rows: Rows, residuals: Sequence[EngineResiduals]
 
 
 T_QUANTILES = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83)  # of Student's t at 0.95, by degrees of freedom
-WIDENED_MAX = 3.0
+NORMAL_QUANTILE = 1.645
+WIDENED_MAX = 1.3  # the factor for five groups; with fewer, intervals of all points cover more than they state
 
 
 def widened(groups: int) -> float:
     """Return the factor on the logarithms of errors that were estimated from few groups.
 
-    Points of one group have a common error, so that many points of few groups are few observations. The factor is that
-    of a prediction of one more group from `groups` groups, Student's t instead of the normal distribution.
+    Points of one group have a common error, so that many points of few groups are few observations: Student's t
+    instead of the normal distribution, up to WIDENED_MAX.
     """
-    if groups < 2:
+    freedom = groups - 1
+    if freedom < 1:
         return WIDENED_MAX
-    quantile = T_QUANTILES[groups - 2] if groups - 2 < len(T_QUANTILES) else 1.645 + 1.6 / (groups - 1)
-    return float(min(WIDENED_MAX, quantile / 1.645 * math.sqrt(1.0 + 1.0 / groups)))
+    quantile = T_QUANTILES[freedom - 1] if freedom <= len(T_QUANTILES) else NORMAL_QUANTILE + 1.6 / freedom
+    return min(WIDENED_MAX, quantile / NORMAL_QUANTILE)
 
 
 def residuals_of(ratios: Float64s, groups: int, *, metric: Metric, method: str) -> Residuals:
-    """Return the residuals of left-out points of `groups` groups, as wide as so few groups require."""
+    """Return the residuals of left-out points of `groups` groups, as wide as so few groups require.
+
+    Args:
+        groups: 0 for groups that a fit interpolates, such as degrees of parallelism: these are not widened.
+    """
     logs = np.log(ratios)
     centre = float(np.median(logs))
-    wide = np.exp(centre + (logs - centre) * widened(groups))
+    wide = np.exp(centre + (logs - centre) * (widened(groups) if groups else 1.0))
     return Residuals.of(wide, metric=metric, population="seen", method=method)
 
 
@@ -422,7 +428,8 @@ def engine_residuals(trial: EngineTrial, engine: str) -> tuple[EngineResiduals, 
         rows = own if unseen == "points" and several else everything
         groups = len({group_of(trial.points[i]) for i in rows})
         for metric in METRICS:
-            kept = residuals_of(ratios[metric][rows], groups, metric=metric, method=method)
+            few = 0 if unseen == "points" else groups
+            kept = residuals_of(ratios[metric][rows], few, metric=metric, method=method)
             found.append(
                 EngineResiduals(
                     metric=kept.metric,
