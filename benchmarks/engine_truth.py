@@ -31,6 +31,7 @@ import lockstep.sim.catalogue as catalogue
 from lockstep.sim.calibrate.calibrate import sha256_of
 from lockstep.sim.calibrate.engine_fit import (
     GROUPS_MIN,
+    EngineFacts,
     EngineTrial,
     engine_of,
     fit_engine,
@@ -80,26 +81,15 @@ KINDS: dict[str, Callable[[ServingPoint], Hashable]] = {
     "cell": lambda point: f"{point.engine} {point.gpu.name} {point.model.name}",
 }
 ENGINES_OWN = ("tp", "concurrency")  # kinds whose errors are those of an engine's own points
-SPECS: dict[str, dict[str, Any]] = {
-    "vllm": {
-        "title": "vLLM",
-        "profile": "vllm",
-        "settings": {},
-        "large_gpu_settings": {"chunked_prefill_size": 8192, "max_prefill_tokens": 8192, "max_running_requests": 256},
-        "release": "0.18.0",
-    },
-    "sglang": {"title": "SGLang", "profile": "sglang", "settings": {}, "large_gpu_settings": {}, "release": "0.5.1"},
-    "trtllm": {
-        "title": "TensorRT-LLM",
-        "profile": "vllm",
-        "settings": {"reserve": "full"},
-        "large_gpu_settings": {"chunked_prefill_size": 8192, "max_prefill_tokens": 8192, "max_running_requests": 256},
-        "release": "1.0.0rc3",
-    },
-    "lockstep": {
-        "title": "Lockstep", "profile": "lockstep", "settings": {}, "large_gpu_settings": {}, "release": "0.1",
-    },
-}  # fmt: skip
+LARGE = {"chunked_prefill_size": 8192, "max_prefill_tokens": 8192, "max_running_requests": 256}
+FACTS = {
+    "vllm": EngineFacts(title="vLLM", profile="vllm", release="0.18.0", large_gpu_settings=LARGE),
+    "sglang": EngineFacts(title="SGLang", profile="sglang", release="0.5.1"),
+    "trtllm": EngineFacts(
+        title="TensorRT-LLM", profile="vllm", release="1.0.0rc3", settings={"reserve": "full"}, large_gpu_settings=LARGE
+    ),
+    "lockstep": EngineFacts(title="Lockstep", profile="lockstep", release="0.1"),
+}
 
 
 @dataclass(frozen=True)
@@ -275,7 +265,7 @@ def misses(figures: Figures) -> list[str]:
 def write(trial: EngineTrial, path: Path, left: dict[str, list[int]], date: str) -> None:
     """Fit every engine to all points, and write the catalogue's entries."""
     folder = Path(catalogue.__file__).parent / "engines"
-    for engine, given in SPECS.items():
+    for engine, facts in FACTS.items():
         rows = trial.rows(engine)
         source = CalibrationSource(
             kind="serving_points",
@@ -285,7 +275,7 @@ def write(trial: EngineTrial, path: Path, left: dict[str, list[int]], date: str)
             rows_left_out=sum(map(len, left.values())),
             why_left_out="; ".join(f"{len(numbers)}: {why}" for why, numbers in left.items()),
         )
-        spec = engine_of(trial, engine, **given, date=date, sources=[source])
+        spec = engine_of(trial, engine, facts, date=date, sources=[source])
         (folder / f"{engine}.json").write_text(spec.to_json(), encoding="utf-8")
         print(f"{folder.name}/{engine}.json: {spec.costs}")
 

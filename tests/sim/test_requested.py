@@ -60,6 +60,7 @@ MORE = {
     "redundant_experts": "8",
     "eplb_interval": "200",
     "expert_drift": "0.125",
+    "engine": "sglang",
     "replicas": "3",
     "scaling": "open_requests=4.5,minimum=1,start=0s,interval=50ms,tolerance=0.2",
     "dispatch": "open=8,waiting=3,share.a=2",

@@ -14,9 +14,8 @@ the pool.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -317,17 +316,19 @@ LEFT_OUT: Mapping[Unseen, tuple[str, Callable[[ServingPoint], Hashable]]] = {
 """How errors are estimated, by what a fit lacks."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineFacts:
+    """What an engine's entry in the catalogue states besides the fit; fields as in EngineSpec."""
+
+    title: str
+    profile: str
+    release: str
+    settings: Mapping[str, object] = field(default_factory=dict)
+    large_gpu_settings: Mapping[str, object] = field(default_factory=dict)
+
+
 def engine_of(
-    trial: EngineTrial,
-    engine: str,
-    *,
-    title: str,
-    profile: str,
-    settings: Mapping[str, object],
-    large_gpu_settings: Mapping[str, object],
-    release: str,
-    date: str,
-    sources: Sequence[CalibrationSource],
+    trial: EngineTrial, engine: str, facts: EngineFacts, *, date: str, sources: Sequence[CalibrationSource]
 ) -> EngineSpec:
     """Return the catalogue's entry of an engine: costs of a fit to all points, and errors of points left out.
 
@@ -341,11 +342,11 @@ def engine_of(
         residuals = tuple(one for one in residuals if one.unseen == "engine")
     return EngineSpec(
         engine=engine,
-        title=title,
-        profile=profile,
-        settings=dict(settings),
-        large_gpu_settings=dict(large_gpu_settings),
-        release=release,
+        title=facts.title,
+        profile=facts.profile,
+        settings=dict(facts.settings),
+        large_gpu_settings=dict(facts.large_gpu_settings),
+        release=facts.release,
         date=date,
         cpu="included" if len(rows) else "separate",
         costs=costs,

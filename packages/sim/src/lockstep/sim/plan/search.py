@@ -742,7 +742,7 @@ def run_plan(
 def _factors(question: Question, running: Sequence[Candidate]) -> list[float] | None:
     """Return the draws of the engine's or the calibration's error, one per replication, for every configuration.
 
-    Returns: None for the lower bound, `--engine none`, whose interval does not contain its answer.
+    Returns: None for the lower bound, `--engine none`: its interval does not contain its answer.
     """
     setups = [candidate.setup for candidate in running if candidate.setup is not None]
     if not setups or setups[0].calibration.engine == NONE:
