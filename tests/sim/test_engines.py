@@ -86,7 +86,8 @@ def test_each_cost_adds_to_batches_as_documented(name: str) -> None:
         terms, before = cost.terms_us(decode), plain.terms_us(decode)
         changed = {term for term, us in terms.items() if us != pytest.approx(before[term])}
         of = {"attention": {"attention_decode"}, "experts": {"experts"}, "collectives": {"all_reduce"}}
-        assert changed == of.get(name, changed) and (name != "dense" or "attention_decode" not in changed)
+        assert changed == of.get(name, changed)
+        assert name != "dense" or "attention_decode" not in changed
 
 
 def test_more_work_never_takes_less_time_under_any_engine() -> None:
@@ -159,15 +160,17 @@ def test_an_old_release_of_vllm_takes_longer_for_each_request() -> None:
 
 
 def test_bad_names_and_files_are_refused_with_the_field() -> None:
-    with pytest.raises(CatalogueError, match="`engine` must be an engine of the catalogue.*got `vlm`; known: lockstep"):
+    with pytest.raises(
+        CatalogueError, match=r"`engine` must be an engine of the catalogue.*got `vlm`; known: lockstep"
+    ):
         load_engine("vlm")
     with pytest.raises(CatalogueError, match="release `latest` has no number"):
         load_engine("vllm@latest")
-    with pytest.raises(CalibrationError, match="`costs.row_us` must be at least 0 and finite, got `-1"):
+    with pytest.raises(CalibrationError, match=r"`costs\.row_us` must be at least 0 and finite, got `-1"):
         EngineCosts(row_us=-1.0)
     with pytest.raises(CalibrationError, match="`speed`, which is not a cost of an engine"):
         CostsWhen(costs={"speed": 1.0}, why="")
-    with pytest.raises(CalibrationError, match="x.json: not an engine of the catalogue"):
+    with pytest.raises(CalibrationError, match=r"x\.json: not an engine of the catalogue"):
         EngineSpec.from_bytes(b"{}", "x.json")
 
 
@@ -211,17 +214,19 @@ def test_no_engine_is_called_a_lower_bound_in_every_output(tmp_path: Path) -> No
     assert LOWER_BOUND in (out / "report.html").read_text()
     assert json.loads((out / "metrics.json").read_text())["about"]["calibration"]["title"] == LOWER_BOUND
     named = CliRunner().invoke(simulate, SMALL)
-    assert "engine: vllm " in named.stdout and "lower bound" not in named.stdout
+    assert "engine: vllm " in named.stdout
+    assert "lower bound" not in named.stdout
 
 
 def test_ninety_percent_stands_only_at_intervals_that_were_tested() -> None:
     tested = CliRunner().invoke(simulate, SMALL).stdout
     assert "90 % intervals" in tested
     elsewhere = CliRunner().invoke(simulate, [word.replace("h100", "h200") for word in SMALL]).stdout
-    assert "90 %" not in elsewhere and "ranges, coverage not tested" in elsewhere
+    assert "90 %" not in elsewhere
+    assert "ranges, coverage not tested" in elsewhere
 
 
-# ------------------------------------------------------------------------------------------------------------------ fits
+# ----------------------------------------------------------------------------------------------------------------- fits
 
 
 def point(engine: str, model: str, tp: int, users: int, *, prompt: int = 64, output: int = 8) -> ServingPoint:
@@ -311,4 +316,5 @@ def test_few_groups_give_wide_intervals() -> None:
     ratios = np.array([0.9, 0.95, 1.0, 1.05, 1.12])
     narrow, wide = (residuals_of(ratios, n, metric="time", method="") for n in (0, 3))
     low, high = ([one.at([p])[0] for one in (wide, narrow)] for p in (0.05, 0.95))
-    assert low[0] < low[1] and high[0] > high[1]
+    assert low[0] < low[1]
+    assert high[0] > high[1]
