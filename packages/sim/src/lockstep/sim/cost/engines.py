@@ -240,14 +240,15 @@ class EngineCalibration(Calibration, frozen=True, forbid_unknown_fields=True, kw
     ) -> list[str]:
         """Return the respects in which a simulation goes beyond the measurements, one sentence each."""
         lines = []
-        interval = "; intervals are those of" if has_intervals else "; an error is that of"
-        match self.unseen:
-            case "engine":
-                lines.append(f"engine {self.engine} was never measured on a GPU{interval} engines left out of the fit")
-            case "gpu":
-                lines.append(f"engine {self.engine} was not measured on {gpu}{interval} fits without the measured GPU")
-            case "model":
-                lines.append(f"engine {self.engine} was not measured with {model}{interval} models left out of the fit")
+        lacks = {
+            "engine": ("never measured on a GPU", "engines"),
+            "gpu": (f"not measured on {gpu}", "engines"),
+            "model": (f"not measured with {model}", "models"),
+        }
+        if self.unseen in lacks:
+            lack, of = lacks[self.unseen]
+            interval = f"; intervals are those of {of} left out of the fit" if has_intervals else ""
+            lines.append(f"engine {self.engine} was {lack}{interval}")
         beyond = [name for name in split.describe() if name not in ("ep", "expert_cv")]
         if beyond:
             lines.append(f"engine {self.engine} was measured without {', '.join(beyond)}")

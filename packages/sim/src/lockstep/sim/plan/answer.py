@@ -343,9 +343,12 @@ class PlanAnswer:
                 "predicted ones on public measurements (central 90 %). Leave out --engine none for an engine's times."
             )
         elif engine is not None:
-            low, high = engine.interval("time", 0.9, setups[0].model.name)
-            share = "90 % of" if engine.is_tested else "most"
-            lines.append(f"True times are {low:.2f} to {high:.2f} times the predicted ones in {share} left-out points.")
+            spans = {}
+            for setup in setups:
+                low, high = setup.calibration.interval("time", 0.9, setup.model.name)
+                share = "90 % of left-out points" if setup.calibration.is_tested else "range, coverage not tested"
+                spans[setup.gpu.name] = f"{low:.2f} to {high:.2f} on {setup.gpu.name} ({share})"
+            lines.append(f"True times divided by predicted ones: {'; '.join(spans.values())}.")
         links = [c.trial.scenario() for c in self.candidates if c.trial is not None and c.split is not None]
         if links:
             speed = f"{links[0].link_gbs:g} GB/s per GPU and way, {show_us(links[0].link_latency_us)}"
