@@ -29,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.support.driver.actions import Action
 from tests.support.driver.draw import (
+    commanded_actions,
+    commanded_config,
     crowded_actions,
     crowded_config,
     pipelined,
@@ -40,15 +42,28 @@ from tests.support.driver.draw import (
 )
 from tests.support.driver.run import run_actions, shrunk
 from tests.support.hybrids import hybrid, hybrid_history
-from tests.support.plants import FOUND_BY_STORY, OF_HYBRIDS, OF_MICROBATCHES, PLANTS, RELEASES, UNSEEN
+from tests.support.plants import (
+    FOUND_BY_STORY,
+    OBLIGATIONS,
+    OF_COMMANDS,
+    OF_HYBRIDS,
+    OF_MICROBATCHES,
+    OF_TIERS,
+    PLANTS,
+    RELEASES,
+    SUITS,
+    UNSEEN,
+)
+from tests.support.quality import BOUNDS
 from tests.support.scenario import run_file
 from tests.support.tiered import moving, returning, tiered
 
 SCENARIOS = Path(__file__).parent / "scenarios"
-ALL_PLANTS = PLANTS | RELEASES | UNSEEN
+ALL_PLANTS = PLANTS | RELEASES | UNSEEN | OBLIGATIONS
 SEEDS_PER_TASK = 10
 TIERED_SEEDS = 10  # one history of so many has cache tiers below the device
 HYBRID_SEEDS = 10  # and one has sliding windows or linear attention
+COMMANDED_SEEDS, COMMANDED_AT = 10, 5  # one of so many has many commands, this one
 PIPELINED_SEEDS, PIPELINED_AT = 20, 13  # and one of so many has microbatches, this one
 HYBRID_HUNT_FROM = 20  # from 0 on; those before it are long
 PROGRESS_EVERY_S = 60  # where progress is not a line on a terminal that is written over
@@ -212,6 +227,8 @@ def history(seed: int) -> tuple[Any, list[Action]]:
         config, actions = hybrid_history(rng)
         host = random.Random(f"host {seed}")
         return (tiered(host, config), moving(host, actions)) if host.random() < 0.25 else (config, actions)
+    if seed % COMMANDED_SEEDS == COMMANDED_AT:
+        return commanded_config(rng), commanded_actions(rng, 250)
     config, actions = _plain_history(rng, kind)
     if seed % PIPELINED_SEEDS == PIPELINED_AT:
         config = pipelined(random.Random(f"stages {seed}"), config)
@@ -228,18 +245,35 @@ def _plain_history(rng: random.Random, kind: float) -> tuple[Any, list[Action]]:
     return config, random_actions(rng, rng.choice([20, 100, 300, 500]), adapters=config.max_loras is not None)
 
 
-def run_seeds(first: int, seeds: int) -> tuple[int, Counter[str], tuple[int, str] | None]:
-    """Run consecutive seeds. Returns steps, marks, and the first failing seed with its error."""
-    steps, marks = 0, Counter[str]()
+@dataclass
+class Found:
+    """What consecutive seeds have found."""
+
+    steps: int = 0
+    marks: Counter[str] = field(default_factory=Counter)
+    worst: dict[str, float] = field(default_factory=dict)  # measures of quality
+    failure: tuple[int, str] | None = None  # the first seed that failed, with its error
+
+    def worsen(self, measures: dict[str, float]) -> None:
+        """Take in the measures of a history or of other seeds."""
+        for name, value in measures.items():
+            self.worst[name] = max(self.worst.get(name, value), value)
+
+
+def run_seeds(first: int, seeds: int) -> Found:
+    """Run consecutive seeds, up to the first one that fails."""
+    found = Found()
     for seed in range(first, first + seeds):
         config, actions = history(seed)
         try:
             driver = run_actions(config, actions, replay=seed % 20 in (0, PIPELINED_AT))
         except Exception as error:  # any exception is a finding
-            return steps, marks, (seed, f"{type(error).__name__}: {error}")
-        steps += driver.steps
-        marks.update(driver.marks)
-    return steps, marks, None
+            found.failure = seed, f"{type(error).__name__}: {error}"
+            return found
+        found.steps += driver.steps
+        found.marks.update(driver.marks)
+        found.worsen(driver.quality.quality.worst())
+    return found
 
 
 def commit() -> str:
@@ -260,6 +294,7 @@ def explain(seed: int, error: str) -> None:
 
 def hunt(plant: str, first: int, most: int) -> tuple[str, str] | None:
     """Look for a planted bug: where it was found, and as what; None if it survived."""
+    first -= first % PIPELINED_SEEDS  # so that the kinds of histories are where they are looked for
     with ALL_PLANTS[plant]():
         if plant in FOUND_BY_STORY:
             story = FOUND_BY_STORY[plant]
@@ -271,37 +306,42 @@ def hunt(plant: str, first: int, most: int) -> tuple[str, str] | None:
         where = range(first, first + most)
         if plant in OF_HYBRIDS:
             where = range(first + HYBRID_HUNT_FROM, first + most, HYBRID_SEEDS)
+        if plant in OF_COMMANDS:
+            where = range(first + COMMANDED_AT, first + most, COMMANDED_SEEDS)
+        if plant in OF_TIERS:
+            where = range(first + TIERED_SEEDS - 1, first + most, TIERED_SEEDS)
         if plant in OF_MICROBATCHES:
             where = range(first + PIPELINED_AT, first + most, PIPELINED_SEEDS)
+        suits = SUITS.get(plant)
         for seed in where:
-            _, _, failure = run_seeds(seed, 1)
+            if suits is not None and not suits(history(seed)[0]):
+                continue
+            failure = run_seeds(seed, 1).failure
             if failure:
                 return f"{seed - first + 1} seeds", failure[1]
     return None
 
 
 @dataclass
-class Tally:
-    """What the tasks of a campaign that are done have found."""
+class Tally(Found):
+    """What the tasks of a campaign that are done have found; its failure is of the least seed that failed."""
 
-    steps: int = 0
     seeds: int = 0
-    marks: Counter[str] = field(default_factory=Counter)
-    failure: tuple[int, str] | None = None  # of the least seed that failed
 
-    def add(self, tasks: Iterable[Future[tuple[int, Counter[str], tuple[int, str] | None]]]) -> None:
+    def add(self, tasks: Iterable[Future[Found]]) -> None:
         for task in tasks:
-            steps, marks, failure = task.result()
-            self.steps, self.seeds = self.steps + steps, self.seeds + SEEDS_PER_TASK
-            self.marks.update(marks)
-            if failure and (self.failure is None or failure < self.failure):
-                self.failure = failure
+            found = task.result()
+            self.steps, self.seeds = self.steps + found.steps, self.seeds + SEEDS_PER_TASK
+            self.marks.update(found.marks)
+            self.worsen(found.worst)
+            if found.failure and (self.failure is None or found.failure < self.failure):
+                self.failure = found.failure
 
 
 def campaign(
     seconds: float | None, first: int, processes: int, *, steps: int | None = None, quiet: bool = False
-) -> tuple[int, Counter[str], tuple[int, str] | None]:
-    """Run until time is up, so many steps are done, or something fails. Returns steps, marks and the failure.
+) -> Found:
+    """Run until time is up, so many steps are done, or something fails.
 
     A process that is done with its seeds gets the next ones at once. At the end, what has begun is finished and counts;
     so the seeds of a campaign are consecutive from `first` on.
@@ -325,7 +365,7 @@ def campaign(
     if not quiet:
         report(tally, steps, time.monotonic() - start)
         print(file=sys.stderr)
-    return tally.steps, tally.marks, tally.failure
+    return tally
 
 
 def report(tally: Tally, steps: int | None, elapsed_s: float) -> None:
@@ -364,25 +404,29 @@ def main() -> int:
         parser.error("argument --steps: is for a campaign, not for --seed or --plant; leave it out")
     if options.seed is not None:
         with ALL_PLANTS[options.plant]() if options.plant else nullcontext():
-            steps, _, failure = run_seeds(options.seed, 1)
-        print(f"seed {options.seed}: {failure[1]}" if failure else f"seed {options.seed}: {steps:,} steps, all well")
-        return 1 if failure else 0
+            one = run_seeds(options.seed, 1)
+        said = one.failure[1] if one.failure else f"{one.steps:,} steps, all well"
+        print(f"seed {options.seed}: {said}")
+        return 1 if one.failure else 0
     first = options.first if options.first is not None else time.time_ns() % 10**12
     print(f"first seed {first}, commit {commit()}, {options.processes} processes", file=sys.stderr)
     if options.plant:
         start = time.monotonic()
-        found = hunt(options.plant, first, 10_000)
-        if found is None:
+        where = hunt(options.plant, first, 10_000)
+        if where is None:
             print(f"{options.plant} was NOT found")
             return 1
-        print(f"{options.plant} found by {found[0]}, {time.monotonic() - start:.1f} s: {found[1]}")
+        print(f"{options.plant} found by {where[0]}, {time.monotonic() - start:.1f} s: {where[1]}")
         return 0
     seconds = 60.0 if options.seconds is None and options.steps is None else options.seconds
-    steps, marks, failure = campaign(seconds, first, options.processes, steps=options.steps)
-    if failure:
-        explain(*failure)
+    found = campaign(seconds, first, options.processes, steps=options.steps)
+    steps, marks = found.steps, found.marks
+    if found.failure:
+        explain(*found.failure)
         return 1
     print(f"{steps:,} steps, no invariant broken")
+    for name, bound in BOUNDS.items():
+        print(f"  {found.worst.get(name, 0):>8.3g} of {bound.most:<5g}  {name}")
     for mark in sorted(marks.keys() | set(EXPECTED_MARKS)):
         print(f"  {marks[mark]:>8,} seeds  {mark}")
     missed = [mark for mark in EXPECTED_MARKS if not marks[mark]]

@@ -341,6 +341,58 @@ def test_decodes_behind_a_state_that_came_leave_checkpoints() -> None:
     assert made.cached_tokens[1] > 0, "it began as a copy of a checkpoint"
 
 
+RARE = HybridMemory(state_slots=8, checkpoint_tokens=64)  # no multiple of the interval is passed
+
+
+def recomputed_behind(prompt: int, outputs: int, **settings: Any) -> int:
+    """Return the cached tokens with which a decode engine starts the next turn of a received request by itself."""
+    made = fleet(RARE, transfer_failure="recompute", **settings)
+    made.arrive(asked(0, prompt, max_new=outputs + 2))
+    made.settle()
+    wire = made.arrive(Asked(1, (*asked(0, prompt).prompt, *asked(0, prompt, outputs).answer.tokens, 7, 7), 4))
+    made.drop(wire)
+    made.settle()
+    assert made.answers[1] == wire.wanted
+    return made.cached_tokens[1]
+
+
+@pytest.mark.parametrize("overlap_depth", [0, 1, 2])
+@pytest.mark.parametrize(("prompt", "behind"), [(10, 10), (11, 12), (12, 12)])
+def test_the_received_state_becomes_a_checkpoint(prompt: int, behind: int, overlap_depth: int) -> None:
+    """It is one at once if the prompt ends with a page. Otherwise the row leaves one at the end of that page."""
+    assert recomputed_behind(prompt, 4, overlap_depth=overlap_depth) == behind
+
+
+def test_a_received_state_is_no_checkpoint_without_a_cache() -> None:
+    made = fleet(RARE, radix_cache=False)
+    made.arrive(asked(0, 10))
+    made.settle()
+    states = hybrid_of(made, "d0").states
+    assert states is not None
+    assert states.pool.free_count == RARE.state_slots
+
+
+@pytest.mark.parametrize("prompt", [10, 11])
+def test_a_retracted_request_starts_again_behind_its_received_prompt(prompt: int) -> None:
+    made = fleet(RARE, retract_every=6)
+    for key in range(2):
+        made.arrive(asked(key, prompt, max_new=9))
+    made.settle()
+    assert made.marks["d retracted (forced)"] == 1
+    assert all(made.answers[key] == asked(key, prompt, max_new=9).answer for key in range(2))
+    computed = made.members["d0"].engine.ordering.prefilled_tokens
+    assert computed < prompt, "the retracted request has computed its output again, and not its prompt"
+
+
+def test_a_received_state_is_kept_only_if_a_slot_is_left() -> None:
+    """Each of two requests needs a slot for its row, and there are two: the states stay where they are."""
+    made = fleet(RARE, decode=HybridMemory(state_slots=2, checkpoint_tokens=64))
+    for key in range(2):
+        made.arrive(asked(key, 10))
+    made.settle()
+    assert all(made.answers[key] == asked(key, 10).answer for key in range(2))
+
+
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_slots_behind_drafts_are_given_at_once(drafts: int) -> None:
     decode = HybridMemory(window_tokens=5, window_pages=20, state_slots=2 * (1 + drafts), checkpoint_tokens=4)
@@ -445,8 +497,8 @@ def _window_of_the_newest_token_only(patch: pytest.MonkeyPatch) -> None:
 def _state_begins_from_zeros(patch: pytest.MonkeyPatch) -> None:
     adopt = StatePool.adopt_row
 
-    def bug(states: StatePool, row: int, request_id: int) -> None:
-        adopt(states, row, request_id)
+    def bug(states: StatePool, row: int, *rest: Any) -> None:
+        adopt(states, row, *rest)
         states.starts = [(at, slot, NONE if at == row else source) for at, slot, source in states.starts]
 
     patch.setattr(StatePool, "adopt_row", bug)

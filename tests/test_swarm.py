@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from lockstep.core.contract.config import Batching
 from tests.support.driver.run import run_actions
-from tests.support.plants import PLANTS, RELEASES, UNSEEN
+from tests.support.plants import OBLIGATIONS, PLANTS, RELEASES, UNSEEN
 from tests.swarm import campaign, commit, history, hunt
 
 SECONDS = 60.0
@@ -20,13 +20,14 @@ SEEDS_MAX = 1000  # histories in which a planted bug must show; most need fewer 
 
 def test_a_fresh_campaign_breaks_nothing() -> None:
     first = time.time_ns() % 10**12
-    steps, marks, failure = campaign(SECONDS, first, processes=2, quiet=True)
+    found = campaign(SECONDS, first, processes=2, quiet=True)
+    failure = found.failure
     assert failure is None, f"{failure[1]}\nagain: python tests/swarm.py --seed {failure[0]} (commit {commit()})"
-    assert steps > 1000
-    assert marks["retracted (pages)"], "no history ran out of pages: the campaign is too tame"
+    assert found.steps > 1000
+    assert found.marks["retracted (pages)"], "no history ran out of pages: the campaign is too tame"
 
 
-@pytest.mark.parametrize("plant", sorted(PLANTS | RELEASES | UNSEEN))
+@pytest.mark.parametrize("plant", sorted(PLANTS | RELEASES | UNSEEN | OBLIGATIONS))
 def test_a_planted_bug_is_found(plant: str) -> None:
     found = hunt(plant, first=0, most=SEEDS_MAX)
     assert found is not None, f"{plant} survived"

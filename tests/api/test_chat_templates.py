@@ -173,8 +173,8 @@ def test_formats_are_named_or_found_or_none() -> None:
     assert choose("auto", "auto", "{{ content.split('</think>')[-1] }}").names() == ("none", "deepseek_r1")
     begun = "<user>?<assistant><think>\nSo"
     assert opening(THOUGHTS["qwen3"], begun) == "neither"
-    assert opening(THOUGHTS["qwen3"], begun, going_on=True) == "open"
-    assert opening(THOUGHTS["qwen3"], begun + "</think> is", going_on=True) == "closed"
+    assert opening(THOUGHTS["qwen3"], begun, continues=True) == "open"
+    assert opening(THOUGHTS["qwen3"], begun + "</think> is", continues=True) == "closed"
 
 
 def test_calls_are_read_from_tokens_whatever_stands_between_them(tmp_path: Path) -> None:

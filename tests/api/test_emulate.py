@@ -80,13 +80,13 @@ def served(
     executor = EmulatedExecutor(
         EmulatedTimes(FixedCost(), seed=1, speed=speed, adapters=bool(lora)), WORDS, config.rows_max, clock
     )
-    shelf = EmulatedAdapterCache(5_000_000, Link(1.0), clock, speed=speed) if lora else None
+    cache = EmulatedAdapterCache(5_000_000, Link(1.0), clock, speed=speed) if lora else None
     host = RuntimeHost(
-        Engine(config), executor, NoJournal(), clock, observe=observe, device=DeviceServices(adapters=shelf)
+        Engine(config), executor, NoJournal(), clock, observe=observe, device=DeviceServices(adapters=cache)
     )
-    if shelf is not None:
+    if cache is not None:
         sources = {name: emulated_source(path) for name, path in (lora or {}).items()}
-        AdapterRegistry(host, shelf, emulated_source).begin(sources, restarted=False)
+        AdapterRegistry(host, cache, emulated_source).begin(sources, restarted=False)
     heard = [Heard() for _ in requests]
     for request, sink in zip(requests, heard, strict=True):
         host.submit(request, sink)

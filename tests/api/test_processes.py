@@ -156,6 +156,70 @@ def test_a_worker_that_ends_before_it_is_ready_ends_the_server(tmp_path: Path, m
     assert "worker 1" not in ended.stderr
 
 
+KILLED_EARLY = """
+import os, signal, sys
+words = sys.orig_argv
+if "{module}" in words:
+    with open("{starts}", "a+") as file:
+        file.write(words[-1] + "\\n")
+        file.seek(0)
+        count = len(file.readlines())
+    if {first} <= count < {stop}:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def kill_starts(module: str, first: int, stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Kill processes of a module as they start, from start `first` to before `stop`. Returns a file, a line a start."""
+    starts = tmp_path / "starts"
+    planted = KILLED_EARLY.format(module=module, starts=starts, first=first, stop=stop)
+    (tmp_path / "sitecustomize.py").write_text(planted)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    return starts
+
+
+def test_a_replacement_that_is_killed_before_it_is_ready_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory runs out: the system kills a worker, and its first two replacements as they start."""
+    starts = kill_starts("lockstep.api.worker", 2, 4, tmp_path, monkeypatch)
+    with serving(tmp_path / "log", *EMULATED, "--shutdown-s", "0") as server:
+        os.kill(server.children()["worker 0"], signal.SIGKILL)
+        until(lambda: server.text().count(": ready: ") == 2)
+        answer = httpx2.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=120)
+        assert answer.status_code == 200
+        assert len(starts.read_text().splitlines()) == 4
+
+
+def test_replacements_that_are_never_ready_end_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = kill_starts("lockstep.api.worker", 2, 1000, tmp_path, monkeypatch)
+    with serving(tmp_path / "log", *EMULATED, "--shutdown-s", "0") as server:
+        os.kill(server.children()["worker 0"], signal.SIGKILL)
+        assert server.process.wait(120) == 1
+        assert f"{launch.WORKER_TRIES} workers in a row ended before they were ready" in server.text()
+    assert len(starts.read_text().splitlines()) == 1 + launch.WORKER_TRIES
+
+
+def test_a_fork_server_that_is_killed_before_it_forks_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = kill_starts("lockstep.api.processes.fork_server", 2, 4, tmp_path, monkeypatch)
+    with serving(tmp_path / "log", *EMULATED, "--shutdown-s", "0") as server:
+        os.kill(server.children()["fork_server"], signal.SIGKILL)
+        until(lambda: " s after the end of the previous generation" in server.text())
+        answer = httpx2.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=120)
+        assert answer.status_code == 200
+        assert len(starts.read_text().splitlines()) == 4
+
+
+def test_fork_servers_that_never_fork_end_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kill_starts("lockstep.api.processes.fork_server", 2, 1000, tmp_path, monkeypatch)
+    with serving(tmp_path / "log", *EMULATED, "--shutdown-s", "0", "--restarts", "3") as server:
+        os.kill(server.children()["fork_server"], signal.SIGKILL)
+        assert server.process.wait(120) == 1
+        assert "3 restarts in 300 s are the limit" in server.text()
+
+
 def test_when_the_operators_worker_dies_another_serves_the_operator(tmp_path: Path) -> None:
     keys, admin, key = tmp_path / "keys.toml", tmp_path / "admin", "sk-a-key-of-an-operator"
     keys.write_text(f"[[keys]]\ntenant = 'operator'\nkey = '{key}'\nadmin = true\n")

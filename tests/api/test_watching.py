@@ -92,7 +92,7 @@ def test_only_the_last_requests_are_kept_and_a_tenant_sees_its_own() -> None:
     class Stands:  # stands for a generation, with the fields that a row reads
         choices: tuple[Any, ...] = ()
 
-    served = {"method": "POST", "path": "/p", "status": 200, "came_s": 0.0, "ended_s": 0.5, "headers": {}}
+    served = {"method": "POST", "path": "/p", "status": 200, "arrived_s": 0.0, "ended_s": 0.5, "headers": {}}
     recent.add(Served(request_id="none", tenant="a", **served))  # never reached the engine
     recent.add(Served(request_id="empty", tenant="a", generation=Stands(), **served))  # type: ignore[arg-type]  # see Stands
     assert recent.of(None) == []

@@ -17,7 +17,7 @@ from lockstep.core.scheduler import ordering
 from lockstep.tools.decision_text import decision_of, decisions_text, read_decisions
 from lockstep.tools.journal import journal
 from lockstep.tools.runs import Walk
-from lockstep.tools.strict import DECISIONS, parted
+from lockstep.tools.strict import DECISIONS, diverged_step
 from tests.golden.record import FEATURES, FOLDER, record
 
 NAMES = sorted(path.name for path in FOLDER.iterdir() if (path / "journal").is_dir())
@@ -36,7 +36,7 @@ def difference(folder: Path) -> str:
     try:
         replay(folder)
     except Divergence as error:
-        found = parted(folder, error)
+        found = diverged_step(folder, error)
         words = "\n".join(found.lines()) if found is not None else ""
         return POLICY.format(name=folder.name, divergence=error, words=words)
     return ""

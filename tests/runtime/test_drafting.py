@@ -131,7 +131,7 @@ def test_ngrams_are_those_of_plain_python(words: int) -> None:
         table[row, :count] = torch.tensor(pages[10 * row : 10 * row + count], dtype=torch.int32)
         at = torch.arange(len(tokens) - 1)
         slots = table[row][at >> 2].long() * 4 + (at & 3)
-        drafter.saw(SimpleNamespace(token_ids=torch.tensor(tokens[:-1], dtype=torch.int64), slots=slots))
+        drafter.observe_batch(SimpleNamespace(token_ids=torch.tensor(tokens[:-1], dtype=torch.int64), slots=slots))
     stands = torch.tensor([len(tokens) - 1 for tokens in texts])
     newest = torch.tensor([tokens[-1] for tokens in texts])
     for most in (39, 45):  # the most that anybody can stand at may be more than anybody does

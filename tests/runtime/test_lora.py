@@ -168,11 +168,11 @@ def test_a_load_holds_up_only_requests_that_wait_for_it(
     begun, may_end = threading.Event(), threading.Event()
     place = HostAdapterCache.place
 
-    def slowly(shelf: HostAdapterCache, name: str, version: int, slot: int) -> None:
+    def slowly(cache: HostAdapterCache, name: str, version: int, slot: int) -> None:
         if name == "few":
             begun.set()
             assert may_end.wait(300)
-        place(shelf, name, version, slot)
+        place(cache, name, version, slot)
 
     monkeypatch.setattr(HostAdapterCache, "place", slowly)
     with LLM(lora=adapters, max_loras=3, **CPU) as llm:

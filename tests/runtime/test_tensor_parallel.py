@@ -603,7 +603,7 @@ class OneThread:
     def tell(self, message: Any) -> None:
         self.channel.send(message)
 
-    def drew(self, result: BatchResult) -> None:
+    def check_sampled(self, result: BatchResult) -> None:
         said = self.channel.receive()
         assert said == Collected(result.plan.batch_id, drawn_digest(result)), self.errors
         self.batches += 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from lockstep.core.contract.commands import BatchPlan
@@ -24,8 +26,10 @@ from lockstep.sim.host.hybrid_memory import state_copies_us, state_copy_us, wind
 from lockstep.sim.host.pipeline import PipelinedDevice
 from lockstep.sim.plan.question import parse_search
 from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.setup import Setup
 from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario
+from tests.support.quality import quality_of
 
 AGAIN = "gen:n=40,rate=4,turns=uniform:2:4,think=lognormal:3s:1,input=lognormal:900:0.5,output=lognormal:60:0.5"
 
@@ -217,9 +221,8 @@ def test_a_cluster_adds_up_what_one_engine_alone_had_to_evict() -> None:
     assert run.data.summary["cache"]["window_pages_evicted"] == prefill
 
 
-@pytest.mark.parametrize("batching", ["prefill_first", "mixed"])
-def test_prompts_with_few_window_pages_left_do_not_cause_a_storm_of_retractions(batching: str) -> None:
-    # Without `chunk_tokens_min`: 84 and 54 retractions, 980 and 1,160 output tokens/s (docs/decisions/0097).
+def overloaded(batching: str) -> Setup:
+    """Few window pages, and requests that arrive faster than they are served."""
     scenario = Scenario(
         model="gemma-3-27b",
         gpu="h200",
@@ -228,7 +231,26 @@ def test_prompts_with_few_window_pages_left_do_not_cause_a_storm_of_retractions(
         tiers={"hybrid_memory": "on", "swa_full_tokens_ratio": 0.2},
         seed=7,
     )
-    summary = simulate(assemble(scenario, {})).data.summary
+    return assemble(scenario, {})
+
+
+@pytest.mark.parametrize("batching", ["prefill_first", "mixed"])
+def test_prompts_with_few_window_pages_left_do_not_cause_a_storm_of_retractions(batching: str) -> None:
+    # Without `chunk_tokens_min`: 84 and 54 retractions, 980 and 1,160 output tokens/s (docs/decisions/0097).
+    summary = simulate(overloaded(batching)).data.summary
     assert summary["scheduler"]["retractions"] <= 20
     assert summary["throughput"]["output_tokens_per_s"] > 1_200
     assert summary["latency"]["ttft_us_p50"] < 9_000_000
+
+
+@pytest.mark.parametrize("batching", ["prefill_first", "mixed"])
+def test_the_bounds_of_quality_tell_a_storm_of_retractions(batching: str, tmp_path: Path) -> None:
+    """Chunks of any size, as before the decision, break the bounds that hold for every history of the swarm."""
+    setup = overloaded(batching)
+    hybrid = msgspec.structs.replace(setup.config.hybrid, chunk_tokens_min=msgspec.UNSET)
+    storm = replace(setup, config=msgspec.structs.replace(setup.config, hybrid=hybrid))
+    simulate(setup, folder=tmp_path / "sound")
+    simulate(storm, folder=tmp_path / "storm")
+    assert not quality_of(tmp_path / "sound").broken()
+    broken = quality_of(tmp_path / "storm").broken()
+    assert any(one.startswith("retractions by request of a run") for one in broken), broken

@@ -50,7 +50,7 @@ from lockstep.sim.plan.search import (
     judge,
     prepare,
     prune,
-    pruned_in_vain,
+    pruned_too_early,
     run_plan,
     surely_missed,
 )
@@ -394,13 +394,13 @@ def test_who_was_left_out_for_more_than_the_other_one_confirms_is_confirmed_afte
     prune(asked, made)
     assert [bool(candidate.pruned) for candidate in made] == [True, False]
     made[1].best = evaluation(19.0)
-    assert pruned_in_vain(asked, made) == []
+    assert pruned_too_early(asked, made) == []
     made[1].best = evaluation(9.0)  # its long runs met less than the short ones of the other
-    assert pruned_in_vain(asked, made) == [made[0]]
+    assert pruned_too_early(asked, made) == [made[0]]
     assert not made[0].pruned
     made[0].pruned = "serves less than #2 on the same GPUs"
     made[1].best = None
-    assert pruned_in_vain(asked, made) == [made[0]]
+    assert pruned_too_early(asked, made) == [made[0]]
 
 
 # -------------------------------------------------------------------------------------------------------- closed loops

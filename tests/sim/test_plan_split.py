@@ -18,7 +18,7 @@ from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan import answer as answers
 from lockstep.sim.plan.ledger import TrialStore
 from lockstep.sim.plan.question import QUICK, Length, Question, parse_search
-from lockstep.sim.plan.search import Candidate, hopeful, prepare, promising, prune, run_plan
+from lockstep.sim.plan.search import Candidate, candidates_to_narrow, hopeful, prepare, prune, run_plan
 from lockstep.sim.plan.sides import limit_of_sides
 from lockstep.sim.plan.split import RoleSplit, all_splits, parse_split
 from lockstep.sim.plan.trial import Trial, TrialResult, run_trial
@@ -270,9 +270,9 @@ def test_estimates_of_splits_are_those_of_their_slower_side() -> None:
 def test_the_possible_winner_is_narrowed_down_first() -> None:
     asked = question("prefill_decode=auto", gpus_max=4)
     candidates, _ = prepare(asked)
-    first = promising(asked, candidates)
+    first = candidates_to_narrow(asked, candidates)
     assert [str(c.split) for c in first] == ["None", "3:1"]
-    assert promising(replace(asked, confirm_all=True), candidates) == candidates
+    assert candidates_to_narrow(replace(asked, confirm_all=True), candidates) == candidates
     first[1].narrow_met = first[1].load_max
     assert [str(c.split) for c in hopeful(candidates, first)] == []
     for candidate in candidates:

@@ -13,7 +13,7 @@ import pytest
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.replay import replay
 from lockstep.sim.catalogue import load_gpu, load_model
-from lockstep.sim.cost import BatchShape, Parallelism
+from lockstep.sim.cost import BatchShape, CapacityError, Parallelism
 from lockstep.sim.cost.roofline import roofline_model
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.host.pipeline import PipelinedDevice
@@ -155,10 +155,13 @@ def test_the_last_of_several_stages_drafts(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("method", ["eagle", "draft_model"])
 def test_the_last_of_several_stages_has_the_drafter(method: str) -> None:
-    """What fits is what the stage with the least room has: the last one, and no other has less for the drafter."""
+    """What fits is what the stage with the least room has. Of equal stages it is the last one, with the drafter."""
     model = load_model("qwen3-8b")
     more: dict[str, Any] = {"draft_model": "qwen3-0.6b"} if method == "draft_model" else {}
-    asked = Scenario(model="qwen3-8b", gpu="h200", workload="gen:n=1", pp=2, settings={"overlap_depth": 0})
+    asked = Scenario(
+        model="qwen3-8b", gpu="h200", workload="gen:n=1", pp=2, pp_layer_partition="18,18",
+        settings={"overlap_depth": 0},
+    )  # fmt: skip
     plain = assemble(asked, environ={}).kv
     drafting = assemble(
         replace(asked, settings={**asked.settings, "speculative_method": method}, **more), environ={}
@@ -180,6 +183,51 @@ def test_the_last_of_several_stages_has_the_drafter(method: str) -> None:
     per_token = model.kv_bytes_per_token("bf16", one) // 2 + kv_per_token
     assert drafting.kv_bytes_per_token == per_token
     assert drafting.pages == (plain.stages_left_bytes[1] - taken) // (per_token * plain.page_tokens)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "layers"),
+    [
+        ({"method": "eagle"}, [19, 17]),
+        ({"method": "draft_model", "draft_model": "qwen3-0.6b"}, [19, 17]),
+        ({"method": "ngram"}, [18, 18]),
+        ({"method": "none"}, [18, 18]),
+        ({"method": "eagle", "pp_layer_partition": "19,17"}, [19, 17]),
+        ({"method": "none", "pp_layer_partition": "35,1"}, [35, 1]),
+    ],
+)
+def test_a_last_stage_that_drafts_has_fewer_layers(drafter: dict[str, Any], layers: list[int]) -> None:
+    settings = {"speculative_method": drafter.pop("method")}
+    asked = Scenario(model="qwen3-8b", gpu="h200", workload="gen:n=1", pp=2, settings=settings, **drafter)
+    assert assemble(asked, environ={}).cost.describe()["stage_layers"] == layers
+
+
+@pytest.mark.parametrize("load", ["input=fixed:300,output=fixed:60", "input=fixed:3000,output=fixed:30"])
+def test_fewer_layers_beside_the_drafter_serve_more(load: str) -> None:
+    settings = {"speculative_method": "eagle", "pp_size": 4, "max_running_requests": 32}
+    asked = {"model": "qwen3-32b", "pp": 4, "workload": f"gen:n=64,rate=inf,{load}"}
+    even, fewer = (run(settings, pp_layer_partition=partition, **asked) for partition in ("16,16,16,16", None))
+    assert fewer.setup.cost.describe()["stage_layers"] == [17, 17, 17, 13]
+    busiest = [max(each.data.summary["device"]["pipeline"]["stage_busy_us"]) for each in (even, fewer)]
+    assert busiest[1] < busiest[0]
+    assert even.setup.kv is not None
+    assert fewer.setup.kv is not None
+    assert fewer.setup.kv.pages > even.setup.kv.pages
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"pp": 2, "pp_layer_partition": "18,17"}, r"layers of 2 stages, 36 together, got `18,17`\nhint: .* 18,18 is"),
+        ({"pp": 2, "pp_layer_partition": "12,12,12"}, "layers of 2 stages, 36 together, got `12,12,12`"),
+        ({"pp": 2, "pp_layer_partition": "36,0"}, "got `36,0`"),
+        ({"pp": 2, "pp_layer_partition": "many"}, "got `many`"),
+        ({"pp_layer_partition": "36"}, "`pp_layer_partition` is for several stages, got `36` with pp 1"),
+    ],
+)
+def test_a_partition_that_is_not_one_is_refused(layout: dict[str, Any], message: str) -> None:
+    with pytest.raises(CapacityError, match=message):
+        assemble(Scenario(model="qwen3-8b", gpu="h200", workload="gen:n=1", **layout), environ={})
 
 
 @pytest.mark.parametrize("method", ["ngram", "eagle"])

@@ -14,6 +14,7 @@ from lockstep.core.contract.commands import (
     BlockFetch,
     BlockStore,
     CancelPrefetch,
+    Command,
     CopyToHost,
     Int32s,
     LoadFromHost,
@@ -239,12 +240,70 @@ def test_a_host_that_holds_no_page_is_refused() -> None:
 
 def test_the_end_of_a_path_leaves_storage_before_its_beginning() -> None:
     stored = SimulatedStorage(40)
-    stored.write(dict.fromkeys((b"a0", b"a1", b"a2"), 10))
-    stored.write(dict.fromkeys((b"b0", b"b1"), 10))
+    stored.write(dict.fromkeys((b"a0", b"a1", b"a2"), 10), (b"a0", b"a1", b"a2"))
+    stored.write(dict.fromkeys((b"b0", b"b1"), 10), (b"b0", b"b1"))
     assert [key in stored for key in (b"a0", b"a1", b"a2", b"b0", b"b1")] == [True, True, False, True, True]
     stored.read([b"a0", b"a1"])
-    stored.write({b"c0": 10})
+    stored.write({b"c0": 10}, (b"c0",))
     assert [key in stored for key in (b"a0", b"a1", b"b0", b"b1", b"c0")] == [True, True, True, False, True]
+
+
+def test_a_beginning_that_was_written_first_leaves_storage_after_its_end() -> None:
+    """A path is written turn by turn, and its later turns count as uses of the earlier ones."""
+    stored = SimulatedStorage(40)
+    stored.write({b"b0": 10}, (b"b0",))
+    stored.write({b"a0": 10, b"a1": 10}, (b"a0", b"a1"))
+    stored.read([b"b0"])
+    stored.write({b"a2": 10}, (b"a2",), after=b"a1")
+    stored.write({b"c0": 10, b"c1": 10}, (b"c0", b"c1"))
+    assert [key in stored for key in (b"a0", b"a1", b"a2", b"b0", b"c0", b"c1")] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_a_beginning_stays_in_storage_while_prefetches_bring_only_its_continuation() -> None:
+    """The host has the beginning, so it is not read again. It is needed as soon as the host has evicted it."""
+    tiers = HostTiers(host_cache_gb=1, storage_gb=4e-6)
+    links = TierLinks(tiers, PageBytes(1_000, 1_000), load_gpu("h100"))
+
+    def finish() -> None:
+        links.take(links.next_us)
+
+    links.begin(WriteToStorage(0, (b"a0",), pages(1)), 0)
+    finish()
+    links.begin(WriteToStorage(1, (b"a1",), pages(1), after=b"a0"), 0)
+    finish()
+    links.begin(WriteToStorage(2, (b"b0", b"b1"), pages(2)), 0)
+    finish()
+    links.begin(PrefetchFromStorage(3, (b"a1",), pages(1)), 0)
+    finish()
+    links.begin(WriteToStorage(4, (b"c0", b"c1"), pages(2)), 0)
+    finish()
+    assert [key in links.stored for key in (b"a0", b"a1", b"b0", b"b1")] == [True, True, False, False]
+
+
+def test_writes_to_storage_name_the_page_in_front_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns of a session are stored one after the other: each write continues at a page that was stored before."""
+    begun: list[WriteToStorage] = []
+    begin = TierLinks.begin
+
+    def recorded(links: TierLinks, command: Command, now_us: int) -> int | None:
+        if isinstance(command, WriteToStorage):
+            begun.append(command)
+        return begin(links, command, now_us)
+
+    monkeypatch.setattr(TierLinks, "begin", recorded)
+    run({"host_cache_gb": 2.0, "storage_gb": 50.0})
+    stored: set[bytes] = {b""}
+    for write in begun:
+        assert write.after in stored
+        stored |= set(write.keys)
+    assert any(write.after for write in begun)
 
 
 def test_a_storage_that_holds_no_page_is_refused() -> None:

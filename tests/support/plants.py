@@ -17,7 +17,7 @@ import numpy as np
 
 from lockstep.core.contract.commands import PageDeltas, SampleBatch, Step
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.contract.events import RequestArrived
+from lockstep.core.contract.events import PagesEvicted, RequestArrived, RequestCancelled
 from lockstep.core.features import grammars
 from lockstep.core.features.media import EncoderCache
 from lockstep.core.kv.adapters import Adapters
@@ -591,6 +591,20 @@ OF_MICROBATCHES = frozenset(
 )
 """The bugs that only histories with several microbatches can show."""
 
+OF_COMMANDS = frozenset(
+    "cancel_of_a_split_prompt_lost min_tokens_ignored no_preemption_for_a_place pause_leaves_a_split_prompt".split()
+)
+"""The bugs that histories with many commands and few places show most often."""
+
+OF_TIERS = frozenset(("prefetch_not_cancelled",))
+"""The bugs that only histories with cache tiers can show."""
+
+SUITS: dict[str, Callable[[SchedConfig], bool]] = {
+    "fenced_pages_not_counted": lambda config: config.overlap_depth > 0 and config.schedule_conservativeness < 0.1,
+    "retracts_for_drafts": lambda config: config.speculates and config.schedule_conservativeness < 0.1,
+}
+"""Settings that a history must have to show a bug often; other histories are left out of the hunt for it."""
+
 # --------------------------------------------------------------------------------------------------- releases left out
 
 
@@ -748,6 +762,96 @@ def uses_counted_double() -> Plant:
     return _replaced(Tiers, "used", bug)
 
 
+# ------------------------------------------------------------------------------------------- what no state is wrong of
+
+
+def cancel_of_a_split_prompt_lost() -> Plant:
+    """The cancel of a request whose prompt is computed in chunks is ignored."""
+
+    def bug(cancel: Original, state: SchedulerState, event: RequestCancelled, step: Step) -> None:
+        if state.requests.get(event.request_id) is not state.prefilling:
+            cancel(state, event, step)
+
+    return _replaced(SchedulerState, "cancel", bug)
+
+
+def pause_leaves_a_split_prompt() -> Plant:
+    """A pause that retracts leaves its row to the request whose prompt is computed in chunks."""
+
+    def bug(retract_all: Original, state: SchedulerState, reason: str, step: Step) -> None:
+        split = state.prefilling
+        if split is None or reason != "pause":
+            retract_all(state, reason, step)
+            return
+        row, split.row = split.row, -1
+        retract_all(state, reason, step)
+        split.row = row
+
+    return _replaced(SchedulerState, "retract_all", bug)
+
+
+def no_preemption_for_a_place() -> Plant:
+    """If all places of running requests are taken, no request is preempted for a more important one."""
+
+    def bug(make_room: Original, state: SchedulerState, request: Request, lacks: str, *rest: Any) -> list[Request]:
+        victims: list[Request] = [] if lacks == "running_limit" else make_room(state, request, lacks, *rest)
+        return victims
+
+    return _replaced(preemption, "make_room", bug)
+
+
+def fenced_pages_not_counted() -> Plant:
+    """Pages of requests that have left come back with a batch in flight, and others are retracted all the same."""
+
+    def bug(returning_pages: Original, memory: Memory) -> int:
+        rows, memory.deferred.rows = memory.deferred.rows, []
+        try:
+            pages: int = returning_pages(memory)
+        finally:
+            memory.deferred.rows = rows
+        return pages
+
+    return _replaced(Memory, "returning_pages", bug)
+
+
+def evicts_all_it_wants() -> Plant:
+    """An allocation evicts all the pages that it wants, not those that the free list lacks."""
+
+    def bug(alloc: Original, memory: Memory, pages: int, reason: Any, step: Step) -> Int32s:
+        if pages > memory.pool.free_count and memory.radix.evictable_pages:
+            evicted = memory.evict(pages, step)
+            memory.pool.free(evicted)
+            step.decided.append(PagesEvicted(step.time_us, evicted.size, reason))
+        allocated: Int32s = alloc(memory, pages, reason, step)
+        return allocated
+
+    return _replaced(Memory, "alloc", bug)
+
+
+def prefetch_not_cancelled() -> Plant:
+    """A prefetch goes on although no request waits for it any more."""
+    return _replaced(Tiers, "_give_up", lambda original, tiers, number, step: None)
+
+
+def retracts_for_drafts() -> Plant:
+    """The retraction loop ignores that drafts may be left out: requests are retracted to make room for drafts."""
+    return _replaced(
+        DecodePlanner,
+        "_pages_needed",
+        lambda original, planner, running: planner._state.next_pages(running.batch, running.positions),
+    )
+
+
+def min_tokens_ignored() -> Plant:
+    """A request may end before it has `min_new_tokens`."""
+
+    def bug(init: Original, request: Request, *rest: object) -> None:
+        init(request, *rest)
+        request.min_new_tokens = 0
+
+    return _replaced(Request, "__init__", bug)
+
+
 PLANTS: dict[str, Callable[[], Plant]] = {
     plant.__name__: plant
     for plant in (
@@ -826,3 +930,18 @@ UNSEEN: dict[str, Callable[[], Plant]] = {
     )
 }
 """Mistakes of which an earlier version of the tests noticed nothing."""
+
+OBLIGATIONS: dict[str, Callable[[], Plant]] = {
+    plant.__name__: plant
+    for plant in (
+        cancel_of_a_split_prompt_lost,
+        evicts_all_it_wants,
+        fenced_pages_not_counted,
+        min_tokens_ignored,
+        no_preemption_for_a_place,
+        pause_leaves_a_split_prompt,
+        prefetch_not_cancelled,
+        retracts_for_drafts,
+    )
+}
+"""Mistakes that leave every state sound: only what must happen after a command, or with a decision, shows them."""

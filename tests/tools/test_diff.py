@@ -55,15 +55,15 @@ def test_equal_runs_are_equal_whatever_settings_did_not_matter(runs: Path) -> No
 def test_first_differing_decision_is_the_first(runs: Path) -> None:
     found = drift(runs / "fcfs", runs / "lpm")
     assert found.input is None
-    assert found.parting is not None
-    assert found.parting.first is not None
-    assert found.parting.other is not None
-    assert found.parting.first.number == found.parting.other.number
+    assert found.first_difference is not None
+    assert found.first_difference.first is not None
+    assert found.first_difference.other is not None
+    assert found.first_difference.first.number == found.first_difference.other.number
     pairs = zip(fold(runs / "fcfs"), fold(runs / "lpm"), strict=False)
     differs = next(n for n, (a, b) in enumerate(pairs) if a[1].digest != b[1].digest)
-    assert found.parting.first.number == differs
-    assert found.parting.first.lines != found.parting.other.lines
-    assert found.parting.states[0] == found.parting.states[1]
+    assert found.first_difference.first.number == differs
+    assert found.first_difference.first.lines != found.first_difference.other.lines
+    assert found.first_difference.states[0] == found.first_difference.states[1]
     assert found.settings == {"schedule_policy": ("fcfs", "lpm")}
     changed = {change.name: change.changed for change in found.changes}
     assert changed["order of admission"] > 0
@@ -80,10 +80,10 @@ def test_other_inputs_are_aligned_by_launch_and_request(runs: Path) -> None:
     found = drift(runs / "fcfs", runs / "slower")
     assert found.input is not None
     assert "RequestArrived" in found.input.first
-    if found.parting is None:
+    if found.first_difference is None:
         assert "only times differ" in run_diff(runs / "fcfs", runs / "slower").stdout
     else:
-        assert found.parting.by == "launch"
+        assert found.first_difference.by == "launch"
     assert json.loads(run_diff(runs / "fcfs", runs / "slower", "--json").stdout)["first_differing_input"]["number"] > 0
 
 
@@ -93,11 +93,11 @@ def test_request_that_asks_for_more_is_where_inputs_part_and_its_last_decode_whe
     found = drift(first, other)
     assert found.input is not None
     assert found.input.number == 1
-    assert found.parting is not None
-    assert (found.parting.by, found.parting.launch) == ("launch", 2)
-    assert found.parting.first is None  # a and b have ended
-    assert found.parting.other is not None
-    assert found.parting.other.lines == ("launch b2 decode b[5:6]",)
+    assert found.first_difference is not None
+    assert (found.first_difference.by, found.first_difference.launch) == ("launch", 2)
+    assert found.first_difference.first is None  # a and b have ended
+    assert found.first_difference.other is not None
+    assert found.first_difference.other.lines == ("launch b2 decode b[5:6]",)
     text = run_diff(first, other).stdout
     assert "  A     has ended" in text
     assert "  B     launch b2 decode b[5:6]" in text

@@ -13,9 +13,7 @@ from typing import Any
 import msgspec
 
 from lockstep.core.contract.config import SCHEDULE_POLICIES, Batching, Reserve, SchedConfig
-from lockstep.core.contract.events import (
-    PromptSpan,
-)
+from lockstep.core.contract.events import Pause, PromptSpan, Resume
 from tests.support.driver.actions import (
     ADAPTERS,
     CONTROLS,
@@ -180,6 +178,44 @@ def pressed_actions(rng: random.Random, count: int) -> list[Action]:
                 actions.append(("arrive", 1 + rng.randrange(3), rng.randint(1, 12), rng.randint(10, 39), options))
         else:
             actions.append(_random_action(rng, name, 3, 3, 1))
+    return actions
+
+
+def commanded_config(rng: random.Random) -> SchedConfig:
+    """Room for all prompts and few places: requests are split, preempted for a place, paused and cancelled."""
+    page_size = rng.choice([1, 2, 4])
+    return SchedConfig(
+        page_size=page_size,
+        pages=rng.randint(200, 400) // page_size,
+        max_running_requests=rng.choice([1, 2, 3]),
+        schedule_policy="priority",
+        retraction_policy="priority",
+        enable_priority_preemption=True,
+        default_priority_value=0,
+        chunked_prefill_size=rng.choice([None, 4, 8]),
+        batching=rng.choice(["prefill_first", "mixed", "running_first"]),
+        overlap_depth=rng.choice([0, 1, 2]),
+        radix_cache=rng.random() < 0.7,
+        eos_token_ids=(STOP_TOKEN,),
+    )
+
+
+def commanded_actions(rng: random.Random, count: int) -> list[Action]:
+    """Draw requests of all priorities, and commands that reach them in every state."""
+    names = ["arrive", "ready", "finish", "cancel", "cancel_many", "pause", "wait"]
+    actions: list[Action] = []
+    for name in rng.choices(names, [1.2, 6, 5, 0.4, 0.1, 0.3, 0.5], k=count):
+        if name == "arrive":
+            tokens, most = rng.randint(1, 24), rng.randint(4, 24)
+            options: dict[str, Any] = {"priority": rng.choice(PRIORITIES)}
+            if rng.random() < 0.5:
+                options |= {"stops_at": rng.randrange(most), "min_new_tokens": rng.randint(0, most)}
+            actions.append((name, 1 + 1000 * rng.randrange(3), tokens, most, options))
+        elif name == "pause":
+            pause = CONTROLS.index(Pause(rng.choice(("in_place", "retract", "retract", "cancel"))))
+            actions += [("control", pause), ("ready",), ("control", CONTROLS.index(Resume()))]
+        else:
+            actions.append(_random_action(rng, name, 24, 24, 3))
     return actions
 
 

@@ -23,8 +23,17 @@ from tests.support.driver.grammars import GrammarPiece
 from tests.support.driver.hybrid import HybridPiece
 from tests.support.driver.media import MediaPiece
 from tests.support.driver.microbatches import MicrobatchPiece
+from tests.support.driver.obligations import (
+    EndObligations,
+    EvictionObligations,
+    PauseObligations,
+    PreemptionObligations,
+    PrefetchObligations,
+    RetractionObligations,
+)
 from tests.support.driver.ordering import PreemptionPiece, QueuePiece
 from tests.support.driver.piece import Piece, Subject
+from tests.support.driver.quality import QualityPiece
 from tests.support.driver.recovery import RecoveryPiece
 from tests.support.driver.requests import RequestPiece, SamplePiece
 from tests.support.driver.sessions import SessionPiece
@@ -50,6 +59,7 @@ class Driver(Subject):
         self.sessions = SessionPiece(self, self.control)
         self.moves = TierPiece(self)
         self.recovery = RecoveryPiece(self, self.control, self.adapters)
+        self.quality = QualityPiece(self)
         queue = QueuePiece(self, self.samples)
         self.pieces: tuple[Piece, ...] = (
             self.control,
@@ -68,6 +78,13 @@ class Driver(Subject):
             self.sessions,
             self.moves,
             self.recovery,
+            EndObligations(self),
+            PauseObligations(self),
+            RetractionObligations(self),
+            EvictionObligations(self),
+            PreemptionObligations(self),
+            PrefetchObligations(self),
+            self.quality,
         )
         self.actions: dict[str, Callable[..., None]] = {}
         self._decided: dict[type, list[Callable[[Any, Step], None]]] = {}

@@ -155,13 +155,16 @@ class RequestPiece(Piece):
         record.ended = reason
         if request_id not in self.left:  # a cancelled request may miss tokens
             assert len(record.sent) == outputs, f"r{request_id} ended with {outputs} outputs, {len(record.sent)} sent"
+        config = self.engine.config
+        room = min(config.context_tokens_max, config.pages * config.page_size + 1) - record.prompt_tokens
+        most = min(record.max_new_tokens, room)
+        if reason in ("stop", "text_stop", "grammar"):
+            least = min(record.min_new, most)
+            assert outputs >= least, f"r{request_id} ended by {reason} with {outputs} of {least} tokens"
         if reason == "stop":
             assert record.sent[-1] == STOP_TOKEN
             assert record.heeds_stop
         if reason == "length":
-            config = self.engine.config
-            room = min(config.context_tokens_max, config.pages * config.page_size + 1) - record.prompt_tokens
-            most = min(record.max_new_tokens, room)
             assert outputs == most, f"S36: r{request_id} ended with {outputs} outputs, of {most}"
         if reason == "length" and record.heeds_stop and record.stops_at is not None:
             if record.stops_at >= record.min_new:

@@ -12,7 +12,7 @@ import click
 from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.results.text import setting
 from lockstep.tools.decision_text import Decision
-from lockstep.tools.drift import Drift, Parting, drift
+from lockstep.tools.drift import Drift, FirstDifference, drift
 from lockstep.tools.narration import clock
 from lockstep.tools.runs import JSON, engine_runs, print_json, refusals
 
@@ -81,8 +81,8 @@ def drift_lines(found: Drift) -> Iterator[str]:
         return
     yield ""
     yield from _input_lines(found)
-    if found.parting is not None:
-        yield from parting_lines(found.parting)
+    if found.first_difference is not None:
+        yield from first_difference_lines(found.first_difference)
     yield ""
     who = "request ids" if found.matched_by == "request_id" else "labels"
     yield f"how they drift: {found.matched:,} requests of both, matched by {who}"
@@ -109,21 +109,24 @@ def _input_lines(found: Drift) -> Iterator[str]:
     yield f"inputs differ from step {number:,} on; up to there every fact and decision is the same"
     for letter, fact in zip("AB", facts, strict=True):
         yield f"  {letter} {fact}"
-    if found.parting is None:
+    if found.first_difference is None:
         yield "all launches are the same, in the same order: only times differ"
 
 
-def parting_lines(parting: Parting) -> Iterator[str]:
+def first_difference_lines(found: FirstDifference) -> Iterator[str]:
     """Yield the first differing decision: shared lines, lines of one run only, and the state before."""
-    both = (("A", parting.first, parting.first_us), ("B", parting.other, parting.other_us))
+    both = (
+        ("A", found.first, found.first_us),
+        ("B", found.other, found.other_us),
+    )
     places = [f"step {at.number:,} of {letter} at {clock(us)}" for letter, at, us in both if at is not None]
-    yield f"first differing decision, after {parting.launch:,} launches that are the same: {', '.join(places)}"
-    yield from decision_lines("A", parting.first, "B", parting.other)
-    if parting.states[0] == parting.states[1]:
+    yield f"first differing decision, after {found.launch:,} launches that are the same: {', '.join(places)}"
+    yield from decision_lines("A", found.first, "B", found.other)
+    if found.states[0] == found.states[1]:
         yield "state before, of both"
-        yield from (f"  {line}" for line in _shown(parting.states[0]))
+        yield from (f"  {line}" for line in _shown(found.states[0]))
         return
-    for letter, state in zip("AB", parting.states, strict=True):
+    for letter, state in zip("AB", found.states, strict=True):
         if state:
             yield f"state before, of {letter}"
             yield from (f"  {line}" for line in _shown(state))

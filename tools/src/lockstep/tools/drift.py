@@ -36,7 +36,7 @@ TIMES = {"queue": "queue_us", "ttft": "ttft_us", "tpot": "tpot_us", "e2e": "e2e_
 SAME = 1e-3  # relative difference up to which a time counts as unchanged
 
 
-class Parting(NamedTuple):
+class FirstDifference(NamedTuple):
     """The first decision that differs, with its step and text in each journal; None where a journal has ended."""
 
     by: str  # "digest" or "launch"
@@ -111,7 +111,7 @@ class Drift:
     steps: tuple[int, int]
     batches: tuple[int, int]
     input: Input | None
-    parting: Parting | None
+    first_difference: FirstDifference | None
     matched: int
     matched_by: str
     only: tuple[int, int]  # requests that only one of the runs has
@@ -120,7 +120,7 @@ class Drift:
     @property
     def equal(self) -> bool:
         """Whether every fact and every decision is the same."""
-        return self.input is None and self.parting is None
+        return self.input is None and self.first_difference is None
 
     def describe(self) -> dict[str, Any]:
         """Return the content for --json."""
@@ -132,7 +132,7 @@ class Drift:
             "steps": list(self.steps),
             "batches": list(self.batches),
             "first_differing_input": self.input._asdict() if self.input is not None else None,
-            "first_differing_decision": self.parting.describe() if self.parting is not None else None,
+            "first_differing_decision": self.first_difference.describe() if self.first_difference is not None else None,
             "matched_requests": self.matched,
             "matched_by": self.matched_by,
             "requests_in_one_only": list(self.only),
@@ -145,32 +145,32 @@ def drift(first: Path, other: Path) -> Drift:
     walks = Walk(first), Walk(other)
     ledgers = RequestLedger(), RequestLedger()
     differing: Input | None = None
-    parting: Parting | None = None
+    first_difference: FirstDifference | None = None
     for number, (a, b) in enumerate(zip_longest(*walks)):
         launched = ledgers[0].batches
         for ledger, at in zip(ledgers, (a, b), strict=True):
             if at is not None:
                 ledger.observe(at[1], at[2])
-        if differing is not None or parting is not None:
+        if differing is not None or first_difference is not None:
             continue
         if a is None or b is None or a[1] != b[1]:
             differing = Input(number, _fact(a), _fact(b))
         elif a[2].digest != b[2].digest:
             found = [decision_of(number, at[1], at[2], walk.names) for at, walk in zip((a, b), walks, strict=True)]
-            parting = Parting("digest", launched, found[0], found[1], a[1].time_us, b[1].time_us)
+            first_difference = FirstDifference("digest", launched, found[0], found[1], a[1].time_us, b[1].time_us)
     if differing is not None:
-        parting = _first_launch(first, other)
-    if parting is not None:
-        states = [_state(run, at) for run, at in ((first, parting.first), (other, parting.other))]
-        parting = parting._replace(states=(states[0], states[1]))
-    return _summed(walks, ledgers, differing, parting)
+        first_difference = _first_launch(first, other)
+    if first_difference is not None:
+        states = [_state(run, at) for run, at in ((first, first_difference.first), (other, first_difference.other))]
+        first_difference = first_difference._replace(states=(states[0], states[1]))
+    return _summed(walks, ledgers, differing, first_difference)
 
 
 def _fact(at: tuple[int, ObservedEvent, Step] | None) -> str:
     return f"{at[1].time_us / 1e3:.3f} ms, {event_line(at[1])}" if at is not None else ""
 
 
-def _first_launch(first: Path, other: Path) -> Parting | None:
+def _first_launch(first: Path, other: Path) -> FirstDifference | None:
     """Return the first launch that differs, for journals whose steps do not correspond."""
     walks = Walk(first), Walk(other)
     for launch, (a, b) in enumerate(zip_longest(*map(_launches, walks))):
@@ -182,7 +182,7 @@ def _first_launch(first: Path, other: Path) -> Parting | None:
                 for at, lines in zip((a, b), words, strict=True)
             ]
             times = [at[1].time_us if at is not None else -1 for at in (a, b)]
-            return Parting("launch", launch, found[0], found[1], times[0], times[1])
+            return FirstDifference("launch", launch, found[0], found[1], times[0], times[1])
     return None
 
 
@@ -220,7 +220,7 @@ def _summed(
     walks: tuple[Walk, Walk],
     ledgers: tuple[RequestLedger, RequestLedger],
     differing: Input | None,
-    parting: Parting | None,
+    first_difference: FirstDifference | None,
 ) -> Drift:
     tables = tuple(ledger.metrics.result().requests for ledger in ledgers)
     columns = [table.columns() for table in tables]
@@ -233,7 +233,7 @@ def _summed(
         steps=(ledgers[0].steps, ledgers[1].steps),
         batches=(ledgers[0].batches, ledgers[1].batches),
         input=differing,
-        parting=parting,
+        first_difference=first_difference,
         matched=len(rows),
         matched_by=matched_by,
         only=(only[0], only[1]),

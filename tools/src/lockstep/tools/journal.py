@@ -295,7 +295,7 @@ def _check_run(run: Path, repair: bool, as_json: bool, of: str = "") -> int:
         if repaired:
             click.echo(f"repaired: cut {tail.torn_bytes} bytes off {tail.segment}")
     if faults:
-        _say_faults(opened.folder, faults)
+        _print_faults(opened.folder, faults)
         return EXIT_UNREADABLE
     if tail.verdict == "torn" and not repaired:
         click.echo(f"hint: lockstep journal check {run} --repair cuts it off; no whole record is lost", err=True)
@@ -336,7 +336,7 @@ def _without_integrity(path: Path | str) -> str:
     return f"{path} is of an earlier version, without checksums: lost or altered lines may go unnoticed"
 
 
-def _say_faults(folder: Path, faults: Sequence[SnapshotFault]) -> None:
+def _print_faults(folder: Path, faults: Sequence[SnapshotFault]) -> None:
     for fault in faults:
         click.echo(f"JournalCorrupt: {folder}: snapshot {fault}", err=True)
 
@@ -439,7 +439,7 @@ def verify_run(run: Path, until: int | None, as_json: bool, of: str = "") -> int
                     "flags": error.flags,
                 }
             )
-        say_divergence(run, error)
+        print_divergence(run, error)
         sys.exit(EXIT_DIVERGED)
     except JournalError as error:
         raise ToolError(error) from error
@@ -470,17 +470,17 @@ def verify_run(run: Path, until: int | None, as_json: bool, of: str = "") -> int
         if is_open and done.tail is not None:
             click.echo(f"tail {_tail_text(done.tail)}; verified up to the last whole record")
     if done.snapshot_faults:
-        _say_faults(run, done.snapshot_faults)
+        _print_faults(run, done.snapshot_faults)
         return EXIT_UNREADABLE
     return EXIT_NOT_CLOSED if is_open else 0
 
 
-def say_divergence(run: Path, divergence: Divergence, decisions: Path | None = None) -> None:
+def print_divergence(run: Path, divergence: Divergence, decisions: Path | None = None) -> None:
     """Print the first differing decision of a replay on stderr, with the text of both decisions as far as available."""
-    from lockstep.tools.strict import parted
+    from lockstep.tools.strict import diverged_step
 
     click.echo(f"Divergence: {divergence}", err=True)
-    found = parted(run, divergence, decisions)
+    found = diverged_step(run, divergence, decisions)
     for line in found.lines() if found is not None else ():
         click.echo(line, err=True)
 

@@ -32,7 +32,7 @@ from lockstep.host.options import Option, options_of, take, with_flags
 from lockstep.tools.conditions import Condition
 from lockstep.tools.decision_text import decision_of, decisions_text, exact_text
 from lockstep.tools.drift import state_lines
-from lockstep.tools.journal import say_divergence, verify_all, verify_run
+from lockstep.tools.journal import print_divergence, verify_all, verify_run
 from lockstep.tools.narration import clock
 from lockstep.tools.runs import EXIT_DIVERGED, RUN, Walk, engine_journal, print_json, refusals
 from lockstep.tools.stepping import Stepper, TakenStep
@@ -157,7 +157,7 @@ def _write_decisions(run: Path, until: int | None, path: Path, as_json: bool) ->
     try:
         text = decisions_text(decision_of(number, event, step, walk.names) for number, event, step in walk)
     except Divergence as error:
-        say_divergence(run, error)
+        print_divergence(run, error)
         sys.exit(EXIT_DIVERGED)
     path.write_text(text, "utf-8", newline="\n")
     if as_json:
@@ -185,7 +185,7 @@ def _in_hand(run: Path, until: int | None, condition: str | None, interactive: b
             if hand.done:
                 return
     except Divergence as error:
-        say_divergence(run, error)
+        print_divergence(run, error)
         sys.exit(EXIT_DIVERGED)
 
 

@@ -22,7 +22,7 @@ from lockstep.tools.runs import Walk, walked
 DECISIONS = "decisions.txt"
 
 
-class Parted(NamedTuple):
+class DivergedStep(NamedTuple):
     """The first step whose decisions differ from the recorded ones."""
 
     recorded: Decision | None  # None if its text was not stored
@@ -46,7 +46,7 @@ class Parted(NamedTuple):
         return ["decisions", *found, "state before", *(f"  {line}" for line in self.state)]
 
 
-def parted(run: Path, divergence: Divergence, decisions: Path | None = None) -> Parted | None:
+def diverged_step(run: Path, divergence: Divergence, decisions: Path | None = None) -> DivergedStep | None:
     """Return the report on a divergence; None if the replay diverges at an earlier step, so for another engine.
 
     Raises: ConfigError if the file of decisions cannot be read.
@@ -69,6 +69,6 @@ def parted(run: Path, divergence: Divergence, decisions: Path | None = None) -> 
     try:
         step = walk.engine.step(divergence.event)
     except LockstepError as error:
-        return Parted(recorded, None, f"{type(error).__name__}: {error}", delivered, state)
+        return DivergedStep(recorded, None, f"{type(error).__name__}: {error}", delivered, state)
     now = decision_of(number, divergence.event, step, walk.names)
-    return Parted(recorded, now, "", delivered, state)
+    return DivergedStep(recorded, now, "", delivered, state)

@@ -105,7 +105,7 @@ class Base:
 
 
 @dataclass(frozen=True)
-class Felt:
+class RequestChange:
     """A request in both runs, with its waits in each."""
 
     name: str
@@ -446,7 +446,7 @@ def felt(
     other: StoredRun,
     waits_of_first: RecordedWaits | SimulatedWaits,
     waits_of_other: SimulatedWaits,
-) -> tuple[list[Felt], list[Felt]]:
+) -> tuple[list[RequestChange], list[RequestChange]]:
     """Return the requests whose TTFT rose most, and those whose TTFT fell most, with their waits in both runs."""
     if first.requests is None or other.requests is None:
         return [], []
@@ -466,7 +466,7 @@ def felt(
     waits = waits_of_first.of(ids[0]), waits_of_other.of(ids[1])
     routes = waits_of_first.routes(ids[0]), waits_of_other.routes(ids[1])
     both = [
-        Felt(
+        RequestChange(
             labels[place],
             (a, b),
             (int(ttft[0][at]), int(ttft[1][at])),
@@ -480,7 +480,7 @@ def felt(
     return [each for each in both if each.change_us > 0], [each for each in both if each.change_us < 0]
 
 
-def why(one: Felt) -> list[str]:
+def why(one: RequestChange) -> list[str]:
     """Return the parts of a change of TTFT as text, largest first, and other differences between the runs."""
     mine, theirs = one.waited
     causes = dict.fromkeys((*mine.by_cause, *theirs.by_cause))
@@ -515,13 +515,13 @@ def _why_there(route: Route) -> str:
     return ROUTES.get(route.reason, route.reason) + sent
 
 
-def _head(one: Felt) -> str:
+def _head(one: RequestChange) -> str:
     a, b = one.ids
     change = f"TTFT {duration(one.ttft_us[0])} -> {duration(one.ttft_us[1])}, {show_change(one.change_us)}"
     return f"{one.name} (A r{a}, B r{b}): {change}"
 
 
-def why_lines(losers: Sequence[Felt], winners: Sequence[Felt]) -> list[str]:
+def why_lines(losers: Sequence[RequestChange], winners: Sequence[RequestChange]) -> list[str]:
     """Return both lists as lines for a terminal."""
     lines = []
     for title, listed in (("requests that lost most, and why", losers), ("requests that won most, and why", winners)):
@@ -537,7 +537,7 @@ def why_lines(losers: Sequence[Felt], winners: Sequence[Felt]) -> list[str]:
     return lines
 
 
-def why_html(losers: Sequence[Felt], winners: Sequence[Felt], names: tuple[str, str]) -> str:
+def why_html(losers: Sequence[RequestChange], winners: Sequence[RequestChange], names: tuple[str, str]) -> str:
     """Return both lists as a section of the HTML page, with the names of the runs."""
     parts = []
     for title, listed in (("Requests that lost most", losers), ("Requests that won most", winners)):
@@ -554,8 +554,8 @@ def why_html(losers: Sequence[Felt], winners: Sequence[Felt], names: tuple[str, 
     )
 
 
-def _described(losers: Sequence[Felt], winners: Sequence[Felt]) -> dict[str, Any]:
-    def each(listed: Sequence[Felt]) -> list[dict[str, Any]]:
+def _described(losers: Sequence[RequestChange], winners: Sequence[RequestChange]) -> dict[str, Any]:
+    def each(listed: Sequence[RequestChange]) -> list[dict[str, Any]]:
         return [
             {"name": one.name, "request_ids": list(one.ids), "ttft_us": list(one.ttft_us), "why": why(one)}
             for one in listed

@@ -317,7 +317,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
         trace=trace,
         read_weights=llm.weights,
         group=group,
-        adapters=llm.adapter_desk,
+        adapters=llm.adapter_registry,
     )
     if meter is None:
         return unit

@@ -33,7 +33,7 @@ class ModelDrafter:
         self.page_size = attention.pool.page_size
         self.page_shift, self.scratch = self.page_size.bit_length() - 1, pages * self.page_size
 
-    def saw(self, batch: ForwardBatch) -> None:
+    def observe_batch(self, batch: ForwardBatch) -> None:
         """Run this model over the batch, to write its KV."""
         self.attention.plan(batch)
         self.model.forward(batch, self.attention)

@@ -1,6 +1,6 @@
 """Drafts: guesses of a row's next tokens, made on the device, and the check which of them were right.
 
-A drafter receives each pass before it runs (`saw`), and drafts for the rows that verify some (`draft`).
+A drafter receives each pass before it runs (`observe_batch`), and drafts for the rows that verify some (`draft`).
 
     position      .. 4   5   6   7   8   9 |10  11  12  13      the newest token is at position 10
     token         .. a   b   c   d   a   b | c   d   a   b      drafts: the tokens after the last "a b c": d a b
@@ -41,7 +41,7 @@ WINDOW = 8192  # newest tokens of a row that are searched
 class Drafter(Protocol):
     """The interface of a drafter. All its work runs on the stream of the passes."""
 
-    def saw(self, batch: ForwardBatch) -> None:
+    def observe_batch(self, batch: ForwardBatch) -> None:
         """Take in the pass that runs next, with the drafts that it verifies."""
 
     def draft(
@@ -60,7 +60,7 @@ class Drafter(Protocol):
             rows: int64 [rows], indices of `page_table`, int32 [table rows, width].
             stands: int64 [rows], positions of the newest tokens; `stands_host`: upper bounds of them, exact if the
                 attention backend requires exact lengths.
-            newest: int64 [rows], the newest tokens; `saw` has not received them yet.
+            newest: int64 [rows], the newest tokens; `observe_batch` has not received them yet.
             drafts: int32 [rows], requested drafts of each row; at least one row has at least one.
             reach: int64 [rows], the last position for which a row has a page, that of its last draft.
         Returns: int64 [rows, most drafts]; values beyond a row's `drafts` have no meaning.
@@ -84,7 +84,7 @@ class NgramDrafter:
         """Return the bytes of device memory for the tokens of `slots` slots."""
         return 4 * slots
 
-    def saw(self, batch: ForwardBatch) -> None:
+    def observe_batch(self, batch: ForwardBatch) -> None:
         """Store the token of each slot."""
         self.tokens.index_copy_(0, batch.slots, batch.token_ids.to(torch.int32))
 

@@ -373,7 +373,7 @@ class Executor:
     def _before_pass(self, launched: _Launched, batch: ForwardBatch) -> None:
         """Pass the batch to the drafter, and verify its KV slots with the canary."""
         if self.drafter is not None:
-            self.drafter.saw(batch)
+            self.drafter.observe_batch(batch)
         if self.canary is not None:
             found = self.canary.check(batch)
             before = launched.wanted.get("canary")

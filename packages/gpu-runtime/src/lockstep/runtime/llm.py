@@ -232,11 +232,11 @@ class LLM:
                     assert journal is not None
                     self._journal = JournalWriter.create(journal, header)
                 undo.callback(self._journal.close)
-            self._shelf: LocalAdapters | LeadAdapters | None = None
+            self._host_adapters: LocalAdapters | LeadAdapters | None = None
             if self.config.max_loras:
-                shelf = HostAdapterCache(self.model)
-                self._shelf = LocalAdapters(shelf) if self.group is None else LeadAdapters(shelf, self.group)
-                undo.callback(self._shelf.close)
+                cache = HostAdapterCache(self.model)
+                self._host_adapters = LocalAdapters(cache) if self.group is None else LeadAdapters(cache, self.group)
+                undo.callback(self._host_adapters.close)
             if weights.version:
                 weight_loader.load_weights(weights.version, weights.source)
             if released := engine.maintenance.released:
@@ -251,14 +251,14 @@ class LLM:
                     watch_text=self._watch if self.text is not None else None,
                     compile_grammar=None if self.grammars is None else self.grammars.compiler,
                 ),
-                device=DeviceServices(self._profiler, weight_loader, self._shelf),
+                device=DeviceServices(self._profiler, weight_loader, self._host_adapters),
                 earlier=EarlierGeneration(weights) if keeper is None else keeper.earlier_generation(),
                 observe=self._bubbles.fold,
             )
-            self.adapter_desk: AdapterRegistry | None = None
-            if self._shelf is not None:
-                self.adapter_desk = AdapterRegistry(self.host, self._shelf, source_of)
-                self.adapter_desk.begin(sources, restarted=keeper is not None and keeper.death is not None)
+            self.adapter_registry: AdapterRegistry | None = None
+            if self._host_adapters is not None:
+                self.adapter_registry = AdapterRegistry(self.host, self._host_adapters, source_of)
+                self.adapter_registry.begin(sources, restarted=keeper is not None and keeper.death is not None)
             if self.group is not None:
                 self.group.on_stuck = self.host.fail
             undo.pop_all()
@@ -509,9 +509,9 @@ class LLM:
         return {one.name: one.path for one in self.host.adapters.entries}
 
     def _desk(self) -> AdapterRegistry:
-        if self.adapter_desk is None:
+        if self.adapter_registry is None:
             raise ConfigError(LORA_OFF)
-        return self.adapter_desk
+        return self.adapter_registry
 
     def _ordered(self, control: Control) -> None:
         answer = self.host.ask(control).result()
@@ -527,8 +527,8 @@ class LLM:
         self._watchdog.close()
         if self.grammars is not None:
             self.grammars.compiler.close()
-        if self._shelf is not None:
-            self._shelf.close()
+        if self._host_adapters is not None:
+            self._host_adapters.close()
         stuck = not own and self._thread.is_alive()
         if self.group is not None:
             self.group.close(stuck=stuck)

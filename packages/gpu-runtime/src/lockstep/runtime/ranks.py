@@ -337,7 +337,7 @@ class RankGroup:
         if wrong := next(filter(None, errors), ""):
             raise ConfigError(wrong)
 
-    def drew(self, result: BatchResult) -> None:
+    def check_sampled(self, result: BatchResult) -> None:
         """Compare rank 0's digest of a batch with those of the workers, now or when they arrive."""
         batch_id, drawn = result.plan.batch_id, drawn_digest(result)
         with self._lock:
@@ -608,7 +608,7 @@ class LeadExecutor:
         self.group.tell(Collect())
         with self._explained():
             result = self.executor.collect()
-        self.group.drew(result)
+        self.group.check_sampled(result)
         return result
 
     @contextlib.contextmanager
@@ -667,8 +667,8 @@ class LeadModel:
 class LeadAdapters:
     """The adapter loader of all ranks. `place` has ended once every rank has the adapter in its slot."""
 
-    def __init__(self, shelf: HostAdapterCache, group: RankGroup) -> None:
-        self.shelf, self.group = shelf, group
+    def __init__(self, cache: HostAdapterCache, group: RankGroup) -> None:
+        self.cache, self.group = cache, group
         self._thread = ThreadPoolExecutor(1, "lockstep-adapters")
 
     def read(self, name: str, version: int, source: str) -> None:
@@ -676,7 +676,7 @@ class LeadAdapters:
         try:
             self.group.about_adapter(
                 lambda ticket: ReadAdapter(ticket, name, version, source),
-                lambda: self.shelf.read(name, version, source),
+                lambda: self.cache.read(name, version, source),
             )
         except ConfigError:
             self.forget(name, version)
@@ -685,7 +685,7 @@ class LeadAdapters:
     def lack(self, name: str, version: int, why: str) -> None:
         """See `HostAdapterCache.lack`."""
         self.group.tell(LackAdapter(name, version, why))
-        self.shelf.lack(name, version, why)
+        self.cache.lack(name, version, why)
 
     def place(self, name: str, version: int, slot: int, done: Callable[[BaseException | None], None]) -> None:
         """Copy an adapter into a slot on all ranks, while batches run."""
@@ -693,7 +693,7 @@ class LeadAdapters:
         def work() -> None:
             self.group.about_adapter(
                 lambda ticket: PlaceAdapter(ticket, name, version, slot),
-                lambda: self.shelf.place(name, version, slot),
+                lambda: self.cache.place(name, version, slot),
             )
 
         self._thread.submit(answering, work, done)
@@ -701,7 +701,7 @@ class LeadAdapters:
     def forget(self, name: str, version: int | None = None) -> None:
         """See `HostAdapterCache.forget`."""
         self.group.tell(ForgetAdapter(name, version))
-        self.shelf.forget(name, version)
+        self.cache.forget(name, version)
 
     def close(self) -> None:
         """Cancel loads that have not started."""

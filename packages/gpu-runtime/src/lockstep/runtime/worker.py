@@ -191,7 +191,7 @@ class Follower:
 
     def __init__(self, executor: Executor, orders: Orders, live: LiveModel) -> None:
         self.executor, self.orders, self.live, self.chain = executor, orders, live, PlanChain()
-        self.shelf = HostAdapterCache(live.model)
+        self.host_adapters = HostAdapterCache(live.model)
         self._adapters = ThreadPoolExecutor(1, "lockstep-adapters")  # so that plans do not wait for a disk
 
     def run(self) -> None:
@@ -241,13 +241,13 @@ class Follower:
         try:
             match about:
                 case ReadAdapter(_, name, version, source):
-                    self.shelf.read(name, version, source)
+                    self.host_adapters.read(name, version, source)
                 case PlaceAdapter(_, name, version, slot):
-                    self.shelf.place(name, version, slot)
+                    self.host_adapters.place(name, version, slot)
                 case LackAdapter(name, version, why):
-                    self.shelf.lack(name, version, why)
+                    self.host_adapters.lack(name, version, why)
                 case ForgetAdapter(name, version):
-                    self.shelf.forget(name, version)
+                    self.host_adapters.forget(name, version)
         except ConfigError as raised:
             error = str(raised)
         except BaseException as raised:

@@ -225,7 +225,7 @@ def refuse_undeclared(found: list[BaseRoute], declared: tuple[HttpRoute, ...]) -
 
 def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        came_s = time.monotonic()
+        arrived_s = time.monotonic()
         named = request.headers.get("x-request-id", "")
         label = named if LABEL.fullmatch(named) else secrets.token_hex(16)
         status, tenant = 500, ""
@@ -241,7 +241,7 @@ def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable
                     strict=server.settings.strict,
                     optional=route.optional,
                 )
-            response = await route.handler(server, Call(request, body, tenant, came_s))
+            response = await route.handler(server, Call(request, body, tenant, arrived_s))
             status = response.status_code
         except ApiError as error:
             response, status = error_response(error, route.errors), error.status
@@ -262,7 +262,7 @@ def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable
                 path=route.path,
                 status=status,
                 tenant=tenant,
-                came_s=came_s,
+                arrived_s=arrived_s,
                 ended_s=time.monotonic(),
                 headers=request.headers,
                 generation=getattr(request.state, "generation", None),

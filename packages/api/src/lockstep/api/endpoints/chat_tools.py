@@ -290,7 +290,7 @@ def reading_of(
     prompt: str | None,
     *,
     separate: bool = True,
-    going_on: bool = False,
+    continues: bool = False,
     grammar: Grammar | None = None,
     id_prefix: str = "call_",
 ) -> Reading:
@@ -299,7 +299,7 @@ def reading_of(
     Args:
         separate: whether thoughts are split off.
         grammar: grammar of the answer from its first token on. Except with a structural tag, it excludes thoughts.
-        going_on: the answer continues a message; its thoughts have ended unless they are open.
+        continues: the answer continues a message; its thoughts have ended unless they are open.
     """
     form = PLAIN
     if tools.obliged:
@@ -309,7 +309,7 @@ def reading_of(
     plain, thinks = form is PLAIN, False
     free = grammar is None or grammar.kind == "structural_tag"
     if separate and free and formats.thoughts is not None:
-        how = opening(formats.thoughts, prompt or "", going_on=going_on)
+        how = opening(formats.thoughts, prompt or "", continues=continues)
         form, thinks = with_thoughts(form, formats.thoughts, how), True
         plain = plain and how == "closed"
     alone = tools.named or not tools.parallel

@@ -325,7 +325,7 @@ class Generation:
     """The answers to one request of a client.
 
     Args:
-        came_s: arrival of the request (time.monotonic), for the time to first token.
+        arrived_s: arrival of the request (time.monotonic), for the time to first token.
         start_by_s, finish_by_s: time.monotonic by which it must run, or must have ended.
         over: called once at its end with the number of output tokens.
         together: key of requests that should run on the same engine; empty: none.
@@ -334,7 +334,7 @@ class Generation:
     bridge: Engines
     metrics: Metrics
     parameters: GenerationRequest
-    came_s: float
+    arrived_s: float
     start_by_s: float | None = None
     finish_by_s: float | None = None
     over: Callable[[int], object] | None = None
@@ -389,7 +389,7 @@ class Generation:
                         stop_token_ids=request.stop_token_ids,
                         min_tokens=request.min_new_tokens,
                     )
-                    counted = CountedAnswer(ticket, reply, self.came_s, self.parameters.stream)
+                    counted = CountedAnswer(ticket, reply, self.arrived_s, self.parameters.stream)
                     self.choices.append(Choice(len(self.choices), prompt, ticket, reply, answer, counted))
         except EngineUnavailable as error:
             self.cancel()
@@ -423,7 +423,7 @@ class Generation:
             over(sum(len(choice.reply.tokens) for choice in self.choices))
         for choice in self.choices:
             if not choice.over:
-                self.metrics.saw(choice.counted)
+                self.metrics.observe_tokens(choice.counted)
                 choice.over = True
 
     async def pieces(self) -> AsyncIterator[list[ChoiceDelta]]:
@@ -482,7 +482,7 @@ class Generation:
         choice.taken = stop
         choice.over = ended is not None
         if choice.over or not choice.counted.tokens or len(reply.arrivals) >= MEASURED_AT_ONCE:
-            self.metrics.saw(choice.counted)
+            self.metrics.observe_tokens(choice.counted)
         return ChoiceDelta(choice, text, first, stop, ended)
 
 

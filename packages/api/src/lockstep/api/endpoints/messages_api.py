@@ -55,7 +55,7 @@ async def messages(server: Server, call: Call[MessageBody]) -> Response:
         server.formats,
         tools,
         prompt.text,
-        going_on=body.messages[-1].role == "assistant",
+        continues=body.messages[-1].role == "assistant",
         grammar=parameters.grammar,
         id_prefix="toolu_",
     )

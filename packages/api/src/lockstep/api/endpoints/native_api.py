@@ -156,7 +156,7 @@ def _answer(generation: Generation, body: GenerateBody, choice: Choice, text: st
     }
     if ended is not None:
         meta["finish_reason"] = _finish(choice)
-        meta["e2e_latency"] = time.monotonic() - generation.came_s
+        meta["e2e_latency"] = time.monotonic() - generation.arrived_s
         meta |= weights_of(ended)
     if body.return_logprob:
         tokens = reply.tokens[: choice.taken]

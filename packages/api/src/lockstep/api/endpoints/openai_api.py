@@ -197,7 +197,7 @@ async def chat(server: Server, call: Call[ChatBody]) -> Response:
         tools,
         prompt.text,
         separate=body.separate_reasoning is not False,
-        going_on=body.continue_final_message,
+        continues=body.continue_final_message,
         grammar=parameters.grammar,
     )
     generation = server.generate(call, parameters, [prompt])

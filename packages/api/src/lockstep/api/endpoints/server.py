@@ -45,7 +45,7 @@ class Call(Generic[BodyType]):
     request: Request
     body: BodyType
     tenant: str
-    came_s: float  # time.monotonic
+    arrived_s: float  # time.monotonic
 
 
 @dataclass
@@ -164,7 +164,7 @@ class Server:
         body = call.body
         if adapter := self.adapter(getattr(body, "model", None), getattr(body, "lora_path", None)):
             parameters = replace(parameters, adapter=adapter)
-        generation = Generation(self.bridge, self.metrics, parameters, call.came_s, start_by_s, finish_by_s)
+        generation = Generation(self.bridge, self.metrics, parameters, call.arrived_s, start_by_s, finish_by_s)
         if (together := call.request.headers.get(TOGETHER)) is not None:
             generation.together = f"{call.tenant}\0{together[:TOGETHER_CHARACTERS]}"
         admit = None
@@ -187,4 +187,4 @@ def _deadline(call: Call[BodyType], header: str, name: str) -> float | None:
             times.append(nan)
         if not 0.0 < times[-1] <= 1e6:
             raise ApiError(400, f"the header `{header}` must be seconds above 0, got {given[:40]!r}", header)
-    return call.came_s + min(times) if times else None
+    return call.arrived_s + min(times) if times else None

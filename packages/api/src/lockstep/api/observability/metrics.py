@@ -67,7 +67,7 @@ class CountedAnswer:
 
     ticket: Ticket
     reply: Reply
-    came_s: float  # when its request arrived
+    arrived_s: float  # when its request arrived
     streams: bool  # whether tokens are sent as they come
     tokens: int = 0  # counted
     newest_s: float = 0.0  # when the last of these came
@@ -134,7 +134,7 @@ class Metrics:
                 self._tokens_max[engine].observe(max_tokens)
         self._prompt_tokens[engine].inc(prompt_tokens)
 
-    def saw(self, answer: CountedAnswer) -> None:
+    def observe_tokens(self, answer: CountedAnswer) -> None:
         """Count new tokens of an answer, or its end. Each token is counted once."""
         reply, engine = answer.reply, answer.ticket.engine
         arrivals, reply.arrivals = reply.arrivals, []
@@ -154,7 +154,7 @@ class Metrics:
         if ended.rejected:
             return
         self._output[engine].observe(len(reply.tokens))
-        self._e2e[engine].observe((answer.newest_s or time.monotonic()) - answer.came_s)
+        self._e2e[engine].observe((answer.newest_s or time.monotonic()) - answer.arrived_s)
         self._cached[engine].inc(ended.cached_tokens)
         self._queries[engine].inc(ended.prompt_tokens)
         self._hits[engine].inc(ended.cached_tokens)
@@ -177,7 +177,7 @@ class Metrics:
         if answer.tokens:
             times.insert(0, answer.newest_s)
         else:
-            self._ttft[answer.ticket.engine].observe(times[0] - answer.came_s)
+            self._ttft[answer.ticket.engine].observe(times[0] - answer.arrived_s)
         observe = self._itl[answer.ticket.engine].observe
         for before_s, now_s in pairwise(times):
             observe(now_s - before_s)

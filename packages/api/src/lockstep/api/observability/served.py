@@ -37,7 +37,7 @@ class Served:
     path: str
     status: int
     tenant: str
-    came_s: float  # time.monotonic
+    arrived_s: float  # time.monotonic
     ended_s: float
     headers: Mapping[str, str]
     generation: Generation | None = None
@@ -45,7 +45,7 @@ class Served:
 
     @property
     def took_s(self) -> float:
-        return self.ended_s - self.came_s
+        return self.ended_s - self.arrived_s
 
     @property
     def phases(self) -> Phases:

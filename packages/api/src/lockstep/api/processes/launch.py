@@ -6,7 +6,9 @@
               └─ API worker 1 ...
 
 - When a worker ends, its streams end. The engines receive WorkerGone and cancel its requests, and another worker
-  is started. A worker that ends before it was connected to its engines would end again: the server stops.
+  is started. If workers end before they are connected to their engines, the next one is started after a delay that
+  doubles, and after WORKER_TRIES such ends in a row the server stops. It stops at once if no worker was ever connected
+  and the first one was not killed: the next one would end alike.
 - An engine that ends is replaced: `supervisor`. When an engine is given up, the other engines continue. If it was the
   last engine, or its first generation never served, the server stops with status 1.
 - With several engines the router is a thread of the launcher: `routing`.
@@ -41,7 +43,15 @@ from lockstep.api.processes import children
 from lockstep.api.processes.engine_messages import Alive, Began, EngineExited, KillEngine
 from lockstep.api.processes.routing import RouterService, RouterThread
 from lockstep.api.processes.sockets import engine_folder, fresh_folder, router_address, writer
-from lockstep.api.processes.supervisor import GRACE_S, Child, EngineReport, Supervisor, end_orphan, status_text
+from lockstep.api.processes.supervisor import (
+    GRACE_S,
+    OUTSIDE_SIGNALS,
+    Child,
+    EngineReport,
+    Supervisor,
+    end_orphan,
+    status_text,
+)
 from lockstep.api.processes.wire import EngineLost, StopEngine, StopRouter, ToRouter, WorkerGone, WorkerLost, encode
 from lockstep.api.settings import ServeSettings
 from lockstep.core.contract.errors import ConfigError
@@ -51,6 +61,8 @@ log = logging.getLogger("lockstep.serve")
 
 BACKLOG = 2048
 LOOK_S = 0.05  # interval of checks, during the start, that all processes are ready
+WORKER_TRIES = 5  # workers that may end in a row before they are ready
+FIRST_DELAY_S = 0.1  # until the next worker is started after one that was not ready; it doubles with each of them
 REPORT_DELAY_S = 0.5  # added to an engine's deadline, since the launcher may have been suspended, with unread reports
 EXIT_INTERRUPTED = 130
 
@@ -88,6 +100,8 @@ class Launcher:
         self.children: list[Child] = []
         self._events: Inbox[LauncherEvent] = Inbox()
         self._next_worker = 0
+        self._failed_workers = 0  # workers in a row that ended before they were ready
+        self._starts_s: list[float] = []  # times (time.monotonic, seconds) at which workers are to be started
         self._operator_worker = -1  # number of the worker that serves the routes for operators
         self._listener = listen(settings.host, settings.port)
         self._admin = None if settings.admin_socket is None else listen_unix(Path(settings.admin_socket))
@@ -151,6 +165,9 @@ class Launcher:
 
     def _next(self) -> int | None:
         """Wait for the next event and handle it. Returns the exit status if the server ended; else None."""
+        while self._starts_s and self._starts_s[0] <= time.monotonic():
+            del self._starts_s[0]
+            self._start_worker()
         match self._wait():
             case Signalled(number):
                 self._stop()
@@ -178,19 +195,20 @@ class Launcher:
                 return 1
             case None:
                 for engine in self.engines:
-                    if engine.deadline_s is not None and engine.deadline_s <= time.monotonic():
+                    if engine.deadline_s is not None and engine.deadline_s + REPORT_DELAY_S <= time.monotonic():
                         engine.end_hanging()
             case _:  # a report of an earlier engine generation
                 pass
         return None
 
     def _wait(self) -> LauncherEvent | None:
-        """Wait for the next event and return it; None if the deadline of an engine passed first."""
-        due = [engine.deadline_s for engine in self.engines if engine.deadline_s is not None]
+        """Wait for the next event and return it; None if an engine's deadline or the start of a worker comes first."""
+        due = [engine.deadline_s + REPORT_DELAY_S for engine in self.engines if engine.deadline_s is not None]
+        due += self._starts_s[:1]
         if not due:
             return self._events.wait()
         try:
-            return self._events.get(max(0.0, min(due) - time.monotonic()) + REPORT_DELAY_S)
+            return self._events.get(max(0.0, min(due) - time.monotonic()))
         except Empty:
             return None
 
@@ -212,15 +230,26 @@ class Launcher:
         return 1
 
     def _worker_ended(self, child: Child) -> bool:
-        """Handle the end of a worker. Returns whether another worker was started in its place."""
+        """Handle the end of a worker. Returns whether another worker is started in its place."""
         log.error("worker %d ended with %s", child.number, status_text(child.process.returncode))
         self.children.remove(child)
         for engine in self.engines:
             engine.send_to_engine(WorkerGone(child.number))
         self._send_to_router(WorkerLost(child.number))
-        if not children.is_ready(self.folder, child.number):
-            return False  # it would end again
-        self._start_worker()
+        if children.is_ready(self.folder, child.number):
+            self._failed_workers = 0
+            self._start_worker()
+            return True
+        killed = -child.process.returncode in OUTSIDE_SIGNALS
+        if not killed and not any(children.is_ready(self.folder, number) for number in range(self._next_worker)):
+            return False  # the next one would end alike
+        self._failed_workers += 1
+        if self._failed_workers >= WORKER_TRIES:
+            log.error("%d workers in a row ended before they were ready, no other is started", self._failed_workers)
+            return False
+        delay_s = FIRST_DELAY_S * 2 ** (self._failed_workers - 1)
+        log.warning("worker %d was not ready; another is started in %g s", child.number, delay_s)
+        self._starts_s = sorted([*self._starts_s, time.monotonic() + delay_s])
         return True
 
     # ---------------------------------------------------------------------------------------------------------- router

@@ -160,16 +160,17 @@ class Supervisor:
     def fork_server_ended(self) -> bool:
         """Restart fork server and engine, which cannot report without it.
 
-        Returns: False if the engine is given up: the fork server ended before it had forked the engine, so it would end
-            again, or `ended` gives up.
+        Returns: False if the engine is given up: the first fork server ended before it had forked an engine, so the
+            next one would end alike, or `ended` gives up.
         """
         fork_server, current = self.fork_server, self.current
         assert fork_server is not None
         log.error("the fork server of %s ended with %s", self.name, status_text(fork_server.process.returncode))
-        if current is None or not current.pid:
+        if current is None or not (current.pid or current.generation):
             self.current = None
             return self._give_up(f"the fork server of {self.name} ended")
-        end_orphan(current.pid)
+        if current.pid:
+            end_orphan(current.pid)
         self._start_fork_server()
         return self.ended(-signal.SIGKILL)
 

@@ -84,25 +84,25 @@ class HostAdapterCache:
 class LocalAdapters:
     """The adapter loader of an engine of one rank: `lockstep.host.adapters.AdapterLoader`."""
 
-    def __init__(self, shelf: HostAdapterCache) -> None:
-        self.shelf = shelf
+    def __init__(self, cache: HostAdapterCache) -> None:
+        self.cache = cache
         self._thread = ThreadPoolExecutor(1, "lockstep-adapters")
 
     def read(self, name: str, version: int, source: str) -> None:
         """See `HostAdapterCache.read`."""
-        self.shelf.read(name, version, source)
+        self.cache.read(name, version, source)
 
     def lack(self, name: str, version: int, why: str) -> None:
         """See `HostAdapterCache.lack`."""
-        self.shelf.lack(name, version, why)
+        self.cache.lack(name, version, why)
 
     def place(self, name: str, version: int, slot: int, done: Callable[[BaseException | None], None]) -> None:
         """Copy an adapter into a slot in a thread, while batches run; then call `done`."""
-        self._thread.submit(answering, lambda: self.shelf.place(name, version, slot), done)
+        self._thread.submit(answering, lambda: self.cache.place(name, version, slot), done)
 
     def forget(self, name: str, version: int | None = None) -> None:
         """See `HostAdapterCache.forget`."""
-        self.shelf.forget(name, version)
+        self.cache.forget(name, version)
 
     def close(self) -> None:
         """Cancel loads that have not started."""

@@ -435,6 +435,7 @@ class WriteToStorage(msgspec.Struct, frozen=True):
     """Write host pages to storage under their chained SHA-256 keys, from the first on. Answered by StorageWritten.
 
     Content that storage has under a key already is equal and need not be written. A write may have blocks and no page.
+    A write uses the pages in front of it: a storage that evicts by age keeps them longer than the written ones.
     """
 
     write_id: int
@@ -442,6 +443,7 @@ class WriteToStorage(msgspec.Struct, frozen=True):
     host_pages: Int32s
     generation: int = 0
     blocks: tuple[BlockStore, ...] = ()
+    after: bytes = b""  # key of the page in front of the first one, which was written before; b"": the path begins here
 
 
 class EncodeMedia(msgspec.Struct, frozen=True):

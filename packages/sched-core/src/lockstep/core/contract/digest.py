@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from hashlib import blake2b
 from struct import Struct
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -179,13 +179,33 @@ def ids_digest(request_ids: NDArray[np.int64]) -> bytes:
     return blake2b(request_ids.data, digest_size=DIGEST_BYTES).digest() if len(request_ids) >= MANY else b""
 
 
+class _Covered(NamedTuple):
+    """What the digest covers of one type of decided event."""
+
+    tag: str | int
+    size: int  # fields without the informative ones, which come last
+    defaults: tuple[Any, ...]  # defaults of the last ones of these fields, from the last one on
+
+
+def _covered_of(type_: type[Decided]) -> _Covered:
+    informative = DECLARATIONS[type_].informative
+    defaults = type_.__struct_defaults__[: -informative or None]
+    tag = type_.__struct_config__.tag
+    assert tag is not None, "decided events have tags"
+    return _Covered(tag, len(type_.__struct_fields__) - informative, defaults[::-1])
+
+
+_COVERED: dict[type, _Covered] = {}
+
+
 def _decided_bytes(event: Decided) -> bytes:
-    values, defaults = astuple(event), event.__struct_defaults__
-    if informative := DECLARATIONS[type(event)].informative:
-        values, defaults = values[:-informative], defaults[:-informative]
-    size = len(values)
-    for default in reversed(defaults):
+    covered = _COVERED.get(type(event))
+    if covered is None:
+        covered = _COVERED[type(event)] = _covered_of(type(event))
+    tag, size, defaults = covered
+    values = astuple(event)
+    for default in defaults:
         if values[size - 1] != default:
             break
         size -= 1
-    return _encode((event.__struct_config__.tag, *values[1:size]))
+    return _encode((tag, *values[1:size]))

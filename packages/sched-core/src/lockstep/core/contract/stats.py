@@ -28,20 +28,23 @@ class Counts(msgspec.Struct):
         for event in decided:
             tallies = _COUNTED.get(type(event))
             for name, added, by in tallies if tallies is not None else _counted(type(event)):
-                amount = getattr(event, added) if added else 1
-                total = getattr(self, name)
-                if type(total) is dict:
-                    key = getattr(event, by)
-                    total[key] = total.get(key, 0) + amount
+                if by:
+                    parts, key = getattr(self, name), getattr(event, by)
+                    parts[key] = parts.get(key, 0) + (getattr(event, added) if added else 1)
                 else:
-                    setattr(self, name, total + amount)
+                    setattr(self, name, getattr(self, name) + (getattr(event, added) if added else 1))
 
 
 _COUNTED: dict[type, tuple[Tally, ...]] = {}  # the tallies with a field in `Counts`, by type of event
 
 
 def _counted(type_: type) -> tuple[Tally, ...]:
-    found = tuple(tally for tally in DECLARATIONS[type_].tallies if tally.name in Counts.__struct_fields__)
+    totals = {name: getattr(Counts(), name) for name in Counts.__struct_fields__}
+    found = tuple(
+        tally if type(totals[tally.name]) is dict else tally._replace(by="")
+        for tally in DECLARATIONS[type_].tallies
+        if tally.name in totals
+    )
     _COUNTED[type_] = found
     return found
 

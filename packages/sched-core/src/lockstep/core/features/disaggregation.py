@@ -42,6 +42,7 @@ from lockstep.core.contract.commands import NO_ROWS, CancelTransfer, ControlAnsw
 from lockstep.core.contract.config import TRANSFER_SETTINGS, Role, SchedConfig
 from lockstep.core.contract.errors import ConfigError, ContractError, InvariantError
 from lockstep.core.contract.events import (
+    BatchId,
     FinishReason,
     PrefillCompleted,
     RequestAdmitted,
@@ -765,8 +766,8 @@ class Transfers(Component):
         self._scheduler.give_place(request)
         return True
 
-    def take_rows(self, step: Step) -> list[ExtendPart]:
-        """Assign rows to ready requests, with all their pages. Returns the extends by their first tokens."""
+    def take_rows(self, batch_id: BatchId, step: Step) -> list[ExtendPart]:
+        """Assign rows to ready requests, with all their pages. Returns the extends of batch `batch_id` by one token."""
         parts, adapters = [], self._scheduler.memory.adapters
         for request_id in list(self.ready):
             transfer, request = self.all[request_id], self._scheduler.requests[request_id]
@@ -780,18 +781,16 @@ class Transfers(Component):
             if request.open_prerequisites > 1 or not adapters.has_place_for(request.adapter):
                 continue  # it still waits for its grammar or its adapter
             start, stop = request.prompt_tokens, request.prompt_tokens + 1
-            row = self._scheduler.memory.adopt_row(request, transfer.handle, transfer.pages, stop)
+            row = self._scheduler.memory.adopt_row(request, transfer.handle, transfer.pages, stop, batch_id, step)
             transfer.handle, transfer.pages = None, NO_ROWS
             self._scheduler.meet_prerequisite(request)
             request.cached_tokens = transfer.cached_tokens
             request.chunks = 1
             self._scheduler.occupy(request)
-            sent = request.prompt_tokens - transfer.start_tokens
-            waited_us = self._scheduler.now_us - request.waiting_since_us
-            admitted = RequestAdmitted(
-                self._scheduler.now_us, request_id, row, transfer.start_tokens, 1, waited_us, sent
-            )
-            completed = PrefillCompleted(self._scheduler.now_us, request_id, 1)
+            sent, now_us = request.prompt_tokens - transfer.start_tokens, self._scheduler.now_us
+            waited_us = now_us - request.waiting_since_us
+            admitted = RequestAdmitted(now_us, request_id, row, transfer.start_tokens, 1, waited_us, sent)
+            completed = PrefillCompleted(now_us, request_id, 1)
             for decided in (admitted, completed):
                 request.advance(decided)
                 step.decided.append(decided)

@@ -178,7 +178,7 @@ class Sessions(Component):
         for request_id in list(session.queue):
             self._scheduler.requests[request_id].leave_session()
             self._scheduler.reject(request_id, "session_closed", f"session {name!r} was closed before its turn", step)
-        self._let_go(session, self._scheduler.memory)
+        self._release_kv(session, self._scheduler.memory)
         self._scheduler.retry_admission()
         del self.open[name]
         self.unsettled = [entry for entry in self.unsettled if entry[1] != name]
@@ -296,7 +296,7 @@ class Sessions(Component):
             session.tokens = self._scheduler.tokens_of(request, outputs)
             session.namespace = request.namespace
             session.spans = request.extras.spans if request.extras is not None else ()
-            self._let_go(session, self._scheduler.memory)
+            self._release_kv(session, self._scheduler.memory)
             if request.handle is not None and self._scheduler.config.session_kv == "hold":
                 if not self._scheduler.memory.is_stale(request.namespace):
                     self._take_hold(session, request.handle, self._scheduler.memory)  # KV that is published so far
@@ -371,7 +371,7 @@ class Sessions(Component):
     def lose_kv(self) -> None:
         """Unlock the KV of all sessions, which is void. Their tokens stay."""
         for session in self.open.values():
-            self._let_go(session, self._scheduler.memory)
+            self._release_kv(session, self._scheduler.memory)
         self.unsettled = []
         self._scheduler.retry_admission()
 
@@ -398,7 +398,7 @@ class Sessions(Component):
 
     def _yield_one(self, session: Session, memory: Memory, step: Step) -> None:
         before = memory.available_pages
-        self._let_go(session, memory)
+        self._release_kv(session, memory)
         step.decided.append(SessionYielded(step.time_us, session.name, memory.available_pages - before))
 
     def _hold_cached(self, session: Session) -> None:
@@ -409,7 +409,7 @@ class Sessions(Component):
         pages = session.length // self._scheduler.config.page_size
         match = memory.radix.match(memory.keyed(session.namespace), session.tokens, pages)
         handle = memory.radix.lock(match) if match.pages else None
-        self._let_go(session, memory)
+        self._release_kv(session, memory)
         session.handle = handle
 
     def _take_hold(self, session: Session, node: RadixNode, memory: Memory) -> None:
@@ -417,7 +417,7 @@ class Sessions(Component):
             memory.lock_node(node)
             session.handle = node
 
-    def _let_go(self, session: Session, memory: Memory) -> None:
+    def _release_kv(self, session: Session, memory: Memory) -> None:
         if session.handle is not None:
             memory.unlock(session.handle)
             session.handle = None

@@ -40,7 +40,8 @@ published; then the page owns it. Of its decodes a row keeps the newest checkpoi
 end. An evicted full page takes its blocks along.
 
 **Transfers** (disaggregation.py). A decode engine reserves the windows of the last page boundary of the prompt and the
-slots of the future row (`incoming`); the row takes them over. Blocks that may still be written after the request has
+slots of the future row (`incoming`); the row takes them over. The received state becomes a checkpoint at the end of its
+page, see `StatePool.adopt_row`. Blocks that may still be written after the request has
 ended are in quarantine with their full pages. A prefill engine sends the blocks of its row, which stay locked.
 
 **Admission** checks all pools before anything is taken (`lacks_state`, `WindowPool.room`).
@@ -409,12 +410,12 @@ class Hybrid:
             slot = int(self.states.slot_of[request.row])
         return HybridTransfer(windows, slot) if windows.size or slot != NONE else None
 
-    def adopt_row(self, row: int, request_id: RequestId) -> None:
-        """Move the blocks of a request whose KV was received to its row."""
+    def adopt_row(self, row: int, request: Request, batch_id: BatchId, step: Step) -> None:
+        """Move the blocks of a request whose KV was received to its row. `batch_id`: the next batch."""
         if self.window is not None:
-            self.window.adopt_row(row, request_id)
+            self.window.adopt_row(row, request.request_id)
         if self.states is not None:
-            self.states.adopt_row(row, request_id)
+            self.states.adopt_row(row, request.request_id, request.prompt_tokens, batch_id, step)
 
     def quarantine(self, request_id: RequestId) -> None:
         """Keep the blocks of an abandoned transfer, which may still be written, until the transfer has ended."""
@@ -564,7 +565,8 @@ class Hybrid:
         states = self.states
         if states is None:
             return True
-        return int(np.count_nonzero((positions + ONE) % states.every == 0)) <= states.pool.free_count
+        passing = int(np.count_nonzero((positions + ONE) % states.every == 0))
+        return passing + len(states.owed) <= states.pool.free_count
 
     # -------------------------------------------------------------------------------------------------------- snapshot
 

@@ -170,7 +170,8 @@ class Memory(DeviceMemory, Component):
         """Give the request a row whose leading pages are the matched ones, locked. Returns the row."""
         row = self._row_taken(request)
         if match is not None:
-            self.tiers.used(match)
+            if self.tiers.present:
+                self.tiers.used(match)
             handle = request.handle = self.radix.hold(match)
             request.protected_pages = match.pages
             if handle is not None and match.pages:
@@ -178,7 +179,8 @@ class Memory(DeviceMemory, Component):
                 self.table.pages[row, : match.pages] = pages
                 self.rewrites.append(Rewrite(row, 0, pages))
         request.computed = request.protected_pages * self.config.page_size
-        self.hybrid.take_row(row, request.protected_pages, step)
+        if self.hybrid.present:
+            self.hybrid.take_row(row, request.protected_pages, step)
         return row
 
     def reach(self, request: Request, stop: int, step: Step) -> None:
@@ -190,7 +192,8 @@ class Memory(DeviceMemory, Component):
             pages = self.alloc(last - first, "admission", step)
             self.table.pages[request.row, first:last] = pages
             self.rewrites.append(Rewrite(request.row, first, pages))
-            self.hybrid.open(pages, step)
+            if self.hybrid.present:
+                self.hybrid.open(pages, step)
 
     def open_pages(self, rows: Int32s, index: Int32s, step: Step) -> PageDeltas:
         """Allocate one more page for each of these rows, at these indices of their page tables. int32 [n] both."""
@@ -267,19 +270,22 @@ class Memory(DeviceMemory, Component):
         pages = self.table.pages[row]
         whole = (deferred.computed if deferred.known is None else deferred.known) // page_size
         published = None
-        self.hybrid.unlock_windows(row, held)
+        hybrid = self.hybrid
+        if hybrid.present:
+            hybrid.unlock_windows(row, held)
         if deferred.publish and self.radix.present and whole > kept and not self.is_stale(deferred.namespace):
             tokens = self.table.first_tokens(row, deferred.tokens, deferred.prompt_tokens, whole * page_size)
             inserted = self.radix.insert(deferred.namespace, tokens, pages[:whole], behind=deferred.handle)
             already, published = inserted.already, inserted.node
             if already > kept:
                 cached = self.radix.pages_of(published)[kept:already]
-                self.hybrid.fill(pages[kept:already], cached)
+                hybrid.fill(pages[kept:already], cached)
                 self.pool.free(pages[kept:already].copy())
                 pages[kept:already] = cached
             kept = whole
-        self.hybrid.free_states(row, pages[:kept])
-        if published is not None:
+        if hybrid.present:
+            hybrid.free_states(row, pages[:kept])
+        if published is not None and self.tiers.present:
             self.tiers.back_up(published, kept, step)
         if deferred.handle is not None:
             self.unlock_path(deferred.handle, deferred.namespace, step)
@@ -311,10 +317,13 @@ class Memory(DeviceMemory, Component):
             take(row, request)
         return row
 
-    def adopt_row(self, request: Request, handle: RadixNode | None, pages: Int32s, computed: int) -> int:
+    def adopt_row(
+        self, request: Request, handle: RadixNode | None, pages: Int32s, computed: int, batch_id: BatchId, step: Step
+    ) -> int:
         """Give the request a row with KV that was received. Returns the row.
 
         Its first `computed` positions are the path of `handle` and `pages`. The request owns both from now on.
+        `batch_id`: the next batch.
         """
         row = self._row_taken(request)
         if handle is not None:
@@ -325,7 +334,7 @@ class Memory(DeviceMemory, Component):
         self.table.pages[row, : pages.size] = pages
         self.rewrites.append(Rewrite(row, 0, pages))
         request.computed = computed
-        self.hybrid.adopt_row(row, request.request_id)
+        self.hybrid.adopt_row(row, request, batch_id, step)
         return row
 
     def lend(self, row: int, request_id: RequestId) -> None:

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from msgspec import Struct
+
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.kv.memory import Memory
 from lockstep.core.kv.radix import Match
@@ -72,42 +74,19 @@ class AdmissionView(EngineView, Protocol):
         """
 
 
-class ExtendShare:
+class ExtendShare(Struct):
     """The share of an extend with which a waiting request would start. Resources fill and limit it in their order."""
 
-    __slots__ = (
-        "budget",
-        "cached_tokens",
-        "locked_pages",
-        "match",
-        "may_split",
-        "new_tokens",
-        "parts",
-        "request",
-        "take",
-        "view",
-    )
-
-    def __init__(
-        self, view: AdmissionView, request: Request, budget: PrefillBudget, parts: int, may_split: bool
-    ) -> None:
-        """Create the share of a request before any resource has seen it.
-
-        Args:
-            view: the state in which the request would start: the scheduler, or a projection of it.
-            parts: requests in the extend so far.
-            may_split: whether the prompt may be computed in chunks.
-        """
-        self.view = view
-        self.request = request
-        self.budget = budget
-        self.parts = parts
-        self.may_split = may_split
-        self.match: Match | None = None
-        self.cached_tokens = 0
-        self.locked_pages = 0  # cached pages of the match without a lock: this request will lock them
-        self.new_tokens = 0  # tokens to compute, in all chunks
-        self.take = 0  # tokens to compute in this extend
+    view: AdmissionView  # the state in which the request would start: the scheduler, or a projection of it
+    request: Request
+    budget: PrefillBudget
+    parts: int  # requests in the extend so far
+    may_split: bool  # whether the prompt may be computed in chunks
+    match: Match | None = None
+    cached_tokens: int = 0
+    locked_pages: int = 0  # cached pages of the match without a lock: this request will lock them
+    new_tokens: int = 0  # tokens to compute, in all chunks
+    take: int = 0  # tokens to compute in this extend
 
 
 class Resource:

@@ -50,6 +50,7 @@ class StatePool:
         self.starts: list[tuple[int, int, int]] = []  # row, slot and source of its first state, for the next plan
         self.unwritten: dict[int, BatchId] = {}  # by checkpoint of a page: the batch in flight that writes it
         self.incoming: dict[RequestId, list[int]] = {}  # slots of transfers, by request, until it has a row
+        self.owed: set[int] = set()  # rows with a received state that is no checkpoint: they leave one at a page's end
 
     @property
     def idle(self) -> NDArray[np.intp]:
@@ -64,10 +65,15 @@ class StatePool:
         return self.pool.free_count + self.idle.size - idle_source + sum(1 for _ in self._spare())
 
     def _spare(self) -> list[tuple[int, tuple[int, int, BatchId]]]:
-        """Return the checkpoints of rows that no batch in flight writes, each with its row."""
+        """Return the checkpoints of rows that no batch in flight writes and the next plan does not copy, each with its
+        row."""
         oldest = self.in_flight[0].plan.batch_id if self.in_flight else None
+        copied = {source for _, _, source in self.starts}
         return [
-            (row, one) for row, kept in self.unpublished.items() for one in kept if oldest is None or one[2] < oldest
+            (row, one)
+            for row, kept in self.unpublished.items()
+            for one in kept
+            if (oldest is None or one[2] < oldest) and one[1] not in copied
         ]
 
     def take_row(self, row: int, path: Int32s, step: Step) -> None:
@@ -88,11 +94,25 @@ class StatePool:
         """Allocate the slots of a request whose state will be received; the state is written to the first slot."""
         self.incoming[request_id] = [self.alloc_for_row(step) for _ in range(self.by_row)]
 
-    def adopt_row(self, row: int, request_id: RequestId) -> None:
-        """Move the slots of a request whose state was received to its row."""
-        slot, *others = self.incoming.pop(request_id)
+    def adopt_row(self, row: int, request_id: RequestId, prompt_tokens: int, batch_id: BatchId, step: Step) -> None:
+        """Move the slots of a request whose state was received to its row.
+
+        The state behind a prompt that ends with a page becomes a checkpoint of that page, and the row computes in a
+        copy of it. Without a slot for the copy, or behind any other prompt, the row computes in the received slot and
+        leaves its first checkpoint at the next end of a page.
+
+        Args:
+            batch_id: the next batch, which copies the state.
+        """
+        received, *others = self.incoming.pop(request_id)
+        slot = received
+        if self.caches and prompt_tokens % self.page_size == 0 and (self.pool.free_count or self.idle.size):
+            slot = self._alloc(step)
+            self.unpublished[row] = [(prompt_tokens // self.page_size, received, batch_id)]
+        elif self.caches:
+            self.owed.add(row)
         self.slot_of[row] = slot
-        self.starts.append((row, slot, slot))
+        self.starts.append((row, slot, received))
         if others:
             self.behind_drafts[row] = others
             self.starts += [(row, other, AS_IT_IS) for other in others]
@@ -131,6 +151,7 @@ class StatePool:
         """Allocate slots for the checkpoints that the rows of a plan write.
 
         A row writes one at the last multiple of `checkpoint_tokens` that it passes, as long as slots are available.
+        A row with a received state that is no checkpoint writes its first one at the next end of a page.
 
         Args:
             oldest: the first batch that is not collected.
@@ -139,6 +160,9 @@ class StatePool:
         boundaries = plan.stops // self.every * self.every
         if plan.speculation is not None:  # the first multiple that a row may pass is the likeliest
             boundaries[plan.extend_rows :] = (plan.starts[plan.extend_rows :] // self.every + 1) * self.every
+        if self.owed:
+            owing = np.isin(plan.rows, sorted(self.owed))
+            boundaries[owing] = (plan.starts[owing] // self.page_size + 1) * self.page_size
         passing = ((boundaries > plan.starts) & (boundaries <= plan.stops)).nonzero()[0].tolist()
         index: list[int] = []
         slots: list[int] = []
@@ -150,6 +174,8 @@ class StatePool:
                 break
             slot = self._alloc(step)
             self.unpublished.setdefault(row, []).append((int(boundaries[i]) // self.page_size, slot, plan.batch_id))
+            if plan.speculation is None or i < plan.extend_rows:
+                self.owed.discard(row)  # otherwise the result shows whether the row has passed the position
             index.append(i)
             slots.append(slot)
         return index, [int(boundaries[i]) for i in index], slots
@@ -170,7 +196,10 @@ class StatePool:
         for row, first, count in zip(*(column.tolist() for column in columns), strict=True):
             passed = range(first, first + count)  # positions that the states cover
             kept = self.unpublished.get(row, [])
-            wrong = [one for one in kept if one[2] == batch.plan.batch_id and one[0] * self.page_size not in passed]
+            own = [one for one in kept if one[2] == batch.plan.batch_id]
+            wrong = [one for one in own if one[0] * self.page_size not in passed]
+            if len(wrong) < len(own):
+                self.owed.discard(row)
             if wrong:
                 self.unpublished[row] = [one for one in kept if one not in wrong]
                 self.pool.free(np.array([slot for _, slot, _ in wrong], np.int32))
@@ -250,6 +279,7 @@ class StatePool:
         slots = [int(self.slot_of[row]), *self.behind_drafts.pop(row, ())]
         slots += [slot for _, slot, _ in self.unpublished.pop(row, [])]
         self.slot_of[row] = NONE
+        self.owed.discard(row)
         self.pool.free(np.array(slots, np.int32))
 
     def drop(self, pages: Int32s) -> None:
@@ -272,6 +302,7 @@ class StatePool:
             "starts": self.starts,
             **({"coming": list(self.incoming.items())} if self.incoming else {}),
             **({"unwritten": list(self.unwritten.items())} if self.unwritten else {}),
+            **({"owed": sorted(self.owed)} if self.owed else {}),
             **{name: getattr(self, name).tobytes() for name in COLUMNS},
         }
 
@@ -284,6 +315,7 @@ class StatePool:
         self.incoming = {one: list(slots) for one, slots in state.get("coming", ())}
         self.behind_drafts = {row: list(slots) for row, slots in state.get("behind_drafts", ())}
         self.unwritten = dict(state.get("unwritten", ()))
+        self.owed = set(state.get("owed", ()))
         for name in COLUMNS:
             setattr(self, name, np.frombuffer(state[name], getattr(self, name).dtype).copy())
 
@@ -311,8 +343,8 @@ class StatePool:
             fail(f"S3: checkpoints {checkpoints.tolist()} are of pages {pages.tolist()}, not all cached or not theirs")
         same("S3 pages with a checkpoint", int((self.checkpoint_of >= 0).sum()), checkpoints.size)
         taken = {row: name for name, row, _ in holders}
-        if strays := [row for row in (*self.reading, *self.unpublished) if row not in taken]:
-            fail(f"S1: rows {strays} read or left checkpoints, but have no holder")
+        if strays := [row for row in (*self.reading, *self.unpublished, *sorted(self.owed)) if row not in taken]:
+            fail(f"S1: rows {strays} read, left or owe checkpoints, but have no holder")
         moving = [slot for one in moves for slot in one.slots_locked.tolist()]
         locked = np.array([*self.reading.values(), *self.unwritten, *moving], np.intp)
         locks = np.bincount(locked, minlength=self.pool.total)

@@ -574,8 +574,9 @@ class Tiers:
             BlockStore(one.kind, tuple(block_key(one.kind, keys[page]) for page in one.index.tolist()), one.host)
             for one in blocks
         )
-        wanted = tuple(keys[start:])
-        step.commands.append(WriteToStorage(operation.number, wanted, operation.host_pages, self.generation, beside))
+        wanted, after = tuple(keys[start:]), keys[start - 1] if start else b""
+        write = WriteToStorage(operation.number, wanted, operation.host_pages, self.generation, beside, after)
+        step.commands.append(write)
 
     # --------------------------------------------------------------------------------------------- ends of operations
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from msgspec import Struct
 
-from lockstep.core.contract.commands import NO_ROWS, BatchPlan
+from lockstep.core.contract.commands import NO_ROWS, BatchPlan, Speculation
 from lockstep.core.requests.table import ONE, Int32s, Request, RunningBatch
 
 
@@ -19,41 +19,28 @@ class ExtendPart(Struct, frozen=True):
     stop: int
 
 
-class InFlight:
-    """A launched batch that is not collected yet."""
+class InFlight(Struct, eq=False):
+    """A launched batch that is not collected yet. Everything but the first four fields follows from the plan."""
 
-    __slots__ = (
-        "dead",
-        "ending",
-        "forced",
-        "plan",
-        "requests",
-        "sampled_at",
-        "samplers",
-        "steps",
-        "tokens",
-        "verifies",
-    )
+    plan: BatchPlan
+    requests: list[Request]  # by position in the plan
+    samplers: RunningBatch  # the rows that sample, as columns
+    ending: list[int]  # samplers that end by length with this batch
+    dead: list[int] = []  # rows that their request left after the launch
+    sampled_at: Int32s = NO_ROWS  # per sampler: the position of its first sampled token
+    steps: Int32s | None = None  # per sampler: the number of tokens it samples; None: one each
+    tokens: int = -1  # tokens in the result of the batch; -1: known only from the result
+    verifies: bool = False  # if true, the positions of its rows follow only from its result
+    forced: Int32s | None = None  # per sampler: tokens that its grammar forces; None: no grammar forces any
 
-    def __init__(self, plan: BatchPlan, requests: list[Request], samplers: RunningBatch, ending: list[int]) -> None:
-        self.plan = plan
-        self.requests = requests  # by position in the plan
-        self.samplers = samplers  # the rows that sample, as columns
-        self.sampled_at: Int32s = NO_ROWS  # per sampler: the position of its first sampled token
-        self.steps: Int32s | None = None  # per sampler: the number of tokens it samples; None: one each
-        self.tokens = samplers.size  # tokens in the result of the batch; -1: known only from the result
-        self.verifies = plan.speculation is not None  # if true, the positions of its rows follow only from its result
-        self.forced: Int32s | None = None  # per sampler: tokens that its grammar forces; None: no grammar forces any
+    def __post_init__(self) -> None:
+        """Derive what each sampler samples, and at which position."""
+        plan, samplers = self.plan, self.samplers
         if plan.speculation is not None:
-            self.steps = np.ones(samplers.size, np.int32)  # upper bounds until the result is delivered
-            verifying = plan.sample_rows >= plan.extend_rows
-            self.steps[verifying] += plan.speculation.draft_lengths
-            self.sampled_at = plan.stops.take(plan.sample_rows) - self.steps + ONE  # upper bounds
-            self.tokens = -1
-            if plan.speculation.forced_lengths.size:
-                self.forced = np.zeros(samplers.size, np.int32)
-                self.forced[verifying] = plan.speculation.forced_lengths
-        elif plan.mode != "decode":
+            self._verify(plan.speculation)
+            return
+        self.tokens = samplers.size
+        if plan.mode != "decode":
             if samplers.size:
                 self.sampled_at = plan.stops.take(plan.sample_rows)
         elif plan.steps == 1:
@@ -62,8 +49,18 @@ class InFlight:
             self.steps = plan.stops - plan.starts
             self.sampled_at = plan.starts + ONE
             self.tokens = int(self.steps.sum())
-        self.ending = ending  # samplers that end by length with this batch
-        self.dead: list[int] = []  # rows that their request left after the launch
+
+    def _verify(self, speculation: Speculation) -> None:
+        """Derive upper bounds, which hold until the result is delivered."""
+        plan, size = self.plan, self.samplers.size
+        verifying = plan.sample_rows >= plan.extend_rows
+        steps: Int32s = np.ones(size, np.int32)
+        steps[verifying] += speculation.draft_lengths
+        self.verifies, self.steps = True, steps
+        self.sampled_at = plan.stops.take(plan.sample_rows) - steps + ONE
+        if speculation.forced_lengths.size:
+            self.forced = np.zeros(size, np.int32)
+            self.forced[verifying] = speculation.forced_lengths
 
     @property
     def least(self) -> Int32s:

@@ -217,8 +217,7 @@ class PrefillBudget:
 
         Its chunks then cost nothing of `total`.
         """
-        if self.policy == "full":
-            self.total -= self.wanted(new_tokens, remaining_output)
+        self.total -= self.wanted(new_tokens, remaining_output)
 
     def charge(self, new_tokens: int, output_tokens: int) -> None:
         """Charge an extend of `new_tokens`, and the output behind it (0 unless the extend completes the prompt)."""

@@ -91,7 +91,8 @@ class ExtendBudget(Resource):
         budget, request = share.budget, share.request
         budget.newcomers.append(request)
         budget.hold(share.locked_pages * budget.page_size)
-        budget.promise(share.new_tokens, request.max_new_tokens - request.outputs)
+        if budget.policy == "full":
+            budget.promise(share.new_tokens, request.max_new_tokens - request.outputs)
         budget.charge(share.take, request.max_new_tokens if share.take == share.new_tokens else 0)
 
 

@@ -51,6 +51,7 @@ class DecodePlanner:
         self._sessions = state.sessions
         self._transfers = state.transfers
         self.page_shift, self.page_mask = state.page_shift, state.page_mask
+        self._speculates = state.config.speculates
 
     def decodes_along(self, running: RunningState, extending: list[Request], step: Step, *, wanted: bool) -> Decodes:
         """Plan the next decode of a running batch as part of an extend; NO_DECODES if it cannot be, or a page lacks.
@@ -82,11 +83,12 @@ class DecodePlanner:
         if not running.batch.size:
             running.decode_owed = False
             return None
-        config = self._state.config
+        state, memory = self._state, self._memory
+        config = state.config
         if config.retract_every and self._forced_retraction_due(running) and running.batch.size > 1:
             running.forced_at = running.decode_launches
             victim = choose_victim(config, running.batch, running.positions)
-            self._state.retract(running.batch.requests[victim], "forced", step)
+            state.retract(running.batch.requests[victim], "forced", step)
         growing = members_growing(running.positions, self.page_mask)
         made_room = self._short_of_pages(running, growing, step)
         if made_room:
@@ -107,10 +109,10 @@ class DecodePlanner:
         running.decode_owed = False
         running.decode_launches += 1
         if not made_room:
-            self._state.ratio.decoded()
-        taken, deltas = self._memory.changes(advanced.deltas)
+            state.ratio.decoded()
+        taken, deltas = memory.changes(advanced.deltas)
         plan = BatchPlan(
-            batch_id=self._state.next_number(),
+            batch_id=state.next_number(),
             mode="decode",
             rows=running_batch.rows,
             request_ids=running_batch.request_ids,
@@ -119,18 +121,19 @@ class DecodePlanner:
             sample_rows=running_batch.everyone,
             rows_taken=taken,
             deltas=deltas,
-            generation=self._state.generation,
+            generation=state.generation,
             steps=steps,
             ids_digest=running_batch.ids_digest,
         )
         if advanced.verifying is not None:
             plan = speculation.verified(plan, advanced.verifying, config)
-        plan = self._memory.hybrid.completed(plan, step)
+        if memory.hybrid.present:
+            plan = memory.hybrid.completed(plan, step)
         return InFlight(plan, running_batch.requests, running_batch, advanced.ending)
 
     def _advance(self, running: RunningState, growing: NDArray[np.intp], step: Step) -> Decodes:
         """Advance the running batch by one position, or by drafts and forced tokens, opening a page for `growing`."""
-        if self._state.config.speculates:
+        if self._speculates:
             verifying = self._speculation.verify_next(running, step)
             if verifying is None:
                 return NO_DECODES
@@ -164,13 +167,14 @@ class DecodePlanner:
 
     def _short_of_pages(self, running: RunningState, growing: NDArray[np.intp], step: Step) -> bool:
         """Whether the next `decode_look_ahead` decodes do not fit, even after sessions have yielded KV."""
-        if self._memory.hybrid.short_for_decode(self._state):
+        memory = self._memory
+        if memory.hybrid.present and memory.hybrid.short_for_decode(self._state):
             return True
-        needed = growing.size if self._state.ahead_hoped == 1 else self._pages_needed(running)
-        if needed <= self._memory.pool.free_count:
+        needed = growing.size if self._state.look_ahead_with_drafts == 1 else self._pages_needed(running)
+        if needed <= memory.pool.free_count:
             return False
-        lacking = needed - self._memory.available_pages
-        return lacking > 0 and self._sessions.make_room(self._memory, lacking, step) < lacking
+        lacking = needed - memory.available_pages
+        return lacking > 0 and self._sessions.make_room(memory, lacking, step) < lacking
 
     def pages_lacking(self, running: RunningState) -> int:
         """Return the pages that the next decode needs beyond the available ones; zero or less: it fits."""
@@ -181,7 +185,7 @@ class DecodePlanner:
 
     def _pages_needed(self, running: RunningState) -> int:
         """Return the pages that the next decode needs."""
-        if self._state.ahead_hoped == 1:
+        if self._state.look_ahead_with_drafts == 1:
             return self._state.next_pages(running.batch, running.positions)
         spare = self._memory.table.spare_of(running.batch.rows)
         return pages_ahead(running.batch, running.positions, self._state.config.page_size, self._state.ahead, spare)

@@ -38,6 +38,7 @@ class DecodeRun:
     def __init__(self, engine: SchedulerState, launches: int) -> None:
         self.left = launches
         self._engine = engine
+        self._memory = engine.memory
         self._running = engine.microbatches.current
         self._running_batch = self._running.batch
         self._positions = self._running.positions
@@ -93,8 +94,9 @@ class DecodeRun:
             ids_digest=running_batch.ids_digest,
             generation=self._engine.generation,
         )
-        oldest = plan.batch_id - len(self._engine.in_flight) + 1
-        plan = self._engine.memory.hybrid.completed_in_run(plan, oldest, step)
+        if self._memory.hybrid.present:
+            oldest = plan.batch_id - len(self._engine.in_flight) + 1
+            plan = self._memory.hybrid.completed_in_run(plan, oldest, step)
         self._plans.append(plan)
         self._positions = plan.stops
         self._next_batch_id += 1
@@ -139,10 +141,10 @@ class DecodeRun:
     def _look_ahead(self) -> None:
         """Find the members that open a page with the next launch. The run ends if the free list has too few pages."""
         self._growing = members_growing(self._positions, self._engine.page_mask)
-        memory = self._engine.memory
+        memory = self._memory
         if self._growing.size > memory.pool.free_count:
             self.left = 0
-        if not memory.hybrid.decodes_without_evicting(self._positions, self._growing.size):
+        if memory.hybrid.present and not memory.hybrid.decodes_without_evicting(self._positions, self._growing.size):
             self.left = 0
 
 

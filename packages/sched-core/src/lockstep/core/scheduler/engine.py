@@ -124,15 +124,7 @@ class Engine(SchedulerState):
         except ContractError:
             self.now_us = before_us
             raise
-        self._settle(step)
-        if step.decided:
-            self.counts.fold(step.decided)
-        if self.digests:
-            self.digest = step.digest = step_digest(self.digest, step)
-        return step
-
-    def _settle(self, step: Step) -> None:
-        """Run what may follow from any event, in this order."""
+        # What may follow from any event, in this order; in line, since every step comes here.
         if self.timers:
             self.expire(step)
             step.wake_at_us = self.timers[0][0] if self.timers else None
@@ -152,6 +144,11 @@ class Engine(SchedulerState):
         tiers = self.memory.tiers
         if tiers.present and tiers.advance(self.requests, self.waiting, step, admits=self.maintenance.admits):
             self.retry_admission()
+        if step.decided:
+            self.counts.fold(step.decided)
+        if self.digests:
+            self.digest = step.digest = step_digest(self.digest, step)
+        return step
 
     def _advance_jobs(self, step: Step) -> None:
         """Advance jobs on the device, time-outs of sessions and next turns, which wait for requests to end."""
@@ -193,16 +190,18 @@ class Engine(SchedulerState):
             microbatches.check(event)
         if self.timers:
             self.expire(step)  # no request is admitted past its deadline
-        if self.sessions.open or self.maintenance.jobs:
+        maintenance = self.maintenance
+        if self.sessions.open or maintenance.jobs:
             self._advance_jobs(step)
         in_flight = microbatches.in_flight(self.in_flight) if microbatches.several else len(self.in_flight)
-        controls, pace = self.controls, self.controls.pace
+        config, controls = self.config, self.controls
+        pace = controls.pace
         paced = pace.gap_us and event.time_us < pace.not_before_us
-        if controls.paused or paced or self.maintenance.still or in_flight > self.config.overlap_depth:
+        if controls.paused or paced or maintenance.still or in_flight > config.overlap_depth:
             return self._join_in(step)
-        if self.config.enable_priority_preemption:
+        if config.enable_priority_preemption:
             self.batch_is_full = False  # requests that have arrived and members that have grown may change that
-        if self.config.waiting_prefix_refresh and self.waiting and self.launches_to_refresh() <= 0:
+        if config.waiting_prefix_refresh and self.waiting and self.launches_to_refresh() <= 0:
             self.refreshed_at = self.next_batch_id
             refresh_prefixes(self.waiting, self.memory.radix)
         return self._take_part(step)
@@ -224,10 +223,15 @@ class Engine(SchedulerState):
         if batch is None:
             return True
         self.in_flight.append(batch)
-        self._order(batch, step)
+        if batch.samplers.constrained:
+            self._order_constrained(batch, step)
+        else:
+            step.commands.append(LaunchBatch(batch.plan))
         if self.config.same_step_sharing:
             self._share(batch, step)
-        self._launched(batch, step)
+        pace = self.controls.pace
+        if self.transfers.hands_over or pace.profiling or pace.gap_us:
+            self._launched(batch, step)
         return False
 
     def _launch_nothing(self, step: Step) -> bool:
@@ -263,23 +267,24 @@ class Engine(SchedulerState):
 
     def launch(self, batch: InFlight, step: Step) -> None:
         """Order the launch of a batch that `plan_next` planned."""
-        self._order(batch, step)
-        self._launched(batch, step)
-
-    def _order(self, batch: InFlight, step: Step) -> None:
-        """Order the launch of a batch; its sampling is deferred if the masks of grammars are not computable yet."""
         if batch.samplers.constrained:
-            ahead = [other for other in self.in_flight if other is not batch]
-            grammars.launch(batch, ahead, self.memory.table.outputs, step)
+            self._order_constrained(batch, step)
         else:
             step.commands.append(LaunchBatch(batch.plan))
+        self._launched(batch, step)
+
+    def _order_constrained(self, batch: InFlight, step: Step) -> None:
+        """Order the launch of a batch with grammars; sampling is deferred if their masks are not computable yet."""
+        ahead = [other for other in self.in_flight if other is not batch]
+        grammars.launch(batch, ahead, self.memory.table.outputs, step)
 
     def _launched(self, batch: InFlight, step: Step) -> None:
         """Send the KV of a launched batch behind it, and begin the gap that an operator has set."""
         if self.transfers.hands_over:
             self.transfers.give_parts(batch, step)
-        if self.controls.pace.watches:
-            self.controls.pace.launched(self.now_us, step)
+        pace = self.controls.pace
+        if pace.profiling or pace.gap_us:
+            pace.launched(self.now_us, step)
 
     def _share(self, batch: InFlight, step: Step) -> None:
         """Publish the prompts that a launched batch computes, for batches behind it."""

@@ -70,20 +70,22 @@ class PrefillPlanner:
             if not parts:
                 admitting = False  # no page for it now; decodes continue and free pages
         if admitting and not self._state.batch_is_full:
-            for request in self._ordering.turn(self._state):
-                if self._state.prefilling is not None and preemption.waits_for_chunked(self._state, request):
+            tiered = self._memory.tiers.present
+            for request in self._ordering.turn(state):
+                if state.prefilling is not None and preemption.waits_for_chunked(state, request):
                     self._defer(request, Deferral("window"), step)
                     break
-                writer = self._ordering.writer_of_prefix(request, self._state)
+                writer = self._ordering.writer_of_prefix(request, state)
                 if writer is not None:
                     self._defer_behind(request, writer, step)
                     continue
-                found = self._examine(request, budget, len(parts))
+                found = self._admission.examine(state, request, budget, len(parts), state.prefilling is None)
                 while isinstance(found, Deferral) and self._sessions.give_way(request, found, budget, step):
                     found = self._examine(request, budget, len(parts))
-                if isinstance(found, ExtendShare) and self._loads_first(request, found, budget, step):
-                    continue
-                if isinstance(found, Deferral):
+                if isinstance(found, ExtendShare):
+                    if tiered and self._loads_first(request, found, budget, step):
+                        continue
+                else:
                     victims = preemption.make_room(self._state, request, found.reason, budget, len(parts), step)
                     if victims:
                         preempted += victims
@@ -105,7 +107,7 @@ class PrefillPlanner:
         batch. None: no such request is ready."""
         if not self._transfers.ready:
             return None
-        parts = self._transfers.take_rows(step)
+        parts = self._transfers.take_rows(self._state.next_batch_id, step)
         return self._extend_batch(running, parts, step, "prebuilt") if parts else None
 
     def _prefill_budget(self, running: RunningState) -> PrefillBudget:
@@ -197,25 +199,27 @@ class PrefillPlanner:
 
     def _loads_first(self, request: Request, fit: ExtendShare, budget: PrefillBudget, step: Step) -> bool:
         """Whether a request that could start waits for a load, because the host has more of its prefix."""
-        tiers = self._memory.tiers
-        if fit.match is None or not tiers.begin_load(self._state, request, fit.match, budget, step):
+        if fit.match is None:
+            return False
+        if not self._memory.tiers.begin_load(self._state, request, fit.match, budget, step):
             return False
         self._defer(request, TierMoves.loading, step)
         return True
 
     def _admit(self, request: Request, fit: ExtendShare, parts: list[ExtendPart], step: Step) -> None:
         """Give a waiting request its row and its first part of this extend."""
-        row = self._memory.take_row(request, fit.match, step)
+        memory, now_us = self._memory, self._state.now_us
+        row = memory.take_row(request, fit.match, step)
         if not request.ran:
             request.cached_tokens = min(fit.cached_tokens, request.prompt_tokens)
         request.chunks = 0
         request.bypassed = 0
         request.deferred = None
         self._state.occupy(request)
-        waited_us = self._state.now_us - request.waiting_since_us
-        loaded = self._memory.tiers.loaded_for(request, fit.cached_tokens)
+        waited_us = now_us - request.waiting_since_us
+        loaded = memory.tiers.loaded_for(request, fit.cached_tokens)
         admitted = RequestAdmitted(
-            self._state.now_us, request.request_id, row, fit.cached_tokens, fit.new_tokens, waited_us, 0, *loaded
+            now_us, request.request_id, row, fit.cached_tokens, fit.new_tokens, waited_us, 0, *loaded
         )
         request.advance(admitted)
         step.decided.append(admitted)

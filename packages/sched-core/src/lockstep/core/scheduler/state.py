@@ -113,7 +113,7 @@ class SchedulerState:
         self.latency = ExtendLatency()
         self.batch_is_full = False  # admission ran out of memory and pauses until something is freed
         self.ahead = max(config.decode_look_ahead, config.decode_steps_per_launch)  # decodes that must fit at once
-        self.ahead_hoped = max(self.ahead, 1 + config.drafts_max)  # with drafts, which may be left out
+        self.look_ahead_with_drafts = max(self.ahead, 1 + config.drafts_max)  # with drafts, which may be left out
         self.refreshed_at = 0  # number of the next plan at the last refresh of the cached prefixes of the queue
         self.launch_found_nothing = False  # the last step had a free slot and nothing to launch
         self.next_batch_id = 0
@@ -283,10 +283,10 @@ class SchedulerState:
 
     def next_pages(self, running_batch: RunningBatch, positions: Int32s) -> int:
         """Return the pages that the next decode of a running batch at these positions opens, drafts included."""
-        if self.ahead_hoped == 1:
+        if self.look_ahead_with_drafts == 1:
             return members_growing(positions, self.page_mask).size
         spare = self.memory.table.spare_of(running_batch.rows)
-        return pages_ahead(running_batch, positions, self.config.page_size, self.ahead_hoped, spare)
+        return pages_ahead(running_batch, positions, self.config.page_size, self.look_ahead_with_drafts, spare)
 
     def comes_by_transfer(self, request: Request) -> bool:
         """Whether a transfer decides if and when the prompt is computed here. No media are requested before that."""
@@ -599,7 +599,8 @@ class SchedulerState:
         self.active -= 1
         self.batch_is_full = False
         self.microbatches.give_place(request)
-        self.jump_forward.forget(request)
+        if self.jump_forward.forced:
+            self.jump_forward.forget(request)
         known = self.speculation.known_tokens(request, outputs) if self.computes_ahead else None
         self.memory.leave(request, step, publish=publish, known=known)
 

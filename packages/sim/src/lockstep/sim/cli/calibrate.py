@@ -289,7 +289,7 @@ def journal(run: Path, **options: Any) -> None:
             notes=notes,
         )
         _write(found, target.out)
-        _say_held_out(held)
+        _print_held_out(held)
 
 
 @calibrate.command()
@@ -337,7 +337,7 @@ def _journal_header(run: Path) -> JournalHeader:
         raise CalibrationError(f"{error}\nhint: give {place}") from error
 
 
-def _say_held_out(held: HeldOut) -> None:
+def _print_held_out(held: HeldOut) -> None:
     """Print the errors of predictions for batches that the fit had not seen."""
     click.echo("error of batches that the fit had not seen, each tenth of the run by the other nine: before -> after")
     for before, after in held.rows():

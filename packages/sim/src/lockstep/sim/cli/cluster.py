@@ -13,7 +13,7 @@ import click
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.cli.run_options import RunOptions
-from lockstep.sim.cli.run_output import progress_bar, say_no_intervals, show
+from lockstep.sim.cli.run_output import print_no_intervals, progress_bar, show
 from lockstep.sim.cluster.intervals import intervals_of
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.run_folder import write_cluster_run
@@ -68,7 +68,7 @@ def run_cluster(scenario: ClusterScenario, given: RunOptions) -> tuple[ClusterRu
             if key in run.data.summary:
                 console.print(ranks_table(run.data.summary[key], ranks))
     if cut_short:
-        say_no_intervals()
+        print_no_intervals()
     return run, cut_short
 
 

@@ -131,7 +131,7 @@ def plan(**options: Any) -> None:
         try:
             answer = answer_of(question, given, ledger)
         except KeyboardInterrupt:
-            say_how_to_go_on(ledger, given.out)
+            print_next_commands(ledger, given.out)
             sys.exit(EXIT_INTERRUPTED)
         found = f"; {ledger.reused} found from before" if ledger.reused else ""
         click.echo(f"{ledger.run} simulations in {ledger.cpu_s:.1f} s of CPU time{found}", err=True)
@@ -294,7 +294,7 @@ def showing_progress(ledger: Any) -> Iterator[Progress]:
         yield Progress(stage=stage, trial=trial, search=lambda: bar.advance(task))
 
 
-def say_how_to_go_on(ledger: Any, out: Path | None) -> None:
+def print_next_commands(ledger: Any, out: Path | None) -> None:
     """Print, after Ctrl-C, which simulations are kept and how to continue."""
     if out is None:
         click.echo(f"interrupted after {ledger.run} simulations; none is kept; --out DIR keeps them", err=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PROGRESS_EVERY = 64  # requests
 
 
-def say_no_intervals() -> None:
+def print_no_intervals() -> None:
     """Print, after a Ctrl-C behind the run itself, that the answers have no intervals."""
     click.echo("interrupted while the intervals were worked out: the run is complete, its answers have none", err=True)
 

@@ -13,7 +13,7 @@ from lockstep.host.options import options_of, take, with_flags
 from lockstep.sim.cli.cluster_options import cluster_options
 from lockstep.sim.cli.errors import EXIT_INTERRUPTED, refusals
 from lockstep.sim.cli.run_options import RunOptions
-from lockstep.sim.cli.run_output import announce, progress_bar, say_no_intervals, show
+from lockstep.sim.cli.run_output import announce, print_no_intervals, progress_bar, show
 from lockstep.sim.scenario.scenario import sim_options
 from lockstep.sim.scenario.settings import scheduler_options, tier_options
 from lockstep.sim.scenario.values import KINDS
@@ -89,6 +89,6 @@ def simulate(**options: Any) -> None:
             write_run(given.out, run, **given.files)
     show(run, given.out, given.as_json)
     if cut_short:
-        say_no_intervals()
+        print_no_intervals()
     if run.interrupted or cut_short:
         sys.exit(EXIT_INTERRUPTED)

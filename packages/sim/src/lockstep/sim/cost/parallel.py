@@ -36,6 +36,8 @@ class Parallelism:
     redundant_experts: int = 0  # slots of a layer for copies of experts, all ranks together; with `eplb` only
     eplb_interval: int = EPLB_INTERVAL  # passes between two rebalancings
     expert_drift: float = 0.0  # share of the experts whose popularity is drawn again in the next interval
+    pp_layer_partition: str | None = None  # layers of each stage, such as `17,17,17,13`; None: see `stages.layers_of`
+    drafter_layers: float = 0.0  # layers of equal cost to the work of the last stage beside its layers, if it drafts
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -99,23 +101,29 @@ class Parallelism:
     @property
     def is_plain(self) -> bool:
         """Whether the layout is tensor parallelism alone."""
-        return self == Parallelism(tp=self.tp)
+        return not self.describe()
 
     def describe(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults, `tp` excluded: empty for plain tensor parallelism."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "tp" and self._is_set(f.name)}
+        """Return the options that differ from their defaults, `tp` excluded: empty for plain tensor parallelism."""
+        return {name: getattr(self, name) for name in BESIDES_TP if self._is_set(name)}
 
     def _is_set(self, name: str) -> bool:
+        if name == "pp_layer_partition" and self.pp == 1:
+            return False  # a part of a pipeline
         return bool(getattr(self, name) != getattr(USUAL, name))
 
     def __str__(self) -> str:
         """Return the layout as text, such as `tp 8, ep 8, attention_dp 4`."""
-        words = [name if value is True else f"{name} {value:g}" for name, value in self.describe().items()]
+        named = self.describe().items()
+        words = [
+            name if value is True else f"{name} {value if isinstance(value, str) else f'{value:g}'}"
+            for name, value in named
+        ]
         return ", ".join([f"tp {self.tp}", *words])
 
 
 COUNTS = ("tp", "ep", "attention_dp", "pp")  # the fields that are counts of at least 1
-BESIDES_TP = tuple(field.name for field in fields(Parallelism) if field.name != "tp")
+BESIDES_TP = tuple(field.name for field in fields(Parallelism) if field.name not in ("tp", "drafter_layers"))
 EXPERT_CV_MAX = 8.0
 USUAL = Parallelism()
 

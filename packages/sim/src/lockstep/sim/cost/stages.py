@@ -3,9 +3,10 @@
     stage 1   | embedding | layers 0 .. 30  | send
     stage 2                                       | layers 31 .. 60 | logits, sampling |
 
-Stages differ by at most one layer. A model's counts do not contain the order of its layers, which has little effect:
-dense feed-forward layers are assumed to come first (DeepSeek), and kinds of attention to be mixed evenly. A send
-overlaps with the next batch of its stage: it lengthens the batch and does not occupy the stage.
+Stages differ by at most one layer, unless the last one drafts, which then has fewer layers (`layers_of`). A model's
+counts do not contain the order of its layers, which has little effect: dense feed-forward layers are assumed to come
+first (DeepSeek), and kinds of attention to be mixed evenly. A send overlaps with the next batch of its stage: it
+lengthens the batch and does not occupy the stage.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
+from lockstep.sim.cost.errors import CapacityError
 from lockstep.sim.cost.hardware import (
     NETWORK_GBS,
     NETWORK_LATENCY_US,
@@ -34,6 +36,7 @@ from lockstep.sim.cost.terms import new_tokens
 if TYPE_CHECKING:
     from lockstep.sim.cost.tables import BaseModel
 
+TAKEN_OVER = 1 / 16  # share of its layers that a stage takes over, at most, from a last stage that drafts
 SENT_TENSORS = 2  # the hidden states, and the residual to which they are added later
 
 
@@ -60,6 +63,11 @@ class Stage:
             params += m.params * cost[m.kind] * here
         return int(params) + 2 * (model.vector_params_of(split) - model.hidden * (not self.is_last))
 
+    def logits_bytes(self, dtype: WeightsDtype) -> int:
+        """Return the bytes of weights that the logits read, on all ranks: the head, or a tied embedding."""
+        name, cost = "embedding" if self.model.tied_embedding else "lm_head", WEIGHT_BYTES[dtype]
+        return int(sum(m.params * cost[m.kind] for m in self.model.matrices(Parallelism()) if m.name == name))
+
 
 def stages_of(model: ModelSpec, split: Parallelism) -> tuple[Stage, ...]:
     """Return the `split.pp` stages in order.
@@ -69,10 +77,11 @@ def stages_of(model: ModelSpec, split: Parallelism) -> tuple[Stage, ...]:
     check_split(model, split)
     if split.pp == 1:
         return (Stage(model, True, True),)
+    layers = layers_of(model, split)
     kinds = list(_evenly(Counter(full=model.full_layers, sliding=model.sliding_layers, linear=model.linear_layers)))
     stages, start = [], 0
-    for number in range(split.pp):
-        stop = model.layers * (number + 1) // split.pp
+    for number, own in enumerate(layers):
+        stop = start + own
         count = Counter(kinds[start:stop])
         dense = max(0, min(stop, model.dense_layers) - start)
         part = replace(
@@ -86,6 +95,60 @@ def stages_of(model: ModelSpec, split: Parallelism) -> tuple[Stage, ...]:
         stages.append(Stage(part, number == 0, number == split.pp - 1))
         start = stop
     return tuple(stages)
+
+
+def layers_of(model: ModelSpec, split: Parallelism) -> list[int]:
+    """Return the layers of each stage: those of `pp_layer_partition`, or a division that makes stages equally busy.
+
+    A last stage that drafts is busy for `drafter_layers` more layers. It has as many layers fewer as make the busiest
+    stage least busy. The other stages take over a sixteenth of their layers at most, or one layer: in a pass of prompts
+    and in memory, the drafter amounts to less than in a pass of decodes.
+    Raises: CapacityError for a partition that has another number of stages or layers.
+    """
+    given = split.pp_layer_partition
+    if given is not None:
+        layers = [int(part) if part.strip().isdecimal() else 0 for part in given.split(",")]
+        if len(layers) != split.pp or sum(layers) != model.layers or min(layers) < 1:
+            hint = ",".join(map(str, _even(model.layers, split.pp)))
+            raise CapacityError(
+                f"`pp_layer_partition` must be the layers of {split.pp} stages, {model.layers} together, "
+                f"got `{given}`\nhint: --pp-layer-partition {hint} is an even division"
+            )
+        return layers
+    others, even = split.pp - 1, _even(model.layers, split.pp)
+    if not split.drafter_layers:
+        return even
+    most = max(int(model.layers / split.pp * (1.0 + TAKEN_OVER)), model.layers // split.pp + 1)
+    last = min(
+        range(min(even), max(model.layers - others * most, 1) - 1, -1),
+        key=lambda own: max(-(-(model.layers - own) // others), own + split.drafter_layers),
+    )
+    return [*_even(model.layers - last, others), last]
+
+
+def _even(layers: int, stages: int) -> list[int]:
+    return [layers * (number + 1) // stages - layers * number // stages for number in range(stages)]
+
+
+def drafter_layers(
+    model: ModelSpec, dtype: WeightsDtype, drafter: tuple[ModelSpec, WeightsDtype] | None = None
+) -> float:
+    """Return to how many layers of a model its logits and one pass of a drafter amount, by the weights that they read.
+
+    Further passes of the drafter, over one token of each row, are not counted: counted in full, they speed up small
+    batches of decodes, but prompts and larger batches lose (decision 0098).
+    Args:
+        drafter: a draft model and the type of its weights; None: a head, which is one layer with the model's logits.
+    """
+    whole = Parallelism()
+    layer = Stage(model, False, False).weights_bytes(dtype, whole) / model.layers
+    logits = Stage(model, False, True).logits_bytes(dtype)
+    draft = layer + logits
+    if drafter is not None:
+        small, small_dtype = drafter
+        layers = Stage(small, False, False).weights_bytes(small_dtype, whole)
+        draft = layers + Stage(small, False, True).logits_bytes(small_dtype)
+    return float((logits + draft) / layer)
 
 
 def _evenly(counts: Counter[str]) -> Iterator[str]:

@@ -136,7 +136,7 @@ class FastRun:
         self._state["coming"] = kernel.NONE
         requests["engine"] = given if len(given) else kernel.NONE
         run["routes"], run["until_us"], run["next_request"] = 1, requests["arrival_us"][0], 0
-        run["goes_by"] = {
+        run["routing_rule"] = {
             "least_requests": kernel.LEAST_REQUESTS,
             "total_requests": kernel.LEAST_REQUESTS,  # by the router's own counts, because engines send no reports
             "session_sticky": kernel.LEAST_REQUESTS,  # every request is the first of its session

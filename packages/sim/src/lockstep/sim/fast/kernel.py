@@ -181,7 +181,7 @@ RUN = np.dtype(
         ("hop_us", np.int64),  # time from the router to an engine, and from an engine to the router
         # the router
         ("routes", np.int64),  # 1: there is a router
-        ("goes_by", np.int64),  # rule of the router, such as IN_TURN
+        ("routing_rule", np.int64),  # rule of the router, such as IN_TURN
         ("load_bound", np.float64),
         ("load_floor", np.int64),
         ("ended", np.int64),  # ends that have reached the router
@@ -830,9 +830,9 @@ def _route_due(a: Arrays, run: Record) -> None:
 def _engine_for(a: Arrays, run: Record, request: Record) -> int:
     """Return the engine for a request, like `Router._chosen` with all engines up and no shared prefixes."""
     engines = a.engines
-    if run.goes_by == GIVEN:
+    if run.routing_rule == GIVEN:
         return request.engine
-    if run.goes_by == IN_TURN:
+    if run.routing_rule == IN_TURN:
         weights = 0.0
         for engine in range(engines.size):
             engines[engine].credit += engines[engine].weight
@@ -844,20 +844,20 @@ def _engine_for(a: Arrays, run: Record, request: Record) -> int:
         engines[best].credit -= weights
         return best
     total, weights = 1, 0.0
-    if run.goes_by == BOUNDED:
+    if run.routing_rule == BOUNDED:
         for engine in range(engines.size):
             total += engines[engine].open_requests
             weights += engines[engine].weight
     best, least, chosen = NONE, 0.0, 0
     for engine in range(engines.size):
         s = engines[engine]
-        if run.goes_by == BOUNDED:
+        if run.routing_rule == BOUNDED:
             fair = np.int64(np.ceil(run.load_bound * total * s.weight / weights))
             if s.open_requests >= max(run.load_floor, fair):
                 continue
-        if run.goes_by == LEAST_TOKENS:
+        if run.routing_rule == LEAST_TOKENS:
             load = s.open_tokens + request.open_tokens
-        elif run.goes_by == LEAST_PROMPTS:
+        elif run.routing_rule == LEAST_PROMPTS:
             load = s.open_tokens + request.prompt_tokens
         else:
             load = s.open_requests + 1

@@ -38,36 +38,53 @@ PCIE_SHARE = 0.85  # estimate: share of the data sheet's rate that large copies 
 HOST_LINK_LATENCY_US = 10.0  # estimate: time to begin a copy
 Answer = HostCopyFinished | PrefetchFinished | StorageWritten
 NO_BLOCKS: Mapping[str, PageBytes] = {}
-NOTHING: dict[bytes, int] = {}
 
 
 class SimulatedStorage:
     """The keys in a storage of `bytes_max` bytes with their sizes. The least recently used keys are evicted.
 
-    Of keys that are used together the last ones count as used first. So the end of a path is evicted before its
-    beginning, without which no prefetch finds the rest.
+    A use of a page is a use of all pages in front of it, and of keys that are used together the last ones count as used
+    first. So the end of a path is evicted before its beginning, without which no prefetch finds the rest.
     """
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self.bytes = 0
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # bytes by key, least recently used first
+        self._in_front: dict[bytes, bytes] = {}  # by key of a page: the key of the page in front of it
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._sizes
 
     def read(self, keys: Sequence[bytes]) -> None:
-        """Mark keys as used. Raises KeyError for a key that is not stored."""
+        """Mark keys, and the pages in front of the first one, as used. Raises KeyError for a key that is not stored."""
         for key in reversed(keys):
             self._sizes.move_to_end(key)
+        if keys:
+            self._use_path(self._in_front.get(keys[0], b""))
 
-    def write(self, sizes: dict[bytes, int]) -> None:
-        """Store each key with its size in bytes; a key that is already stored is marked as used."""
+    def write(self, sizes: dict[bytes, int], keys: Sequence[bytes], after: bytes = b"") -> None:
+        """Store each key with its size in bytes; a key that is already stored is marked as used.
+
+        Args:
+            keys: consecutive pages of a path, which are among those keys.
+            after: the key of the page in front of them; b"": the path begins with them.
+        """
         for key, size in reversed(sizes.items()):
             self.bytes += size - self._sizes.pop(key, 0)
             self._sizes[key] = size
+        self._in_front.update(zip(keys, (after, *keys), strict=False))
+        self._use_path(after)
         while self.bytes > self.bytes_max:
-            self.bytes -= self._sizes.popitem(last=False)[1]
+            key, size = self._sizes.popitem(last=False)
+            self._in_front.pop(key, None)
+            self.bytes -= size
+
+    def _use_path(self, last: bytes) -> None:
+        """Mark a page and all pages in front of it as used, as far as they are stored."""
+        while last in self._sizes:
+            self._sizes.move_to_end(last)
+            last = self._in_front.get(last, b"")
 
 
 class _Prefetch(NamedTuple):
@@ -90,7 +107,8 @@ class TierLinks:
         self.storage_out = Link(tiers.storage_gbs, float(tiers.storage_latency_us))
         self.storage_in = Link(tiers.storage_gbs, float(tiers.storage_latency_us))
         self.stored = SimulatedStorage(int(tiers.storage_gb * 1e9))
-        self.due: list[tuple[int, int, Answer, dict[bytes, int]]] = []  # heap: us, count, answer, sizes it stores
+        self.due: list[tuple[int, int, Answer]] = []  # heap: us, count, answer
+        self._writes: dict[int, tuple[WriteToStorage, dict[bytes, int]]] = {}  # by number, with bytes by key
         self._prefetches: dict[int, _Prefetch] = {}
         self._count = 0
 
@@ -141,7 +159,8 @@ class TierLinks:
             sizes |= dict.fromkeys(command.keys, self.pages.on_host)
             done_us = self.storage_in.send(now_us, sum(sizes.values()))
             size = len(command.host_pages)
-            self._answer(StorageWritten(done_us, command.write_id, size, generation=command.generation), sizes)
+            self._writes[command.write_id] = command, sizes
+            self._answer(StorageWritten(done_us, command.write_id, size, generation=command.generation))
         return None
 
     def _on_link(self, copy: CopyToHost | LoadFromHost) -> int:
@@ -151,9 +170,11 @@ class TierLinks:
 
     def take(self, now_us: int) -> Answer:
         """Return the next answer, dated `now_us`, and store what it wrote to storage."""
-        _, _, answer, sizes = heappop(self.due)
-        self.stored.write(sizes)
-        if type(answer) is PrefetchFinished:
+        _, _, answer = heappop(self.due)
+        if type(answer) is StorageWritten:
+            write, sizes = self._writes.pop(answer.write_id)
+            self.stored.write(sizes, write.keys, write.after)
+        elif type(answer) is PrefetchFinished:
             self._prefetches.pop(answer.prefetch_id, None)
         return msgspec.structs.replace(answer, time_us=now_us)
 
@@ -173,8 +194,8 @@ class TierLinks:
         done = min(gone // self.pages.on_host, answer.pages_done)
         self._answer(msgspec.structs.replace(answer, time_us=now_us + 1, pages_done=done, blocks=()))
 
-    def _answer(self, answer: Answer, sizes: dict[bytes, int] = NOTHING) -> None:
-        heappush(self.due, (answer.time_us, self._count, answer, sizes))
+    def _answer(self, answer: Answer) -> None:
+        heappush(self.due, (answer.time_us, self._count, answer))
         self._count += 1
 
     def describe(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 EOS_TOKEN_ID = TOKEN_IDS - 1
 """Token that ends an answer before its limit. Workloads use lower ids, so no other token has this id."""
-OTHER_LUCK = 2**40  # added to a turn's index for each further sample, so that its right drafts are drawn independently
+SAMPLE_STRIDE = 2**40  # added to a turn's index for each further sample, so that its drafts are drawn independently
 
 
 class Running(Struct, frozen=True, gc=False):
@@ -96,7 +96,7 @@ class Device:
         self._token_base[row] = sample_first_token(turn, sample) - turn.prompt_tokens
         self._last_position[row] = turn.prompt_tokens + turn.output_tokens - 1
         if self.speculation is not None:
-            self.speculation.take_row(row, turn.index + sample * OTHER_LUCK)
+            self.speculation.take_row(row, turn.index + sample * SAMPLE_STRIDE)
 
     def shape_of(self, plan: BatchPlan) -> BatchShape:
         """Return the shape of a plan. Call it once for each plan, in the order of launches."""

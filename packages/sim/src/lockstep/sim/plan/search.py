@@ -626,7 +626,7 @@ def best_mixed(question: Question, running: Sequence[Candidate]) -> Candidate | 
     return max(mixed, key=lambda c: (c.narrow_met or 0.0, -c.configuration.number), default=None)
 
 
-def promising(question: Question, running: Sequence[Candidate]) -> list[Candidate]:
+def candidates_to_narrow(question: Question, running: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates to narrow first: all, or of many splits the best on the same GPUs by the estimate."""
     if not question.splits or question.wanted is not None or question.confirm_all:
         return list(running)
@@ -651,7 +651,7 @@ def hopeful(running: Sequence[Candidate], first: Sequence[Candidate]) -> list[Ca
     return [candidate for candidate in others if not candidate.pruned]
 
 
-def pruned_in_vain(question: Question, candidates: Sequence[Candidate]) -> list[Candidate]:
+def pruned_too_early(question: Question, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return pruned candidates that long runs of the others do not show to be worse. Clears their `pruned`.
 
     A short run may promise more for a configuration than its long runs confirm, and no candidate may be dropped because
@@ -726,7 +726,7 @@ def run_plan(
         if some:
             drive([searcher.narrow(c) for c in some], workers, ledger, progress, "narrowing down")
 
-    first = promising(question, running)
+    first = candidates_to_narrow(question, running)
     narrow(first)
     if len(first) < len(running):
         narrow(hopeful(running, first))
@@ -735,7 +735,7 @@ def run_plan(
     left = [candidate for candidate in running if not candidate.pruned]
     while left:
         drive([confirm(c) for c in left], workers, ledger, progress, "confirming")
-        left = pruned_in_vain(question, candidates)
+        left = pruned_too_early(question, candidates)
         narrow([c for c in left if c.narrow_met is None and c.narrow_missed is None])
 
 

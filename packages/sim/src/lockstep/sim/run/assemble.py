@@ -42,6 +42,7 @@ from lockstep.sim.run.capacity import _capacity
 from lockstep.sim.run.encoding import EncoderSetup, check_encoding
 from lockstep.sim.run.engine import calibration_of, scheduling
 from lockstep.sim.run.environment import debug_level, environment_settings
+from lockstep.sim.run.layout import layout_of
 from lockstep.sim.run.load import check_load, check_measured, check_samples, check_seed, open_load
 from lockstep.sim.run.ranks import check_ranks, config_of_engine, settings_of_rank
 from lockstep.sim.run.sessions import check_server_sessions
@@ -78,7 +79,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
     base = base_cost_model(
         model,
         gpu,
-        scenario.parallelism,
+        layout_of(scenario, model),
         weights_dtype=scenario.weights_dtype,
         kv_dtype=scenario.kv_dtype,
         fp8_activations=scenario.fp8_activations,
@@ -160,7 +161,7 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
         if scenario.max_new_tokens < 1:
             raise ConfigError(f"`max_new_tokens` must be at least 1, got `{scenario.max_new_tokens}`")
         given["eos_token_ids"] = (*given.get("eos_token_ids", ()), EOS_TOKEN_ID)
-    split = scenario.parallelism
+    split = layout_of(scenario, model)
     tiers = host_tiers(scenario.tiers)
     if tiers.host_cache_gb:
         check_split(model, split)
@@ -207,7 +208,7 @@ def _with_pools(
     pages = config.pages if kv is None else kv.pages
     below: dict[str, Any] = {}
     if config.tiers is not msgspec.UNSET:
-        page, beside = block_bytes(model, scenario.parallelism, scenario.kv_dtype, config.page_size)
+        page, beside = block_bytes(model, layout_of(scenario, model), scenario.kv_dtype, config.page_size)
         of_engine = tiers.settings(
             host_page_bytes(pages if kv is None else pages // ranks, hybrid, page, beside).on_host
         )

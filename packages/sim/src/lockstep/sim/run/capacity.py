@@ -24,6 +24,7 @@ from lockstep.sim.host.hybrid_memory import (
 )
 from lockstep.sim.run.adapters import lora_of
 from lockstep.sim.run.encoding import beside_encoder
+from lockstep.sim.run.layout import layout_of
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.scenario.tier_options import hybrid_shares
 
@@ -35,7 +36,7 @@ def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedC
         kv_capacity,
         model,
         gpu,
-        scenario.parallelism,
+        layout_of(scenario, model),
         mem_fraction=scenario.mem_fraction,
         page_tokens=config.page_size,
         kv_dtype=scenario.kv_dtype,
@@ -58,7 +59,7 @@ def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedC
     if shares.on:
         if drafts and not several:
             drafter = _drafter_bytes(kv.weights_bytes, kv.kv_bytes_per_token, scenario, model)
-        return shared_out(kv, model, scenario.parallelism, scenario.kv_dtype, shares, drafter)
+        return shared_out(kv, model, layout_of(scenario, model), scenario.kv_dtype, shares, drafter)
     return _beside_drafter(kv, scenario, model) if drafts and not several else kv
 
 

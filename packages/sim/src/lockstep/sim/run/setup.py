@@ -38,6 +38,7 @@ from lockstep.sim.host.speculation import Drafting
 from lockstep.sim.results.code_version import code_commit, code_version
 from lockstep.sim.run.capacity import _capacity
 from lockstep.sim.run.encoding import EncoderSetup
+from lockstep.sim.run.layout import layout_of
 from lockstep.sim.run.load import describe_load
 from lockstep.sim.run.ranks import config_of_engine
 from lockstep.sim.scenario.scenario import Scenario
@@ -73,7 +74,7 @@ class Setup:
 
     @property
     def split(self) -> Parallelism:
-        return self.scenario.parallelism
+        return layout_of(self.scenario, self.model)
 
     @property
     def host_page_bytes(self) -> int | None:

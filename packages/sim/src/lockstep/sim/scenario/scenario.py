@@ -90,6 +90,15 @@ class Scenario:
             stored=True,
         ),
     ] = 1
+    pp_layer_partition: Annotated[
+        str | None,
+        SimOption(
+            "layers of each stage of --pp, such as 17,17,17,13",
+            metavar="LAYERS",
+            default="even; fewer on a last stage that drafts",
+            configures=True,
+        ),
+    ] = None
     moe_a2a: Annotated[
         bool,
         SimOption(
@@ -317,9 +326,18 @@ class Scenario:
 
     @property
     def parallelism(self) -> Parallelism:
-        """The layout of an engine over GPUs. Raises CapacityError for an impossible layout."""
+        """The layout of an engine over GPUs by its options alone; of an engine that may draft, see `layout_of`.
+
+        Raises: CapacityError for an impossible layout.
+        """
+        from lockstep.sim.cost.errors import CapacityError
         from lockstep.sim.cost.parallel import BESIDES_TP, Parallelism
 
+        if self.pp == 1 and self.pp_layer_partition is not None:
+            raise CapacityError(
+                f"`pp_layer_partition` is for several stages, got `{self.pp_layer_partition}` with pp 1\n"
+                "hint: --pp 2 or more, or leave out --pp-layer-partition"
+            )
         return Parallelism(**{name: getattr(self, name) for name in ("tp", *BESIDES_TP)})
 
     @property

@@ -28,7 +28,7 @@ Kind = Literal["content", "thought", "space", "name", "skip", "key", "value", "l
     call       an object with name and arguments  arguments  an object with the arguments
 """
 
-Deed = Literal["", "open", "argument", "end"]
+MarkerAction = Literal["", "open", "argument", "end"]
 """The action of a rule, besides the change of state.
 
     open       a call may begin here: the following text is withheld until that is certain
@@ -47,7 +47,7 @@ class Rule:
 
     text: str
     to: str
-    does: Deed = ""
+    does: MarkerAction = ""
     takes: bool = True
 
 
@@ -332,13 +332,13 @@ def find_thoughts(template: str) -> Thoughts | None:
 Opening = Literal["neither", "open", "closed"]
 
 
-def opening(thoughts: Thoughts, prompt: str, *, going_on: bool = False) -> Opening:
+def opening(thoughts: Thoughts, prompt: str, *, continues: bool = False) -> Opening:
     """Return how a prompt leaves the thoughts of its answer: open, closed, or neither.
 
     Args:
-        going_on: the answer continues an incomplete message of the model.
+        continues: the answer continues an incomplete message of the model.
     """
-    if going_on:
+    if continues:
         return "open" if prompt.rfind(thoughts.begin) > prompt.rfind(thoughts.end) else "closed"
     written = prompt.rstrip()
     if written.endswith(thoughts.begin):
