@@ -398,7 +398,8 @@ def test_the_demo_prints_table_answer_and_report(tmp_path: Path, monkeypatch: py
         assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[-3].startswith("engine: vllm ")
-    assert lines[-2] == "Meets the SLO up to 4 req/s (ttft_p99=500ms and tpot_p99=40ms); range, coverage not tested: 4 req/s"
+    answered = "Meets the SLO up to 4 req/s (ttft_p99=500ms and tpot_p99=40ms)"
+    assert lines[-2] == f"{answered}; range, coverage not tested: 4 req/s"  # no point of vLLM is of an H200
     assert lines[-1] == f"report: {out / 'report.html'}"
     assert (out / "report.html").stat().st_size > 10_000
     for rate in ("04-per-s", "60-per-s"):
