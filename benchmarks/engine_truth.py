@@ -7,7 +7,7 @@ own interval, `--engine none`.
 
     LOCKSTEP_DATA=... python benchmarks/engine_truth.py [--cache DIR] [--json FILE]
     LOCKSTEP_DATA=... python benchmarks/engine_truth.py --write DATE       # fit all points, write catalogue/engines
-    python benchmarks/engine_truth.py --points FILE [--engine-files]       # other points, by the catalogue's engines
+    python benchmarks/engine_truth.py --points FILE --cache DIR            # other points, by the catalogue's engines
 
 Simulated: the figures are the same on every machine. Schedules of points are kept in the cache, so that a change of the
 fit takes seconds. How to read the figures: docs/validation.md, section 10.
@@ -41,6 +41,7 @@ from lockstep.sim.calibrate.engine_fit import (
     schedule_of,
 )
 from lockstep.sim.calibrate.serving_points import ServingPoint, base_of, read_serving_points
+from lockstep.sim.cost import CalibrationError, CapacityError
 from lockstep.sim.cost.calibration import COVERAGE, UNCALIBRATED, CalibrationSource, Metric
 from lockstep.sim.cost.engines import EngineCalibration
 
@@ -207,6 +208,19 @@ def catalogue_calibration(point: ServingPoint) -> EngineCalibration:
 # ---------------------------------------------------------------------------------------------------------- the report
 
 
+def that_fit(points: Sequence[ServingPoint], cache: Path | None) -> list[ServingPoint]:
+    """Return the points that can be simulated, and print the others, such as models that do not fit their GPUs."""
+    kept = []
+    for point in points:
+        try:
+            schedule_of(point, cache)
+        except (CapacityError, CalibrationError) as error:
+            print(f"row {point.row} left out: {str(error).splitlines()[0]}")
+            continue
+        kept.append(point)
+    return kept
+
+
 def line(title: str, found: Figures) -> str:
     text = f"{title:34} {found['points']:4}"
     for name in ("tpot", "ttft", "rate"):
@@ -295,6 +309,8 @@ def main() -> int:
     points, left = read_serving_points(path)
     print(f"{len(points)} points; left out: " + "; ".join(f"{len(rows)} rows, {why}" for why, rows in left.items()))
     print(f"{path.name}, SHA-256 {sha256_of(path)}\n")
+    if arguments.points:
+        points = that_fit(points, arguments.cache)
     trial = EngineTrial.of(points, arguments.cache)
     if arguments.write:
         write(trial, path, left, arguments.write)
