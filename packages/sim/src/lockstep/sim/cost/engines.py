@@ -252,7 +252,7 @@ class EngineCalibration(Calibration, frozen=True, forbid_unknown_fields=True, kw
         beyond = [name for name in split.describe() if name not in ("ep", "expert_cv")]
         if beyond:
             lines.append(f"engine {self.engine} was measured without {', '.join(beyond)}")
-        if self.cpu == "included" and overlap_depth != 1:
+        if self.cpu == "included" and overlap_depth != 1 and split.pp == 1:
             lines.append(
                 f"the costs of {self.engine} have CPU time in its batches: what overlap_depth {overlap_depth} does is "
                 "not seen"
