@@ -102,6 +102,18 @@ class EngineResiduals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     probabilities: tuple[float, ...]
     ratios: tuple[float, ...]
 
+    def beside(self, other: EngineResiduals) -> EngineResiduals:
+        """Return the errors of both causes together: their distances from the median, in quadrature."""
+        centre = len(self.ratios) // 2
+
+        def distances(one: EngineResiduals) -> list[float]:
+            return [math.log(ratio / one.ratios[centre]) for ratio in one.ratios]
+
+        both = zip(distances(self), distances(other), strict=True)
+        logs = [math.copysign(math.hypot(a, b), a) for a, b in both]
+        ratios = tuple(round(self.ratios[centre] * math.exp(log), 5) for log in logs)
+        return msgspec.structs.replace(self, method=f"{self.method}; {other.method}", ratios=ratios)
+
     def residuals(self) -> Residuals:
         """Return the residuals as those of a calibration, of the population `seen`."""
         return Residuals(
@@ -173,13 +185,17 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Return the calibration of one model, GPU and precision of weights.
 
         Its residuals are those of the population that the model and the GPU belong to (`unseen`), or of the next one,
-        which lacked more, if this engine has none.
+        which lacked more, if this engine has none. For a GPU outside the fit the errors in the time of batches of models
+        and of engines that were left out are added in quadrature; the front end, and so TTFT, is that of the engine.
         """
-        order: tuple[Unseen, ...] = ("points", "model", "gpu", "engine")
-        lacked = order[order.index(self.unseen(model, gpu)) :]
+        unseen = self.unseen(model, gpu)
+        order: tuple[Unseen, ...] = ("points", "model", "engine")
+        lacked = order[order.index("model" if unseen == "gpu" else unseen) :]
         by_key = {(one.metric, one.unseen): one for one in self.residuals}
         metrics: tuple[Metric, ...] = ("time", "ttft")
         found = [next(by_key[metric, one] for one in lacked if (metric, one) in by_key) for metric in metrics]
+        if unseen == "gpu":
+            found[0] = found[0].beside(by_key["time", "engine"])
         costs = self.costs_of(precision, release)
         return EngineCalibration(
             engine=self.engine,
@@ -190,7 +206,7 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             cpu=self.cpu,
             correction=Correction(frontend_us=costs.frontend_us),
             costs=costs,
-            unseen=self.unseen(model, gpu),
+            unseen=unseen,
             residuals=tuple(one.residuals() for one in found),
             sources=self.sources,
             notes=tuple(f"{name.replace('_', ' ')}: {text}" for name, text in self.card.items()),
@@ -242,7 +258,7 @@ class EngineCalibration(Calibration, frozen=True, forbid_unknown_fields=True, kw
         lines = []
         lacks = {
             "engine": ("never measured on a GPU", "engines"),
-            "gpu": (f"not measured on {gpu}", "engines"),
+            "gpu": (f"not measured on {gpu}", "models and engines"),
             "model": (f"not measured with {model}", "models"),
         }
         if self.unseen in lacks:
