@@ -25,7 +25,7 @@ import gzip
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from lockstep.core.contract.events import ObservedEvent
 from lockstep.core.contract.profiles import profile_settings
 from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
+from lockstep.sim.calibrate.request_fit import compass_search
 from lockstep.sim.catalogue import load_engine, load_gpu, load_model
 from lockstep.sim.cost import CostModel, CpuModel, roofline_model
 from lockstep.sim.cost.calibration import Calibration, CalibrationSource, Correction, Residuals
@@ -272,8 +273,9 @@ def calibrate(recording: Recording, base: RooflineModel, prefix_s: float) -> tup
             ((measured.first_token - found.first_token)[first], (measured.last_token - found.last_token)[last])
         )
 
-    kernels, step_us, left_s = lowest(lambda kernels, step_us: float(late_s(replayed(kernels, step_us)).std()))
+    kernels, step_us = compass_search(lambda kernels, step_us: float(late_s(replayed(kernels, step_us)).std()))
     found = replayed(kernels, step_us)
+    left_s = float(late_s(found).std())
     ratios = measured.latency_ms("tpot")[last] / found.latency_ms("tpot")[last]
     residuals = Residuals.of(ratios, metric="time", population="seen", method="TPOT of the rows that were fitted")
     fitted = calibration(kernels, step_us)
@@ -288,20 +290,6 @@ PLACEHOLDER = Residuals(
 def replace_struct(struct: Any, **changes: Any) -> Any:
     """A changed copy."""
     return msgspec.structs.replace(struct, **changes)
-
-
-def lowest(of: Callable[[float, float], float]) -> tuple[float, float, float]:
-    """A compass search. No derivatives: decisions make `of` a function with steps."""
-    point, stride, found = (1.0, 300.0), (0.08, 300.0), of(1.0, 300.0)
-    while stride[0] > 0.002:
-        k, s = point
-        around = [(k + i * stride[0], max(s + j * stride[1], 0.0)) for i in (-1, 0, 1) for j in (-1, 0, 1) if i or j]
-        best, value = min(((there, of(*there)) for there in around if there != point), key=lambda one: one[1])
-        if value < found:
-            point, found = best, value
-        else:
-            stride = (stride[0] / 2, stride[1] / 2)
-    return *point, found
 
 
 # -------------------------------------------------------------------------------------------------------- comparison

@@ -8,6 +8,7 @@ callback that does nothing; `serve` prints a dry run.
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shutil
@@ -65,11 +66,14 @@ PARSED = {  # commands whose callback does nothing: they need what a test has no
     "bench": "a server",
     "demo-model": "hours of training",
     "calibrate points": "published measurements",
+    "calibrate requests": "results of a load generator",
     "calibrate operators": "operator tables",
     "calibrate acceptance": "a run with drafts",
     "calibrate journal": "a run of a server",
 }
-STORED = "fcfs lpm before after real simulated served 0192 today vllm demo/40-per-s h100 h200 b200".split()
+STORED = (
+    "fcfs lpm before after real simulated served 0192 today vllm twin measured client demo/40-per-s h100 h200 b200"
+).split()
 """Names of stored runs besides runs/chat."""
 PLACEHOLDERS = {"DEMO": "demo", "RUN": "runs/chat", "fair": "lpm"}  # names that a page explains where it prints them
 OF_OTHERS = {"--shm-size", "--format", "--unix-socket"}  # docker, curl
@@ -129,6 +133,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ):
             assert main(line.split()) == 0, line
         shutil.copy("mine.json", "vllm-h100.json")
+        shutil.copy("mine.json", "twin.json")
+        of_client = Path("runs/client/metrics.json")
+        metrics = json.loads(of_client.read_text())
+        metrics["about"]["measured"] = {"url": "http://127.0.0.1:8000"}
+        of_client.write_text(json.dumps(metrics))
         Path("serve.toml").write_text('emulate = "qwen3-8b@h200"\n')
         Path("keys.toml").write_text("[[keys]]\ntenant = 'team-a'\nkey = 'sk-a-key-for-the-test'\n")
         Path("questions.jsonl").write_text('{"prompt": "import "}\n')

@@ -56,6 +56,14 @@ def test_every_setting_is_declared_with_its_help(struct: type[msgspec.Struct]) -
             {"radix_cache": False, "retracted_kv": "cache"},
             "`retracted_kv` cache leaves KV to the radix cache, but `radix_cache` is off",
         ),
+        (
+            {**profile_settings("vllm"), "radix_cache": False},
+            "`same_step_sharing` is on, `retracted_kv` cache leaves KV to the radix cache, `prefix_dedupl",
+        ),
+        (
+            {**profile_settings("vllm"), "radix_cache": False},
+            "hint: take same_step_sharing off, retracted_kv free, prefix_deduplication off; or turn radix_cache on",
+        ),
         ({"chunk_unit": "byte"}, "`chunk_unit` must be page or token, got `byte`"),
         ({"retracted_requeue": "middle"}, "`retracted_requeue` must be tail or front, got `middle`"),
         ({"encoder_budget_tokens": 0}, "`encoder_budget_tokens` must be a whole number of at least 1, got `0`"),

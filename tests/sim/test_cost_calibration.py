@@ -472,8 +472,10 @@ def test_a_journal_gives_back_the_correction_that_made_it(tmp_path: Path) -> Non
     assert result.exit_code == 0, result.output
     found = Calibration.load(tmp_path / "c.json")
     assert found.correction.kernels == pytest.approx(1.3, rel=0.02)
-    assert found.correction.step_us == pytest.approx(500.0, rel=0.05)
+    # A row of a prompt and the tokens in it look much alike, and the prior keeps `kernels` near 1.
+    assert found.correction.step_us == pytest.approx(500.0, rel=0.07)
     assert found.correction.row_us == pytest.approx(20.0, rel=0.05)
+    assert found.correction.weight("prompt_us") < 25.0
     assert found.spread < 0.001
     assert (found.gpu, found.models, found.date, found.cpu) == ("H200-SXM", ("qwen3-0.6b",), "2026-11-22", "separate")
     [source] = found.sources

@@ -28,7 +28,7 @@ ALLOWED = {
     "results": {"cost", "workload", "metrics", "host"},
     "report": {"metrics", "results"},
     "run": {"cost", "catalogue", "workload", "metrics", "host", "scenario", "fast", "results", "report"},
-    "calibrate": {"cost", "catalogue", "workload", "metrics", "host", "results"},
+    "calibrate": {"cost", "catalogue", "workload", "metrics", "host", "scenario", "results", "run"},
     "cluster": {"cost", "workload", "metrics", "host", "scenario", "fast", "results", "report", "run"},
     "plan": {
         *("cost", "catalogue", "workload", "metrics", "host", "scenario", "results", "report", "run", "cluster"),

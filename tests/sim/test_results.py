@@ -87,6 +87,14 @@ def test_summary_table_names_every_latency_and_what_was_met() -> None:
     assert "NO" in text
 
 
+def test_turns_that_were_never_sent_stand_beside_the_requests_that_arrived() -> None:
+    run = small_run()
+    arrived = run.summary["requests"]["arrived"]
+    assert "never sent" not in shown(summary_table(run))
+    text = " ".join(shown(summary_table(run, never_sent=1_856)).split())
+    assert f"of {arrived} that arrived; 1,856 of {1_856 + arrived:,} turns were never sent" in text
+
+
 def test_a_run_in_which_nothing_happened_shows_dashes() -> None:
     text = shown(summary_table(MetricsFold().result()))
     assert "nan" not in text.lower()

@@ -165,6 +165,43 @@ def test_servegen_windows_of_rate_zero_are_silent(tmp_path: Path) -> None:
     assert {turn.tenant for turn in workload.turns} == {"client0"}
 
 
+@pytest.mark.parametrize(("window", "limit"), [("5m..30m", None), ("20m..", 40), (None, 500), ("0..10s", None)])
+def test_a_window_of_a_servegen_service_is_a_part_of_the_whole(
+    tmp_path: Path, window: str | None, limit: int | None
+) -> None:
+    client(tmp_path, 1, "0,0.5,1.0,Gamma,2.0,0.5\n900,0.2,1,Gamma,1,1\n")
+    whole, part = servegen(tmp_path), servegen(tmp_path, time_window=window, limit=limit)
+    kept = whole.turns
+    if window is not None:
+        span = TimeWindow.parse(window)
+        stop_us = span.stop_us if span.stop_us is not None else 2**62
+        kept = kept.take(np.flatnonzero((kept.arrival_us >= span.start_us) & (kept.arrival_us < stop_us)))
+    kept = kept.head(limit or len(kept))
+    assert (part.turns.arrival_us == kept.arrival_us - kept.arrival_us[0]).all()
+    for column in ("prompt_tokens", "output_tokens", "tenant"):
+        assert (getattr(part.turns, column) == getattr(kept, column)).all()
+    if window is None:
+        assert part.turns == kept  # labels and token ids, too
+
+
+def test_a_servegen_client_of_any_size_is_drawn_as_far_as_it_is_kept(tmp_path: Path) -> None:
+    busy = "0,100000,1.0,Gamma,1.0,1.0\n900,100000,1.0,Gamma,1.0,1.0\n"  # 180 million requests
+    folder = str(client(tmp_path, 0, busy))
+    with pytest.raises(
+        WorkloadError, match=r"client 0 sends 1[78].,...,... requests, at most 50,000,000 are drawn\nhint: --limit"
+    ):
+        open_workload(folder, seed=7)
+    assert len(open_workload(folder, seed=7, limit=1_000).turns) == 1_000
+    turns = open_workload(folder, seed=7, time_window="1s..2s", limit=None).turns
+    assert len(turns) == pytest.approx(100_000, rel=0.02)
+    assert turns.arrival_us[-1] < 1_000_000
+
+
+def test_a_window_behind_the_last_servegen_request_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match=r"nothing arrives in the window 3000\.\.3600"):
+        servegen(tmp_path, time_window="50m..1h")
+
+
 def test_servegen_depends_on_the_seed_and_on_nothing_else(tmp_path: Path) -> None:
     assert servegen(tmp_path).digest == servegen(tmp_path).digest != servegen(tmp_path, seed=8).digest
 
@@ -192,7 +229,7 @@ def test_a_servegen_archive_is_its_folder(tmp_path: Path, compress: object) -> N
         ("0,1,1,Gamma,0,1\n", LENGTH_WINDOWS, "column `shape`"),
         ("600,1,1,Gamma,1,1\n0,1,1,Gamma,1,1\n", LENGTH_WINDOWS, "line 2, column `window start`"),
         ("0,0,0,,0,0\n", LENGTH_WINDOWS, "every window of every client has rate zero"),
-        ("0,1e5,1,Gamma,1,1\n9e5,1,1,Gamma,1,1\n", LENGTH_WINDOWS, "one client sends"),
+        ("0,1e5,1,Gamma,1,1\n9e5,1,1,Gamma,1,1\n", LENGTH_WINDOWS, "client 0 sends"),
         (WINDOWS, {}, "a member per window"),
         (WINDOWS, {"0": {"output_tokens": "{1: 1}"}}, "no histogram `input_tokens`"),
         (WINDOWS, {"0": {"input_tokens": "{1: 1}"}}, "no histogram `output_tokens`"),

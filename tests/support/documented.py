@@ -120,7 +120,7 @@ def write_files(folder: Path) -> None:
 
 def write_recording(folder: Path) -> None:
     """Write a recording of another engine's scheduler: requests one after the other, with three passes each."""
-    header = RecordingHeader(engine="vllm", page_size=16, pages=1000)
+    header = RecordingHeader(engine="vllm", model="qwen3-8b", page_size=16, pages=1000, gpu="h100")
     writer = RecordingWriter(folder, header, lambda why: None)
     for number in range(60):
         at_us, batch = 90_000 * number, 3 * number

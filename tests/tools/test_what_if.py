@@ -28,12 +28,13 @@ from lockstep.sim.run.load import open_load
 from lockstep.sim.run.run_folder import write_run
 from lockstep.sim.run.simulate import simulate
 from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.workload.journal_turns import label_parts
 from lockstep.sim.workload.turns import WorkloadError
 from lockstep.sim.workload.workload import open_workload
 from lockstep.tools import recorded_waits
 from lockstep.tools.drift import drift
 from lockstep.tools.explain import chronicle_of
-from lockstep.tools.recorded import journal_workload, label_parts
+from lockstep.tools.recorded import journal_workload
 from lockstep.tools.recorded_waits import RecordedWaits
 from lockstep.tools.replay import replay
 from lockstep.tools.what_if import Base, changed_base, read_base, simulate_base

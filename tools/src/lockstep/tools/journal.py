@@ -23,6 +23,7 @@ import click
 import msgspec
 
 from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import (
     EndRecord,
@@ -498,24 +499,44 @@ if __name__ == "__main__":
 
 @journal.command()
 @RUN
-@click.option("--model", required=True, help="Catalogue name or path of the model, for batches.jsonl.")
-@click.option("--gpu", required=True, help="Catalogue name of the GPU, for batches.jsonl.")
+@click.option("--out", type=click.Path(path_type=Path), help="Where to write; a recording's files are written to RUN.")
+@click.option("--model", help="Catalogue name or path of the model, for batches.jsonl.")
+@click.option("--gpu", help="Catalogue name of the GPU, for batches.jsonl.")
 @click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="GPUs of the engine.")
-def convert(run: Path, model: str, gpu: str, tp: int) -> None:
-    """Write what other commands read of a recording of another engine's scheduler.
+def convert(run: Path, out: Path | None, model: str | None, gpu: str | None, tp: int) -> None:
+    """Write what a run measured as files that other commands read.
+
+    Of a journal: a run folder with the latencies as the engine measured them, in --out. Of a recording of another
+    engine's scheduler: the same in RUN, and its requests as a trace; with --model and --gpu its batches.
 
     \b
+    lockstep journal convert runs/vllm --out runs/measured
+    lockstep compare runs/measured runs/simulated
     lockstep journal convert runs/own --model qwen3-8b --gpu h100
-    lockstep compare runs/own runs/vllm
-    lockstep calibrate --from runs/own/batches.jsonl --date 2026-11-26 --out mine.json
-    lockstep workload fit runs/own/requests.jsonl -o mine-load.json
     """
+    from lockstep.host.recording import has_recording
+    from lockstep.sim.run.run_folder import prepare_folder
     from lockstep.tools import recording
 
     with refusals():
-        summary = recording.convert(run, model=model, gpu=gpu, tp=tp)
+        if has_recording(run):
+            if out is not None:
+                raise ConfigError(f"`--out` {out}: the files of a recording are written to {run}\nhint: leave it out")
+            if (model is None) != (gpu is None):
+                raise ConfigError("batches.jsonl needs both `--model` and `--gpu`\nhint: give both, or neither")
+            summary = recording.convert(run, model=model, gpu=gpu, tp=tp)
+            batches = "batches.jsonl, " if model is not None else ""
+            written = f"{run}: metrics.json, requests.parquet, requests.csv, {batches}requests.jsonl"
+        else:
+            if out is None:
+                raise ConfigError("a journal needs `--out`: its own folder stays as it is\nhint: --out runs/measured")
+            if model is not None or gpu is not None:
+                raise ConfigError(
+                    "`--model` and `--gpu` are for batches.jsonl of a recording\n"
+                    "hint: lockstep calibrate --from reads the journal itself"
+                )
+            prepare_folder(out, overwrite=False)
+            summary = recording.convert_journal(run, out)
+            written = f"{out}: metrics.json, requests.parquet, requests.csv"
     requests = summary["requests"]
-    click.echo(
-        f"{run}: metrics.json, requests.parquet, requests.csv, batches.jsonl, requests.jsonl; "
-        f"{requests['arrived']:,} requests arrived, {requests['completed']:,} completed"
-    )
+    click.echo(f"{written}; {requests['arrived']:,} requests arrived, {requests['completed']:,} completed")

@@ -1,194 +1,62 @@
 """A recording of another engine's scheduler (`lockstep.host.recording`) in the terms of the tools.
 
-Nothing is replayed: the plans are the other engine's, and a recording has no reasons. Its records become the events,
-commands and decided events that measure a run. `convert` writes the files that other commands read:
+`lockstep.sim.results.recorded_engine` reads its records as events and Steps. `convert` writes the files that other
+commands read:
 
 | file | command |
 |---|---|
 | `metrics.json`, `requests.parquet`, `requests.csv` | `lockstep compare` |
-| `batches.jsonl` | `lockstep calibrate --from` |
-| `requests.jsonl`, a trace in Mooncake's format | `lockstep workload`, `lockstep simulate --workload` |
+| `batches.jsonl` | `lockstep calibrate --from`, which also reads the recording itself |
+| `requests.jsonl`, a trace in Mooncake's format | tools for such traces; `--workload` also takes the recording itself |
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 
-from lockstep.core.contract.commands import NO_ROWS, BatchPlan, LaunchBatch, Step, StreamTokens
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.contract.events import (
-    BatchFinished,
-    ClockAdvanced,
-    FinishReason,
-    LaneReady,
-    Observed,
-    RequestAdmitted,
-    RequestArrived,
-    RequestFinished,
-    RequestRetracted,
-    TokenRuns,
-)
 from lockstep.core.contract.text import count
-from lockstep.host.recording import Arrived, Ended, PassFinished, Planned, RecordingHeader, read_recording
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.replay import fold
+from lockstep.host.host_header import VLLM, HostHeader
 from lockstep.sim.metrics.fold import MetricsFold
-from lockstep.sim.results.batch_times import BatchTimesHeader, Durations, batch_time, line_of
+from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.results.batch_times import BatchFold, BatchTime, BatchTimesHeader, line_of
 from lockstep.sim.results.code_version import code_commit, code_version
+from lockstep.sim.results.recorded_engine import ReadRecording, Recorded
 from lockstep.sim.results.results import METRICS_FORMAT, METRICS_VERSION, write_metrics_json, write_requests
 from lockstep.sim.results.text import duration
 from lockstep.sim.run.run_folder import whole
 from lockstep.tools.narration import clock
 from lockstep.tools.runs import clients_id
 
-REASONS: dict[str, FinishReason] = {"length": "length", "stop": "stop", "abort": "cancelled", "repetition": "stop"}
 TRACE_BLOCK_TOKENS = 512  # of a hash id in Mooncake's format
 
 
-@dataclass
-class Recorded:
-    """A request of a recording. Times in us."""
+def find(recording: ReadRecording, name: str) -> Recorded:
+    """Return the request of this name: its number as 17 or r17, vLLM's id, or the client's id within it.
 
-    number: int
-    arrived: Arrived
-    passes: list[tuple[Planned, int, int]] = field(default_factory=list)  # plan, tokens with KV before, new tokens
-    retracted_us: list[int] = field(default_factory=list)
-    token_us: list[int] = field(default_factory=list)  # when each output token was on the host
-    ended: Ended | None = None
-    waits: bool = True  # for a place in a pass
-
-    @property
-    def known_tokens(self) -> int:
-        """Prompt and delivered output."""
-        return self.arrived.prompt_tokens + len(self.token_us)
-
-
-class ReadRecording:
-    """The requests of a recording, and what its records stand for, one after the other."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.header: RecordingHeader
-        self.header, self._records = read_recording(folder)
-        self.requests: list[Recorded] = []
-        self.last_us = 0
-
-    def steps(self) -> Iterator[tuple[Observed, Step, BatchPlan | None]]:
-        """Yield each record as an event and its Step, with the plan that a result belongs to. Only once."""
-        plans: dict[int, BatchPlan] = {}
-        for record in self._records:
-            self.last_us = record.time_us
-            match record:
-                case Arrived():
-                    yield self._arrive(record), Step(), None
-                case Planned():
-                    step = self._plan(record)
-                    launched = step.launched()
-                    if launched is not None:
-                        plans[record.batch] = launched
-                    yield LaneReady(record.time_us), step, None
-                case PassFinished():
-                    yield self._collect(record, plans.get(record.batch))
-                case Ended():
-                    self.requests[record.request].ended = record
-                    yield ClockAdvanced(record.time_us), Step(decided=[self._end(record)]), None
-
-    def read(self) -> ReadRecording:
-        """Read all records. Returns this recording."""
-        for _ in self.steps():
-            pass
-        return self
-
-    def _arrive(self, record: Arrived) -> RequestArrived:
-        request = Recorded(len(self.requests), record)
-        self.requests.append(request)
-        return RequestArrived(
-            time_us=record.time_us,
-            request_id=request.number,
-            prompt=TokenRuns((0, max(record.prompt_tokens, 1))),
-            max_new_tokens=max(record.max_new_tokens, 1),
-            label=record.name,
-            priority=record.priority,
-        )
-
-    def _plan(self, record: Planned) -> Step:
-        step = Step()
-        for number in record.retracted:
-            request = self.requests[number]
-            request.waits = True
-            request.retracted_us.append(record.time_us)
-            step.decided.append(RequestRetracted(record.time_us, number, len(request.token_us), 0, 0))
-        extends: list[tuple[int, int, int]] = []
-        decodes: list[tuple[int, int, int]] = []
-        for number, start, new, drafts in record.rows:
-            request = self.requests[number]
-            if request.waits:
-                waited_us = record.time_us - (request.retracted_us or [request.arrived.time_us])[-1]
-                left = max(request.known_tokens - start, 1)
-                step.decided.append(RequestAdmitted(record.time_us, number, 0, start, left, waited_us))
-                request.waits = False
-            request.passes.append((record, start, new))
-            decoding = start >= request.arrived.prompt_tokens and new == 1 + drafts
-            (decodes if decoding else extends).append((number, start, new))
-        rows = extends + decodes
-        if rows:
-            numbers, starts, lengths = (np.array(column, np.int64) for column in zip(*rows, strict=True))
-            plan = BatchPlan(
-                batch_id=record.batch,
-                mode="decode" if not extends else "mixed" if decodes else "extend",
-                rows=numbers.astype(np.int32),
-                request_ids=numbers,
-                starts=starts.astype(np.int32),
-                stops=(starts + lengths).astype(np.int32),
-                extend_rows=len(extends),
-                sample_rows=np.arange(len(rows), dtype=np.int32),
-            )
-            step.commands.append(LaunchBatch(plan))
-        return step
-
-    def _collect(self, record: PassFinished, plan: BatchPlan | None) -> tuple[Observed, Step, BatchPlan | None]:
-        step = Step()
-        if record.tokens:
-            numbers, counts = zip(*record.tokens, strict=True)
-            offsets = [len(self.requests[number].token_us) for number in numbers]
-            streamed = StreamTokens(
-                np.array(numbers, np.int64), np.array(offsets, np.int32), np.array(counts, np.int32), NO_ROWS
-            )
-            step.commands.append(streamed)
-            for number, new in record.tokens:
-                self.requests[number].token_us += [record.time_us] * new
-        event = BatchFinished(record.time_us, record.batch, started_us=record.started_us, finished_us=record.time_us)
-        return event, step, plan
-
-    def _end(self, record: Ended) -> RequestFinished:
-        request = self.requests[record.request]
-        cached = request.passes[0][1] if request.passes else 0
-        reason = REASONS.get(record.reason, "error")
-        return RequestFinished(record.time_us, record.request, reason, len(request.token_us), cached)
-
-    def find(self, name: str) -> Recorded:
-        """Return the request of this name: its number as 17 or r17, vLLM's id, or the client's id within it.
-
-        Raises: ConfigError if there is none or several.
-        """
-        found = [one for one in self.requests if one.arrived.name == name]
-        found = found or [one for one in self.requests if clients_id(one.arrived.name) == name]
-        digits = name.removeprefix("r")
-        if not found and digits.isdigit() and int(digits) < len(self.requests):
-            found = [self.requests[int(digits)]]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            names = ", ".join(f"r{one.number}" for one in found[:8])
-            raise ConfigError(f"`--request` {name} is the label of {len(found)} requests: {names}")
-        raise ConfigError(
-            f"`--request` must be a request of this recording, got `{name}`; it has {len(self.requests):,}"
-        )
+    Raises: ConfigError if there is none or several.
+    """
+    found = [one for one in recording.requests if one.arrived.name == name]
+    found = found or [one for one in recording.requests if clients_id(one.arrived.name) == name]
+    digits = name.removeprefix("r")
+    if not found and digits.isdigit() and int(digits) < len(recording.requests):
+        found = [recording.requests[int(digits)]]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(f"r{one.number}" for one in found[:8])
+        raise ConfigError(f"`--request` {name} is the label of {len(found)} requests: {names}")
+    raise ConfigError(
+        f"`--request` must be a request of this recording, got `{name}`; it has {len(recording.requests):,}"
+    )
 
 
 def story(recording: ReadRecording, request: Recorded) -> Iterator[str]:
@@ -251,51 +119,77 @@ def slowest(recording: ReadRecording, metric: str, most: int) -> list[Recorded]:
     return sorted(known, key=value, reverse=True)[:most]
 
 
-def convert(folder: Path, *, model: str, gpu: str, tp: int = 1) -> dict[str, Any]:
+def convert(folder: Path, *, model: str | None = None, gpu: str | None = None, tp: int = 1) -> dict[str, Any]:
     """Write the files that other commands read into the run folder. Returns the summary of metrics.json.
 
     Args:
-        model, gpu: catalogue names, or a path, for the header of the batch times.
+        model, gpu: catalogue names, or a path, for the header of batches.jsonl, which is written if both are given.
     """
-    recording, fold, durations = ReadRecording(folder), MetricsFold(), Durations()
-    header = BatchTimesHeader(
-        model=model, gpu=gpu, tp=tp, engine=recording.header.engine, engine_version=recording.header.engine_version,
-        plans=folder.name,
-    )  # fmt: skip
-    drafted: set[int] = set()
-    with whole(folder / "batches.jsonl") as path, path.open("wb") as file:
-        file.write(line_of(header))
-        for event, step, plan in recording.steps():
-            fold.observe(event, step)
-            launched = step.launched()
-            if launched is not None and np.any((launched.stops - launched.starts)[launched.extend_rows :] > 1):
-                drafted.add(launched.batch_id)  # the time of drafting is unknown
-            if plan is not None and isinstance(event, BatchFinished) and plan.batch_id not in drafted:
-                took_us = durations.took_us(event.started_us, event.finished_us)
-                if took_us > 0:
-                    file.write(line_of(batch_time(plan, took_us)))
-    data = fold.result()
-    about = {
-        "format": METRICS_FORMAT,
-        "format_version": METRICS_VERSION,
-        "command": f"lockstep journal convert {folder}",
-        "seed": 0,
-        "version": code_version(),
-        "commit": code_commit(),
-        "model": recording.header.model,
-        "workload": {"name": f"recorded from {recording.header.engine} {recording.header.engine_version}"},
-        "calibration": {"title": "none: measured"},
-        "measured": {name: getattr(recording.header, name) for name in recording.header.__struct_fields__},
-    }
-    with whole(folder / "metrics.json") as path:
-        write_metrics_json(path, data, about)
-    with whole(folder / "requests.parquet") as parquet, whole(folder / "requests.csv") as csv:
-        write_requests(data, parquet, csv)
+    recording, metrics = ReadRecording(folder), MetricsFold()
+    times = BatchFold()
+    batches: list[BatchTime] = []
+    for event, step, _ in recording.steps():
+        metrics.observe(event, step)
+        if (one := times.observe(event, step)) is not None:
+            batches.append(one)
+    recorded = recording.header
+    if model is not None and gpu is not None:
+        header = BatchTimesHeader(
+            model=model, gpu=gpu, tp=tp, engine=recorded.engine, engine_version=recorded.engine_version,
+            plans=folder.name,
+        )  # fmt: skip
+        with whole(folder / "batches.jsonl") as path:
+            path.write_bytes(line_of(header) + b"".join(map(line_of, batches)))
+    data = metrics.result()
+    measured = {name: getattr(recorded, name) for name in recorded.__struct_fields__}
+    about = _about(folder, recorded.model, f"{recorded.engine} {recorded.engine_version}", measured)
+    _write_measured(folder, data, about)
     with whole(folder / "requests.jsonl") as path, path.open("w") as text:
         for row in trace_rows(recording):
             text.write(json.dumps(row) + "\n")
     summary: dict[str, Any] = data.summary
     return summary
+
+
+def convert_journal(run: Path, out: Path) -> dict[str, Any]:
+    """Write what was measured in a journal of the core as a run folder, which `lockstep compare` reads.
+
+    Its times are the engine's: from an arrival at the engine to the results on the host.
+    """
+    header = read_journal(run).header
+    host = HostHeader.of(header)
+    metrics = MetricsFold(kv_pages=header.config.pages)
+    for event, step in fold(run):
+        metrics.observe(event, step)
+    data = metrics.result()
+    engine = f"vllm {host.vllm}" if host.kind == VLLM else f"lockstep {header.core_version}"
+    out.mkdir(parents=True, exist_ok=True)
+    _write_measured(out, data, _about(run, host.model or "", engine, host.entries()))
+    summary: dict[str, Any] = data.summary
+    return summary
+
+
+def _about(run: Path, model: str, engine: str, measured: dict[str, Any]) -> dict[str, Any]:
+    """Return `about` of metrics.json for a run that was measured."""
+    return {
+        "format": METRICS_FORMAT,
+        "format_version": METRICS_VERSION,
+        "command": f"lockstep journal convert {run}",
+        "seed": 0,
+        "version": code_version(),
+        "commit": code_commit(),
+        "model": model,
+        "workload": {"name": f"recorded from {engine}"},
+        "calibration": {"title": "none: measured"},
+        "measured": measured,
+    }
+
+
+def _write_measured(folder: Path, data: RunData, about: dict[str, Any]) -> None:
+    with whole(folder / "metrics.json") as path:
+        write_metrics_json(path, data, about)
+    with whole(folder / "requests.parquet") as parquet, whole(folder / "requests.csv") as csv:
+        write_requests(data, parquet, csv)
 
 
 def trace_rows(recording: ReadRecording) -> Iterator[dict[str, Any]]:
@@ -322,7 +216,7 @@ def show(folder: Path, request_name: str | None, longest: tuple[str, int] | None
     """Print one request of a recording, or the slowest ones."""
     recording = ReadRecording(folder).read()
     if request_name is not None:
-        chosen = [recording.find(request_name)]
+        chosen = [find(recording, request_name)]
     else:
         assert longest is not None
         chosen = slowest(recording, *longest)

@@ -42,6 +42,8 @@ class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True
     max_running_requests: int = 0
     batch_tokens_max: int = 0
     overlap_depth: int = 0
+    gpu: str = ""  # name of the device
+    tp: int = 1
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="arrived"):

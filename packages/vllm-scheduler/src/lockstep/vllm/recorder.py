@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.recording import Arrived, Ended, PassFinished, Planned, RecordingHeader, RecordingWriter
 from lockstep.vllm import versions
+from lockstep.vllm.recording import device_name
 from lockstep.vllm.settings import read_settings
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -58,6 +59,8 @@ class SchedulerRecorder(Scheduler):
             max_running_requests=scheduler.max_num_seqs,
             batch_tokens_max=scheduler.max_num_batched_tokens,
             overlap_depth=int(bool(scheduler.async_scheduling)),
+            gpu=device_name(),
+            tp=self.vllm_config.parallel_config.tensor_parallel_size,
         )
         self._writer = RecordingWriter(Path(settings.journal), header, _failed)
         self._began = time.monotonic()

@@ -139,6 +139,7 @@ def begin_recording(
         kind=VLLM,
         vllm=version,
         model=vllm_config.model_config.model,
+        gpu=device_name(),
         tp=vllm_config.parallel_config.tensor_parallel_size,
         profile=settings.profile,
         tokens="kept" if settings.journal_tokens else "pseudonyms",
@@ -147,3 +148,10 @@ def begin_recording(
     pseudonyms = None if settings.journal_tokens else Pseudonyms()
     engine = vllm_config.parallel_config.data_parallel_index
     return Recording(Path(f"{settings.journal}-{engine}" if engine else settings.journal), header, pseudonyms)
+
+
+def device_name() -> str:
+    """Return the driver's name of the device that vLLM runs on; "cpu" on a processor."""
+    from vllm.platforms import current_platform
+
+    return "cpu" if current_platform.is_cpu() else str(current_platform.get_device_name())

@@ -418,29 +418,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"`request_rows` {self.request_rows} is less than `max_running_requests` {self.max_running_requests}: "
                 "every running request holds a row\nhint: leave request_rows unset"
             )
-        if not self.radix_cache and self.same_step_sharing:
-            raise ConfigError("`same_step_sharing` is on but `radix_cache` is off\nhint: drop one of the two")
-        if not self.radix_cache and self.retracted_kv == "cache":
-            raise ConfigError(
-                "`retracted_kv` cache leaves KV to the radix cache, but `radix_cache` is off\n"
-                "hint: take retracted_kv free"
-            )
-        if not self.radix_cache and self.waiting_prefix_refresh:
-            raise ConfigError("`waiting_prefix_refresh` is set but `radix_cache` is off\nhint: drop one of the two")
-        if not self.radix_cache and self.radix_capacity_pages is not None:
-            raise ConfigError("`radix_capacity_pages` is set but `radix_cache` is off\nhint: drop one of the two")
-        if not self.radix_cache and self.schedule_policy in ("lpm", "dfs-weight"):
-            raise ConfigError(
-                f"`schedule_policy` {self.schedule_policy} orders by cached prefix, but `radix_cache` is off\n"
-                "hint: turn radix_cache on or take schedule_policy fcfs"
-            )
-        if not self.radix_cache and self.prefix_deduplication != "off":
-            raise ConfigError(
-                f"`prefix_deduplication` {self.prefix_deduplication} waits for a prefix to be cached, but "
-                "`radix_cache` is off\nhint: drop one of the two"
-            )
-        if not self.radix_cache and self.tiers is not msgspec.UNSET:
-            raise ConfigError("`tiers` lie below the radix cache, but `radix_cache` is off\nhint: drop one of the two")
+        if not self.radix_cache:
+            _check_no_radix_cache(self)
         if self.hybrid is not msgspec.UNSET:
             _check_hybrid(self, self.hybrid)
         if self.keeps_draft_pages and (self.hybrid is not msgspec.UNSET or self.hands_over):
@@ -635,6 +614,32 @@ def refuse_simulated_only(name: str) -> None:
 def one_of(choices: tuple[str, ...]) -> str:
     """Return the choices as a message lists them: `a, b or c`."""
     return f"{', '.join(choices[:-1])} or {choices[-1]}"
+
+
+def _check_no_radix_cache(config: SchedConfig) -> None:
+    """Raise ConfigError for the settings that need the radix cache; all of them are named at once."""
+    needing = {
+        "same_step_sharing": (config.same_step_sharing, "is on", "off"),
+        "retracted_kv": (config.retracted_kv == "cache", "cache leaves KV to the radix cache", "free"),
+        "waiting_prefix_refresh": (bool(config.waiting_prefix_refresh), f"is {config.waiting_prefix_refresh}", "0"),
+        "radix_capacity_pages": (config.radix_capacity_pages is not None, "is set", "none"),
+        "schedule_policy": (
+            config.schedule_policy in ("lpm", "dfs-weight"),
+            f"{config.schedule_policy} orders by cached prefix",
+            "fcfs",
+        ),
+        "prefix_deduplication": (
+            config.prefix_deduplication != "off",
+            f"{config.prefix_deduplication} waits for a prefix to be cached",
+            "off",
+        ),
+        "tiers": (config.tiers is not msgspec.UNSET, "lie below the radix cache", "unset"),
+    }
+    found = [(name, why, instead) for name, (is_set, why, instead) in needing.items() if is_set]
+    if found:
+        problem = ", ".join(f"`{name}` {why}" for name, why, _ in found)
+        hint = ", ".join(f"{name} {instead}" for name, _, instead in found)
+        raise ConfigError(f"{problem}, but `radix_cache` is off\nhint: take {hint}; or turn radix_cache on")
 
 
 def _check_alignment(config: SchedConfig, align: int) -> None:

@@ -1,4 +1,4 @@
-"""Calibrations: cost models fitted to published serving points, to timed batches and to operator tables.
+"""Calibrations: cost models fitted to requests, serving points, timed batches and operator tables.
 
-Imports cost, catalogue, workload, metrics, host and results; cli and tools import it.
+Imports cost, catalogue, workload, metrics, host, scenario, results and run; cli and tools import it.
 """

@@ -19,11 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from lockstep.sim.calibrate.engine_run import Twin
 from lockstep.sim.calibrate.serving_points import CLIENTS, Played, ServingPoint, parts_of, play
-from lockstep.sim.cost import CalibrationError, RooflineModel, decode_shape, extend_shape
+from lockstep.sim.cost import CalibrationError, CpuModel, RooflineModel, decode_shape, extend_shape
 from lockstep.sim.cost.calibration import (
+    BATCH_FEATURES,
     UNSEEN_MODELS,
     Calibration,
     CalibrationSource,
@@ -43,6 +46,8 @@ MODELS_MIN = 3  # models of an engine from which the error for unseen models is 
 POINTS_MIN = 4  # points of an engine
 BLOCKS = 10  # parts of a journal that are left out in turn
 BATCHES_MIN = 50  # timed batches of a journal
+KIND_MIN = 50  # batches of one kind and size that are left out together
+STALL = 5.0  # times its fitted time: a longer batch waited for other processes of the machine
 
 # ------------------------------------------------------------------------------------------------------ serving points
 
@@ -180,6 +185,8 @@ def calibration_of_points(
     low_kv = sum(point.kv_dtype != "bf16" for point in points)
     if low_kv:
         notes.append(f"with KV in fp8: {low_kv} rows")
+    backends = Counter(point.attention_backend for point in points if point.attention_backend)
+    notes += [f"attention backend {backend}: {count} rows" for backend, count in sorted(backends.items())]
     return Calibration(
         engine=engine,
         engine_version=", ".join(sorted({point.engine_version or "unstated" for point in points})),
@@ -203,14 +210,14 @@ class TimedBatches:
     """Batches with measured times and the features of their shapes, in the order of their ends."""
 
     batches: Sequence[BatchTime]
-    parts: Float64s  # float64 [batches, 5], in the order of FEATURES
+    parts: Float64s  # float64 [batches, 7], in the order of BATCH_FEATURES
     took_us: Float64s  # float64 [batches]
     left_out: int  # batches without times, or with sampling separate from their forward pass
 
     @property
     def uncorrected_us(self) -> Float64s:
         """Times predicted without a correction, float64 [batches]."""
-        uncorrected: Float64s = self.parts @ np.array(Correction().weights)
+        uncorrected: Float64s = self.parts @ np.array((*Correction().weights, 0.0, 0.0))
         return uncorrected
 
 
@@ -226,9 +233,17 @@ def timed_batches(times: BatchTimes, base: BaseModel, where: Path) -> TimedBatch
             f"{where}: {len(times.batches)} batches carry times, a calibration needs {BATCHES_MIN}\n"
             "hint: the host must report `started_us` and `finished_us` in BatchFinished"
         )
-    parts = np.array([parts_of(base, batch.passes).sum(axis=0) for batch in times.batches])
+    parts = np.array([[*parts_of(base, one.passes).sum(axis=0), *_of_rows(one)] for one in times.batches])
     took_us = np.array([batch.took_us for batch in times.batches], np.float64)
     return TimedBatches(times.batches, parts, took_us, times.left_out)
+
+
+def _of_rows(batch: BatchTime) -> list[float]:
+    """Return the parts that BATCH_FEATURES adds, over all passes: completed prompts, KV tokens of decode rows."""
+    passes = batch.passes
+    return [
+        float(sum(getattr(shape, name) for shape in passes)) for name in ("completed_prompts", "decode_context_tokens")
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +254,7 @@ class HeldOut:
     took_us: Float64s
     before_us: Float64s  # predicted without a correction
     after_us: Float64s  # predicted by the fit without the batch's own tenth
-    ratios: Sequence[float]  # measured / predicted of each tenth as a whole
+    ratios: Sequence[float]  # measured / predicted of each tenth as a whole, and of each frequent kind and size
 
     def rows(self) -> list[tuple[ErrorRow, ErrorRow]]:
         """Return the errors without and with correction, by batch mode; the last pair is of all batches."""
@@ -253,14 +268,40 @@ class HeldOut:
         return found
 
 
+def batch_weights(parts: Float64s, took_us: Float64s) -> Float64s:
+    """Return the weights of BATCH_FEATURES for single batches: a robust fit, at the level of the total time.
+
+    A robust fit is near the median, and a run is as long as its mean batches. So all weights are multiplied by the
+    ratio of the totals of batches that took at most STALL times as long as fitted.
+    """
+    weights = fit_weights(parts, took_us, BATCH_FEATURES)
+    fitted_us = parts @ weights
+    usual = took_us <= STALL * fitted_us
+    if not usual.any():
+        return weights
+    found: Float64s = weights * float(took_us[usual].sum() / fitted_us[usual].sum())
+    return found
+
+
 def held_out(timed: TimedBatches) -> HeldOut:
-    """Predict each tenth of a run, in the order of time, by a fit of the other nine."""
+    """Predict each tenth of a run, in the order of time, by a fit of the other nine.
+
+    Each kind and size of batches that is frequent enough is also predicted by a fit of all others. This shows the error
+    for loads whose batches have other shapes.
+    """
     count = len(timed.took_us)
     after_us = np.empty(count)
     ratios = []
     for mask, _ in left_out((np.arange(count) * BLOCKS // count).tolist()):
-        after_us[mask] = timed.parts[mask] @ fit_weights(timed.parts[~mask], timed.took_us[~mask])
+        after_us[mask] = timed.parts[mask] @ batch_weights(timed.parts[~mask], timed.took_us[~mask])
         ratios.append(float(timed.took_us[mask].sum() / after_us[mask].sum()))
+    kinds = [(batch.mode, (batch.size - 1).bit_length()) for batch in timed.batches]
+    for mask, _ in left_out(kinds):
+        if KIND_MIN <= mask.sum() <= count // 2:
+            predicted_us = timed.parts[mask] @ batch_weights(timed.parts[~mask], timed.took_us[~mask])
+            usual = timed.took_us[mask] <= STALL * predicted_us
+            if usual.any():
+                ratios.append(float(timed.took_us[mask][usual].sum() / predicted_us[usual].sum()))
     return HeldOut(timed.batches, timed.took_us, timed.uncorrected_us, after_us, ratios)
 
 
@@ -280,12 +321,17 @@ def calibration_of_batches(
     Args:
         held: the result of `held_out(timed)`.
     """
-    weights = fit_weights(timed.parts, timed.took_us)
+    weights = batch_weights(timed.parts, timed.took_us)
     single = timed.took_us / (timed.parts @ weights)
     # A robust standard deviation: half the distance from the 16th to the 84th percentile.
     spread = float(np.diff(np.quantile(single, [0.16, 0.84]))[0]) / 2.0 / float(np.median(single))
     residuals = [
-        Residuals.of(held.ratios, metric="time", population="seen", method=f"one of {BLOCKS} parts of the run left out")
+        Residuals.of(
+            held.ratios,
+            metric="time",
+            population="seen",
+            method=f"one of {BLOCKS} parts of the run, or one kind and size of batches, left out",
+        )
     ]
     before, after = held.rows()[-1]
     errors = f"median {before.error:.1%} -> {after.error:.1%}, P95 {before.error_p95:.1%} -> {after.error_p95:.1%}"
@@ -306,6 +352,27 @@ def calibration_of_batches(
             f"error of held-out batches: {errors}",
             *notes,
         ),
+    )
+
+
+def with_lane(calibration: Calibration, lane: CpuModel | None) -> Calibration:
+    """Return a calibration with the engine's CPU time around its batches; None: it was not measured."""
+    return calibration if lane is None else replace(calibration, lane=lane)
+
+
+def with_client(calibration: Calibration, twin: Twin) -> Calibration:
+    """Return a calibration of batches with the front end, and with residuals of TTFT, as a client measured them."""
+    frontend_us = round(twin.frontend_us, 1)
+    residuals = Residuals.of(
+        twin.ratios("ttft", BLOCKS),
+        metric="ttft",
+        population="seen",
+        method=f"one of {BLOCKS} parts of the client's requests",
+    )
+    return replace(
+        calibration,
+        correction=replace(calibration.correction, frontend_us=frontend_us),
+        residuals=(*(r for r in calibration.residuals if (r.metric, r.population) != ("ttft", "seen")), residuals),
     )
 
 

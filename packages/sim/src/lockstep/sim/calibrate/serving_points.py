@@ -85,6 +85,7 @@ class ServingPoint:
     tpot_us: float
     ep: int = 1
     kv_dtype: KvDtype = "bf16"
+    attention_backend: str = ""  # such as flashinfer; "": unstated
 
     @property
     def split(self) -> Parallelism:
@@ -100,7 +101,7 @@ class ServingPoint:
         """
         return (
             self.engine, self.engine_version, self.model.name, self.gpu.name, self.split, self.weights_dtype,
-            self.prompt_tokens, self.output_tokens, self.concurrency,
+            self.prompt_tokens, self.output_tokens, self.concurrency, self.kv_dtype, self.attention_backend,
         )  # fmt: skip
 
     @property
@@ -111,6 +112,8 @@ class ServingPoint:
 
 
 REQUIRED = ("engine", "model", "gpu", "tp", "precision", "isl", "osl", "concurrency", "ttft_ms", "tpot_ms")
+OPTIONAL = ("engine_version", "kv_dtype", "attention_backend", "dp", "ep", "length_dist", "suspect")
+KV_DTYPES: dict[str, KvDtype] = {"bf16": "bf16", "fp16": "bf16", "auto": "bf16", "fp8": "fp8", "fp8_e4m3": "fp8"}
 PRECISIONS: dict[str, WeightsDtype] = {"bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "fp4": "mxfp4", "mxfp4": "mxfp4"}
 UNIFORM_CAMPAIGN = "InferenceX"  # beginning of `length_dist` in rows of this campaign: lengths uniform in [0.8 N, N]
 UNIFORM_FROM = 0.8
@@ -122,7 +125,7 @@ HINT = "hint: docs/cost-models.md, section 6, describes serving points"
 def read_serving_points(
     path: Path, *, suspect: bool = False, experts: bool = True
 ) -> tuple[list[ServingPoint], dict[str, list[int]]]:
-    """Read a CSV file with the columns REQUIRED and optionally `engine_version`, `dp`, `ep`, `length_dist`, `suspect`.
+    """Read a CSV file with the columns REQUIRED, and with those of OPTIONAL that it has.
 
     Args:
         suspect: whether to keep rows with text in the column `suspect`.
@@ -186,7 +189,8 @@ def _point(row: Mapping[str, str], number: int, where: str, *, experts: bool) ->
         gpu=load_gpu(row["gpu"]),
         tp=_whole(row, "tp", where, TP_MAX),
         weights_dtype=PRECISIONS[precision],
-        kv_dtype="fp8" if engine in FP8_KV and PRECISIONS[precision] == "fp8" else "bf16",
+        kv_dtype=_kv_dtype(row, where, "fp8" if engine in FP8_KV and PRECISIONS[precision] == "fp8" else "bf16"),
+        attention_backend=(row.get("attention_backend") or "").strip().lower(),
         prompt_tokens=_whole(row, "isl", where, LENGTH_TOKENS_MAX),
         output_tokens=_whole(row, "osl", where, LENGTH_TOKENS_MAX),
         lengths_from=UNIFORM_FROM if uniform else 1.0,
@@ -196,6 +200,14 @@ def _point(row: Mapping[str, str], number: int, where: str, *, experts: bool) ->
         tpot_us=1e3 * _number(row, "tpot_ms", where),
         ep=int(_number(row, "ep", where, default=1.0)) if experts else 1,
     )
+
+
+def _kv_dtype(row: Mapping[str, str], where: str, usual: KvDtype) -> KvDtype:
+    """Return the type of KV that a row states, or the usual one of its engine."""
+    text = (row.get("kv_dtype") or "").strip().lower()
+    if text and text not in KV_DTYPES:
+        raise CalibrationError(f"{where}: `kv_dtype` must be one of {', '.join(KV_DTYPES)}, got `{text}`")
+    return KV_DTYPES[text] if text else usual
 
 
 def _number(row: Mapping[str, str], column: str, where: str, default: float | None = None) -> float:
@@ -239,7 +251,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 FP8_KV = ("trtllm",)
-"""Engines that are assumed to keep KV in fp8 if weights are fp8. No source states it.
+"""Engines that are assumed to keep KV in fp8 if weights are fp8 and the column `kv_dtype` is empty.
 
 The evidence: with 128 requests of 1,536 tokens each, Qwen3-32B on one H100 streamed first tokens after 0.75 s. So all
 requests were admitted at once, and KV in bf16 would not have fitted (5.6 s in simulation).

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,19 +11,17 @@ import click
 import msgspec
 
 from lockstep.host.options import Option, options_of, take, with_flags
-from lockstep.host.quantization import KvDtype, WeightsDtype
+from lockstep.sim.cli.calibrate_requests import requests
+from lockstep.sim.cli.calibration_file import FILE, CalibrationFile, StoredTypes, write
 from lockstep.sim.cli.errors import refusals
-from lockstep.sim.run.out_paths import check_file
 
 if TYPE_CHECKING:
-    from lockstep.core.journal.records import JournalHeader
+    from lockstep.core.contract.config import SchedConfig
     from lockstep.sim.calibrate.calibrate import HeldOut
-    from lockstep.sim.cost import Calibration
-    from lockstep.sim.cost.models import Fp8Activations
+    from lockstep.sim.calibrate.engine_run import Twin
 
 OF_RUN = "as RUN states"
 OPERATORS = Option("calibrate the cost model measured by these operator tables", metavar="DIR", default="the roofline")
-DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
 class _Calibrate(click.Group):
@@ -51,28 +47,6 @@ def calibrate(source: str | None) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationFile:
-    """The file that a calibration is written to, with what every source states of it."""
-
-    date: Annotated[str, Option("of the calibration: never taken from the clock", metavar="YYYY-MM-DD")]
-    out: Annotated[Path, Option("where to write it", metavar="FILE")]
-
-    def check(self) -> str:
-        """Return the date in full. Raises BadParameter if it is none, ConfigError if the file cannot be written."""
-        date = _checked_date(self.date)
-        check_file(self.out)
-        return date
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredTypes:
-    """How the model of the measured batches stores its weights and its KV."""
-
-    weights_dtype: Annotated[WeightsDtype | None, Option("bf16, fp8, ...", default="the checkpoint's own")] = None
-    kv_dtype: Annotated[KvDtype, Option("bf16 or fp8")] = "bf16"
-
-
-@dataclass(frozen=True, kw_only=True)
 class PointsFit:
     """Options of `calibrate points` about the points."""
 
@@ -89,13 +63,20 @@ class PointsFit:
 class JournalFit(StoredTypes):
     """Options of `calibrate journal` about the run, for values that it does not state, or states wrongly."""
 
+    client: Annotated[
+        Path | None,
+        Option(
+            "the run folder of `lockstep bench serve` that sent the requests: fits what lies between client and engine",
+            metavar="DIR",
+        ),
+    ] = None
     model: Annotated[str | None, Option("what ran", default=OF_RUN)] = None
     gpu: Annotated[str | None, Option("where it ran", default=OF_RUN)] = None
     tp: Annotated[int | None, Option("on so many GPUs", default=OF_RUN)] = None
     ep: Annotated[int | None, Option("groups over which experts were divided", default=OF_RUN)] = None
     attention_dp: Annotated[int | None, Option("shards with rows of their own", default=OF_RUN)] = None
-    engine: Annotated[str, Option("what ran it")] = "lockstep"
-    engine_version: Annotated[str | None, Option("of the engine", default="of the core that wrote it")] = None
+    engine: Annotated[str | None, Option("what ran it", default=OF_RUN)] = None
+    engine_version: Annotated[str | None, Option("of the engine", default=OF_RUN)] = None
     operators: Annotated[Path | None, OPERATORS] = None
 
 
@@ -110,17 +91,7 @@ class TablesFit(StoredTypes):
     engine_version: Annotated[str | None, Option("of the engine")] = None
 
 
-FILE = with_flags(click.option, options_of(CalibrationFile).values())
 SHOWN = {"show_default": True}
-
-
-def _checked_date(date: str) -> str:
-    try:
-        if DATE.fullmatch(date):
-            return datetime.date.fromisoformat(date).isoformat()
-    except ValueError:
-        pass
-    raise click.BadParameter(f"expected a day as YYYY-MM-DD, got `{date}`", param_hint="--date")
 
 
 def _no_rows(file: Path, engine: str, gpu: str | None, engines: list[str], left_out: Mapping[str, list[int]]) -> str:
@@ -130,29 +101,6 @@ def _no_rows(file: Path, engine: str, gpu: str | None, engines: list[str], left_
         text += "; left out: " + "; ".join(f"{len(rows)} ({reason})" for reason, rows in left_out.items())
     other = f"--engine {' or '.join(engines)}" if engines else "another file" if gpu is None else "another --gpu"
     return f"{text}\nhint: give {other}"
-
-
-def _write(calibration: Calibration, out: Path) -> None:
-    """Write the calibration file and print a summary of it."""
-    calibration.save(out)
-    c = calibration.correction
-    click.echo(f"{calibration.title}: {', '.join(calibration.models)}")
-    click.echo(
-        f"kernels x {c.kernels:.3g}, collectives x {c.collectives:.3g}; {c.step_us:,.0f} us a pass, "
-        f"{c.row_us:.3g} us a row, {c.collective_us:.3g} us a collective, {c.frontend_us / 1e3:,.1f} ms a request"
-    )
-    for residuals in calibration.residuals:
-        low, middle, high = residuals.at([0.05, 0.5, 0.95])
-        click.echo(
-            f"measured / predicted {residuals.metric}, models {residuals.population}: median {middle:.2f}, "
-            f"90 % in {low:.2f} to {high:.2f} ({residuals.count} predictions, {residuals.method})"
-        )
-    for source in calibration.sources:
-        left_out = f", {source.rows_left_out:,} left out ({source.why_left_out})" if source.rows_left_out else ""
-        click.echo(f"from {source.file}: {source.rows_used:,} rows{left_out}, SHA-256 {source.sha256[:16]}...")
-    for note in calibration.notes:
-        click.echo(note)
-    click.echo(f"wrote {out}", err=True)
 
 
 @calibrate.command(context_settings=SHOWN)
@@ -197,7 +145,7 @@ def points(file: Path, **options: Any) -> None:
             rows_left_out=sum(map(len, left_out.values())),
             why_left_out=reasons,
         )
-        _write(calibration_of_points(trial, given.engine, date=date, sources=[source]), target.out)
+        write(calibration_of_points(trial, given.engine, date=date, sources=[source]), target.out)
 
 
 @calibrate.command(context_settings=SHOWN)
@@ -208,71 +156,43 @@ def journal(run: Path, **options: Any) -> None:
     """Fit to the timed batches of a run; `lockstep calibrate --from RUN` does the same.
 
     RUN is the folder of a run whose host reported when each batch began and ended, such as one of `lockstep serve
-    --journal`, or a file of `lockstep replay PLANS --on-hardware`. It prints the error of predictions before and after
-    the fit, for batches that were not used in it.
+    --journal` or of vLLM under lockstep.vllm.Scheduler or lockstep.vllm.Recorder, or a file of `lockstep replay PLANS
+    --on-hardware`. It prints the error of predictions before and after the fit, for batches that were not used in it.
+    The requests of a journal or recording are then simulated, and compared with what happened.
     """
     given, target = take(JournalFit, options), take(CalibrationFile, options)
     with refusals():
-        from lockstep.host.host_header import RUNTIME, HostHeader
-        from lockstep.sim.calibrate.calibrate import calibration_of_batches, held_out, sha256_of, timed_batches
-        from lockstep.sim.catalogue import load_gpu, load_model
-        from lockstep.sim.cost import CalibrationError, Parallelism
-        from lockstep.sim.cost.base_model import base_cost_model
+        from lockstep.sim.calibrate.calibrate import (
+            calibration_of_batches,
+            held_out,
+            sha256_of,
+            timed_batches,
+            with_client,
+            with_lane,
+        )
+        from lockstep.sim.calibrate.engine_run import EngineRun, Twin, read_client
+        from lockstep.sim.calibrate.measured_run import described_batches, described_run, fit_base
+        from lockstep.sim.cost import CalibrationError, CpuModel
         from lockstep.sim.cost.calibration import CalibrationSource
-        from lockstep.sim.cost.stages import PipelineModel
-        from lockstep.sim.results.batch_times import of_journal, read_batch_times
+        from lockstep.sim.results.batch_times import read_batch_times
+        from lockstep.sim.scenario.scenario import Scenario
 
         date = target.check()
-        notes: list[str] = []
-        weights_dtype: Any = given.weights_dtype
-        fp8_activations: Fp8Activations = "auto"
         if run.is_file():
-            times, file = read_batch_times(run), run
-            measured = times.measured
-            assert measured is not None, "it is the first line"
-            said: dict[str, Any] = msgspec.structs.asdict(measured)
-            weights_dtype = weights_dtype or measured.weights_dtype or None
-            if measured.device:
-                notes.append(f"measured on {measured.device}")
-            notes += measured.notes
+            if given.client is not None:
+                raise CalibrationError(f"`--client` {given.client}: a file of batch times has no requests to compare")
+            times, recorded = read_batch_times(run), None
+            about = described_batches(times)
         else:
-            header = _journal_header(run)
-            host = HostHeader.of(header)
-            said = {**host.entries(), "engine_version": header.core_version}
-            if host.kind == RUNTIME and host.fp8_activations is None:  # rows met fp8 weights as they were
-                fp8_activations = "off"
-            if host.speed is not None and host.speed != 1.0:
-                raise CalibrationError(
-                    f"{run} was emulated {host.speed:g} times as fast as its cost model says: no device is\n"
-                    "hint: serve with --speed 1"
-                )
-            times, file = None, run / "journal" if (run / "journal").is_dir() else run
-        for name, value in (("model", given.model), ("gpu", given.gpu)):
-            if not (value or said.get(name)):
-                raise CalibrationError(f"{run}: the journal's header does not say `{name}`\nhint: give --{name}")
-        known = [field.name for field in fields(Parallelism)]
-        layout: dict[str, Any] = {name: said[name] for name in known if name in said}
-        layout |= {name: value for name in known if (value := getattr(given, name, None)) is not None}
-        split = Parallelism(**layout)
-        base = base_cost_model(
-            load_model(str(given.model or said["model"])),
-            load_gpu(str(given.gpu or said["gpu"])),
-            split,
-            weights_dtype=weights_dtype,
-            kv_dtype=given.kv_dtype,
-            operators=given.operators,
-            fp8_activations=fp8_activations,
-        )
-        if isinstance(base, PipelineModel):
-            raise CalibrationError(
-                f"{run}: batches of a run with pp {split.pp} overlap, so what each took alone is not known\n"
-                "hint: calibrate with a run on one stage"
-            )
-        timed = timed_batches(times or of_journal(run), base, run)
+            about = described_run(run)
+            recorded = EngineRun.read(run)
+            times = recorded.times
+        base = fit_base(run, about, given)
+        timed = timed_batches(times, base, run)
         source = CalibrationSource(
-            kind="journal" if times is None else "batch_times",
+            kind="batch_times" if recorded is None else "journal",
             file=run.name,
-            sha256=sha256_of(file),
+            sha256=sha256_of(about.file or run),
             rows_used=len(timed.took_us),
             rows_left_out=timed.left_out,
             why_left_out="no times" if timed.left_out else "",
@@ -281,15 +201,65 @@ def journal(run: Path, **options: Any) -> None:
         found = calibration_of_batches(
             timed,
             held,
-            engine=given.engine,
-            engine_version=given.engine_version or str(said["engine_version"]),
+            engine=given.engine or about.engine,
+            engine_version=given.engine_version or about.engine_version,
             base=base,
             date=date,
             source=source,
-            notes=notes,
+            notes=about.notes,
         )
-        _write(found, target.out)
+        twin = None
+        if recorded is not None:
+            found = with_lane(found, recorded.lane())
+            cost, cpu = found.cost_model(base), found.cpu_model(CpuModel())
+            if given.client is not None:
+                twin = Twin.of(recorded, read_client(given.client), cost, cpu)
+                found = with_client(found, twin)
+            elif not recorded.not_simulated:
+                twin = Twin.of_engine(recorded, cost, cpu)
+        write(found, target.out)
         _print_held_out(held)
+        if twin is not None:
+            _print_twin(twin, "the engine" if given.client is None else "the client")
+        if recorded is not None and recorded.not_simulated:
+            click.echo(f"its requests are not simulated for a comparison: {recorded.not_simulated}")
+        elif recorded is not None:
+            model, gpu = given.model or about.entries["model"], given.gpu or about.entries["gpu"]
+            profile = "vllm" if found.engine == "vllm" else str(about.entries.get("profile", "lockstep"))
+            scenario = Scenario(
+                model=str(model),
+                gpu=str(gpu),
+                tp=base.tp,
+                workload=str(run),
+                calibration=str(target.out),
+                profile=profile,
+                settings=_unusual(recorded.config, profile),
+            )
+            click.echo(f"simulate: {scenario.command()}")
+
+
+def _unusual(config: SchedConfig, profile: str) -> dict[str, Any]:
+    """Return the settings of an engine that its profile does not have, as far as they are options of `simulate`."""
+    from lockstep.core.contract.profiles import profile_settings
+    from lockstep.sim.scenario.settings import SCHEDULER_OPTIONS
+
+    usual = type(config)(**profile_settings(profile))
+    return {
+        name: value
+        for name, _, _ in SCHEDULER_OPTIONS
+        if (value := getattr(config, name)) != getattr(usual, name) and isinstance(value, bool | int | float | str)
+    }
+
+
+def _print_twin(twin: Twin, where: str) -> None:
+    """Print what was measured of the requests, beside a simulation of them with the fit."""
+    click.echo(f"the requests of this run, at {where}: measured, simulated with this calibration")
+    for metric, figure, measured_us, simulated_us in twin.table():
+        title = "end to end" if metric == "e2e" else metric.upper()
+        click.echo(
+            f"  {title:11}{figure:5}{measured_us / 1e3:10.2f} ms{simulated_us / 1e3:10.2f} ms"
+            f"{simulated_us / measured_us - 1.0:+8.1%}"
+        )
 
 
 @calibrate.command()
@@ -322,19 +292,6 @@ def acceptance(run: Path, as_json: bool) -> None:
                 f"({off:+.1%})"
             )
         click.echo(f"simulate with: --speculative-method {found['method']} --acceptance {found['acceptance']}")
-
-
-def _journal_header(run: Path) -> JournalHeader:
-    from lockstep.core.journal.reader import read_journal
-    from lockstep.core.journal.records import JournalError
-    from lockstep.sim.cost import CalibrationError
-
-    try:
-        return read_journal(run).header
-    except JournalError as error:
-        parts = sorted(part.parent.name for part in run.glob("engines/*/journal"))
-        place = f"{run}/engines/{parts[0]}: it is a cluster" if parts else "a run folder"
-        raise CalibrationError(f"{error}\nhint: give {place}") from error
 
 
 def _print_held_out(held: HeldOut) -> None:
@@ -374,4 +331,7 @@ def operators(folder: Path, **options: Any) -> None:
         found = calibration_of_tables(
             bases, tables, engine=given.engine, engine_version=given.engine_version or "", date=date
         )
-        _write(found, target.out)
+        write(found, target.out)
+
+
+calibrate.add_command(requests)

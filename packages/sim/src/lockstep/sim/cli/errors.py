@@ -44,12 +44,13 @@ def refusals() -> Iterator[None]:
     except Exception as error:
         from lockstep.core.contract.errors import ConfigError, PolicyError
         from lockstep.core.journal.records import JournalError
+        from lockstep.core.journal.replay import Divergence
         from lockstep.sim.cost import CalibrationError, CapacityError, CatalogueError
         from lockstep.sim.workload.workload import WorkloadError
 
         if isinstance(error, ConfigError | CatalogueError | CapacityError | CalibrationError | WorkloadError):
             raise Refusal(error) from error
-        if isinstance(error, JournalError | OSError | PolicyError):
+        if isinstance(error, JournalError | Divergence | OSError | PolicyError):
             raise Failure(error) from error
         if isinstance(error, MemoryError):
             raise Failure(MemoryError(f"{error}\nhint: lower --limit, --pages or --request-rows")) from error

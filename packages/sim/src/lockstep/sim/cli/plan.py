@@ -308,6 +308,7 @@ def show(answer: Any) -> None:
     from rich.console import Console
 
     from lockstep.sim.plan.answer import serve_commands, simulate_command
+    from lockstep.sim.plan.vllm_command import vllm_command
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(answer.table())
@@ -320,7 +321,9 @@ def show(answer: Any) -> None:
         click.echo(line)
     winner = answer.winner
     if winner is not None:
-        for name, command in zip(("serve:   ", "emulate: "), serve_commands(winner), strict=True):
+        of_vllm = vllm_command(winner)
+        titled = [*zip(("serve:   ", "emulate: "), serve_commands(winner), strict=True)]
+        for name, command in [*titled, *([("vllm:    ", of_vllm)] if of_vllm is not None else [])]:
             click.echo(f"{name} {command.line}")
             if command.lacks:
                 click.echo("          not supported there yet: " + ", ".join(command.lacks))

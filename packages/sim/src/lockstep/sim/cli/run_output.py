@@ -69,7 +69,7 @@ def show(run: Run | ClusterRun, out: Path | None, as_json: bool) -> None:
 
         from lockstep.sim.results.results import intervals_table, summary_table
 
-        Console().print(summary_table(run.data))
+        Console().print(summary_table(run.data, never_sent=0 if run.interrupted else run.never_sent))
         if run.intervals is not None:
             Console().print(intervals_table(run.intervals))
         click.echo(run.calibration.line)

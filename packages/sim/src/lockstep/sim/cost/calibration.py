@@ -39,8 +39,11 @@ VERSION = 1
 COVERAGE = 0.9  # default coverage of an interval: from the 5th to the 95th percentile
 PROBABILITIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.975, 0.99)
 LOWER_BOUND = "none: kernels without an engine, a lower bound"  # title without an engine and without a calibration
+KERNELS_MIN = 0.01  # least weight of kernels: more work must take longer
 FEATURES = ("kernels", "collectives", "step_us", "row_us", "collective_us")
 """The parts of a batch's time that a correction has weights for, in the order of a row of `batch_features`."""
+BATCH_FEATURES = (*FEATURES, "prompt_us", "kv_token_us")
+"""The same for fits of single batches, which also show what a prompt costs besides its tokens, and KV."""
 
 
 class SplitCostModel(CostModel, Protocol):
@@ -70,6 +73,7 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     us = kernels * kernels' time + collectives * collectives' time
          + step_us + row_us * rows + collective_us * number of collectives
+         + prompt_us * completed prompts + kv_token_us * KV tokens of decode rows
 
     The first two summands together are at least `kernels` times the launching time.
     """
@@ -80,11 +84,16 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     row_us: float = 0.0  # per row of a pass, extend or decode
     collective_us: float = 0.0  # per collective: the wait for the slowest rank
     frontend_us: float = 0.0  # per request, before it reaches the engine and after its first token; TTFT only
+    # Of calibrations of single batches: per prompt that a batch completes, per KV token of decode rows. Else unset.
+    prompt_us: float | msgspec.UnsetType = msgspec.UNSET
+    kv_token_us: float | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:
             value = getattr(self, field)
-            least = 0.01 if field == "kernels" else 0.0
+            if value is msgspec.UNSET:
+                continue
+            least = KERNELS_MIN if field == "kernels" else 0.0
             if not least <= value < math.inf:
                 raise CalibrationError(f"`correction.{field}` must be at least {least:g} and finite, got `{value}`")
 
@@ -92,6 +101,20 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def weights(self) -> tuple[float, ...]:
         """The weights in the order of FEATURES."""
         return tuple(getattr(self, field) for field in FEATURES)
+
+    def of_rows_us(self, shape: BatchShape) -> dict[str, float]:
+        """Return the time that rows of a batch add, by weight."""
+        counts = {
+            "row_us": shape.extend_rows + shape.decode_rows,
+            "prompt_us": shape.completed_prompts,
+            "kv_token_us": shape.decode_context_tokens,
+        }
+        return {name: self.weight(name) * count for name, count in counts.items()}
+
+    def weight(self, name: str) -> float:
+        """Return a weight by name; 0 if it is unset."""
+        value: float | msgspec.UnsetType = getattr(self, name)
+        return 0.0 if value is msgspec.UNSET else value
 
     @property
     def is_identity(self) -> bool:
@@ -160,7 +183,7 @@ class Residuals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class CalibrationSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A file that a calibration was fitted to."""
 
-    kind: Literal["serving_points", "operator_tables", "journal", "batch_times"]
+    kind: Literal["serving_points", "operator_tables", "journal", "batch_times", "requests"]
     file: str  # name without the folder
     sha256: str
     rows_used: int
@@ -180,6 +203,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     date: str = ""  # set by the caller, such as "2026-11-22"
     base: str = "roofline"  # kind of the cost model that is corrected
     cpu: Literal["separate", "included"] = "separate"  # included: the correction contains the engine's CPU time
+    lane: CpuModel | msgspec.UnsetType = msgspec.UNSET  # measured times of the CPU lane; unset: those of CpuModel
     correction: Correction = Correction()
     spread: float = 0.0  # standard deviation of single batches around the systematic error, as a share of the mean
     residuals: tuple[Residuals, ...]
@@ -194,6 +218,8 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 f"`version` {self.version} is not one this release reads, which is {VERSION}\n"
                 "hint: make it again with `lockstep calibrate`"
             )
+        if self.lane is not msgspec.UNSET and self.cpu == "included":
+            raise CalibrationError("`lane` is given, but `cpu` is included: the correction has the time of the lane")
         if not 0.0 <= self.spread < 1.0:
             raise CalibrationError(f"`spread` must be at least 0 and below 1, got `{self.spread}`")
         found = [(r.metric, r.population) for r in self.residuals]
@@ -286,9 +312,9 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return f"{'engine' if self.engine == 'none' else 'calibration'}: {self.title}"
 
     def cpu_model(self, cpu: CpuModel) -> CpuModel:
-        """Return the cost of the CPU lane: zero if the correction contains the engine's CPU time, else `cpu`."""
+        """Return the cost of the CPU lane: zero if the correction contains it, else as measured, otherwise `cpu`."""
         if self.cpu == "separate":
-            return cpu
+            return cpu if self.lane is msgspec.UNSET else self.lane
         return CpuModel(plan_fixed_us=0.0, plan_row_us=0.0, result_fixed_us=0.0, result_row_us=0.0, arrival_us=0.0)
 
     def residuals_of(self, metric: Metric, model: str | None = None) -> Residuals:
@@ -377,6 +403,8 @@ class CalibratedModel:
         # With this, corrected times can fall below the launching time, although the base's times do not.
         self._may_undercut = c.collectives < c.kernels
         self._row_us = c.row_us * factor
+        self._prompt_us = c.weight("prompt_us") * factor
+        self._kv_token_us = c.weight("kv_token_us") * factor
         self._fixed_us = (c.step_us + c.collective_us * self.collectives) * factor
         self._spread = calibration.spread
         self._tokens_us: dict[int, float] = {}
@@ -396,6 +424,7 @@ class CalibratedModel:
         if self._may_undercut:
             us = max(us, self._kernels * self.base.launched_us(shape, 0.0))
         us += self._fixed_us + self._row_us * (shape.extend_rows + decode_rows)
+        us += self._prompt_us * shape.completed_prompts + self._kv_token_us * shape.decode_context_tokens
         spread_us = self._spread * us
         if base.spread_us:
             spread_us = math.hypot(spread_us, self._kernels * base.spread_us)
@@ -409,7 +438,7 @@ class CalibratedModel:
         tokens = new_tokens(shape)
         if not tokens:
             return {}
-        c, rows = self.calibration.correction, shape.extend_rows + shape.decode_rows
+        c = self.calibration.correction
         terms = {name: self._kernels * us for name, us in self.base.terms_us(shape).items()}
         for name, us in self.base.collective_terms_us(tokens).items():
             terms[name] += (self._collectives - self._kernels) * us
@@ -418,7 +447,7 @@ class CalibratedModel:
             terms[LAUNCH] += max(0.0, least_us - sum(terms.values()))
         added_us = {
             "step_us": c.step_us,
-            "row_us": c.row_us * rows,
+            **c.of_rows_us(shape),
             "collective_us": c.collective_us * self.collectives,
         }
         return terms | {name: us * self.factor for name, us in added_us.items() if us}

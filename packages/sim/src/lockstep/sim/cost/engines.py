@@ -185,8 +185,8 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Return the calibration of one model, GPU and precision of weights.
 
         Its residuals are those of the population that the model and the GPU belong to (`unseen`), or of the next one,
-        which lacked more, if this engine has none. For a GPU outside the fit the errors in the time of batches of models
-        and of engines that were left out are added in quadrature; the front end, and so TTFT, is that of the engine.
+        which lacked more, if this engine has none. For a GPU outside the fit the errors in the time of batches of
+        models and of engines that were left out are added in quadrature; the front end is that of the engine.
         """
         unseen = self.unseen(model, gpu)
         order: tuple[Unseen, ...] = ("points", "model", "engine")

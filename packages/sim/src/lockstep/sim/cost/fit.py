@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.sim.cost.calibration import FEATURES, Correction
+from lockstep.sim.cost.calibration import BATCH_FEATURES, FEATURES, KERNELS_MIN, Correction
 from lockstep.sim.cost.errors import CalibrationError
 
 Float64s = NDArray[np.float64]
@@ -29,6 +29,8 @@ PRIOR: dict[str, tuple[float, float]] = {
     "step_us": (0.0, 1500.0),  # engines' loops take 0.1 to 3 ms
     "row_us": (0.0, 20.0),  # 0.3 to 17 us a row were measured (docs/cost-models.md, section 4)
     "collective_us": (0.0, 10.0),  # a kernel's launch or two
+    "prompt_us": (0.0, 1500.0),  # vLLM on a processor takes 1 to 2 ms for a new request besides its tokens
+    "kv_token_us": (0.0, 0.2),  # besides the kernels' time to read it; 0.1 us for a tiny model on a processor
 }
 POINT_ERROR = 0.06  # typical relative error of a point that the correction cannot explain
 HUBER = 1.5  # typical errors beyond which a point counts less
@@ -43,11 +45,12 @@ class Fitter(Protocol):
         ...
 
 
-def fit_weights(features: Float64s, measured_us: Float64s) -> Float64s:
+def fit_weights(features: Float64s, measured_us: Float64s, names: Sequence[str] = FEATURES) -> Float64s:
     """Return the weights of FEATURES that explain `measured_us`.
 
     Args:
-        features: float64 [n, 5], the parts of each point, in microseconds and counts.
+        features: float64 [n, names], the parts of each point, in microseconds and counts.
+        names: FEATURES, or BATCH_FEATURES for single batches.
         measured_us: float64 [n], above 0.
     Raises: CalibrationError if there are no points, or values are not finite, or a time is not above 0.
     """
@@ -55,7 +58,7 @@ def fit_weights(features: Float64s, measured_us: Float64s) -> Float64s:
         raise CalibrationError("there is no point to fit")
     if not (np.isfinite(features).all() and np.isfinite(measured_us).all() and (measured_us > 0).all()):
         raise CalibrationError("points must be finite, and measured times above 0")
-    means, deviations = np.array([PRIOR[name] for name in FEATURES]).T
+    means, deviations = np.array([PRIOR[name] for name in names]).T
     relative = features / measured_us[:, None] / POINT_ERROR
     counts = np.ones(len(measured_us))
     weights: Float64s = means
@@ -99,7 +102,9 @@ def nonnegative_least_squares(matrix: Float64s, target: Float64s) -> Float64s:
 
 def correction_of(weights: Float64s, frontend_us: float = 0.0) -> Correction:
     """Return a correction with these weights, rounded to 4 decimals, and `frontend_us`, rounded to 1."""
-    values: dict[str, Any] = {name: round(float(w), 4) for name, w in zip(FEATURES, weights, strict=True)}
+    names = FEATURES if len(weights) == len(FEATURES) else BATCH_FEATURES
+    values: dict[str, Any] = {name: round(float(w), 4) for name, w in zip(names, weights, strict=True)}
+    values["kernels"] = max(values["kernels"], KERNELS_MIN)
     return Correction(**values, frontend_us=round(frontend_us, 1))
 
 

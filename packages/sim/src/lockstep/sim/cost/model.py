@@ -22,6 +22,11 @@ class BatchShape(msgspec.Struct, frozen=True, gc=False):
     adapters: int = 0  # distinct adapters of these tokens
     own: BatchShape | None = None  # the part of the batch on the slowest shard; None: rows are spread evenly
 
+    @property
+    def completed_prompts(self) -> int:
+        """Extend rows that sample a token: prompts whose last chunk is in the batch."""
+        return max(self.sampled_rows - self.decode_rows - self.draft_tokens, 0)
+
 
 class Duration(msgspec.Struct, frozen=True, gc=False):
     """A time with its uncertainty. The spread of a roofline is 0."""

@@ -10,7 +10,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -24,6 +24,7 @@ from lockstep.sim.plan.question import Question, shown
 from lockstep.sim.plan.search import Candidate, Evaluation
 from lockstep.sim.plan.sides import DEVICE_FULL, KV_FULL, limit_of_sides
 from lockstep.sim.plan.trial import TrialResult
+from lockstep.sim.plan.vllm_command import ServeCommand, vllm_command
 from lockstep.sim.results.code_version import code_commit, code_version
 from lockstep.sim.results.results import NOTHING, show_rate, show_share, show_us
 from lockstep.sim.run.engine import PROFILE, profile_of
@@ -174,13 +175,6 @@ def simulate_command(candidate: Candidate) -> str:
     return scenario.base.command() if alone else scenario.command()
 
 
-class ServeCommand(NamedTuple):
-    """A command line of `lockstep serve`, and the parts of the configuration that it does not support."""
-
-    line: str
-    lacks: list[str]
-
-
 def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
     """Return `lockstep serve` commands for one replica: with the model from FOLDER, and emulated.
 
@@ -239,6 +233,11 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
         ServeCommand(shlex.join(["lockstep", "serve", *served]), lacks),
         ServeCommand(shlex.join(["lockstep", "serve", *emulated]), emulated_lacks),
     )
+
+
+def _described_vllm(winner: Candidate) -> dict[str, Any] | None:
+    command = vllm_command(winner)
+    return None if command is None else command._asdict()
 
 
 def _is_served(name: str) -> bool:
@@ -463,6 +462,7 @@ class PlanAnswer:
             "remarks": self.remarks(),
             "winner": winner.configuration.number if winner is not None else None,
             "serve": [one._asdict() for one in serve_commands(winner)] if winner is not None else [],
+            "vllm": _described_vllm(winner) if winner is not None else None,
             "simulate": simulate_command(winner) if winner is not None else None,
             "configurations": [self._describe(c, pareto=c.configuration.number in front) for c in self.candidates],
         }

@@ -88,9 +88,13 @@ def _html(shown: Table, caption: str) -> str:
 
 def _commands(winner: Candidate) -> str:
     from lockstep.sim.plan.answer import serve_commands, simulate_command
+    from lockstep.sim.plan.vllm_command import vllm_command
 
     parts = []
-    for about, command in zip(("Served, with the model in FOLDER", "Emulated"), serve_commands(winner), strict=True):
+    titled = [*zip(("Served, with the model in FOLDER", "Emulated"), serve_commands(winner), strict=True)]
+    if (of_vllm := vllm_command(winner)) is not None:
+        titled.append(("Served by vLLM, under Lockstep's scheduler", of_vllm))
+    for about, command in titled:
         lacks = f"; not supported there yet: {escape(', '.join(command.lacks))}" if command.lacks else ""
         parts.append(f'<p class="lead">{about}{lacks}:</p>\n<div><pre>{escape(command.line)}</pre></div>')
     served = "\n".join(parts)

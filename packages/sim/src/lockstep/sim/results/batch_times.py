@@ -13,7 +13,7 @@ again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -23,8 +23,8 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from lockstep.core.contract.commands import BatchPlan, Mode
-from lockstep.core.contract.events import BatchFinished
+from lockstep.core.contract.commands import BatchPlan, Mode, Step
+from lockstep.core.contract.events import BatchFinished, ObservedEvent
 from lockstep.core.journal.replay import fold
 from lockstep.sim.cost import BatchShape, CalibrationError, CostModel
 from lockstep.sim.host.batch_shapes import extend_shape_of
@@ -120,25 +120,45 @@ class Durations:
         return max(0, finished_us - began_us)
 
 
-def of_journal(folder: Path) -> BatchTimes:
-    """Fold a run's journal and pair every batch with its duration. Raises: JournalError, Divergence."""
-    batches: list[BatchTime] = []
-    running: dict[int, BatchPlan] = {}
-    durations, skipped = Durations(), 0
-    for event, step in fold(folder):
-        if type(event) is BatchFinished:
-            plan = running.pop(event.batch_id, None)
-            took_us = durations.took_us(event.started_us, event.finished_us)
-            known = plan is not None and plan.speculation is None and took_us  # the time of drafting is unknown
-            one = batch_time(plan, took_us) if plan is not None and known else None
-            if one is None or not one.size:
-                skipped += 1
-            else:
-                batches.append(one)
+class BatchFold:
+    """Pairs the batches of a run with their durations, event by event."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, BatchPlan] = {}
+        self._durations = Durations()
+        self.left_out = 0  # batches without times, with deferred sampling, or with drafts
+
+    def observe(self, event: ObservedEvent, step: Step) -> BatchTime | None:
+        """Take in an event and its Step. Return the batch that ended, None if none did or its time is unknown."""
+        found = self._ended(event) if type(event) is BatchFinished else None
         launched = step.launched()
         if launched is not None and launched.sample_after is None:
-            running[launched.batch_id] = launched
-    return BatchTimes(batches, skipped)
+            self._running[launched.batch_id] = launched
+        return found
+
+    def _ended(self, event: BatchFinished) -> BatchTime | None:
+        plan = self._running.pop(event.batch_id, None)
+        took_us = self._durations.took_us(event.started_us, event.finished_us)
+        # The time of drafting is unknown. Plans of a recording show drafts as decode rows of several tokens.
+        if plan is not None and took_us and plan.speculation is None:
+            decodes = (plan.stops - plan.starts)[plan.extend_rows :]
+            one = batch_time(plan, took_us)
+            if one.size and (decodes <= plan.steps).all():
+                return one
+        self.left_out += 1
+        return None
+
+
+def of_steps(steps: Iterable[tuple[ObservedEvent, Step]]) -> BatchTimes:
+    """Return the batches of a run, with their durations, from its events and Steps."""
+    fold_ = BatchFold()
+    batches = [one for event, step in steps if (one := fold_.observe(event, step)) is not None]
+    return BatchTimes(batches, fold_.left_out)
+
+
+def of_journal(folder: Path) -> BatchTimes:
+    """Fold a run's journal and pair every batch with its duration. Raises: JournalError, Divergence."""
+    return of_steps(fold(folder))
 
 
 # ---------------------------------------------------------------------------------------------------------------- file

@@ -36,12 +36,16 @@ STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
-def summary_table(run: RunData) -> Table:
-    """Return a table of one run: latencies, then counts and rates, then SLOs if there are any."""
+def summary_table(run: RunData, *, never_sent: int = 0) -> Table:
+    """Return a table of one run: latencies, then counts and rates, then SLOs if there are any.
+
+    Args:
+        never_sent: turns of the workload that were not sent because their session broke off.
+    """
     summary = run.summary
     page = Table.grid(padding=(1, 0))
     page.add_row(latency_table(summary))
-    page.add_row(_facts_table(summary))
+    page.add_row(_facts_table(summary, never_sent))
     if summary["slos"]:
         page.add_row(slo_table(summary))
     return page
@@ -114,7 +118,7 @@ def intervals_table(intervals: Intervals) -> Table:
     return table
 
 
-def _facts_table(summary: Summary) -> Table:
+def _facts_table(summary: Summary, never_sent: int) -> Table:
     """Return a table of facts: name, number, explanation."""
     requests, throughput, cache = summary["requests"], summary["throughput"], summary["cache"]
     kv, scheduler, device = summary["kv"], summary["scheduler"], summary["device"]
@@ -124,7 +128,10 @@ def _facts_table(summary: Summary) -> Table:
     table.add_column("")
 
     endings = requests["by_finish_reason"] | {f"rejected {k}": n for k, n in requests["by_reject_reason"].items()}
-    table.add_row("requests completed", f"{requests['completed']:,}", f"of {requests['arrived']:,} that arrived")
+    of = f"of {requests['arrived']:,} that arrived"
+    if never_sent:
+        of += f"; {never_sent:,} of {requests['arrived'] + never_sent:,} turns were never sent"
+    table.add_row("requests completed", f"{requests['completed']:,}", of)
     table.add_row("requests failed", f"{requests['failed']:,}", "timed out, errors, no room, queue full; see metrics")
     table.add_row("requests unfinished", f"{requests['unfinished']:,}", "")
     table.add_row("how they ended", "", _list_counts(endings))

@@ -1,4 +1,4 @@
 """One simulated run from its scenario to its run folder.
 
-Imports every room but calibrate, cluster, plan and cli; cluster, plan and cli import it.
+Imports every room but calibrate, cluster, plan and cli, which import it.
 """

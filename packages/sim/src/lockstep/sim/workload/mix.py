@@ -105,7 +105,7 @@ def mix_turns(text: str, names: Sequence[str], sources: Sequence[Turns]) -> Turn
         moved = {
             "after": np.where(source.after < 0, -1, source.after + turns_before).astype(np.int32),
             "run_stops": source.run_stops + runs_before,
-            "label_form": np.array(form_codes, np.int16)[source.label_form],
+            "label_form": np.array(form_codes, np.int32)[source.label_form],
             "tenant": np.array(tenant_codes, np.int32)[source.tenant],
             "grammar": np.array(grammar_codes, np.int32)[source.grammar],
         }

@@ -21,7 +21,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.sim.cost.encoder import KINDS
-from lockstep.sim.workload.arrivals import random_stream
+from lockstep.sim.workload.arrivals import TimeWindow, random_stream
 from lockstep.sim.workload.token_runs import fresh_tokens
 from lockstep.sim.workload.turn_media import MediaColumns
 from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, TIME_US_MAX, Int64s, Turns, WorkloadError
@@ -47,6 +47,7 @@ _BIN = re.compile(r"\s*(\d{1,9})\s*:\s*([0-9.eE+-]{1,40})\s*")
 _WINDOW_DEFAULT_S = 600.0
 _BURN_IN = 10.0  # times cv**2: length of the burn-in before time 0, after which the start of the process has no effect
 _BURN_IN_MAX = 10_000
+_BLOCK_GAPS = 65_536  # drawn at a time
 
 
 class Window(NamedTuple):
@@ -252,29 +253,51 @@ def _is_number(text: str) -> bool:
 QUESTION_TOKENS = 32  # text tokens after the media of a prompt
 
 
-def turns_of_servegen(source: str, content: ServeGen, *, seed: int, media: bool = False) -> Turns:
+def turns_of_servegen(
+    source: str,
+    content: ServeGen,
+    *,
+    seed: int,
+    media: bool = False,
+    window: TimeWindow | None = None,
+    limit: int | None = None,
+) -> Turns:
     """Draw the requests of all clients, each from its own random streams; the first at 0. The tenant is `clientN`.
 
     Args:
         media: make the tokens of images, sounds and videos spans of the prompts, as many as the counts, with equal
             parts of the tokens and distinct contents. Lengths and times do not change.
+        window: keep the requests that arrive in it, counted from the first request of all; the first kept one is at 0.
+            They have the times and lengths that they have without a window. Those before are drawn and not kept, those
+            behind are not drawn.
+        limit: keep this number of first requests.
+    Raises: WorkloadError if there is no request, or too many are to be kept.
     """
+    drawn = [
+        _ClientArrivals(client, random_stream(seed, f"servegen/{client.number}/arrivals")) for client in content.clients
+    ]
+    firsts = [one.first_us for one in drawn if one.first_us is not None]
+    if not firsts:
+        raise WorkloadError(source, "its rates are so low that no request was drawn", "try another --seed")
+    first_us = min(firsts)
+    start_us = first_us + (0 if window is None else window.start_us)
+    stop_us = None if window is None or window.stop_us is None else first_us + window.stop_us
     times, inputs, outputs, tenants = [], [], [], []
     spans: list[NDArray[np.int64]] = []
-    for tenant, client in enumerate(content.clients):
-        random = random_stream(seed, f"servegen/{client.number}/arrivals")
-        arrivals_us = np.minimum(_arrivals_s(client.windows, random) * 1e6, float(TIME_US_MAX)).astype(np.int64)
-        input_tokens, output_tokens = _draw_lengths(f"{source}: client {client.number}", client, arrivals_us, seed)
+    for tenant, one in enumerate(drawn):
+        kept = one.keep(source, start_us, stop_us, limit)
+        input_tokens, output_tokens = _draw_lengths(f"{source}: client {one.client.number}", one.client, kept, seed)
         if media:
-            spans.append(_draw_media(client, arrivals_us, seed))
-        times.append(arrivals_us)
+            spans.append(_draw_media(one.client, kept, seed))
+        times.append(kept.arrivals_us)
         inputs.append(input_tokens)
         outputs.append(output_tokens)
-        tenants.append(np.full(len(arrivals_us), tenant, np.int32))
+        tenants.append(np.full(len(kept.arrivals_us), tenant, np.int32))
     arrival_us = np.concatenate(times)
     if not len(arrival_us):
-        raise WorkloadError(source, "its rates are so low that no request was drawn", "try another --seed")
-    order = np.argsort(arrival_us, kind="stable")
+        problem = f"nothing arrives in the window {window}: the first arrival is at 0, the last before it"
+        raise WorkloadError(source, problem, "widen --time-window")
+    order = np.argsort(arrival_us, kind="stable")[:limit]
     turns = open_loop_turns(
         arrival_us[order] - arrival_us[order[0]],
         np.concatenate(inputs)[order],
@@ -287,18 +310,78 @@ def turns_of_servegen(source: str, content: ServeGen, *, seed: int, media: bool 
     return replace(turns, media=_media_of(turns, np.concatenate(spans)[order], f"servegen/{seed}"))
 
 
-def _draw_media(client: ServeGenClient, arrivals_us: Int64s, seed: int) -> NDArray[np.int64]:
+class _Kept(NamedTuple):
+    """The kept arrivals of a client, and how many came before them by the window of lengths that they began in."""
+
+    arrivals_us: Int64s
+    skipped: Int64s  # [windows of lengths]
+
+
+class _ClientArrivals:
+    """The arrivals of one client, drawn in blocks as far as they are needed."""
+
+    def __init__(self, client: ServeGenClient, random: np.random.RandomState) -> None:
+        self.client = client
+        self._blocks = _arrival_blocks(client.windows, random)
+        self._first = next(self._blocks, None)
+
+    @property
+    def first_us(self) -> int | None:
+        """The first arrival, in us from the start of the record; None if there is none."""
+        return None if self._first is None else int(self._first[0])
+
+    def keep(self, source: str, start_us: int, stop_us: int | None, limit: int | None) -> _Kept:
+        """Return the arrivals in [start_us:stop_us), the first `limit` of them. May be called once."""
+        if limit is None:
+            count = _expected(self.client.windows, start_us, stop_us)
+            if count > REQUESTS_MAX:
+                problem = f"client {self.client.number} sends {count:,.0f} requests, at most {REQUESTS_MAX:,} are drawn"
+                raise WorkloadError(source, problem, "--limit, or a shorter --time-window")
+        starts_s = np.array(sorted(self.client.lengths))
+        skipped = np.zeros(max(len(starts_s), 1), np.int64)
+        kept: list[Int64s] = [np.empty(0, np.int64)]
+        count_kept = 0
+        block = self._first
+        while block is not None and (stop_us is None or block[0] < stop_us):
+            low = int(np.searchsorted(block, start_us))
+            high = len(block) if stop_us is None else int(np.searchsorted(block, stop_us))
+            if low:
+                skipped += np.bincount(_length_windows(starts_s, block[:low]), minlength=len(skipped))
+            kept.append(block[low:high])
+            count_kept += high - low
+            if high < len(block) or (limit is not None and count_kept >= limit):
+                break
+            block = next(self._blocks, None)
+        return _Kept(np.concatenate(kept)[:limit], skipped)
+
+
+def _length_windows(starts_s: Floats, arrivals_us: Int64s) -> Int64s:
+    """Return for each arrival the index of the last window of lengths that began before it."""
+    found: Int64s = np.maximum(np.searchsorted(starts_s, arrivals_us / 1e6, side="right") - 1, 0)
+    return found
+
+
+def _expected(windows: tuple[Window, ...], start_us: int, stop_us: int | None) -> float:
+    """Return the expected number of requests in [start_us:stop_us)."""
+    edges = np.array([windows[0].start_s, *_stops_s(windows).tolist()])
+    rates = np.array([window.rate for window in windows])
+    passed = np.concatenate((np.zeros(1), np.cumsum(rates * np.diff(edges))))
+    until_s = edges[-1] if stop_us is None else stop_us / 1e6
+    return float(np.interp(until_s, edges, passed) - np.interp(start_us / 1e6, edges, passed))
+
+
+def _draw_media(client: ServeGenClient, kept: _Kept, seed: int) -> NDArray[np.int64]:
     """Draw int64 [requests, kinds, 2]: tokens of each kind, the same as in the input, and their number of contents."""
-    found = np.zeros((len(arrivals_us), len(KINDS), 2), np.int64)
+    found = np.zeros((len(kept.arrivals_us), len(KINDS), 2), np.int64)
     starts_s = np.array(sorted(client.lengths))
-    which = np.maximum(np.searchsorted(starts_s, arrivals_us / 1e6, side="right") - 1, 0)
+    which = _length_windows(starts_s, kept.arrivals_us)
     for window in np.unique(which).tolist():
-        rows = np.flatnonzero(which == window)
+        rows, skipped = np.flatnonzero(which == window), int(kept.skipped[window])
         for part, kind, count in client.media[starts_s[window]]:
             histogram = client.lengths[starts_s[window]][0][part]
-            random = random_stream(seed, f"servegen/{client.number}/input/{window}/{part}")
+            random = _behind(random_stream(seed, f"servegen/{client.number}/input/{window}/{part}"), skipped)
             found[rows, kind, 0] = histogram.draw(random, len(rows))
-            random = random_stream(seed, f"servegen/{client.number}/count/{window}/{kind}")
+            random = _behind(random_stream(seed, f"servegen/{client.number}/count/{window}/{kind}"), skipped)
             found[rows, kind, 1] = 1 if count is None else count.draw(random, len(rows))
     found[:, :, 1] = np.clip(found[:, :, 1], found[:, :, 0] > 0, found[:, :, 0])
     return found
@@ -351,7 +434,7 @@ def open_loop_turns(
         run_stops=np.arange(1, count + 1),
         run_first_token=prompt_first.astype(np.int32),
         run_tokens=input_tokens.astype(np.int32),
-        label_form=np.broadcast_to(np.zeros(1, np.int16), count),
+        label_form=np.broadcast_to(np.zeros(1, np.int32), count),
         label_number=np.arange(count, dtype=np.int32),
         label_part=none,
         tenant=none if tenant is None else tenant,
@@ -369,25 +452,26 @@ def _stops_s(windows: tuple[Window, ...]) -> Floats:
     return np.array([*starts[1:], starts[-1] + last])
 
 
-def _arrivals_s(windows: tuple[Window, ...], random: np.random.RandomState) -> Floats:
-    """Return the times of one client's requests, in seconds from the start of the record."""
+def _arrival_blocks(windows: tuple[Window, ...], random: np.random.RandomState) -> Iterator[Int64s]:
+    """Yield the times of one client's requests in ascending order, in us from the start of the record; no empty block.
+
+    Drawing stops where the iteration does.
+    """
     starts_s, stops_s = np.array([window.start_s for window in windows]), _stops_s(windows)
     rates = np.array([window.rate for window in windows])
     passed = np.concatenate((np.zeros(1), np.cumsum(rates * (stops_s - starts_s))))  # operational time at each start
-    if passed[-1] > REQUESTS_MAX:
-        raise WorkloadError("ServeGen", f"one client sends {passed[-1]:,.0f} requests", f"at most {REQUESTS_MAX:,}")
     active = np.flatnonzero(rates).tolist()
     now = _renewed(windows[active[0]], random) if active else 0.0  # the next request, in operational time
-    drawn = [np.empty(0)]
     for n in active:
         stop = passed[n + 1]
         while now < stop:
-            count = min(65_536, int(1.1 * (stop - now)) + 16)
+            count = min(_BLOCK_GAPS, int(1.1 * (stop - now)) + 16)
             moments = now + np.concatenate((np.zeros(1), np.cumsum(_gaps(windows[n], count, random))))
             inside = min(int(np.searchsorted(moments, stop)), count)  # the last one only starts the next draws
-            drawn.append(starts_s[n] + (moments[:inside] - passed[n]) / rates[n])
+            if inside:
+                times_s = starts_s[n] + (moments[:inside] - passed[n]) / rates[n]
+                yield np.minimum(times_s * 1e6, float(TIME_US_MAX)).astype(np.int64)
             now = float(moments[inside])
-    return np.concatenate(drawn)
 
 
 def _renewed(window: Window, random: np.random.RandomState) -> float:
@@ -415,17 +499,28 @@ def _gaps(window: Window, count: int, random: np.random.RandomState) -> Floats:
     return draw(window.shape, count) / _moments(window)[0]
 
 
-def _draw_lengths(where: str, client: ServeGenClient, arrivals_us: Int64s, seed: int) -> tuple[Int64s, Int64s]:
+def _behind(random: np.random.RandomState, draws: int) -> np.random.RandomState:
+    """Return a random stream behind a number of draws of `Histogram.draw`."""
+    while draws > 0:
+        random.random_sample(min(draws, _BLOCK_GAPS))
+        draws -= _BLOCK_GAPS
+    return random
+
+
+def _draw_lengths(where: str, client: ServeGenClient, kept: _Kept, seed: int) -> tuple[Int64s, Int64s]:
     """Draw input and output tokens of each request, from the histograms of the last window that began before it."""
+    arrivals_us = kept.arrivals_us
     if len(arrivals_us) and not client.lengths:
         raise WorkloadError(where, "it sends requests, but all its histograms are empty", "remove its two files")
     inputs, outputs = np.zeros(len(arrivals_us), np.int64), np.zeros(len(arrivals_us), np.int64)
     starts_s = np.array(sorted(client.lengths))
-    which = np.maximum(np.searchsorted(starts_s, arrivals_us / 1e6, side="right") - 1, 0)
+    which = _length_windows(starts_s, arrivals_us)
     for window in np.unique(which).tolist():
-        rows = np.flatnonzero(which == window)
+        rows, skipped = np.flatnonzero(which == window), int(kept.skipped[window])
         parts, output = client.lengths[starts_s[window]]
         for n, part in enumerate(parts):
-            inputs[rows] += part.draw(random_stream(seed, f"servegen/{client.number}/input/{window}/{n}"), len(rows))
-        outputs[rows] = output.draw(random_stream(seed, f"servegen/{client.number}/output/{window}"), len(rows))
+            random = _behind(random_stream(seed, f"servegen/{client.number}/input/{window}/{n}"), skipped)
+            inputs[rows] += part.draw(random, len(rows))
+        random = _behind(random_stream(seed, f"servegen/{client.number}/output/{window}"), skipped)
+        outputs[rows] = output.draw(random, len(rows))
     return np.clip(inputs, 1, LENGTH_TOKENS_MAX), np.clip(outputs, 0, LENGTH_TOKENS_MAX)

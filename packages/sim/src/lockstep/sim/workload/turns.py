@@ -76,7 +76,7 @@ class Turns(Sequence[Turn]):
     run_stops: Int64s  # [n]; turn i's prompt is the runs [run_stops[i - 1]:run_stops[i]), from 0 for i = 0
     run_first_token: Int32s  # [runs]
     run_tokens: Int32s  # [runs]
-    label_form: NDArray[np.int16]  # into `label_forms`
+    label_form: NDArray[np.int32]  # into `label_forms`
     label_number: Int32s
     label_part: Int32s
     tenant: Int32s  # into `tenants`
@@ -177,8 +177,8 @@ class Turns(Sequence[Turn]):
         """Return the labels of `rows`."""
         codes, numbers, parts = self.label_form[rows], self.label_number[rows], self.label_part[rows]
         columns = zip(codes.tolist(), numbers.tolist(), parts.tolist(), strict=True)
-        spell = [form.format for form in self.label_forms]
-        return [spell[code](number, part) for code, number, part in columns]
+        forms = self.label_forms
+        return [forms[code].format(number, part) for code, number, part in columns]
 
     @cached_property
     def labels_differ(self) -> bool:
@@ -312,7 +312,7 @@ class TurnsBuilder:
         self._think_us = array("q")
         self._run_stops = array("q")
         self._runs = array("i")  # (first_token, count) pairs, end to end
-        self._label_form = array("h")
+        self._label_form = array("i")
         self._label_number = array("i")
         self._label_part = array("i")
         self._tenant = array("i")
@@ -366,7 +366,7 @@ class TurnsBuilder:
             run_stops=_column(self._run_stops, np.int64),
             run_first_token=runs[:, 0].copy(),
             run_tokens=runs[:, 1].copy(),
-            label_form=_column(self._label_form, np.int16),
+            label_form=_column(self._label_form, np.int32),
             label_number=_column(self._label_number, np.int32),
             label_part=_column(self._label_part, np.int32),
             tenant=_column(self._tenant, np.int32),

@@ -4,8 +4,8 @@
     workload = open_workload("gen:n=500,rate=4,input=lognormal:900:0.75", seed=7)
     workload = open_workload("mix:chat=conversation_trace.jsonl.gz@3;code=azure.csv@1.5", seed=7)
 
-Traces are read by traces.py and servegen.py, specs by generate.py, fitted models by fitted.py, mixes by mix.py. All
-become turns here, and no later code depends on the kind.
+Traces are read by traces.py and servegen.py, journals by journal_turns.py and recording_turns.py, specs by generate.py,
+fitted models by fitted.py, mixes by mix.py. All become turns here, and no later code depends on the kind.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from typing import NamedTuple, NoReturn
 import msgspec
 import numpy as np
 
+from lockstep.host.recording import has_recording
 from lockstep.sim.workload.arrivals import RATE_MIN, TimeWindow, mean_rate, stretch
 from lockstep.sim.workload.fitted import WorkloadModel, draw_model, is_model, parse_model, parse_model_spec
 from lockstep.sim.workload.generate import PREFIX, generate, parse_spec, with_rate
+from lockstep.sim.workload.journal_turns import is_journal, turns_of_journal
 from lockstep.sim.workload.mix import MIX_PREFIX, check_names, mix_turns, parse_mix, seed_of_source
+from lockstep.sim.workload.recording_turns import turns_of_recording
 from lockstep.sim.workload.servegen import read_servegen, servegen_files, turns_of_servegen
 from lockstep.sim.workload.summary import LengthSummary, WorkloadSummary, summarize
 from lockstep.sim.workload.token_runs import prompt_ids
@@ -55,7 +58,7 @@ _DIGEST_TURNS = 4_096  # per block of the digest
 class Workload:
     name: str  # of the file, without endings; or "generated"; or the names of a mix, joined by +
     source: str  # path or spec, as given
-    format: str  # of trace_formats.FORMATS, or "servegen", "generated", "fitted" or "mix"
+    format: str  # of trace_formats.FORMATS, or "journal", "servegen", "generated", "fitted" or "mix"
     digest: str  # BLAKE2b-128 of the turns, hexadecimal; equal digests mean equal workloads
     turns: Turns  # turns by the clock in ascending order; a turn comes after its `after`
     skipped: SkippedRows = field(default=SkippedRows())
@@ -78,6 +81,7 @@ class _Content(NamedTuple):
     own_rate: float | None = None  # arrivals per second for which the turns were drawn; None: measure them
     at_rate: bool = False  # whether `rate` and `rate_scale` are already applied
     has_clock: bool = True
+    is_cut: bool = False  # whether `time_window` and `limit` are already applied
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ def open_workload(
     digest: bool = True,
     reading: SourceReading = STRICT,
 ) -> Workload:
-    """Read a trace, generate from a spec that begins with `gen:`, draw from a fitted model, or mix several with `mix:`.
+    """Read a trace or a journal, generate from a `gen:` spec, draw from a fitted model, or mix several with `mix:`.
 
     Args:
         seed: seed of everything that is drawn. Nothing is drawn for a trace with recorded arrivals.
@@ -152,9 +156,9 @@ def open_workload(
         hint = "such as --media image=0.3x1..4:1024x768, which adds some"
         raise WorkloadError(spec, "`media` is recorded, but this workload does not separate media from text", hint)
     turns = content.turns
-    if time_window is not None:
+    if time_window is not None and not content.is_cut:
         turns = _cut_to_window(spec, turns, time_window)
-    if limit is not None:
+    if limit is not None and not content.is_cut:
         turns = turns.head(limit)
     if not content.at_rate:
         turns = turns.at(_rescaled(asked, turns, content.own_rate))
@@ -215,6 +219,9 @@ def _open(asked: _Request) -> _Content:
     if asked.spec.startswith(PREFIX):
         return _open_generator(asked)
     path = Path(asked.spec)
+    if path.is_dir() and (is_journal(path) or has_recording(path)):
+        turns, found = turns_of_journal(path) if is_journal(path) else turns_of_recording(path)
+        return _Content(path.resolve().name, "journal", turns, notes=tuple(found))
     if path.is_dir():
         return _open_servegen(asked, path.name, servegen_files(path))
     data = read_bytes(path)
@@ -271,8 +278,15 @@ def _open_model(asked: _Request, name: str, model: WorkloadModel, turns: int | N
 
 def _open_servegen(asked: _Request, name: str, files: Mapping[str, bytes]) -> _Content:
     content = read_servegen(asked.spec, files)
-    turns = turns_of_servegen(asked.spec, content, seed=asked.seed, media=asked.reading.recorded_media)
-    return _Content(name, "servegen", turns, notes=content.notes)
+    turns = turns_of_servegen(
+        asked.spec,
+        content,
+        seed=asked.seed,
+        media=asked.reading.recorded_media,
+        window=asked.time_window,
+        limit=asked.limit,
+    )
+    return _Content(name, "servegen", turns, notes=content.notes, is_cut=True)
 
 
 def _open_mix(asked: _Request) -> _Content:

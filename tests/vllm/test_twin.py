@@ -1,0 +1,95 @@
+"""A journal of vLLM and the client that loaded it are calibrated, simulated and planned. No vLLM is needed.
+
+`twin/engine` is the journal of vLLM 0.32.0 with the demo model on a processor, `twin/client` the run folder of
+`lockstep bench serve` that sent its requests. benchmarks/vllm_twin.py measures longer loads.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from lockstep.core.journal.reader import read_journal
+from lockstep.sim.cli.calibrate import calibrate
+from lockstep.sim.cli.simulate import simulate
+from lockstep.sim.cost import Calibration, CpuModel
+from lockstep.sim.results.stored_run import read_run
+from lockstep.sim.workload.workload import open_workload
+from lockstep.tools.journal import journal
+from lockstep.tools.replay import replay
+
+TWIN = Path(__file__).parent / "twin"
+ENGINE, CLIENT = TWIN / "engine", TWIN / "client"
+
+
+def run(command: Any, *words: object) -> str:
+    result = CliRunner().invoke(command, [str(word) for word in words])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The calibration of the journal with its client."""
+    out = tmp_path_factory.mktemp("twin") / "twin.json"
+    words = ("--from", ENGINE, "--client", CLIENT, "--model", "demo", "--date", "2026-11-26", "--out", out)
+    said = run(calibrate, *words)
+    assert "the requests of this run, at the client: measured, simulated with this calibration" in said
+    return out
+
+
+def test_the_calibration_has_batches_lane_and_front_end(calibration: Path) -> None:
+    found = Calibration.load(calibration)
+    assert (found.engine, found.engine_version, found.gpu) == ("vllm", "0.32.0", "cpu-core")
+    assert found.sources[0].rows_used > 300
+    assert isinstance(found.lane, CpuModel)
+    assert 10.0 < found.lane.result_fixed_us < 1_000.0
+    assert found.lane.plan_fixed_us == 0.0  # the duration of a batch of vLLM begins with its plan
+    assert found.correction.step_us > 500.0
+    assert 500.0 < found.correction.frontend_us < 20_000.0
+    assert {(one.metric, one.population) for one in found.residuals} >= {("time", "seen"), ("ttft", "seen")}
+
+
+def test_a_simulation_of_the_same_requests_is_near_what_the_client_measured(calibration: Path, tmp_path: Path) -> None:
+    config = read_journal(ENGINE).header.config
+    words = [
+        "--model", "demo", "--gpu", "cpu", "--calibration", calibration, "--workload", ENGINE, "--profile", "vllm",
+        "--page-size", config.page_size, "--pages", config.pages, "--context-tokens-max", config.context_tokens_max,
+        "--max-running-requests", config.max_running_requests, "--max-prefill-tokens", config.max_prefill_tokens,
+        "--overlap-depth", config.overlap_depth, "--no-intervals", "--out", tmp_path / "run",
+    ]  # fmt: skip
+    run(simulate, *words)
+    simulated, measured = read_run(tmp_path / "run"), read_run(CLIENT)
+    for figure in ("e2e_us_mean", "tpot_us_p50", "ttft_us_p50"):
+        found, real = simulated.summary("latency", figure), measured.summary("latency", figure)
+        assert found == pytest.approx(real, rel=0.25), figure
+
+
+def test_the_journal_is_the_workload_that_the_client_sent() -> None:
+    turns, requests = open_workload(str(ENGINE), seed=1).turns, read_run(CLIENT).requests
+    assert requests is not None
+    assert sorted(turns.prompt_tokens.tolist()) == sorted(requests["prompt_tokens"].tolist())
+    assert sorted(turns.output_tokens.tolist()) == sorted(requests["output_tokens"].tolist())
+
+
+def test_the_journal_is_converted_into_a_run_that_was_measured(tmp_path: Path) -> None:
+    said = run(journal, "convert", ENGINE, "--out", tmp_path / "measured")
+    measured, client = read_run(tmp_path / "measured"), read_run(CLIENT)
+    assert measured.is_measured
+    completed = client.summary("requests", "completed")
+    assert f"{completed:,} completed" in said
+    assert measured.summary("requests", "completed") == completed
+    assert 0 < measured.summary("latency", "ttft_us_p50") < client.summary("latency", "ttft_us_p50")
+    refused = CliRunner().invoke(journal, ["convert", str(ENGINE)])
+    assert refused.exit_code != 0
+    assert "a journal needs `--out`" in refused.output
+
+
+def test_a_what_if_of_the_journal_takes_the_calibration(calibration: Path) -> None:
+    words = (ENGINE, "--what-if", "--policy", "spf", "--model", "demo", "--gpu", "cpu", "--calibration", calibration)
+    found = json.loads(run(replay, *words, "--json"))
+    assert found
