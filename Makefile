@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test vllm-test scenarios golden swarm fleet-swarm rank-swarm overload kill-campaign schema-campaign bench gpu-check
+.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm fleet-swarm rank-swarm overload kill-campaign clients schema-campaign bench gpu-check
 
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,6 +21,9 @@ test:       ## the whole test suite
 
 vllm-test:  ## tests of lockstep.vllm with a vLLM in an environment of its own; ARGS=--short for a part
 	@$(PYTHON) dev.py vllm-test $(ARGS)
+
+vllm-families: ## answers of lockstep.vllm and of vLLM's own scheduler by model family, 200 requests each; ARGS="moe mla"
+	@$(PYTHON) dev.py vllm-families $(ARGS)
 
 scenarios:  ## run the scenarios and rewrite their expected parts; then read the diff
 	@$(PYTHON) dev.py scenarios $(ARGS)
@@ -42,6 +45,9 @@ overload:   ## overload of a server by all kinds of requests for five minutes; A
 
 kill-campaign: ## 1,000 kills of a server's engine under 32 streams, no token lost or doubled; ARGS="--kills 200"
 	@$(PYTHON) dev.py kill-campaign $(ARGS)
+
+clients:    ## public clients (agents, libraries, load generators), each in an environment of its own; ARGS=--list
+	@$(PYTHON) dev.py clients $(ARGS)
 
 schema-campaign: ## 1,000 random JSON schemas through the demo model: every answer validates; ARGS="--schemas 100"
 	@$(PYTHON) dev.py schema-campaign $(ARGS)

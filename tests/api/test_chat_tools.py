@@ -302,10 +302,8 @@ def test_thoughts_in_the_form_that_the_client_selects(client: Any, stream: bool)
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs.messages"),
         ({"extra_body": {"chat_template_kwargs": {"enable_thinking": "no"}}}, "chat_template_kwargs.enable_thinking"),
-        ({"extra_body": {"chat_template_kwargs": {"thinking": True}}}, "chat_template_kwargs.thinking"),
     ],
     ids=lambda value: str(value)[:50],
 )

@@ -75,10 +75,13 @@ def test_one_socket_on_loopback_a_folder_for_the_owner_and_an_end_in_order(serve
     port = int(server.url.rpartition(":")[2])
     assert listening({server.process.pid, *children.values()}) == [("tcp", f"0100007F:{port:04X}")]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    names = {path.name for path in folder.iterdir() if not path.name.startswith("responses.sqlite")}
-    assert names == {"engine", "worker-0", "ready-0", "settings.json", "journal"}
-    for path in folder.glob("responses.sqlite*"):
+    names = {path.name for path in folder.iterdir() if ".sqlite" not in path.name}
+    assert names == {"engine", "worker-0", "ready-0", "settings.json", "journal", "kept"}
+    stored = list(folder.glob("*.sqlite*"))
+    assert {path.name.partition(".")[0] for path in stored} == {"responses", "conversations"}
+    for path in stored:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE((folder / "kept").stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / "journal").stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / "settings.json").stat().st_mode) == 0o600
 

@@ -1,8 +1,8 @@
 """A server that answers completions at once: `python -m tests.support.null_server`; prints its port.
 
-An answer has `max_tokens` words. The server stores every prompt, and returns them at /prompts. A prompt that
-contains "fail" is refused; an answer to one with "hang" never ends; an answer to one with "crowd" waits for CROWD
-requests.
+An answer has `max_tokens` words. The server stores every body with its X-Request-Id, and returns them at /prompts. A
+prompt that contains "fail" is refused; an answer to one with "hang" never ends; an answer to one with "crowd" waits for
+CROWD requests.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ async def serve() -> None:
                 elif path == "/prompts":
                     answer(writer, 200, prompts)
                 elif path == "/v1/completions":
-                    await complete(writer, json.loads(body))
+                    named = next(
+                        (line[13:].strip() for line in head.splitlines() if line.startswith("X-Request-Id:")), ""
+                    )
+                    await complete(writer, json.loads(body) | {"x_request_id": named})
                 else:
                     answer(writer, 404, {"error": {"message": "there is nothing"}})
                 await writer.drain()

@@ -22,7 +22,8 @@ from lockstep.tools.explain import chronicle_of, explain, measured
 from lockstep.tools.journal import journal
 from lockstep.tools.narration import sentences, timeline_text
 from lockstep.tools.request_timeline import Chronicle, RequestTimeline
-from lockstep.tools.runs import find_request
+from lockstep.tools.runs import clients_ids, find_request
+from lockstep.tools.state_at import state_at
 from lockstep.tools.timeline_picture import lanes, picture, text_lines
 from lockstep.tools.why_step import why_step
 from tests.support.fleet.fleet import Fleet
@@ -513,3 +514,80 @@ def test_rank_reports_that_it_proposed_and_what_all_agreed_on(tmp_path: Path) ->
     assert "this step launches the batch on which all ranks agreed" in texts[1]
     result = CliRunner().invoke(explain, [str(folder), "--request", "3"])
     assert result.exit_code == 0, result.output
+
+
+# -------------------------------------------------------------------------------------------------- the state at a step
+
+STOPPED = """# The prompt of b is split, c and d wait behind it.
+config page_size=2 pages=64 overlap_depth=1 max_running_requests=2 radix_cache=no chunked_prefill_size=6
+
+add a prompt=1..4 max_new=4
+add b prompt=11..24 max_new=8
+step
+step
+at 2ms
+add c prompt=21..24 max_new=2
+add d prompt=31..34 max_new=2
+at 5ms
+finish
+"""
+
+
+def test_the_state_at_the_end_has_phases_tokens_pages_and_batches(tmp_path: Path) -> None:
+    folder = record_story(tmp_path, STOPPED)
+    result = run_explain(folder, "--at", "end", "--json")
+    assert result.exit_code == 0, result.output
+    state = json.loads(result.stdout)
+    columns = ("phase", "prompt_tokens", "computed_tokens", "in_flight_tokens", "emitted_tokens", "pages")
+    assert {one["label"]: tuple(one[name] for name in columns) for one in state["requests"]} == {
+        "a": ("decode", 4, 4, 0, 1, 2),
+        "b": ("prefill", 14, 2, 12, 0, 7),
+        "c": ("waiting", 4, 0, 0, 0, 0),
+        "d": ("waiting", 4, 0, 0, 0, 0),
+    }
+    assert [(one["batch_id"], one["launched_us"]) for one in state["in_flight"]] == [(1, 0), (2, 5000)]
+    text = run_explain(folder, "--at", "end").output
+    assert "4 open requests: 1 in decode, 1 in prefill, 2 waiting" in text
+    assert "behind c, which could not start: max_running_requests (2) ran already" in text
+    assert "launched and without a result: b2" in text
+    assert "last result: b0, at 0.005 s" in text
+    assert "  it was closed\n" in text
+
+
+def test_the_state_before_a_step_is_that_of_the_run(tmp_path: Path) -> None:
+    folder = record_story(tmp_path, STOPPED)
+    state = json.loads(run_explain(folder, "--at", "3", "--json").stdout)
+    assert (state["step"], [one["label"] for one in state["requests"]]) == (3, ["a", "b"])
+    assert (state["last_result"], state["ending"]) == ("", [])
+    assert json.loads(run_explain(folder, "--at", "0", "--json").stdout)["requests"] == []
+
+
+@pytest.mark.parametrize(("at", "why"), [("99", "must be at most 8"), ("now", "must be end or the number of a step")])
+def test_a_state_at_no_step_is_refused(at: str, why: str, tmp_path: Path) -> None:
+    result = run_explain(record_story(tmp_path, STOPPED), "--at", at)
+    assert result.exit_code == 2
+    assert why in result.output
+
+
+def test_the_state_at_every_step_adds_up(crowd: Path) -> None:
+    """Requests are open from their arrival to their end; emitted tokens are those of their messages."""
+    chronicle, walk = chronicle_of(crowd, list(range(10_000)))
+    for at in range(0, 400, 37):
+        state = state_at(crowd, str(at))
+        expected = {
+            one.request_id: sum(m.tokens for m in one.messages if m.time_us <= state.time_us)
+            for one in chronicle.timelines.values()
+            if one.arrived_step < at and not 0 <= one.ended_step < at
+        }
+        assert {one.request_id: one.emitted_tokens for one in state.requests} == expected
+        page = walk.header.config.page_size
+        for one in state.requests:
+            assert one.shared_pages <= one.pages == -(-(one.computed_tokens + one.in_flight_tokens) // page)
+
+
+def test_the_ids_of_vllm_have_the_names_that_its_clients_know() -> None:
+    assert clients_ids("cmpl-mine-0-1a2b3c4d") == {"cmpl-mine-0", "cmpl-mine", "mine-0", "mine"}
+    assert clients_ids("chatcmpl-a-7-1a2b3c4d") == {"chatcmpl-a-7", "a-7"}
+    assert clients_ids("2_chatcmpl-ab-1a2b3c4d") == {"chatcmpl-ab", "ab"}
+    assert clients_ids("17-1a2b3c4d") == {"17"}
+    assert clients_ids("my-own") == {"my-own"}

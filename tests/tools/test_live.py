@@ -66,6 +66,14 @@ def test_no_request_waits_for_the_answers_of_others(server: str, monkeypatch: py
     assert json.loads(result.stdout)["answered"] == CROWD
 
 
+def test_each_request_has_its_label_as_request_id(server: str, tmp_path: Path) -> None:
+    """Servers that keep it, such as vLLM, then name a request as requests.csv does."""
+    (tmp_path / "two.csv").write_text("arrival_s,input_tokens,output_tokens\n0.0,20,5\n0.0,20,5\n")
+    result = run_live(tmp_path / "two.csv", "--to", server, "--json")
+    assert result.exit_code == 0, result.output
+    assert sorted(one["x_request_id"] for one in requested_of(server)) == ["line2", "line3"]
+
+
 def test_one_request_is_a_trace(server: str, tmp_path: Path) -> None:
     (tmp_path / "one.csv").write_text("arrival_s,input_tokens,output_tokens\n0.0,20,5\n")
     result = run_live(tmp_path / "one.csv", "--to", server)

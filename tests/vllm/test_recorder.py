@@ -15,6 +15,7 @@ from lockstep.sim.cli.workload import workload
 from lockstep.sim.results.batch_times import read_batch_times
 from lockstep.tools.explain import explain
 from lockstep.tools.journal import journal
+from lockstep.tools.replay import replay
 from tests.vllm.support import (
     OWN,
     SMALL_POOL,
@@ -93,6 +94,13 @@ def test_a_recording_that_breaks_off_is_read_up_to_its_last_whole_record(tmp_pat
     (tmp_path / FILE).write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines) + b'["finis')
     story = command(explain, tmp_path, "--request", "cmpl-1")
     assert "was still open when the recording ends" in story
+    state = command(explain, tmp_path, "--at", "end")
+    assert "1 open request" in state
+    assert "launched and without a result: b" in state
+    for what, arguments in ((journal, ["verify"]), (journal, ["info"]), (replay, [])):
+        refused = CliRunner().invoke(what, [*arguments, str(tmp_path)])
+        assert refused.exit_code == 2
+        assert "a recording of another engine's scheduler: it has no decisions to replay\nhint: " in refused.output
 
 
 def test_equal_prefixes_have_equal_ids_in_the_trace(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -19,13 +21,14 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import BatchFinished, LaneReady, ObservedEvent, RequestArrived, TokenIds
 from lockstep.core.journal.reader import read_journal
-from lockstep.core.journal.records import EventRecord, JournalError, JournalHeader, UnsealedRecord
+from lockstep.core.journal.records import EndRecord, EventRecord, JournalError, JournalHeader, UnsealedRecord
 from lockstep.core.journal.replay import replay
 from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.scheduler.engine import Engine
 from lockstep.tools.explain import explain
 from lockstep.tools.journal import journal
 from lockstep.vllm import recording
+from lockstep.vllm.metrics import NAME, reported
 from lockstep.vllm.pseudonyms import Pseudonyms
 from lockstep.vllm.recording import Recording
 
@@ -157,17 +160,64 @@ def test_a_failing_disk_ends_recording_and_not_serving(
     assert events_of(tmp_path) == 5
 
 
+def test_a_metric_has_which_journals_ended_early() -> None:
+    registry = pytest.importorskip("prometheus_client").REGISTRY
+    told: list[str] = []
+    first, _ = reported(0, told.append), reported(1, told.append)
+    assert registry.get_sample_value(NAME, {"engine": "0"}) == 0
+    first("No space left on device")
+    assert told == ["No space left on device"]
+    assert [registry.get_sample_value(NAME, {"engine": str(one)}) for one in range(2)] == [1, 0]
+
+
 def test_an_event_that_the_core_refuses_is_the_last_record(tmp_path: Path) -> None:
     served = Served(tmp_path)
     served.serve(0)
     wrong = BatchFinished(served.now(), 99, b"")
-    with pytest.raises(LockstepError):
+    with pytest.raises(LockstepError) as raised:
         served.engine.step(wrong)
-    served.recording.append_refused(wrong)
-    served.recording.close()
-    *_, unsealed, _ = read_journal(tmp_path).records()
+    served.recording.append_refused(wrong, (), raised.value)  # closes it: vLLM may kill the engine now
+    *_, unsealed, end = read_journal(tmp_path).records()
     assert isinstance(unsealed, UnsealedRecord)
     assert unsealed.event == wrong
+    assert isinstance(end, EndRecord)
+    assert end.reason == f"{type(raised.value).__name__}: {raised.value}"
+    shown = CliRunner().invoke(explain, [str(tmp_path), "--at", "end"]).output
+    assert "the scheduler refused the last event, and the engine stopped: batch b99 finished" in shown
+    assert str(raised.value) in shown
+
+
+def test_a_refused_result_keeps_its_tokens_and_drafts(tmp_path: Path) -> None:
+    """The result has the shape that the core refused, with pseudonyms for its tokens."""
+    served = Served(tmp_path)
+    served.serve(0)
+    wrong = BatchFinished(served.now(), 99, np.array([5, 6], np.int32).tobytes())
+    wrong = msgspec.structs.replace(wrong, accepted=np.array([2], np.int32).tobytes())
+    served.recording.append_refused(wrong, (0,), ValueError("planted"))
+    served.recording.close()
+    assert served.recording.failure == ""
+    *_, unsealed, _ = read_journal(tmp_path).records()
+    assert isinstance(unsealed, UnsealedRecord)
+    assert isinstance(unsealed.event, BatchFinished)
+    assert len(unsealed.event.tokens) == len(wrong.tokens)
+    assert unsealed.event.accepted == wrong.accepted
+
+
+def test_a_fault_of_the_writing_thread_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def finished(*_: object) -> BatchFinished:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(Pseudonyms, "finished", finished)
+    served = Served(tmp_path)
+    with caplog.at_level(logging.ERROR, "vllm.lockstep"):
+        served.serve(0)
+        served.recording.close()
+    assert served.recording.failure == "ZeroDivisionError: planted"
+    assert len(caplog.records) == 1
+    replay(tmp_path)
+    assert read_journal(tmp_path).tail.closed
 
 
 KILLED = """
@@ -203,3 +253,15 @@ def test_after_a_kill_the_journal_has_every_record_and_what_was_running(tmp_path
     assert story.exit_code == 0, story.output
     assert "still open when the journal ends" in story.output
     assert "b5" in story.output  # the batch that was in flight
+    shown = runner.invoke(explain, [str(tmp_path), "--at", "end", "--json"])
+    assert shown.exit_code == 0, shown.output
+    state = json.loads(shown.stdout)
+    (request,) = state["requests"]
+    assert (request["label"], request["phase"], request["prompt_tokens"]) == ("cmpl-2", "prefill", 9)
+    assert (request["computed_tokens"], request["in_flight_tokens"], request["emitted_tokens"]) == (0, 9, 0)
+    assert request["pages"] == 5
+    assert [one["batch_id"] for one in state["in_flight"]] == [5]
+    text = runner.invoke(explain, [str(tmp_path), "--at", "end"]).output
+    assert "not closed: its writer was killed, could not write, or is still writing" in text
+    assert "1 open request: 1 in prefill" in text
+    assert "launched and without a result: b5" in text

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
-from lockstep.vllm import versions
+from lockstep.core.journal.records import JournalError
+from lockstep.vllm import recording, versions
+from lockstep.vllm.checks import KINDS, WITHOUT_EFFECT
+from lockstep.vllm.recording import begin_recording
 from lockstep.vllm.settings import (
     ENVIRONMENT,
     OF_VLLM,
     VllmSettings,
     draft_method,
     read_settings,
+    run_folder,
     sched_config,
     token_budget,
     unsupported,
 )
+from lockstep.vllm.tiers import CONNECTOR, cache_tiers
 from tests.vllm.support import needs_vllm
 
 
@@ -67,6 +74,11 @@ def kv_cache(groups: int = 1, **changed: Any) -> Any:
     return SimpleNamespace(**values)
 
 
+def connector(name: str, module: str | None = None, **extra: Any) -> Any:
+    """The parts of a KVTransferConfig that the settings read."""
+    return SimpleNamespace(kv_connector=name, kv_connector_module_path=module, kv_connector_extra_config=extra)
+
+
 def drafts(method: str = "ngram", slots: int = 0, *, multi_module: bool = False, by_batch_size: object = None) -> Any:
     """The parts of a SpeculativeConfig that the settings read."""
     return SimpleNamespace(
@@ -96,18 +108,35 @@ def test_additional_config_stands_before_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"jurnal": "x"}, "unknown field `jurnal`"),
-        ({"journal": 5}, r"Expected `str`, got `int`.*journal"),
-        ({"journal_tokens": "yes"}, r"Expected `bool`, got `str`.*journal_tokens"),
-        ({"scheduler": []}, r"Expected `object`, got `array`.*scheduler"),
-        ("vllm", "Expected `object`, got `str`"),
+        ({"jurnal": "x"}, "`jurnal` is no setting\nhint: journal or journal_tokens (docs/vllm.md)"),
+        ({"x": 1}, "`x` is no setting\nhint: docs/vllm.md lists the settings"),
+        ({"journal": 5}, "`journal` must be a string, the name of a run folder, got `5`"),
+        ({"journal_tokens": "yes"}, "`journal_tokens` must be true or false, got `yes`"),
+        ({"journal_tokens": True}, "`journal_tokens` is set, but there is no journal\nhint: set `journal`"),
+        ({"mean_request_tokens": -1}, "`mean_request_tokens` must be a whole number of tokens, at least 0, got `-1`"),
+        ({"mean_request_tokens": True}, "`mean_request_tokens` must be a whole number of tokens, at least 0"),
+        ({"scheduler": []}, "`scheduler` must be a table of scheduler settings, got `[]`"),
+        ({"scheduler": {"schedule_polcy": "spf"}}, "`scheduler.schedule_polcy` is no scheduler setting\n"),
+        ({"scheduler": {"schedule_polcy": "spf"}}, "hint: schedule_policy"),
+        ("vllm", "must be a table of settings, got `vllm`"),
     ],
 )
-def test_wrong_fields_are_refused_with_their_source(values: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as refused:
+def test_wrong_fields_are_refused_with_source_value_and_what_is_right(values: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
         read_settings({"lockstep": values}, {})
-    assert "--additional-config" in str(refused.value)
-    assert "docs/vllm.md" in str(refused.value)
+    assert message in str(refused.value)
+    assert str(refused.value).startswith("--additional-config `lockstep`")
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_settings_without_an_effect_under_vllm_are_refused_with_the_reason(name: str) -> None:
+    assert name in SchedConfig.__struct_fields__
+    with pytest.raises(ConfigError, match=rf"`scheduler\.{name}` cannot be set under vLLM: "):
+        read_settings({"lockstep": {"scheduler": {name: getattr(SchedConfig(), name)}}}, {})
+
+
+def test_every_setting_has_a_check() -> None:
+    assert tuple(KINDS) == VllmSettings.__struct_fields__
 
 
 @pytest.mark.parametrize("text", [None, "journal = ", "unknown = 1"], ids=["no file", "no TOML", "unknown field"])
@@ -123,6 +152,44 @@ def test_a_bad_file_is_refused_by_name(text: str | None, tmp_path: Path) -> None
 def test_what_follows_from_vllm_cannot_be_set(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"`scheduler\.{name}` follows from vLLM's own options"):
         read_settings({"lockstep": {"scheduler": {name: 1}}}, {})
+
+
+# ---------------------------------------------------------------------------------------------------------- run folders
+
+
+def test_each_engine_has_a_folder_of_its_own() -> None:
+    folders = [run_folder(VllmSettings(journal="runs/a"), ranked(index)) for index in range(3)]
+    assert folders == [Path("runs/a"), Path("runs/a-1"), Path("runs/a-2")]
+
+
+def test_start_in_the_name_of_a_folder_is_the_time_of_the_start() -> None:
+    folder = run_folder(VllmSettings(journal="runs/{start}/engine"), ranked(1))
+    assert re.fullmatch(r"runs/\d{8}T\d{6}Z/engine-1", str(folder))
+
+
+def test_a_journal_that_cannot_be_begun_is_refused_with_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "device_name", lambda: "cpu")  # asks vLLM
+    settings = VllmSettings(journal=str(tmp_path / "run"))
+    began = begin_recording(settings, SchedConfig(), ranked(0), "0.32.0")
+    with pytest.raises(JournalError) as refused:
+        begin_recording(settings, SchedConfig(), ranked(0), "0.32.0")
+    began.close()
+    assert str(refused.value) == (
+        f"{tmp_path}/run/journal already holds a journal\n"
+        f"hint: set another `journal`, such as {tmp_path}/run-{{start}}, a new folder for each start"
+    )
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JournalError, match=r"cannot make .*/file/run/journal: .*\nhint: .* in which vLLM may write"):
+        begin_recording(VllmSettings(journal=str(tmp_path / "file/run")), SchedConfig(), ranked(0), "0.32.0")
+
+
+def ranked(index: int) -> Any:
+    """A configuration of data-parallel engine `index`."""
+    config = configuration(parallel_config__data_parallel_index=index, parallel_config__tensor_parallel_size=1)
+    config.model_config.model = "demo"
+    return config
 
 
 # ---------------------------------------------------------------------------------------------------------- SchedConfig
@@ -182,6 +249,39 @@ def test_the_budget_leaves_room_for_drafts() -> None:
         token_budget(configuration(speculative_config=drafts(slots=16)))
 
 
+def test_pipeline_stages_are_microbatches() -> None:
+    config = sched_config(configuration(parallel_config__pipeline_parallel_size=2), kv_cache(), VllmSettings(), 16)
+    assert (config.pp_size, config.microbatches, config.launches_max) == (2, 2, 2)
+
+
+def one_group() -> Any:
+    """A KV cache of two layers, with 2,000 bytes of each in a page."""
+    spec = SimpleNamespace(block_size=16, page_size_bytes=2_000)
+    return kv_cache(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b"])])
+
+
+@needs_vllm
+def test_host_memory_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.vllm.settings.kinds_of", lambda _: ["full"])
+    changed = configuration(kv_transfer_config=connector(*CONNECTOR, host_gb=0.001, write_policy="write_back"))
+    config = sched_config(changed, one_group(), VllmSettings(), 16)
+    assert (config.tiers.host_pages, config.tiers.write_policy) == (250, "write_back")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({}, "missing required field `host_gb`"),
+        ({"host_gb": 1, "blocks": 5}, "unknown field `blocks`"),
+        ({"host_gb": 1e-6}, r"`host_gb` 1e-06 of HostTier is less than one page, 0.000004 GB"),
+        ({"host_gb": 1, "write_policy": "never"}, r"`tiers.write_policy` must be"),
+    ],
+)
+def test_wrong_settings_of_the_host_tier_are_refused(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cache_tiers(configuration(kv_transfer_config=connector(*CONNECTOR, **extra)), one_group())
+
+
 @pytest.mark.parametrize(
     ("method", "core"),
     [("ngram", "ngram"), ("suffix", "ngram"), ("draft_model", "draft_model"), ("mtp", "mtp"), ("eagle3", "eagle")],
@@ -193,10 +293,24 @@ def test_methods_of_drafts(method: str, core: str) -> None:
 # ------------------------------------------------------------------------------------------------------- not supported
 
 REFUSALS: dict[str, dict[str, Any]] = {
-    "--kv-transfer-config": {"kv_transfer_config": "nixl"},
+    "KV connector NixlConnector (--kv-transfer-config; hint: HostTier": {
+        "kv_transfer_config": connector("NixlConnector")
+    },
+    "HostTier without prefix caching": {
+        "kv_transfer_config": connector(*CONNECTOR, host_gb=1),
+        "cache_config__enable_prefix_caching": False,
+    },
+    "HostTier beside anything but one KV cache group": {
+        "kv_transfer_config": connector(*CONNECTOR, host_gb=1),
+        "parallel_config__pipeline_parallel_size": 2,
+    },
     "--ec-transfer-config": {"ec_transfer_config": "shared storage"},
     "--kv-events-config": {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)},
-    "--pipeline-parallel-size": {"parallel_config__pipeline_parallel_size": 2},
+    "--no-async-scheduling": {"parallel_config__pipeline_parallel_size": 2, "scheduler_config__async_scheduling": True},
+    "drafts with pipeline parallelism": {
+        "parallel_config__pipeline_parallel_size": 2,
+        "speculative_config": drafts("ngram"),
+    },
     "context parallelism": {"parallel_config__decode_context_parallel_size": 2},
     "encoder-decoder models": {"model_config__is_encoder_decoder": True},
     "diffusion models": {"model_config__is_diffusion": True},
@@ -216,7 +330,9 @@ REFUSALS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_vllm) if "HostTier without" in name else name for name in REFUSALS]
+)
 def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=r"lockstep\.vllm does not support: ") as refused:
         sched_config(configuration(**REFUSALS[name]), kv_cache(), VllmSettings(), 16)
@@ -228,7 +344,12 @@ def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
     ("cache", "block_size", "name"),
     [
         pytest.param(kv_cache(2), 16, "2 KV cache groups other than", marks=needs_vllm),
-        (kv_cache(has_mamba_layers=True), 16, "recurrent state"),
+        pytest.param(
+            kv_cache(has_mamba_layers=True),
+            16,
+            "prefix caching of recurrent state (Mamba, GDN; hint: --no-enable-pre",
+            marks=needs_vllm,
+        ),
         (kv_cache(0), 16, "models without KV cache that generate text"),
         (kv_cache(needs_kv_cache_zeroing=True), 16, "zeroed KV blocks"),
         (kv_cache(), 48, "a block size of 48 tokens, which is no power of two"),
@@ -239,8 +360,69 @@ def test_kv_caches_that_are_refused(cache: Any, block_size: int, name: str) -> N
     assert name in finding
 
 
+def groups_of(*specs: Any, blocks: int = 501) -> Any:
+    """A KVCacheConfig of vLLM with these groups."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    return KVCacheConfig(blocks, [], [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)])
+
+
+def attention(block_size: int = 64) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
+def state(mode: str = "none", block_size: int = 2048, **changed: Any) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    shapes = {"shapes": ((4, 4),), "dtypes": (torch.float32,)}
+    return MambaSpec(block_size=block_size, mamba_cache_mode=mode, **shapes, **changed)
+
+
+@needs_vllm
+def test_recurrent_state_is_the_state_slots_of_the_core() -> None:
+    plain = configuration(cache_config__enable_prefix_caching=False)
+    config = sched_config(plain, groups_of(state(), attention(), state()), VllmSettings(), 2048)
+    slots = config.hybrid.state_slots
+    assert (config.page_size, config.pages + 2 * slots) == (64, 500)  # the pages of the full group
+    assert slots == 27  # a request of 1,024 tokens has 16 pages and a block in each of two groups
+    assert not config.radix_cache
+    short = sched_config(plain, groups_of(state(), attention(), state()), VllmSettings(mean_request_tokens=64), 2048)
+    assert short.hybrid.state_slots == 64  # as many as requests run at once
+
+
+@needs_vllm
+def test_a_model_with_recurrent_state_only_has_pages_that_are_counted() -> None:
+    plain = configuration(cache_config__enable_prefix_caching=False)
+    config = sched_config(plain, groups_of(state(), blocks=21), VllmSettings(), 2048)
+    assert config.hybrid.state_slots == 20
+    assert config.pages * config.page_size == 64 * 2048  # every request may have the whole context
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("changed", "specs", "block_size", "name"),
+    [
+        ({"cache_config__enable_prefix_caching": True}, ("align", 64), 64, "hint: --no-enable-prefix-caching"),
+        ({"speculative_config": drafts()}, ("none", 64), 64, "drafts of a model with recurrent state"),
+        ({}, ("align", 64), 64, "beside layers other than those of one full attention"),
+        ({}, ("none", 528), 528, "528 tokens, which is no power of two (hint: --block-size 1024)"),
+    ],
+)
+def test_models_with_recurrent_state_that_are_refused(
+    changed: dict[str, Any], specs: tuple[str, int], block_size: int, name: str
+) -> None:
+    mode, attention_block = specs
+    plain = configuration(**{"cache_config__enable_prefix_caching": False, **changed})
+    (finding,) = unsupported(plain, groups_of(state(mode), attention(attention_block)), block_size)
+    assert name in finding
+
+
 def test_all_findings_are_named_at_once() -> None:
-    changed = configuration(kv_transfer_config="nixl", model_config__is_diffusion=True)
+    changed = configuration(kv_transfer_config=connector("NixlConnector"), model_config__is_diffusion=True)
     assert len(unsupported(changed, kv_cache(), 48)) == 3
     assert unsupported(configuration(), kv_cache(), 16) == []
 

@@ -26,11 +26,13 @@ from lockstep.tools import recording
 from lockstep.tools.narration import Metric, clock, headline, sentences, timeline_text, wait_by_cause
 from lockstep.tools.request_timeline import Chronicle, RequestTimeline
 from lockstep.tools.runs import JSON, RUN, Walk, locate_request, print_json, refusals
+from lockstep.tools.state_at import EngineState, lines_of, state_at
 from lockstep.tools.timeline_picture import text_lines, write_page
 from lockstep.tools.why_step import StepReason, why_step
 
 COLUMNS = {"ttft": "ttft_us", "tpot": "tpot_us", "e2e": "e2e_us", "itl": "itl_us_max"}
 SHOWN_IN_FULL = 3  # of the slowest requests
+REQUESTS_SHOWN = 64  # open requests of a state
 LEFT = {"cancelled": "was cancelled in the router's queue", "line_full": "was rejected because the queue was full"}
 """The ends of a request in the waiting queue of a router, by reason."""
 
@@ -39,6 +41,7 @@ LEFT = {"cancelled": "was cancelled in the router's queue", "line_full": "was re
 @RUN
 @click.option("--request", "request_name", metavar="ID", help="Explain a request, by id (17 or r17) or label.")
 @click.option("--step", "step_number", type=click.IntRange(0), metavar="N", help="Explain step N.")
+@click.option("--at", "at", metavar="end|N", help="Show what the engine was doing at the end, or before step N.")
 @click.option(
     "--slowest",
     type=(click.Choice(list(COLUMNS)), click.IntRange(1, 1000)),
@@ -54,6 +57,7 @@ def explain(
     run: Path,
     request_name: str | None,
     step_number: int | None,
+    at: str | None,
     slowest: tuple[Metric, int] | None,
     html_file: Path | None,
     overwrite: bool,
@@ -61,25 +65,36 @@ def explain(
 ) -> None:
     """Explain the times of a request, the decisions of a step, or the waits of the slowest requests.
 
+    `--at end` shows what an engine was doing that was killed: open requests with their phase, tokens and pages, and the
+    batches without a result.
+
     \b
     lockstep explain runs/chat --request 17
     lockstep explain runs/chat --slowest ttft 10 --html slow.html
     lockstep explain runs/chat --step 4821
+    lockstep explain runs/chat --at end
     """
-    chosen = sum(option is not None for option in (request_name, step_number, slowest))
+    chosen = sum(option is not None for option in (request_name, step_number, at, slowest))
     if chosen != 1:
-        raise click.UsageError("Give one of --request ID, --step N and --slowest METRIC K.")
-    if html_file is not None and step_number is not None:
+        raise click.UsageError("Give one of --request ID, --step N, --at end|N and --slowest METRIC K.")
+    if html_file is not None and (step_number is not None or at is not None):
         raise click.UsageError("--html goes with --request and --slowest: a step has no timeline.")
     if html_file is not None and html_file.exists() and not overwrite:
         raise click.UsageError(f"{html_file} exists\nhint: choose another file, or add --overwrite")
     with refusals():
         if has_recording(run):
+            if at is not None:
+                recording.show_end(run, at, as_json=as_json, most=REQUESTS_SHOWN)
+                return
             if step_number is not None or html_file is not None or as_json:
                 raise ConfigError(
-                    f"`{run}` is a recording: it has neither steps nor pictures\nhint: use --request or --slowest"
+                    f"`{run}` is a recording: it has neither steps nor pictures\n"
+                    "hint: use --request, --slowest or --at end"
                 )
             recording.show(run, request_name, slowest)
+            return
+        if at is not None:
+            _show_state(state_at(run, at), as_json)
             return
         if step_number is not None:
             _show_step(why_step(run, step_number), as_json)
@@ -210,6 +225,14 @@ def _show_step(reason: StepReason, as_json: bool) -> None:
             click.echo(f"\n{heading}")
             for line in lines:
                 _wrap(f"  {line}")
+
+
+def _show_state(state: EngineState, as_json: bool) -> None:
+    if as_json:
+        print_json(state.describe())
+        return
+    for line in lines_of(state, REQUESTS_SHOWN):
+        click.echo(line)
 
 
 def _wrap(line: str) -> None:

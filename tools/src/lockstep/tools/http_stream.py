@@ -7,6 +7,7 @@ bounded, so that a server cannot fill the memory of the measuring process.
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -17,6 +18,7 @@ from lockstep.core.contract.errors import ConfigError
 
 LINE_BYTES_MAX = 1 << 20
 HEADERS_MAX = 200
+LABEL = re.compile(r"[\x21-\x7e]{1,128}")  # what servers take as X-Request-Id
 TOO_LONG_IDLE = 408
 """Status with which a server closes a connection after a long idle time. It has not read the request (RFC 9110)."""
 
@@ -117,7 +119,7 @@ class HttpClient:
 
     @asynccontextmanager
     async def request(
-        self, method: str, path: str, body: bytes, on_sent: Callable[[], None] | None = None
+        self, method: str, path: str, body: bytes, on_sent: Callable[[], None] | None = None, label: str = ""
     ) -> AsyncIterator[Response]:
         """Send a request and yield the head of its answer. The connection is kept if the body was read to its end.
 
@@ -125,10 +127,13 @@ class HttpClient:
 
         Args:
             on_sent: called when the request has been written.
+            label: the client's name for the request, sent as X-Request-Id if it is printable ASCII without spaces.
         Raises: OSError or HttpError.
         """
         lines = [f"{method} {self.target.path}{path} HTTP/1.1", f"Host: {self.target.host}:{self.target.port}"]
         lines += [f"{name}: {value}" for name, value in self._headers.items()]
+        if LABEL.fullmatch(label):
+            lines.append(f"X-Request-Id: {label}")
         lines += ["Content-Type: application/json", f"Content-Length: {len(body)}", "", ""]
         message = "\r\n".join(lines).encode() + body
         while True:

@@ -420,7 +420,7 @@ class Sender:
         ids: list[int] = []
         try:
             async with asyncio.timeout(self.timeout_s):
-                async with self.client.request("POST", self.asking.path, body, on_sent) as response:
+                async with self.client.request("POST", self.asking.path, body, on_sent, one.label) as response:
                     one.status = response.status
                     if response.status != 200:
                         text = b"".join([piece async for piece in response.pieces()])

@@ -25,6 +25,7 @@ from lockstep.core.contract.text import count
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import fold
 from lockstep.host.host_header import VLLM, HostHeader
+from lockstep.host.recording import Planned
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.results.batch_times import BatchFold, BatchTime, BatchTimesHeader, line_of
@@ -34,7 +35,17 @@ from lockstep.sim.results.results import METRICS_FORMAT, METRICS_VERSION, write_
 from lockstep.sim.results.text import duration
 from lockstep.sim.run.run_folder import whole
 from lockstep.tools.narration import clock
-from lockstep.tools.runs import clients_id
+from lockstep.tools.runs import clients_ids, print_json
+from lockstep.tools.state_at import (
+    DECODE,
+    END,
+    PREFILL,
+    WAITING,
+    EngineState,
+    OpenRequest,
+    UnfinishedBatch,
+    lines_of,
+)
 
 TRACE_BLOCK_TOKENS = 512  # of a hash id in Mooncake's format
 
@@ -45,7 +56,7 @@ def find(recording: ReadRecording, name: str) -> Recorded:
     Raises: ConfigError if there is none or several.
     """
     found = [one for one in recording.requests if one.arrived.name == name]
-    found = found or [one for one in recording.requests if clients_id(one.arrived.name) == name]
+    found = found or [one for one in recording.requests if name in clients_ids(one.arrived.name)]
     digits = name.removeprefix("r")
     if not found and digits.isdigit() and int(digits) < len(recording.requests):
         found = [recording.requests[int(digits)]]
@@ -210,6 +221,65 @@ def trace_rows(recording: ReadRecording) -> Iterator[dict[str, Any]]:
             "output_length": len(one.token_us),
             "hash_ids": numbered,
         }
+
+
+def show_end(folder: Path, at: str, *, as_json: bool, most: int) -> None:
+    """Print what the engine was doing when the recording ends. Raises ConfigError for another place than the end."""
+    if at != END:
+        raise ConfigError(f"`{folder}` is a recording: it has no steps\nhint: --at {END}")
+    state = state_at_end(ReadRecording(folder).read())
+    if as_json:
+        print_json(state.describe())
+        return
+    for line in lines_of(state, most):
+        click.echo(line)
+
+
+def state_at_end(recording: ReadRecording) -> EngineState:
+    """Return what the engine was doing when the recording ends, once all records are read."""
+    header, last = recording.header, recording.last_result
+    running = {number: start for plan in reversed(recording.running_plans) for number, start, *_ in plan.rows}
+    open_requests = []
+    for one in recording.requests:
+        if one.ended is not None:
+            continue
+        launched = one.passes[-1][1] + one.passes[-1][2] if one.passes and not one.waits else 0
+        computed = running.get(one.number, launched)
+        decodes = launched > 0 and computed >= one.arrived.prompt_tokens
+        open_requests.append(
+            OpenRequest(
+                request_id=one.number,
+                label=one.arrived.name,
+                phase=WAITING if one.waits else DECODE if decodes else PREFILL,
+                open_us=recording.last_us - one.arrived.time_us,
+                prompt_tokens=one.arrived.prompt_tokens,
+                computed_tokens=computed,
+                in_flight_tokens=launched - computed,
+                emitted_tokens=len(one.token_us),
+                max_new_tokens=one.arrived.max_new_tokens,
+                pages=-(-launched // header.page_size) if header.page_size else 0,
+                shared_pages=0,
+                waits_for="",
+            )
+        )
+    batches = [UnfinishedBatch(one.batch, one.time_us, _plan_text(one)) for one in recording.running_plans]
+    newest = [plan for one in recording.requests for plan, _, _ in one.passes[-1:]]
+    usage = max(newest, key=lambda plan: plan.batch).kv_usage if newest else 0.0
+    return EngineState(
+        title=f"end of the recording: {count(recording.records, 'record')}, the last at {clock(recording.last_us)}",
+        step=recording.records,
+        time_us=recording.last_us,
+        ending=(f"recorded from {header.engine} {header.engine_version}, whose decisions have no reasons",),
+        requests=tuple(open_requests),
+        in_flight=tuple(batches),
+        last_result=f"b{last.batch}, at {clock(last.time_us)}" if last is not None else "",
+        pages=f"{usage:.0%} of {header.pages:,} pages in use",
+    )
+
+
+def _plan_text(plan: Planned) -> str:
+    tokens = sum(new for _, _, new, _ in plan.rows)
+    return f"b{plan.batch} with {count(len(plan.rows), 'row')}, {count(tokens, 'token')}"
 
 
 def show(folder: Path, request_name: str | None, longest: tuple[str, int] | None) -> None:

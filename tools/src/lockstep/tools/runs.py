@@ -92,6 +92,11 @@ class Walk:
         self.until = until
         self.strict = strict
 
+    @property
+    def first_step(self) -> int:
+        """The number of the first step that has not expired."""
+        return self._journal.first_step
+
     def __iter__(self) -> Iterator[tuple[int, ObservedEvent, Step]]:
         """Yield number, event and Step. Raises Divergence at the first decision that differs from the recorded one."""
         self.engine, self.names = engine_at_start(self._journal), Names()
@@ -169,14 +174,29 @@ def _number(name: str) -> int | None:
 
 
 VLLM = "vllm"  # `kind` in the header's `host`
+VLLM_ENDPOINTS = ("chatcmpl", "cmpl", "embd", "pooling", "classify", "score")
+"""The first parts of vLLM's request ids; all but those of `chatcmpl` end with the number of the prompt."""
 VLLM_LABEL = re.compile(r"(?:\d+_)?(.+)-[0-9a-f]{8}", re.DOTALL)
 """A request id inside of vLLM: the number of the sample if there are several, the client's id, and random digits."""
 
 
-def clients_id(label: str) -> str:
-    """Return the id that a client of vLLM received for the request of this label."""
+def clients_ids(label: str) -> set[str]:
+    """Return the names that a client of vLLM has for the request of this label.
+
+    These are the id of the answer, for /v1/completions with and without the number of the prompt, and what the client
+    sent as X-Request-Id, or vLLM drew in its place. For `cmpl-mine-0-1a2b3c4d`: `cmpl-mine-0`, `cmpl-mine`, `mine`.
+    """
     match = VLLM_LABEL.fullmatch(label)
-    return match[1] if match else label
+    if match is None:
+        return {label}
+    endpoint, _, rest = match[1].partition("-")
+    if endpoint not in VLLM_ENDPOINTS:
+        return {match[1]}
+    names = {match[1], rest}
+    whole, _, number = rest.rpartition("-")
+    if endpoint != "chatcmpl" and whole and number.isdigit():
+        names |= {f"{endpoint}-{whole}", whole}
+    return names
 
 
 def _named(run: Path, name: str) -> _Named:
@@ -193,7 +213,7 @@ def _named(run: Path, name: str) -> _Named:
             if event.request_id + sample == wanted:
                 by_id = wanted
             label = sample_label(event.label, sample) if event.label else ""
-            if label and (label == name or (of_vllm and clients_id(label) == name)):
+            if label and (label == name or (of_vllm and name in clients_ids(label))):
                 by_label.append(event.request_id + sample)
     return _Named(by_label, by_id, arrived)
 

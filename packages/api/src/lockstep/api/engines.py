@@ -40,7 +40,8 @@ from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, Obs
 from lockstep.host.options import options_of
 from lockstep.host.recovery import Death
 from lockstep.host.startup import Keeper
-from lockstep.host.text import StopTexts, Text
+from lockstep.host.stop_regexes import Watch, watch_of
+from lockstep.host.text import Text
 from lockstep.host.weights import WeightsLog, WeightsRead
 
 if TYPE_CHECKING:
@@ -526,9 +527,9 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
             name = "allowed_token_ids" if request.sampling.allowed_token_ids else "logit_processors"
             raise ConfigError(f"`{name}` is requested, but an emulated engine has no logits")
 
-    def watch(request: RequestArrived) -> StopTexts:
+    def watch(request: RequestArrived) -> Watch:
         ids = np.frombuffer(prompt_bytes(request.prompt), np.int32).tolist()
-        return StopTexts(text, ids, request.stop_texts)
+        return watch_of(text, ids, request.stop_texts, request.stop_regexes)
 
     on_adapters = None if lora is None else RowAdapters()
     meter = DriftMeter(cost, settings.speed, on_adapters) if settings.calibration is not None else None

@@ -26,6 +26,7 @@ from lockstep.host.engine_options import EngineOptions
 from lockstep.host.options import Option, options_of
 
 LOOPBACK = ("localhost",)
+ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9a-fA-F:]+\](:[0-9]{1,5})?")
 EMULATED_TOO = (
     "tp",
     "kv_cache_dtype",
@@ -86,6 +87,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     session_idle_s: float = 3600.0  # greatest time that a session waits for its next turn, and the default
     responses_bytes_max: int = 64 * 2**20  # stored answers of one tenant, with the conversations before them
     response_kept_s: float = 86_400.0  # time from the end of an answer until it is deleted
+    kept_bytes_max: int = 64 * 2**20  # kept answers of one tenant, and one of them
+    kept_s: float = 3600.0  # time from the end of a kept answer until it is deleted
+    kept_unread_s: float = 300.0  # time after which a kept answer in progress is cancelled if nothing reads it
 
     def __post_init__(self) -> None:
         for one in msgspec.structs.fields(Limits):
@@ -174,6 +178,16 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
     ] = None
     strict: Annotated[bool, Option("Reject requests with unknown fields.")] = False
     stored_responses: Annotated[int, Option("Stored answers of /v1/responses per tenant; 0: none.")] = 1000
+    kept_answers: Annotated[
+        int, Option("Answers per tenant that can be taken up again or repeated: docs/serving.md; 0: none.")
+    ] = 256
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Option(
+            "Origin whose web pages may call the server, such as https://chat.example; may be repeated.",
+            flag="--cors-origin",
+        ),
+    ] = ()
     metrics_compat: Annotated[
         tuple[str, ...],
         Option("Export metrics also under the names of vllm or sglang; may be repeated.", choices=("vllm", "sglang")),
@@ -224,6 +238,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
             ("journal_bytes", 2**20),
             ("grammar_compile_mb", 1),
             ("stored_responses", 0),
+            ("kept_answers", 0),
         )
         for name, least in (*least_values, *more):
             if getattr(self, name) < least:
@@ -255,6 +270,12 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                 raise ConfigError(f"`lora` has {name}, which is also in `served_model_name`\nhint: another name")
         if self.lora and self.set.get("max_loras", 1) in (0, None):
             raise ConfigError("`lora` names adapters, but `max_loras` is 0, which turns LoRA off\nhint: drop it")
+        for origin in self.cors_origins:
+            if ORIGIN.fullmatch(origin) is None:
+                raise ConfigError(
+                    f"`cors_origins` must be origins such as https://chat.example or http://localhost:3000, got "
+                    f"`{origin}`\nhint: scheme, host and port, without a path; `*` is not allowed"
+                )
         for name in ("served_model_name", "allowed_hosts"):
             if "" in getattr(self, name):
                 raise ConfigError(f"`{name}` has an empty name\nhint: give one, or drop it")
@@ -377,6 +398,10 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
             if (folder := getattr(self, name)) is not None
         }
         return msgspec.structs.replace(self, **changed)
+
+    def answers_folder(self, folder: Path) -> Path:
+        """Return the folder of stored and kept answers: beside the journal, or in the folder of the sockets."""
+        return folder if self.journal is None else Path(self.journal) / "answers"
 
     @property
     def tenants_apart(self) -> bool:

@@ -20,10 +20,13 @@ from typing import Any
 
 import uvicorn
 
-from lockstep.api.endpoints.app import ADMIN_ROUTES, make_app
+from lockstep.api.endpoints.app import ADMIN_ROUTES, keeping_routes, make_app
+from lockstep.api.endpoints.kept_answers import KeptAnswers
 from lockstep.api.endpoints.keys import read_keys
 from lockstep.api.endpoints.protocol import bounded_by
+from lockstep.api.endpoints.resumable import continue_answers
 from lockstep.api.endpoints.server import Server
+from lockstep.api.endpoints.stored_conversations import StoredConversations
 from lockstep.api.endpoints.stored_responses import StoredResponses
 from lockstep.api.endpoints.usage import UsageCounter
 from lockstep.api.engines import text_of
@@ -38,6 +41,8 @@ from lockstep.core.contract.errors import LockstepError
 log = logging.getLogger("lockstep.worker")
 
 STOPS = "the server stops"
+CONTINUED_S = 10.0
+"""Longest wait for the requests of answers in progress, which an earlier worker began, to reach the engine."""
 LAST_ERRORS_S = 2  # seconds after `shutdown_s` in which the last error messages reach clients
 
 
@@ -67,11 +72,26 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
         else UsageCounter(folder / "usage" if settings.usage_dir is None else Path(settings.usage_dir))
     )
     limits, most = settings.limits, settings.stored_responses
+    answers_folder = settings.answers_folder(folder)
+    answers_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     responses = None
+    bytes_max, kept_s = limits.responses_bytes_max, limits.response_kept_s
     if most:
-        bytes_max, kept_s = limits.responses_bytes_max, limits.response_kept_s
-        responses = StoredResponses(folder, most=most, bytes_max=bytes_max, kept_s=kept_s)
-    server = Server(settings, bridge, text, keys, Metrics(settings.metrics_compat), usage, responses)
+        responses = StoredResponses(answers_folder, most=most, bytes_max=bytes_max, kept_s=kept_s)
+    conversations = None
+    if most:
+        conversations = StoredConversations(answers_folder, most=most, bytes_max=bytes_max, kept_s=kept_s)
+    answers = None
+    if settings.kept_answers:
+        answers = KeptAnswers(
+            answers_folder / "kept",
+            most=settings.kept_answers,
+            bytes_max=limits.kept_bytes_max,
+            kept_s=limits.kept_s,
+        )
+    server = Server(
+        settings, bridge, text, keys, Metrics(settings.metrics_compat), usage, responses, answers, conversations
+    )
     server.on_ready.append(lambda: children.mark_ready(folder, number))
     log.info("tool calls are read as %s, thoughts as %s", *server.formats.names())
     spans = None if settings.otlp_endpoint is None else SpanExporter(settings.otlp_endpoint, lambda: server.models()[0])
@@ -82,12 +102,25 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
         servers.append((_http(make_app(server, ADMIN_ROUTES), settings), socket.socket(fileno=admin)))
 
     loop = asyncio.get_running_loop()
+    if answers is not None:
+        bridge.hold_settled()
+        continuing: set[asyncio.Task[None]] = set()
+
+        async def go_on() -> None:
+            try:
+                await continue_answers(server, keeping_routes(), CONTINUED_S)
+            finally:
+                bridge.settle()
+
+        server.on_ready.append(lambda: continuing.add(asyncio.ensure_future(go_on())))
 
     def stop() -> None:
         server.draining = True
         for one, _ in servers:
             one.should_exit = True
         loop.call_later(settings.shutdown_s, bridge.end_all, STOPS)
+        if answers is not None:
+            loop.call_later(settings.shutdown_s, answers.send_readers_away)
 
     loop.add_signal_handler(signal.SIGTERM, stop)
     reading = asyncio.create_task(bridge.run())
@@ -100,13 +133,15 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
     finally:
         await serving
         left = [task for one, _ in servers for task in one.server_state.tasks] + list(server.background)
+        left += server.kept_runs
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         reading.cancel()
         bridge.close()
-        if responses is not None:
-            responses.close()
+        for one in (responses, conversations):
+            if one is not None:
+                one.close()
         if spans is not None:
             await asyncio.to_thread(spans.close)
 

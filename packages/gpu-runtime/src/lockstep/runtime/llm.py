@@ -60,7 +60,8 @@ from lockstep.host.grammar_compiler import make_compilers
 from lockstep.host.grammars import make_grammar
 from lockstep.host.host_header import RUNTIME, HostHeader
 from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, RequestServices, RuntimeHost
-from lockstep.host.text import Message, StopTexts, Text
+from lockstep.host.stop_regexes import Watch, watch_of
+from lockstep.host.text import Message, Text
 from lockstep.host.weights import (
     Folder,
     Source,
@@ -686,10 +687,10 @@ class LLM:
             return "it needs a tokenizer.json in the model's folder, and there is none"
         return "this engine has no grammar backend; install llguidance, and leave --grammar-backend at auto"
 
-    def _watch(self, request: RequestArrived) -> StopTexts:
+    def _watch(self, request: RequestArrived) -> Watch:
         assert self.text is not None
         ids = np.frombuffer(prompt_bytes(request.prompt), np.int32).tolist()
-        return StopTexts(self.text, ids, request.stop_texts)
+        return watch_of(self.text, ids, request.stop_texts, request.stop_regexes)
 
     def _needs_text(self, what: str) -> Text:
         if self.text is None:

@@ -232,7 +232,7 @@ def _without_content(event: ObservedEvent) -> ObservedEvent:
             tokens = b""
         prompt = TokenDigest(len(tokens) // 4, blake2b(tokens, digest_size=DIGEST_BYTES).digest())
         grammar = msgspec.structs.replace(event.grammar, source="") if event.grammar is not None else None
-        return msgspec.structs.replace(event, prompt=prompt, stop_texts=(), grammar=grammar, label="")
+        return msgspec.structs.replace(event, prompt=prompt, stop_texts=(), stop_regexes=(), grammar=grammar, label="")
     if isinstance(event, BatchFinished):
         return msgspec.structs.replace(event, tokens=b"", logprobs=b"", top_ids=b"", top_logprobs=b"")
     if isinstance(event, TokensForced):

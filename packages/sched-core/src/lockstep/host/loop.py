@@ -88,6 +88,7 @@ from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, 
 from lockstep.host.drafts import DraftCounts
 from lockstep.host.errors import EngineStopped
 from lockstep.host.inbox import Inbox
+from lockstep.host.stop_regexes import watches_text
 from lockstep.host.weights import WeightLoader, WeightsLog
 
 log = logging.getLogger("lockstep.host")
@@ -393,7 +394,7 @@ class RuntimeHost:
                 case None if request is None:
                     raise ContractError(f"request {request_id} cannot be resumed: the engine does not have it")
                 case None:
-                    if event.stop_texts and self._watch_text is not None:
+                    if watches_text(event) and self._watch_text is not None:
                         opened.watch = self._watch_text(opened.event)
                         outputs = np.frombuffer(request.tokens, np.int32)[request.prompt_tokens :]
                         for at, token in enumerate(outputs.tolist()):
@@ -640,8 +641,9 @@ class RuntimeHost:
 
     def _refusal(self, event: RequestArrived) -> tuple[str, str] | None:
         """Return reason and message if this host cannot serve a request. The engine then never receives it."""
-        if event.stop_texts and self._watch_text is None:
-            return "unsupported", "`stop_texts` need a tokenizer, and this engine has no tokenizer"
+        if watches_text(event) and self._watch_text is None:
+            name = "stop_texts" if event.stop_texts else "stop_regexes"
+            return "unsupported", f"`{name}` need a tokenizer, and this engine has no tokenizer"
         try:
             if self._check_request is not None:
                 self._check_request(event)
@@ -719,7 +721,7 @@ class RuntimeHost:
         firsts = result.firsts()  # rows with stop texts have one token: they verify no drafts
         for i, number in enumerate(plan.sample_rows.tolist()):
             request = self._open.get(int(plan.request_ids[number]))
-            if request is None or not request.event.stop_texts:
+            if request is None or not watches_text(request.event):
                 continue
             if request.watch is None:
                 request.watch = self._watch_text(request.event)

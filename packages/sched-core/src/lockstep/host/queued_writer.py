@@ -1,7 +1,7 @@
 """A bounded queue in front of a file: the scheduling thread appends, another thread writes.
 
-Appending never waits and never raises. If the queue is full or the disk fails, writing ends with one report, and what
-was written up to there stays readable.
+Appending never waits and never raises. If the queue is full or the target raises, writing ends with one report, and
+what was written up to there stays readable.
 """
 
 from __future__ import annotations
@@ -64,11 +64,16 @@ class QueuedWriter(Generic[Item]):
         except queue.Full:
             self._fail(f"{self._queue.maxsize:,} {self._items} wait to be written")
 
-    def close(self) -> None:
-        """Write what is queued, and close the target."""
+    def close(self, seconds: float | None = None) -> None:
+        """Write what is queued, and close the target.
+
+        Args:
+            seconds: how long to wait for that, at most; None: without a limit.
+        """
         if self._thread.is_alive():
-            self._queue.put(None)
-            self._thread.join()
+            with suppress(queue.Full):
+                self._queue.put(None, timeout=seconds)
+            self._thread.join(seconds)
 
     def _run(self) -> None:
         try:
@@ -77,10 +82,11 @@ class QueuedWriter(Generic[Item]):
                 if not self._dirty:
                     self._dirty, self._flush_at = True, time.monotonic() + FLUSH_EVERY_S
             self._target.close("")
-        except (JournalError, OSError) as error:
-            self._fail(str(error))
-            with suppress(JournalError, OSError):  # the failure is reported already
-                self._target.close(str(error))
+        except Exception as error:  # also a fault of the target: its thread must not end in silence
+            expected = isinstance(error, JournalError | OSError)
+            self._fail(str(error) if expected else f"{type(error).__name__}: {error}")
+            with suppress(Exception):  # the failure is reported already
+                self._target.close(self.failure)
 
     def _next(self) -> Item | None:
         """Return the next item; None: no more follows. The target is flushed in time, whether items come or not."""

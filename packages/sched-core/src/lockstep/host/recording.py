@@ -18,9 +18,10 @@ from typing import BinaryIO
 import msgspec
 
 from lockstep.core.journal.records import JournalError
+from lockstep.core.journal.segments import RECORDING_NAME
 from lockstep.host.queued_writer import QueuedWriter
 
-FILE = "recording.jsonl"
+FILE = RECORDING_NAME
 VERSION = 1
 QUEUE_RECORDS_MAX = 65_536
 

@@ -7,6 +7,7 @@ output checks a `Budget`. The caller supplies the time for `strftime_now`, so th
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import time
@@ -63,6 +64,12 @@ class Text:
         special = {token: one.content for token, one in added.items() if one.special}
         kept = {token for token, text in special.items() if text in set(texts)}
         self._dropped = frozenset(special.keys() - kept) if kept else None
+
+    def verbatim(self) -> Text:
+        """Return a view of this tokenizer that decodes all special tokens."""
+        view = copy.copy(self)
+        view._dropped = frozenset()
+        return view
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the token ids of a text; with `special`, also those that the tokenizer adds to every text."""

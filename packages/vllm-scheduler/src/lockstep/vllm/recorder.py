@@ -12,14 +12,15 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from hashlib import blake2b
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.journal.records import JournalError
 from lockstep.host.recording import Arrived, Ended, PassFinished, Planned, RecordingHeader, RecordingWriter
 from lockstep.vllm import versions
+from lockstep.vllm.metrics import reported
 from lockstep.vllm.recording import device_name
-from lockstep.vllm.settings import read_settings
+from lockstep.vllm.settings import not_begun, read_settings, run_folder
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -62,7 +63,11 @@ class SchedulerRecorder(Scheduler):
             gpu=device_name(),
             tp=self.vllm_config.parallel_config.tensor_parallel_size,
         )
-        self._writer = RecordingWriter(Path(settings.journal), header, _failed)
+        failed = reported(self.vllm_config.parallel_config.data_parallel_index, _failed)
+        try:
+            self._writer = RecordingWriter(run_folder(settings, self.vllm_config), header, failed)
+        except JournalError as error:
+            raise not_begun(error, settings) from None
         self._began = time.monotonic()
         self._key = os.urandom(16)  # of the hashes of blocks
         self._numbers: dict[str, int] = {}  # of open requests

@@ -7,17 +7,20 @@ message in vLLM's log; serving goes on. What the journal holds up to there stays
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.core.contract.commands import Command, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import BatchFinished, ObservedEvent, RequestArrived, RequestId
-from lockstep.core.journal.records import JournalHeader
+from lockstep.core.journal.records import JournalError, JournalHeader
 from lockstep.core.journal.writer import JournalWriter
 from lockstep.host.host_header import VLLM, HostHeader
 from lockstep.host.queued_writer import QueuedWriter
+from lockstep.vllm.metrics import reported
 from lockstep.vllm.pseudonyms import Pseudonyms
+from lockstep.vllm.settings import not_begun, run_folder
 
 if TYPE_CHECKING:
     from lockstep.vllm.settings import VllmSettings
@@ -25,10 +28,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.lockstep")
 
-Entry = tuple[ObservedEvent, bytes, tuple[Command, ...], tuple[RequestId, ...]]
-"""An event, the digest of its Step (empty: its step raised), the commands of that Step, the sampling rows' requests."""
+
+class QueuedEvent(NamedTuple):
+    """An event to be written."""
+
+    event: ObservedEvent
+    digest: bytes  # of its Step; empty if its step raised
+    commands: tuple[Command, ...]  # of that Step
+    samplers: tuple[RequestId, ...]  # of a BatchFinished, the request of each sampling row
+    refusal: str = ""  # what its step raised
+
 
 QUEUE_EVENTS_MAX = 65_536  # events that wait to be written; at some hundred steps a second, minutes of a stalled disk
+REFUSED_CLOSE_S = 5.0  # how long an engine that stops waits for the disk
 
 
 class NoRecording:
@@ -40,7 +52,7 @@ class NoRecording:
     def append(self, event: ObservedEvent, step: Step, samplers: tuple[RequestId, ...] = ()) -> None:
         """Nothing is recorded."""
 
-    def append_refused(self, event: ObservedEvent) -> None:
+    def append_refused(self, event: ObservedEvent, samplers: tuple[RequestId, ...], error: Exception) -> None:
         """Nothing is recorded."""
 
     def close(self) -> None:
@@ -52,16 +64,18 @@ class _JournalTarget:
 
     def __init__(self, writer: JournalWriter, pseudonyms: Pseudonyms | None) -> None:
         self._writer, self._pseudonyms = writer, pseudonyms
+        self._refusal = ""
 
-    def write(self, item: Entry) -> None:
+    def write(self, item: QueuedEvent) -> None:
         """Append an event, with pseudonyms for its token ids."""
-        event, digest, commands, samplers = item
+        event = item.event
         if self._pseudonyms is not None:
-            event = disguised(event, commands, samplers, self._pseudonyms)
-        if digest:
-            self._writer.append(event, digest)
+            event = disguised(event, item.commands, item.samplers, self._pseudonyms)
+        if item.digest:
+            self._writer.append(event, item.digest)
         else:
             self._writer.append_unsealed(event)
+            self._refusal = item.refusal
 
     def flush(self) -> None:
         """Hand what is buffered to the operating system."""
@@ -69,7 +83,7 @@ class _JournalTarget:
 
     def close(self, failure: str) -> None:
         """Close the journal, with the reason if it ends early."""
-        self._writer.close(failure or "closed")
+        self._writer.close(failure or self._refusal or "closed")
 
 
 class Recording:
@@ -77,15 +91,22 @@ class Recording:
 
     present = True
 
-    def __init__(self, folder: Path, header: JournalHeader, pseudonyms: Pseudonyms | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        header: JournalHeader,
+        pseudonyms: Pseudonyms | None,
+        failed: Callable[[str], None] | None = None,
+    ) -> None:
         """
         Args:
             pseudonyms: replaces token ids; None: the journal holds the token ids themselves.
+            failed: called once with the reason if recording ends early; default: an error in vLLM's log.
         Raises: JournalError if the journal cannot be begun.
         """
         target = _JournalTarget(JournalWriter.create(folder, header, durability="interval"), pseudonyms)
-        self._writer: QueuedWriter[Entry] = QueuedWriter(
-            "lockstep-journal", target, QUEUE_EVENTS_MAX, _report, items="events"
+        self._writer: QueuedWriter[QueuedEvent] = QueuedWriter(
+            "lockstep-journal", target, QUEUE_EVENTS_MAX, failed or _report, items="events"
         )
 
     @property
@@ -99,11 +120,15 @@ class Recording:
         Args:
             samplers: of a BatchFinished, the request of each sampling row.
         """
-        self._writer.append((event, step.digest, tuple(step.commands), samplers))
+        self._writer.append(QueuedEvent(event, step.digest, tuple(step.commands), samplers))
 
-    def append_refused(self, event: ObservedEvent) -> None:
-        """Record an event that the core refused: the last one of the journal."""
-        self._writer.append((event, b"", (), ()))
+    def append_refused(self, event: ObservedEvent, samplers: tuple[RequestId, ...], error: Exception) -> None:
+        """Record an event whose step raised, and close the journal: its end record has the error.
+
+        It is closed here because vLLM may kill an engine that failed before it shuts down.
+        """
+        self._writer.append(QueuedEvent(event, b"", (), samplers, f"{type(error).__name__}: {error}"))
+        self._writer.close(REFUSED_CLOSE_S)
 
     def close(self) -> None:
         """Write what is queued, and close the journal."""
@@ -129,10 +154,7 @@ def disguised(
 def begin_recording(
     settings: VllmSettings, config: SchedConfig, vllm_config: VllmConfig, version: str
 ) -> Recording | NoRecording:
-    """Begin the journal that the settings name, if they name one.
-
-    Engine i of a data-parallel front end writes to the folder of that name with -i behind it, engine 0 to the folder.
-    """
+    """Begin the journal that the settings name, if they name one. Raises JournalError if it cannot be begun."""
     if not settings.journal:
         return NoRecording()
     host = HostHeader(
@@ -146,8 +168,11 @@ def begin_recording(
     )
     header = JournalHeader(config=config, host=host.entries())
     pseudonyms = None if settings.journal_tokens else Pseudonyms()
-    engine = vllm_config.parallel_config.data_parallel_index
-    return Recording(Path(f"{settings.journal}-{engine}" if engine else settings.journal), header, pseudonyms)
+    try:
+        failed = reported(vllm_config.parallel_config.data_parallel_index, _report)
+        return Recording(run_folder(settings, vllm_config), header, pseudonyms, failed)
+    except JournalError as error:
+        raise not_begun(error, settings) from None
 
 
 def device_name() -> str:

@@ -18,23 +18,30 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.routing import Route as StarletteRoute
 
 from lockstep.api.endpoints import (
+    compat_api,
     control_api,
+    control_schemas,
+    conversations_api,
     embeddings_api,
+    generate_api,
     messages_api,
     native_api,
     openai_api,
     responses_api,
+    resumable,
     schemas,
     scoring_api,
     ui,
 )
 from lockstep.api.endpoints.errors import CLIENT_LEFT, ApiError
+from lockstep.api.endpoints.fields import name_ignored
 from lockstep.api.endpoints.http import ClientLeft, EventStream, error_response, read_body
 from lockstep.api.endpoints.schemas import Body
 from lockstep.api.endpoints.server import Call, Server
@@ -62,7 +69,10 @@ class HttpRoute:
     body: type[Body] | None = None
     optional: bool = False  # whether an absent body stands for all defaults
     errors: Literal["openai", "anthropic"] = "openai"  # shape of the errors
+    keeps: bool = False  # whether answers can be kept: `resumable`
 
+
+CONVERSATION = "/v1/conversations/{conversation_id}"
 
 ROUTES = (
     HttpRoute("GET", "/health", "public", native_api.health),
@@ -73,15 +83,19 @@ ROUTES = (
     HttpRoute("GET", "/metrics", "user", native_api.metrics),
     HttpRoute("GET", "/v1/models", "user", openai_api.models),
     HttpRoute("GET", "/v1/models/{name:path}", "user", openai_api.model),
-    HttpRoute("POST", "/v1/completions", "user", openai_api.completions, schemas.CompletionBody),
-    HttpRoute("POST", "/v1/chat/completions", "user", openai_api.chat, schemas.ChatBody),
+    HttpRoute("POST", "/v1/completions", "user", openai_api.completions, schemas.CompletionBody, keeps=True),
+    HttpRoute("POST", "/v1/chat/completions", "user", openai_api.chat, schemas.ChatBody, keeps=True),
     HttpRoute("POST", "/v1/embeddings", "user", embeddings_api.embeddings, schemas.EmbeddingBody),
-    HttpRoute("POST", "/v1/responses", "user", responses_api.responses, schemas.ResponseBody),
+    HttpRoute("POST", "/v1/responses", "user", responses_api.responses, schemas.ResponseBody, keeps=True),
     HttpRoute("GET", "/v1/responses/{response_id}", "user", responses_api.response),
     HttpRoute("DELETE", "/v1/responses/{response_id}", "user", responses_api.delete_response),
     HttpRoute("POST", "/v1/responses/{response_id}/cancel", "user", responses_api.cancel_response),
     HttpRoute("GET", "/v1/responses/{response_id}/input_items", "user", responses_api.input_items),
-    HttpRoute("POST", "/v1/messages", "user", messages_api.messages, schemas.MessageBody, errors="anthropic"),
+    HttpRoute(
+        *("POST", "/v1/messages", "user", messages_api.messages, schemas.MessageBody),
+        errors="anthropic",
+        keeps=True,
+    ),
     HttpRoute(
         *("POST", "/v1/messages/count_tokens", "user", messages_api.count_tokens, schemas.CountBody),
         errors="anthropic",
@@ -95,10 +109,33 @@ ROUTES = (
         HttpRoute("POST", path, "user", native_api.not_here, schemas.AnyBody, optional=True)
         for path in ("/pooling", "/classify", "/v1/moderations")
     ),
-    HttpRoute("POST", "/generate", "user", native_api.generate, schemas.GenerateBody),
+    HttpRoute("POST", "/generate", "user", generate_api.generate, schemas.GenerateBody, keeps=True),
+    HttpRoute("GET", "/v1/streams/{stream_id}", "user", resumable.stream),
+    HttpRoute("POST", "/v1/responses/input_tokens", "user", compat_api.count_input_tokens, schemas.ResponseBody),
+    HttpRoute("POST", "/v1/conversations", "user", conversations_api.create, schemas.ConversationBody, optional=True),
+    HttpRoute("GET", CONVERSATION, "user", conversations_api.conversation),
+    HttpRoute("POST", CONVERSATION, "user", conversations_api.describe, schemas.MetadataBody),
+    HttpRoute("DELETE", CONVERSATION, "user", conversations_api.delete),
+    HttpRoute("GET", f"{CONVERSATION}/items", "user", conversations_api.list_items),
+    HttpRoute("POST", f"{CONVERSATION}/items", "user", conversations_api.add_items, schemas.ConversationItemsBody),
+    HttpRoute("GET", f"{CONVERSATION}/items/{{item_id}}", "user", conversations_api.item),
+    HttpRoute("DELETE", f"{CONVERSATION}/items/{{item_id}}", "user", conversations_api.delete_item),
+    HttpRoute("GET", "/tokenizer_info", "user", compat_api.tokenizer_info),
+    *(HttpRoute("GET", path, "user", compat_api.server_info) for path in ("/server_info", "/get_server_info")),
+    HttpRoute("GET", "/v1/loads", "user", compat_api.loads),
+    HttpRoute("POST", "/abort_requests", "user", compat_api.abort_requests, schemas.AbortManyBody),
+    HttpRoute("POST", "/encode", "user", compat_api.encode, schemas.EncodeBody),
+    HttpRoute("POST", "/invocations", "user", compat_api.invocations, schemas.AnyBody),
+    HttpRoute("DELETE", "/v1/streams/{stream_id}", "user", resumable.delete_stream),
     HttpRoute("POST", "/abort_request", "user", native_api.abort_request, schemas.AbortBody),
-    HttpRoute("POST", "/tokenize", "user", native_api.tokenize, schemas.TokenizeBody),
-    HttpRoute("POST", "/detokenize", "user", native_api.detokenize, schemas.DetokenizeBody),
+    *(
+        HttpRoute("POST", path, "user", native_api.tokenize, schemas.TokenizeBody)
+        for path in ("/tokenize", "/v1/tokenize")
+    ),
+    *(
+        HttpRoute("POST", path, "user", native_api.detokenize, schemas.DetokenizeBody)
+        for path in ("/detokenize", "/v1/detokenize")
+    ),
     HttpRoute("GET", "/get_model_info", "user", native_api.model_info),
     HttpRoute("GET", "/model_info", "user", native_api.model_info),
     HttpRoute("GET", "/load", "user", native_api.load),
@@ -107,8 +144,8 @@ ROUTES = (
     HttpRoute("GET", "/", "public", ui.home),
     HttpRoute("GET", "/ui", "public", ui.page),
     HttpRoute("GET", "/ui/requests", "user", ui.requests),
-    HttpRoute("POST", "/open_session", "user", control_api.open_session, schemas.OpenSessionBody),
-    HttpRoute("POST", "/close_session", "user", control_api.close_session, schemas.CloseSessionBody),
+    HttpRoute("POST", "/open_session", "user", control_api.open_session, control_schemas.OpenSessionBody),
+    HttpRoute("POST", "/close_session", "user", control_api.close_session, control_schemas.CloseSessionBody),
 )
 
 
@@ -118,9 +155,10 @@ def _admin(path: str, handler: Handler, body: type[Body] | None = None, *, optio
 
 ADMIN_ROUTES = (
     _admin("/flush_cache", control_api.flush_cache),
+    HttpRoute("GET", "/flush_cache", "admin", control_api.flush_cache),
     _admin("/reset_prefix_cache", control_api.flush_cache),
-    _admin("/pause", control_api.pause, schemas.PauseBody),
-    _admin("/pause_generation", control_api.pause, schemas.PauseBody),
+    _admin("/pause", control_api.pause, control_schemas.PauseBody),
+    _admin("/pause_generation", control_api.pause, control_schemas.PauseBody),
     _admin("/resume", control_api.resume),
     _admin("/continue_generation", control_api.resume),
     _admin("/is_paused", control_api.is_paused),
@@ -128,39 +166,51 @@ ADMIN_ROUTES = (
     _admin("/abort_all", control_api.abort_all),
     _admin("/get_server_info", control_api.server_info),
     _admin("/server_info", control_api.server_info),
-    _admin("/set_internal_state", control_api.set_internal_state, schemas.StateBody, optional=False),
-    _admin("/slow_down", control_api.slow_down, schemas.SlowDownBody),
+    _admin("/set_internal_state", control_api.set_internal_state, control_schemas.StateBody, optional=False),
+    _admin("/slow_down", control_api.slow_down, control_schemas.SlowDownBody),
     _admin("/freeze_gc", control_api.freeze_gc),
-    _admin("/start_profile", control_api.start_profile, schemas.ProfileBody),
+    _admin("/start_profile", control_api.start_profile, control_schemas.ProfileBody),
     _admin("/stop_profile", control_api.stop_profile),
-    _admin("/load_lora_adapter", control_api.load_adapter, schemas.LoadLoraBody, optional=False),
-    _admin("/unload_lora_adapter", control_api.unload_adapter, schemas.UnloadLoraBody, optional=False),
-    _admin("/v1/load_lora_adapter", control_api.load_adapter, schemas.LoadLoraBody, optional=False),
-    _admin("/v1/unload_lora_adapter", control_api.unload_adapter, schemas.UnloadLoraBody, optional=False),
+    _admin("/load_lora_adapter", control_api.load_adapter, control_schemas.LoadLoraBody, optional=False),
+    _admin("/unload_lora_adapter", control_api.unload_adapter, control_schemas.UnloadLoraBody, optional=False),
+    _admin("/v1/load_lora_adapter", control_api.load_adapter, control_schemas.LoadLoraBody, optional=False),
+    _admin("/v1/unload_lora_adapter", control_api.unload_adapter, control_schemas.UnloadLoraBody, optional=False),
     _admin(
-        *("/update_weights_from_disk", control_api.update_weights_from_disk, schemas.WeightsFromDiskBody),
+        *("/update_weights_from_disk", control_api.update_weights_from_disk, control_schemas.WeightsFromDiskBody),
         optional=False,
     ),
     _admin(
-        *("/update_weights_from_tensor", control_api.update_weights_from_tensor, schemas.WeightsFromTensorBody),
+        *("/update_weights_from_tensor", control_api.update_weights_from_tensor, control_schemas.WeightsFromTensorBody),
         optional=False,
     ),
-    _admin("/init_weights_update_group", control_api.join_group, schemas.JoinGroupBody, optional=False),
-    _admin("/destroy_weights_update_group", control_api.leave_group, schemas.LeaveGroupBody),
+    _admin("/init_weights_update_group", control_api.join_group, control_schemas.JoinGroupBody, optional=False),
+    _admin("/destroy_weights_update_group", control_api.leave_group, control_schemas.LeaveGroupBody),
     _admin(
-        *("/update_weights_from_distributed", control_api.update_weights_from_group, schemas.WeightsFromGroupBody),
+        *(
+            "/update_weights_from_distributed",
+            control_api.update_weights_from_group,
+            control_schemas.WeightsFromGroupBody,
+        ),
         optional=False,
     ),
-    _admin("/get_weights_by_name", control_api.get_weights_by_name, schemas.WeightsByNameBody, optional=False),
-    _admin("/release_memory_occupation", control_api.release_memory, schemas.MemoryBody),
-    _admin("/resume_memory_occupation", control_api.resume_memory, schemas.MemoryBody),
-    _admin("/sleep", control_api.release_memory, schemas.MemoryBody),
-    _admin("/wake_up", control_api.resume_memory, schemas.MemoryBody),
+    _admin("/get_weights_by_name", control_api.get_weights_by_name, control_schemas.WeightsByNameBody, optional=False),
+    _admin("/release_memory_occupation", control_api.release_memory, control_schemas.MemoryBody),
+    _admin("/resume_memory_occupation", control_api.resume_memory, control_schemas.MemoryBody),
+    _admin("/sleep", control_api.release_memory, control_schemas.MemoryBody),
+    _admin("/wake_up", control_api.resume_memory, control_schemas.MemoryBody),
     _admin("/is_sleeping", control_api.is_sleeping),
 )
 
 
+EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "X-Stream-Id", "Retry-After")
+"""Headers of answers that web pages of allowed origins may read."""
+
 OPERATORS_PATHS = frozenset(route.path for route in ADMIN_ROUTES)
+
+
+def keeping_routes() -> dict[str, tuple[Handler, type[Body]]]:
+    """Return the handlers, and the schemas of the bodies, of the routes whose answers can be kept, by path."""
+    return {one.path: (one.handler, one.body) for one in ROUTES if one.keeps and one.body is not None}
 
 
 def make_app(server: Server, routes: tuple[HttpRoute, ...] = ROUTES) -> FastAPI:
@@ -207,6 +257,14 @@ def make_app(server: Server, routes: tuple[HttpRoute, ...] = ROUTES) -> FastAPI:
         return response
 
     app.add_exception_handler(HTTPException, http_error)
+    if routes is ROUTES and server.settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=server.settings.cors_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=EXPOSED,
+        )
     refuse_undeclared(app.routes, (*routes, own))
     return app
 
@@ -241,7 +299,16 @@ def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable
                     strict=server.settings.strict,
                     optional=route.optional,
                 )
-            response = await route.handler(server, Call(request, body, tenant, arrived_s))
+            call = Call(request, body, tenant, arrived_s)
+            secret, kept = secrets.token_bytes(32), None
+            if route.keeps and body is not None:
+                kept = resumable.kept_name(server, request, body, tenant, secret)
+            if kept is None:
+                response = await route.handler(server, call)
+            else:
+                response = await resumable.respond_kept(
+                    server, call, route.path, route.handler, name=kept, secret=secret
+                )
             status = response.status_code
         except ApiError as error:
             response, status = error_response(error, route.errors), error.status
@@ -251,6 +318,7 @@ def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable
             log.exception("%s %s failed, request %s", route.method, route.path, label)
             response = error_response(ApiError(500, "the server failed; its log has the cause"), route.errors)
         response.headers["X-Request-Id"] = label
+        name_ignored(request, response)
 
         def answered(status: int) -> None:
             server.metrics.answered(route.path, route.method, status)
@@ -312,7 +380,7 @@ def _refuse_foreign_pages(server: Server, request: Request) -> None:
     machine. Raises ApiError, 403.
     """
     for header, value in (("Host", request.headers.get("host")), ("Origin", request.headers.get("origin"))):
-        if value is None:
+        if value is None or (header == "Origin" and value in server.settings.cors_origins):
             continue
         named = value.partition("://")[2] if header == "Origin" else value
         name = named.rpartition("]")[0].lstrip("[") if named.startswith("[") else named.partition(":")[0]

@@ -7,15 +7,15 @@ tools, tool_choice, reasoning ──> Tools ──┬──> variables of the ch
 from __future__ import annotations
 
 import re
-import secrets
 import string
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lockstep.api.endpoints.answer_run import new_hex
 from lockstep.api.endpoints.errors import ApiError
-from lockstep.api.endpoints.generation import Generation
+from lockstep.api.endpoints.generation import Choice, Generation
 from lockstep.api.endpoints.schemas import TemplateOptions
 from lockstep.api.endpoints.structured_output import READERS
 from lockstep.api.settings import Limits
@@ -208,9 +208,18 @@ def reads(template: str, name: str) -> bool:
 
 
 def template_options(
-    options: TemplateOptions | None, effort: str | None, template: str | None, effort_field: str = EFFORT
+    options: TemplateOptions | None,
+    effort: str | None,
+    template: str | None,
+    ignore: Callable[[str], object],
+    effort_field: str = EFFORT,
 ) -> dict[str, Any]:
-    """Return the variables for a chat template besides messages and tools. Raises ApiError for one that it ignores."""
+    """Return the variables for a chat template besides messages and tools.
+
+    Args:
+        ignore: called with the field of each variable that the template does not read, which has no effect.
+    Raises: ApiError for a variable that no template may receive.
+    """
     requested: dict[str, tuple[str, Any]] = {}
     if options is not None:
         for name in options.model_extra or {}:
@@ -222,10 +231,10 @@ def template_options(
                 requested[name] = f"chat_template_kwargs.{name}", value
     if effort is not None:
         requested.setdefault(EFFORT, (effort_field, effort))
-    for name, (where, _) in requested.items():
-        if not reads(template or "", name):
-            raise ApiError(400, f"`{where}` changes nothing: the model's chat template does not read `{name}`", where)
-    return {name: value for name, (_, value) in requested.items()}
+    unread = [name for name in requested if not reads(template or "", name)]
+    for name in unread:
+        ignore(requested[name][0])
+    return {name: value for name, (_, value) in requested.items() if name not in unread}
 
 
 # ------------------------------------------------------------------------------------------------------- parsed answers
@@ -272,8 +281,14 @@ class Reading:
 
     def _make_id(self) -> str:
         if self.form is not None and self.form.id_characters:
-            return "".join(secrets.choice(LETTERS) for _ in range(self.form.id_characters))
-        return self.id_prefix + secrets.token_hex(12)
+            drawn = bytes.fromhex(new_hex(self.form.id_characters))
+            return "".join(LETTERS[one % len(LETTERS)] for one in drawn)
+        return self.id_prefix + new_hex(12)
+
+    def first_content_token(self, choice: Choice) -> int:
+        """Return the number of the first token behind the thoughts of an answer."""
+        parser = self._parsers.get(choice.index)
+        return 0 if parser is None else bisect_left(choice.answer.starts, parser.thought_stop)
 
     def thought_tokens(self, generation: Generation) -> int:
         """Return the number of tokens of thoughts so far, over all answers, tags included."""

@@ -17,10 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.responses import Response
 
-from lockstep.api.endpoints.errors import ApiError, for_clients, session_name
-from lockstep.api.endpoints.generation import unavailable
-from lockstep.api.endpoints.http import JsonResponse
-from lockstep.api.endpoints.schemas import (
+from lockstep.api.endpoints.control_schemas import (
     CloseSessionBody,
     JoinGroupBody,
     LeaveGroupBody,
@@ -38,6 +35,9 @@ from lockstep.api.endpoints.schemas import (
     WeightsFromGroupBody,
     WeightsFromTensorBody,
 )
+from lockstep.api.endpoints.errors import ApiError, for_clients, session_name
+from lockstep.api.endpoints.generation import unavailable
+from lockstep.api.endpoints.http import JsonResponse
 from lockstep.api.endpoints.server import Call, Server
 from lockstep.api.processes.bridge import Bridge, EngineUnavailable
 from lockstep.api.processes.wire import Answered

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from lockstep.api.endpoints.errors import ApiError, failure
 from lockstep.api.endpoints.generation import GenerationRequest, Prompt, check_answers, prompts_of
 from lockstep.api.endpoints.http import JsonResponse, unless_left
+from lockstep.api.endpoints.openai_api import truncated
 from lockstep.api.endpoints.schemas import EmbeddingBody, Sampling
 from lockstep.api.endpoints.server import Call, Server
 from lockstep.api.processes.wire import EngineInfo
@@ -65,6 +66,8 @@ async def pooled(
         tenant=call.tenant,
         priority=call.body.priority,
     )
+    most = call.body.truncate_prompt_tokens
+    prompts = [Prompt(truncated(one.ids, most, server.info()), one.text) for one in prompts]
     generation = server.generate(call, parameters, prompts)
     try:
         await unless_left(call.request, generation.whole())

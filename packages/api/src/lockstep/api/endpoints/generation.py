@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,17 +20,20 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.api.endpoints.answer_run import RUN, AnswerRun, Cut, new_seed
 from lockstep.api.endpoints.errors import ApiError, failure
 from lockstep.api.endpoints.schemas import Sampling
 from lockstep.api.observability.metrics import CountedAnswer, Metrics
-from lockstep.api.processes.bridge import EngineUnavailable, Reply, Ticket, fresh_seed
+from lockstep.api.processes.bridge import EngineUnavailable, Reply, Ticket
 from lockstep.api.processes.cluster_bridge import Engines
 from lockstep.api.processes.wire import EngineInfo, SampleEnded
 from lockstep.api.settings import Limits
 from lockstep.api.text.answer_text import AnswerText
 from lockstep.api.text.plain_text import Texts
+from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import Grammar, RequestArrived, RequestKind, SamplingParams, TokenIds
 from lockstep.core.requests.validation import STOP_TOKENS_MAX
+from lockstep.host.stop_regexes import compiled
 
 AT_ONCE_CHARACTERS = 4096
 """Text up to this length is tokenised in the event loop, in well under a millisecond; longer text in a thread."""
@@ -77,11 +81,21 @@ class GenerationRequest:
     grammar: Grammar | None = None  # grammar of each answer; made by `structured_output`
     adapter: str = ""  # name of a loaded adapter
     grammar_field: str = "grammar"  # the client's field of the grammar
+    routing_key: str = ""
+    hidden_states: bool = False
 
     @property
     def stops(self) -> tuple[str, ...]:
-        stop = self.sampling.stop
-        return (stop,) if isinstance(stop, str) and stop else tuple(one for one in stop or () if one)
+        return _texts(self.sampling.stop)
+
+    @property
+    def regexes(self) -> tuple[str, ...]:
+        return _texts(self.sampling.stop_regex)
+
+
+def _texts(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the texts of a field that has one or several, without empty ones."""
+    return (given,) if isinstance(given, str) and given else tuple(one for one in given or () if one)
 
 
 async def encode(text: Texts, prompt: str, *, special: bool) -> list[int]:
@@ -105,6 +119,14 @@ def check_sampling(sampling: Sampling, info: EngineInfo, limits: Limits, *, stop
     stops = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
     _at_most(stop_field, "texts", len(stops), limits.stops_max)
     _at_most(stop_field, "characters in one text", max(map(len, stops), default=0), limits.stop_characters_max)
+    regexes = _texts(sampling.stop_regex)
+    _at_most("stop_regex", "expressions", len(regexes), limits.stops_max)
+    for one in regexes:
+        _at_most("stop_regex", "characters in one expression", len(one), limits.stop_characters_max)
+        try:
+            compiled(one)
+        except ConfigError as error:
+            raise ApiError(400, f"`stop_regex`: {error}", "stop_regex") from None
     _at_most("stop_token_ids", "ids", len(sampling.stop_token_ids or ()), STOP_TOKENS_MAX)
     _at_most("logit_bias", "entries", len(sampling.logit_bias or ()), limits.logit_bias_max)
     for token in sampling.stop_token_ids or ():
@@ -233,7 +255,7 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
             frequency_penalty=sampling.frequency_penalty or 0.0,
             presence_penalty=sampling.presence_penalty or 0.0,
             repetition_penalty=1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty,
-            seed=fresh_seed() if parameters.seed is None else parameters.seed,
+            seed=new_seed() if parameters.seed is None else parameters.seed,
             logit_bias=tuple(sorted((int(name), bias) for name, bias in (sampling.logit_bias or {}).items())),
             top_logprobs=parameters.tops or 0,
             allowed_token_ids=tuple(sorted(set(sampling.allowed_token_ids or ()))),
@@ -241,6 +263,9 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
             prompt_top_logprobs=parameters.prompt_tops,
         ),
         stop_texts=parameters.stops,
+        stop_regexes=parameters.regexes,
+        routing_key=parameters.routing_key,
+        return_hidden_states=parameters.hidden_states,
         parallel_samples=parameters.samples,
         logprob_start=logprob_start,
     )
@@ -283,6 +308,8 @@ class Choice:
     reply: Reply
     answer: AnswerText
     counted: CountedAnswer  # by the metrics
+    parameters: GenerationRequest
+    interval: int = 1  # least number of tokens in a piece, except the last one
     taken: int = 0  # tokens that were returned in pieces
     over: bool = False  # whether its last piece was returned, or it was cancelled
 
@@ -340,7 +367,9 @@ class Generation:
     over: Callable[[int], object] | None = None
     together: str = ""
     choices: list[Choice] = field(default_factory=list)
+    run: AnswerRun | None = field(default_factory=RUN.get)  # of an answer that is kept
     _tickets: list[Ticket] = field(default_factory=list)
+    _cuts: deque[Cut] = field(default_factory=deque)  # of earlier runs, which this run has to repeat
     _prompts: list[Prompt] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -351,19 +380,24 @@ class Generation:
         limits: Limits,
         *,
         admit: Callable[[int, int], Callable[[int], object]] | None = None,
+        each: Sequence[GenerationRequest] = (),
     ) -> None:
         """Send a request for each prompt.
 
         Args:
+            each: parameters of each prompt, where they differ; they agree in `stream` and `tenant`.
             admit: called after all checks with the numbers of prompt tokens and answers. It returns `over`, or raises.
         Raises: ApiError; then no request runs.
         """
         if self.bridge.info is None:
             raise unavailable(EngineUnavailable(self.bridge.gone or "the engine is starting"))
         self._prompts = list(prompts)
-        requests = [request_of(prompt, self.parameters, self.bridge.info) for prompt in self._prompts]
-        if self.parameters.stops and text is None:
-            raise ApiError(400, "`stop` needs a tokenizer, and this model has none", "stop")
+        chosen = list(each) or [self.parameters] * len(self._prompts)
+        pairs = list(zip(self._prompts, chosen, strict=True))
+        requests = [request_of(prompt, parameters, self.bridge.info) for prompt, parameters in pairs]
+        for name, used in (("stop", "stops"), ("stop_regex", "regexes")):
+            if text is None and any(getattr(one, used) for one in chosen):
+                raise ApiError(400, f"`{name}` needs a tokenizer, and this model has none", name)
         coming = sum(request.parallel_samples for request in requests)
         if self.bridge.open_answers + coming > limits.requests_max:
             raise ApiError(503, f"{self.bridge.open_answers} answers are open, and this server allows no more")
@@ -377,23 +411,37 @@ class Generation:
         if admit is not None:
             self.over = admit(prompt_tokens, coming)
         try:
-            for request, prompt in zip(requests, self._prompts, strict=True):
-                ticket = self.bridge.submit(request, self._changed, self.start_by_s, self.finish_by_s, self.together)
+            for request, (prompt, parameters) in zip(requests, pairs, strict=True):
+                sampling = parameters.sampling
+                spelled = text if text is None or sampling.skip_special_tokens is not False else text.verbatim()
+                number = len(self._tickets)
+                kept = None
+                if self.run is not None:
+                    kept = self.run.origins[number] if number < len(self.run.origins) else ""
+                ticket = self.bridge.submit(
+                    *(request, self._changed, self.start_by_s, self.finish_by_s, self.together), kept=kept
+                )
                 self._tickets.append(ticket)
                 for reply in ticket.replies:
                     answer = AnswerText(
-                        text,
+                        spelled,
                         prompt.ids,
-                        self.parameters.stops,
-                        include_stop=bool(self.parameters.sampling.include_stop_str_in_output),
+                        parameters.stops,
+                        include_stop=sampling.shows_stop,
                         stop_token_ids=request.stop_token_ids,
                         min_tokens=request.min_new_tokens,
+                        regexes=parameters.regexes,
                     )
                     counted = CountedAnswer(ticket, reply, self.arrived_s, self.parameters.stream)
-                    self.choices.append(Choice(len(self.choices), prompt, ticket, reply, answer, counted))
+                    interval = sampling.stream_interval or 1
+                    choice = Choice(len(self.choices), prompt, ticket, reply, answer, counted, parameters, interval)
+                    self.choices.append(choice)
         except EngineUnavailable as error:
             self.cancel()
             raise unavailable(error) from error
+        if self.run is not None:
+            self._cuts.extend(self.run.cuts)
+            self.run.submitted(tuple(ticket.submit.request.origin for ticket in self._tickets))
         for ticket, prompt in zip(self._tickets, self._prompts, strict=True):
             ticket.when_placed(partial(self.metrics.began, ticket, len(prompt.ids), self.parameters.max_tokens))
 
@@ -403,11 +451,11 @@ class Generation:
         Raises: ApiError if the request was refused.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(REFUSED_WITHIN_S if self.parameters.grammar is None else COMPILED_WITHIN_S):
+            free = all(choice.parameters.grammar is None for choice in self.choices)
+            async with asyncio.timeout(REFUSED_WITHIN_S if free else COMPILED_WITHIN_S):
                 await self._changed.wait()
         for choice in self.choices:
-            ended = choice.reply.ended
-            if ended is not None and (error := self._failure(ended)) is not None:
+            if (error := self.failure(choice)) is not None:
                 raise error
 
     async def began(self) -> None:
@@ -416,8 +464,9 @@ class Generation:
 
     def cancel(self) -> None:
         """Cancel the rest of the answers. Must be called at the end; it cancels nothing if the answers are complete."""
-        for ticket in self._tickets:
-            self.bridge.cancel(ticket)
+        if self.run is None or not self.run.leaving():  # otherwise a later run takes the requests over
+            for ticket in self._tickets:
+                self.bridge.cancel(ticket)
         over, self.over = self.over, None
         if over is not None:
             over(sum(len(choice.reply.tokens) for choice in self.choices))
@@ -432,11 +481,32 @@ class Generation:
         while left:
             await self._changed.wait()
             self._changed.clear()
-            new = [piece for choice in left if (piece := self._take(choice)) is not None]
+            if self._cuts:
+                new = self._repeated(left)
+            else:
+                new = [piece for choice in left if (piece := self._take(choice)) is not None]
             if any(piece.ended is not None for piece in new):
                 left = [choice for choice in left if not choice.over]
             if new:
                 yield new
+
+    def _repeated(self, left: list[Choice]) -> list[ChoiceDelta]:
+        """Return the pieces up to the next cut of the earlier run; none until all of them have arrived."""
+        cut = self._cuts[0]
+        for choice, state in zip(self.choices, cut, strict=True):
+            ended = choice.reply.ended is not None
+            if len(choice.reply.tokens) < state // 2 and not ended:
+                return []
+            if state % 2 and not ended:
+                return []
+        self._cuts.popleft()
+        self._changed.set()  # the next part may have arrived
+        pieces = (self._take(choice, cut[choice.index]) for choice in left)
+        return [piece for piece in pieces if piece is not None]
+
+    def cut(self) -> Cut:
+        """Return how far the pieces of each choice are."""
+        return tuple(2 * choice.taken + choice.over for choice in self.choices)
 
     async def whole(self) -> list[tuple[Choice, str]]:
         """Wait for the end; return every choice with its text. Raises ApiError if a choice failed."""
@@ -444,7 +514,7 @@ class Generation:
         async for new in self.pieces():
             for piece in new:
                 texts[piece.choice.index] += piece.text
-                if piece.ended is not None and (error := self._failure(piece.ended)) is not None:
+                if piece.ended is not None and (error := self.failure(piece.choice)) is not None:
                     raise error
         return list(zip(self.choices, texts, strict=True))
 
@@ -458,12 +528,13 @@ class Generation:
             sum(ended.cached_tokens for ended in firsts if ended is not None),
         )
 
-    def _failure(self, ended: SampleEnded) -> ApiError | None:
+    def failure(self, choice: Choice) -> ApiError | None:
         """Return the error of an answer; None if it did not fail. It names a grammar by the client's field."""
-        error, mark = failure(ended), "`grammar` "
-        if error is None or self.parameters.grammar is None or not error.message.startswith(mark):
+        ended, mark = choice.reply.ended, "`grammar` "
+        error = None if ended is None else failure(ended)
+        if error is None or choice.parameters.grammar is None or not error.message.startswith(mark):
             return error
-        name = self.parameters.grammar_field
+        name = choice.parameters.grammar_field
         return ApiError(error.status, f"`{name}` {error.message.removeprefix(mark)}", name)
 
     def weights(self) -> dict[str, Any]:
@@ -471,14 +542,19 @@ class Generation:
         versions = [ended.weights[-1][1] for choice in self.choices if (ended := choice.reply.ended) and ended.weights]
         return {"weight_version": ",".join(dict.fromkeys(map(str, versions)))} if versions else {}
 
-    def _take(self, choice: Choice) -> ChoiceDelta | None:
+    def _take(self, choice: Choice, until: int | None = None) -> ChoiceDelta | None:
+        """Return the new part of a choice; None without. `until`: its state in the cut at which the part must end."""
         if choice.over:
             return None
         reply, first = choice.reply, choice.taken
         ended, stop = reply.ended, len(reply.tokens)
-        if stop == first and ended is None:
+        if until is not None:
+            ended, stop = ended if until % 2 else None, min(stop, until // 2)
+            if stop == first and ended is None:
+                return None
+        elif stop - first < choice.interval and ended is None:
             return None
-        text = choice.answer.spell(reply.tokens, ended)
+        text = choice.answer.spell(reply.tokens if stop == len(reply.tokens) else reply.tokens[:stop], ended)
         choice.taken = stop
         choice.over = ended is not None
         if choice.over or not choice.counted.tokens or len(reply.arrivals) >= MEASURED_AT_ONCE:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -16,7 +16,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lockstep.api.endpoints.errors import ApiError
-from lockstep.api.endpoints.schemas import WHY, Body, empty
+from lockstep.api.endpoints.fields import ignored_by, unserved_fields
+from lockstep.api.endpoints.schemas import Body
 
 log = logging.getLogger("lockstep.http")
 
@@ -70,12 +71,17 @@ async def read_body(
         raise ApiError(400, f"Invalid JSON: {error}") from None
     if isinstance(given, dict) and len(given) > FIELDS_MAX:
         raise ApiError(400, f"the body has {len(given)} fields, at most {FIELDS_MAX} are allowed")
+    body = checked_body(schema, given)
+    ignored_by(request).extend(unserved_fields(body, strict=strict))
+    return body
+
+
+def checked_body(schema: type[BodyType], given: Any) -> BodyType:
+    """Return a body with checked fields. Raises ApiError, 400, with the invalid field."""
     try:
-        body = schema.model_validate(given)
+        return schema.model_validate(given)
     except ValidationError as error:
         raise _bad_body(error) from None
-    refuse_unserved(body, strict=strict)
-    return body
 
 
 async def _read(request: Request, bytes_max: int) -> bytes:
@@ -110,32 +116,6 @@ def _bad_body(error: ValidationError) -> ApiError:
         message = OBJECT_EXPECTED.sub("a JSON object", problem["msg"].removeprefix("Value error, "))
         problems.append(f"`{where}`: {message}{got}" if where else message)
     return ApiError(400, "; ".join(dict.fromkeys(problems)), param)
-
-
-def _is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
-    """Return whether a known field that is not served has a value that changes no answer; see Body.REFUSED."""
-    if value is None or value in harmless:
-        return True
-    return empty(value) and harmless[:1] not in ((True,), (None,))
-
-
-def refuse_unserved(body: Body, *, strict: bool, inside: str = "") -> None:
-    """Refuse fields that this server does not serve. Raises ApiError with the name of the field."""
-    for name, value in (body.model_extra or {}).items():
-        known = type(body).REFUSED.get(name)
-        where = f"{inside}{name[:60]}"
-        if known is not None:
-            if not _is_harmless(value, known):
-                why = WHY.get(name, "is not supported by this server; leave it out")
-                raise ApiError(400, f"`{where}` {why}", where)
-        elif strict:
-            raise ApiError(400, f"`{where}` is not a field of this request, and the server is strict", where)
-        else:
-            log.debug("unknown field %r is ignored", where)
-    for name in type(body).model_fields:
-        value = getattr(body, name)
-        if isinstance(value, Body):
-            refuse_unserved(value, strict=strict, inside=f"{inside}{name}.")
 
 
 # -------------------------------------------------------------------------------------------------------------- answers
@@ -190,10 +170,17 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], *, slow_s: float, over: Callable[[], object]) -> None:
-        super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        slow_s: float,
+        over: Callable[[], object],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         del self.headers["content-length"]
-        self._events, self._slow_s, self._over = events, slow_s, over
+        self.events, self._slow_s, self.over = events, slow_s, over
         self.ended: Callable[[bool], object] | None = None  # called at the end with whether everything was sent
         self._waits_since: float | None = None  # when the current send began
 
@@ -215,8 +202,8 @@ class EventStream(Response):
             leaving.cancel()
             sending.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
-            await self._events.aclose()
-            self._over()
+            await self.events.aclose()
+            self.over()
             if self.ended is not None:
                 self.ended(all_sent)
 
@@ -229,7 +216,7 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for data in self._events:
+        async for data in self.events:
             self._waits_since = time.monotonic()
             await send({"type": "http.response.body", "body": data, "more_body": True})
             self._waits_since = None

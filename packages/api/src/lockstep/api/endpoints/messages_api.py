@@ -6,14 +6,15 @@ content_block_delta ..., content_block_stop; message_delta (reason of the end, t
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncGenerator
 from typing import Any, Literal
 
 import msgspec
 from starlette.responses import Response
 
+from lockstep.api.endpoints.answer_run import new_hex
 from lockstep.api.endpoints.chat_tools import (
+    EFFORT,
     Block,
     Blocks,
     Reading,
@@ -29,8 +30,10 @@ from lockstep.api.endpoints.generation import Choice, Generation, GenerationRequ
 from lockstep.api.endpoints.http import JsonResponse, named_event, unless_left
 from lockstep.api.endpoints.openai_api import conversation, shaped, streamed
 from lockstep.api.endpoints.responses_api import text_parts
+from lockstep.api.endpoints.responses_tools import is_optional
 from lockstep.api.endpoints.schemas import ChatMessage, CountBody, MessageBody, MessageItem, Sampling
 from lockstep.api.endpoints.server import Call, Server
+from lockstep.api.endpoints.structured_output import requested_grammar
 
 
 async def messages(server: Server, call: Call[MessageBody]) -> Response:
@@ -39,16 +42,17 @@ async def messages(server: Server, call: Call[MessageBody]) -> Response:
     name = server.model(body.model)
     sampling = Sampling(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences)
     check_sampling(sampling, server.info(), server.limits, stop_field="stop_sequences")
-    tools = _tools(body)
-    prompt = await _prompt(server, body, tools)
+    tools = _tools(call)
+    prompt = await _prompt(server, call, tools)
     parameters = GenerationRequest(
         sampling=sampling,
         max_tokens=body.max_tokens,
         prompt_field="messages",
         stream=bool(body.stream),
-        label=f"msg_{secrets.token_hex(16)}",
+        label=f"msg_{new_hex(16)}",
         tenant=call.tenant,
-        **tools.grammar(server.limits),
+        salt=body.cache_salt or "",
+        **_constraint(server, body, tools),
     )
     generation = server.generate(call, parameters, [prompt])
     reading = reading_of(
@@ -72,19 +76,43 @@ async def messages(server: Server, call: Call[MessageBody]) -> Response:
 async def count_tokens(server: Server, call: Call[CountBody]) -> Response:
     """Count the tokens of a conversation, as rendered by the chat template."""
     server.model(call.body.model)
-    prompt = await _prompt(server, call.body, _tools(call.body))
+    prompt = await _prompt(server, call, _tools(call))
     return JsonResponse({"input_tokens": len(prompt.ids)})
 
 
-def _tools(body: CountBody) -> Tools:
+def _constraint(server: Server, body: MessageBody, tools: Tools) -> dict[str, Any]:
+    """Return the grammar of the answer as fields of `GenerationRequest`; {} for free text. Raises ApiError."""
+    obliged = tools.grammar(server.limits)
+    configured = None if body.output_config is None else body.output_config.format
+    name = "output_format" if configured is None else "output_config.format"
+    given = body.output_format if configured is None else configured
+    if configured is not None and body.output_format is not None:
+        message = "`output_config.format` and `output_format` both constrain the answer; give one of them"
+        raise ApiError(400, message, name)
+    requested = requested_grammar({"format": given}, server.limits, inside=name.removesuffix("format"))
+    if requested is None:
+        return obliged
+    if obliged:
+        message = f"`{name}` and `tool_choice` both constrain the answer; give one of them"
+        raise ApiError(400, message, name)
+    return {"grammar": requested.grammar, "grammar_field": name}
+
+
+def _tools(call: Call[Any]) -> Tools:
     """Convert the tools to the form of chat completions. Raises ApiError."""
+    body: CountBody = call.body
+    used = []
     for i, tool in enumerate(body.tools or ()):
+        if is_optional(tool.get("type")):
+            call.ignore(f"tools.{i}.{tool['type']}")
+            continue
         if tool.get("type") not in (None, "custom"):
             where = f"tools.{i}.type"
             raise ApiError(400, f"`{where}` must be custom, got {str(tool.get('type'))[:40]!r}", where)
+        used.append(tool)
     check_tools(body.tools or (), "tools.{}", "input_schema")
     given = []
-    for tool in body.tools or ():
+    for tool in used:
         function = {"name": tool["name"], "parameters": tool.get("input_schema")}
         if tool.get("description"):
             function["description"] = tool["description"]
@@ -97,8 +125,9 @@ def _tools(body: CountBody) -> Tools:
     return chosen(given, choices.get(choice.type, named), parallel=not choice.disable_parallel_tool_use)
 
 
-async def _prompt(server: Server, body: CountBody, tools: Tools) -> Prompt:
+async def _prompt(server: Server, call: Call[Any], tools: Tools) -> Prompt:
     """Convert the conversation to tokens. If the last message is the assistant's, the answer continues it."""
+    body: CountBody = call.body
     converted = []
     if body.system:
         converted.append(ChatMessage(role="system", content=text_parts(body.system, "system", ("text",))))
@@ -107,7 +136,7 @@ async def _prompt(server: Server, body: CountBody, tools: Tools) -> Prompt:
     go_on = converted[-1].role == "assistant"
     if go_on and converted[-1].tool_calls:
         raise ApiError(400, "`messages` end with a tool call; send its result", "messages")
-    options = _template_options(server, body)
+    options = _template_options(server, call)
     return await conversation(server, converted, tools.shown, generation_prompt=not go_on, go_on=go_on, options=options)
 
 
@@ -159,18 +188,28 @@ def _field(part: dict[str, Any], name: str, at: str, kind: type) -> Any:
     return value
 
 
-def _template_options(server: Server, body: CountBody) -> dict[str, Any]:
-    """Return the template variables for thinking; empty if the template reads none. Raises ApiError."""
-    if body.thinking is None:
-        return {}
+def _template_options(server: Server, call: Call[Any]) -> dict[str, Any]:
+    """Return the template variables for thinking and effort. Fields that the model does not support are named."""
+    body: CountBody = call.body
     template = (None if server.text is None else server.text.chat_template) or ""
+    options: dict[str, Any] = {}
+    if body.output_config is not None and body.output_config.effort is not None:
+        if reads(template, EFFORT):
+            options[EFFORT] = body.output_config.effort
+        else:
+            call.ignore("output_config.effort")
+    if body.thinking is None:
+        return options
     thinks = body.thinking.type != "disabled"
-    options: dict[str, Any] = {name: thinks for name in ("enable_thinking", "thinking") if reads(template, name)}
-    if thinks and not options and server.formats.thoughts is None:
-        raise ApiError(400, "`thinking` is enabled, but the thoughts of this model have no known format", "thinking")
-    if thinks and body.thinking.budget_tokens and reads(template, "thinking_budget"):
-        options["thinking_budget"] = body.thinking.budget_tokens
-    return options
+    switches: dict[str, Any] = {name: thinks for name in ("enable_thinking", "thinking") if reads(template, name)}
+    if thinks and not switches and server.formats.thoughts is None:
+        call.ignore("thinking")
+    if thinks and body.thinking.budget_tokens:
+        if reads(template, "thinking_budget"):
+            switches["thinking_budget"] = body.thinking.budget_tokens
+        else:
+            call.ignore("thinking.budget_tokens")
+    return options | switches
 
 
 async def _stream(generation: Generation, shape: MessageShape) -> AsyncGenerator[bytes, None]:

@@ -6,9 +6,7 @@ Streams of /generate are cumulative: every event contains the whole text so far.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import AsyncGenerator
 from importlib.metadata import version
 from typing import Any
 
@@ -17,24 +15,17 @@ from starlette.responses import Response
 
 from lockstep.api.endpoints.chat_tools import tools_of
 from lockstep.api.endpoints.control_api import weight_version
-from lockstep.api.endpoints.errors import ApiError, failure, session_name
+from lockstep.api.endpoints.errors import ApiError
 from lockstep.api.endpoints.generation import (
-    Choice,
     Generation,
     GenerationRequest,
     Prompt,
-    check_answers,
-    check_logprobs,
-    check_sampling,
-    seed_of,
     unavailable,
-    weights_of,
 )
-from lockstep.api.endpoints.http import DONE, JsonResponse, event, unless_left
-from lockstep.api.endpoints.openai_api import chat_prompt, prompt_logprobs, prompt_top_logprobs, streamed
-from lockstep.api.endpoints.schemas import AbortBody, AnyBody, DetokenizeBody, GenerateBody, Sampling, TokenizeBody
+from lockstep.api.endpoints.http import JsonResponse
+from lockstep.api.endpoints.openai_api import chat_prompt, truncated
+from lockstep.api.endpoints.schemas import AbortBody, AnyBody, DetokenizeBody, Sampling, TokenizeBody
 from lockstep.api.endpoints.server import Call, Server
-from lockstep.api.endpoints.structured_output import requested_grammar
 from lockstep.api.processes.bridge import Bridge, EngineUnavailable
 from lockstep.api.processes.cluster_bridge import Engines
 from lockstep.core.contract.events import RequestKind
@@ -45,152 +36,7 @@ PROBE_HOLDS_S = 1.0  # time for which the result of a probe is reused
 OF_A_CONVERSATION = ("tools", "chat_template_kwargs", "reasoning_effort", "continue_final_message")
 """Fields that are used by chat templates only."""
 
-# ------------------------------------------------------------------------------------------------------------ /generate
-
-
-async def generate(server: Server, call: Call[GenerateBody]) -> Response:
-    """Generate continuations of prompts, which are texts or token ids."""
-    body, info, limits = call.body, server.info(), server.limits
-    params = body.sampling_params
-    if (body.text is None) == (body.input_ids is None):
-        raise ApiError(400, "give either `text` or `input_ids`", "text")
-    given, several = _prompts(body)
-    check_answers(len(given), params.n, limits)
-    check_sampling(params, info, limits)
-    if body.return_logprob:
-        check_logprobs(body.top_logprobs_num, "return_logprob", info, limits)
-    elif body.top_logprobs_num or body.logprob_start_len is not None:
-        name = "top_logprobs_num" if body.top_logprobs_num else "logprob_start_len"
-        raise ApiError(400, f"`{name}` needs `return_logprob` to be true", name)
-    start = body.logprob_start_len
-    session, session_start = _session(body, call.tenant)
-    prompts = [
-        Prompt(await server.encode("`text`", one, special=True), one) if isinstance(one, str) else Prompt(one)
-        for one in given
-    ]
-    if start is not None and start >= 0 and (shortest := min(len(one.ids) for one in prompts)) < start:
-        raise ApiError(400, f"`logprob_start_len` is {start}, but a prompt has {shortest} tokens", "logprob_start_len")
-    seed = params.sampling_seed if params.sampling_seed is not None else params.seed
-    requested = requested_grammar(vars(params), limits, inside="sampling_params.")
-    parameters = GenerationRequest(
-        sampling=params,
-        max_tokens=params.max_new_tokens,
-        max_tokens_field="max_new_tokens",
-        min_tokens=params.min_new_tokens or params.min_tokens or 0,
-        samples=params.n,
-        tops=body.top_logprobs_num if body.return_logprob else None,
-        prompt_logprobs_from=start if start is not None and start >= 0 else None,
-        prompt_tops=body.top_logprobs_num if start is not None and start >= 0 else 0,
-        session=session,
-        session_start=session_start,
-        seed=None if seed is None else seed_of(seed),
-        stream=body.stream,
-        label=body.rid or secrets.token_hex(16),
-        tenant=call.tenant,
-        priority=body.priority,
-        grammar=None if requested is None else requested.grammar,
-        grammar_field="" if requested is None else requested.field,
-    )
-    generation = server.generate(call, parameters, prompts)
-    several = several or params.n > 1
-    if body.stream:
-        return await streamed(server, call, generation, _stream(generation, body, several))
-    try:
-        texts = await unless_left(call.request, generation.whole())
-    finally:
-        generation.cancel()
-    result = [_answer(generation, body, choice, text) for choice, text in texts]
-    return JsonResponse(result if several else result[0])
-
-
-def _session(body: GenerateBody, tenant: str) -> tuple[str, int | None]:
-    """Return the session that the request continues, "" for none, and the tokens of it to keep. Raises ApiError."""
-    params = body.session_params
-    if params is None:
-        return "", None
-    several = isinstance(body.text, list) or (body.input_ids is not None and isinstance(body.input_ids[:1], list))
-    if body.sampling_params.n > 1 or (several and len(_prompts(body)[0]) > 1):
-        raise ApiError(400, "`session_params`: a turn of a session has one prompt and one answer", "session_params")
-    if body.logprob_start_len not in (None, -1):
-        message = "`logprob_start_len` counts from the start of a session, whose tokens are not sent; leave it out"
-        raise ApiError(400, message, "logprob_start_len")
-    offset = params.offset
-    return session_name(tenant, params.id), None if offset in (None, -1) else offset
-
-
-def _prompts(body: GenerateBody) -> tuple[list[str] | list[list[int]], bool]:
-    """Return the prompts, and whether the field was a list of prompts. Raises ApiError."""
-    given: Any = body.text if body.text is not None else body.input_ids
-    if not given:
-        name = "text" if body.text is not None else "input_ids"
-        raise ApiError(400, f"`{name}` is empty", name)
-    if isinstance(given, str) or isinstance(given[0], int):
-        return [given], False
-    return given, True
-
-
-async def _stream(generation: Generation, body: GenerateBody, several: bool) -> AsyncGenerator[bytes, None]:
-    texts = [""] * len(generation.choices)
-    async for new in generation.pieces():
-        for piece in new:
-            index = piece.choice.index
-            texts[index] += piece.text
-            if piece.ended is not None and (error := failure(piece.ended)) is not None:
-                yield event(error.body())
-                yield DONE
-                return
-            result = _answer(generation, body, piece.choice, texts[index])
-            yield event(result | {"index": index} if several else result)
-    yield DONE
-
-
-def _answer(generation: Generation, body: GenerateBody, choice: Choice, text: str) -> dict[str, Any]:
-    """Return an answer as far as it was generated."""
-    reply, ended = choice.reply, choice.reply.ended
-    meta: dict[str, Any] = {
-        "id": generation.parameters.label,
-        "prompt_tokens": len(choice.prompt.ids) if ended is None or ended.rejected else ended.prompt_tokens,
-        "completion_tokens": choice.taken,
-        "cached_tokens": ended.cached_tokens if ended is not None else 0,
-        "finish_reason": None,
-    }
-    if ended is not None:
-        meta["finish_reason"] = _finish(choice)
-        meta["e2e_latency"] = time.monotonic() - generation.arrived_s
-        meta |= weights_of(ended)
-    if body.return_logprob:
-        tokens = reply.tokens[: choice.taken]
-        meta["output_token_logprobs"] = [
-            [value, token, None] for value, token in zip(reply.logprobs, tokens, strict=False)
-        ]
-        if body.top_logprobs_num:
-            most = body.top_logprobs_num
-            meta["output_top_logprobs"] = [
-                [[value, token, None] for token, value in tops[:most]] for tops in reply.tops[: choice.taken]
-            ]
-        if ended is not None and generation.parameters.prompt_logprobs_from is not None:
-            pairs = zip(prompt_logprobs(choice), choice.prompt.ids, strict=True)
-            front = generation.parameters.prompt_logprobs_from
-            meta["input_token_logprobs"] = [[value, token, None] for value, token in pairs][front:]
-            if body.top_logprobs_num:
-                meta["input_top_logprobs"] = [
-                    [[value, token, None] for token, value in tops] or None for tops in prompt_top_logprobs(choice)
-                ][front:]
-    return {"text": text, "output_ids": reply.tokens[: choice.taken], "meta_info": meta}
-
-
-def _finish(choice: Choice) -> dict[str, Any]:
-    """Return the reason of an answer's end in SGLang's form."""
-    ended = choice.reply.ended
-    assert ended is not None
-    if ended.reason in ("length", "computed"):
-        return {"type": "length", "length": len(choice.reply.tokens)}
-    if ended.reason == "cancelled":
-        return {"type": "abort", "message": "the request was cancelled"}
-    matched = choice.answer.stop_reason
-    if matched is None and choice.reply.tokens:
-        matched = choice.reply.tokens[-1]
-    return {"type": "stop", "matched": matched}
+# ------------------------------------------------------------------------------------------------------ cancellation
 
 
 async def abort_request(server: Server, call: Call[AbortBody]) -> Response:
@@ -206,37 +52,60 @@ async def abort_request(server: Server, call: Call[AbortBody]) -> Response:
 
 
 async def tokenize(server: Server, call: Call[TokenizeBody]) -> Response:
-    """Tokenise a prompt or a conversation."""
+    """Tokenise a prompt, several prompts, or a conversation."""
     body = call.body
     server.model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either `prompt` or `messages`", "prompt")
+    if isinstance(body.prompt, list):
+        _at_most(server, "prompt", len(body.prompt))
     if body.prompt is not None:
         for name in OF_A_CONVERSATION:
             if getattr(body, name):
                 raise ApiError(400, f"`{name}` applies to a conversation; give `messages`, or leave it out", name)
-        ids = await server.encode("`prompt`", body.prompt, special=body.add_special_tokens is not False)
+        texts, special = [body.prompt] if isinstance(body.prompt, str) else body.prompt, body.add_special_tokens
+        found = [await server.encode("`prompt`", text, special=special is not False) for text in texts]
     else:
         if body.add_special_tokens:
             message = (
                 "`add_special_tokens` applies to a `prompt`; a conversation has the special tokens of its template"
             )
             raise ApiError(400, message, "add_special_tokens")
-        ids = (await chat_prompt(server, body, tools_of(body.tools or (), None, parallel=None))).ids
-    result = {"tokens": ids, "count": len(ids), "max_model_len": server.info().request_tokens_max}
+        found = [(await chat_prompt(server, call, tools_of(body.tools or (), None, parallel=None))).ids]
+    found = [truncated(ids, body.truncate_prompt_tokens, server.info()) for ids in found]
+    several = isinstance(body.prompt, list)
+    result: dict[str, Any] = {
+        "tokens": found if several else found[0],
+        "count": [len(ids) for ids in found] if several else len(found[0]),
+        "max_model_len": server.info().request_tokens_max,
+    }
     if body.return_token_strs:
-        result["token_strs"] = [server.names.of(token)[0] for token in ids]
+        written = [[server.names.of(token)[0] for token in ids] for ids in found]
+        result["token_strs"] = written if several else written[0]
     return JsonResponse(result)
 
 
+def _at_most(server: Server, name: str, given: int) -> None:
+    if given > server.limits.prompts_max:
+        message = f"`{name}` has {given} texts, at most {server.limits.prompts_max} are allowed"
+        raise ApiError(400, message, name)
+
+
 async def detokenize(server: Server, call: Call[DetokenizeBody]) -> Response:
-    """Convert tokens to text, without special tokens. The text is returned under the names of vLLM and SGLang."""
-    server.model(call.body.model)
-    info, tokens = server.info(), call.body.tokens
-    if max(tokens, default=0) >= info.vocabulary:
-        raise ApiError(400, f"`tokens` holds {max(tokens)}, but the model has {info.vocabulary} tokens", "tokens")
-    text = server.needs_text("detokenisation").decode(tokens)
-    return JsonResponse({"prompt": text, "text": text})
+    """Convert tokens to text, by default without special tokens. It is returned under the names of vLLM and SGLang."""
+    body = call.body
+    server.model(body.model)
+    several = bool(body.tokens) and isinstance(body.tokens[0], list)
+    lists: list[list[int]] = body.tokens if several else [body.tokens]
+    _at_most(server, "tokens", len(lists))
+    vocabulary = server.info().vocabulary
+    if (largest := max((max(ids, default=0) for ids in lists), default=0)) >= vocabulary:
+        raise ApiError(400, f"`tokens` holds {largest}, but the model has {vocabulary} tokens", "tokens")
+    text = server.needs_text("detokenisation")
+    if body.skip_special_tokens is False:
+        text = text.verbatim()
+    texts = [text.decode(ids) for ids in lists]
+    return JsonResponse({"prompt": texts, "text": texts} if several else {"prompt": texts[0], "text": texts[0]})
 
 
 # --------------------------------------------------------------------------------------------------------------- health

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import secrets
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +18,7 @@ import msgspec
 import numpy as np
 from starlette.responses import Response
 
+from lockstep.api.endpoints.answer_run import created_s, new_hex
 from lockstep.api.endpoints.chat_tools import Reading, Tools, reading_of, template_options, tools_of
 from lockstep.api.endpoints.errors import ApiError, failure
 from lockstep.api.endpoints.generation import (
@@ -39,7 +38,15 @@ from lockstep.api.endpoints.generation import (
     weights_of,
 )
 from lockstep.api.endpoints.http import DONE, EventStream, JsonResponse, event, unless_left
-from lockstep.api.endpoints.schemas import ChatBody, ChatMessage, CompletionBody, OpenAI, TokenizeBody
+from lockstep.api.endpoints.schemas import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    GenerateBody,
+    OpenAI,
+    ResponseBody,
+    TokenizeBody,
+)
 from lockstep.api.endpoints.server import Call, Server
 from lockstep.api.endpoints.structured_output import requested_grammar
 from lockstep.api.processes.wire import EngineInfo
@@ -132,7 +139,7 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
         prompt_logprobs_from=0 if judged else None,
         prompt_tops=max(body.prompt_logprobs or 0, (body.logprobs or 0) if body.echo else 0),
     )
-    prompts = [await _prompt(server, one, special=body.add_special_tokens, echo=bool(body.echo)) for one in given]
+    prompts = [await _prompt(server, one, body) for one in given]
     generation = server.generate(call, parameters, prompts)
     shape = CompletionShape(server, body, name, parameters.label, best=(samples, drawn))
     return await _answer(server, call, generation, shape)
@@ -152,11 +159,18 @@ def check_best_of(body: CompletionBody, samples: int, info: EngineInfo) -> None:
         raise ApiError(400, "`best_of` is set, but an emulated engine has no logprobs to compare answers", "best_of")
 
 
-async def _prompt(server: Server, given: str | list[int], *, special: bool, echo: bool) -> Prompt:
+async def _prompt(server: Server, given: str | list[int], body: CompletionBody) -> Prompt:
+    text: str | None
     if isinstance(given, str):
-        return Prompt(await server.encode("`prompt`", given, special=special), given)
-    text = server.needs_text("`echo`").decode(given) if echo else None
-    return Prompt(given, text)
+        text, ids = given, await server.encode("`prompt`", given, special=body.add_special_tokens)
+    else:
+        text, ids = None, given
+    kept = truncated(ids, body.truncate_prompt_tokens, server.info())
+    if len(kept) < len(ids):
+        ids, text = kept, None
+    if text is None and body.echo:
+        text = server.needs_text("`echo`").decode(ids)
+    return Prompt(ids, text)
 
 
 # ----------------------------------------------------------------------------------------------------------------- chat
@@ -175,7 +189,8 @@ async def chat(server: Server, call: Call[ChatBody]) -> Response:
         check_logprobs(body.top_logprobs or 0, "top_logprobs" if body.top_logprobs else "logprobs", info, limits)
     check_prompt_logprobs(body, info, limits)
     tools = tools_of(body.tools or (), body.tool_choice, parallel=body.parallel_tool_calls)
-    prompt = await chat_prompt(server, body, tools)
+    prompt = await chat_prompt(server, call, tools)
+    prompt = Prompt(truncated(prompt.ids, body.truncate_prompt_tokens, info), prompt.text)
     completion = body.max_completion_tokens
     parameters = _parameters(
         server,
@@ -204,8 +219,9 @@ async def chat(server: Server, call: Call[ChatBody]) -> Response:
     return await _answer(server, call, generation, ChatShape(server, body, name, parameters.label, reading))
 
 
-async def chat_prompt(server: Server, body: ChatBody | TokenizeBody, tools: Tools) -> Prompt:
-    """Render a conversation by the chat template, and tokenise it. Raises ApiError."""
+async def chat_prompt(server: Server, call: Call[Any], tools: Tools) -> Prompt:
+    """Render the conversation of a ChatBody or TokenizeBody by the chat template, and tokenise it. Raises ApiError."""
+    body: ChatBody | TokenizeBody = call.body
     template = None if server.text is None else server.text.chat_template
     return await conversation(
         server,
@@ -213,7 +229,7 @@ async def chat_prompt(server: Server, body: ChatBody | TokenizeBody, tools: Tool
         tools.shown,
         generation_prompt=body.add_generation_prompt,
         go_on=body.continue_final_message,
-        options=template_options(body.chat_template_kwargs, body.reasoning_effort, template),
+        options=template_options(body.chat_template_kwargs, body.reasoning_effort, template, call.ignore),
     )
 
 
@@ -320,7 +336,19 @@ def label_of(body: OpenAI, kind: str) -> str:
     """Return the id of an answer, set by the client or random. Raises ApiError."""
     if body.rid and body.request_id:
         raise ApiError(400, "`rid` and `request_id` both set the id of the request; give one of them", "rid")
-    return body.rid or f"{kind}-{body.request_id or secrets.token_hex(16)}"
+    return body.rid or f"{kind}-{body.request_id or new_hex(16)}"
+
+
+def salt_of(body: OpenAI | GenerateBody | ResponseBody) -> str:
+    """Return what separates the cached prefixes of a request from those of others; "" for nothing."""
+    return (body.cache_salt or "") + (f"\0{body.extra_key}" if body.extra_key else "")
+
+
+def truncated(ids: list[int], most: int | None, info: EngineInfo) -> list[int]:
+    """Return the last `most` tokens of a prompt; -1: as many as fit, None: all of them."""
+    if most is None:
+        return ids
+    return ids[max(0, len(ids) - (info.prompt_tokens_max if most < 0 else most)) :]
 
 
 def _parameters(server: Server, body: OpenAI, tenant: str, label: str, **more: Any) -> GenerationRequest:
@@ -337,7 +365,7 @@ def _parameters(server: Server, body: OpenAI, tenant: str, label: str, **more: A
         stream=bool(body.stream),
         label=label,
         tenant=tenant,
-        salt=body.cache_salt or "",
+        salt=salt_of(body),
         priority=body.priority,
         **more,
     )
@@ -432,7 +460,7 @@ class CompletionShape:
         """
         self._best = best
         self.body, self.names, self._model, self._label = body, server.names, model, label
-        self._created = int(time.time())
+        self._created = int(created_s())
         self._plain: dict[int, tuple[bytes, bytes]] = {}  # by choice: the bytes around a piece of text
 
     @property

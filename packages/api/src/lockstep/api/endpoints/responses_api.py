@@ -17,38 +17,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, Literal
 
 from starlette.responses import Response
 
+from lockstep.api.endpoints.answer_run import RUN, created_s, new_hex
 from lockstep.api.endpoints.chat_tools import (
     Block,
     Blocks,
     Reading,
     Tools,
     blocks_of,
-    check_tools,
-    chosen,
     reading_of,
     template_options,
 )
+from lockstep.api.endpoints.conversations_api import listed
 from lockstep.api.endpoints.errors import ApiError, failure
 from lockstep.api.endpoints.generation import (
     Choice,
     Generation,
     GenerationRequest,
     Prompt,
+    check_logprobs,
     check_sampling,
     finish_reason,
     seed_of,
     unavailable,
 )
-from lockstep.api.endpoints.http import JsonResponse, named_event, unless_left
-from lockstep.api.endpoints.openai_api import conversation, shaped, streamed
+from lockstep.api.endpoints.http import EventStream, JsonResponse, named_event, unless_left
+from lockstep.api.endpoints.openai_api import conversation, salt_of, shaped, streamed
+from lockstep.api.endpoints.responses_tools import ToolName, arguments_of, input_of, response_tools
+from lockstep.api.endpoints.resumable import after_of, reply
 from lockstep.api.endpoints.schemas import ChatMessage, InputItem, ResponseBody
 from lockstep.api.endpoints.server import Call, Server
 from lockstep.api.endpoints.stored_responses import StoredResponse, StoredResponses
@@ -58,10 +60,8 @@ from lockstep.api.processes.bridge import EngineUnavailable
 log = logging.getLogger("lockstep.worker")
 
 TEXTS = ("input_text", "output_text", "text")
+LOGPROBS = "message.output_text.logprobs"
 NONE_STORED = "this server stores no answers (--stored-responses 0)"
-ITEMS_LISTED, ITEMS_LISTED_MAX = 20, 100
-"""Default and largest number of input items in one list, as at OpenAI."""
-
 CANCELLED_WITHIN_S, CANCELLED_LOOK_S = 5.0, 0.02
 """Seconds for a cancelled answer to end with its partial output, and between checks; later it ends without output."""
 
@@ -75,7 +75,11 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
     name = server.model(body.model)
     check_sampling(body, server.info(), server.limits)
     requested = None if body.text is None else requested_grammar(vars(body.text), server.limits, inside="text.")
-    tools = _tools(body)
+    for one in body.include or ():
+        if one != LOGPROBS:
+            call.ignore(f"include.{one[:60]}")
+    named = response_tools(body.tools or (), body.tool_choice, parallel=body.parallel_tool_calls, ignore=call.ignore)
+    tools = named.tools
     obliged = tools.grammar(server.limits)
     if requested is not None:
         if obliged:
@@ -84,7 +88,12 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
         obliged = {"grammar": requested.grammar, "grammar_field": requested.field}
     kept = _kept(server, body)
     before = _before(server, call)
-    prompt = await _prompt(server, body, tools, before)
+    tops = body.top_logprobs if LOGPROBS in (body.include or ()) or body.top_logprobs else None
+    if LOGPROBS in (body.include or ()):
+        tops = tops or 0
+    if tops is not None:
+        check_logprobs(tops, "top_logprobs" if tops else "include", server.info(), server.limits)
+    prompt = await _prompt(server, call, tools, before)
     parameters = GenerationRequest(
         sampling=body,
         max_tokens=body.max_output_tokens,
@@ -93,19 +102,23 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
         prompt_field="input",
         seed=None if body.seed is None else seed_of(body.seed),
         stream=bool(body.stream),
-        label=f"resp_{secrets.token_hex(24)}",
+        label=f"resp_{new_hex(24, 'response')}",
         tenant=call.tenant,
-        salt=body.cache_salt or "",
+        salt=salt_of(body),
         priority=body.priority,
+        tops=tops,
         **obliged,
     )
     generation = server.generate(call, parameters, [prompt])
     reading = reading_of(server.formats, tools, prompt.text, grammar=parameters.grammar)
-    shape = ResponseShape(body, name, parameters.label, reading, kept=kept)
+    shape = ResponseShape(server, body, name, parameters, reading, kept=kept, tools=named.names)
+    if body.background and RUN.get() is not None:
+        return await _kept_background(server, call, generation, shape, before)
     if body.background:
         return await _begun(server, call, generation, shape, before)
 
     def keep(result: dict[str, Any]) -> None:
+        _extend(server, call, result)
         if kept and server.responses is not None:
             result["store"] = not server.responses.put(call.tenant, result, _items(body, before), over=True)
 
@@ -121,6 +134,8 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
 
 async def _whole(generation: Generation, shape: ResponseShape) -> dict[str, Any]:
     ((choice, text),) = await generation.whole()
+    if shape.reading.form is None:
+        shape.judge(choice, 0, len(choice.reply.tokens))
     blocks = await shaped(lambda: blocks_of(shape.reading.whole(0, text)), len(text))
     return shape.ended(generation, choice, blocks)
 
@@ -137,15 +152,27 @@ def _kept(server: Server, body: ResponseBody) -> bool:
         return False
     if body.background and body.store is False:
         raise ApiError(400, "`background` answers are fetched later, so `store` must not be false", "background")
-    if body.background and body.stream:
-        message = "`background` and `stream` cannot be combined: fetch the answer, or leave one of them out"
+    if body.background and body.stream and server.answers is None:
+        message = "`background` with `stream` needs kept answers, and this server keeps none (--kept-answers 0)"
         raise ApiError(400, message, "background")
     return body.store is not False
 
 
 def _before(server: Server, call: Call[ResponseBody]) -> list[dict[str, Any]]:
     """Return the conversation that an input continues, as items. Raises ApiError."""
-    name = call.body.previous_response_id
+    name, conversation = call.body.previous_response_id, conversation_of(call.body)
+    if name and conversation:
+        message = "`conversation` and `previous_response_id` both name what the input continues; give one of them"
+        raise ApiError(400, message, "conversation")
+    if conversation:
+        if server.conversations is None:
+            raise ApiError(
+                400, "`conversation`: this server stores no conversations (--stored-responses 0)", "conversation"
+            )
+        if server.conversations.find(call.tenant, conversation) is None:
+            message = f"`conversation`: there is no conversation {conversation[:80]!r} here, or it has expired"
+            raise ApiError(400, message, "conversation")
+        return server.conversations.items(call.tenant, conversation)
     if not name:
         return []
     stored = None if server.responses is None else server.responses.get(call.tenant, name)
@@ -159,6 +186,24 @@ def _before(server: Server, call: Call[ResponseBody]) -> list[dict[str, Any]]:
     return [*stored.input, *stored.response["output"]]
 
 
+def conversation_of(body: ResponseBody) -> str:
+    """Return the id of the conversation of a response; "" for none. Raises ApiError."""
+    given = body.conversation
+    name = given.get("id") if isinstance(given, dict) else given
+    if given is not None and (not isinstance(name, str) or not name):
+        raise ApiError(400, '`conversation` must be an id, or {"id": ...}', "conversation")
+    return name or ""
+
+
+def _extend(server: Server, call: Call[ResponseBody], result: dict[str, Any]) -> None:
+    """Add input and output of an answer that has ended to its conversation."""
+    name = conversation_of(call.body)
+    if not name or server.conversations is None or result["status"] not in ("completed", "incomplete"):
+        return
+    if server.conversations.find(call.tenant, name) is not None:  # not deleted meanwhile
+        server.conversations.add(call.tenant, name, [*_items(call.body, []), *result["output"]])
+
+
 def _items(body: ResponseBody, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the whole input of an answer, as items with ids."""
     given: list[dict[str, Any]]
@@ -166,7 +211,7 @@ def _items(body: ResponseBody, before: list[dict[str, Any]]) -> list[dict[str, A
         given = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
     else:
         given = [{"type": one.type, **one.model_dump(exclude_unset=True)} for one in body.input]
-    return [*before, *({"id": f"item_{secrets.token_hex(24)}", **one} for one in given)]
+    return [*before, *({"id": f"item_{new_hex(24)}", **one} for one in given)]
 
 
 async def _begun(
@@ -191,6 +236,37 @@ async def _begun(
     server.background.add(task)
     task.add_done_callback(server.background.discard)
     return JsonResponse(result)
+
+
+async def _kept_background(
+    server: Server,
+    call: Call[ResponseBody],
+    generation: Generation,
+    shape: ResponseShape,
+    before: list[dict[str, Any]],
+) -> Response:
+    """Return the stream of an answer in the background, which is kept; every state of the answer is stored, too."""
+    store, tenant = server.responses, call.tenant
+    assert store is not None
+    try:
+        await generation.accepted()
+        queued = shape.response("queued")
+        if why := store.put(tenant, queued, _items(call.body, before), over=False, lasting=True):
+            raise ApiError(503, f"`background`: the answer could not be stored: {why}", "background")
+    except BaseException:
+        generation.cancel()
+        raise
+
+    def keep(result: dict[str, Any]) -> None:
+        _extend(server, call, result)
+        store.change(tenant, result, over=True)
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        store.change(tenant, shape.response("in_progress"), over=False)
+        async for one in _stream(generation, shape, keep):
+            yield one
+
+    return EventStream(events(), slow_s=server.settings.slow_reader_s, over=generation.cancel)
 
 
 async def _in_background(store: StoredResponses, tenant: str, generation: Generation, shape: ResponseShape) -> None:
@@ -221,13 +297,18 @@ def _found(server: Server, call: Call[None]) -> tuple[StoredResponses, str, Stor
 
 
 async def response(server: Server, call: Call[None]) -> Response:
-    """Return a stored answer, also while it is in progress."""
+    """Return a stored answer, also while it is in progress; with `stream`, the events of one in the background."""
     query = call.request.query_params
-    if query.get("stream", "false").lower() not in ("false", "0", ""):
-        raise ApiError(
-            400, "`stream`: a stored response is returned whole; repeat the request until it has ended", "stream"
-        )
-    return JsonResponse(_found(server, call)[2].response)
+    _, name, stored = _found(server, call)
+    if query.get("stream", "false").lower() in ("false", "0", ""):
+        return JsonResponse(stored.response)
+    path = None if server.answers is None else server.answers.find(call.tenant, name)
+    if server.answers is None or path is None:
+        message = "`stream`: only the events of a response in the background are kept; it is returned whole"
+        raise ApiError(400, message, "stream")
+    after = after_of(call.request)
+    following = reply(server, server.answers.follow(path), name, after, always_stream=True)
+    return await unless_left(call.request, following)
 
 
 async def delete_response(server: Server, call: Call[None]) -> Response:
@@ -236,6 +317,8 @@ async def delete_response(server: Server, call: Call[None]) -> Response:
     if not stored.over:
         _cancel(server, call, name)
     store.remove(call.tenant, name)
+    if server.answers is not None and (path := server.answers.find(call.tenant, name)) is not None:
+        server.answers.remove(path)
     return JsonResponse({"id": name, "object": "response", "deleted": True})
 
 
@@ -268,51 +351,66 @@ def _cancel(server: Server, call: Call[None], name: str) -> None:
 async def input_items(server: Server, call: Call[None]) -> Response:
     """List the input of an answer, newest first or by `order`, at most `limit` items from the item `after` on."""
     items = _found(server, call)[2].input
-    query = call.request.query_params
-    order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", str(ITEMS_LISTED))
-    if order not in ("asc", "desc"):
-        raise ApiError(400, f"`order` must be asc or desc, got {order[:40]!r}", "order")
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= ITEMS_LISTED_MAX):
-        raise ApiError(400, f"`limit` must be 1 to {ITEMS_LISTED_MAX}, got {limit[:40]!r}", "limit")
-    if order == "desc":
-        items = items[::-1]
-    if after is not None:
-        at = [number for number, one in enumerate(items) if one.get("id") == after]
-        if not at:
-            raise ApiError(400, f"`after` must be the id of an item, got {after[:80]!r}", "after")
-        items = items[at[0] + 1 :]
-    shown = items[: int(limit)]
-    ends = {"first_id": shown[0].get("id"), "last_id": shown[-1].get("id")} if shown else {}
-    return JsonResponse({"object": "list", "data": shown, "has_more": len(items) > len(shown), **ends})
+    return JsonResponse(listed(items, call))
 
 
 # ---------------------------------------------------------------------------------------------------------------- input
 
 
-def _tools(body: ResponseBody) -> Tools:
-    """Convert the tools to the form of chat completions, with their fields one level down. Raises ApiError."""
-    nested: list[dict[str, Any]] = []
-    for i, tool in enumerate(body.tools or ()):
-        if tool.get("type") != "function":
-            where = f"tools.{i}.type"
-            raise ApiError(400, f"`{where}` must be function, got {str(tool.get('type'))[:40]!r}", where)
-        names = ("name", "description", "parameters")
-        nested.append({"type": "function", "function": {name: tool[name] for name in names if name in tool}})
-    check_tools([one["function"] for one in nested], "tools.{}", "parameters")
-    return chosen(nested, body.tool_choice, parallel=body.parallel_tool_calls)
-
-
-async def _prompt(server: Server, body: ResponseBody, tools: Tools, before: list[dict[str, Any]]) -> Prompt:
-    messages = []
-    if body.instructions:
-        messages.append(ChatMessage(role="system", content=body.instructions))
+async def _prompt(server: Server, call: Call[ResponseBody], tools: Tools, before: list[dict[str, Any]]) -> Prompt:
+    """Render the conversation, and tokenise it. With `truncation` auto, the oldest turns are dropped as needed."""
+    body = call.body
+    fixed = [ChatMessage(role="system", content=body.instructions)] if body.instructions else []
     given = body.input
     items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
-    messages += _messages([*map(InputItem.model_validate, before), *items], len(before))
+    messages = _messages([*map(InputItem.model_validate, before), *items], len(before))
     template = None if server.text is None else server.text.chat_template
     effort = None if body.reasoning is None else body.reasoning.effort
-    options = template_options(body.chat_template_kwargs, effort, template, "reasoning.effort")
-    return await conversation(server, messages, tools.shown, field="input", options=options)
+    options = template_options(body.chat_template_kwargs, effort, template, call.ignore, "reasoning.effort")
+
+    async def render(kept: list[ChatMessage]) -> Prompt:
+        return await conversation(server, [*fixed, *kept], tools.shown, field="input", options=options)
+
+    if body.truncation != "auto":
+        return await render(messages)
+    info = server.info()
+    room = min(info.prompt_tokens_max, info.request_tokens_max - (body.max_output_tokens or 1))
+    while messages and messages[0].role == "system":
+        fixed.append(messages.pop(0))
+    return await newest_turns(messages, room, render)
+
+
+async def prompt_of_response(server: Server, call: Call[ResponseBody]) -> Prompt:
+    """Return the prompt that a response would have. Raises ApiError."""
+    body = call.body
+    server.model(body.model)
+    tools = response_tools(body.tools or (), body.tool_choice, parallel=body.parallel_tool_calls, ignore=call.ignore)
+    return await _prompt(server, call, tools.tools, _before(server, call))
+
+
+async def newest_turns(
+    messages: list[ChatMessage], room: int, render: Callable[[list[ChatMessage]], Awaitable[Prompt]]
+) -> Prompt:
+    """Return the prompt of as many of the newest turns as fit; a turn begins with a message of the user.
+
+    Args:
+        room: most tokens of the prompt.
+        render: returns the prompt of some messages. It is called a logarithmic number of times.
+    Raises: ApiError if not even the newest turn can be rendered.
+    """
+    starts = [0, *(at for at, one in enumerate(messages) if at and one.role == "user")]
+    low, high, best = 0, len(starts) - 1, None
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            prompt: Prompt | None = await render(messages[starts[middle] :])
+        except ApiError:  # longer than any prompt: refused without being tokenised
+            prompt = None
+        if prompt is not None and len(prompt.ids) <= room:
+            best, high = prompt, middle
+        else:
+            low = middle + 1
+    return best if best is not None else await render(messages[starts[low] :])
 
 
 def _messages(items: Sequence[InputItem], before: int = 0) -> list[ChatMessage]:
@@ -336,12 +434,17 @@ def _messages(items: Sequence[InputItem], before: int = 0) -> list[ChatMessage]:
                     over()
                 thought = text_parts(item.content or [], f"input.{i}.content", ("reasoning_text",))
                 turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
-            case "function_call":
-                name, arguments = _needs(item, i, "name"), _needs(item, i, "arguments")
-                function = {"name": name, "arguments": arguments}
+            case "function_call" | "custom_tool_call":
+                name, more = _needs(item, i, "name"), item.model_extra or {}
+                if item.type == "custom_tool_call":
+                    arguments = arguments_of(str(more.get("input") or ""))
+                else:
+                    arguments = _needs(item, i, "arguments")
+                function = {"name": f"{more['namespace']}.{name}" if more.get("namespace") else name}
+                function["arguments"] = arguments
                 call = {"id": _needs(item, i, "call_id"), "type": "function", "function": function}
                 turn.setdefault("tool_calls", []).append(call)
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 over()
                 output = text_parts(_needs(item, i, "output"), f"input.{i}.output", TEXTS)
                 messages.append(ChatMessage(role="tool", tool_call_id=_needs(item, i, "call_id"), content=output))
@@ -368,7 +471,7 @@ def _needs(item: InputItem, index: int, name: str) -> Any:
 def _message(item: InputItem, index: int) -> ChatMessage:
     """Convert an item to a message for the template. Raises ApiError."""
     if item.type != "message":
-        where, known = f"input.{index}.type", "message, reasoning, function_call or function_call_output"
+        where, known = f"input.{index}.type", "message, reasoning, or a call of a tool or its output"
         raise ApiError(400, f"`{where}` must be {known}, got {item.type[:40]!r}", where)
     if item.role is None or item.content is None:
         where = f"input.{index}.{'role' if item.role is None else 'content'}"
@@ -417,6 +520,8 @@ async def _stream(generation: Generation, shape: ResponseShape, keep: Keep) -> A
                 return
             if ended is not None:
                 shape.cut = finish_reason(ended) != "stop"
+            if shape.reading.form is None:
+                shape.judge(piece.choice, piece.first, piece.stop)
             for step, block, text in blocks.take(piece.text, over=ended is not None):
                 for kind, fields in shape.events(step, block, text, last=block is blocks.all[-1]):
                     yield sent(kind, **fields)
@@ -429,9 +534,21 @@ async def _stream(generation: Generation, shape: ResponseShape, keep: Keep) -> A
 class ResponseShape:
     """Builds responses."""
 
-    def __init__(self, body: ResponseBody, model: str, label: str, reading: Reading, *, kept: bool = False) -> None:
-        self._body, self._model, self._label, self.reading, self._kept = body, model, label, reading, kept
-        self._created = time.time()
+    def __init__(
+        self,
+        server: Server,
+        body: ResponseBody,
+        model: str,
+        parameters: GenerationRequest,
+        reading: Reading,
+        *,
+        kept: bool = False,
+        tools: Mapping[str, ToolName] | None = None,
+    ) -> None:
+        self._body, self._model, self._label, self.reading, self._kept = body, model, parameters.label, reading, kept
+        self._names, self._tops, self._tools = server.names, parameters.tops, tools or {}
+        self._logprobs: list[dict[str, Any]] = []  # of the whole text so far, if the answer is one text
+        self._created = created_s()
         self.cut = False  # whether the answer was cut off
 
     def response(self, status: str) -> dict[str, Any]:
@@ -451,6 +568,7 @@ class ResponseShape:
             "model": self._model,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "conversation": {"id": conversation_of(body)} if body.conversation else None,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "store": self._kept,
@@ -459,7 +577,8 @@ class ResponseShape:
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": 1.0 if body.top_p is None else body.top_p,
-            "truncation": "disabled",
+            "top_logprobs": self._tops or 0,
+            "truncation": body.truncation or "disabled",
             "usage": None,
             "user": body.user,
         }
@@ -474,6 +593,7 @@ class ResponseShape:
         reason = finish_reason(choice.reply.ended)
         status = {"stop": "completed", "length": "incomplete"}.get(reason, "cancelled")
         usage, self.cut = generation.usage(), status != "completed"
+        self.judge(choice, 0, len(choice.reply.tokens), blocks)
         result = self.response(status) | {
             "output": [self.item(block, last=block is blocks[-1]) for block in blocks],
             "usage": {
@@ -502,17 +622,68 @@ class ResponseShape:
             part = ("content_part.added", place | {"content_index": 0, "part": self.part(block)})
             return [added] if block.kind == "call" else [added, part]
         place = {"item_id": block.id, **at} | ({} if block.kind == "call" else {"content_index": 0})
-        more: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
+        if block.kind == "call" and self._named(block).kind == "custom":
+            return self._custom_events(step, block, place, last=last)
+        more: dict[str, Any] = {"logprobs": self.delta_logprobs} if block.kind == "content" else {}
         if step == "more":
             return [(f"{name}.delta", place | {"delta": text} | more)]
         done = ("output_item.done", at | {"item": self.item(block, last=last)})
         if block.kind == "call":
             return [(f"{name}.done", place | {"name": block.name, "arguments": block.text}), done]
+        more = {"logprobs": self._logprobs} if block.kind == "content" else {}
         return [
             (f"{name}.done", place | {"text": block.text} | more),
             ("content_part.done", place | {"part": self.part(block)}),
             done,
         ]
+
+    def _custom_events(
+        self, step: Literal["open", "more", "close"], block: Block, place: dict[str, Any], *, last: bool
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """Return the events of a free-form call. Its text is part of JSON, so it is sent once the call is complete."""
+        if step != "close":
+            return []
+        text = input_of(block.text)
+        return [
+            ("custom_tool_call_input.delta", place | {"delta": text}),
+            ("custom_tool_call_input.done", place | {"input": text}),
+            ("output_item.done", {"output_index": block.number, "item": self.item(block, last=last)}),
+        ]
+
+    def _named(self, block: Block) -> ToolName:
+        """Return the client's name of the tool of a call."""
+        return self._tools.get(block.name) or ToolName("function", block.name)
+
+    @property
+    def delta_logprobs(self) -> list[dict[str, Any]]:
+        """Logprobs of the newest piece; they are known by piece only where the whole answer is one text."""
+        return self._logprobs[self._judged :] if self.reading.form is None else []
+
+    _judged = 0
+
+    def judge(self, choice: Choice, first: int, stop: int, blocks: Sequence[Block] = ()) -> None:
+        """Add the logprobs of output tokens [first:stop), if they were requested.
+
+        Args:
+            blocks: of a complete answer. With one text and without calls, the tokens behind its thoughts are its own.
+        """
+        if self._tops is None:
+            return
+        if self.reading.form is not None:
+            if [one.kind for one in blocks if one.kind != "thought"] != ["content"]:
+                return
+            first = self.reading.first_content_token(choice)
+        elif blocks:
+            return
+        reply, self._judged = choice.reply, len(self._logprobs)
+        for number in range(first, stop):
+            entry = self._logprob(reply.tokens[number], reply.logprobs[number])
+            tops = reply.tops[number][: self._tops] if reply.tops else []
+            self._logprobs.append(entry | {"top_logprobs": [self._logprob(*pair) for pair in tops]})
+
+    def _logprob(self, token: int, value: float) -> dict[str, Any]:
+        written, raw = self._names.of(token)
+        return {"token": written, "logprob": value, "bytes": list(raw)}
 
     def item(self, block: Block, *, begun: bool = False, last: bool = False) -> dict[str, Any]:
         """Return a block as an item.
@@ -521,12 +692,17 @@ class ResponseShape:
             begun: the item has no content yet.
             last: the item is the last one; it is incomplete if the answer was cut off.
         """
-        block.id = block.id or f"{PREFIXES[block.kind]}_{secrets.token_hex(24)}"
+        block.id = block.id or f"{PREFIXES[block.kind]}_{new_hex(24)}"
         status = "in_progress" if begun else "incomplete" if (last and self.cut) or not block.whole else "completed"
         content = [] if begun else [self.part(block)]
         if block.kind == "call":
-            call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-            return {"id": block.id, "type": "function_call", "status": status, **call}
+            named = self._named(block)
+            call = {"id": block.id, "status": status, "call_id": block.call_id, "name": named.name}
+            if named.kind == "custom":
+                return call | {"type": "custom_tool_call", "input": "" if begun else input_of(block.text)}
+            if named.namespace:
+                call["namespace"] = named.namespace
+            return call | {"type": "function_call", "arguments": block.text}
         if block.kind == "thought":
             return {"id": block.id, "type": "reasoning", "status": status, "summary": [], "content": content}
         return {"id": block.id, "type": "message", "status": status, "role": "assistant", "content": content}
@@ -535,7 +711,7 @@ class ResponseShape:
         """Return the content part of a block."""
         if block.kind == "thought":
             return {"type": "reasoning_text", "text": block.text}
-        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": self._logprobs}
 
 
 DELTAS = {"thought": "reasoning_text", "content": "output_text", "call": "function_call_arguments"}

@@ -1,7 +1,8 @@
 """Request bodies: the fields that are served, and the names of fields that only other servers serve.
 
-Unknown fields are accepted, as in other servers, and written to the debug log; with `strict` they are refused. A field
-of REFUSED is known: it is accepted with a value that changes no answer, and refused by name otherwise.
+A field of COMFORT is known and not served, and its absence changes no answer: it is accepted, and `fields.py` names it
+in a header and in the log. An unknown field is treated alike; with `strict` it is refused. A field of REFUSED would
+change the answer: it is accepted with a value that changes none, and refused by name otherwise.
 """
 
 from __future__ import annotations
@@ -125,6 +126,8 @@ Prompts = Annotated[str | list[Any], PlainValidator(_check_prompts), WithJsonSch
 Biases = Annotated[dict[str, float], PlainValidator(_check_bias), WithJsonSchema(BIAS_SCHEMA)]
 
 Seconds = Annotated[float, Field(gt=0.0, le=1e6)]
+Truncation = Annotated[int, Field(ge=-1, lt=2**31)]
+"""Greatest number of tokens of a prompt, whose first tokens are dropped; -1: as many as fit."""
 
 NOTHING = (None, False, "", 0)
 
@@ -133,8 +136,8 @@ WHY = {
     "serialized_named_tensors": PICKLED,
     "custom_logit_processor": "is a program, which clients may not send; `logit_processors` selects the operator's",
     "logits_processors": "are programs, which clients may not send; `logit_processors` selects the operator's",
-    "conversation": "names a stored conversation, and this server has none; `previous_response_id` continues an answer",
     "response_format": "is a field of chat completions; the field of a response is `text.format`",
+    "token_ids_logprob": "is not supported; /score returns the probabilities of chosen tokens after a prompt",
     "abort_all": "is for operators: /abort_all on --admin-socket",
 }
 """Known field that is not served -> the text of the error after its name."""
@@ -156,6 +159,10 @@ class Body(BaseModel):
     Empty values (false, 0, an empty text, list or object) change no answer either, unless the first of these values is
     True or None. With None as the only value, null alone changes no answer.
     """
+    COMFORT: ClassVar[frozenset[str]] = frozenset()
+    """Known fields that are not served and change no answer: they concern placement, billing, caching or display."""
+    OPEN: ClassVar[bool] = False
+    """Whether the handler decides about unknown fields."""
 
 
 class StreamOptions(Body):
@@ -184,6 +191,17 @@ class Sampling(Body):
     logit_bias: Biases | None = None
     allowed_token_ids: TokenIdList | None = None
     logit_processors: Arguments | None = None  # name of a processor that the operator enabled -> arguments
+    stream_interval: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # least new tokens in an event of a stream
+    skip_special_tokens: bool | None = None  # false: special tokens are part of the text
+    no_stop_trim: bool | None = None  # SGLang's name of `include_stop_str_in_output`
+    stop_regex: Text | Items[Text] | None = None  # regular expressions that end the answer
+
+    COMFORT: ClassVar[frozenset[str]] = frozenset({"spaces_between_special_tokens"})  # for tokenizers written in Python
+
+    @property
+    def shows_stop(self) -> bool:
+        """Whether the text includes the stop text or stop token that ended the answer."""
+        return bool(self.include_stop_str_in_output or self.no_stop_trim)
 
 
 SchemaOrText = dict[str, Any] | bool | Text
@@ -216,6 +234,58 @@ class Timed(Body):
     timeout_s: Seconds | None = None  # from arrival to its end
 
 
+PLACEMENT = frozenset(
+    {
+        "data_parallel_rank",
+        "data_parallel_rank_decode",
+        "decode_tp_size",
+        "disagg_prefill_dp_rank",
+        "bootstrap_pair_key",
+    }
+)
+"""Fields that select an engine. The router of this server selects it."""
+
+ACCOUNTS = frozenset(
+    {
+        "metadata",
+        "moderation_metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+    }
+)
+"""Fields about accounts and caches of OpenAI. Prefixes are cached here in any case."""
+
+
+ELSEWHERE: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    (
+        "custom_params",
+        "ec_transfer_params",
+        "images_config",
+        "logprob_token_ids",
+        "media_io_kwargs",
+        "mm_payload",
+        "mm_processor_kwargs",
+        "repetition_detection",
+        "return_cached_tokens_details",
+        "return_mm_kwargs",
+        "return_routed_experts",
+        "return_spec_tokens_details",
+        "return_token_offsets",
+        "routed_experts_prompt_start",
+        "routed_experts_start_len",
+        "vllm_xargs",
+        "watermark",
+        "watermarking",
+    ),
+    (),
+)
+"""Fields of vLLM and SGLang that change answers, of several endpoints."""
+
+
 class OpenAI(Sampling, StructuredOpenAI, Timed):
     """Fields of both OpenAI endpoints."""
 
@@ -232,28 +302,32 @@ class OpenAI(Sampling, StructuredOpenAI, Timed):
     rid: Label | None = None  # SGLang's name for the id of the answer, by which it can also be cancelled
     request_id: Label | None = None  # vLLM's name for the id, used after `cmpl-` or `chatcmpl-`
     lora_path: Name | None = None  # name of an adapter, as in SGLang; `model` may contain it instead
+    extra_key: Name | None = None  # SGLang's further part of `cache_salt`
+    routing_key: Name | None = None  # requests with equal keys run together under the policy routing-key
+    truncate_prompt_tokens: Truncation | None = None  # vLLM: the prompt's last tokens only
 
+    session_id: Name | None = None  # requests with equal ids run on one engine of several, as with X-Session-Id
+
+    COMFORT: ClassVar[frozenset[str]] = (
+        Sampling.COMFORT | PLACEMENT | ACCOUNTS | {"custom_labels", "return_weight_versions"}
+    )
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **ELSEWHERE,
+        "truncation_side": ("left",),
         "bad_words": (),
         "bootstrap_host": (),
         "bootstrap_port": (),
         "bootstrap_room": (),
         "custom_logit_processor": (),
-        "extra_key": (),
         "guided_whitespace_pattern": (),
         "kv_transfer_params": (),
         "length_penalty": (1.0,),
         "logits_processors": (),
-        "no_stop_trim": (),
         "prompt_embeds": (),
         "return_hidden_states": (),
         "return_tokens_as_token_ids": (),
         "session_params": (),
-        "skip_special_tokens": (True,),
-        "spaces_between_special_tokens": (True,),
-        "stop_regex": (),
         "thinking_token_budget": (),
-        "truncate_prompt_tokens": (),
         "use_beam_search": (),
     }
 
@@ -312,6 +386,22 @@ class ChatBody(OpenAI):
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         **OpenAI.REFUSED,
+        "max_dynamic_patch": (),
+        "min_dynamic_patch": (),
+        "moderation": (),
+        "return_flat_raw_output_top_logprobs": (),
+        "return_flat_raw_top_logprobs_b64": (),
+        "return_input_ids_in_sglext": (),
+        "return_meta_info": (),
+        "return_output_ids_in_sglext": (),
+        "return_prompt_text": (),
+        "return_prompt_token_ids": (),
+        "return_sampling_mask": (),
+        "sampling_logprobs_mode": (),
+        "task": (),
+        "thinking": (),
+        "use_audio_in_video": (),
+        "video_config": (),
         "add_special_tokens": (),
         "audio": (),
         "chat_template": (),
@@ -321,11 +411,14 @@ class ChatBody(OpenAI):
         "functions": (),
         "modalities": (["text"],),
         "input_ids": (),
-        "mm_processor_kwargs": (),
-        "prediction": (),
-        "verbosity": ("medium",),
         "web_search_options": (),
     }
+    COMFORT: ClassVar[frozenset[str]] = OpenAI.COMFORT | {"prediction", "verbosity"}
+
+
+Start = Annotated[int, Field(ge=-1, lt=2**31)]
+OfEach = Annotated[list[Item], Field(max_length=4096, fail_fast=True)]
+"""A list with a value for each prompt."""
 
 
 class NativeSampling(Sampling, Structured):
@@ -336,12 +429,19 @@ class NativeSampling(Sampling, Structured):
     n: Annotated[int, Field(ge=1)] = 1
     sampling_seed: Int64 | None = None
 
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "no_stop_trim": (),
-        "skip_special_tokens": (True,),
-        "spaces_between_special_tokens": (True,),
-        "stop_regex": (),
-    }
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = dict.fromkeys(
+        (
+            "beam_width",
+            "custom_params",
+            "ebnf_full_assistant",
+            "stop_regex_max_len",
+            "stop_regex_strs",
+            "stop_str_max_len",
+            "stop_strs",
+            "watermark",
+        ),
+        (),
+    )
 
 
 class SessionParams(Body):
@@ -354,34 +454,84 @@ class SessionParams(Body):
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"drop_previous_output": (), "replace": (), "rid": ()}
 
 
+INTERNAL = frozenset(
+    {
+        "background",
+        "conversation_id",
+        "custom_labels",
+        "external_trace_header",
+        "http_worker_ipc",
+        "kv_hints",
+        "log_metrics",
+        "need_wait_for_mm_inputs",
+        "no_logs",
+        "num_items_assigned",
+        "received_time",
+        "require_reasoning",
+        "return_bytes",
+    }
+)
+"""Fields with which processes of SGLang pass requests to each other, or that concern its log."""
+
+
 class GenerateBody(Timed):
     """POST /generate"""
 
     text: TextOrTexts | None = None
     input_ids: IdLists | None = None
-    sampling_params: NativeSampling = NativeSampling()
-    return_logprob: bool = False
-    logprob_start_len: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    top_logprobs_num: Count = 0
+    sampling_params: NativeSampling | OfEach[NativeSampling] = NativeSampling()
+    return_logprob: bool | OfEach[bool] | None = None
+    # prompt position of the first logprob; -1, None: none of the prompt
+    logprob_start_len: Start | OfEach[Start | None] | None = None
+    top_logprobs_num: Count | OfEach[Count] | None = None
+    return_text_in_logprobs: bool | None = None
+    return_hidden_states: bool | OfEach[bool] | None = None
     stream: bool = False
     priority: Int64 | None = None
-    rid: Label | None = None
+    rid: Label | OfEach[Label] | None = None
     session_params: SessionParams | None = None
-    lora_path: Name | None = None  # name of an adapter
+    lora_path: Name | OfEach[Name | None] | None = None  # name of an adapter
+    extra_key: Name | None = None  # prefixes are shared only among requests with the same key, as with `cache_salt`
+    cache_salt: Name | None = None
+    routing_key: Name | None = None  # requests with equal keys run together under the policy routing-key
+    session_id: Name | None = None  # requests with equal ids run on one engine of several, as with X-Session-Id
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **ELSEWHERE,
+        "bootstrap_port": (),
+        "encoder_urls": (),
+        "image_max_dynamic_patch": (),
+        "lora_id": (),
+        "max_dynamic_patch": (),
+        "max_thinking_tokens": (),
+        "min_dynamic_patch": (),
+        "mm_content_hashes": (),
+        "mm_hashes": (),
+        "modalities": (),
+        "multi_item_delimiter_indices": (),
+        "positional_embed_overrides": (),
+        "return_entropy": (),
+        "return_flat_raw_output_top_logprobs": (),
+        "return_flat_raw_top_logprobs": (),
+        "return_flat_raw_top_logprobs_b64": (),
+        "return_indexer_topk": (),
+        "return_prompt_token_ids": (),
+        "return_sampling_mask": (),
+        "sampling_logprobs_mode": (),
+        "token_indices_to_pool": (),
+        "use_audio_in_video": (),
+        "video_config": (),
+        "video_max_dynamic_patch": (),
         "audio_data": (),
         "bootstrap_host": (),
         "bootstrap_room": (),
         "custom_logit_processor": (),
-        "extra_key": (),
         "image_data": (),
         "input_embeds": (),
-        "return_hidden_states": (),
-        "return_text_in_logprobs": (),
         "token_ids_logprob": (),
         "video_data": (),
     }
+    COMFORT: ClassVar[frozenset[str]] = PLACEMENT | INTERNAL
 
 
 class EmbeddingBody(Timed):
@@ -393,15 +543,25 @@ class EmbeddingBody(Timed):
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     user: Name | None = None
     priority: Int64 | None = None
+    truncate_prompt_tokens: Truncation | None = None
     add_special_tokens: bool = True
+    lora_path: Name | None = None  # name of an adapter
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "embed_override_token_id": (),
+        "embed_overrides": (),
+        "cache_salt": (),
+        "padding": (),
+        "truncation_side": ("left",),
+        "use_activation": (),
+        "endianness": ("native", "little"),
+        "mm_processor_kwargs": (),
         "embed_dtype": ("float32",),
         "input_type": (),
         "instruction": (),
         "normalize": (None,),  # the model's pooling decides
-        "truncate_prompt_tokens": (),
     }
+    COMFORT: ClassVar[frozenset[str]] = frozenset({"request_id", "rid"})
 
 
 class ScoreBody(Timed):
@@ -417,11 +577,18 @@ class ScoreBody(Timed):
     text_2: TextOrTexts | None = None
     user: Name | None = None
     priority: Int64 | None = None
+    truncate_prompt_tokens: Truncation | None = None
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "embed_override_token_id": (),
+        "item_embed_overrides": (),
+        "query_embed_overrides": (),
+        "return_pooled_hidden_states": (),
+        "return_token_logprobs": (),
+        "score_extraction_token": (),
+        "temperature": (1.0,),
         "instruction": (),
         "mm_processor_kwargs": (),
-        "truncate_prompt_tokens": (),
     }
 
 
@@ -437,15 +604,22 @@ class RerankBody(Timed):
     return_documents: bool = True
     user: Name | None = None
     priority: Int64 | None = None
+    truncate_prompt_tokens: Truncation | None = None
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "chat_template_kwargs": (),
+        "max_tokens_per_query": (),
+        "cache_salt": (),
+        "padding": (),
+        "truncation_side": ("left",),
+        "use_activation": (),
         "instruct": (),
         "instruction": (),
         "max_chunks_per_doc": (),
         "max_tokens_per_doc": (),
         "mm_processor_kwargs": (),
-        "truncate_prompt_tokens": (),
     }
+    COMFORT: ClassVar[frozenset[str]] = frozenset({"request_id"})
 
 
 class InputItem(Body):
@@ -465,11 +639,8 @@ class ReasoningOptions(Body):
 
     effort: Name | None = None  # for a chat template that reads `reasoning_effort`
 
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "context": (),
-        "generate_summary": (),
-        "summary": (),
-    }
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"context": ("auto",)}
+    COMFORT: ClassVar[frozenset[str]] = frozenset({"generate_summary", "summary"})
 
 
 class TextSettings(Body):
@@ -477,7 +648,7 @@ class TextSettings(Body):
 
     format: dict[str, Any] | None = None
 
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+    COMFORT: ClassVar[frozenset[str]] = frozenset({"verbosity"})
 
 
 class ResponseBody(Sampling, Timed):
@@ -497,22 +668,66 @@ class ResponseBody(Sampling, Timed):
     store: bool | None = None  # false: the answer cannot be fetched later
     background: bool | None = None  # true: the request returns at once, and the answer is fetched later
     previous_response_id: Name | None = None  # id of a stored answer, which this answer continues
+    conversation: Name | dict[str, Any] | None = None  # a stored conversation, which this answer continues and extends
     metadata: Metadata | None = None
     user: Name | None = None
     priority: Int64 | None = None
+    extra_key: Name | None = None  # SGLang's further part of `cache_salt`
+    session_id: Name | None = None  # requests with equal ids run on one engine of several, as with X-Session-Id
     cache_salt: Name | None = None
 
+    include: Items[Name] | None = None  # `message.output_text.logprobs`; the other values have no effect
+    top_logprobs: Count | None = None
+    truncation: Literal["auto", "disabled"] | None = None  # auto: the oldest messages that do not fit are dropped
+
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "context_management": (),
-        "conversation": (),
-        "include": (["reasoning.encrypted_content"],),  # thoughts are never encrypted
-        "max_tool_calls": (),
+        **ELSEWHERE,
+        "bootstrap_host": (),
+        "bootstrap_port": (),
+        "bootstrap_room": (),
+        "enable_response_messages": (),
+        "image": (),
+        "include_reasoning": (),
+        "kv_transfer_params": (),
         "moderation": (),
+        "previous_input_messages": (),
         "prompt": (),
         "response_format": ({"type": "text"},),
-        "top_logprobs": (),
-        "truncation": ("disabled",),
+        "structured_outputs": (),
     }
+    COMFORT: ClassVar[frozenset[str]] = (
+        Sampling.COMFORT
+        | PLACEMENT
+        | (ACCOUNTS - {"metadata", "store"})
+        | {
+            "access_programs",
+            "background_options",
+            "client_metadata",
+            "context_management",
+            "max_tool_calls",
+            "request_id",
+            "stream_options",
+        }
+    )
+
+
+class ConversationItemsBody(Body):
+    """POST /v1/conversations/{id}/items"""
+
+    items: Annotated[list[InputItem], Field(min_length=1, max_length=20, fail_fast=True)]
+
+
+class ConversationBody(Body):
+    """POST /v1/conversations"""
+
+    items: Annotated[list[InputItem], Field(max_length=20, fail_fast=True)] | None = None
+    metadata: Metadata | None = None
+
+
+class MetadataBody(Body):
+    """POST /v1/conversations/{id}"""
+
+    metadata: Metadata | None = None
 
 
 class MessageItem(Body):
@@ -542,7 +757,16 @@ class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None  # a hint for chat templates that read `thinking_budget`
 
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"display": ("summarized",)}
+    COMFORT: ClassVar[frozenset[str]] = frozenset({"display"})
+
+
+class OutputConfig(Body):
+    """`output_config` of a message: effort, and the format of the answer."""
+
+    effort: Name | None = None  # for a chat template that reads `reasoning_effort`
+    format: dict[str, Any] | None = None  # {"type": "json_schema", "schema": ...}
+
+    COMFORT: ClassVar[frozenset[str]] = frozenset({"task_budget"})
 
 
 class CountBody(Body):
@@ -554,13 +778,34 @@ class CountBody(Body):
     tools: Objects | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None  # earlier name of `output_config.format`
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **ELSEWHERE,
+        "bootstrap_host": (),
+        "bootstrap_port": (),
+        "bootstrap_room": (),
+        "chat_template_kwargs": (),
         "container": (),
-        "context_management": (),
+        "kv_transfer_params": (),
         "mcp_servers": (),
-        "output_config": (),
-        "output_format": (),
+        "thread": (),
+    }
+    COMFORT: ClassVar[frozenset[str]] = PLACEMENT | {
+        "betas",
+        "billing_policy",
+        "cache_control",
+        "compaction",
+        "context_management",
+        "diagnostics",
+        "fallback_credit_token",
+        "fallbacks",
+        "inference_geo",
+        "service_tier",
+        "speed",
+        "user_profile_id",
+        "workspace_id",
     }
 
 
@@ -574,6 +819,7 @@ class MessageBody(CountBody):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     metadata: MessageMetadata | None = None
+    cache_salt: Name | None = None
     queue_timeout_s: Seconds | None = None
     timeout_s: Seconds | None = None
 
@@ -582,7 +828,7 @@ class TokenizeBody(Body):
     """POST /tokenize, of a prompt or of a conversation"""
 
     model: Name | None = None
-    prompt: Text | None = None
+    prompt: TextOrTexts | None = None  # of several texts, the answer has a list for each
     messages: Annotated[Items[ChatMessage], Field(min_length=1)] | None = None
     tools: Objects | None = None
     chat_template_kwargs: TemplateOptions | None = None
@@ -590,23 +836,49 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None  # for a prompt; a chat template contains its special tokens
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    truncate_prompt_tokens: Truncation | None = None
     return_token_strs: bool | None = None
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "media_io_kwargs": (),
         "chat_template": (),
         "documents": (),
         "mm_processor_kwargs": (),
-        "truncate_prompt_tokens": (),
     }
+    COMFORT: ClassVar[frozenset[str]] = frozenset({"tool_choice"})
 
 
 class DetokenizeBody(Body):
     """POST /detokenize"""
 
     model: Name | None = None
-    tokens: TokenIdList
+    tokens: IdLists  # of several texts, a list for each
+    skip_special_tokens: bool | None = None  # false: special tokens are part of the text
 
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"skip_special_tokens": (True,)}
+
+class AbortManyBody(Body):
+    """POST /abort_requests"""
+
+    request_ids: Items[Label]
+
+
+class EncodeBody(Timed):
+    """POST /encode"""
+
+    text: TextOrTexts | None = None
+    input_ids: IdLists | None = None
+    rid: Label | OfEach[Label] | None = None
+    priority: Int64 | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    lora_path: Name | None = None
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "audio_data": (),
+        "image_data": (),
+        "input_embeds": (),
+        "is_cross_encoder_request": (),
+        "video_data": (),
+    }
 
 
 class AbortBody(Body):
@@ -617,149 +889,7 @@ class AbortBody(Body):
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"abort_all": ()}
 
 
-# -------------------------------------------------------------------------------------------------- sessions, operators
-
-
-class OpenSessionBody(Body):
-    """POST /open_session"""
-
-    session_id: Name | None = None  # None: a random id
-    # SGLang's name: the greatest number of tokens, prompt and output, of any turn
-    capacity_of_str_len: Annotated[int, Field(ge=2, lt=2**31)]
-    timeout: Seconds | None = None  # time without a turn until the session is closed; None: the longest allowed
-    parent: Name | None = None  # session from which this session is branched
-    parent_tokens: Count | None = None  # number of the parent's tokens to keep; None: all
-
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"streaming": ()}
-
-
-class CloseSessionBody(Body):
-    """POST /close_session"""
-
-    session_id: Name
-
-
-class PauseBody(Body):
-    """POST /pause"""
-
-    mode: Literal["in_place", "retract", "cancel", "keep", "abort"] = "in_place"  # the last two are vLLM's names
-
-
-class ProfileBody(Body):
-    """POST /start_profile. Fields that SGLang has too have its names."""
-
-    start_step: Count | None = None
-    num_steps: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    activities: Items[Literal["CPU", "GPU"]] | None = None
-    record_shapes: bool | None = None
-    with_stack: bool | None = None
-    profile_by_stage: bool | None = None
-
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "merge_profiles": (),
-        "output_dir": (),
-        "profile_prefix": (),
-        "profile_stages": (),
-    }
-
-
-class StateBody(Body):
-    """POST /set_internal_state: settings of the scheduler that may change at run time"""
-
-    server_args: dict[Name, float | int | None]
-
-
-Version = Annotated[int, Field(ge=1, lt=2**53)] | Annotated[str, Field(pattern=r"^[1-9][0-9]{0,14}$")]
-"""A weights version: an ascending integer, also as text, as in SGLang."""
-
-
-class WeightsBody(Body):
-    """Common fields of weight updates. The default of `mode` is wait, or in_place for a paused engine."""
-
-    weight_version: Version | None = None  # above all earlier versions; None: the next version
-    mode: Literal["wait", "retract", "cancel", "in_place", "keep", "abort"] | None = None
-    abort_all_requests: bool = False  # SGLang's name for mode cancel
-
-
-class WeightsFromDiskBody(WeightsBody):
-    """POST /update_weights_from_disk"""
-
-    model_path: Annotated[str, Field(min_length=1, max_length=4096)]
-    load_format: Literal["auto", "safetensors"] | None = None
-
-
-class WeightsFromTensorBody(WeightsBody):
-    """POST /update_weights_from_tensor"""
-
-    shared_memory: Name  # NAME of /dev/shm/NAME, a safetensors file; the process that made the file removes it
-
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "load_format": ("auto", "safetensors"),
-        "serialized_named_tensors": (),
-    }
-
-
-class JoinGroupBody(Body):
-    """POST /init_weights_update_group: rank 0 is the trainer, and engine N has rank `rank_offset` + N"""
-
-    master_address: Annotated[str, Field(min_length=1, max_length=256)]
-    master_port: Annotated[int, Field(ge=1, lt=65536)]
-    rank_offset: Annotated[int, Field(ge=1, lt=2**15)] = 1
-    world_size: Annotated[int, Field(ge=2, lt=2**15)]
-    group_name: Name = "weights"
-    backend: Literal["gloo", "nccl"] = "gloo"
-
-
-class LeaveGroupBody(Body):
-    """POST /destroy_weights_update_group"""
-
-    group_name: Name = "weights"
-
-
-class WeightsFromGroupBody(WeightsBody):
-    """POST /update_weights_from_distributed: tensors in the order in which the trainer sends them"""
-
-    names: Items[Name]
-    dtypes: Items[Name]
-    shapes: Items[Annotated[list[Count], Field(max_length=8)]]
-    group_name: Name = "weights"
-
-
-class LoadLoraBody(Body):
-    """POST /load_lora_adapter. Names are those of vLLM and SGLang."""
-
-    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
-    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]  # a folder in PEFT's format
-    pinned: bool = False  # whether the adapter stays on the device
-    load_inplace: bool = False  # whether it replaces a loaded adapter as a newer version
-
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"is_3d_lora_weight": ()}
-
-
-class UnloadLoraBody(Body):
-    """POST /unload_lora_adapter"""
-
-    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
-
-
-class WeightsByNameBody(Body):
-    """POST /get_weights_by_name"""
-
-    name: Name
-    truncate_size: Annotated[int, Field(ge=1, lt=2**31)] = 100  # rows
-
-
-class MemoryBody(Body):
-    """POST /release_memory_occupation, /resume_memory_occupation"""
-
-    tags: Items[Literal["kv_cache", "weights"]] | None = None
-
-
-class SlowDownBody(Body):
-    """POST /slow_down"""
-
-    forward_sleep_time: Annotated[float, Field(ge=0.0, le=60.0)] | None = None
-
-
 class AnyBody(Body):
-    """The body of an endpoint of other servers that this server does not have."""
+    """A body whose fields are those of another endpoint, or of an endpoint that this server does not have."""
+
+    OPEN: ClassVar[bool] = True

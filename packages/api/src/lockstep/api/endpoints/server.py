@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import nan
@@ -13,9 +13,12 @@ from typing import Generic, TypeVar
 from starlette.requests import Request
 
 from lockstep.api.endpoints.errors import ApiError
+from lockstep.api.endpoints.fields import ignore
 from lockstep.api.endpoints.generation import Generation, GenerationRequest, Prompt, encode, unavailable
+from lockstep.api.endpoints.kept_answers import KeptAnswers
 from lockstep.api.endpoints.keys import Keys
 from lockstep.api.endpoints.schemas import Body
+from lockstep.api.endpoints.stored_conversations import StoredConversations
 from lockstep.api.endpoints.stored_responses import StoredResponses
 from lockstep.api.endpoints.usage import UsageCounter
 from lockstep.api.engines import formats_of
@@ -34,6 +37,9 @@ BodyType = TypeVar("BodyType", bound=Body | None)
 TOGETHER, TOGETHER_CHARACTERS = "X-Session-Id", 256
 """Header with the key of requests that should run on one engine of several, and its greatest length."""
 
+ROUTING, ROUTING_CHARACTERS = "X-SMG-Routing-Key", 256
+"""SGLang's header for `routing_key`, and its greatest length."""
+
 CHARACTERS_MIN = 2**20
 """Text up to this length is always tokenised, since some tokenizers drop characters; longer text may be refused."""
 
@@ -47,6 +53,10 @@ class Call(Generic[BodyType]):
     tenant: str
     arrived_s: float  # time.monotonic
 
+    def ignore(self, name: str) -> None:
+        """Record that a field is accepted without effect; the answer and the log name it."""
+        ignore(self.request, name)
+
 
 @dataclass
 class Server:
@@ -59,6 +69,9 @@ class Server:
     metrics: Metrics
     usage: UsageCounter | None = None
     responses: StoredResponses | None = None
+    answers: KeptAnswers | None = None
+    conversations: StoredConversations | None = None
+    kept_runs: set[asyncio.Task[None]] = field(default_factory=set)  # tasks that make kept answers
     background: set[asyncio.Task[None]] = field(default_factory=set)  # answers made in the background
     watchers: list[Watcher] = field(default_factory=list)  # called with every request that was answered
     on_ready: list[Callable[[], object]] = field(default_factory=list)  # called once, when the engine can take requests
@@ -155,24 +168,43 @@ class Server:
         if characters > most:
             raise ApiError(400, f"{what} has {characters} characters, and at most {most} can fit", what.strip("`"))
 
-    def generate(self, call: Call[BodyType], parameters: GenerationRequest, prompts: list[Prompt]) -> Generation:
-        """Send a request to the engine. Raises ApiError."""
+    def generate(
+        self,
+        call: Call[BodyType],
+        parameters: GenerationRequest,
+        prompts: list[Prompt],
+        each: Sequence[GenerationRequest] = (),
+    ) -> Generation:
+        """Send a request to the engine. Raises ApiError.
+
+        Args:
+            each: parameters of each prompt, where they differ.
+        """
         if self.draining:
             raise ApiError(503, "the server is about to stop")
         start_by_s = _deadline(call, "X-Queue-Timeout", "queue_timeout_s")
         finish_by_s = _deadline(call, "X-Request-Timeout", "timeout_s")
         body = call.body
-        if adapter := self.adapter(getattr(body, "model", None), getattr(body, "lora_path", None)):
+        if not each and (adapter := self.adapter(getattr(body, "model", None), getattr(body, "lora_path", None))):
             parameters = replace(parameters, adapter=adapter)
+        if key := self._routing_key(call):
+            parameters = replace(parameters, routing_key=key)
+            each = [replace(one, routing_key=key) for one in each]
         generation = Generation(self.bridge, self.metrics, parameters, call.arrived_s, start_by_s, finish_by_s)
-        if (together := call.request.headers.get(TOGETHER)) is not None:
+        together = getattr(body, "session_id", None) or call.request.headers.get(TOGETHER)
+        if together is not None:
             generation.together = f"{call.tenant}\0{together[:TOGETHER_CHARACTERS]}"
         admit = None
         if self.usage is not None and self.keys is not None:
             admit = partial(self.usage.admit, call.tenant, self.keys.allowance(call.tenant))
-        generation.start(prompts, self.text, self.limits, admit=admit)
+        generation.start(prompts, self.text, self.limits, admit=admit, each=each)
         call.request.state.generation = generation
         return generation
+
+    def _routing_key(self, call: Call[BodyType]) -> str:
+        """Return the key of requests that should run together, from the field or the header; "" without."""
+        given = getattr(call.body, "routing_key", None) or call.request.headers.get(ROUTING, "")[:ROUTING_CHARACTERS]
+        return f"{call.tenant}/{given}" if given else ""
 
 
 def _deadline(call: Call[BodyType], header: str, name: str) -> float | None:

@@ -1,6 +1,6 @@
 """Storage of answers of /v1/responses, which can be fetched again, continued, or cancelled.
 
-    FOLDER/responses.sqlite     beside the sockets, for all workers of a server; removed with the server
+    FOLDER/responses.sqlite     for all workers of a server; beside its journal, or removed with the server
 
 Limits (number of answers, bytes, seconds) apply to each tenant separately, so a tenant's answers never displace those
 of another tenant. Beyond them the answers that ended first are removed. An answer in progress is never removed, since
@@ -84,17 +84,37 @@ class StoredResponses:
         """Close the file."""
         self._base.close()
 
-    def put(self, tenant: str, response: dict[str, Any], items: Sequence[dict[str, Any]], *, over: bool) -> str:
-        """Store an answer, complete or in progress. Returns why that is not possible; empty: it is stored."""
+    def put(
+        self,
+        tenant: str,
+        response: dict[str, Any],
+        items: Sequence[dict[str, Any]],
+        *,
+        over: bool,
+        lasting: bool = False,
+    ) -> str:
+        """Store an answer, complete or in progress. Returns why that is not possible; empty: it is stored.
+
+        Args:
+            lasting: another worker will continue it if this one ends.
+        """
         answer, source = msgspec.json.encode(response), msgspec.json.encode(items)
         size = len(answer) + len(source) + (0 if over else FAILURE_BYTES)
-        row = (tenant, response["id"], self._now_s() if over else None, os.getpid(), size, answer, source)
+        row = (
+            tenant,
+            response["id"],
+            self._now_s() if over else None,
+            0 if lasting else os.getpid(),
+            size,
+            answer,
+            source,
+        )
         names = "tenant, id, ended_s, pid, bytes, response, input"
         try:
             with self._transaction():
                 why = self._no_room(tenant, response["id"], size)
                 if not why:
-                    self._base.execute(f"INSERT INTO responses ({names}) VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+                    self._base.execute(f"INSERT OR REPLACE INTO responses ({names}) VALUES (?, ?, ?, ?, ?, ?, ?)", row)
                     self._push_out(tenant)
         except sqlite3.Error as error:
             why = f"the file of stored answers cannot be written to: {error}"
@@ -222,7 +242,9 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _is_running(pid: int) -> bool:
-    """Return whether a process with this id runs."""
+    """Return whether a process with this id runs; true for 0, an answer that outlives its worker."""
+    if pid == 0:
+        return True
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -91,9 +91,11 @@ def requested_grammar(fields: Mapping[str, Any], limits: Limits, *, inside: str 
     found: list[OutputConstraint] = []
     for name, reader in READERS.items():
         value = fields.get(name)
+        where = f"{inside}{name}"
+        if value == []:
+            raise ApiError(400, f"`{where}` is empty, so no answer is allowed; leave it out", where)
         if empty(value):
             continue
-        where = f"{inside}{name}"
         grammar = reader(value, where, limits)
         if grammar is not None:
             found.append(OutputConstraint(where, grammar))

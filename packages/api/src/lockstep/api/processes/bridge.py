@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Callable
 from operator import attrgetter
@@ -114,6 +113,8 @@ class Ticket:
         self.sent = False  # whether it was sent to an engine, also to one that has ended
         self.engine = -1  # number of its engine
         self.session = ""  # key that keeps requests on one engine
+        self.kept: str | None = None  # "" for a kept answer; or the name of its request at the engine, to take over
+        self.stays = False  # whether it does not end with the server, since its answer is kept
         self._placed: list[Callable[[], object]] = []
 
     @property
@@ -183,6 +184,7 @@ class Bridge:
         self.restarting = False  # new requests are accepted, and wait for the next generation
         self.away = False  # the engine is starting, for the first time or again
         self.generation = -1  # of the engine that sent Welcome
+        self._held = False  # whether Settled waits for `settle`
         self._origin = f"{folder.name}/{worker}"
         self.tickets: dict[int, Ticket] = {}  # open ones, by number
         self.open_answers = 0  # samples of the open tickets
@@ -239,10 +241,13 @@ class Bridge:
         start_by_s: float | None = None,
         finish_by_s: float | None = None,
         session: str = "",
+        kept: str | None = None,
     ) -> Ticket:
         """Send a request; `changed` is set whenever one of its replies changes.
 
         Args:
+            kept: "": the answer is kept, so another worker may take the request over; the name of a request: it is
+                taken over, or starts anew if the engine does not have it; None: neither.
             start_by_s, finish_by_s: time.monotonic by which the request must run, or must have ended; else it is
                 cancelled.
             session: not used with one engine.
@@ -250,6 +255,7 @@ class Bridge:
         """
         self._needs_engine()
         ticket = make_ticket(self.worker, request, changed, start_by_s, finish_by_s)
+        ticket.kept, ticket.stays = kept, kept is not None
         self.take_on(ticket)
         return ticket
 
@@ -259,10 +265,13 @@ class Bridge:
             self.last_message_s = time.monotonic()
         number = self._next_ticket
         self._next_ticket += 1
-        origin = f"{self._origin}/{number}"
+        origin = ticket.kept or f"{self._origin}/{number}"
         request = msgspec.structs.replace(ticket.submit.request, origin=origin)
         ticket.number = number
-        ticket.submit = msgspec.structs.replace(ticket.submit, ticket=number, request=request)
+        ticket.sent = ticket.sent or bool(ticket.kept)
+        ticket.submit = msgspec.structs.replace(
+            ticket.submit, ticket=number, request=request, kept=ticket.kept is not None
+        )
         if self.info is not None and not self.restarting:
             self._submit(ticket)
         self.waiting_answers += len(ticket.replies)
@@ -286,10 +295,11 @@ class Bridge:
             self._send(Cancel(self.worker, ticket.number))
 
     def end_all(self, message: str) -> None:
-        """End all open requests with this error message."""
+        """End all open requests with this error message, except those whose answers are kept for the next server."""
         for ticket in list(self.tickets.values()):
-            ticket.failed(message)
-            self.cancel(ticket)
+            if not ticket.stays:
+                ticket.failed(message)
+                self.cancel(ticket)
 
     async def ask(self, control: Control) -> Answered:
         """Send a control request and wait for its answer. Raises EngineUnavailable."""
@@ -396,7 +406,8 @@ class Bridge:
             self.gauges = message.gauges
         for ticket in self.tickets.values():
             self._submit(ticket)
-        self._send(Settled(self.worker, self.generation))
+        if not self._held:
+            self._send(Settled(self.worker, self.generation))
         if first and self.welcome is not None:
             self.welcome(message.info)
         self._report_state()
@@ -479,6 +490,16 @@ class Bridge:
         self._fail_questions(message.message)
         self._report_state()
 
+    def hold_settled(self) -> None:
+        """Report no end of the submitted requests before `settle`, since those of earlier workers follow."""
+        self._held = True
+
+    def settle(self) -> None:
+        """Report that all open requests were submitted."""
+        self._held = False
+        if self.info is not None and not self.away:
+            self._send(Settled(self.worker, self.generation))
+
     def _report_state(self) -> None:
         if self.on_change is not None:
             self.on_change()
@@ -502,8 +523,3 @@ HANDLERS: dict[type[WorkerMessage], Callable[[Bridge, Any], None]] = {
 
 def _ns(seconds: float | None) -> int | None:
     return None if seconds is None else round(seconds * 1e9)
-
-
-def fresh_seed() -> int:
-    """Return a seed for a request without one. The journal stores it, so the answer can be reproduced."""
-    return secrets.randbits(62)

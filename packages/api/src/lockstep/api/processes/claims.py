@@ -67,9 +67,17 @@ class Claims:
         keeper: state recovered from the previous generation; None: nothing was stored.
         server: prefix of the origins of this server. Requests of another server have no clients here.
         workers: the running workers.
+        awaited: workers that may take over requests of an earlier server.
     """
 
-    def __init__(self, host: RuntimeHost, keeper: Keeper | None, server: str, workers: Sequence[int]) -> None:
+    def __init__(
+        self,
+        host: RuntimeHost,
+        keeper: Keeper | None,
+        server: str,
+        workers: Sequence[int],
+        awaited: Sequence[int] = (),
+    ) -> None:
         self._host, self._keeper = host, keeper
         self._recovered = None if keeper is None else keeper.recovered
         self._taken: set[RequestId] = set()
@@ -82,6 +90,8 @@ class Claims:
                 if prefix == server and any(first + sample in host.engine.requests for sample in range(samples)):
                     self.workers.add(int(rest.partition("/")[0]))
             self.workers.intersection_update(workers)
+            if host.engine.requests:
+                self.workers.update(awaited)
 
     def take(self, request: RequestArrived, have: Sequence[int], sinks: Sequence[Sink]) -> RequestId | None:
         """Continue a request that was submitted to a previous generation.

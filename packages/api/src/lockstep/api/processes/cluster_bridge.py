@@ -173,18 +173,20 @@ class ClusterBridge:
         start_by_s: float | None = None,
         finish_by_s: float | None = None,
         session: str = "",
+        kept: str | None = None,
     ) -> Ticket:
         """Offer a request to the router; see `Bridge.submit`. The ticket has no engine until the router has answered.
 
         Args:
             session: key that keeps requests on one engine, if they are not turns of a session.
+            kept: not used: the request of a kept answer starts anew after the end of its worker.
         """
         if self.gone:
             raise EngineUnavailable(self.gone)
         if self.info is None:
             raise EngineUnavailable("the engine is starting")
         ticket = make_ticket(self.worker, request, changed, start_by_s, finish_by_s)
-        ticket.session = request.session or session
+        ticket.session, ticket.stays = request.session or session, kept is not None
         self._offer(ticket)
         return ticket
 
@@ -200,10 +202,11 @@ class ClusterBridge:
             self.engines[ticket.engine].cancel(ticket)
 
     def end_all(self, message: str) -> None:
-        """End all open requests with this error message."""
+        """End all open requests with this error message, except those whose answers are kept for the next server."""
         for ticket in list(self._numbers):
-            ticket.failed(message)
-            self.cancel(ticket)
+            if not ticket.stays:
+                ticket.failed(message)
+                self.cancel(ticket)
 
     def cancel_label(self, label: str, tenant: str) -> None:
         """Cancel all requests of a tenant with this label, at the router and on every engine.
@@ -237,6 +240,12 @@ class ClusterBridge:
         key = session_key(session)
         routed = await self._offer_session(lambda number: Offer(self.worker, number, 0, (), key, "close"))
         return self.engines[routed.engine], partial(self._send, SessionOver(key))
+
+    def hold_settled(self) -> None:
+        """Do nothing: requests of earlier workers start anew."""
+
+    def settle(self) -> None:
+        """Do nothing; see `hold_settled`."""
 
     def drained(self, engine: Bridge, *, draining: bool) -> None:
         """Report to the router that an engine is to receive no new requests, or requests again."""

@@ -16,7 +16,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ import zmq
 from lockstep.api.engines import EngineUnit, Place, both, build_engine
 from lockstep.api.processes import children, faults
 from lockstep.api.processes.claims import FIRST, Claims, Lost, PriorState
+from lockstep.api.processes.kept_requests import KeptRequests, KeptSink, KeptTicket, awaited_workers
 from lockstep.api.processes.outbox import Outbox, SampleSink, Writers
 from lockstep.api.processes.sockets import engine_address, reader, router_address, writer
 from lockstep.api.processes.wire import (
@@ -66,6 +67,7 @@ from lockstep.core.contract.samples import sample_count
 from lockstep.core.journal.records import JournalError
 from lockstep.core.journal.replay import Divergence
 from lockstep.host.errors import EngineStopped
+from lockstep.host.loop import Sink
 from lockstep.host.router_journal import session_key
 
 log = logging.getLogger("lockstep.engine")
@@ -75,6 +77,7 @@ Questions = ProfileRequest | ReadWeights | JoinGroup | LeaveGroup | LoadLora | U
 
 LOOK_MS = 200  # interval between checks that the engine still runs
 CLAIM_S = 2.0  # time for workers to submit open requests again; a worker that ended sends nothing
+START_CLAIM_S = 20.0  # the same at the start of a server whose workers have answers of the server before it
 
 
 @dataclass(slots=True)
@@ -96,6 +99,7 @@ class EngineProcess:
         before: the end of the previous generation, and the workers that it had.
         alive: called several times a second while the engine makes progress.
         number: number of the engine among several, reported to the router; None: the only engine, without a router.
+        awaited: workers that may take over requests of an earlier server.
     """
 
     def __init__(
@@ -106,11 +110,14 @@ class EngineProcess:
         before: PriorState = FIRST,
         alive: Callable[[], object] = lambda: None,
         number: int | None = None,
+        awaited: Sequence[int] = (),
     ) -> None:
         self.unit, self.host = unit, unit.host
         self.generation, self._alive = generation, alive
         self.stopping = False
-        self._claims = Claims(self.host, unit.keeper, folder.name, before.workers)
+        self._claims = Claims(self.host, unit.keeper, folder.name, before.workers, awaited)
+        self._claim_s = START_CLAIM_S if awaited else CLAIM_S
+        self._kept = KeptRequests(self.host.cancel)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._mailbox = reader(self._context, engine_address(folder))
         self._number, self._folder = number, folder
@@ -135,13 +142,16 @@ class EngineProcess:
             self._send_to_router()
             self.unit.start()
             self._alive()
-            turns, reported_s = -1, time.monotonic()
+            turns, reported_s, expired_s = -1, time.monotonic(), time.monotonic()
             while not self.stopping:
                 if self._mailbox.poll(LOOK_MS):
                     self.handle(read_by_engine(self._mailbox.recv()))
                 if self.host.failure:
                     raise EngineStopped(self.host.failure)
                 now_s = time.monotonic()
+                if now_s - expired_s >= 1.0:
+                    expired_s = now_s
+                    self._kept.expire()
                 if now_s - reported_s >= LOOK_MS / 1000 and self.host.turns != turns:
                     turns, reported_s = self.host.turns, now_s
                     self._alive()
@@ -155,8 +165,8 @@ class EngineProcess:
                 self._context.destroy(linger=500)
 
     def _await_claims(self) -> None:
-        """Wait up to CLAIM_S for workers to submit their open requests again."""
-        until_s = time.monotonic() + CLAIM_S
+        """Wait for workers to submit their open requests again."""
+        until_s = time.monotonic() + self._claim_s
         while self._claims.workers and not self.stopping and (left_s := until_s - time.monotonic()) > 0:
             if self._mailbox.poll(max(1, round(left_s * 1000))):
                 self.handle(read_by_engine(self._mailbox.recv()))
@@ -211,22 +221,49 @@ class EngineProcess:
             if not left[0]:
                 self._open.pop(key, None)
 
+        sinks: list[Sink]
         sinks = [SampleSink(self.outbox, message.worker, message.ticket, sample, over) for sample in range(samples)]
+        have, kept = message.have, None
+        if message.kept:
+            earlier = self._kept.take_over(request.origin, samples) if message.again else None
+            if earlier is not None:
+                self._hand_over(earlier, key, ticket, sinks)
+                return
+            have = tuple(one if one == OVER else 0 for one in have)
+            kept_sinks = [KeptSink(sink) for sink in sinks]
+            kept, sinks = self._kept.add(request.origin, key, kept_sinks), [*kept_sinks]
         first_id: int | None = None
         if message.again:
             try:
-                first_id = self._claims.take(request, message.have, sinks)
+                first_id = self._claims.take(request, have, sinks)
             except Lost as error:
-                self._open.pop(key, None)
-                ended = (
-                    SampleEnded(message.ticket, sample, error.reason, error=str(error)) for sample in range(samples)
-                )
-                self._writers.send(StepAnswers(message.worker, ended=tuple(ended)))
-                return
+                # the request of a kept answer has the same seed again, so it may start anew
+                if not message.kept or error.reason != "engine":
+                    self._open.pop(key, None)
+                    ended = (
+                        SampleEnded(message.ticket, sample, error.reason, error=str(error)) for sample in range(samples)
+                    )
+                    self._writers.send(StepAnswers(message.worker, ended=tuple(ended)))
+                    return
         if first_id is None:
             left[0] = samples
             first_id = self.host.submit(request, *sinks)
         ticket.first_id = first_id
+        if kept is not None:
+            kept.first_id = first_id
+
+    def _hand_over(self, kept: KeptTicket, key: tuple[int, int], ticket: _OpenTicket, sinks: Sequence[Sink]) -> None:
+        """Give a request to the worker and ticket `key`, from its first token on."""
+        if kept.owner != key:
+            self._open.pop(kept.owner, None)
+        kept.owner, ticket.first_id = key, kept.first_id
+
+        def attach(_: object) -> None:  # in the host's thread, which owns the outbox
+            for one, sink in zip(kept.sinks, sinks, strict=True):
+                one.attach(sink)
+
+        with suppress(EngineStopped):  # the worker submits it again to the next generation
+            self.host.ask(GetState(), attach)
 
     def settled(self, message: Settled) -> None:
         """Record that a worker has submitted all of its open requests again."""
@@ -264,9 +301,11 @@ class EngineProcess:
         threading.Thread(target=self._answer_aside, args=(message, self._adapted), daemon=True).start()
 
     def worker_gone(self, message: WorkerGone) -> None:
-        """Cancel the requests of a worker that ended."""
+        """Cancel the requests of a worker that ended, except those of kept answers."""
         self.outbox.workers.discard(message.worker)
         self._claims.workers.discard(message.worker)
+        for key in self._kept.detach(message.worker):
+            self._open.pop(key, None)
         self.cancel_all_of(message.worker)
 
     def stop(self, message: StopEngine) -> None:
@@ -370,7 +409,8 @@ def main(folder: Path, generation: int, before: PriorState, alive: Callable[[], 
         # for a model the table was logged when the memory was divided
         memory = "" if unit.info.kind == "model" else f"\n{unit.memory}"
         log.info("%s on %s, ready%s", unit.info.model, unit.info.device, memory)
-        EngineProcess(unit, folder, generation, before, alive, number if several else None).run()
+        awaited = awaited_workers(children.read_settings(folder), folder, generation)
+        EngineProcess(unit, folder, generation, before, alive, number if several else None, awaited).run()
     except LockstepError as error:
         log.error("%s: %s", type(error).__name__, error)
         for_good = isinstance(error, ConfigError | JournalError | Divergence | WireError)

@@ -245,6 +245,8 @@ class SampleSink:
                 prefill_us=times.prefill_us,
                 decode_us=times.decode_us,
                 weights=extras.weights,
+                hidden=b"".join(_floats(extras.hidden_states[one]) for one in sorted(extras.hidden_states)),
+                hidden_size=next((state.size for state in extras.hidden_states.values()), 0),
             )
         )
 

@@ -78,6 +78,7 @@ class Submit(ToEngine, frozen=True):
     generation: int = 0  # of the engine to which the ticket was sent
     again: bool = False
     have: tuple[int, ...] = ()
+    kept: bool = False  # the request outlives its worker, and another worker may take it over by its origin
 
 
 class Settled(ToEngine, frozen=True):
@@ -391,6 +392,8 @@ class SampleEnded(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     prefill_us: int = -1  # from admission to the first token
     decode_us: int = -1  # from the first token to the last
     weights: tuple[tuple[int, int], ...] = ()  # (first output token, weights version) of each span
+    hidden: bytes = b""  # float32 [computed positions, hidden_size]: hidden states of the last layer, by position
+    hidden_size: int = 0
 
 
 class StepAnswers(ToWorker, frozen=True):

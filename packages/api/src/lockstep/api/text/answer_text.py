@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from lockstep.api.processes.wire import SampleEnded
 from lockstep.api.text.plain_text import Texts
+from lockstep.host.stop_regexes import StopRegexes
 from lockstep.host.text import StopTexts
 
 
@@ -24,6 +25,7 @@ class AnswerText:
             text.
         stop_token_ids: tokens that end the answer, which are not part of the text.
         min_tokens: stop texts that are complete within fewer tokens do not count.
+        regexes: regular expressions that end the answer, like `stops`.
     """
 
     def __init__(
@@ -35,11 +37,14 @@ class AnswerText:
         include_stop: bool = False,
         stop_token_ids: Sequence[int] = (),
         min_tokens: int = 0,
+        regexes: Sequence[str] = (),
     ) -> None:
         self._include_stop, self._stop_token_ids, self._min_tokens = include_stop, stop_token_ids, min_tokens
         self._stops = [stop for stop in stops if stop]
-        self._watch = StopTexts(text, prompt_ids, stops) if text is not None and self._stops else None
-        self._step = text.stream(prompt_ids) if text is not None and not self._stops else None
+        watched = text is not None and bool(self._stops or regexes)
+        self._watch = StopTexts(text, prompt_ids, stops) if text is not None and watched else None
+        self._regexes = StopRegexes(text, prompt_ids, regexes) if text is not None and regexes else None
+        self._step = text.stream(prompt_ids) if text is not None and not watched else None
         self._spelled = 0  # tokens decoded
         self._shown = 0  # characters returned of the text in `_watch`
         self.stop_reason: int | str | None = None  # the stop token or text that ended the answer; None: neither did
@@ -81,12 +86,18 @@ class AnswerText:
         for number in range(self._spelled, until):
             self.starts.append(len(self._watch.decoded))
             self._watch.push(number, tokens[number])
+            if self._regexes is not None:
+                self._regexes.push(number, tokens[number])
         self._spelled = max(self._spelled, until)
         decoded = self._watch.decoded
         stop = len(decoded)
         if ended is not None and ended.reason == "text_stop":
             at = self._watch.stopped_at(self.starts[min(self._min_tokens, until) - 1] if self._min_tokens else 0)
-            if at is not None:
+            match = None if self._regexes is None else self._regexes.match
+            if match is not None and match.number == until - 1 and (at is None or match.start < at):
+                self.stop_reason = match.pattern
+                stop = match.stop if self._include_stop else match.start
+            elif at is not None:
                 self.stop_reason = next(one for one in self._stops if decoded.startswith(one, at))
                 stop = at + (len(self.stop_reason) if self._include_stop else 0)
         new = decoded[self._shown : stop]

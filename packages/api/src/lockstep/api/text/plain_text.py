@@ -20,6 +20,7 @@ from lockstep.host.text import TEMPLATE_CHARACTERS, TEMPLATE_S, Message
 BYTES = 256
 END = 256
 FIRST_WORD = 257
+END_TEXT = "<|end|>"  # of the end token, where special tokens are decoded
 
 
 class Texts(Protocol):
@@ -35,6 +36,9 @@ class Texts(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens."""
+
+    def verbatim(self) -> Texts:
+        """Return a view that decodes all special tokens."""
 
     def stream(self, prompt_ids: Sequence[int]) -> Callable[[int], str]:
         """Return a decoder of the tokens after a prompt. It returns the text that each token completes, often ""."""
@@ -56,6 +60,13 @@ class PlainText:
 
     chat_template: str | None = None
 
+    def __init__(self, end: str = "") -> None:
+        self._end = end  # text of the end token
+
+    def verbatim(self) -> PlainText:
+        """Return a tokenizer that decodes the end token, too."""
+        return PlainText(END_TEXT)
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return one token per byte of UTF-8. A code point that UTF-8 cannot encode, a lone surrogate, becomes "?"."""
         return list(text.encode("utf-8", "replace"))
@@ -65,7 +76,7 @@ class PlainText:
         return 1
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, without the end token."""
+        """Return the text of tokens."""
         step = self.stream(())
         return "".join(map(step, ids))
 
@@ -76,7 +87,7 @@ class PlainText:
         def step(token: int) -> str:
             if token < BYTES:
                 return decoder.decode(bytes((token,)))
-            return decoder.decode(b"", True) + (f" w{token}" if token != END else "")
+            return decoder.decode(b"", True) + (f" w{token}" if token != END else self._end)
 
         return step
 

@@ -130,7 +130,7 @@ class RequestArrived(Observed, frozen=True, gc=False, kw_only=True):
     namespace: str = ""  # the cache salt of the tenant, adapter and weights: prefixes are shared only inside it
     kind: RequestKind = "generate"
     sampling: SamplingParams | None = None
-    stop_texts: tuple[str, ...] = ()  # stop strings and regexes; the host matches them and reports `text_stops`
+    stop_texts: tuple[str, ...] = ()  # stop strings; the host matches them and reports `text_stops`
     grammar: Grammar | None = None
     adapter: str = ""
     session: str = ""
@@ -143,6 +143,7 @@ class RequestArrived(Observed, frozen=True, gc=False, kw_only=True):
     token_type_ids: bytes = b""  # one byte per prompt token, for models with token types
     return_hidden_states: bool = False  # hidden states of the last layer, of every computed position
     origin: str = ""  # the sender's unique name of the request, which identifies it after a restart
+    stop_regexes: tuple[str, ...] = ()  # regular expressions, matched and reported like `stop_texts`
 
 
 class RequestCancelled(Observed, frozen=True, gc=False):

@@ -13,6 +13,10 @@ _SEGMENT_NAME = re.compile(r"\d{8}\.log")
 SNAPSHOT_NAME = re.compile(r"snapshot-\d{12,}")
 
 
+RECORDING_NAME = "recording.jsonl"
+"""The file in a run folder without a journal, of a host that records another engine's scheduler."""
+
+
 def segment_name(segment: int) -> str:
     """Return the file name of segment number `segment`."""
     return f"{segment:08d}.log"
@@ -32,6 +36,11 @@ def find_journal(folder: Path) -> Path:
     for candidate in (folder / "journal", folder):
         if candidate.is_dir() and any(candidate.glob("*.log")):
             return candidate
+    if (folder / RECORDING_NAME).is_file():
+        raise JournalError(
+            f"{folder} holds no journal but a recording of another engine's scheduler: it has no decisions to replay\n"
+            "hint: `lockstep explain` reads it, other commands read what `lockstep journal convert` writes"
+        )
     raise JournalError(f"{folder} holds no journal: expected journal/{segment_name(0)} in it")
 
 

@@ -200,7 +200,8 @@ class Request:
         self.min_new_tokens = min(arrived.min_new_tokens, accepted.max_new_tokens)
         self.ignore_eos = arrived.ignore_eos
         self.stop_token_ids = stops
-        self.watches_text = bool(arrived.stop_texts)  # the host searches its text for stop texts, may hold tokens back
+        # the host searches its text for stop texts and regexes, and may hold tokens back
+        self.watches_text = bool(arrived.stop_texts or arrived.stop_regexes)
         self.sent = 0  # output tokens sent so far, if `watches_text`; otherwise `delivery.sent_by` computes them
         self.grammar = arrived.grammar
         self.grammar_due_us: int | None = None  # while its grammar is compiled: when the request is rejected, in us

@@ -131,8 +131,9 @@ def _refuse_unsupported(event: RequestArrived, config: SchedConfig) -> None:
 
 def _refuse_multi_step(event: RequestArrived, config: SchedConfig) -> None:
     steps = config.decode_steps_per_launch
-    if steps > 1 and event.stop_texts:
-        message = f"`stop_texts` must be looked for after every token, but `decode_steps_per_launch` is {steps}"
+    if steps > 1 and (event.stop_texts or event.stop_regexes):
+        name = "stop_texts" if event.stop_texts else "stop_regexes"
+        message = f"`{name}` must be looked for after every token, but `decode_steps_per_launch` is {steps}"
         raise RequestRefused("unsupported", message)
     if steps > 1 and event.grammar is not None:
         message = f"`grammar` must see every token before the next, but `decode_steps_per_launch` is {steps}"

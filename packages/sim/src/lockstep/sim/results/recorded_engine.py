@@ -56,13 +56,15 @@ class ReadRecording:
         self.header: RecordingHeader
         self.header, self._records = read_recording(folder)
         self.requests: list[Recorded] = []
-        self.last_us = 0
+        self.records = self.last_us = 0
+        self.last_result: PassFinished | None = None
+        self._running: dict[int, Planned] = {}
 
     def steps(self) -> Iterator[tuple[ObservedEvent, Step, BatchPlan | None]]:
         """Yield each record as an event and its Step, with the plan that a result belongs to. Only once."""
         plans: dict[int, BatchPlan] = {}
         for record in self._records:
-            self.last_us = record.time_us
+            self.records, self.last_us = self.records + 1, record.time_us
             match record:
                 case Arrived():
                     yield self._arrive(record), Step(), None
@@ -70,13 +72,20 @@ class ReadRecording:
                     step = self._plan(record)
                     launched = step.launched()
                     if launched is not None:
-                        plans[record.batch] = launched
+                        plans[record.batch], self._running[record.batch] = launched, record
                     yield LaneReady(record.time_us), step, None
                 case PassFinished():
+                    self._running.pop(record.batch, None)
+                    self.last_result = record
                     yield self._collect(record, plans.get(record.batch))
                 case Ended():
                     self.requests[record.request].ended = record
                     yield ClockAdvanced(record.time_us), Step(decided=[self._end(record)]), None
+
+    @property
+    def running_plans(self) -> list[Planned]:
+        """Plans without a result, oldest first, once all records are read."""
+        return list(self._running.values())
 
     def read(self) -> ReadRecording:
         """Read all records. Returns this recording."""
