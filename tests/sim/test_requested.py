@@ -28,6 +28,7 @@ NEW = {
     "decode_engines": (ROLES.replace("decode-engines 1", "decode-engines 2"), ROLES),
     "link_gbs": (f"{ROLES} --link-bandwidth 12.5", ROLES),
     "link_latency_us": (f"{ROLES} --link-latency 2ms", ROLES),
+    "pp_layer_partition": (f"{PLAIN} --pp 2 --pp-layer-partition 17,19", f"{PLAIN} --pp 2"),
     "lora_targets": (f"{PLAIN} --adapters 4 --lora-targets q_proj,v_proj", f"{PLAIN} --adapters 4"),
     "router": (f"{CLUSTER} --router least_tokens", CLUSTER),
     "hop_us": (f"{CLUSTER} --router-hop 300us", CLUSTER),
