@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test vllm-test scenarios golden swarm fleet-swarm rank-swarm overload attacks kill-campaign clients schema-campaign bench gpu-check
+.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm fleet-swarm rank-swarm overload attacks kill-campaign clients schema-campaign bench gpu-check
 
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,6 +21,9 @@ test:       ## the whole test suite
 
 vllm-test:  ## tests of lockstep.vllm with a vLLM in an environment of its own; ARGS=--short for a part
 	@$(PYTHON) dev.py vllm-test $(ARGS)
+
+vllm-families: ## answers of lockstep.vllm and of vLLM's own scheduler by model family, 200 requests each; ARGS="moe mla"
+	@$(PYTHON) dev.py vllm-families $(ARGS)
 
 scenarios:  ## run the scenarios and rewrite their expected parts; then read the diff
 	@$(PYTHON) dev.py scenarios $(ARGS)

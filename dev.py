@@ -5,6 +5,7 @@
     python3 dev.py lockstep ARGS      the `lockstep` command, e.g. `lockstep simulate --help`
     python3 dev.py test ARGS          pytest, on all cores; `-n0` for one process
     python3 dev.py vllm-test ARGS     tests/vllm with a vLLM in an environment of its own; --short for a part
+    python3 dev.py vllm-families ARGS answers of lockstep.vllm and of vLLM's own scheduler, model family by model family
     python3 dev.py check              ruff, its formatter, mypy --strict, and the golden journals
     python3 dev.py scenarios ARGS     run the scenarios and rewrite their expected parts
     python3 dev.py golden ARGS        record missing golden journals, or named ones again
@@ -103,19 +104,31 @@ def vllm_test(args):
     """Make the environment if it is not there, and run tests/vllm in it. Without vLLM's wheel nothing is tested."""
     if args[:1] == ["--short"]:
         args = ["-m", "not long", *args[1:]]
+    return in_vllm("vllm-test", "pytest", "-q", "-p", "no:cacheprovider", "tests/vllm", *args)
+
+
+def vllm_families(args):
+    """Compare answers in vLLM's environment. Without arguments all run, and the stored results are replaced."""
+    return in_vllm(
+        "vllm-families", "tests.vllm.families", *(args or ["--out", "benchmarks/results/vllm_families.json"])
+    )
+
+
+def in_vllm(task, *command):
+    """Run a module with its arguments in vLLM's environment, which is made if it is not there."""
     if sys.platform != "linux":
-        print(f"dev.py vllm-test: skipped: there is no wheel of {VLLM} for {sys.platform}")
+        print(f"dev.py {task}: skipped: there is no wheel of {VLLM} for {sys.platform}")
         return 0
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     version = "{}.{}".format(*sys.version_info[:2])
     folder = cache / "lockstep" / f"{VLLM.replace('==', '-')}-python{version}"
     reason = ensure_vllm(folder)
     if reason:
-        print(f"dev.py vllm-test: skipped: {reason}")
+        print(f"dev.py {task}: skipped: {reason}")
         return 0
     sources = os.pathsep.join(str(ROOT / package / "src") for package in VLLM_PACKAGES)
-    command = [str(folder / "bin" / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/vllm", *args]
-    return subprocess.call(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": sources})
+    python = str(folder / "bin" / "python")
+    return subprocess.call([python, "-m", *command], cwd=ROOT, env={**os.environ, "PYTHONPATH": sources})
 
 
 def ensure_vllm(folder):
@@ -233,6 +246,7 @@ TASKS = {
     "lockstep": ("demo", lockstep),
     "test": ("dev", test),
     "vllm-test": (None, vllm_test),
+    "vllm-families": (None, vllm_families),
     "check": ("dev", check),
     "scenarios": ("dev", scenarios),
     "golden": ("dev", golden),

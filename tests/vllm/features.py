@@ -183,10 +183,12 @@ def markov(folder: Path) -> Path:
     """Save a small Llama whose next token depends mostly on the newest one, so that simple drafters are often right."""
     import transformers
 
-    def scale(name: str) -> float:
-        return {"embed_tokens": 1.0, "lm_head": 0.15}.get(name.split(".")[-2], 0.06)
+    return save_model(folder / "markov", transformers.LlamaConfig(**small(head_dim=32)), scale=markov_scale)
 
-    return save_model(folder / "markov", transformers.LlamaConfig(**small(head_dim=32)), scale=scale)
+
+def markov_scale(name: str) -> float:
+    """Return the standard deviation of a matrix with which a model is as `markov` describes it."""
+    return {"embed_tokens": 1.0, "lm_head": 0.15}.get(name.split(".")[-2], 0.06)
 
 
 def perturbed(model: Path, folder: Path, std: float) -> Path:

@@ -34,11 +34,13 @@ def deltas(*runs: tuple[int, int, list[int]], opened: tuple[tuple[int, int, int]
 class Sent:
     """A builder of outputs, and the requests that it has: three prompt tokens each, blocks of two tokens."""
 
-    def __init__(self, *, drafts_stay: bool = False, v2: bool = False, tokens_max: int = 64) -> None:
+    def __init__(
+        self, *, drafts_stay: bool = False, v2: bool = False, tokens_max: int = 64, sends_tokens: bool = False
+    ) -> None:
         media: Any = SimpleNamespace(inputs_of=lambda *_: [])
         self.builder = OutputBuilder(
-            tokens_max=tokens_max, context_tokens_max=32, groups=KvGroups([False], 64, 0), drafts_stay=drafts_stay,
-            v2_runner=v2, uses_mrope=False, media=media,
+            tokens_max=tokens_max, context_tokens_max=32, groups=KvGroups(["full"], 64), drafts_stay=drafts_stay,
+            v2_runner=v2, sends_tokens=sends_tokens, uses_mrope=False, media=media,
         )  # fmt: skip
         self.builder._new = self._new  # type: ignore[method-assign]
         self.tracked: dict[int, Any] = {}
@@ -51,7 +53,7 @@ class Sent:
         request = SimpleNamespace(request_id=f"q{core_id}", mm_features=[])
         tokens = [7, 8, 9]
         entry = SimpleNamespace(
-            request=request, blocks=[], windows=[], prompt_tokens=3, sent=False, outputs=[], tokens=tokens
+            request=request, blocks=[], windows=[], state=-1, prompt_tokens=3, sent=False, outputs=[], tokens=tokens
         )
         self.tracked[core_id] = entry
         return entry
@@ -151,6 +153,18 @@ def test_workers_only_append_to_a_table() -> None:
     with pytest.raises(ContractError, match="vLLM's workers only append"):
         sent.build((4, 0, 4, 5), deltas=deltas(opened=((4, 5, 20),)))
     assert entry.blocks == [11, 12]
+
+
+def test_workers_of_earlier_stages_get_the_tokens_to_compute() -> None:
+    sent = Sent(sends_tokens=True)
+    entry = sent.arrive(0)
+    first_chunk(sent)
+    entry.tokens.append(50)  # the sampled token, which the last stage has
+    assert sent.build((4, 0, 3, 4)).scheduled_cached_reqs.new_token_ids == [[50]]
+    entry.tokens.append(51)
+    assert Sent().build().scheduled_cached_reqs.new_token_ids == []
+    again = sent.build((4, 0, 0, 5), extend_rows=1, rows_taken=(RowTaken(4, 0, 0),), deltas=deltas((4, 0, [1, 2, 3])))
+    assert again.scheduled_cached_reqs.new_token_ids == [[7, 8, 9, 50, 51]]  # after a retraction: all of them
 
 
 def test_as_many_drafts_as_the_plan_allows() -> None:

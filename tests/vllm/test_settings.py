@@ -26,6 +26,7 @@ from lockstep.vllm.settings import (
     token_budget,
     unsupported,
 )
+from lockstep.vllm.tiers import CONNECTOR, cache_tiers
 from tests.vllm.support import needs_vllm
 
 
@@ -71,6 +72,11 @@ def kv_cache(groups: int = 1, **changed: Any) -> Any:
         **changed,
     }  # fmt: skip
     return SimpleNamespace(**values)
+
+
+def connector(name: str, module: str | None = None, **extra: Any) -> Any:
+    """The parts of a KVTransferConfig that the settings read."""
+    return SimpleNamespace(kv_connector=name, kv_connector_module_path=module, kv_connector_extra_config=extra)
 
 
 def drafts(method: str = "ngram", slots: int = 0, *, multi_module: bool = False, by_batch_size: object = None) -> Any:
@@ -243,6 +249,39 @@ def test_the_budget_leaves_room_for_drafts() -> None:
         token_budget(configuration(speculative_config=drafts(slots=16)))
 
 
+def test_pipeline_stages_are_microbatches() -> None:
+    config = sched_config(configuration(parallel_config__pipeline_parallel_size=2), kv_cache(), VllmSettings(), 16)
+    assert (config.pp_size, config.microbatches, config.launches_max) == (2, 2, 2)
+
+
+def one_group() -> Any:
+    """A KV cache of two layers, with 2,000 bytes of each in a page."""
+    spec = SimpleNamespace(block_size=16, page_size_bytes=2_000)
+    return kv_cache(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b"])])
+
+
+@needs_vllm
+def test_host_memory_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.vllm.settings.kinds_of", lambda _: ["full"])
+    changed = configuration(kv_transfer_config=connector(*CONNECTOR, host_gb=0.001, write_policy="write_back"))
+    config = sched_config(changed, one_group(), VllmSettings(), 16)
+    assert (config.tiers.host_pages, config.tiers.write_policy) == (250, "write_back")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({}, "missing required field `host_gb`"),
+        ({"host_gb": 1, "blocks": 5}, "unknown field `blocks`"),
+        ({"host_gb": 1e-6}, r"`host_gb` 1e-06 of HostTier is less than one page, 0.000004 GB"),
+        ({"host_gb": 1, "write_policy": "never"}, r"`tiers.write_policy` must be"),
+    ],
+)
+def test_wrong_settings_of_the_host_tier_are_refused(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cache_tiers(configuration(kv_transfer_config=connector(*CONNECTOR, **extra)), one_group())
+
+
 @pytest.mark.parametrize(
     ("method", "core"),
     [("ngram", "ngram"), ("suffix", "ngram"), ("draft_model", "draft_model"), ("mtp", "mtp"), ("eagle3", "eagle")],
@@ -254,10 +293,24 @@ def test_methods_of_drafts(method: str, core: str) -> None:
 # ------------------------------------------------------------------------------------------------------- not supported
 
 REFUSALS: dict[str, dict[str, Any]] = {
-    "--kv-transfer-config": {"kv_transfer_config": "nixl"},
+    "KV connector NixlConnector (--kv-transfer-config; hint: HostTier": {
+        "kv_transfer_config": connector("NixlConnector")
+    },
+    "HostTier without prefix caching": {
+        "kv_transfer_config": connector(*CONNECTOR, host_gb=1),
+        "cache_config__enable_prefix_caching": False,
+    },
+    "HostTier beside anything but one KV cache group": {
+        "kv_transfer_config": connector(*CONNECTOR, host_gb=1),
+        "parallel_config__pipeline_parallel_size": 2,
+    },
     "--ec-transfer-config": {"ec_transfer_config": "shared storage"},
     "--kv-events-config": {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)},
-    "--pipeline-parallel-size": {"parallel_config__pipeline_parallel_size": 2},
+    "--no-async-scheduling": {"parallel_config__pipeline_parallel_size": 2, "scheduler_config__async_scheduling": True},
+    "drafts with pipeline parallelism": {
+        "parallel_config__pipeline_parallel_size": 2,
+        "speculative_config": drafts("ngram"),
+    },
     "context parallelism": {"parallel_config__decode_context_parallel_size": 2},
     "encoder-decoder models": {"model_config__is_encoder_decoder": True},
     "diffusion models": {"model_config__is_diffusion": True},
@@ -277,7 +330,9 @@ REFUSALS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_vllm) if "HostTier without" in name else name for name in REFUSALS]
+)
 def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=r"lockstep\.vllm does not support: ") as refused:
         sched_config(configuration(**REFUSALS[name]), kv_cache(), VllmSettings(), 16)
@@ -289,7 +344,12 @@ def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
     ("cache", "block_size", "name"),
     [
         pytest.param(kv_cache(2), 16, "2 KV cache groups other than", marks=needs_vllm),
-        (kv_cache(has_mamba_layers=True), 16, "recurrent state"),
+        pytest.param(
+            kv_cache(has_mamba_layers=True),
+            16,
+            "prefix caching of recurrent state (Mamba, GDN; hint: --no-enable-pre",
+            marks=needs_vllm,
+        ),
         (kv_cache(0), 16, "models without KV cache that generate text"),
         (kv_cache(needs_kv_cache_zeroing=True), 16, "zeroed KV blocks"),
         (kv_cache(), 48, "a block size of 48 tokens, which is no power of two"),
@@ -300,8 +360,69 @@ def test_kv_caches_that_are_refused(cache: Any, block_size: int, name: str) -> N
     assert name in finding
 
 
+def groups_of(*specs: Any, blocks: int = 501) -> Any:
+    """A KVCacheConfig of vLLM with these groups."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    return KVCacheConfig(blocks, [], [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)])
+
+
+def attention(block_size: int = 64) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
+def state(mode: str = "none", block_size: int = 2048, **changed: Any) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    shapes = {"shapes": ((4, 4),), "dtypes": (torch.float32,)}
+    return MambaSpec(block_size=block_size, mamba_cache_mode=mode, **shapes, **changed)
+
+
+@needs_vllm
+def test_recurrent_state_is_the_state_slots_of_the_core() -> None:
+    plain = configuration(cache_config__enable_prefix_caching=False)
+    config = sched_config(plain, groups_of(state(), attention(), state()), VllmSettings(), 2048)
+    slots = config.hybrid.state_slots
+    assert (config.page_size, config.pages + 2 * slots) == (64, 500)  # the pages of the full group
+    assert slots == 27  # a request of 1,024 tokens has 16 pages and a block in each of two groups
+    assert not config.radix_cache
+    short = sched_config(plain, groups_of(state(), attention(), state()), VllmSettings(mean_request_tokens=64), 2048)
+    assert short.hybrid.state_slots == 64  # as many as requests run at once
+
+
+@needs_vllm
+def test_a_model_with_recurrent_state_only_has_pages_that_are_counted() -> None:
+    plain = configuration(cache_config__enable_prefix_caching=False)
+    config = sched_config(plain, groups_of(state(), blocks=21), VllmSettings(), 2048)
+    assert config.hybrid.state_slots == 20
+    assert config.pages * config.page_size == 64 * 2048  # every request may have the whole context
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("changed", "specs", "block_size", "name"),
+    [
+        ({"cache_config__enable_prefix_caching": True}, ("align", 64), 64, "hint: --no-enable-prefix-caching"),
+        ({"speculative_config": drafts()}, ("none", 64), 64, "drafts of a model with recurrent state"),
+        ({}, ("align", 64), 64, "beside layers other than those of one full attention"),
+        ({}, ("none", 528), 528, "528 tokens, which is no power of two (hint: --block-size 1024)"),
+    ],
+)
+def test_models_with_recurrent_state_that_are_refused(
+    changed: dict[str, Any], specs: tuple[str, int], block_size: int, name: str
+) -> None:
+    mode, attention_block = specs
+    plain = configuration(**{"cache_config__enable_prefix_caching": False, **changed})
+    (finding,) = unsupported(plain, groups_of(state(mode), attention(attention_block)), block_size)
+    assert name in finding
+
+
 def test_all_findings_are_named_at_once() -> None:
-    changed = configuration(kv_transfer_config="nixl", model_config__is_diffusion=True)
+    changed = configuration(kv_transfer_config=connector("NixlConnector"), model_config__is_diffusion=True)
     assert len(unsupported(changed, kv_cache(), 48)) == 3
     assert unsupported(configuration(), kv_cache(), 16) == []
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lockstep.core.contract.commands import EncodeMedia, HybridChanges
+from lockstep.core.contract.commands import CopyToHost, EncodeMedia, HybridChanges, LoadFromHost
 
 adapters = pytest.importorskip("lockstep.vllm.adapters", reason="lockstep-vllm is not installed")
 media = pytest.importorskip("lockstep.vllm.media")
 groups = pytest.importorskip("lockstep.vllm.groups")
+tiers = pytest.importorskip("lockstep.vllm.tiers")
 
 
 def adapter(name: str, number: int, path: str = "/a", *, load_inplace: bool = False) -> Any:
@@ -101,7 +103,7 @@ def changes(*pairs: tuple[int, int]) -> HybridChanges:
 
 
 def test_a_window_page_is_one_block_in_each_window_group() -> None:
-    made = groups.KvGroups([True, False, True], 10, 4)
+    made = groups.KvGroups(["window", "full", "window"], 10, 4)
     made.assign(changes((0, 3), (1, 2)))
     blocks = [1, 2, 3]  # pages 0 to 2
     assert made.windows_of(blocks) == [3, 2, -1]
@@ -111,8 +113,38 @@ def test_a_window_page_is_one_block_in_each_window_group() -> None:
 
 
 def test_one_group_and_none_have_plain_tables() -> None:
-    assert groups.KvGroups([False], 10, 0).tables([4, 5], []) == ([4, 5],)
-    assert groups.KvGroups([], 10, 0).tables([4, 5], []) == ()
+    assert groups.KvGroups(["full"], 10).tables([4, 5], []) == ([4, 5],)
+    assert groups.KvGroups([], 10).tables([4, 5], []) == ()
+
+
+def test_a_state_slot_is_one_block_in_each_group_with_recurrent_state() -> None:
+    made = groups.KvGroups(["state", "full", "state"], 10, state_slots=4)
+    made.assign(HybridChanges(state_rows=np.array([7], np.int32), state_slots=np.array([2], np.int32)))
+    assert made.state_of(7) == 2
+    assert made.tables([1, 2], [], made.state_of(7)) == ([13], [1, 2], [17])
+    assert made.tables([3], []) == ([], [3], [])  # what a decode adds
+
+
+def test_a_model_with_recurrent_state_only_has_no_blocks_of_pages() -> None:
+    made = groups.KvGroups(["state"], 1_000, state_slots=4)
+    made.assign(HybridChanges(state_rows=np.array([0], np.int32), state_slots=np.array([3], np.int32)))
+    assert made.tables([5, 6], [], made.state_of(0)) == ([4],)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "number", "rows", "mean", "expected"),
+    [
+        (1_000, 1, 256, 0, (985, 15)),  # 64 pages and a slot for each request of 1,024 tokens
+        (1_000, 3, 256, 0, (958, 14)),
+        (1_000, 3, 4, 0, (988, 4)),  # no more slots than rows
+        (1_000, 1, 1_000, 16, (512, 488)),  # a request of the whole context has 512 pages
+        (100, 1, 256, 0, (98, 2)),  # fewer blocks than such a request
+    ],
+)
+def test_blocks_are_divided_between_pages_and_states(
+    blocks: int, number: int, rows: int, mean: int, expected: tuple[int, int]
+) -> None:
+    assert groups.divided_by_states(blocks, number, 16, 8_192, rows, mean) == expected
 
 
 @pytest.mark.parametrize(
@@ -128,3 +160,29 @@ def test_blocks_are_divided_by_a_request_of_mean_length(
     blocks: int, number: int, mean: int, expected: tuple[int, int]
 ) -> None:
     assert groups.divided(blocks, number, 128, 16, 8_192, 0, mean) == expected
+
+
+def copy_to_host(copy_id: int, device: list[int], host: list[int]) -> CopyToHost:
+    return CopyToHost(copy_id, np.array(device, np.int32), np.array(host, np.int32), generation=3)
+
+
+def test_copies_are_answered_with_the_result_of_the_plan_that_brought_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = SimpleNamespace(PlanCopies=lambda copies: copies)
+    monkeypatch.setitem(sys.modules, "lockstep.vllm.host_tier", connector)
+    copies = tiers.HostCopies(present=True)
+    first, second, third = SimpleNamespace(), SimpleNamespace(), SimpleNamespace()
+    copies.order(copy_to_host(0, [4, 5], [0, 1]))
+    copies.order(LoadFromHost(1, np.array([2], np.int32), np.array([7], np.int32)))
+    copies.send(first)
+    assert first.kv_connector_metadata == [(True, [5, 6], [0, 1]), (False, [8], [2])]  # page p is block p + 1
+    assert first.has_sync_kv_loads
+    copies.send(second)
+    assert not second.has_sync_kv_loads
+    assert copies.is_busy
+    assert [(one.copy_id, one.pages_done, one.generation) for one in copies.answers(9)] == [(0, 2, 3), (1, 1, 0)]
+    assert not copies.is_busy
+    copies.order(copy_to_host(2, [6], [2]))
+    copies.void()  # its device page belongs to another request by now
+    copies.send(third)
+    assert third.kv_connector_metadata == []
+    assert copies.answers(10) == copies.answers(11) == []

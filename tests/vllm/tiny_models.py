@@ -37,6 +37,23 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
 }  # fmt: skip
 
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}  # fmt: skip
+RECURRENT: dict[str, Callable[[], Any]] = {
+    "mamba2": lambda: hf.Mamba2Config(
+        vocab_size=2048, hidden_size=64, state_size=16, num_hidden_layers=3, num_heads=8, head_dim=16, n_groups=2,
+        expand=2, chunk_size=16, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    ),
+    "granite": lambda: hf.GraniteMoeHybridConfig(
+        **common(num_hidden_layers=4, hidden_size=128), **MAMBA, layer_types=["mamba", "attention"] * 2,
+        num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=64, position_embedding_type="rope",
+    ),
+    "falcon_h1": lambda: hf.FalconH1Config(**common(head_dim=32, hidden_size=128), **MAMBA, mamba_d_ssm=256),
+}  # fmt: skip
+"""Models with recurrent state."""
+
 
 def save_model(config: Any, folder: Path, *, seed: int = 0, kind: Any = hf.AutoModelForCausalLM) -> None:
     """Save a model of random weights with the tokenizer of the demo model.
@@ -57,7 +74,7 @@ def save_model(config: Any, folder: Path, *, seed: int = 0, kind: Any = hf.AutoM
 def main() -> None:
     folder, families = Path(sys.argv[1]), sys.argv[2:] or list(FAMILIES)
     for family in families:
-        save_model(FAMILIES[family](), folder / family)
+        save_model((FAMILIES | RECURRENT)[family](), folder / family)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ vLLM calls the scheduler; the scheduler feeds an unchanged `lockstep.core.Engine
     every event                   ->  recording.py: a thread               the journal
 
 `adapters.py`, `media.py` and `groups.py` translate LoRA adapters, multimodal items, and models with several KV cache
-groups. `settings.py` derives the core's settings from vLLM's, and refuses what is not supported, by name.
-`scheduler.py` holds the class itself. `recorder.py` records vLLM's own scheduler and decides nothing. No module of this
-package decides what runs. Importing this package does not import vLLM.
+groups. `tiers.py` and `host_tier.py` are both halves of host memory below the KV cache. `settings.py` derives the
+core's settings from vLLM's, and refuses what is not supported, by name. `scheduler.py` holds the class itself.
+`recorder.py` records vLLM's own scheduler and decides nothing. No module of this package decides what runs. Importing
+this package does not import vLLM.
 """
 
 from __future__ import annotations

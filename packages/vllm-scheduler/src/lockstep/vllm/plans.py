@@ -42,6 +42,7 @@ class OutputBuilder:
         groups: KvGroups,
         drafts_stay: bool,
         v2_runner: bool,
+        sends_tokens: bool = False,
         uses_mrope: bool,
         media: EncoderInputs,
     ) -> None:
@@ -51,6 +52,8 @@ class OutputBuilder:
             context_tokens_max: vLLM's max_model_len.
             groups: KV cache groups of the model.
             drafts_stay: whether drafts stay with the workers, as they do with asynchronous scheduling.
+            sends_tokens: whether plans have the tokens to be computed, as workers of all pipeline stages but the last
+                need them: the last stage has its own samples.
             v2_runner: whether the workers run vLLM's model runner V2, which gets resumed requests as new ones.
         """
         self._tokens_max = tokens_max
@@ -59,6 +62,7 @@ class OutputBuilder:
         self._groups = groups
         self._drafts_stay = drafts_stay
         self._v2 = v2_runner
+        self._sends_tokens = sends_tokens
         self._uses_mrope = uses_mrope
         self._media = media
         self._ran_before: set[str] = set()
@@ -99,12 +103,13 @@ class OutputBuilder:
             if row in taken:
                 entry.blocks = _whole_table(added, request_id)
                 entry.windows = groups.windows_of(entry.blocks)
+                entry.state = groups.state_of(row)
                 if not entry.sent or self._v2:
                     output.scheduled_new_reqs.append(self._new(entry, start))
                     entry.sent = True
                     continue
                 cached.resumed_req_ids.add(request_id)
-                table = groups.tables(entry.blocks, entry.windows)
+                table = groups.tables(entry.blocks, entry.windows, entry.state)
             elif added is None:
                 table = None
             else:
@@ -122,6 +127,8 @@ class OutputBuilder:
             counts.append(start)
             outputs.append(len(entry.outputs) if i < extend_rows else start + 1 - entry.prompt_tokens)
             tables.append(table)
+            if self._sends_tokens:
+                cached.new_token_ids.append(list(entry.tokens[start : stops[i]]))
             if request_id not in ran_before and not self._v2:
                 cached.all_token_ids[request_id] = list(entry.tokens)
         total = sum(scheduled.values())
@@ -158,7 +165,7 @@ class OutputBuilder:
         request = entry.request
         request.num_computed_tokens = start
         prefill = list(entry.tokens) if self._v2 else None
-        table = self._groups.tables(entry.blocks, entry.windows)
+        table = self._groups.tables(entry.blocks, entry.windows, entry.state)
         return NewRequestData.from_request(request, table, prefill, uses_mrope=self._uses_mrope)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lockstep.core.contract.events import Grammar, PromptSpan, RequestArrived, RequestId, TokenIds, TokenRuns
+from lockstep.vllm.groups import NO_STATE
 from vllm.v1.core.sched.utils import check_sequence_repetition
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Tracked:
         "prompt_tokens",
         "request",
         "sent",
+        "state",
         "tokens",
         "windows",
     )
@@ -41,6 +43,7 @@ class Tracked:
         self.prompt_tokens: int = request.num_prompt_tokens
         self.blocks: list[int] = []  # its block table, as the workers have it
         self.windows: list[int] = []  # the window page of each of its blocks, where layers have windows
+        self.state: int = NO_STATE  # its state slot, where layers have recurrent state
         self.prompt_logprobs: LogprobsTensors | None = None  # computed, and not sent to the client yet
         params = request.sampling_params
         self.detects = params is not None and params.repetition_detection is not None

@@ -1,7 +1,8 @@
 """`lockstep.vllm.Scheduler`: vLLM's scheduler interface over `lockstep.core.Engine`.
 
 One class serves synchronous and asynchronous scheduling: with vLLM's `async_scheduling` the core runs with overlap
-depth 1, that is, with up to two batches launched and not delivered.
+depth 1, that is, with up to two batches launched and not delivered. With pipeline stages the core has a microbatch for
+each of them, and each may have one batch in flight.
 
 The class only translates and keeps order. An event that the core refuses is a fault of this class or of the workers,
 and never ignored: the ContractError names the event, and the engine stops.
@@ -20,10 +21,12 @@ from msgspec import UNSET
 from lockstep.core.contract.commands import (
     CompileGrammar,
     ControlAnswered,
+    CopyToHost,
     EncodeMedia,
     FinishRequest,
     LaunchBatch,
     LoadAdapter,
+    LoadFromHost,
     RejectRequest,
     SampleBatch,
     Step,
@@ -52,13 +55,14 @@ from lockstep.core.requests.table import NO_REQUEST
 from lockstep.core.scheduler.engine import Engine
 from lockstep.vllm import versions
 from lockstep.vllm.adapters import AdapterNames
-from lockstep.vllm.groups import KvGroups, length_of
+from lockstep.vllm.groups import KvGroups, kinds_of
 from lockstep.vllm.media import DIGEST_BYTES, EncoderInputs
 from lockstep.vllm.plans import OutputBuilder, empty_output
 from lockstep.vllm.recording import NoRecording, Recording, begin_recording
 from lockstep.vllm.requests import Tracked, arrival
 from lockstep.vllm.results import STATUS, ClientOutputs, LaunchedBatch, batch_finished
 from lockstep.vllm.settings import read_settings, sched_config
+from lockstep.vllm.tiers import HostCopies
 from vllm.logger import init_logger
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.multimodal.encoder_budget import MultiModalBudget
@@ -81,7 +85,7 @@ logger = init_logger("vllm.lockstep")
 class Scheduler(SchedulerInterface):
     """Schedules vLLM's requests by the decisions of Lockstep's core."""
 
-    connector = None  # vLLM's engine core reads both; KV and encoder connectors are refused at start
+    connector = None  # vLLM's engine core reads both; of HostTier only the workers have an object
     ec_connector = None
 
     def __init__(
@@ -119,12 +123,14 @@ class Scheduler(SchedulerInterface):
             tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
             context_tokens_max=vllm_config.model_config.max_model_len,
             groups=KvGroups(
-                [hybrid is not None and length_of(one.kv_cache_spec) > 0 for one in kv_cache_config.kv_cache_groups],
+                kinds_of(kv_cache_config),
                 config.pages,
                 hybrid.window_pages if hybrid is not None else 0,
+                hybrid.state_slots if hybrid is not None else 0,
             ),
             drafts_stay=bool(vllm_config.scheduler_config.async_scheduling),
             v2_runner=vllm_config.use_v2_model_runner,
+            sends_tokens=vllm_config.parallel_config.pipeline_parallel_size > 1,
             uses_mrope=vllm_config.model_config.uses_mrope,
             media=self._media,
         )
@@ -134,10 +140,13 @@ class Scheduler(SchedulerInterface):
         self._tracked: dict[RequestId, Tracked] = {}
         self._core_ids: dict[str, RequestId] = {}
         self._adapters = AdapterNames()
+        self._copies = HostCopies(present=config.tiers is not UNSET)
         self._next_core_id = 0
         self._next_control_id = 0
         self._grammars: dict[bytes, Request] = {}  # requests whose grammar vLLM still compiles, by digest
         self._launched: deque[LaunchedBatch] = deque()  # oldest first
+        self._stages: int = vllm_config.parallel_config.pipeline_parallel_size  # and as many microbatches
+        self._microbatch = 0  # the newest that was launched
         self._finished_us = 0  # when the newest result came
         self._wake_at_us: int | None = None
         self._stopped = ""  # what the core raised; no event is taken in behind that
@@ -197,6 +206,8 @@ class Scheduler(SchedulerInterface):
                     pass  # vLLM compiles it already; `_poll_grammars` reports the outcome
                 case EncodeMedia():
                     self._media.ask(command)
+                case CopyToHost() | LoadFromHost():
+                    self._copies.order(command)
                 case LoadAdapter(adapter, version):
                     self._fold(AdapterLoaded(self._now_us(), adapter, version, generation=self._engine.generation))
                 case SampleBatch():
@@ -316,11 +327,7 @@ class Scheduler(SchedulerInterface):
         now_us = self._now_us()
         if self._wake_at_us is not None and self._wake_at_us <= now_us:
             self._fold(ClockAdvanced(now_us))
-        step = self._take_in(LaneReady(now_us))
-        launch: LaunchBatch | None = None
-        for command in step.commands:
-            if isinstance(command, LaunchBatch):
-                launch = command
+        step, launch = self._offer_slots(now_us)
         if launch is not None:
             self._launch(launch, output, now_us)
             step.commands.remove(launch)
@@ -333,7 +340,29 @@ class Scheduler(SchedulerInterface):
         output.finished_req_ids, self._finished = self._finished, set()
         output.free_encoder_mm_hashes = self._media.freed()
         output.preempted_req_ids, self._preempted = self._preempted, set()
+        self._copies.send(output)
         return output
+
+    def _offer_slots(self, now_us: int) -> tuple[Step, LaunchBatch | None]:
+        """Offer the core a launch slot. With pipeline stages, each microbatch without a batch in flight has its turn.
+
+        Returns: the step of the last offer, whose commands are to be carried out, and what it launches.
+        """
+        if self._stages == 1:
+            step = self._take_in(LaneReady(now_us))
+            return step, launched_by(step)
+        busy = {batch.plan.microbatch for batch in self._launched}
+        step = Step()
+        for turn in range(1, self._stages + 1):
+            microbatch = (self._microbatch + turn) % self._stages
+            if microbatch in busy:  # its requests wait for their results
+                continue
+            self._perform(step)
+            step = self._take_in(LaneReady(now_us, microbatch))
+            if (launch := launched_by(step)) is not None:
+                self._microbatch = microbatch
+                return step, launch
+        return step, None
 
     def _encoded(self, command: EncodeMedia) -> None:
         """Answer an order to encode: the workers do so in the pass that needs it."""
@@ -354,6 +383,8 @@ class Scheduler(SchedulerInterface):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Fold the result of the oldest pass; return what clients get."""
+        for answer in self._copies.answers(self._now_us()):  # made before the pass
+            self._fold(answer)
         if scheduler_output.total_num_scheduled_tokens:
             self._collect(model_runner_output)
             if scheduler_output.scheduled_spec_decode_tokens and self.log_stats:
@@ -488,8 +519,8 @@ class Scheduler(SchedulerInterface):
         return request_id in self.requests
 
     def has_finished_requests(self) -> bool:
-        """Whether workers or clients are still to be informed of ended requests."""
-        return bool(self._finished or self._outputs.by_client)
+        """Whether workers or clients are still to be informed of ended requests, or of copies to the host."""
+        return bool(self._finished or self._outputs.by_client or self._copies.is_busy)
 
     @property
     def pause_state(self) -> PauseState:
@@ -515,6 +546,7 @@ class Scheduler(SchedulerInterface):
         if reset_running_requests:
             running = [one.request for one in self._tracked.values() if one.request.status == RequestStatus.RUNNING]
             self._media.void()
+            self._copies.void()
             self._fold(EngineRestarted(self._now_us(), self._engine.generation + 1))
             for request in running:  # the core decides no retraction of each: all of them wait again
                 self._preempt(request)
@@ -561,3 +593,8 @@ class Scheduler(SchedulerInterface):
     def engine_state(self) -> Any:
         """Return the core, for tests and debuggers; not to be changed."""
         return self._engine
+
+
+def launched_by(step: Step) -> LaunchBatch | None:
+    """Return the launch among the commands of a step."""
+    return next((command for command in step.commands if isinstance(command, LaunchBatch)), None)

@@ -5,7 +5,7 @@ variable LOCKSTEP_VLLM_CONFIG names:
 
     profile = "vllm"                    # a family of scheduling settings: docs/profiles.md
     journal = "/var/log/vllm/{start}"   # a new run folder for each start; absent: no journal
-    mean_request_tokens = 3000          # prompt and output; divides KV blocks between full attention and windows
+    mean_request_tokens = 3000          # prompt and output; divides KV blocks between layers of several kinds
     journal_tokens = false              # true: the journal holds token ids; false: pseudonyms that share prefixes alike
 
     [scheduler]                         # fields of SchedConfig, over the profile
@@ -29,7 +29,8 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.profiles import profile_settings
 from lockstep.core.journal.records import JournalError
 from lockstep.vllm.checks import check_values
-from lockstep.vllm.groups import divided, window_tokens
+from lockstep.vllm.groups import divided, divided_by_states, kinds_of, page_tokens, state_groups, window_tokens
+from lockstep.vllm.tiers import cache_tiers, uses_host_tier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,7 +54,10 @@ OF_VLLM = (
     "speculative_method",
     "num_speculative_tokens",
     "tables_append_only",
+    "tiers",
     "hybrid",
+    "pp_size",
+    "pp_async_batch_depth",
     "encoder_cache_tokens",
     "encoder_budget_tokens",
 )
@@ -66,7 +70,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     profile: str = "vllm"
     journal: str = ""  # run folder, see `run_folder`; empty: no journal
     journal_tokens: bool = False
-    mean_request_tokens: int = 0  # prompt and output, for models with windows; 0: estimated
+    mean_request_tokens: int = 0  # prompt and output, for models with windows or states; 0: estimated
     scheduler: dict[str, Any] = {}  # fields of SchedConfig
 
 
@@ -128,6 +132,7 @@ def sched_config(
         )
     scheduler = vllm_config.scheduler_config
     budget = token_budget(vllm_config)
+    block_size = page_tokens(kv_cache_config, block_size)
     values: dict[str, Any] = profile_settings(settings.profile)
     values |= {
         "page_size": block_size,
@@ -140,6 +145,8 @@ def sched_config(
         "radix_cache": bool(vllm_config.cache_config.enable_prefix_caching and kv_cache_config.kv_cache_groups),
         "tables_append_only": True,
     }
+    if (stages := vllm_config.parallel_config.pipeline_parallel_size) > 1:
+        values |= {"pp_size": stages}
     if not values["radix_cache"]:
         values |= {"same_step_sharing": False, "prefix_deduplication": "off", "retracted_kv": "free"}
     if scheduler.policy == "priority":  # vLLM: smaller values go first, the least important running request yields
@@ -163,6 +170,16 @@ def sched_config(
         mean = settings.mean_request_tokens
         full, windows = divided(kv_cache_config.num_blocks - 1, number, window, block_size, context, ahead, mean)
         values |= {"pages": full, "hybrid": HybridMemory(window_tokens=window, window_pages=windows)}
+    if number := state_groups(kv_cache_config):
+        rows = values["max_running_requests"] * (values["overlap_depth"] + 1)
+        context, mean = values["context_tokens_max"], settings.mean_request_tokens
+        full, slots = divided_by_states(kv_cache_config.num_blocks - 1, number, block_size, context, rows, mean)
+        if "full" not in kinds_of(kv_cache_config):
+            full, slots = values["pages"], min((kv_cache_config.num_blocks - 1) // number, rows)
+        checkpoint = max(256, block_size)  # not used: without a prefix cache there are no checkpoints
+        values |= {"pages": full, "hybrid": HybridMemory(state_slots=slots, checkpoint_tokens=checkpoint)}
+    if uses_host_tier(vllm_config):
+        values |= {"tiers": cache_tiers(vllm_config, kv_cache_config)}
     if encoder is not None:
         values |= {
             "encoder_cache_tokens": encoder.encoder_cache_size,
@@ -177,9 +194,10 @@ def sched_config(
 def pages(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int) -> int:
     """Return the KV pages of the core: all blocks but vLLM's null block, which is block 0.
 
-    A model without KV cache has as many pages as its requests could fill, so that pages never limit it.
+    A model without attention over a KV cache has as many pages as its requests could fill: pages never limit it.
     """
-    if kv_cache_config.kv_cache_groups:
+    states = state_groups(kv_cache_config)
+    if kv_cache_config.kv_cache_groups and states != len(kv_cache_config.kv_cache_groups):
         return kv_cache_config.num_blocks - 1
     rows = vllm_config.scheduler_config.max_num_seqs * (2 if vllm_config.scheduler_config.async_scheduling else 1)
     return rows * -(-vllm_config.model_config.max_model_len // block_size)
@@ -235,17 +253,37 @@ def _check_budget(config: SchedConfig, budget: int) -> None:
         )
 
 
+def connector_name(vllm_config: VllmConfig) -> str:
+    """Return the name of the KV connector; empty if there is none."""
+    config = vllm_config.kv_transfer_config
+    return "" if config is None else str(config.kv_connector)
+
+
 def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int) -> list[str]:
     """Return what of this configuration the scheduler does not support, in words; empty if it supports all."""
     parallel, model, scheduler = vllm_config.parallel_config, vllm_config.model_config, vllm_config.scheduler_config
     groups, speculative = kv_cache_config.kv_cache_groups, vllm_config.speculative_config
+    page_size = page_tokens(kv_cache_config, block_size)
     findings = {
-        "KV connectors (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
+        f"KV connector {connector_name(vllm_config)} (--kv-transfer-config; hint: HostTier of lockstep.vllm.host_tier, "
+        "host memory by the decisions of Lockstep)": bool(
+            vllm_config.kv_transfer_config is not None and not uses_host_tier(vllm_config)
+        ),
+        "HostTier beside anything but one KV cache group of full attention, without pipeline stages": bool(
+            uses_host_tier(vllm_config)
+            and (parallel.pipeline_parallel_size > 1 or len(groups) != 1 or kinds_of(kv_cache_config) != ["full"])
+        ),
+        "HostTier without prefix caching (--enable-prefix-caching)": bool(
+            uses_host_tier(vllm_config) and not vllm_config.cache_config.enable_prefix_caching
+        ),
         "encoder connectors (--ec-transfer-config)": vllm_config.ec_transfer_config is not None,
         "KV cache events (--kv-events-config)": bool(
             vllm_config.kv_events_config and vllm_config.kv_events_config.enable_kv_cache_events
         ),
-        "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
+        "asynchronous scheduling with pipeline parallelism (hint: --no-async-scheduling)": bool(
+            parallel.pipeline_parallel_size > 1 and scheduler.async_scheduling
+        ),
+        "drafts with pipeline parallelism": parallel.pipeline_parallel_size > 1 and speculative is not None,
         "an interval between prefills (--prefill-schedule-interval)": scheduler.prefill_schedule_interval > 1,
         "a watermark of free KV blocks (--watermark)": bool(scheduler.watermark),
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
@@ -268,15 +306,27 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_s
         "(hint: --disable-hybrid-kv-cache-manager)": bool(
             len(groups) > 1 and not window_tokens(kv_cache_config) and not kv_cache_config.has_mamba_layers
         ),
-        "layers with recurrent state (Mamba, GDN), which vLLM keeps in blocks of the KV pool": bool(
+        "prefix caching of recurrent state (Mamba, GDN; hint: --no-enable-prefix-caching)": bool(
+            kv_cache_config.has_mamba_layers and vllm_config.cache_config.enable_prefix_caching
+        ),
+        "drafts of a model with recurrent state (Mamba, GDN)": bool(
+            kv_cache_config.has_mamba_layers and speculative is not None
+        ),
+        "recurrent state (Mamba, GDN) beside layers other than those of one full attention": bool(
             kv_cache_config.has_mamba_layers
+            and not vllm_config.cache_config.enable_prefix_caching
+            and speculative is None
+            and not state_groups(kv_cache_config)
         ),
         "drafts with KV cache groups of windows (hint: --disable-hybrid-kv-cache-manager)": bool(
             speculative is not None and window_tokens(kv_cache_config)
         ),
         "models without KV cache that generate text": not groups and model.runner_type != "pooling",
-        f"a block size of {block_size} tokens, which is no power of two": bool(block_size & (block_size - 1)),
+        f"a block size of {page_size} tokens, which is no power of two (hint: --block-size "
+        f"{1 << page_size.bit_length()})": bool(page_size & (page_size - 1)),
         "a long-prefill threshold (--long-prefill-token-threshold)": scheduler.long_prefill_token_threshold > 0,
-        "models that require zeroed KV blocks": kv_cache_config.needs_kv_cache_zeroing,
+        "models that require zeroed KV blocks": bool(
+            kv_cache_config.needs_kv_cache_zeroing and not kv_cache_config.has_mamba_layers
+        ),
     }
     return [name for name, found in findings.items() if found]
