@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm fleet-swarm rank-swarm overload kill-campaign clients schema-campaign bench gpu-check
+.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm fleet-swarm rank-swarm overload attacks kill-campaign clients schema-campaign bench gpu-check
 
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ fleet-swarm: ## random histories of prefill and decode engines with a bad networ
 
 rank-swarm: ## random histories of four data-parallel ranks, 10^6 steps; ARGS="--steps 100_000"
 	@$(PYTHON) dev.py rank-swarm $(ARGS)
+
+attacks:    ## 200 hostile requests and 50 hostile connections: the worst delay of another stream, about three minutes
+	@$(PYTHON) dev.py attacks $(ARGS)
 
 overload:   ## overload of a server by all kinds of requests for five minutes; ARGS=--short for one minute
 	@$(PYTHON) dev.py overload $(ARGS)

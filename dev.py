@@ -13,6 +13,7 @@
     python3 dev.py fleet-swarm ARGS   random histories of prefill and decode engines with a bad network, 1,000,000 steps
     python3 dev.py rank-swarm ARGS    random histories of four data-parallel ranks; --steps 100_000
     python3 dev.py overload ARGS      overload of a server by all kinds of requests; --short for one minute
+    python3 dev.py attacks ARGS       requests and connections that are made to cost; the worst delay of another stream
     python3 dev.py kill-campaign ARGS 1,000 kills of a server's engine under 32 streams; --kills 200
     python3 dev.py clients ARGS       public clients, each in an environment of its own, against a server; --list
     python3 dev.py schema-campaign    1,000 random JSON schemas through the demo model; --schemas 100
@@ -202,6 +203,10 @@ def rank_swarm(args):
     return call(PYTHON, "tests/fleet_swarm.py", "--ranks", "--steps", "1_000_000", *args)
 
 
+def attacks(args):
+    return call(PYTHON, "-m", "tests.campaigns.attacks", *args)
+
+
 def overload(args):
     return call(PYTHON, "-m", "tests.campaigns.overload", *args)
 
@@ -248,6 +253,7 @@ TASKS = {
     "swarm": ("dev", swarm),
     "fleet-swarm": ("dev", fleet_swarm),
     "rank-swarm": ("dev", rank_swarm),
+    "attacks": ("dev", attacks),
     "overload": ("dev", overload),
     "kill-campaign": ("dev", kill_campaign),
     "clients": ("dev", clients),

@@ -97,6 +97,7 @@ def simulated_share(path: Path, capacity: int) -> float:
     """The share of prompt tokens that a simulated engine with as much host memory finds cached."""
     kv_bytes = load_model(MODEL).kv_bytes_per_token("bf16")
     scenario = Scenario(
+        engine="none",
         model=MODEL,
         gpu="h200",
         workload=str(path),

@@ -88,7 +88,7 @@ def main() -> int:
 
 def scenario(requests: int, engines: int) -> Scenario:
     workload = f"gen:n={requests},rate={RATE * engines:g},{LENGTHS}"
-    return Scenario(model=MODEL, gpu=GPU, workload=workload, settings=SETTINGS)
+    return Scenario(model=MODEL, gpu=GPU, workload=workload, settings=SETTINGS, engine="none")
 
 
 if __name__ == "__main__":

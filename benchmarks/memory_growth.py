@@ -98,7 +98,7 @@ def growth_bytes(shorter: dict[str, Any], longer: dict[str, Any]) -> float:
 
 def measure(workload: str, *, compiled: bool) -> dict[str, float]:
     """Simulate once, in this process."""
-    setup = assemble(Scenario(model=MODEL, gpu=GPU, workload=workload, settings=SETTINGS))
+    setup = assemble(Scenario(model=MODEL, gpu=GPU, workload=workload, settings=SETTINGS, engine="none"))
     read_bytes, began_s = peak_bytes(), time.process_time()
     with tempfile.TemporaryDirectory(prefix="lockstep-memory-") as folder:
         run = simulate(setup, compiled=True) if compiled else simulate(setup, folder=Path(folder))

@@ -87,7 +87,9 @@ def main() -> int:
 
 def run(model: str, gpu: str, depth: int) -> tuple[dict[str, Any], NDArray[np.int64]]:
     """Simulate at one depth; the summary and all tokens."""
-    setup = assemble(Scenario(model=model, gpu=gpu, workload=WORKLOAD, settings={"overlap_depth": depth}), environ={})
+    setup = assemble(
+        Scenario(model=model, gpu=gpu, workload=WORKLOAD, settings={"overlap_depth": depth}, engine="none"), environ={}
+    )
     metrics = TokensToo(setup.config.pages)
     env, engine = Environment(), Engine(setup.config)
     host = EngineHost(env, engine, Arrivals(setup.workload.turns), setup.cost, setup.cpu, NoJournal(), metrics)

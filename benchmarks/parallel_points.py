@@ -94,6 +94,7 @@ class Offline:
         settings: dict[str, Any] = {"chunked_prefill_size": tokens, "max_prefill_tokens": tokens}
         settings |= {"max_running_requests": ROWS_MAX, "reserve": ENGINES["trtllm"]["reserve"]}
         scenario = Scenario(
+            engine="none",
             model=MODELS[self.model],
             gpu=self.gpu.lower(),
             workload=f"gen:n={self.requests},input=fixed:{self.prompt},output=fixed:{self.output},rate={ALL_AT_ONCE:g}",

@@ -172,6 +172,7 @@ def run_one(case: Case, rate: float, variant: Variant, limit: int, data: Path) -
     """One simulation."""
     workload = str(data / case.workload) if case.recorded else case.workload.format(n=limit)
     scenario = Scenario(
+        engine="none",
         model=case.model,
         gpu=case.gpu,
         workload=workload,

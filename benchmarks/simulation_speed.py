@@ -80,7 +80,7 @@ def main() -> int:
         workload = Path(folder, "anchor.csv")
         make = [sys.executable, str(Path(peers, "make_workload.py")), str(workload), "--n", str(arguments.n)]
         print(subprocess.run(make, check=True, capture_output=True, text=True).stdout.strip())
-        setup = assemble(Scenario(model=MODEL, gpu=GPU, workload=str(workload), settings=SETTINGS))
+        setup = assemble(Scenario(model=MODEL, gpu=GPU, workload=str(workload), settings=SETTINGS, engine="none"))
         python, reason = dynosim_python()
         began_s = cpu_s()
         simulate(replace(setup, workload=replace(setup.workload, turns=setup.workload.turns.head(10))), compiled=True)

@@ -42,6 +42,7 @@ def predicted(row: dict[str, str], pools: str) -> float:
         # What a row needs of windows, and of a prompt's chunk, of all its tokens: 16 tokens a page.
         tiers = {"hybrid_memory": "on", "swa_full_tokens_ratio": min(1.0, 2 * WINDOW / (prompt + output / 2) + 0.02)}
     scenario = Scenario(
+        engine="none",
         model=MODELS[row["model"]],
         gpu=row["gpu"].lower(),
         workload=f"gen:n={row['num_requests']},input=fixed:{prompt},output=fixed:{output},rate={ALL_AT_ONCE:g}",

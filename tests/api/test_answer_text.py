@@ -50,6 +50,22 @@ def test_a_stop_text_cuts_the_last_piece() -> None:
     assert "".join(kept) == "one two END"
 
 
+@pytest.mark.parametrize("cuts", [[], [3, 8], list(range(1, 11))])
+def test_a_regex_and_a_stop_text_end_an_answer_in_one_place(cuts: list[int]) -> None:
+    tokens = list(b"one two 42.")
+    for stops, reason, text in (
+        (["."], r"\d+\.", "one two "),
+        (["2."], r"\d+\.", "one two "),
+        (["wo 42."], "wo 42.", "one t"),
+    ):
+        pieces, answer = spelt(tokens, [], ended("text_stop"), stops=stops, regexes=[r"\d+\."])
+        assert ("".join(pieces), answer.stop_reason, answer.characters) == (text, reason, len(text))
+    pieces, answer = spelt(tokens, [one for one in cuts if one <= 8], ended("text_stop"), regexes=[r"\d+\."])
+    assert ("".join(pieces), answer.stop_reason) == ("one two ", r"\d+\.")
+    pieces, _ = spelt(tokens, cuts, ended("text_stop"), stops=["x"], regexes=[r"\d+\."], include_stop=True)
+    assert "".join(pieces) == "one two 42."
+
+
 def test_the_first_of_several_stops_counts_and_too_early_ones_do_not() -> None:
     tokens = list(b"a.b,c.")
     pieces, answer = spelt(tokens, [], ended("text_stop"), stops=[",", "."])

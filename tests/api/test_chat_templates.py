@@ -17,7 +17,8 @@ from lockstep.api.text.answer_text import AnswerText
 from lockstep.api.text.chat_formats.driver import AnswerParser, ParsedAnswer
 from lockstep.api.text.chat_formats.tables import THOUGHTS, TOOL_FORMATS, choose, opening, with_thoughts
 from lockstep.core.contract.errors import ConfigError
-from lockstep.host.text import StopTexts, Text
+from lockstep.host.stop_texts import StopTexts
+from lockstep.host.text import Text
 from tests.api.test_chat_formats import RENDER, TOOLS
 from tests.support.words import word_tokenizer
 

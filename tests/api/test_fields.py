@@ -143,6 +143,19 @@ def test_a_field_without_effect_is_named(client: Any, path: str, body: dict[str,
     assert ignored(client.post(path, json=body)) == named
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/invocations"])
+def test_a_large_field_without_effect_is_named(client: Any, path: str) -> None:
+    """A text process does not parse large unknown fields."""
+    body = {"prompt": [3, 4, 5] * 30, "max_tokens": 3, "seed": 1}
+    more = {"lists": [[]] * 30_000, "long": " " * 10_000, "verbosity": "x" * 10_000, "none": None, "n/a": []}
+    small, large = client.post(path, json=body), client.post(path, json={**body, **more})
+    assert ignored(large) == ["lists", "long", "verbosity"]
+    assert large.json()["choices"] == small.json()["choices"]
+    assert large.json()["usage"]["prompt_tokens"] == 90
+    refused = client.post(path, json={**body, "suffix": "x" * 100_000})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "suffix")
+
+
 def test_an_empty_list_of_choices_is_refused(client: Any) -> None:
     answer = client.post("/v1/completions", json={"prompt": "a", "guided_choice": []})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "guided_choice")

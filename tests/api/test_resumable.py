@@ -20,6 +20,8 @@ from tests.support.live_server import EMULATED, LiveServer, metric, running, ser
 
 LONG = {"prompt": "hello", "max_tokens": 1500, "ignore_eos": True, "seed": 7, "stream": True}
 RESUMABLE = {"X-Resumable": "1"}
+LARGE = {"prompt": [7, 8, 9] * 20, "x": " " * 100_000}
+"""Fields of a body that a text process reads: its token ids are an array."""
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,16 @@ def test_a_repeated_key_gives_the_same_answer_and_runs_once(client: Any, emulate
     assert answers[0].json()["choices"][0]["text"]
     until(lambda: metric(emulated, "lockstep_generation_tokens_total") - before == 20)
     other = client.post("/v1/completions", json={**body, "max_tokens": 21}, headers=key)
+    assert (other.status_code, other.json()["error"]["param"]) == (422, "Idempotency-Key")
+
+
+def test_a_large_request_is_kept(client: Any) -> None:
+    body, key = {**LARGE, "max_tokens": 20, "ignore_eos": True, "seed": 1}, {"Idempotency-Key": "large"}
+    answers = [client.post("/v1/completions", json=body, headers=key) for _ in range(2)]
+    assert answers[0].status_code == 200, answers[0].text
+    assert answers[0].content == answers[1].content
+    assert [one.headers["X-Ignored-Fields"] for one in answers] == ["x", "x"]
+    other = client.post("/v1/completions", json={**body, "prompt": [7, 8, 9] * 21}, headers=key)
     assert (other.status_code, other.json()["error"]["param"]) == (422, "Idempotency-Key")
 
 
@@ -245,7 +257,7 @@ def test_an_answer_that_nothing_reads_is_cancelled(limited: LiveServer, of: Any)
 
 @pytest.mark.parametrize("how", ["worker", "server", "restart"])
 def test_streams_continue_after_the_end_of_their_worker_or_server(tmp_path: Path, how: str) -> None:
-    """Eight streams of two endpoints, drawn and greedy, some with several choices, are cut off and taken up."""
+    """Streams, drawn and greedy, with several choices, or with a large body, are cut off and taken up."""
     arguments = (*EMULATED, "--journal", str(tmp_path / "run"), "--shutdown-s", "0")
     bodies = [
         ("/v1/completions", {**LONG, "seed": number, "temperature": number % 2, "n": 1 + number // 3}, 3 + number)
@@ -253,6 +265,7 @@ def test_streams_continue_after_the_end_of_their_worker_or_server(tmp_path: Path
     ]
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1500, "ignore_eos": True, "stream": True}
     bodies += [("/v1/chat/completions", {**chat, "seed": number}, 3 + number) for number in range(4)]
+    bodies.append(("/v1/completions", {**LONG, **LARGE}, 4))
     server = LiveServer(*arguments, log=tmp_path / "log")
     try:
         with httpx2.Client(base_url=server.url, timeout=120) as client:
@@ -310,6 +323,27 @@ def test_web_pages_of_allowed_origins_may_call_the_server(tmp_path: Path) -> Non
             httpx2.options(f"{server.url}/v1/completions", headers={**other, **wanted}, timeout=60).status_code == 400
         )
         assert httpx2.post(f"{server.url}/v1/completions", json=body, headers=other, timeout=60).status_code == 403
+        for size, status in ((60_000, 200), (70_000, 400)):  # a preflight has a head like any other request
+            asked = {**page, **wanted, "X-Long": "a" * size}
+            assert httpx2.options(f"{server.url}/v1/completions", headers=asked, timeout=60).status_code == status
+
+
+def test_kept_answers_and_a_draining_server(tmp_path: Path) -> None:
+    """A kept answer that is read is completed before the server stops; the next server continues one without any."""
+    arguments = (*EMULATED, "--journal", str(tmp_path / "run"), "--shutdown-s", "30")
+    with serving(tmp_path / "log", *arguments) as server, httpx2.Client(base_url=server.url, timeout=120) as client:
+        unread, before = begun(client, "/v1/completions", {**LONG, "max_tokens": 6000}, 3)
+        with client.stream("POST", "/v1/completions", json=LONG, headers=RESUMABLE) as answer:
+            events = events_of(answer.iter_lines())
+            first = next(events)
+            server.process.terminate()
+            read = [first, *events]
+        assert read[-1][1] == "[DONE]"
+        server.process.wait(20)  # it does not wait for the other answer
+    with serving(tmp_path / "log2", *arguments) as server, httpx2.Client(base_url=server.url, timeout=120) as client:
+        after = rest(client, unread, before[-1][0])
+        assert [number for number, _ in before + after] == list(range(len(before) + len(after)))
+        assert after[-1][1] == "[DONE]"
 
 
 def test_without_the_flag_no_page_is_allowed(client: Any) -> None:

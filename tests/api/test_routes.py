@@ -17,6 +17,7 @@ from lockstep.api.endpoints.server import Server  # noqa: E402
 from lockstep.api.endpoints.usage import UsageCounter  # noqa: E402
 from lockstep.api.observability.metrics import Metrics  # noqa: E402
 from lockstep.api.processes.bridge import Bridge, Ticket  # noqa: E402
+from lockstep.api.processes.text_processes import TextProcesses  # noqa: E402
 from lockstep.api.processes.wire import Submit  # noqa: E402
 from lockstep.api.settings import ServeSettings  # noqa: E402
 from lockstep.api.text.plain_text import PlainText  # noqa: E402
@@ -108,7 +109,8 @@ def in_process(folder: Path, routes: tuple[HttpRoute, ...], what: Any, **setting
         bridge.tickets[-1] = Ticket(-1, Submit(0, -1, REQUEST), [])  # so /health_generate does not wait for a token
         keys = settings.pop("keys", KEYS)
         settings_of = ServeSettings(emulate="qwen3-0.6b@h200", **settings)
-        server = Server(settings_of, bridge, PlainText(), keys, Metrics(), UsageCounter(folder / "usage"))
+        processes, usage = TextProcesses(folder, 1), UsageCounter(folder / "usage")
+        server = Server(settings_of, bridge, PlainText(), keys, Metrics(), processes, usage)
         if routes is ADMIN_ROUTES:
             bridge.gone = "it was switched off"
         app = make_app(server, routes)

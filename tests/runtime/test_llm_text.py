@@ -19,7 +19,8 @@ from lockstep.core.contract.events import (  # noqa: E402
 )
 from lockstep.core.journal.reader import read_journal  # noqa: E402
 from lockstep.core.journal.replay import fold  # noqa: E402
-from lockstep.host.text import StopTexts, Text  # noqa: E402
+from lockstep.host.stop_texts import StopTexts  # noqa: E402
+from lockstep.host.text import Text  # noqa: E402
 from lockstep.runtime import (  # noqa: E402
     LLM,
     Params,
@@ -88,12 +89,10 @@ def test_stop_texts_hold_back_what_may_begin_one(folder: Path) -> None:
     assert free == sorted(free), "what was free stays free"
     first = len(text.encode(TEXTS[1].partition("🙂")[0]))
     assert free[-1] <= first
-    assert watch.decoded == TEXTS[1]
     again = StopTexts(text, [], ["and 🙂"])
     stopped = [again.push(number, token)[0] for number, token in enumerate(ids)]
     assert stopped.index(True) == max(i for i in range(len(ids)) if not text.decode(ids[:i]).count("and 🙂"))
     assert again.push(3, ids[3]) == (False, again.push(3, ids[3])[1]), "a number from before takes the text back"
-    assert again.decoded == text.decode(ids[:4])
 
 
 def byte_fallback(folder: Path) -> Text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 from collections.abc import Callable
@@ -463,7 +464,8 @@ def test_a_closed_loop_is_replayed_at_the_speed_of_the_simulation(tmp_path: Path
     run = drawn(40, rate=1.0, concurrency=4)
     slow = served(run, Correction(kernels=2.0, collectives=2.0))
     fast = served(run, Correction())
-    server = ReplayedServer.of(SCENARIO, turns_of_run(slow), slow.name)
+    kernels = dataclasses.replace(SCENARIO, engine="none")  # as `served` times them
+    server = ReplayedServer.of(kernels, turns_of_run(slow), slow.name)
     replay = server.play(slow, None)
     # The measured times of the slow server do not slow the replay down.
     assert replay.end_s < 0.75 * float(slow.requests.e2e_s.sum()) / 4
@@ -571,4 +573,5 @@ def test_the_rtx_4090_is_calibrated_by_a_fifth_of_its_run(data: Path) -> None:
     assert (kept.requests, kept.of) == (240, 300)
     assert abs(kept.error("end to end mean")) < 0.015
     assert abs(kept.error("TPOT mean")) < 0.01
-    assert kept.error("end to end mean", before=True) < -0.015
+    # Before: the catalogue's vLLM, whose costs were fitted on H100.
+    assert 0.05 > abs(kept.error("end to end mean", before=True)) > 5 * abs(kept.error("end to end mean"))

@@ -199,7 +199,9 @@ def test_checkpoint_dtype_sets_the_weight_bytes() -> None:
     assert load_model("gpt-oss-120b").weights_bytes() == pytest.approx(65e9, rel=0.03)  # the checkpoint is 65 GB
     assert load_model("llama-3.1-8b").weights_bytes("fp8") == pytest.approx(9.08e9, rel=0.01)
     assert load_model("llama-3.1-8b").weights_bytes("int4") == pytest.approx(5.73e9, rel=0.01)  # AWQ checkpoints
-    with pytest.raises(CatalogueError, match="`weights_dtype` must be one of bf16, fp8, mxfp4, int4, got `int3`"):
+    with pytest.raises(
+        CatalogueError, match="`weights_dtype` must be one of bf16, fp8, mxfp4, nvfp4, int4, got `int3`"
+    ):
         load_model("qwen3-8b").weights_bytes("int3")  # type: ignore[arg-type]
 
 

@@ -245,7 +245,8 @@ def test_the_whole_adds_up_to_its_engines() -> None:
 
 
 def test_an_engine_without_bubbles_lowers_the_bubble_share_of_the_whole() -> None:
-    setup = assemble_cluster(ClusterScenario(base=BASE, replicas=2, router=RouterConfig(policy="round_robin")))
+    alone = replace(BASE, engine="none")  # with a CPU lane: the costs of a measured engine have its CPU time
+    setup = assemble_cluster(ClusterScenario(base=alone, replicas=2, router=RouterConfig(policy="round_robin")))
     no_cpu = CpuModel(**dict.fromkeys((each.name for each in fields(CpuModel)), 0.0))
     setup = replace(setup, engines=(setup.engines[0], replace(setup.engines[1], cpu=no_cpu)))
     done = simulate_cluster(setup)

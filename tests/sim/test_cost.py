@@ -293,7 +293,7 @@ def test_describe_gives_every_constant_a_source_and_survives_json() -> None:
     assert described["kind"] == "roofline"
     assert described["weights_dtype"] == "fp8"
     assert all(constant["source"] for constant in described["constants"].values())
-    assert "0.6 x data sheet" in described["constants"]["attention_prefill_tflops"]["source"]
+    assert "0.55 x data sheet" in described["constants"]["latent_decode_tflops"]["source"]
     assert described["all_reduce"]["source"]
 
 

@@ -268,8 +268,11 @@ def test_noisier_points_have_wider_intervals() -> None:
 def test_every_published_point_of_a_known_model_is_read() -> None:
     points, left_out = read_serving_points(DATA)
     figures = json.loads(RESULTS.read_text())
-    assert len(points) == figures["points"] == 120
-    assert figures["left_out"] == left_out
+    assert len(points) == 125
+    # MiniMax-M2.5 joined the catalogue after the figures.
+    later = {point.row for point in points if point.model.name == "minimax-m2.5"}
+    assert len(points) - len(later) == figures["points"] == 120
+    assert {row for rows in figures["left_out"].values() for row in rows} == later.union(*left_out.values())
     assert not any("suspect" in why for why in left_out)  # the file marks none
 
 
@@ -286,7 +289,7 @@ def test_calibrate_from_published_points(tmp_path: Path, monkeypatch: pytest.Mon
     low, high = found.interval("time", 0.9, "qwen3-32b")
     assert 0.8 < low < 1.0 < high < 1.25
     [source] = found.sources
-    assert (source.kind, source.rows_used, source.rows_left_out) == ("serving_points", 9, 11)
+    assert (source.kind, source.rows_used, source.rows_left_out) == ("serving_points", 9, 6)
     assert found.gpu == "H100-SXM"
     assert "users stay in step" in found.notes[0]
     arguments[3] = "mine"

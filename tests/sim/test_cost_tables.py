@@ -171,7 +171,7 @@ def test_simulate_reports_what_it_was_measured_by(tmp_path: Path, base: Roofline
     result = CliRunner().invoke(simulate, [*arguments, "--json"])
     assert result.exit_code == 0, result.output
     about = json.loads(result.stdout)["about"]
-    assert about["cost_model"]["kind"] == "measured"
+    assert about["cost_model"]["kind"] == "measured, engine"
     assert {table["operator"] for table in about["cost_model"]["tables"]} == {"gemm", "generation_attention"}
     assert "--operators" in about["command"]
     result = CliRunner().invoke(simulate, [*small, "--operators", str(tmp_path / "nowhere")])

@@ -226,6 +226,7 @@ def overloaded(batching: str) -> Setup:
     scenario = Scenario(
         model="gemma-3-27b",
         gpu="h200",
+        engine="none",
         workload="gen:n=150,rate=20,input=lognormal:1500:0.5,output=lognormal:500:0.4",
         settings={"batching": batching, "max_running_requests": 512},
         tiers={"hybrid_memory": "on", "swa_full_tokens_ratio": 0.2},

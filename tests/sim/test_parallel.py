@@ -403,7 +403,8 @@ def test_a_calibration_reports_that_it_has_not_seen_a_layout() -> None:
     assert said not in simulate(assemble(replace(scenario, ep=1))).remarks()
     with pytest.raises(CalibrationError, match="corrects passes through one stage, got pp 2\nhint: leave out"):
         assemble(replace(scenario, ep=1, pp=2))
-    bare = replace(scenario, calibration=None, ep=1, attention_dp=2)
+    bare = replace(scenario, calibration=None, engine="none", ep=1, attention_dp=2)
+    assert "engine vllm was measured without attention_dp" in simulate(assemble(replace(bare, engine=None))).remarks()
     said = "intervals are those of engines without attention_dp: they do not cover that"
     runs: list[Run | ClusterRun] = [simulate(assemble(bare))]
     runs.append(simulate_cluster(assemble_cluster(ClusterScenario(base=bare, replicas=2))))
@@ -625,7 +626,7 @@ def test_a_request_must_fit_a_shard() -> None:
 
 
 def test_a_journal_of_experts_over_ranks_calibrates_as_such(tmp_path: Path) -> None:
-    scenario = Scenario(model="qwen3-30b-a3b", gpu="h100", workload="gen:n=40,rate=9", tp=4, ep=4)
+    scenario = Scenario(model="qwen3-30b-a3b", gpu="h100", workload="gen:n=40,rate=9", tp=4, ep=4, engine="none")
     simulate(assemble(scenario), folder=tmp_path / "run")
     words = ["journal", str(tmp_path / "run"), "--date", "2026-11-22", "--out"]
     done = CliRunner().invoke(calibrate, [*words, str(tmp_path / "c.json")])
@@ -634,7 +635,7 @@ def test_a_journal_of_experts_over_ranks_calibrates_as_such(tmp_path: Path) -> N
     assert made.notes[0] == "of one run, on tp 4, ep 4: other degrees of parallelism were not seen"
     assert made.notes[1].startswith("error of held-out batches: median 0.0%")
     assert made.correction.kernels == pytest.approx(1.0, abs=0.02)
-    again = assemble(replace(scenario, calibration=str(tmp_path / "c.json")))
+    again = assemble(replace(scenario, engine=None, calibration=str(tmp_path / "c.json")))
     assert not any("made without" in line for line in again.doubts())
     simulate(assemble(replace(scenario, ep=1, pp=2)), folder=tmp_path / "piped")
     refused = CliRunner().invoke(calibrate, ["journal", str(tmp_path / "piped"), *words[2:], str(tmp_path / "d.json")])

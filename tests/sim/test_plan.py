@@ -65,7 +65,9 @@ TINY = replace(QUICK, long=Length(40, 40, 0.0), short=Length(30, 30, 0.0), repli
 
 
 def question(**changes: Any) -> Question:
+    """A question about kernels alone: without an engine's error, replications differ by their seeds only."""
     asked: dict[str, Any] = {
+        "common": {"engine": "none"},
         "model": "qwen3-8b",
         "gpus": ("h100",),
         "workload": "gen:input=uniform:200:2000,output=uniform:5:15",
@@ -355,6 +357,17 @@ def test_the_winners_command_repeats_its_run() -> None:
     assert shown.exit_code == 0, shown.output
     metrics = json.loads(shown.stdout)
     assert metrics["latency"] == winner.best.results[0].summary["latency"]
+
+
+def test_a_plan_names_its_engine_and_draws_its_error() -> None:
+    alone, named = planned(question()), planned(question(common={}))
+    assert any(
+        line.startswith("Times: engine: none: kernels without an engine, a lower bound.") for line in alone.remarks()
+    )
+    assert any(line.startswith("Times: engine: vllm ") for line in named.remarks())
+    assert alone.describe()["question"]["engine"] == "none"
+    assert {e.first_trial.factor for c in named.candidates for e in c.evaluations} != {1.0}
+    assert {e.first_trial.factor for c in alone.candidates for e in c.evaluations} == {1.0}
 
 
 def test_no_configuration_is_left_out_for_the_sake_of_itself() -> None:

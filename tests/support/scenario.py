@@ -812,7 +812,7 @@ def config_of(words: list[str]) -> SchedConfig:
             values[name] = yes(value)
         elif value == "none":
             values[name] = None
-        elif name == "schedule_conservativeness":
+        elif name in ("schedule_conservativeness", "cache_guarantee"):
             values[name] = float(value)
         else:
             values[name] = int(value) if value.isdecimal() else value

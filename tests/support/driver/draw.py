@@ -117,6 +117,8 @@ def drafting(rng: random.Random, config: SchedConfig, share: float) -> SchedConf
     jumps = random.Random(f"jumps {drawn}")
     if jumps.random() < 0.4:
         config = msgspec.structs.replace(config, jump_forward_tokens=jumps.choice([1, 2, 5, 16]))
+    if config.isolate_tenants and config.radix_cache and jumps.random() < 0.5:
+        config = msgspec.structs.replace(config, cache_guarantee=jumps.choice([0.2, 0.6, 1.0]))
     if drawn >= share:
         return config
     return msgspec.structs.replace(

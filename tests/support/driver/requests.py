@@ -170,7 +170,8 @@ class RequestPiece(Piece):
             if record.stops_at >= record.min_new:
                 assert outputs <= record.stops_at, f"r{request_id} ran past its stop token"
         if record.grammar and record.grammar_ends is not None and reason in ("length", "grammar"):
-            assert (outputs >= record.grammar_ends) == (reason == "grammar"), f"S22: r{request_id} ended by {reason}"
+            ended = outputs == record.grammar_ends if reason == "grammar" else outputs < record.grammar_ends
+            assert ended, f"S22: r{request_id} ended by {reason} after {outputs}, its grammar {record.grammar_ends}"
 
     def _due_times_are_set(self, event: RequestArrived) -> None:
         config = self.engine.config

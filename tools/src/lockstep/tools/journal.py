@@ -4,6 +4,8 @@
     lockstep journal dump RUN      one line per record, or one JSON object with --jsonl
     lockstep journal check RUN     framing, chain and snapshots; --repair cuts a torn tail off
     lockstep journal verify RUN    replay every event and compare every digest
+    lockstep journal salvage RUN   copy what is before a corrupt record
+    lockstep journal forget RUN    copy everything but what one tenant's requests said
 
 RUN is a run folder or the `journal` folder in it. Results go to stdout and everything else to stderr. Steps are counted
 from 0, and spans are half-open: `--from 5 --until 8` is steps 5, 6 and 7.
@@ -40,6 +42,7 @@ from lockstep.core.journal.records import (
     UnsealedRecord,
 )
 from lockstep.core.journal.replay import Divergence, event_line, replay
+from lockstep.core.journal.salvage import salvaged
 from lockstep.host.router_journal import RouterReader, is_router_folder, router_parts
 from lockstep.tools.runs import (
     EXIT_DIVERGED,
@@ -490,10 +493,6 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
-if __name__ == "__main__":
-    journal()
-
-
 # ------------------------------------------------------------------------------------------------------------- convert
 
 
@@ -540,3 +539,53 @@ def convert(run: Path, out: Path | None, model: str | None, gpu: str | None, tp:
             written = f"{out}: metrics.json, requests.parquet, requests.csv"
     requests = summary["requests"]
     click.echo(f"{written}; {requests['arrived']:,} requests arrived, {requests['completed']:,} completed")
+
+
+# ------------------------------------------------------------------------------------------------------------- salvage
+
+
+@journal.command()
+@RUN
+@click.option(
+    "--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="A new run folder for the copy."
+)
+@JSON
+def salvage(run: Path, out: Path, as_json: bool) -> None:
+    """Copy the records of a corrupt journal that are before the first corrupt one into a new run folder.
+
+    The journal itself is not changed. A server continues the copy with `--journal DIR`.
+    """
+    with refusals():
+        kept = salvaged(run, out)
+    tail = read_journal(out).tail
+    if as_json:
+        print_json({**_tail_json(tail), "dropped_bytes": kept.dropped_bytes, "corrupt": kept.why})
+    else:
+        click.echo(f"{out}: {_count(tail.records, 'record')}, {_count(tail.steps, 'event')}")
+        click.echo(f"{kept.dropped_bytes} bytes are left out: {kept.why}")
+
+
+# -------------------------------------------------------------------------------------------------------------- forget
+
+
+@journal.command(name="forget")
+@RUN
+@click.option("--tenant", required=True, help="The tenant whose prompts and answers are left out.")
+@click.option(
+    "--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="A new run folder for the copy."
+)
+def forget_tenant(run: Path, tenant: str, out: Path) -> None:
+    """Copy a journal without prompts, answers and texts of one tenant's requests.
+
+    Every decision of the copy equals the journal's. The journal itself is not changed; delete it when the copy is
+    there.
+    """
+    from lockstep.tools.forget import forget
+
+    with refusals():
+        requests = forget(run, tenant, out)
+    click.echo(f"{out}: without the content of {_count(requests, 'request')} of tenant {tenant!r}")
+
+
+if __name__ == "__main__":
+    journal()

@@ -62,7 +62,7 @@ from lockstep.tools.recorded_waits import RecordedWaits, SimulatedWaits
 from lockstep.tools.runs import RUN, divergences
 from lockstep.tools.waits import Waited, WaitFold
 
-OF_SCENARIO = ("model", "gpu", "tp", "calibration", "profile")
+OF_SCENARIO = ("model", "gpu", "tp", "engine", "calibration", "profile")
 OF_CLUSTER = ("replicas",)
 AS_IT_WAS = "as in the run"
 CHANGED = (

@@ -236,7 +236,11 @@ def _why(
                     f"{decided.returning_pages:,} become free when batches in flight are delivered"
                 )
             case PagesEvicted():
-                lines.append(f"{count(decided.pages, 'cached page')} without a lock evicted, for {decided.reason}")
+                of = ", ".join(f"{pages:,} of tenant {tenant}" for tenant, pages in decided.tenants)
+                lines.append(
+                    f"{count(decided.pages, 'cached page')} without a lock evicted, for {decided.reason}"
+                    + (f": {of} (tenants above their guaranteed part first)" if of else "")
+                )
     if plan is not None and plan.extend_rows and plan.mode == "extend" and before.decoding:
         if config.batching == "prefill_first":
             skipped = f"{len(before.decoding):,} were skipped"

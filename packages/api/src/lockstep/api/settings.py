@@ -43,6 +43,7 @@ AT_MOST = {
     "port": 65535,
     "dp": 256,
     "api_workers": 256,
+    "text_processes": 64,
     "tp": 1024,
     "seed": 2**63 - 1,
     "random_weights": 2**63 - 1,
@@ -63,7 +64,10 @@ def router_option(name: str) -> Option:
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits of requests, workers and tenants. Those of a request are checked before it is tokenised or copied."""
 
-    body_bytes_max: int = 32 * 2**20
+    body_bytes_max: int = 32 * 2**20  # of one request with prompts; bodies of other routes have 64 KiB or 1 MiB
+    bodies_bytes_max: int = 512 * 2**20  # of all bodies that one worker receives at the same time
+    ids_max: int = 2**22  # token ids of one body that is larger than 64 KiB
+    values_max: int = 2**15  # JSON values of one body, where a list of token ids is one value
     prompts_max: int = 256  # in one request
     answers_max: int = 512  # prompts times samples, in one request
     samples_max: int = 128  # n
@@ -83,6 +87,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     connections_max: int = 8192  # open connections of one worker, idle ones included
     head_s: float = 10.0  # from the opening of a connection, or the first byte of a later request, to the head's end
     body_s: float = 60.0  # from the end of the head to the end of the body
+    detokenize_max: int = 2**20  # tokens in one request to /detokenize
     session_tokens_max: int = 2**20
     session_idle_s: float = 3600.0  # greatest time that a session waits for its next turn, and the default
     responses_bytes_max: int = 64 * 2**20  # stored answers of one tenant, with the conversations before them
@@ -169,6 +174,9 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
         ),
     ] = ()
     api_workers: Annotated[int, Option("Processes that serve HTTP.")] = 1
+    text_processes: Annotated[
+        int, Option("Processes of each API worker that read large requests; started when they are needed.")
+    ] = 2
     api_keys: Annotated[str | None, Option("TOML file of keys and their tenants.", metavar="FILE")] = None
     usage_dir: Annotated[
         str | None, Option("Folder in which the usage of tenants is stored beyond the server's end.", metavar="DIR")
@@ -233,6 +241,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
             raise ConfigError(f"`emulate` must be MODEL@GPU, got `{self.emulate}`\nhint: qwen3-8b@h200")
         least_values = (("api_workers", 1), ("tp", 1), ("dp", 1), ("port", 0), ("answer_tokens", 0), ("seed", 0))
         more = (
+            ("text_processes", 1),
             ("max_lora_rank", 1),
             ("restarts", 0),
             ("journal_bytes", 2**20),

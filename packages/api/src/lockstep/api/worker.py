@@ -35,6 +35,7 @@ from lockstep.api.observability.spans import SpanExporter
 from lockstep.api.processes import children
 from lockstep.api.processes.bridge import Bridge
 from lockstep.api.processes.cluster_bridge import ClusterBridge, Engines
+from lockstep.api.processes.text_processes import TextProcesses
 from lockstep.api.settings import ServeSettings
 from lockstep.core.contract.errors import LockstepError
 
@@ -89,8 +90,12 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
             bytes_max=limits.kept_bytes_max,
             kept_s=limits.kept_s,
         )
+    processes = TextProcesses(folder, settings.text_processes)
     server = Server(
-        settings, bridge, text, keys, Metrics(settings.metrics_compat), usage, responses, answers, conversations
+        *(settings, bridge, text, keys, Metrics(settings.metrics_compat), processes, usage),
+        responses=responses,
+        answers=answers,
+        conversations=conversations,
     )
     server.on_ready.append(lambda: children.mark_ready(folder, number))
     log.info("tool calls are read as %s, thoughts as %s", *server.formats.names())
@@ -114,13 +119,26 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
 
         server.on_ready.append(lambda: continuing.add(asyncio.ensure_future(go_on())))
 
-    def stop() -> None:
-        server.draining = True
+    draining: list[asyncio.Task[None]] = []  # kept, since the loop itself keeps no task
+
+    async def drain() -> None:
+        """Answer the open requests, then stop. New connections are accepted until then, and refused by status.
+
+        Kept answers without a reader are not waited for: the next server continues them.
+        """
+        open_tasks = {task for one, _ in servers for task in one.server_state.tasks} | server.background
+        if open_tasks:
+            await asyncio.wait(open_tasks, timeout=settings.shutdown_s)
+        bridge.end_all(STOPS)
+        if answers is not None:
+            answers.send_readers_away()
         for one, _ in servers:
             one.should_exit = True
-        loop.call_later(settings.shutdown_s, bridge.end_all, STOPS)
-        if answers is not None:
-            loop.call_later(settings.shutdown_s, answers.send_readers_away)
+
+    def stop() -> None:
+        if not server.draining:
+            server.draining = True
+            draining.append(loop.create_task(drain()))
 
     loop.add_signal_handler(signal.SIGTERM, stop)
     reading = asyncio.create_task(bridge.run())
@@ -139,6 +157,7 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
         await asyncio.gather(*left, return_exceptions=True)
         reading.cancel()
         bridge.close()
+        await processes.close()
         for one in (responses, conversations):
             if one is not None:
                 one.close()

@@ -12,7 +12,8 @@ import numpy as np
 from lockstep.core.contract.commands import FinishRequest, RejectRequest
 from lockstep.host.batches import Float32s
 from lockstep.host.loop import ResultExtras, TokenLogprobs
-from lockstep.host.text import StopTexts, Text
+from lockstep.host.stop_texts import TextEnd
+from lockstep.host.text import Text
 
 
 @dataclass(slots=True)
@@ -76,9 +77,11 @@ class PendingRequest:
         self.over = threading.Event()
         self.failure = ""
         self._tokens = tokens
-        self._watch = StopTexts(text, answer.prompt_token_ids, stops) if text is not None else None
+        self._step = text.stream(answer.prompt_token_ids) if text is not None else None
+        self._text_end = TextEnd(stops)
+        self._stopped = False  # whether a stop text was found
+        self._parts: list[str] = []  # of the answer's text
         self._spelled = 0  # tokens decoded so far
-        self._shown = 0  # characters returned so far
 
     # ------------------------------------------------------------------------------------------ in the host's thread
 
@@ -129,25 +132,23 @@ class PendingRequest:
 
     def spell(self, tokens: Sequence[int]) -> str:
         """Return the text that the next tokens add to what was returned before, up to a stop text."""
-        self._push(tokens)
-        whole = self._text()
-        new, self._shown = whole[self._shown :], max(self._shown, len(whole))
+        if self._step is None:
+            return ""
+        self._spelled += len(tokens)
+        new = "" if self._stopped else "".join(map(self._step, tokens))
+        if new:
+            self._text_end.add(new)
+            if (found := self._text_end.stop()) is not None:
+                self._stopped = True
+                new = new[: max(0, found[0] - self._text_end.characters + len(new))]
+        self._parts.append(new)
         return new
 
     def spell_rest(self) -> None:
         """Store the text of the whole answer."""
-        if self._watch is not None:
-            self._push(self.answer.token_ids[self._spelled :])
-            self.answer.text = self._text()
-
-    def _push(self, tokens: Sequence[int]) -> None:
-        if self._watch is not None:
-            for number, token in enumerate(tokens, self._spelled):
-                self._watch.push(number, token)
-            self._spelled += len(tokens)
-
-    def _text(self) -> str:
-        return "" if self._watch is None else self._watch.decoded[: self._watch.stopped_at()]
+        if self._step is not None:
+            self.spell(self.answer.token_ids[self._spelled :])
+            self.answer.text = "".join(self._parts)
 
 
 def scored_at_once(answer: RequestOutput, tokens: list[int]) -> Scored:

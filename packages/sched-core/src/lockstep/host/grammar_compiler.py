@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import IO
 
 import msgspec
+import numpy as np
 
 from lockstep.core.contract.commands import CompileGrammar
 from lockstep.core.contract.events import Grammar
@@ -140,8 +141,9 @@ class GrammarCompiler:
                     if trial is None or trial.over:
                         trial = self._begin()
                     error = trial.compile(grammar)
-                    if not error:
-                        self.compiled.get(grammar)
+                    if not error:  # the first mask takes longest; its states are shared by all matchers
+                        words = -(-self._settings.vocabulary // 32)
+                        self.compiled.get(grammar).matcher().fill(np.zeros(words, np.int32))
             except GrammarError as failed:
                 error = str(failed)
             except Exception as failed:  # every request that waits for it must get an answer

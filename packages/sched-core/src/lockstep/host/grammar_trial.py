@@ -1,15 +1,18 @@
 """The trial process of `grammar_compiler.py`: compiles grammars one after the other, within limits of the kernel.
 
-It compiles a grammar, computes the first mask, and writes the error or an empty string. Too much CPU time ends the
+It compiles a grammar, follows it for some tokens, and writes the error or an empty string. Too much CPU time ends the
 process by SIGPROF, too much memory or stack by a signal from within the library. It ends with its parent process.
 """
 
 from __future__ import annotations
 
+import random
 import resource
 import signal
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +22,7 @@ from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import Grammar
 from lockstep.host.grammar_backends import make_backend
 from lockstep.host.grammar_compiler import TrialSettings, read_message, write_message
-from lockstep.host.grammars import GrammarBackend, GrammarError
+from lockstep.host.grammars import Compiled, GrammarBackend, GrammarError
 
 
 def main() -> None:
@@ -38,13 +41,53 @@ def main() -> None:
         write_message(outputs, msgspec.msgpack.encode(str(error)))
         return
     write_message(outputs, msgspec.msgpack.encode(""))
-    words = -(-settings.vocabulary // 32)
     while (message := read_message(inputs)) is not None:
         grammar = msgspec.msgpack.decode(message, type=Grammar)
         signal.setitimer(signal.ITIMER_PROF, settings.cpu_s)
-        problem = _in_a_thread(backend, grammar, words, settings.stack_bytes)
+        problem = _in_a_thread(backend, grammar, settings)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         write_message(outputs, msgspec.msgpack.encode(problem))
+
+
+WALKS, WALK_TOKENS = 2, 48
+"""Number and length of the drawn answers in which a grammar must not reach a limit of its library: about 10 ms."""
+
+
+TOKEN_S = 0.05
+"""CPU time that finding the tokens that may come next may take, which delays every other request by as much."""
+
+
+def try_out(compiled: Compiled, words: int, end_tokens: Sequence[int] = ()) -> None:
+    """Follow a grammar for the beginnings of some drawn answers. Raises GrammarError at a limit of the library.
+
+    A grammar with nested repetitions compiles, and may reach the limit only in an answer.
+
+    Args:
+        words: int32 words of a mask.
+        end_tokens: tokens that are drawn by no answer.
+    """
+    draw = random.Random(0)
+    mask = np.zeros(words, np.int32)
+    ends = np.zeros(32 * words, np.bool_)
+    ends[[token for token in end_tokens if token < len(ends)]] = True
+    goes_on = ~np.packbits(ends, bitorder="little").view(np.int32)
+    for _ in range(WALKS):
+        matcher = compiled.matcher()
+        for _ in range(WALK_TOKENS):
+            began_s = time.thread_time()
+            matcher.fill(mask)
+            if (took_s := time.thread_time() - began_s) > TOKEN_S:
+                raise GrammarError(f"the tokens that may follow take {took_s:.2f} s to find, more than {TOKEN_S} s")
+            if not mask.any():
+                raise GrammarError("it admits no token")
+            mask &= goes_on
+            places = mask.nonzero()[0]
+            if not len(places):
+                break
+            place = int(places[draw.randrange(len(places))])
+            bits = [bit for bit in range(32) if int(mask[place]) >> bit & 1]
+            if not matcher.accept(32 * place + draw.choice(bits)) or matcher.is_done():
+                break
 
 
 def _limit_memory(beside_bytes: int) -> None:
@@ -56,13 +99,13 @@ def _limit_memory(beside_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _in_a_thread(backend: GrammarBackend, grammar: Grammar, words: int, stack_bytes: int) -> str:
+def _in_a_thread(backend: GrammarBackend, grammar: Grammar, settings: TrialSettings) -> str:
     """Compile a grammar on a thread with a smaller stack than that of the engine's compiling threads."""
     found: list[str] = []
 
     def attempt() -> None:
         try:
-            backend.compile(grammar).matcher().fill(np.zeros(words, np.int32))
+            try_out(backend.compile(grammar), -(-settings.vocabulary // 32), settings.end_tokens)
             found.append("")
         except GrammarError as error:
             found.append(str(error) or "it is not a grammar")
@@ -71,7 +114,7 @@ def _in_a_thread(backend: GrammarBackend, grammar: Grammar, words: int, stack_by
         except Exception as error:  # any error of the library becomes the answer
             found.append(f"{type(error).__name__}: {error}"[:500])
 
-    threading.stack_size(stack_bytes)
+    threading.stack_size(settings.stack_bytes)
     thread = threading.Thread(target=attempt)
     thread.start()
     thread.join()

@@ -29,6 +29,24 @@ LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False
 """Limits of a matcher: about 100 MB, and by the library's own limits some tens of milliseconds for a mask."""
 
 
+MESSAGES = {
+    "NoExtensionBias": "no text matches it: it leaves out every character, or each of its rules leads back to itself",
+    "too many expressions": "it needs too many states; use smaller repetitions, and do not nest them",
+    "too many lexer states": "it needs too many states; use smaller repetitions, and do not nest them",
+    "lexer fuel": "it takes too long to match; use smaller repetitions, and do not nest them",
+}
+"""Part of a message of the library -> the same for a client."""
+
+
+def readable(message: str) -> str:
+    """Return a message of the library as one line, for the client that sent the grammar."""
+    return next((text for part, text in MESSAGES.items() if part in message), short(message.replace(VERBOSE, "")))
+
+
+VERBOSE = "<non-verbose/>"
+"""What the library writes in place of a description of its state."""
+
+
 class LlGuidance:
     """The library with one tokenizer. The arguments are those of `grammar_backends.make_backend`."""
 
@@ -55,7 +73,7 @@ class LlGuidance:
             raise GrammarError(short(str(error))) from error
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=LIMITS)
         if matcher.is_error():
-            raise GrammarError(short(matcher.get_error()))
+            raise GrammarError(readable(matcher.get_error()))
         return LlCompiled(self._words, matcher)
 
     def _source(self, grammar: Grammar) -> Any:
@@ -155,7 +173,7 @@ class LlMatcher:
         scratch = self._scratch
         self._matcher.unsafe_compute_mask_ptr(scratch.ctypes.data, scratch.nbytes)
         if self._matcher.is_error():
-            raise GrammarError(short(self._matcher.get_error()))
+            raise GrammarError(readable(self._matcher.get_error()))
         mask[:] = scratch[: len(mask)]
 
     def is_done(self) -> bool:

@@ -88,7 +88,7 @@ from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, 
 from lockstep.host.drafts import DraftCounts
 from lockstep.host.errors import EngineStopped
 from lockstep.host.inbox import Inbox
-from lockstep.host.stop_regexes import watches_text
+from lockstep.host.stop_regexes import watched_field
 from lockstep.host.weights import WeightLoader, WeightsLog
 
 log = logging.getLogger("lockstep.host")
@@ -141,7 +141,7 @@ class ResultExtras:
 
 
 class TextWatch(Protocol):
-    """The text of one request with stop texts."""
+    """The text of one request with stop texts or stop regexes."""
 
     def push(self, number: int, token: int) -> tuple[bool, int]:
         """Append output token `number`, counted from 0. A number that was pushed before resets the text to that place.
@@ -394,7 +394,7 @@ class RuntimeHost:
                 case None if request is None:
                     raise ContractError(f"request {request_id} cannot be resumed: the engine does not have it")
                 case None:
-                    if watches_text(event) and self._watch_text is not None:
+                    if watched_field(event) and self._watch_text is not None:
                         opened.watch = self._watch_text(opened.event)
                         outputs = np.frombuffer(request.tokens, np.int32)[request.prompt_tokens :]
                         for at, token in enumerate(outputs.tolist()):
@@ -641,8 +641,7 @@ class RuntimeHost:
 
     def _refusal(self, event: RequestArrived) -> tuple[str, str] | None:
         """Return reason and message if this host cannot serve a request. The engine then never receives it."""
-        if watches_text(event) and self._watch_text is None:
-            name = "stop_texts" if event.stop_texts else "stop_regexes"
+        if self._watch_text is None and (name := watched_field(event)):
             return "unsupported", f"`{name}` need a tokenizer, and this engine has no tokenizer"
         try:
             if self._check_request is not None:
@@ -714,14 +713,15 @@ class RuntimeHost:
     def _watch(self, result: BatchResult) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
         """Return the sampling rows whose text contains a stop text, and (row, tokens) whose tokens may begin one."""
         plan = result.plan
-        stops: list[int] = []
-        held: list[tuple[int, int]] = []
-        if self._watch_text is None or plan.steps > 1:
+        stops, held = list[int](), list[tuple[int, int]]()
+        samplers = self.engine.in_flight[0].samplers
+        if self._watch_text is None or plan.steps > 1 or not samplers.watched:
             return (), ()
         firsts = result.firsts()  # rows with stop texts have one token: they verify no drafts
-        for i, number in enumerate(plan.sample_rows.tolist()):
+        for i in samplers.watches_text.nonzero()[0].tolist():
+            number = int(plan.sample_rows[i])
             request = self._open.get(int(plan.request_ids[number]))
-            if request is None or not watches_text(request.event):
+            if request is None:
                 continue
             if request.watch is None:
                 request.watch = self._watch_text(request.event)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-WeightsDtype = Literal["bf16", "fp8", "mxfp4", "int4"]
+WeightsDtype = Literal["bf16", "fp8", "mxfp4", "nvfp4", "int4"]
 KvDtype = Literal["bf16", "fp8"]
 Layout = Literal["fp8", "awq", "gptq"]
 Activations = Literal["", "dynamic", "static"]
@@ -44,12 +44,13 @@ def int4_bytes(group: int) -> float:
 
 
 # Bytes per weight, by dtype and kind of matrix. Scales: fp8 has one float32 per 128 x 128 weights, which is 0.02 % and
-# left out; mxfp4 has one byte per 32 weights (4.25 bit). Only experts are stored as mxfp4 (gpt-oss,
-# `modules_to_not_convert`).
+# left out; mxfp4 has one byte per 32 weights (4.25 bit), nvfp4 one per 16 (4.5 bit). Only experts are stored as mxfp4
+# (gpt-oss, `modules_to_not_convert`), dense matrices as nvfp4, too. nvfp4 is simulated only: METHODS has none.
 WEIGHT_BYTES: dict[str, dict[str, float]] = {
     "bf16": {"linear": 2.0, "expert": 2.0, "plain": 2.0},
     "fp8": {"linear": 1.0, "expert": 1.0, "plain": 2.0},
     "mxfp4": {"linear": 2.0, "expert": 4.25 / 8, "plain": 2.0},
+    "nvfp4": {"linear": 4.5 / 8, "expert": 4.5 / 8, "plain": 2.0},
     "int4": {"linear": int4_bytes(INT4_GROUP), "expert": int4_bytes(INT4_GROUP), "plain": 2.0},
 }
 

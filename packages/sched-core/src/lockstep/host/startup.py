@@ -31,7 +31,7 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.contract.samples import sample_count
 from lockstep.core.journal.reader import read_journal
-from lockstep.core.journal.records import Durability, JournalHeader
+from lockstep.core.journal.records import Durability, JournalCorrupt, JournalError, JournalHeader
 from lockstep.core.journal.segments import find_journal
 from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.scheduler.engine import Engine
@@ -75,6 +75,16 @@ class Keeper:
     def __post_init__(self) -> None:
         if not any((self.run / "journal").glob("*.log")):
             return
+        try:
+            self._read()
+        except JournalCorrupt as error:
+            raise JournalError(
+                f"{error}\nhint: `lockstep journal salvage {self.run} --out DIR` copies everything before it; "
+                "`--journal DIR` continues the copy"
+            ) from error
+
+    def _read(self) -> None:
+        """Read the recorded journal."""
         began_s = time.monotonic()
         folder = find_journal(self.run)
         newest = max(folder.glob("*.log")).stat().st_mtime

@@ -23,7 +23,7 @@ from typing import Any
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestArrived
-from lockstep.host.text import Spelling, StopTexts
+from lockstep.host.stop_texts import Spelling, StopTexts
 
 STATES_MAX = 512
 """Most states of one automaton, which bound the cost of a character. A repetition counts once per repeat."""
@@ -231,9 +231,9 @@ def compiled(pattern: str) -> Automaton:
     return Automaton(pattern)
 
 
-def watches_text(event: RequestArrived) -> bool:
-    """Return whether the text of a request is searched for stop texts or regular expressions."""
-    return bool(event.stop_texts or event.stop_regexes)
+def watched_field(event: RequestArrived) -> str:
+    """Return the field by which the text of a request is searched; "" if it is not searched."""
+    return "stop_texts" if event.stop_texts else "stop_regexes" if event.stop_regexes else ""
 
 
 @dataclass(frozen=True, slots=True)

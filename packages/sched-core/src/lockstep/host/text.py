@@ -1,4 +1,4 @@
-"""The text of requests: a folder's tokenizer, its chat template, streamed text, and stop texts.
+"""The text of requests: a folder's tokenizer, its chat template, and streamed text.
 
 A chat template is untrusted code. It runs in jinja2's immutable sandbox, reads only the conversation, changes nothing,
 and cannot reach Python. Its running time and output are bounded: every turn of a loop, every call and every piece of
@@ -11,10 +11,9 @@ import copy
 import json
 import re
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
 import jinja2.filters
@@ -156,81 +155,6 @@ class Text:
                 if isinstance(text, str):
                     found[name] = text
         return found
-
-
-class Spelling(Protocol):
-    """A decoder of token streams; `Text` implements it."""
-
-    def stream(self, prompt_ids: Sequence[int]) -> Callable[[int], str]:
-        """Return a function that decodes token by token after a prompt: it returns the text that a token completes."""
-
-
-class StopTexts:
-    """The text of one request, searched for its stop texts.
-
-        text     | the answer begins . . . and goes on </en
-        tokens   |  0  |  1  |  2  |  3  | ...  | n-1 | n  |      n - 1 and n may begin "</end>": 2 are held back
-
-    A token that completes no character yet is held back as well. Numbers count output tokens from 0. A number that was
-    pushed before resets the text to that place, as when a request draws a token again after a retraction.
-    """
-
-    def __init__(self, text: Spelling, prompt_ids: Sequence[int], stops: Sequence[str]) -> None:
-        self._text, self._prompt_ids = text, list(prompt_ids)
-        self._stops = [stop for stop in stops if stop]
-        self._begin()
-
-    def _begin(self) -> None:
-        self.decoded = ""
-        self._tokens: list[int] = []
-        self._ends: list[int] = []  # characters of the text up to the end of each token
-        self._step = self._text.stream(self._prompt_ids)
-
-    def push(self, number: int, token: int) -> tuple[bool, int]:
-        """Append output token `number`.
-
-        Returns: whether the text contains a stop text, and how many of the newest tokens may begin one.
-        """
-        if number < len(self._tokens):
-            kept = self._tokens[:number]
-            self._begin()
-            for one in kept:
-                self._append(one)
-        before = len(self.decoded)
-        self._append(token)
-        if self.stopped_at(before) is not None:
-            return True, 0
-        free = self._free()
-        first = bisect_right(self._ends, free)
-        while first and self._silent(first - 1):  # tokens that begin the same character
-            first -= 1
-        return False, len(self._ends) - first
-
-    def _silent(self, number: int) -> bool:
-        """Whether a token completes no character."""
-        return self._ends[number] == (self._ends[number - 1] if number else 0)
-
-    def stopped_at(self, checked: int = 0) -> int | None:
-        """Return the index in the text at which the first stop text begins; None without.
-
-        Args:
-            checked: characters that were searched before.
-        """
-        found = [self.decoded.find(stop, max(0, checked - len(stop) + 1)) for stop in self._stops]
-        return min((at for at in found if at >= 0), default=None)
-
-    def _append(self, token: int) -> None:
-        self.decoded += self._step(token)
-        self._tokens.append(token)
-        self._ends.append(len(self.decoded))
-
-    def _free(self) -> int:
-        """Return the number of leading characters that cannot belong to a stop text whose end is still missing."""
-        longest = max(map(len, self._stops), default=0)
-        for start in range(max(0, len(self.decoded) - longest + 1), len(self.decoded)):
-            if any(stop.startswith(self.decoded[start:]) for stop in self._stops):
-                return start
-        return len(self.decoded)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -42,11 +42,12 @@ from lockstep.api.endpoints import (
 )
 from lockstep.api.endpoints.errors import CLIENT_LEFT, ApiError
 from lockstep.api.endpoints.fields import name_ignored
-from lockstep.api.endpoints.http import ClientLeft, EventStream, error_response, read_body
+from lockstep.api.endpoints.http import ClientLeft, EventStream, error_response
 from lockstep.api.endpoints.schemas import Body
 from lockstep.api.endpoints.server import Call, Server
 from lockstep.api.observability.logs import EXTRA
 from lockstep.api.observability.served import Served
+from lockstep.api.processes.text_processes import TENANT
 from lockstep.api.settings import is_loopback
 
 log = logging.getLogger("lockstep.http")
@@ -54,8 +55,15 @@ log = logging.getLogger("lockstep.http")
 Access = Literal["public", "user", "admin"]
 Handler = Callable[[Server, Any], Awaitable[Response]]
 
+HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]/@\s]+))(?::\d+)?")
+"""A host with its port: an address in brackets, or a name."""
+
 LABEL = re.compile(r"[\x21-\x7e]{1,128}")
 """Valid values of X-Request-Id, a client's name for its request. It is returned and logged, and has no other effect."""
+
+
+SMALL_BYTES, OPERATORS_BYTES, ITEMS_BYTES = 64 * 2**10, 2**20, 4 * 2**20
+"""Greatest bodies of routes without prompts, and of routes for operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +77,8 @@ class HttpRoute:
     body: type[Body] | None = None
     optional: bool = False  # whether an absent body stands for all defaults
     errors: Literal["openai", "anthropic"] = "openai"  # shape of the errors
+    bytes_max: int | None = None  # of the body; None: the limit of bodies with prompts
+    drains: bool = False  # whether the route with a body is served while the server drains
     keeps: bool = False  # whether answers can be kept: `resumable`
 
 
@@ -106,28 +116,43 @@ ROUTES = (
         for path in ("/rerank", "/v1/rerank", "/v2/rerank")
     ),
     *(
-        HttpRoute("POST", path, "user", native_api.not_here, schemas.AnyBody, optional=True)
+        HttpRoute("POST", path, "user", native_api.not_here, schemas.AnyBody, optional=True, bytes_max=SMALL_BYTES)
         for path in ("/pooling", "/classify", "/v1/moderations")
     ),
     HttpRoute("POST", "/generate", "user", generate_api.generate, schemas.GenerateBody, keeps=True),
     HttpRoute("GET", "/v1/streams/{stream_id}", "user", resumable.stream),
+    HttpRoute("DELETE", "/v1/streams/{stream_id}", "user", resumable.delete_stream),
     HttpRoute("POST", "/v1/responses/input_tokens", "user", compat_api.count_input_tokens, schemas.ResponseBody),
-    HttpRoute("POST", "/v1/conversations", "user", conversations_api.create, schemas.ConversationBody, optional=True),
+    HttpRoute(
+        *("POST", "/v1/conversations", "user", conversations_api.create, schemas.ConversationBody),
+        optional=True,
+        bytes_max=ITEMS_BYTES,
+    ),
     HttpRoute("GET", CONVERSATION, "user", conversations_api.conversation),
-    HttpRoute("POST", CONVERSATION, "user", conversations_api.describe, schemas.MetadataBody),
+    HttpRoute(*("POST", CONVERSATION, "user", conversations_api.describe, schemas.MetadataBody), bytes_max=SMALL_BYTES),
     HttpRoute("DELETE", CONVERSATION, "user", conversations_api.delete),
     HttpRoute("GET", f"{CONVERSATION}/items", "user", conversations_api.list_items),
-    HttpRoute("POST", f"{CONVERSATION}/items", "user", conversations_api.add_items, schemas.ConversationItemsBody),
+    HttpRoute(
+        *("POST", f"{CONVERSATION}/items", "user", conversations_api.add_items, schemas.ConversationItemsBody),
+        bytes_max=ITEMS_BYTES,
+    ),
     HttpRoute("GET", f"{CONVERSATION}/items/{{item_id}}", "user", conversations_api.item),
     HttpRoute("DELETE", f"{CONVERSATION}/items/{{item_id}}", "user", conversations_api.delete_item),
     HttpRoute("GET", "/tokenizer_info", "user", compat_api.tokenizer_info),
     *(HttpRoute("GET", path, "user", compat_api.server_info) for path in ("/server_info", "/get_server_info")),
     HttpRoute("GET", "/v1/loads", "user", compat_api.loads),
-    HttpRoute("POST", "/abort_requests", "user", compat_api.abort_requests, schemas.AbortManyBody),
     HttpRoute("POST", "/encode", "user", compat_api.encode, schemas.EncodeBody),
-    HttpRoute("POST", "/invocations", "user", compat_api.invocations, schemas.AnyBody),
-    HttpRoute("DELETE", "/v1/streams/{stream_id}", "user", resumable.delete_stream),
-    HttpRoute("POST", "/abort_request", "user", native_api.abort_request, schemas.AbortBody),
+    HttpRoute("POST", "/invocations", "user", compat_api.invocations, compat_api.InvocationBody),
+    HttpRoute(
+        *("POST", "/abort_requests", "user", compat_api.abort_requests, schemas.AbortManyBody),
+        bytes_max=SMALL_BYTES,
+        drains=True,
+    ),
+    HttpRoute(
+        *("POST", "/abort_request", "user", native_api.abort_request, schemas.AbortBody),
+        bytes_max=SMALL_BYTES,
+        drains=True,
+    ),
     *(
         HttpRoute("POST", path, "user", native_api.tokenize, schemas.TokenizeBody)
         for path in ("/tokenize", "/v1/tokenize")
@@ -144,13 +169,20 @@ ROUTES = (
     HttpRoute("GET", "/", "public", ui.home),
     HttpRoute("GET", "/ui", "public", ui.page),
     HttpRoute("GET", "/ui/requests", "user", ui.requests),
-    HttpRoute("POST", "/open_session", "user", control_api.open_session, control_schemas.OpenSessionBody),
-    HttpRoute("POST", "/close_session", "user", control_api.close_session, control_schemas.CloseSessionBody),
+    HttpRoute(
+        *("POST", "/open_session", "user", control_api.open_session, control_schemas.OpenSessionBody),
+        bytes_max=SMALL_BYTES,
+    ),
+    HttpRoute(
+        *("POST", "/close_session", "user", control_api.close_session, control_schemas.CloseSessionBody),
+        bytes_max=SMALL_BYTES,
+        drains=True,
+    ),
 )
 
 
 def _admin(path: str, handler: Handler, body: type[Body] | None = None, *, optional: bool = True) -> HttpRoute:
-    return HttpRoute("POST", path, "admin", handler, body, optional)
+    return HttpRoute("POST", path, "admin", handler, body, optional, bytes_max=OPERATORS_BYTES)
 
 
 ADMIN_ROUTES = (
@@ -289,16 +321,12 @@ def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable
         status, tenant = 500, ""
         try:
             tenant = authorise(server, route.access, request)
+            TENANT.set(tenant)
             body = None
+            if server.draining and route.body is not None and route.access == "user" and not route.drains:
+                raise ApiError(503, "the server is about to stop")
             if route.body is not None:
-                body = await read_body(
-                    request,
-                    route.body,
-                    bytes_max=server.limits.body_bytes_max,
-                    seconds=server.limits.body_s,
-                    strict=server.settings.strict,
-                    optional=route.optional,
-                )
+                body = await server.bodies.read(request, route.body, bytes_max=route.bytes_max, optional=route.optional)
             call = Call(request, body, tenant, arrived_s)
             secret, kept = secrets.token_bytes(32), None
             if route.keeps and body is not None:
@@ -319,6 +347,8 @@ def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable
             response = error_response(ApiError(500, "the server failed; its log has the cause"), route.errors)
         response.headers["X-Request-Id"] = label
         name_ignored(request, response)
+        if server.draining and not isinstance(response, EventStream):
+            response.headers["Connection"] = "close"
 
         def answered(status: int) -> None:
             server.metrics.answered(route.path, route.method, status)
@@ -382,9 +412,9 @@ def _refuse_foreign_pages(server: Server, request: Request) -> None:
     for header, value in (("Host", request.headers.get("host")), ("Origin", request.headers.get("origin"))):
         if value is None or (header == "Origin" and value in server.settings.cors_origins):
             continue
-        named = value.partition("://")[2] if header == "Origin" else value
-        name = named.rpartition("]")[0].lstrip("[") if named.startswith("[") else named.partition(":")[0]
-        if not is_loopback(name.lower()) and name.lower() not in server.settings.allowed_hosts:
+        found = HOST.fullmatch(value.partition("://")[2] if header == "Origin" else value)
+        name = "" if found is None else (found[1] or found[2]).lower()
+        if not is_loopback(name) and name not in server.settings.allowed_hosts:
             message = (
                 f"the header `{header}` is {value[:60]!r}, and without keys only requests from this machine are allowed"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.responses import Response
 
@@ -100,7 +100,7 @@ async def encode(server: Server, call: Call[EncodeBody]) -> Response:
         raise ApiError(400, "an emulated engine has no hidden states, so it has no embeddings", "text")
     given: Any = body.text if body.text is not None else body.input_ids
     field = "text" if body.text is not None else "input_ids"
-    several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+    several = not isinstance(given, str) and bool(given) and not isinstance(given[0], int)
     prompts = given if several else [given]
     if not given:
         raise ApiError(400, f"`{field}` is empty", field)
@@ -135,7 +135,13 @@ INVOCATIONS: tuple[Target, ...] = (
 """The field that a body has -> the endpoint that it is for. `input` is an embedding's, as in vLLM."""
 
 
-async def invocations(server: Server, call: Call[AnyBody]) -> Response:
+class InvocationBody(AnyBody):
+    """POST /invocations: a body of one of these endpoints"""
+
+    PASSED_TO: ClassVar[tuple[type[Body], ...]] = tuple(dict.fromkeys(schema for *_, schema in INVOCATIONS))
+
+
+async def invocations(server: Server, call: Call[InvocationBody]) -> Response:
     """Pass a body to the endpoint that its fields are for: the one endpoint of models on SageMaker."""
     given = call.body.model_extra or {}
     for name, handler, schema in INVOCATIONS:

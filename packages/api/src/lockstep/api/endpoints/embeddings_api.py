@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ async def embeddings(server: Server, call: Call[EmbeddingBody]) -> Response:
     return JsonResponse({"object": "list", "data": found, "model": name, "usage": usage, **weights})
 
 
-async def prompt_of(server: Server, given: str | list[int], field: str, *, special: bool = True) -> Prompt:
+async def prompt_of(server: Server, given: str | Sequence[int], field: str, *, special: bool = True) -> Prompt:
     """Make a prompt from a text or token ids. Raises ApiError."""
     if isinstance(given, str):
         return Prompt(await server.encode(f"`{field}`", given, special=special), given)

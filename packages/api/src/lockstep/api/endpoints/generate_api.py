@@ -7,7 +7,7 @@ own: `sampling_params`, `rid` and the fields of logprobs may be lists with a val
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import numpy as np
@@ -158,7 +158,7 @@ def _session(body: GenerateBody, tenant: str, sampling: list[NativeSampling]) ->
     return session_name(tenant, params.id), None if offset in (None, -1) else offset
 
 
-def _prompts(body: GenerateBody) -> tuple[list[str] | list[list[int]], bool]:
+def _prompts(body: GenerateBody) -> tuple[Sequence[str] | Sequence[Sequence[int]], bool]:
     """Return the prompts, and whether the field was a list of prompts. Raises ApiError."""
     given: Any = body.text if body.text is not None else body.input_ids
     if not given:

@@ -35,9 +35,6 @@ from lockstep.core.contract.events import Grammar, RequestArrived, RequestKind, 
 from lockstep.core.requests.validation import STOP_TOKENS_MAX
 from lockstep.host.stop_regexes import compiled
 
-AT_ONCE_CHARACTERS = 4096
-"""Text up to this length is tokenised in the event loop, in well under a millisecond; longer text in a thread."""
-
 REFUSED_WITHIN_S = 0.5
 """Seconds to wait for a refusal, which the engine sends within a step; after that the stream begins."""
 
@@ -52,7 +49,7 @@ MEASURED_AT_ONCE = 16
 class Prompt:
     """A prompt as tokens, and as text if the client sent text."""
 
-    ids: list[int]
+    ids: Sequence[int]  # a list, or an array of int32
     text: str | None = None
 
 
@@ -98,14 +95,7 @@ def _texts(given: str | Sequence[str] | None) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) and given else tuple(one for one in given or () if one)
 
 
-async def encode(text: Texts, prompt: str, *, special: bool) -> list[int]:
-    """Tokenise a text, in a thread if it is long."""
-    if len(prompt) <= AT_ONCE_CHARACTERS:
-        return text.encode(prompt, special=special)
-    return await asyncio.to_thread(text.encode, prompt, special=special)
-
-
-def prompts_of(given: str | list[Any], field_name: str) -> list[str | list[int]]:
+def prompts_of(given: str | Sequence[Any], field_name: str) -> Sequence[str | Sequence[int]]:
     """Return one prompt or several as a list. Raises ApiError if there is none."""
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         return [given]
@@ -201,8 +191,9 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
         )
     if not length:
         raise ApiError(400, f"`{prompt_field}` is empty; it must have at least one token", prompt_field)
-    if max(ids) >= info.vocabulary:
-        message = f"`{prompt_field}` holds token {max(ids)}, but the model has {info.vocabulary} tokens"
+    tokens = np.array(ids, "<i4") if isinstance(ids, list) else np.asarray(ids, "<i4")
+    if (largest := int(tokens.max())) >= info.vocabulary:
+        message = f"`{prompt_field}` holds token {largest}, but the model has {info.vocabulary} tokens"
         raise ApiError(400, message, prompt_field)
     most = parameters.max_tokens
     room = info.request_tokens_max - length
@@ -232,7 +223,7 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
     return RequestArrived(
         0,
         request_id=-1,
-        prompt=TokenIds(np.array(ids, "<i4").tobytes()),
+        prompt=TokenIds(tokens.tobytes()),
         max_new_tokens=max_tokens,
         min_new_tokens=parameters.min_tokens,
         stop_token_ids=tuple(sampling.stop_token_ids or ()),
@@ -433,6 +424,7 @@ class Generation:
                         regexes=parameters.regexes,
                     )
                     counted = CountedAnswer(ticket, reply, self.arrived_s, self.parameters.stream)
+                    reply.measure = partial(self.metrics.observe_tokens, counted)
                     interval = sampling.stream_interval or 1
                     choice = Choice(len(self.choices), prompt, ticket, reply, answer, counted, parameters, interval)
                     self.choices.append(choice)
@@ -530,11 +522,16 @@ class Generation:
 
     def failure(self, choice: Choice) -> ApiError | None:
         """Return the error of an answer; None if it did not fail. It names a grammar by the client's field."""
-        ended, mark = choice.reply.ended, "`grammar` "
+        ended, mark, name = choice.reply.ended, "`grammar` ", choice.parameters.grammar_field
         error = None if ended is None else failure(ended)
+        if ended is not None and ended.reason == "invalid" and choice.parameters.grammar is not None:
+            message = (
+                f"`{name}` admits no token after {ended.output_tokens} tokens of the answer: it reached a limit of the "
+                "grammar library; use smaller repetitions, and do not nest them"
+            )
+            return ApiError(400, message, name)
         if error is None or choice.parameters.grammar is None or not error.message.startswith(mark):
             return error
-        name = choice.parameters.grammar_field
         return ApiError(error.status, f"`{name}` {error.message.removeprefix(mark)}", name)
 
     def weights(self) -> dict[str, Any]:

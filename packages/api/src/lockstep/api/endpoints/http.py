@@ -6,7 +6,8 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -17,7 +18,10 @@ from starlette.types import Receive, Scope, Send
 
 from lockstep.api.endpoints.errors import ApiError
 from lockstep.api.endpoints.fields import ignored_by, unserved_fields
-from lockstep.api.endpoints.schemas import Body
+from lockstep.api.endpoints.schemas import Body, id_fields, known_fields
+from lockstep.api.processes.text_jobs import JobError, ParseBody
+from lockstep.api.processes.text_processes import PARSED_AT_ONCE_BYTES, TextProcesses, TooManyJobs
+from lockstep.api.settings import Limits
 
 log = logging.getLogger("lockstep.http")
 
@@ -51,29 +55,91 @@ def error_response(error: ApiError, kind: Literal["openai", "anthropic"] = "open
 # --------------------------------------------------------------------------------------------------------------- bodies
 
 
-async def read_body(
-    request: Request, schema: type[BodyType], *, bytes_max: int, seconds: float, strict: bool, optional: bool = False
-) -> BodyType:
-    """Read the body of a request. Raises ApiError: 408, 413, 415, 400 with the invalid field; ClientLeft."""
-    if optional and request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
-        return schema()
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise ApiError(415, f"the body must be application/json, got {kind[:60] or 'no Content-Type'!r}")
-    try:
-        async with asyncio.timeout(seconds):
-            raw = await _read(request, bytes_max)
-    except TimeoutError:
-        raise ApiError(408, f"the body took longer than its limit of {seconds:g} s") from None
-    try:
-        given = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"Invalid JSON: {error}") from None
-    if isinstance(given, dict) and len(given) > FIELDS_MAX:
-        raise ApiError(400, f"the body has {len(given)} fields, at most {FIELDS_MAX} are allowed")
-    body = checked_body(schema, given)
-    ignored_by(request).extend(unserved_fields(body, strict=strict))
-    return body
+@dataclass
+class BodyReader:
+    """Reads the bodies of one worker's requests.
+
+    Args:
+        processes: parse bodies that are too large for the event loop.
+        strict: refuse unknown fields.
+    Attributes:
+        open_bytes: bytes of the bodies that are being received.
+    """
+
+    processes: TextProcesses
+    limits: Limits
+    strict: bool
+    open_bytes: int = 0
+
+    async def read(
+        self,
+        request: Request,
+        schema: type[BodyType],
+        *,
+        bytes_max: int | None = None,
+        optional: bool = False,
+    ) -> BodyType:
+        """Return the body of a request. Raises ApiError: 408, 413, 415, 503, 400 with the invalid field; ClientLeft.
+
+        Args:
+            bytes_max: greatest size; None: that of the limits.
+            optional: whether an absent body stands for all defaults.
+        """
+        if (
+            optional
+            and request.headers.get("content-length", "0") == "0"
+            and "transfer-encoding" not in request.headers
+        ):
+            return schema()
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+            raise ApiError(415, f"the body must be application/json, got {kind[:60] or 'no Content-Type'!r}")
+        most = self.limits.body_bytes_max
+        parts = await self._parts(request, most if bytes_max is None else min(bytes_max, most))
+        given = await self._parsed(parts, schema)
+        if isinstance(given, dict) and len(given) > FIELDS_MAX:
+            raise ApiError(400, f"the body has {len(given)} fields, at most {FIELDS_MAX} are allowed")
+        body = checked_body(schema, given)
+        ignored_by(request).extend(unserved_fields(body, strict=self.strict))
+        return body
+
+    async def _parsed(self, parts: list[bytes], schema: type[Body]) -> Any:
+        """Return the value of a body, with arrays for token ids if it is large. Raises ApiError."""
+        size = sum(map(len, parts))
+        if size > PARSED_AT_ONCE_BYTES:
+            limits = self.limits
+            known, ids = known_fields(schema), id_fields(schema)
+            job = ParseBody(known, ids, size, FIELDS_MAX, limits.ids_max, limits.values_max)
+            return await in_process(self.processes.parse(job, parts))
+        try:
+            return msgspec.json.decode(b"".join(parts))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ApiError(400, f"Invalid JSON: {error}") from None
+
+    async def _parts(self, request: Request, bytes_max: int) -> list[bytes]:
+        seconds = self.limits.body_s
+        too_large = ApiError(413, f"the body is larger than the limit of {bytes_max} bytes")
+        given = request.headers.get("content-length", "")
+        if given.isdigit() and int(given[:20]) > bytes_max:
+            raise too_large
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(seconds):
+                async for part in request.stream():
+                    size += len(part)
+                    self.open_bytes += len(part)
+                    if size > bytes_max:
+                        raise too_large
+                    if self.open_bytes > self.limits.bodies_bytes_max:
+                        raise ApiError(503, "the bodies that are being received are too large in all; try again")
+                    parts.append(part)
+        except TimeoutError:
+            raise ApiError(408, f"the body took longer than its limit of {seconds:g} s") from None
+        except ClientDisconnect:
+            raise ClientLeft from None
+        finally:
+            self.open_bytes -= size
+        return parts
 
 
 def checked_body(schema: type[BodyType], given: Any) -> BodyType:
@@ -84,21 +150,14 @@ def checked_body(schema: type[BodyType], given: Any) -> BodyType:
         raise _bad_body(error) from None
 
 
-async def _read(request: Request, bytes_max: int) -> bytes:
-    too_large = ApiError(413, f"the body is larger than the limit of {bytes_max} bytes")
-    given = request.headers.get("content-length", "")
-    if given.isdigit() and int(given[:20]) > bytes_max:
-        raise too_large
-    parts, size = [], 0
+async def in_process(work: Awaitable[Result]) -> Result:
+    """Wait for a job of a text process. Raises ApiError if it fails."""
     try:
-        async for part in request.stream():
-            size += len(part)
-            if size > bytes_max:
-                raise too_large
-            parts.append(part)
-    except ClientDisconnect:
-        raise ClientLeft from None
-    return b"".join(parts)
+        return await work
+    except JobError as error:
+        raise ApiError(400, error.message, error.field or None) from None
+    except TooManyJobs as error:
+        raise ApiError(503, str(error)) from None
 
 
 def _bad_body(error: ValidationError) -> ApiError:

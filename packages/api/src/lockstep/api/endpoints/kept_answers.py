@@ -45,7 +45,7 @@ class KeptRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
     path: str
     tenant: str
     digest: bytes  # of path and body
-    body: bytes  # JSON
+    body: bytes  # MessagePack, with token ids as `text_jobs.packed` writes them
     headers: tuple[tuple[str, str], ...]
     secret: bytes
     created_s: float

@@ -25,7 +25,7 @@ from lockstep.api.endpoints.chat_tools import (
     reading_of,
     reads,
 )
-from lockstep.api.endpoints.errors import ApiError, failure
+from lockstep.api.endpoints.errors import ApiError
 from lockstep.api.endpoints.generation import Choice, Generation, GenerationRequest, Prompt, Usage, check_sampling
 from lockstep.api.endpoints.http import JsonResponse, named_event, unless_left
 from lockstep.api.endpoints.openai_api import conversation, shaped, streamed
@@ -222,7 +222,7 @@ async def _stream(generation: Generation, shape: MessageShape) -> AsyncGenerator
     yield named_event({"type": "ping"})
     async for new in generation.pieces():
         for piece in new:
-            if piece.ended is not None and (error := failure(piece.ended)) is not None:
+            if piece.ended is not None and (error := generation.failure(piece.choice)) is not None:
                 yield named_event(error.anthropic())
                 return
             for step in blocks.take(piece.text, over=piece.ended is not None):

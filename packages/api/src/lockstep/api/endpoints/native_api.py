@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
+import numpy as np
 from starlette.responses import Response
 
 from lockstep.api.endpoints.chat_tools import tools_of
@@ -25,7 +27,7 @@ from lockstep.api.endpoints.generation import (
 from lockstep.api.endpoints.http import JsonResponse
 from lockstep.api.endpoints.openai_api import chat_prompt, truncated
 from lockstep.api.endpoints.schemas import AbortBody, AnyBody, DetokenizeBody, Sampling, TokenizeBody
-from lockstep.api.endpoints.server import Call, Server
+from lockstep.api.endpoints.server import AT_ONCE_TOKENS, Call, Server
 from lockstep.api.processes.bridge import Bridge, EngineUnavailable
 from lockstep.api.processes.cluster_bridge import Engines
 from lockstep.core.contract.events import RequestKind
@@ -75,14 +77,23 @@ async def tokenize(server: Server, call: Call[TokenizeBody]) -> Response:
     found = [truncated(ids, body.truncate_prompt_tokens, server.info()) for ids in found]
     several = isinstance(body.prompt, list)
     result: dict[str, Any] = {
-        "tokens": found if several else found[0],
+        "tokens": [list(ids) for ids in found] if several else list(found[0]),
         "count": [len(ids) for ids in found] if several else len(found[0]),
         "max_model_len": server.info().request_tokens_max,
     }
     if body.return_token_strs:
-        written = [[server.names.of(token)[0] for token in ids] for ids in found]
+        written = [await _names(server, ids) for ids in found]
         result["token_strs"] = written if several else written[0]
     return JsonResponse(result)
+
+
+async def _names(server: Server, ids: Sequence[int]) -> list[str]:
+    """Return the texts of tokens, in parts, between which other requests proceed."""
+    names: list[str] = []
+    for at in range(0, len(ids), AT_ONCE_TOKENS):
+        names += [server.names.of(token)[0] for token in ids[at : at + AT_ONCE_TOKENS]]
+        await asyncio.sleep(0)
+    return names
 
 
 def _at_most(server: Server, name: str, given: int) -> None:
@@ -95,16 +106,18 @@ async def detokenize(server: Server, call: Call[DetokenizeBody]) -> Response:
     """Convert tokens to text, by default without special tokens. It is returned under the names of vLLM and SGLang."""
     body = call.body
     server.model(body.model)
-    several = bool(body.tokens) and isinstance(body.tokens[0], list)
-    lists: list[list[int]] = body.tokens if several else [body.tokens]
+    several = bool(body.tokens) and not isinstance(body.tokens[0], int)
+    lists: Sequence[Sequence[int]] = body.tokens if several else [body.tokens]
     _at_most(server, "tokens", len(lists))
+    count, most = sum(map(len, lists)), server.limits.detokenize_max
+    if count > most:
+        raise ApiError(400, f"`tokens` has {count} tokens, at most {most} are allowed (detokenize_max)", "tokens")
     vocabulary = server.info().vocabulary
-    if (largest := max((max(ids, default=0) for ids in lists), default=0)) >= vocabulary:
+    largest = max((int(np.asarray(ids, np.int64).max(initial=0)) for ids in lists), default=0)
+    if largest >= vocabulary:
         raise ApiError(400, f"`tokens` holds {largest}, but the model has {vocabulary} tokens", "tokens")
-    text = server.needs_text("detokenisation")
-    if body.skip_special_tokens is False:
-        text = text.verbatim()
-    texts = [text.decode(ids) for ids in lists]
+    verbatim = body.skip_special_tokens is False
+    texts = [await server.decode("detokenisation", ids, verbatim=verbatim) for ids in lists]
     return JsonResponse({"prompt": texts, "text": texts} if several else {"prompt": texts[0], "text": texts[0]})
 
 
@@ -126,7 +139,7 @@ async def ready(server: Server, call: Call[None]) -> Response:
 
 def _takes(engine: Bridge) -> bool:
     """Return whether an engine accepts requests, also if they wait for its restart."""
-    return not engine.gone and (engine.gauges is None or engine.gauges.accepting)
+    return not (engine.gone or engine.blocked) and (engine.gauges is None or engine.gauges.accepting)
 
 
 async def health_generate(server: Server, call: Call[None]) -> Response:
@@ -195,6 +208,8 @@ def _state(engine: Bridge) -> str:
     """Return the state of an engine in the router's terms."""
     if engine.gone:
         return "down"
+    if engine.blocked:
+        return "blocked"
     if engine.restarting or engine.info is None:
         return "recovering"
     return "up" if _takes(engine) else "draining"
@@ -227,7 +242,9 @@ async def metrics(server: Server, call: Call[None]) -> Response:
     """Return the metrics in Prometheus' text format."""
     engines = server.bridge.engines
     up = [_state(one) == "up" for one in engines] if server.bridge.info is not None else []
-    text = server.metrics.exposition(*(one.gauges for one in engines), up=up)
+    text = server.metrics.exposition(
+        *(one.gauges for one in engines), up=up, blocked=[bool(one.blocked) for one in engines]
+    )
     return Response(text, media_type="text/plain; version=0.0.4")
 
 

@@ -7,7 +7,6 @@ Answers have the form that the official client and clients of other servers expe
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
@@ -20,9 +19,8 @@ from starlette.responses import Response
 
 from lockstep.api.endpoints.answer_run import created_s, new_hex
 from lockstep.api.endpoints.chat_tools import Reading, Tools, reading_of, template_options, tools_of
-from lockstep.api.endpoints.errors import ApiError, failure
+from lockstep.api.endpoints.errors import ApiError
 from lockstep.api.endpoints.generation import (
-    AT_ONCE_CHARACTERS,
     Choice,
     ChoiceDelta,
     Generation,
@@ -37,7 +35,7 @@ from lockstep.api.endpoints.generation import (
     tokens_of,
     weights_of,
 )
-from lockstep.api.endpoints.http import DONE, EventStream, JsonResponse, event, unless_left
+from lockstep.api.endpoints.http import DONE, EventStream, JsonResponse, event, in_process, unless_left
 from lockstep.api.endpoints.schemas import (
     ChatBody,
     ChatMessage,
@@ -47,7 +45,7 @@ from lockstep.api.endpoints.schemas import (
     ResponseBody,
     TokenizeBody,
 )
-from lockstep.api.endpoints.server import Call, Server
+from lockstep.api.endpoints.server import AT_ONCE_CHARACTERS, Call, Server
 from lockstep.api.endpoints.structured_output import requested_grammar
 from lockstep.api.processes.wire import EngineInfo
 from lockstep.api.settings import Limits
@@ -60,8 +58,7 @@ from lockstep.api.text.chat_formats.driver import (
     Event,
     Thought,
 )
-from lockstep.api.text.plain_text import Texts
-from lockstep.core.contract.errors import ConfigError
+from lockstep.api.text.rendering import Conversation, RenderingError, characters_of
 
 MARK = "\ue000here\ue000"  # a text that occurs in no model name or id
 Shaped = TypeVar("Shaped")
@@ -72,7 +69,7 @@ NEEDS_NONE_CONTENT = re.compile(r"content['\"]?\]?\s+is\s+(?:not\s+)?none")
 """Chat templates that recognise a call by null content. Other templates would render it as `None`, or fail."""
 
 AT_ONCE_MESSAGES = 64
-"""Conversations up to this number of messages and tools are rendered in the event loop, longer ones in a thread."""
+"""Conversations up to this number of messages and tools are rendered in the event loop, longer ones in a process."""
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions. Chats have no default: the context is the limit."""
@@ -159,8 +156,9 @@ def check_best_of(body: CompletionBody, samples: int, info: EngineInfo) -> None:
         raise ApiError(400, "`best_of` is set, but an emulated engine has no logprobs to compare answers", "best_of")
 
 
-async def _prompt(server: Server, given: str | list[int], body: CompletionBody) -> Prompt:
+async def _prompt(server: Server, given: str | Sequence[int], body: CompletionBody) -> Prompt:
     text: str | None
+    ids: Sequence[int]
     if isinstance(given, str):
         text, ids = given, await server.encode("`prompt`", given, special=body.add_special_tokens)
     else:
@@ -169,7 +167,7 @@ async def _prompt(server: Server, given: str | list[int], body: CompletionBody) 
     if len(kept) < len(ids):
         ids, text = kept, None
     if text is None and body.echo:
-        text = server.needs_text("`echo`").decode(ids)
+        text = await server.decode("`echo`", ids)
     return Prompt(ids, text)
 
 
@@ -259,63 +257,20 @@ async def conversation(
         raise ApiError(400, message, "continue_final_message")
     text = server.needs_text("a conversation")
     none = NEEDS_NONE_CONTENT.search(text.chat_template or "") is not None
-    messages = [_message(one, i, field, None if none else "") for i, one in enumerate(given)]
-    characters = sum(len(str(one.get("content") or "")) for one in messages)
+    messages = [one.model_dump(exclude_unset=True) for one in given]
+    characters = sum(map(characters_of, messages))
     server.check_length(f"`{field}`", characters)
     variables: dict[str, Any] = {**(options or {}), "tools": tools, "add_generation_prompt": generation_prompt}
     variables |= {"seconds": server.limits.template_s, "characters_max": server.characters_max()}
+    chat = Conversation(messages, variables, field, go_on, nothing=None if none else "")
     if characters <= AT_ONCE_CHARACTERS and len(messages) + len(tools or ()) <= AT_ONCE_MESSAGES:
-        return _written(text, messages, variables, go_on)
-    return await asyncio.to_thread(_written, text, messages, variables, go_on)
-
-
-def _written(text: Texts, messages: list[dict[str, Any]], variables: dict[str, Any], go_on: bool) -> Prompt:
-    try:
-        written = text.chat(messages, **variables)
-    except ConfigError as error:
-        raise ApiError(400, str(error).partition("\nhint: ")[0], "messages") from error
-    if go_on:
-        last = str(messages[-1].get("content") or "").rstrip()
-        at = written.rfind(last)
-        if at < 0:
-            message = "`continue_final_message`: the chat template changes the last message"
-            raise ApiError(400, message, "continue_final_message")
-        written = written[: at + len(last)]
-    return Prompt(text.encode(written, special=False), written)
-
-
-def _message(message: ChatMessage, index: int, field: str, nothing: str | None) -> dict[str, Any]:
-    """Return a message for the template: content as text, arguments of tool calls as objects. Raises ApiError.
-
-    Args:
-        nothing: content of a message with calls or thoughts and without content.
-    """
-    result: dict[str, Any] = message.model_dump(exclude_unset=True)
-    if message.content is None:
-        if message.role != "assistant" or not (message.tool_calls or "reasoning_content" in result):
-            raise ApiError(400, f"`{field}.{index}.content` is missing", f"{field}.{index}.content")
-        result["content"] = nothing
-    if isinstance(message.content, list):
-        parts = []
-        for i, part in enumerate(message.content):
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                where = f"messages.{index}.content.{i}.type"
-                raise ApiError(400, f"`{where}` must be text, got {str(part.get('type'))[:40]!r}", where)
-            parts.append(part["text"])
-        result["content"] = "\n".join(parts)
-    calls = []
-    for call in message.tool_calls or ():
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                call = {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
-            except (ValueError, RecursionError):
-                where = f"messages.{index}.tool_calls"
-                raise ApiError(400, f"`{where}` has arguments that are not JSON", where) from None
-        calls.append(call)
-    if calls:
-        result["tool_calls"] = calls
-    return result
+        try:
+            written, ids = chat.rendered(text)
+        except RenderingError as error:
+            raise ApiError(400, error.message, error.field) from None
+        return Prompt(ids, written)
+    written, tokens = await in_process(server.processes.chat(chat))
+    return Prompt(tokens, written)
 
 
 # --------------------------------------------------------------------------------------------------------------- shared
@@ -344,7 +299,7 @@ def salt_of(body: OpenAI | GenerateBody | ResponseBody) -> str:
     return (body.cache_salt or "") + (f"\0{body.extra_key}" if body.extra_key else "")
 
 
-def truncated(ids: list[int], most: int | None, info: EngineInfo) -> list[int]:
+def truncated(ids: Sequence[int], most: int | None, info: EngineInfo) -> Sequence[int]:
     """Return the last `most` tokens of a prompt; -1: as many as fit, None: all of them."""
     if most is None:
         return ids
@@ -423,7 +378,7 @@ async def _stream(generation: Generation, shape: CompletionShape) -> AsyncGenera
             if piece.ended is None and piece.text and plain:
                 yield shape.plain_event(piece, chunk)
                 continue
-            if piece.ended is not None and (error := failure(piece.ended)) is not None:
+            if piece.ended is not None and (error := generation.failure(piece.choice)) is not None:
                 yield event(error.body())
                 yield DONE
                 return
@@ -519,7 +474,7 @@ class CompletionShape:
         tokens = choice.reply.tokens
         result["logprobs"] = self.logprobs(choice, 0, len(tokens), echo=self.body.echo)
         if self.body.return_token_ids:
-            result |= {"token_ids": tokens, "prompt_token_ids": choice.prompt.ids}
+            result |= {"token_ids": tokens, "prompt_token_ids": list(choice.prompt.ids)}
         if self.body.prompt_logprobs is not None:
             result["prompt_logprobs"] = self.likeliest_of_prompt(choice)
         return result
@@ -604,7 +559,7 @@ class CompletionShape:
         if self.body.return_token_ids:
             result["token_ids"] = tokens_of(piece)
             if not piece.first:
-                result["prompt_token_ids"] = piece.choice.prompt.ids
+                result["prompt_token_ids"] = list(piece.choice.prompt.ids)
         return result
 
     def _end(self, choice: Choice) -> dict[str, Any]:
@@ -653,7 +608,7 @@ class ChatShape(CompletionShape):
         result |= self._end(choice)
         result["logprobs"] = self.chat_logprobs(choice, 0, len(choice.reply.tokens))
         if self.body.return_token_ids:
-            result |= {"token_ids": choice.reply.tokens, "prompt_token_ids": choice.prompt.ids}
+            result |= {"token_ids": choice.reply.tokens, "prompt_token_ids": list(choice.prompt.ids)}
         return result
 
     def _message(self, choice: Choice, text: str) -> dict[str, Any]:

@@ -1,8 +1,11 @@
-"""HTTP below the application: deadlines for heads and bodies, and a bounded number of connections.
+"""HTTP below the application: deadlines and sizes of heads and bodies, and a bounded number of connections.
 
 connection ──head_s──> headers ──body_s──> body ──> the application
-     │                    └ larger than HEAD_BYTES_MAX: 400        a late head: 408; a late body: 408 by the
-     └ beyond connections_max: 503, and closed                     application, or closed BODY_GRACE_S later
+     │                    │                  │     a late head: 408; a late body: 408 by the application, or closed
+     │                    │                  │     BODY_GRACE_S later
+     │                    │                  └ chunks with more around them than CHUNKS_SPARE allows: 400
+     │                    └ larger than HEAD_BYTES_MAX, no `Host` or several: 400
+     └ beyond connections_max: 503, and closed
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from lockstep.api.settings import Limits
 SEND_BYTES_MAX = 128 * 1024  # unsent bytes of a connection in the kernel, for a client that reads slowly
 CLOSE_S = 30.0  # time for a client to read the rest of the last answer
 HEAD_BYTES_MAX = 64 * 1024  # request line and headers together
+PIECE_BYTES = 4096  # of received bytes that are parsed at once, where what is between bodies is counted
+CHUNKS_SPARE, CHUNK_SPARE = 16 * 1024, 16  # bytes around the chunks of a body, and more for each chunk
 BODY_GRACE_S = 5.0  # time for the application to refuse a late body itself
 
 
@@ -28,6 +33,12 @@ class BoundedProtocol(HttpToolsProtocol):
     limits = Limits()
     _head_bytes = 0
     _in_head = True
+    _head_size = 0  # of the headers that were parsed
+    _hosts = 0  # headers `Host` of the current head
+    _chunked = False  # whether the body has a transfer encoding
+    _body_bytes = 0  # of all bodies of the connection, as _chunks
+    _chunks = 0
+    _spare = 0  # bytes between the chunks of this body, beyond those that every chunk may have
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -47,25 +58,73 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes; refuse a head that is too large."""
-        if self._in_head:
+        """Parse received bytes; refuse a head that is too large, and a body with too much between its chunks."""
+        at = 0
+        while at < len(data) and not self.transport.is_closing():
+            bounded = self._in_head or self._chunked
+            piece = data[at : at + PIECE_BYTES] if bounded else data[at:] if at else data
+            at += len(piece)
+            self._parse(piece)
+
+    def _parse(self, data: bytes) -> None:
+        began_in_head, body, chunks = self._in_head, self._body_bytes, self._chunks
+        if began_in_head:
             self._head_bytes += len(data)
             if self._late is None:  # the next head on a kept connection
                 self._expect(self.limits.head_s)
         super().data_received(data)
-        if self._in_head and self._head_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if began_in_head and self._in_head and self._head_bytes > HEAD_BYTES_MAX:
             self.send_400_response(f"Request line and headers are larger than {HEAD_BYTES_MAX} bytes.")
+        elif self._chunked and not began_in_head and not self._in_head:
+            new = self._body_bytes - body
+            self._spare += len(data) - 3 * new - CHUNK_SPARE * (self._chunks - chunks)
+            self._spare = max(self._spare, 0)
+            if self._spare > CHUNKS_SPARE:
+                self.send_400_response("The chunks of the body have too much between them.")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count the header `Host`, and bytes of headers."""
+        self._head_size += len(name) + len(value) + len(b": \r\n")
+        self._hosts += name.lower() == b"host"
+        self._chunked |= name.lower() == b"transfer-encoding"
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Set the deadline of the body."""
-        self._in_head, self._head_bytes = False, 0
+        """Check the head, and set the deadline of the body."""
+        head, hosts = len(self.url) + self._head_size, self._hosts
+        self._in_head, self._head_bytes, self._head_size, self._hosts, self._spare = False, 0, 0, 0, 0
+        if head > HEAD_BYTES_MAX:
+            self._refuse_head(f"Request line and headers are larger than {HEAD_BYTES_MAX} bytes.")
+        if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            self._refuse_head(f"A request has one header `Host`, this one has {hosts}.")
         self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]  # called for a stream that its client does not read
         self._expect(self.limits.body_s + BODY_GRACE_S)
         super().on_headers_complete()
 
+    def _refuse_head(self, why: str) -> None:
+        """Answer 400 and stop the parser: what follows on the connection is not read. Raises ValueError."""
+        self.send_400_response(why)
+        raise ValueError(why)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what was received, once: the first reason counts."""
+        if not self.transport.is_closing():
+            super().send_400_response(msg)
+
+    def on_chunk_header(self) -> None:
+        """Count a chunk."""
+        self._chunks += 1
+
+    def on_body(self, body: bytes) -> None:
+        """Count bytes of the body."""
+        self._body_bytes += len(body)
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """Drop the deadline; the next head begins."""
-        self._in_head = True
+        self._in_head, self._chunked = True, False
         self._expect(None)
         super().on_message_complete()
 

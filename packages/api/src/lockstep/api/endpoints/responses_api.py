@@ -35,7 +35,7 @@ from lockstep.api.endpoints.chat_tools import (
     template_options,
 )
 from lockstep.api.endpoints.conversations_api import listed
-from lockstep.api.endpoints.errors import ApiError, failure
+from lockstep.api.endpoints.errors import ApiError
 from lockstep.api.endpoints.generation import (
     Choice,
     Generation,
@@ -513,7 +513,7 @@ async def _stream(generation: Generation, shape: ResponseShape, keep: Keep) -> A
     async for new in generation.pieces():
         for piece in new:
             ended = piece.ended
-            if ended is not None and (error := failure(ended)) is not None:
+            if ended is not None and (error := generation.failure(piece.choice)) is not None:
                 failed = shape.failed(error.message)
                 keep(failed)
                 yield sent("failed", response=failed)

@@ -42,6 +42,8 @@ from lockstep.api.endpoints.kept_answers import (
 )
 from lockstep.api.endpoints.schemas import Body
 from lockstep.api.endpoints.server import Call, Server
+from lockstep.api.processes.text_jobs import packed, unpacked
+from lockstep.api.processes.text_processes import TENANT
 
 log = logging.getLogger("lockstep.worker")
 
@@ -81,7 +83,10 @@ async def respond_kept(
     """Return the kept answer of a request, after its first run has begun. Raises ApiError, ClientLeft."""
     answers = server.answers
     assert answers is not None
-    body = msgspec.json.encode(call.body.model_dump(mode="json", exclude_unset=True))
+    try:
+        body = packed(call.body.model_dump(exclude_unset=True))
+    except OverflowError:
+        raise ApiError(400, "a number is beyond 64 bits") from None
     digest = sha256(path.encode() + b"\0" + body).digest()
     headers = tuple((one, call.request.headers[one]) for one in KEPT_HEADERS if one in call.request.headers)
     lasting = bool(getattr(call.body, "background", None))
@@ -235,6 +240,7 @@ async def _run(
     run = AnswerRun(request.secret, request.created_s, earlier.cuts, earlier.origins, record_origins)
     run.leaving = lambda: server.draining
     RUN.set(run)
+    TENANT.set(request.tenant)
     call = Call(_request(request), body, request.tenant, time.monotonic())
     watching = asyncio.ensure_future(_watch(server, answer, request, asyncio.current_task()))
     ended = False
@@ -352,7 +358,7 @@ async def continue_answers(server: Server, handlers: dict[str, tuple[Handler, ty
             answers.writing.pop(answer.name, None)
             continue
         handler, schema = handlers[request.path]
-        body = schema.model_validate_json(request.body)
+        body = schema.model_validate(unpacked(request.body))
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting.append(done)
         start(server, answer, request, body, handler, earlier, partial(_set, done))

@@ -7,8 +7,11 @@ change the answer: it is accepted with a value that changes none, and refused by
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+from functools import cache
 from itertools import chain
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
@@ -40,8 +43,10 @@ Items = Annotated[list[Item], Field(max_length=ITEMS_MAX, fail_fast=True)]
 Objects = Items[dict[str, Any]]
 
 
-def _check_ids(value: Any) -> list[int]:
-    """Check a list of token ids, without a Python step for each."""
+def _check_ids(value: Any) -> Sequence[int]:
+    """Check a list of token ids, without a Python step for each. An array was checked by `text_jobs`."""
+    if isinstance(value, array):
+        return value
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise ValueError("Input should be a list of token ids")
     if value and not 0 <= min(value) <= max(value) < 2**31:
@@ -56,18 +61,18 @@ def _check_texts(value: Any) -> str | list[str]:
     raise ValueError("Input should be a text or a list of texts")
 
 
-def _check_id_lists(value: Any) -> list[Any]:
+def _check_id_lists(value: Any) -> Sequence[Any]:
     """Check token ids, or a list of lists of token ids."""
-    if isinstance(value, list) and set(map(type, value)) == {list}:
-        _check_ids(list(chain.from_iterable(value)))
+    if isinstance(value, list) and value and set(map(type, value)) <= {list, array}:
+        _check_ids(list(chain.from_iterable([one for one in value if isinstance(one, list)])))
         return value
     return _check_ids(value)
 
 
-def _check_prompts(value: Any) -> str | list[Any]:
+def _check_prompts(value: Any) -> str | Sequence[Any]:
     """Check a text, token ids, or a list of one kind of these."""
-    kinds = set(map(type, value)) if isinstance(value, list) else set()
-    if kinds == {int} or kinds == {list}:
+    kinds = set(map(type, value)) if isinstance(value, list) else {type(value)}
+    if kinds == {int} or (kinds and kinds <= {list, array}):
         return _check_id_lists(value)
     if not isinstance(value, str) and not (isinstance(value, list) and kinds <= {str}):
         raise ValueError("Input should be a text, a list of texts, token ids, or a list of lists of token ids")
@@ -119,10 +124,10 @@ METADATA_SCHEMA = {"type": "object", "maxProperties": 16, "additionalProperties"
 Arguments = Annotated[dict[str, dict[str, Any]], PlainValidator(_check_arguments), WithJsonSchema(OBJECTS_SCHEMA)]
 Metadata = Annotated[dict[str, str], PlainValidator(_check_metadata), WithJsonSchema(METADATA_SCHEMA)]
 Documents = Annotated[list[Any], PlainValidator(_check_documents), WithJsonSchema(DOCUMENTS_SCHEMA)]
-TokenIdList = Annotated[list[int], PlainValidator(_check_ids), WithJsonSchema(IDS_SCHEMA)]
+TokenIdList = Annotated[Sequence[int], PlainValidator(_check_ids), WithJsonSchema(IDS_SCHEMA)]
 TextOrTexts = Annotated[str | list[str], PlainValidator(_check_texts), WithJsonSchema(TEXTS_SCHEMA)]
-IdLists = Annotated[list[Any], PlainValidator(_check_id_lists), WithJsonSchema(ID_LISTS_SCHEMA)]
-Prompts = Annotated[str | list[Any], PlainValidator(_check_prompts), WithJsonSchema(PROMPTS_SCHEMA)]
+IdLists = Annotated[Sequence[Any], PlainValidator(_check_id_lists), WithJsonSchema(ID_LISTS_SCHEMA)]
+Prompts = Annotated[str | Sequence[Any], PlainValidator(_check_prompts), WithJsonSchema(PROMPTS_SCHEMA)]
 Biases = Annotated[dict[str, float], PlainValidator(_check_bias), WithJsonSchema(BIAS_SCHEMA)]
 
 Seconds = Annotated[float, Field(gt=0.0, le=1e6)]
@@ -163,6 +168,32 @@ class Body(BaseModel):
     """Known fields that are not served and change no answer: they concern placement, billing, caching or display."""
     OPEN: ClassVar[bool] = False
     """Whether the handler decides about unknown fields."""
+    PASSED_TO: ClassVar[tuple[type[Body], ...]] = ()
+    """Schemas of other endpoints, one of which the handler applies to the body."""
+
+
+TOKEN_IDS = frozenset((_check_ids, _check_id_lists, _check_prompts))
+
+
+@cache
+def id_fields(body: type[Body]) -> frozenset[str]:
+    """Return the names of the fields of a body, and of bodies in it, that may have token ids."""
+    found: set[str] = set()
+    for name, one in body.model_fields.items():
+        if any(isinstance(check, PlainValidator) and check.func in TOKEN_IDS for check in one.metadata):
+            found.add(name)
+        for kind in (one.annotation, *get_args(one.annotation)):
+            if any(isinstance(inner, PlainValidator) and inner.func in TOKEN_IDS for inner in get_args(kind)[1:]):
+                found.add(name)
+            if isinstance(kind, type) and issubclass(kind, Body):
+                found |= id_fields(kind)
+    return frozenset(found).union(*map(id_fields, body.PASSED_TO))
+
+
+@cache
+def known_fields(body: type[Body]) -> frozenset[str]:
+    """Return the names of the fields of a body, and of the schemas that it may be passed to."""
+    return frozenset(body.model_fields).union(*map(known_fields, body.PASSED_TO))
 
 
 class StreamOptions(Body):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -65,17 +66,21 @@ async def _labels(server: Server, call: Call[ScoreBody]) -> Response:
     return JsonResponse({"object": "scoring", "model": name, "scores": scores, **_used(call, tokens)})
 
 
-async def _judged(server: Server, body: ScoreBody, item: str | list[int]) -> Prompt:
+async def _judged(server: Server, body: ScoreBody, item: str | Sequence[int]) -> Prompt:
     """Return query and item as one prompt. Texts are joined before they are tokenised."""
     query = body.query
     if isinstance(query, str) and isinstance(item, str):
         return await prompt_of(server, item + query if body.item_first else query + item, "items")
-    if isinstance(query, list) and isinstance(item, list) and (not query or isinstance(query[0], int)):
+    if query is not None and not isinstance(query, str) and not isinstance(item, str) and _is_ids(query):
         return Prompt([*item, *query] if body.item_first else [*query, *item])
     raise ApiError(400, "`query` and `items` must both be texts, or both token ids", "query")
 
 
-def label_scores(logits: Float32s, labels: list[int], *, among_labels: bool) -> NDArray[np.float64]:
+def _is_ids(given: Sequence[Any]) -> bool:
+    return not given or isinstance(given[0], int)
+
+
+def label_scores(logits: Float32s, labels: Sequence[int], *, among_labels: bool) -> NDArray[np.float64]:
     """Return the probabilities of some tokens, float64 [labels].
 
     Args:
@@ -83,7 +88,7 @@ def label_scores(logits: Float32s, labels: list[int], *, among_labels: bool) -> 
         among_labels: normalise over the labels only, instead of the vocabulary.
     """
     exact = logits.astype(np.float64)
-    chosen = exact[labels]
+    chosen = exact[np.asarray(labels)]
     among = chosen if among_labels else exact
     weights = np.exp(chosen - among.max())
     return np.asarray(weights / np.exp(among - among.max()).sum(), np.float64)

@@ -14,7 +14,8 @@ from starlette.requests import Request
 
 from lockstep.api.endpoints.errors import ApiError
 from lockstep.api.endpoints.fields import ignore
-from lockstep.api.endpoints.generation import Generation, GenerationRequest, Prompt, encode, unavailable
+from lockstep.api.endpoints.generation import Generation, GenerationRequest, Prompt, unavailable
+from lockstep.api.endpoints.http import BodyReader, in_process
 from lockstep.api.endpoints.kept_answers import KeptAnswers
 from lockstep.api.endpoints.keys import Keys
 from lockstep.api.endpoints.schemas import Body
@@ -26,6 +27,7 @@ from lockstep.api.observability.metrics import Metrics
 from lockstep.api.observability.served import Recent, Watcher
 from lockstep.api.processes.bridge import EngineUnavailable
 from lockstep.api.processes.cluster_bridge import Engines
+from lockstep.api.processes.text_processes import TextProcesses
 from lockstep.api.processes.wire import EngineInfo
 from lockstep.api.settings import Limits, ServeSettings
 from lockstep.api.text.plain_text import Texts
@@ -36,6 +38,12 @@ BodyType = TypeVar("BodyType", bound=Body | None)
 
 TOGETHER, TOGETHER_CHARACTERS = "X-Session-Id", 256
 """Header with the key of requests that should run on one engine of several, and its greatest length."""
+
+AT_ONCE_CHARACTERS, AT_ONCE_TOKENS = 4096, 1024
+"""Text up to this length is tokenised in the event loop, in well under a millisecond, and tokens are made text."""
+
+YIELDS_CHARACTERS = 256
+"""After a longer text other tasks get their turn: a request may have many texts."""
 
 ROUTING, ROUTING_CHARACTERS = "X-SMG-Routing-Key", 256
 """SGLang's header for `routing_key`, and its greatest length."""
@@ -67,6 +75,7 @@ class Server:
     text: Texts | None
     keys: Keys | None
     metrics: Metrics
+    processes: TextProcesses
     usage: UsageCounter | None = None
     responses: StoredResponses | None = None
     answers: KeptAnswers | None = None
@@ -82,6 +91,7 @@ class Server:
     probed_s: float = 0.0  # when the probe ended, time.monotonic
 
     def __post_init__(self) -> None:
+        self.bodies = BodyReader(self.processes, self.limits, self.settings.strict)
         self.names = TokenNames(self.text)
         self.formats = formats_of(self.settings, self.text)
         self._token_characters = 1 if self.text is None else self.text.characters_max()
@@ -152,11 +162,27 @@ class Server:
             raise ApiError(400, f"{what} needs a tokenizer, and this model has none; give token ids")
         return self.text
 
-    async def encode(self, what: str, prompt: str, *, special: bool) -> list[int]:
-        """Tokenise a text. Raises ApiError for text that is too long to fit."""
+    async def encode(self, what: str, prompt: str, *, special: bool) -> Sequence[int]:
+        """Tokenise a text, in a text process if it is long. Raises ApiError for text that is too long to fit."""
         text = self.needs_text(what)
         self.check_length(what, len(prompt))
-        return await encode(text, prompt, special=special)
+        if len(prompt) > AT_ONCE_CHARACTERS:
+            return await in_process(self.processes.encode(prompt, special=special))
+        ids = text.encode(prompt, special=special)
+        if len(prompt) > YIELDS_CHARACTERS:  # it may be one of many
+            await asyncio.sleep(0)
+        return ids
+
+    async def decode(self, what: str, ids: Sequence[int], *, verbatim: bool = False) -> str:
+        """Convert token ids to text, in a text process if they are many. Raises ApiError without a tokenizer.
+
+        Args:
+            verbatim: decode special tokens, too.
+        """
+        text = self.needs_text(what)
+        if len(ids) > AT_ONCE_TOKENS:
+            return await in_process(self.processes.decode(ids, verbatim=verbatim))
+        return (text.verbatim() if verbatim else text).decode(ids)
 
     def characters_max(self) -> int:
         """Return the number of characters of the longest text that could fit, at least CHARACTERS_MIN."""

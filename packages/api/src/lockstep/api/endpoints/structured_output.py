@@ -84,7 +84,7 @@ def requested_grammar(fields: Mapping[str, Any], limits: Limits, *, inside: str 
     """Return the grammar that the fields of a request define; None for free text.
 
     Args:
-        fields: values by name; names in READERS are read. Null, false, empty texts, lists and objects count as absent.
+        fields: values by name; names in READERS are read. Null, false, empty texts and objects count as absent.
         inside: prefix of the names of fields in errors.
     Raises: ApiError for an invalid field, for two fields that are set, and for values beyond the limits.
     """

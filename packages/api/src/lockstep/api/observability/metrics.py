@@ -54,7 +54,7 @@ SGLANG = {
 """Metrics with an SGLang equivalent of the same meaning -> its name after the prefix sglang:."""
 
 NOT_VLLM = (
-    *("engine_up", "kv_used_tokens", "kv_cached_pages", "prefix_cache_hit_ratio"),
+    *("engine_up", "journal_blocked", "kv_used_tokens", "kv_cached_pages", "prefix_cache_hit_ratio"),
     *("num_requests", "num_aborted_requests", "accepted_length_mean"),
 )
 NOT_VLLM_GROUPS = ("http_", "batch_")
@@ -188,18 +188,23 @@ class Metrics:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def exposition(self, *gauges: Gauges | None, up: Sequence[bool] = ()) -> bytes:
+    def exposition(self, *gauges: Gauges | None, up: Sequence[bool] = (), blocked: Sequence[bool] = ()) -> bytes:
         """Return the figures of all workers and the state of the engines in Prometheus' text format.
 
         Args:
             gauges: the newest gauges of each engine; None: none were received yet, or the engine does not run.
             up: for each engine whether it takes requests; empty if that is unknown.
+            blocked: for each engine whether it waits until its journal can be written.
         """
         source: Any = self.registry
         if FOLDER in os.environ:
             source = CollectorRegistry()
             MultiProcessCollector(source)  # type: ignore[no-untyped-call]  # it has no types here either
-        found = [*source.collect(), *self._up(up)]
+        found = [*source.collect()]
+        found += self._by_engine("engine_up", "Whether the engine takes requests.", up)
+        found += self._by_engine(
+            "journal_blocked", "Whether the engine waits until its journal can be written.", blocked
+        )
         stand: dict[str, Metric] = {}
         for engine, one in enumerate(gauges):
             for metric in () if one is None else self._engine(engine, one):
@@ -214,13 +219,11 @@ class Metrics:
         """Return the labels of a model and an engine. Requests that never had an engine have `none`."""
         return self._model, str(engine) if engine >= 0 else "none"
 
-    def _up(self, up: Sequence[bool]) -> Iterator[Metric]:
-        one = GaugeMetricFamily(
-            "lockstep_engine_up", "Whether the engine takes requests.", labels=("model_name", "engine")
-        )
-        for engine, there in enumerate(up):
-            one.add_metric(self._labels(engine), float(there))
-        if up:
+    def _by_engine(self, suffix: str, text: str, values: Sequence[bool]) -> Iterator[Metric]:
+        one = GaugeMetricFamily(f"lockstep_{suffix}", text, labels=("model_name", "engine"))
+        for engine, value in enumerate(values):
+            one.add_metric(self._labels(engine), float(value))
+        if values:
             yield one
 
     def _engine(self, engine: int, gauges: Gauges) -> Iterator[Metric]:

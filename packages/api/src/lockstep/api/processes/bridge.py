@@ -61,6 +61,10 @@ from lockstep.host.adapters import KnownAdapters
 log = logging.getLogger("lockstep.worker")
 
 
+ARRIVALS_MAX = 256
+"""Times of messages with tokens that a reply keeps while its client does not read: 130 bytes each."""
+
+
 class EngineUnavailable(LockstepError):
     """Raised when no engine can take requests: it has not started, has ended, or is overloaded."""
 
@@ -79,6 +83,7 @@ class Reply:
         self.ended: SampleEnded | None = None
         self.differs = False  # whether repeated tokens differ from tokens already sent to the client
         self.arrivals: list[tuple[float, int]] = []  # (time.monotonic, tokens received so far); emptied by the metrics
+        self.measure: Callable[[], object] | None = None  # empties `arrivals` where no handler takes the tokens
         self._changed = changed
 
     def put(self, offset: int, tokens: list[int], now_s: float) -> int:
@@ -90,6 +95,8 @@ class Reply:
             self.differs = True  # happens only where numerics depend on the batch
         self.tokens += tokens[repeats:]
         self.arrivals.append((now_s, len(self.tokens)))
+        if len(self.arrivals) > ARRIVALS_MAX and self.measure is not None:
+            self.measure()
         self._changed.set()
         return repeats
 
@@ -182,6 +189,7 @@ class Bridge:
         self._named: tuple[KnownAdapters, dict[str, str]] = (self.known, {})  # the same by name
         self.gone = ""  # why the engine ended for good; empty: it did not
         self.restarting = False  # new requests are accepted, and wait for the next generation
+        self.blocked = ""  # why the next engine cannot start yet, and new requests are refused
         self.away = False  # the engine is starting, for the first time or again
         self.generation = -1  # of the engine that sent Welcome
         self._held = False  # whether Settled waits for `settle`
@@ -377,6 +385,8 @@ class Bridge:
             raise EngineUnavailable(self.gone)
         if self.info is None:
             raise EngineUnavailable("the engine is starting")
+        if self.blocked:
+            raise EngineUnavailable(self.blocked)
         if now and self.restarting:
             raise EngineUnavailable("the engine is starting again")
 
@@ -402,6 +412,7 @@ class Bridge:
         first = self.info is None
         self.known = max(self.known, message.adapters, key=attrgetter("revision"))
         self.info, self.generation, self.restarting, self.away = message.info, message.generation, False, False
+        self.blocked = ""
         if self.gauges is None:  # otherwise newer gauges were received first
             self.gauges = message.gauges
         for ticket in self.tickets.values():
@@ -417,7 +428,7 @@ class Bridge:
         """Prepare for the next engine generation. It will not receive messages sent so far."""
         if self.gone or message.generation <= self.generation:
             return
-        self.restarting, self.away = self.info is not None, True
+        self.restarting, self.away, self.blocked = self.info is not None, True, message.blocked
         self.gauges = None
         self.known = KnownAdapters(-1, self.known.entries)  # the next generation counts its revisions anew
         self._engine.close(0)

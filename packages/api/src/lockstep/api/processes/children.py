@@ -20,6 +20,9 @@ EXIT_FOR_GOOD = 3
 continued.
 """
 
+EXIT_UNWRITABLE = 4
+"""Exit status of an engine whose journal cannot be written, which may be temporary: the disk is full."""
+
 
 def write_settings(folder: Path, settings: ServeSettings) -> None:
     """Write the settings file that child processes read, with mode 0600."""

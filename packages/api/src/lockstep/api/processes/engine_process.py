@@ -416,5 +416,7 @@ def main(folder: Path, generation: int, before: PriorState, alive: Callable[[], 
         for_good = isinstance(error, ConfigError | JournalError | Divergence | WireError)
         # an error of the file system may be temporary, such as a full disk
         full = isinstance(error, JournalError) and isinstance(error.__cause__, OSError)
-        return children.EXIT_FOR_GOOD if for_good and not full else 1
+        if full:
+            return children.EXIT_UNWRITABLE
+        return children.EXIT_FOR_GOOD if for_good else 1
     return 0

@@ -197,13 +197,16 @@ class Launcher:
                 for engine in self.engines:
                     if engine.deadline_s is not None and engine.deadline_s + REPORT_DELAY_S <= time.monotonic():
                         engine.end_hanging()
+                    if engine.retry_s is not None and engine.retry_s <= time.monotonic():
+                        engine.retry()
             case _:  # a report of an earlier engine generation
                 pass
         return None
 
     def _wait(self) -> LauncherEvent | None:
-        """Wait for the next event and return it; None if an engine's deadline or the start of a worker comes first."""
+        """Wait for the next event and return it; None if a deadline, or a start of an engine or worker, comes first."""
         due = [engine.deadline_s + REPORT_DELAY_S for engine in self.engines if engine.deadline_s is not None]
+        due += [engine.retry_s for engine in self.engines if engine.retry_s is not None]
         due += self._starts_s[:1]
         if not due:
             return self._events.wait()
@@ -219,7 +222,8 @@ class Launcher:
             first: the engine ended in its first generation before it served.
         Returns: the exit status if the server ended with the engine; else None.
         """
-        self._send_to_router(EngineLost(engine.number, engine.next_generation - 1 if goes_on else None))
+        coming = engine.next_generation - (engine.retry_s is None)
+        self._send_to_router(EngineLost(engine.number, coming if goes_on else None))
         if goes_on:
             return None
         if not first and not all(one.gone for one in self.engines):
@@ -329,7 +333,9 @@ class Launcher:
         self._over.set()
         for child in self.workers:
             child.process.terminate()
-        if self._wait_for("a worker", lambda: bool(self.workers), self.settings.shutdown_s + GRACE_S):
+        ended = self._wait_for("a worker", lambda: bool(self.workers), self.settings.shutdown_s + GRACE_S)
+        self._listener.close()  # new connections are refused at once; until here workers answered them
+        if ended:
             for engine in self.engines:
                 engine.send_to_engine(StopEngine(0))
             self._wait_for("an engine", self._engines_running, GRACE_S)

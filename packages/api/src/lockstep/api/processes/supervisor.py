@@ -37,6 +37,13 @@ GRACE_S = 5.0  # from the end of `shutdown_s` until a process that has not ended
 OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+RETRY_MIN_S, RETRY_MAX_S = 0.5, 30.0
+"""Seconds until the next try to start an engine whose journal cannot be written: doubled from try to try."""
+
+ROOM_BYTES = 2 * 2**20
+"""Room that the disk of a journal needs for a try."""
+
+
 @dataclass(slots=True)
 class Child:
     """A child process of the launcher. The number of a fork server is that of its engine."""
@@ -94,6 +101,10 @@ class Supervisor:
         self._control: socket.socket | None = None  # to the fork server
         self._restarts_s: list[float] = []  # times of the restarts within the window
         self._down_s = 0.0  # when the last engine ended
+        self.retry_s: float | None = None  # when to try again to start an engine whose journal could not be written
+        self._blocked = ""  # why it could not
+        self._retries = 0  # tries since an engine served for RETRY_MAX_S
+        self._served_s = 0.0  # when the last engine began to serve
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._to_workers = Writers(self._context, folder)
         self._to_engine = writer(self._context, engine_address(folder))
@@ -123,6 +134,7 @@ class Supervisor:
             current.pid = report.pid
         elif not current.ready:
             current.ready = True
+            self._blocked, self._served_s = "", time.monotonic()
             if current.generation:
                 gone_s = time.monotonic() - self._down_s
                 several = self.settings.dp > 1
@@ -146,6 +158,9 @@ class Supervisor:
         )
         log.error("%s", message)
         self._restarts_s = [at for at in self._restarts_s if self._down_s - at < settings.restart_window_s]
+        if status == children.EXIT_UNWRITABLE and settings.restarts and (current.ready or current.generation):
+            self._wait_for_journal(message)
+            return True
         if not settings.restarts or status == children.EXIT_FOR_GOOD or not (current.ready or current.generation):
             return self._give_up(message)
         if len(self._restarts_s) >= settings.restarts:
@@ -156,6 +171,34 @@ class Supervisor:
             self._to_workers.send(EngineRestarting(worker, self.next_generation, message))
         self._begin_engine("killed" if -status in OUTSIDE_SIGNALS and not current.hangs else "crashed")
         return True
+
+    def _wait_for_journal(self, message: str) -> None:
+        """Try again later, and keep open streams waiting. Such an end is no restart: the engine is not at fault."""
+        self._blocked = "the server's journal cannot be written; its disk may be full"
+        if time.monotonic() - self._served_s > RETRY_MAX_S:
+            self._retries = 0
+        self._retry_later()
+        log.error("%s, since its journal cannot be written: the next try is in %.1f s", message, self._retry_delay_s)
+        for worker in self._workers():
+            self._to_workers.send(EngineRestarting(worker, self.next_generation, message, self._blocked))
+
+    @property
+    def _retry_delay_s(self) -> float:
+        return min(RETRY_MAX_S, RETRY_MIN_S * 2.0 ** min(self._retries - 1, 16))
+
+    def _retry_later(self) -> None:
+        self._retries += 1
+        self.retry_s = time.monotonic() + self._retry_delay_s
+
+    def retry(self) -> None:
+        """Start an engine whose journal could not be written, if there is room for the journal now."""
+        folder = Path(self.settings.journal or self.folder)
+        if _room_bytes(folder) < ROOM_BYTES:
+            self._retry_later()
+            log.warning("%s waits: %s has less than %d MiB of room", self.name, folder, ROOM_BYTES // 2**20)
+            return
+        self.retry_s = None
+        self._begin_engine(None)
 
     def fork_server_ended(self) -> bool:
         """Restart fork server and engine, which cannot report without it.
@@ -178,9 +221,12 @@ class Supervisor:
         """Send a new worker the state of the engine that the other workers have received."""
         if self.gone:
             self._to_workers.send(EngineGone(worker, self.gone))
+        elif self.retry_s is not None:
+            message = f"{self.name} is starting"
+            self._to_workers.send(EngineRestarting(worker, self.next_generation, message, self._blocked))
         elif self.current is not None and self.current.generation and not self.current.ready:
             message = f"{self.name} is starting"
-            self._to_workers.send(EngineRestarting(worker, self.current.generation, message))
+            self._to_workers.send(EngineRestarting(worker, self.current.generation, message, self._blocked))
 
     def _give_up(self, message: str) -> bool:
         """Give the engine up: workers end their streams. Returns False."""
@@ -231,6 +277,12 @@ class Supervisor:
         self._context.term()
         if self._control is not None:
             self._control.close()
+
+
+def _room_bytes(folder: Path) -> int:
+    """Return the bytes that can still be written to the disk of a folder."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
 
 
 def end_orphan(pid: int) -> None:

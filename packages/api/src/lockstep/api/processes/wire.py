@@ -430,10 +430,16 @@ class AdaptersKnown(ToWorker, frozen=True):
 
 
 class EngineRestarting(ToWorker, frozen=True):
-    """The engine ended, and the next generation is starting. Open requests stay open."""
+    """The engine ended, and the next generation is starting. Open requests stay open.
 
-    generation: int  # of the next engine
+    Args:
+        generation: of the next engine.
+        blocked: why the next engine cannot start yet; new requests are refused until it serves. Empty: it starts now.
+    """
+
+    generation: int
     message: str
+    blocked: str = ""
 
 
 class EngineGone(ToWorker, frozen=True):

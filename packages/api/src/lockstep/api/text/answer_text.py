@@ -3,8 +3,8 @@
     tokens   | The | answer | is | é¹ | é² |     é² completes the character that é¹ begins
     text     | The   answer   is |    é    |
 
-The engine withholds tokens that may begin a stop text, so a stop text never begins in received tokens and ends in
-later ones.
+The engine withholds tokens that may begin a stop text, and reports the stop text's end as the end of the answer. So the
+text is searched once, at its end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from lockstep.api.processes.wire import SampleEnded
 from lockstep.api.text.plain_text import Texts
 from lockstep.host.stop_regexes import StopRegexes
-from lockstep.host.text import StopTexts
+from lockstep.host.stop_texts import TextEnd
 
 
 class AnswerText:
@@ -40,13 +40,11 @@ class AnswerText:
         regexes: Sequence[str] = (),
     ) -> None:
         self._include_stop, self._stop_token_ids, self._min_tokens = include_stop, stop_token_ids, min_tokens
-        self._stops = [stop for stop in stops if stop]
-        watched = text is not None and bool(self._stops or regexes)
-        self._watch = StopTexts(text, prompt_ids, stops) if text is not None and watched else None
+        watched = text is not None and (any(stops) or bool(regexes))
+        self._end = TextEnd(stops) if watched else None
         self._regexes = StopRegexes(text, prompt_ids, regexes) if text is not None and regexes else None
-        self._step = text.stream(prompt_ids) if text is not None and not watched else None
+        self._step = text.stream(prompt_ids) if text is not None else None
         self._spelled = 0  # tokens decoded
-        self._shown = 0  # characters returned of the text in `_watch`
         self.stop_reason: int | str | None = None  # the stop token or text that ended the answer; None: neither did
         self.characters = 0  # characters returned so far
         self.starts: list[int] = []  # for each token the number of characters before it
@@ -59,13 +57,19 @@ class AnswerText:
             self._spelled = until
             new = self._step(tokens[-1])
             self.characters += len(new)
+            if self._regexes is not None:
+                self._regexes.push(until - 1, tokens[-1])
+            if self._end is not None:
+                self._end.add(new)
             return new
         if ended is not None and ended.reason == "stop" and tokens:
             if tokens[-1] in self._stop_token_ids:
                 self.stop_reason = tokens[-1]
             if not self._include_stop:
                 until -= 1  # the last token ends the answer and is not part of the text
-        new = self._watched(tokens, until, ended) if self._watch is not None else self._plain(tokens, until)
+        new = self._plain(tokens, until)
+        if self._end is not None:
+            new = self._until_stop(self._end, new, ended)
         self.starts += [self.characters] * (len(tokens) - len(self.starts)) if until < len(tokens) else []
         return new
 
@@ -73,34 +77,33 @@ class AnswerText:
         if self._step is None:
             return ""
         new = ""
-        for token in tokens[self._spelled : until]:
+        for number in range(self._spelled, until):
+            token = tokens[number]
             self.starts.append(self.characters)
+            if self._regexes is not None:
+                self._regexes.push(number, token)
             text = self._step(token)
             self.characters += len(text)
             new += text
         self._spelled = max(self._spelled, until)
         return new
 
-    def _watched(self, tokens: Sequence[int], until: int, ended: SampleEnded | None) -> str:
-        assert self._watch is not None
-        for number in range(self._spelled, until):
-            self.starts.append(len(self._watch.decoded))
-            self._watch.push(number, tokens[number])
-            if self._regexes is not None:
-                self._regexes.push(number, tokens[number])
-        self._spelled = max(self._spelled, until)
-        decoded = self._watch.decoded
-        stop = len(decoded)
-        if ended is not None and ended.reason == "text_stop":
-            at = self._watch.stopped_at(self.starts[min(self._min_tokens, until) - 1] if self._min_tokens else 0)
-            match = None if self._regexes is None else self._regexes.match
-            if match is not None and match.number == until - 1 and (at is None or match.start < at):
-                self.stop_reason = match.pattern
-                stop = match.stop if self._include_stop else match.start
-            elif at is not None:
-                self.stop_reason = next(one for one in self._stops if decoded.startswith(one, at))
-                stop = at + (len(self.stop_reason) if self._include_stop else 0)
-        new = decoded[self._shown : stop]
-        self._shown = max(self._shown, stop)
-        self.characters = self._shown
-        return new
+    def _until_stop(self, end: TextEnd, new: str, ended: SampleEnded | None) -> str:
+        """Return the part of the newest text that is before the stop text or match, if one ended the answer."""
+        if new:
+            end.add(new)
+        if ended is None or ended.reason != "text_stop":
+            return new
+        found = end.stop(self.starts[min(self._min_tokens, self._spelled) - 1] if self._min_tokens else 0)
+        match = None if self._regexes is None else self._regexes.match
+        if match is not None and match.number == self._spelled - 1 and (found is None or match.start < found[0]):
+            self.stop_reason = match.pattern
+            stop = match.stop if self._include_stop else match.start
+        elif found is not None:
+            at, self.stop_reason = found
+            stop = at + (len(found[1]) if self._include_stop else 0)
+        else:
+            return new
+        shown = end.characters - len(new)
+        self.characters = max(shown, stop)
+        return new[: self.characters - shown]

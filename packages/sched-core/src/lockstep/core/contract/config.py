@@ -48,6 +48,7 @@ DRAFT_SETTINGS = (
 FLOAT_SETTINGS = (
     "schedule_conservativeness",
     "speculative_min_chance",
+    "cache_guarantee",
     "prefill_delayer_token_usage_low_watermark",
     "prefill_delayer_queue_min_ratio",
 )
@@ -341,6 +342,10 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pp_dynamic_chunking: Annotated[
         bool | msgspec.UnsetType, Setting("chunks of a prompt that take as long as its first", default="no")
     ] = msgspec.UNSET
+    cache_guarantee: Annotated[
+        float | msgspec.UnsetType,
+        Setting("share of the pages in which every tenant keeps an equal part for its prefixes", default="0"),
+    ] = msgspec.UNSET
 
     def __post_init__(self) -> None:
         store_floats(self, FLOAT_SETTINGS)
@@ -351,6 +356,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"`overlap_depth` must be 0, 1 or 2, got `{self.overlap_depth}`")
         _settle_drafts(self)
         _settle_jumps(self)
+        _settle_guarantee(self)
         _settle_adapters(self)
         _settle_role(self)
         _settle_ranks(self)
@@ -453,6 +459,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def drafts_max(self) -> int:
         """The most drafts of a request that one launch verifies."""
         return self.num_speculative_tokens if self.num_speculative_tokens is not msgspec.UNSET else 0
+
+    @property
+    def guaranteed_pages(self) -> int:
+        """Pages of all tenants' guaranteed parts of the radix cache together; 0 without such parts."""
+        return 0 if self.cache_guarantee is msgspec.UNSET else int(self.cache_guarantee * self.pages)
 
     @property
     def jumps(self) -> bool:
@@ -732,6 +743,21 @@ def _settle_jumps(config: SchedConfig) -> None:
         )
     if not most:
         msgspec.structs.force_setattr(config, "jump_forward_tokens", msgspec.UNSET)
+
+
+def _settle_guarantee(config: SchedConfig) -> None:
+    """Check `cache_guarantee`. 0 becomes unset, so that journals do not contain it."""
+    share = config.cache_guarantee
+    if share is msgspec.UNSET:
+        return
+    if not isinstance(share, float) or not 0.0 <= share <= 1.0:
+        raise ConfigError(f"`cache_guarantee` must be from 0 to 1, got `{share}`\nhint: 0.5 is half of the pages")
+    if not share:
+        msgspec.structs.force_setattr(config, "cache_guarantee", msgspec.UNSET)
+    elif not (config.isolate_tenants and config.radix_cache):
+        raise ConfigError(
+            f"`cache_guarantee` is {share}, which needs `isolate_tenants` and `radix_cache`\nhint: set them"
+        )
 
 
 def _settle_adapters(config: SchedConfig) -> None:

@@ -169,7 +169,7 @@ class BatchFinished(Observed, frozen=True, gc=False):
     generation: int = 0
     accepted: bytes = b""  # int32 per sampling row; empty: one each
     invalid: tuple[int, ...] = ()  # sampling rows (by position) with a token that is NaN or out of range
-    text_stops: tuple[int, ...] = ()  # sampling rows with text that matched a stop string or regex
+    text_stops: tuple[int, ...] = ()  # sampling rows with text that contains a stop string
     grammar_ended: tuple[int, ...] = ()  # sampling rows with a grammar that admits no further token
     logprobs: bytes = b""  # float32 per token, where requested
     error: str = ""  # the batch failed as a whole; its requests finish with reason "error"
@@ -558,8 +558,10 @@ FinishReason = Literal[
     "length", "stop", "text_stop", "grammar", "invalid", "cancelled", "timeout", "out_of_kv", "transfer", "error",
     "computed",
 ]  # fmt: skip
-"""Precedence per token: cancelled, invalid, (min_new_tokens suppresses the rest), text_stop, stop, grammar, length.
+"""Precedence per token: cancelled, invalid, text_stop, stop, grammar, length.
 
+min_new_tokens suppresses text_stop and stop. It does not suppress grammar: no text behind the end of a grammar
+matches it.
 A request without output ends as "computed" when its prompt is computed.
 """
 
@@ -759,11 +761,13 @@ class PagesEvicted(Decided, frozen=True, gc=False):
 
     pages: int
     reason: Literal["admission", "decode", "capacity", "flush", "weights", "release"]
+    tenants: tuple[tuple[str, int], ...] = ()  # pages by tenant, where tenants have guaranteed parts
 
 
-@declares(PagesEvicted, tallies=(Tally("pages_evicted", "pages", by="reason"),))
+@declares(PagesEvicted, informative=("tenants",), tallies=(Tally("pages_evicted", "pages", by="reason"),))
 def _pages_evicted(event: PagesEvicted, names: RequestNames) -> str:
-    return f"evicted {count(event.pages, 'page')} ({event.reason})"
+    of = ", ".join(f"{pages:,} of {tenant or 'no tenant'}" for tenant, pages in event.tenants)
+    return f"evicted {count(event.pages, 'page')} ({event.reason}{f': {of}' if of else ''})"
 
 
 class DecodeSkipped(Decided, frozen=True, gc=False):

@@ -571,14 +571,14 @@ class Transfers(Component):
         request.outputs = 1
         if event.grammar_ended:
             request.grammar_outputs = 1
+        stops = request.min_new_tokens <= 1
         ends: FinishReason | None = "length" if request.max_new_tokens == 1 else None
-        if request.min_new_tokens <= 1:
-            if event.text_stop:
-                ends = "text_stop"
-            elif event.first_token in request.stop_token_ids:
-                ends = "stop"
-            elif event.grammar_ended:
-                ends = "grammar"
+        if stops and event.text_stop:
+            ends = "text_stop"
+        elif stops and event.first_token in request.stop_token_ids:
+            ends = "stop"
+        elif event.grammar_ended:
+            ends = "grammar"
         due = delivery.first_sent(request, event.text_held) if ends is None else 1
         if request.watches_text:
             request.sent = due

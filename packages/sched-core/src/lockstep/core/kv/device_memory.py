@@ -18,7 +18,8 @@ from lockstep.core.kv.deferred import DeferredFrees
 from lockstep.core.kv.hybrid import hybrid_of
 from lockstep.core.kv.operations import Operations
 from lockstep.core.kv.pages import PagePool
-from lockstep.core.kv.radix import Match, NoRadixCache, RadixCache
+from lockstep.core.kv.radix import Match
+from lockstep.core.kv.radix_kinds import new_radix_cache
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.requests.table import VERSION_MARK, Int32s, Request, RequestTable
@@ -42,7 +43,7 @@ class DeviceMemory:
         self.config = config
         self.in_flight = in_flight
         self.table = RequestTable(config.rows_max, config.page_size)
-        self.radix = RadixCache(config.page_size, config.radix_capacity_pages) if config.radix_cache else NoRadixCache()
+        self.radix = new_radix_cache(config)
         self.deferred = DeferredFrees()
         self.operations = Operations()  # between the device and the tiers below it
         self.pending: list[Pending] = []  # KV in the radix cache that a batch in flight computes
@@ -111,7 +112,7 @@ class DeviceMemory:
         if missing > 0 and self.radix.evictable_pages:
             evicted = self.evict(max(missing, self.config.pages // EVICT_AHEAD_SHARE), step)
             self.pool.free(evicted)
-            step.decided.append(PagesEvicted(step.time_us, evicted.size, reason))
+            step.decided.append(PagesEvicted(step.time_us, evicted.size, reason, self.radix.evicted_of))
         return self.pool.alloc(pages)
 
     def evict(self, pages: int, step: Step) -> Int32s:
@@ -124,7 +125,7 @@ class DeviceMemory:
             trimmed = self.evict(self.radix.total_pages - self.radix.capacity_pages, step)
             if trimmed.size:
                 self.pool.free(trimmed)
-                step.decided.append(PagesEvicted(step.time_us, trimmed.size, "capacity"))
+                step.decided.append(PagesEvicted(step.time_us, trimmed.size, "capacity", self.radix.evicted_of))
 
     def lock_node(self, node: RadixNode) -> None:
         """Lock the path to a node of the radix cache."""

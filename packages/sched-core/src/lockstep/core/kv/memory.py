@@ -31,7 +31,8 @@ from lockstep.core.kv.device_memory import DeviceMemory, Pending
 from lockstep.core.kv.facts import Facts
 from lockstep.core.kv.no_tiers import tiers_of
 from lockstep.core.kv.pages import PagePool
-from lockstep.core.kv.radix import Match, radix_cache_of
+from lockstep.core.kv.radix import Match
+from lockstep.core.kv.radix_kinds import radix_cache_of
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.extras import with_extras
 from lockstep.core.requests.radix_node import RadixNode
@@ -463,10 +464,10 @@ class Memory(DeviceMemory, Component):
         return self.tiers.evict(pages, step)
 
     def _evict(self, pages: int, reason: Literal["flush", "release", "weights"], step: Step) -> None:
-        evicted = self.radix.evict(pages)
+        evicted = self.radix.evict(pages, by_age=True)
         self.tiers.forget(evicted)
         self.pool.free(evicted)
-        step.decided.append(PagesEvicted(step.time_us, pages, reason))
+        step.decided.append(PagesEvicted(step.time_us, pages, reason, self.radix.evicted_of))
 
     def _free_behind(self, row: int, pages: Int32s) -> None:
         """Free pages of a row once the last batch in flight that may read them is collected."""

@@ -79,6 +79,7 @@ class RadixCache:
     """Match, insert, lock and evict pages by token prefix."""
 
     present: ClassVar[bool] = True  # False: the engine has no radix cache
+    evicted_of: tuple[tuple[str, int], ...] = ()  # pages of the last `evict` by tenant, where tenants have parts
 
     __slots__ = (
         "_next_number",
@@ -264,9 +265,10 @@ class RadixCache:
         self._settle(node)
         return Inserted(node, already)
 
-    def evict(self, count: int) -> NDArray[np.int32]:
+    def evict(self, count: int, *, by_age: bool = False) -> NDArray[np.int32]:
         """Take out the `count` least recently used evictable pages, or all of them if there are fewer.
 
+        `by_age`: no part of a tenant counts; here none does in any case, see `radix_shares`.
         Returns: int32 [min(count, evictable_pages)], owned by the caller, last page of a leaf first.
         """
         short = wanted = min(max(count, 0), self.evictable_pages)
@@ -358,9 +360,14 @@ class RadixCache:
         }
 
     @classmethod
+    def empty(cls, state: dict[str, Any]) -> RadixCache:
+        """Return an empty cache with the sizes of a state."""
+        return cls(state["page_tokens"], state["capacity_pages"])
+
+    @classmethod
     def load(cls, state: dict[str, Any]) -> RadixCache:
         """Return the cache that `dump` described. Equal calls have equal results on both, numbers of nodes included."""
-        cache = cls(state["page_tokens"], state["capacity_pages"])
+        cache = cls.empty(state)
         nodes: dict[int, RadixNode] = {}
         for namespace, rows in state["trees"]:
             for number, parent_number, tick, handles, key, pages, invalidated in rows:
@@ -511,12 +518,17 @@ class RadixCache:
         if (self.total_pages, self.locked_pages) != (pages, locked):
             counted = f"{self.total_pages} pages, {self.locked_pages} locked"
             raise InvariantError(f"S9: counters say {counted}; recount {pages}, {locked} locked")
-        filed = {number: tick for tick, number, _ in self._queue}
-        if len(filed) != len(self._queue) or filed.keys() != queued.keys():
-            raise InvariantError(f"S11: {len(self._queue)} entries for {len(filed)} nodes, {len(queued)} are marked")
+        entries = self._entries()
+        filed = {number: tick for tick, number, _ in entries}
+        if len(filed) != len(entries) or filed.keys() != queued.keys():
+            raise InvariantError(f"S11: {len(entries)} entries for {len(filed)} nodes, {len(queued)} are marked")
         for number, tick in filed.items():
             if tick > queued[number].tick:
                 raise InvariantError(f"S11: {queued[number]} is filed under {tick}, which is too late")
+
+    def _entries(self) -> list[tuple[int, int, RadixNode]]:
+        """Return the entries of the queue of leaves."""
+        return self._queue
 
     def _check_node(self, node: RadixNode) -> None:
         """Check the shape of a node, its links to parent and children, and its locks."""
@@ -568,11 +580,6 @@ class NoRadixCache(RadixCache):
 
     def dump(self) -> None:
         """Return None: a snapshot has no radix cache."""
-
-
-def radix_cache_of(state: dict[str, Any] | None) -> RadixCache:
-    """Return the radix cache of a snapshot."""
-    return NoRadixCache() if state is None else RadixCache.load(state)
 
 
 def _below(node: RadixNode) -> Iterator[RadixNode]:

@@ -22,9 +22,7 @@ def verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> dict[int,
     """
     samplers = batch.samplers
     ends: dict[int, FinishReason] = dict.fromkeys(batch.ending, "length")
-    for i in event.grammar_ended:
-        if batch.sampled_at[i] + 1 - samplers.prompts[i] >= samplers.min_new[i]:
-            ends[i] = "grammar"
+    ends |= dict.fromkeys(event.grammar_ended, "grammar")
     if samplers.stops.shape[1]:
         hits = tokens[:, None] == samplers.stops
         if hits.any():
@@ -93,7 +91,7 @@ def run_verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> tuple
     room = samplers.limits - samplers.prompts
     ends: dict[int, FinishReason] = dict.fromkeys((have >= room).nonzero()[0].tolist(), "length")
     long_enough = have >= samplers.min_new
-    ends |= dict.fromkeys([i for i in event.grammar_ended if long_enough[i]], "grammar")
+    ends |= dict.fromkeys(event.grammar_ended, "grammar")
     stops, counts = stopped(batch, tokens)
     ends |= dict.fromkeys(stops, "stop")
     ends |= dict.fromkeys([i for i in event.text_stops if long_enough[i]], "text_stop")

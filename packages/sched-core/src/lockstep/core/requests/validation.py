@@ -31,6 +31,7 @@ STOP_TOKENS_MAX = 64
 """The most stop tokens of one request. Each adds a column to the comparison of every decode step."""
 
 PARTS_MARK = "\1"  # first character of a namespace that is made of parts
+TENANT_FIRST = f"{PARTS_MARK}tenant "  # beginning of a namespace with a tenant
 
 
 class RequestRefused(LockstepError):
@@ -100,6 +101,14 @@ def cache_namespace(event: RequestArrived, adapter: Adapter, config: SchedConfig
         return event.namespace
     parts.append(("host", event.namespace))
     return PARTS_MARK + "".join(f"{name} {len(value)} {value} " for name, value in parts)
+
+
+def tenant_of(namespace: str) -> str:
+    """Return the tenant in a namespace of `cache_namespace`; empty if tenants share prefixes."""
+    if not namespace.startswith(TENANT_FIRST):
+        return ""
+    size, _, rest = namespace[len(TENANT_FIRST) :].partition(" ")
+    return rest[: int(size)]
 
 
 def _extras(event: RequestArrived, prompt_tokens: int) -> Extras | None:

@@ -40,7 +40,7 @@ from lockstep.sim.calibrate.request_fit import (
     test_of,
 )
 from lockstep.sim.calibrate.serving_points import ENGINES
-from lockstep.sim.catalogue import load_gpu
+from lockstep.sim.catalogue import engine_names, load_gpu
 from lockstep.sim.cost import Calibration, CalibrationError
 from lockstep.sim.cost.calibration import CalibrationSource, Metric
 from lockstep.sim.scenario.scenario import Scenario
@@ -233,6 +233,7 @@ def _server(
         weights_dtype=cast(WeightsDtype, DTYPES.get(weights, weights)) if weights else None,
         kv_dtype=cast(KvDtype, facts.kv_dtype or "bf16"),
         mem_fraction=source.mem_fraction,
+        engine=facts.engine if facts.engine in engine_names() else None,
         profile=source.profile or (facts.engine if facts.engine in PROFILES else "vllm"),
         settings=_settings(facts, source),
     )

@@ -326,10 +326,35 @@ def play(
         operators: folder of operator tables, with which the cost model is the measured model; None: the roofline.
     Raises: CalibrationError if a request does not end with its answer.
     """
+    base = base_of(point, operators)
+    run, shapes = _simulate(point, client, base if calibration is None else calibration.cost_model(base), seed)
+    return _measure(run, shapes, base, point)
+
+
+def base_of(point: ServingPoint, operators: Path | None = None) -> BaseModel:
+    """Return the uncorrected cost model of a point: the roofline, or with `operators` the measured model."""
     dtypes: dict[str, Any] = {"weights_dtype": point.weights_dtype, "kv_dtype": point.kv_dtype}
     base = base_cost_model(point.model, point.gpu, point.split, **dtypes, operators=operators)
     assert not isinstance(base, PipelineModel)  # the file has no column for the number of stages
-    cost = _Recorder(base if calibration is None else calibration.cost_model(base))
+    return base
+
+
+def simulated(
+    point: ServingPoint, client: LoadGenerator, cost: CostModel, seed: int = 7
+) -> tuple[RunData, list[BatchShape]]:
+    """Simulate a point with any cost model. Return the run and the shapes of its batches, in order.
+
+    Raises: CalibrationError if a request does not end with its answer.
+    """
+    run, shapes = _simulate(point, client, cost, seed)
+    _check_answered(run, point)
+    return run, shapes
+
+
+def _simulate(
+    point: ServingPoint, client: LoadGenerator, model: CostModel, seed: int
+) -> tuple[RunData, list[BatchShape]]:
+    cost = _Recorder(model)
     settings = ENGINES[point.engine]
     config = SchedConfig(
         context_tokens_max=2 * (point.prompt_tokens + point.output_tokens),
@@ -339,7 +364,8 @@ def play(
         point.model,
         point.gpu,
         point.split,
-        **dtypes,
+        weights_dtype=point.weights_dtype,
+        kv_dtype=point.kv_dtype,
         page_tokens=config.page_size,
         needs=MemoryNeeds(sampled_rows=config.max_running_requests, state_rows=point.concurrency),
     )
@@ -358,7 +384,7 @@ def play(
     )
     host.env.process(host.run())
     host.env.run()
-    return _measure(metrics.result(), cost.shapes, base, point)
+    return metrics.result(), cost.shapes
 
 
 def _fields(config: SchedConfig) -> dict[str, Any]:
@@ -389,9 +415,7 @@ def turns_of(point: ServingPoint, client: LoadGenerator, seed: int) -> list[Turn
 
 def _measure(run: RunData, shapes: list[BatchShape], base: BaseModel, point: ServingPoint) -> Played:
     requests, batches = run.requests, run.batches
-    if not requests.completed.all():
-        lost = int((~requests.completed).sum())
-        raise CalibrationError(f"{point.title}: {lost} requests were not answered: {requests.finish_reason[0]}")
+    _check_answered(run, point)
     parts = parts_of(base, shapes)
     until = np.vstack([np.zeros(parts.shape[1]), np.cumsum(parts, axis=0)])  # until[i]: sum over the first i batches
     arrival_us = requests.arrival_us
@@ -411,6 +435,12 @@ def _measure(run: RunData, shapes: list[BatchShape], base: BaseModel, point: Ser
         ttft_parts=ttft_parts.mean(axis=0),
         batches=len(shapes),
     )
+
+
+def _check_answered(run: RunData, point: ServingPoint) -> None:
+    if not run.requests.completed.all():
+        lost = int((~run.requests.completed).sum())
+        raise CalibrationError(f"{point.title}: {lost} requests were not answered: {run.requests.finish_reason[0]}")
 
 
 def parts_of(base: BaseModel, shapes: list[BatchShape]) -> Float64s:

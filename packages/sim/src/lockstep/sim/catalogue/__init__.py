@@ -19,6 +19,7 @@ from typing import Any
 
 from lockstep.sim.cost.calibration import Calibration
 from lockstep.sim.cost.encoder import Encoders, encoders_from_config
+from lockstep.sim.cost.engines import EngineSpec, release_key
 from lockstep.sim.cost.errors import CalibrationError, CatalogueError
 from lockstep.sim.cost.hardware import GpuSpec, gpu_from_json
 from lockstep.sim.cost.models import ModelSpec, model_from_config
@@ -26,9 +27,11 @@ from lockstep.sim.cost.models import ModelSpec, model_from_config
 __all__ = [
     "CatalogueError",
     "calibration_names",
+    "engine_names",
     "gpu_names",
     "load_calibration",
     "load_encoders",
+    "load_engine",
     "load_gpu",
     "load_model",
     "model_names",
@@ -116,6 +119,27 @@ def load_calibration(name_or_path: str) -> Calibration:
         f"unknown calibration `{name_or_path}`\nknown: {', '.join(calibration_names())}\n"
         "hint: anything else can be given as the path of a file, which `lockstep calibrate` makes"
     )
+
+
+def engine_names() -> tuple[str, ...]:
+    """Return the names of the catalogue's engines, sorted."""
+    return tuple(sorted(_entries("engines")))
+
+
+def load_engine(name: str) -> tuple[EngineSpec, str]:
+    """Return an engine by name, and the release that the name has behind an @, such as vllm@0.12; empty: none.
+
+    Raises: CatalogueError if it is unknown or malformed.
+    """
+    wanted, _, release = name.strip().lower().partition("@")
+    known = _entries("engines")
+    if wanted not in known or (release and not release_key(release)):
+        what = f"release `{release}` has no number" if wanted in known else f"known: {', '.join(engine_names())}"
+        raise CatalogueError(
+            f"`engine` must be an engine of the catalogue, with @RELEASE if need be, got `{name}`; {what}\n"
+            "hint: --engine vllm or vllm@0.12; none is the lower bound: kernels without an engine"
+        )
+    return EngineSpec.from_bytes(known[wanted].read_bytes(), f"catalogue engine {wanted}"), release
 
 
 def _model_key(name: str) -> str:

@@ -87,7 +87,8 @@ def _how_sure(runs: dict[int, Run]) -> str:
             break
         high = rate
     ends = [str(end) if end else f"below {min(runs)}" for end in (low, high)]
-    return f"; {100 * COVERAGE:g} % interval {' to '.join(dict.fromkeys(ends))} req/s"
+    kind = f"{100 * COVERAGE:g} % interval" if setup.calibration.is_tested else "range, coverage not tested:"
+    return f"; {kind} {' to '.join(dict.fromkeys(ends))} req/s"
 
 
 def _meets_at(runs: dict[int, Run], rate: int, factor: float) -> bool:
@@ -156,8 +157,11 @@ def _show(runs: dict[int, Run], headline: str, report: Path) -> None:
     title = next(iter(runs.values())).setup.title
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(rates_table([(rate, run.data.summary) for rate, run in runs.items()], title=title))
+    from lockstep.sim.cost.calibration import COVERAGE
+
     setup = next(iter(runs.values())).setup
     low, high = setup.calibration.interval("time", model=setup.model.name)
-    click.echo(f"calibration: {setup.calibration.title}; batches may take {low:.2f} to {high:.2f} times as long (90 %)")
+    share = f"{100 * COVERAGE:g} %" if setup.calibration.is_tested else "range, coverage not tested"
+    click.echo(f"{setup.calibration.line}; batches may take {low:.2f} to {high:.2f} times as long ({share})")
     click.echo(headline)
     click.echo(f"report: {report}")

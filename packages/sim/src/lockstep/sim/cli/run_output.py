@@ -72,7 +72,7 @@ def show(run: Run | ClusterRun, out: Path | None, as_json: bool) -> None:
         Console().print(summary_table(run.data, never_sent=0 if run.interrupted else run.never_sent))
         if run.intervals is not None:
             Console().print(intervals_table(run.intervals))
-        click.echo(f"calibration: {run.calibration.title}")
+        click.echo(run.calibration.line)
         for line in run.remarks():
             click.echo(line)
     counts = f"{run.data.summary['requests']['arrived']:,} requests, {run.batches:,} batches"

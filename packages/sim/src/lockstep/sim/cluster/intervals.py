@@ -43,7 +43,7 @@ def intervals_of(run: Run | ClusterRun, coverage: float = COVERAGE) -> Intervals
         if ends is not None and name.startswith("ttft"):
             nominal = values[0]
             answers[name] = min(ends[0], nominal * ttft_factors[0]), max(ends[1], nominal * ttft_factors[1])
-    return Intervals(calibration.title, coverage, factors, ttft_factors, answers)
+    return Intervals(calibration.title, coverage, factors, ttft_factors, answers, calibration.is_tested)
 
 
 def _summary_at(setup: Setup | ClusterSetup, factor: float) -> Summary | None:

@@ -38,6 +38,7 @@ FORMAT = "lockstep-calibration"
 VERSION = 1
 COVERAGE = 0.9  # default coverage of an interval: from the 5th to the 95th percentile
 PROBABILITIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.975, 0.99)
+LOWER_BOUND = "none: kernels without an engine, a lower bound"  # title without an engine and without a calibration
 KERNELS_MIN = 0.01  # least weight of kernels: more work must take longer
 FEATURES = ("kernels", "collectives", "step_us", "row_us", "collective_us")
 """The parts of a batch's time that a correction has weights for, in the order of a row of `batch_features`."""
@@ -267,9 +268,9 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def title(self) -> str:
-        """Engine, GPU, date and digest in one line; `none` for no calibration."""
+        """Engine, GPU, date and digest in one line; LOWER_BOUND for no calibration."""
         if self.engine == "none":
-            return "none"
+            return LOWER_BOUND
         version = f" {self.engine_version}" if self.engine_version else ""
         return f"{self.engine}{version} on {self.gpu}, {self.date}, {self.digest[:12]}"
 
@@ -299,6 +300,16 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if not hasattr(base, "collectives_us") or not hasattr(base, "collectives"):
             raise CalibrationError(f"the cost model `{kind}` has no `collectives_us`: see SplitCostModel")
         return CalibratedModel(base, self, factor)
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether the coverage of intervals was measured for the kind of model and GPU that is simulated."""
+        return True
+
+    @property
+    def line(self) -> str:
+        """The title with its kind, as commands print it."""
+        return f"{'engine' if self.engine == 'none' else 'calibration'}: {self.title}"
 
     def cpu_model(self, cpu: CpuModel) -> CpuModel:
         """Return the cost of the CPU lane: zero if the correction contains it, else as measured, otherwise `cpu`."""

@@ -71,6 +71,10 @@ class GpuSpec:
         return self.datasheet["memory_gbs"].value
 
     @property
+    def has_fp4(self) -> bool:
+        return "fp4_tflops" in self.datasheet
+
+    @property
     def has_fp8(self) -> bool:
         return "fp8_tflops" in self.datasheet
 
@@ -80,6 +84,8 @@ class GpuSpec:
 FRACTIONS: dict[str, tuple[str, float, str]] = {
     "bf16_gemm_tflops": ("bf16_tflops", 0.70, "measured: 0.78, 0.74, 0.70, 0.65, 0.52"),
     "fp8_gemm_tflops": ("fp8_tflops", 0.58, "measured: none, 0.61, 0.60, 0.59, 0.42"),
+    "fp4_gemm_tflops": ("fp4_tflops", 0.44, "measured: B200 0.44, GB200 0.43, RTX PRO 6000 0.63"),
+    "fp4_moe_tflops": ("fp4_tflops", 0.31, "measured: B200 0.31, GB200 0.30, RTX PRO 6000 0.38"),
     "bf16_moe_tflops": ("bf16_tflops", 0.25, "measured: A100 0.30, H100 0.21, L40S 0.27"),
     "fp8_moe_tflops": ("fp8_tflops", 0.27, "measured: H100 0.27"),
     "weight_read_gbs": ("memory_gbs", 0.80, "measured: 0.76, 0.85, 0.83, 0.77, 0.81"),
@@ -101,6 +107,7 @@ LINK_FRACTIONS: dict[str, tuple[float, str]] = {
 LATENCIES: dict[str, tuple[float, str]] = {
     "bf16_gemm_latency_us": (3.2, "rounded from A100 4.5, H100 3.2, H200 3.2, L40S 3.1 us"),
     "fp8_gemm_latency_us": (4.9, "rounded from H100 4.9, H200 4.9, L40S 4.0 us"),
+    "fp4_gemm_latency_us": (4.9, "rounded from B200 4.9, GB200 4.4, RTX PRO 6000 6.5 us"),
     "attention_prefill_latency_us": (10.0, "rounded from A100 15, H100 11, H200 11, L40S 6 us"),
     "attention_prefill_extra_keys": (250.0, "keys, not us; between A100 163, H100 400, H200 365 and L40S 88"),
     "attention_decode_latency_us": (9.5, "rounded from H100 and H200 9.5 us"),

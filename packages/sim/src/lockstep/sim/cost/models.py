@@ -402,6 +402,9 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=True, o_bias=True, sinks=True, sliding="layer_types",
         experts="num_local_experts", expert_ffn="intermediate_size",
     ),
+    "minimax_m2": Family(
+        qk_norm=True, experts="num_local_experts", expert_ffn="intermediate_size", score_bias=True,
+    ),
     "deepseek_v3": Family(latent=True, experts="n_routed_experts", expert_ffn="moe_intermediate_size", score_bias=True),
 }  # fmt: skip
 

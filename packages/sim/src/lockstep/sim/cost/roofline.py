@@ -44,7 +44,7 @@ from lockstep.sim.cost.parallel import Parallelism, parallelism_of
 from lockstep.sim.cost.terms import Constants, CostTerm, Launching, TermSum, new_tokens
 
 Float64s = NDArray[np.float64]
-Precision = Literal["bf16", "fp8"]
+Precision = Literal["bf16", "fp8", "fp4"]
 MatrixLine = tuple[str, int, float, float, float, float]  # name, layers, us: latency, per token, weights, per token
 
 # Estimates. A calibration corrects times that are computed with them.
@@ -111,6 +111,7 @@ class RooflineModel(TermSum):
         self.model, self.gpu, self.tp, self.split = model, gpu, tp, split
         self.weights_dtype, self.kv_dtype, self.fp8_activations = dtypes
         self.fp8_products = products_in_fp8(model, gpu, self.weights_dtype, self.fp8_activations)
+        self.fp4_products = self.weights_dtype == "nvfp4" and gpu.has_fp4  # else weights are widened to bf16
         self.cuda_graph, self.graph_rows_max = graphs
         self.matrices = [m for m in model.matrices(split) if m.name != "embedding"]
         self.gemm_matrices = [m for m in self.matrices if m.kind != "expert" and m.name != "lm_head"]
@@ -182,7 +183,12 @@ class RooflineModel(TermSum):
 
     def precision_of(self, m: WeightMatrix) -> Precision:
         """Return the precision that a dense matrix is multiplied in: weights in fewer bits are widened to bf16."""
-        return "fp8" if self.fp8_products and m.kind == "linear" else "bf16"
+        return self.expert_precision if m.kind == "linear" else "bf16"
+
+    @property
+    def expert_precision(self) -> Precision:
+        """The precision of grouped products, and of all other products with weights in fewer bits."""
+        return "fp8" if self.fp8_products else "fp4" if self.fp4_products else "bf16"
 
     def gemm_us(self, precision: Precision, m: Float64s, k: Float64s, n: Float64s, weight_bytes: float) -> Float64s:
         """Return the times of GEMMs [m, k] x [k, n], by the formula of `matrix_terms`; arrays are float64 [shapes]."""
@@ -207,9 +213,9 @@ class RooflineModel(TermSum):
             ep: ranks that share the experts; above 1 the time is that of the fullest rank.
             cv: coefficient of variation of the popularity of experts; 0: routing is even.
         """
-        low = self.fp8_products
-        flops_us = achieved(self.gpu, "fp8_moe_tflops" if low else "bf16_moe_tflops").value * 1e6
-        latency_us = achieved(self.gpu, "fp8_gemm_latency_us" if low else "bf16_gemm_latency_us").value
+        precision = self.expert_precision
+        flops_us = achieved(self.gpu, f"{precision}_moe_tflops").value * 1e6
+        latency_us = achieved(self.gpu, f"{precision}_gemm_latency_us").value
         touched = count * (1.0 - (1.0 - per_token / count) ** tokens)
         load = per_token * tokens
         if ep > 1:
@@ -276,10 +282,10 @@ class RooflineModel(TermSum):
 
         The time is that of a rank with the greatest load and the greatest number of experts to read.
         """
-        read, low, split = Constants(self.gpu), self.fp8_products, self.split
+        read, precision, split = Constants(self.gpu), self.expert_precision, self.split
         memory_us = 1.0 / read.us_rate("weight_read_gbs", 1e3)
-        flops_us = read.us_rate("fp8_moe_tflops" if low else "bf16_moe_tflops", 1e6)
-        latency = read.rate("fp8_gemm_latency_us" if low else "bf16_gemm_latency_us")
+        flops_us = read.us_rate(f"{precision}_moe_tflops", 1e6)
+        latency = read.rate(f"{precision}_gemm_latency_us")
         matrices = [m for m in self.matrices if m.kind == "expert"]
         bytes_each = WEIGHT_BYTES[self.weights_dtype]["expert"]
         lines = [

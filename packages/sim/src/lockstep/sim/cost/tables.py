@@ -36,6 +36,7 @@ from lockstep.sim.cost.lora import LoraCost
 from lockstep.sim.cost.model import BatchShape
 from lockstep.sim.cost.models import (
     ACTIVATION_BYTES,
+    WEIGHT_BYTES,
     AttentionShape,
     LatentAttention,
 )
@@ -68,11 +69,13 @@ TEXT_COLUMNS = (
     "nccl_dtype", "op_name",
 )  # fmt: skip
 # Names of dtypes in the tables, preferred ones first.
-GEMM_DTYPES = {"bf16": ("bfloat16", "float16"), "fp8": ("fp8_block", "fp8")}
+GEMM_DTYPES = {"bf16": ("bfloat16", "float16"), "fp8": ("fp8_block", "fp8"), "fp4": ("nvfp4",)}
+GEMM_WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": WEIGHT_BYTES["nvfp4"]["linear"]}
 MOE_DTYPES = {
     "bf16": ("bfloat16", "float16"),
     "fp8": ("fp8_block", "fp8"),
     "mxfp4": ("w4a16_mxfp4",),
+    "nvfp4": ("nvfp4",),
     "int4": ("int4_wo",),
 }
 TABLE_KV_DTYPES = {"bf16": ("bfloat16", "float16"), "fp8": ("fp8",)}
@@ -435,7 +438,7 @@ class MeasuredModel(TermSum):
                 continue
             c, latency_us = found
             # The table's weights have the precision of its GEMM.
-            table_us = self.base.gemm_us(precision, c["m"], c["k"], c["n"], 1.0 if precision == "fp8" else 2.0)
+            table_us = self.base.gemm_us(precision, c["m"], c["k"], c["n"], GEMM_WEIGHT_BYTES[precision])
             ratios = Ratios(np.column_stack([c["m"], c["n"], c["k"]]), latency_us / table_us)
 
             def ratio_of(tokens: Float64s, m: Any = m, ratios: Ratios = ratios) -> tuple[Float64s, Bools]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,16 +26,23 @@ class Intervals:
     factors: tuple[float, float]  # measured time / predicted time, at the two ends
     ttft_factors: tuple[float, float]
     answers: Answers
+    tested: bool = True  # the coverage was measured on predictions that were left out of the fit
 
     def describe(self) -> dict[str, Any]:
         """Return all fields, for metrics.json."""
         return {
             "calibration": self.calibration,
             "coverage": self.coverage,
+            "tested": self.tested,
             "time_factors": list(self.factors),
             "ttft_factors": list(self.ttft_factors),
             "answers": {name: None if ends is None else list(ends) for name, ends in self.answers.items()},
         }
+
+
+def coverage_text(intervals: Mapping[str, Any]) -> str:
+    """Return the coverage of stored intervals, such as `90 %`, or that it was not tested."""
+    return f"{100 * intervals['coverage']:g} %" if intervals.get("tested", True) else "range, coverage not tested"
 
 
 def answers_of(summary: Summary) -> dict[str, float | None]:

@@ -18,6 +18,7 @@ from rich.table import Table
 from lockstep.core.contract.config import DRAFT_SETTINGS, TRANSFER_SETTINGS, simulated_only
 from lockstep.core.contract.profiles import profile_settings
 from lockstep.host.options import number_word, option_of
+from lockstep.sim.cost.engines import NONE
 from lockstep.sim.plan.interval import Interval
 from lockstep.sim.plan.question import Question, shown
 from lockstep.sim.plan.search import Candidate, Evaluation
@@ -26,6 +27,7 @@ from lockstep.sim.plan.trial import TrialResult
 from lockstep.sim.plan.vllm_command import ServeCommand, vllm_command
 from lockstep.sim.results.code_version import code_commit, code_version
 from lockstep.sim.results.results import NOTHING, show_rate, show_share, show_us
+from lockstep.sim.run.engine import PROFILE, profile_of
 from lockstep.sim.scenario.scenario import names_where, sim_options
 
 # routers that send a turn to the engine with the KV of the previous turn
@@ -210,11 +212,14 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
         common += ["--lora", "NAME=ADAPTER_FOLDER"]
     if base.max_lora_rank != usual["max_lora_rank"]:
         common += ["--max-lora-rank", str(base.max_lora_rank)]
-    settings = profile_settings(base.profile) | dict(base.settings)
+    profile = profile_of(base)
+    settings = profile_settings(profile) | dict(base.settings)
     served = ["--model", "FOLDER", *common, *_set_words(settings)]
     emulated = ["--emulate", f"{base.model}@{base.gpu}", *common]
     for name in EMULATED:
-        if name in unlike or (name == "profile" and base.profile != usual["profile"]):
+        if name == "profile":
+            emulated += ["--profile", profile] if profile != PROFILE else []
+        elif name in unlike:
             emulated += [option_of(name), str(getattr(base, name))]
     if base.calibration is not None:
         emulated += ["--calibration", base.calibration]
@@ -321,19 +326,28 @@ class PlanAnswer:
             )
         sure = f"{100 * question.confidence:g} %"
         setups = [c.setup for c in self.candidates if c.setup is not None]
-        if question.common.get("calibration") and setups:
-            what = "replications and the calibration's systematic error together"
+        engine = setups[0].calibration if setups else None
+        if engine is not None and engine.engine != NONE:
+            lines.append(f"Times: {engine.line}.")
+            what = "replications and the systematic error of the predicted times together"
         elif any(c.drawn for c in self.candidates):
             what = "replications with other seeds"
         else:
             what = "blocks of the trace drawn again"
         lines.append(f"A load is sustained if the {sure} interval of every SLO, from {what}, lies within its bound.")
-        if setups and not question.common.get("calibration"):
-            low, high = setups[0].calibration.interval("time", 0.9, setups[0].model.name)
+        if engine is not None and engine.engine == NONE:
+            low, high = engine.interval("time", 0.9, setups[0].model.name)
             lines.append(
-                f"Not in the intervals: without --calibration, true times were {low:.2f} to {high:.2f} times the "
-                "predicted ones on public measurements (central 90 %)."
+                f"Times: {engine.line}. Not in the intervals: true times were {low:.2f} to {high:.2f} times the "
+                "predicted ones on public measurements (central 90 %). Leave out --engine none for an engine's times."
             )
+        elif engine is not None:
+            spans = {}
+            for setup in setups:
+                low, high = setup.calibration.interval("time", 0.9, setup.model.name)
+                share = "90 % of left-out points" if setup.calibration.is_tested else "range, coverage not tested"
+                spans[setup.gpu.name] = f"{low:.2f} to {high:.2f} on {setup.gpu.name} ({share})"
+            lines.append(f"True times divided by predicted ones: {'; '.join(spans.values())}.")
         links = [c.trial.scenario() for c in self.candidates if c.trial is not None and c.split is not None]
         if links:
             speed = f"{links[0].link_gbs:g} GB/s per GPU and way, {show_us(links[0].link_latency_us)}"
@@ -440,6 +454,7 @@ class PlanAnswer:
                 "confidence": question.confidence,
                 "precision": question.effort.precision,
                 "requests_min": question.effort.long.requests_min,
+                "engine": question.common.get("engine"),
                 "calibration": question.common.get("calibration"),
             },
             "goodput": GOODPUT,

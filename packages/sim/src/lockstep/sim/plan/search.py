@@ -39,6 +39,7 @@ from lockstep.sim.catalogue import load_gpu
 from lockstep.sim.cluster.capacity_estimate import CapacityEstimate, estimate_capacity, new_prompt_tokens
 from lockstep.sim.cluster.setup import assemble_cluster
 from lockstep.sim.cost import CapacityError
+from lockstep.sim.cost.engines import NONE
 from lockstep.sim.host.hybrid_memory import TransferBytes, window_tokens_of
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan.interval import Interval, interval_of, interval_of_samples
@@ -739,11 +740,19 @@ def run_plan(
 
 
 def _factors(question: Question, running: Sequence[Candidate]) -> list[float] | None:
-    """Return the calibration's draws, one per replication, for every configuration; None without a calibration."""
-    if not question.common.get("calibration") or not running:
+    """Return the draws of the engine's or the calibration's error, one per replication, for every configuration.
+
+    Returns: None for the lower bound, `--engine none`: its interval does not contain its answer.
+    """
+    setups = [candidate.setup for candidate in running if candidate.setup is not None]
+    if not setups or setups[0].calibration.engine == NONE:
         return None
-    setup = running[0].setup
-    assert setup is not None
+
+    def width(setup: Setup) -> float:
+        low, high = setup.calibration.interval("time", model=setup.model.name)
+        return high / low
+
+    setup = max(setups, key=width)  # one draw for all configurations, so that they are compared under one error
     draws = setup.calibration.factors(question.effort.replications_max, question.seed, setup.model.name)
     return [round(float(draw), 6) for draw in draws]
 

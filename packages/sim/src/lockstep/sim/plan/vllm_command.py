@@ -17,6 +17,7 @@ from lockstep.core.contract.profiles import profile_settings
 from lockstep.host.options import number_word
 from lockstep.sim.plan.question import shown
 from lockstep.sim.plan.search import Candidate
+from lockstep.sim.run.engine import profile_of
 from lockstep.sim.scenario.scenario import Scenario, names_where, sim_options
 
 SCHEDULER = "lockstep.vllm.Scheduler"
@@ -97,8 +98,9 @@ def _sizes(base: Scenario, config: SchedConfig) -> list[str]:
 
 def _own_settings(base: Scenario, config: SchedConfig) -> dict[str, Any]:
     """Return the settings of lockstep.vllm: a profile other than vLLM's, and settings that are not vLLM's options."""
-    found: dict[str, Any] = {} if base.profile == "vllm" else {"profile": base.profile}
-    usual: Mapping[str, Any] = profile_settings(base.profile)
+    profile = profile_of(base)
+    found: dict[str, Any] = {} if profile == "vllm" else {"profile": profile}
+    usual: Mapping[str, Any] = profile_settings(profile)
     left_out = OF_VLLM | (frozenset() if config.radix_cache else frozenset(WITHOUT_CACHE))
     scheduler = {
         name: value

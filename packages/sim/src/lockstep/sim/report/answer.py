@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lockstep.sim.metrics.intervals import coverage_text
 from lockstep.sim.report.parts import escape
 from lockstep.sim.report.report_run import ReportRun
 from lockstep.sim.results.slo_rows import Compared, unsure
@@ -109,9 +110,8 @@ def _certainty(run: ReportRun) -> str:
         words = f"{run.calibration}; no intervals were worked out" if run.calibration else ""
     else:
         low, high = run.intervals["time_factors"]
-        coverage = f"{100 * run.intervals['coverage']:g} %"
         times = f"batches may take {low:.2f} to {high:.2f} times as long"
-        words = f"{run.calibration}; {coverage} intervals stand below the answers: {times}"
+        words = f"{run.calibration}; intervals ({coverage_text(run.intervals)}) stand below the answers: {times}"
     return f"<div><dt>Calibration</dt><dd>{escape(words)}</dd></div>" if words else ""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from lockstep.sim.metrics.columns import Requests
+from lockstep.sim.metrics.intervals import coverage_text
 from lockstep.sim.report.answer import limits, slo_list
 from lockstep.sim.report.parts import escape, figure, legend, table
 from lockstep.sim.report.payload import Json
@@ -51,7 +52,7 @@ def _cards(run: ReportRun) -> str:
         ends = run.interval(name)
         if ends is None or run.intervals is None:
             return otherwise
-        return f"{100 * run.intervals['coverage']:g} %: {span(show(ends[0]), show(ends[1]))}"
+        return f"{coverage_text(run.intervals)}: {span(show(ends[0]), show(ends[1]))}"
 
     def latency(title: str, name: str, note: str) -> str:
         return card(title, duration(run.summary("latency", name)), sure(name, duration, note))

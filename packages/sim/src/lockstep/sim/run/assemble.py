@@ -12,12 +12,10 @@ import msgspec
 
 from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.contract.profiles import profile_settings
 from lockstep.host.adapters import LORAS
 from lockstep.host.options import option_of
-from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
+from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import (
-    UNCALIBRATED,
     Calibration,
     CostModel,
     CpuModel,
@@ -42,6 +40,7 @@ from lockstep.sim.host.speculation import Acceptance, Drafting, ModelDraftCost, 
 from lockstep.sim.run.adapters import check_adapters, lora_of
 from lockstep.sim.run.capacity import _capacity
 from lockstep.sim.run.encoding import EncoderSetup, check_encoding
+from lockstep.sim.run.engine import calibration_of, scheduling
 from lockstep.sim.run.environment import debug_level, environment_settings
 from lockstep.sim.run.layout import layout_of
 from lockstep.sim.run.load import check_load, check_measured, check_samples, check_seed, open_load
@@ -87,7 +86,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
         operators=None if scenario.operators is None else Path(scenario.operators),
         lora=lora_of(scenario, config),
     )
-    calibration = UNCALIBRATED if scenario.calibration is None else load_calibration(scenario.calibration)
+    calibration = calibration_of(scenario, model, gpu)
     cost = calibration.cost_model(base)
     return Setup(
         scenario=scenario,
@@ -157,8 +156,7 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
     pages from the memory of the GPU.
     Raises: ConfigError, CatalogueError, CapacityError.
     """
-    profile = profile_settings(scenario.profile)
-    given = {"context_tokens_max": model.context_tokens_max, **profile, **scenario.settings}
+    given = {"context_tokens_max": model.context_tokens_max, **scheduling(scenario, gpu), **scenario.settings}
     if scenario.max_new_tokens is not None:
         if scenario.max_new_tokens < 1:
             raise ConfigError(f"`max_new_tokens` must be at least 1, got `{scenario.max_new_tokens}`")

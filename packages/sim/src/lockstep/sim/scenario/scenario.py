@@ -209,16 +209,31 @@ class Scenario:
             stored=True,
         ),
     ] = None
+    engine: Annotated[
+        str | None,
+        SimOption(
+            "engine whose costs are simulated: vllm, sglang, trtllm, lockstep, with a release as in vllm@0.12; a named "
+            "engine implies its profile; none: the lower bound, kernels without an engine",
+            metavar="NAME",
+            default="vllm",
+            searched=True,
+            stored=True,
+        ),
+    ] = None
     calibration: Annotated[
         str | None,
         SimOption("name such as vllm-h100, or a file of `lockstep calibrate`", metavar="NAME|FILE", stored=True),
     ] = None
     profile: Annotated[
-        str,
+        str | None,
         SimOption(
-            "scheduling policy of another engine: sglang or vllm; options override it", searched=True, stored=True
+            "scheduler settings of an engine: lockstep, sglang or vllm; options override them",
+            metavar="NAME",
+            default="that of --engine, else lockstep",
+            searched=True,
+            stored=True,
         ),
-    ] = "lockstep"
+    ] = None
     # Drafts, besides the scheduler's settings: docs/cost-models.md, section 10.
     acceptance: Annotated[
         str | None,

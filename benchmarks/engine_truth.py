@@ -1,0 +1,332 @@
+"""How true an engine of the catalogue is: errors and coverage by groups that were left out of the fit.
+
+Every group of the published serving points (a model, engine, tensor-parallel size, band of concurrency, precision) is
+left out in turn, and predicted by a fit to the rest. Its 90 % interval comes from the rest as well: from the errors of
+the groups of the same kind that are left out of fits to the rest. Beside it stands the uncorrected roofline with its
+own interval, `--engine none`.
+
+    LOCKSTEP_DATA=... python benchmarks/engine_truth.py [--cache DIR] [--json FILE]
+    LOCKSTEP_DATA=... python benchmarks/engine_truth.py --write DATE       # fit all points, write catalogue/engines
+    python benchmarks/engine_truth.py --points FILE --cache DIR            # other points, by the catalogue's engines
+
+Simulated: the figures are the same on every machine. Schedules of points are kept in the cache, so that a change of the
+fit takes seconds. How to read the figures: docs/validation.md, section 10.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import lockstep.sim.catalogue as catalogue
+from lockstep.sim.calibrate.calibrate import sha256_of
+from lockstep.sim.calibrate.engine_fit import (
+    GROUPS_MIN,
+    EngineFacts,
+    EngineTrial,
+    engine_of,
+    fit_engine,
+    left_out,
+    part_of,
+    residuals_of,
+    schedule_of,
+)
+from lockstep.sim.calibrate.serving_points import ServingPoint, base_of, read_serving_points
+from lockstep.sim.cost import CalibrationError, CapacityError
+from lockstep.sim.cost.calibration import COVERAGE, UNCALIBRATED, CalibrationSource, Metric
+from lockstep.sim.cost.engines import EngineCalibration
+
+Float64s = NDArray[np.float64]
+Figures = dict[str, Any]
+
+POINTS_MIN = 5  # a group has a row from this number of points on
+FEW = 3
+TPOT_MAX, TTFT_MAX, RATE_MAX = 0.10, 0.20, 0.10  # bars of median absolute errors; no group above twice that
+COVERED_MIN, COVERED = 0.75, (0.85, 0.95)  # of each group; of all points
+
+FAMILIES = {
+    "deepseek": "DeepSeek", "gpt-oss": "gpt-oss", "llama": "Llama", "minimax": "MiniMax", "qwen3": "Qwen3",
+}  # fmt: skip
+
+
+def family(point: ServingPoint) -> str:
+    """Return the family of a model; dense and sparse models of one name are two families."""
+    name = next((title for start, title in FAMILIES.items() if point.model.name.startswith(start)), point.model.name)
+    sparse = point.model.experts is not None
+    return f"{name} {'with experts' if sparse else 'dense'}"
+
+
+def band(point: ServingPoint) -> str:
+    """Return the band of a concurrency."""
+    return "1 to 8 users" if point.concurrency <= 8 else "16 to 32 users" if point.concurrency <= 32 else "64 users up"
+
+
+KINDS: dict[str, Callable[[ServingPoint], Hashable]] = {
+    "family": family,
+    "model": lambda point: point.model.name,
+    "gpu": lambda point: point.gpu.name,
+    "engine": lambda point: point.engine,
+    "tp": lambda point: f"tp {point.tp}",
+    "concurrency": band,
+    "precision": lambda point: point.weights_dtype,
+    "engine and model": lambda point: f"{point.engine}, {point.model.name}",
+    "cell": lambda point: f"{point.engine} {point.gpu.name} {point.model.name}",
+}
+ENGINES_OWN = ("tp", "concurrency")  # kinds whose errors are those of an engine's own points
+LARGE = {"chunked_prefill_size": 8192, "max_prefill_tokens": 8192, "max_running_requests": 256}
+FACTS = {
+    "vllm": EngineFacts(title="vLLM", profile="vllm", release="0.18.0", large_gpu_settings=LARGE),
+    "sglang": EngineFacts(title="SGLang", profile="sglang", release="0.5.1"),
+    "trtllm": EngineFacts(
+        title="TensorRT-LLM", profile="vllm", release="1.0.0rc3", settings={"reserve": "full"}, large_gpu_settings=LARGE
+    ),
+    "lockstep": EngineFacts(title="Lockstep", profile="lockstep", release="0.1"),
+}
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Ratios measured / predicted of points, and the interval of each ratio, all float64 [points]."""
+
+    tpot: Float64s
+    ttft: Float64s
+    rate: Float64s  # output tokens per second
+    tpot_ends: tuple[Float64s, Float64s]
+    ttft_ends: tuple[Float64s, Float64s]
+
+    def figures(self, rows: NDArray[np.int64]) -> Figures:
+        """Return errors and coverage of some points."""
+        found: Figures = {"points": len(rows)}
+        for name, ratios in (("tpot", self.tpot), ("ttft", self.ttft), ("rate", self.rate)):
+            errors = 1.0 / ratios[rows] - 1.0
+            found[name] = {
+                "bias": round(float(np.median(errors)), 4),
+                "median": round(float(np.median(np.abs(errors))), 4),
+                "p90": round(float(np.quantile(np.abs(errors), 0.9)), 4),
+            }
+        for name, ratios, (low, high) in (
+            ("tpot", self.tpot, self.tpot_ends),
+            ("ttft", self.ttft, self.ttft_ends),
+        ):
+            inside = (low[rows] <= ratios[rows]) & (ratios[rows] <= high[rows])
+            found[name]["covered"] = round(float(inside.mean()), 4)
+            found[name]["interval"] = [round(float(np.median(low[rows])), 3), round(float(np.median(high[rows])), 3)]
+        return found
+
+
+def rate_of(points: Sequence[ServingPoint], tpot_us: Float64s, ttft_us: Float64s) -> Float64s:
+    """Return output tokens per second at fixed concurrency, from TPOT and TTFT."""
+    users = np.array([point.concurrency for point in points], np.float64)
+    tokens = np.array([(1 + point.lengths_from) / 2 * point.output_tokens for point in points])
+    rate: Float64s = 1e6 * users * tokens / (ttft_us + tpot_us * (tokens - 1.0))
+    return rate
+
+
+def predicted(
+    trial: EngineTrial, tpot_us: Float64s, ttft_us: Float64s, ends: dict[Metric, tuple[Float64s, Float64s]]
+) -> Predicted:
+    """Return the ratios of predictions."""
+    everything = np.arange(len(trial.points))
+    measured_tpot, measured_ttft = trial.measured_us("time", everything), trial.measured_us("ttft", everything)
+    rate = rate_of(trial.points, measured_tpot, measured_ttft) / rate_of(trial.points, tpot_us, ttft_us)
+    return Predicted(measured_tpot / tpot_us, measured_ttft / ttft_us, 1.0 / rate, ends["time"], ends["ttft"])
+
+
+def uncorrected(trial: EngineTrial) -> Predicted:
+    """Return the predictions of the roofline, with the interval that it states."""
+    count = len(trial.points)
+    ends: dict[Metric, tuple[Float64s, Float64s]] = {}
+    metrics: tuple[Metric, ...] = ("time", "ttft")
+    for metric in metrics:
+        low, high = UNCALIBRATED.interval(metric)
+        ends[metric] = np.full(count, low), np.full(count, high)
+    return predicted(trial, trial.kernels_tpot_us, trial.kernels_ttft_us, ends)
+
+
+def without_groups(trial: EngineTrial, kind: str) -> Predicted:
+    """Predict each group by a fit to the other groups, with an interval from the other groups alone."""
+    group_of = KINDS[kind]
+    groups = [group_of(point) for point in trial.points]
+    count = len(groups)
+    tpot_us, ttft_us = np.empty(count), np.empty(count)
+    ends: dict[Metric, tuple[Float64s, Float64s]] = {
+        metric: (np.empty(count), np.empty(count)) for metric in ("time", "ttft")
+    }
+    for group in dict.fromkeys(groups):
+        held = np.flatnonzero([g == group for g in groups]).tolist()
+        rest = np.flatnonzero([g != group for g in groups])
+        others = part_of(trial, rest)
+        ratios = left_out(others, group_of)
+        for engine in dict.fromkeys(trial.points[i].engine for i in held):
+            rows = np.array([i for i in held if trial.points[i].engine == engine], np.int64)
+            fit = fit_engine(trial, rest, engine)
+            tpot_us[rows], ttft_us[rows] = fit.tpot_us(trial, rows), fit.ttft_us(trial, rows)
+            own = others.rows(engine)
+            several = kind in ENGINES_OWN and len({group_of(others.points[i]) for i in own}) >= GROUPS_MIN
+            kept = own if several else np.arange(len(others.points))
+            number = 0 if kind in ENGINES_OWN else len({group_of(others.points[i]) for i in kept})
+            for metric, (low, high) in ends.items():
+                residuals = residuals_of(ratios[metric][kept], number, metric=metric, method="")
+                low[rows], high[rows] = residuals.at([(1.0 - COVERAGE) / 2.0, (1.0 + COVERAGE) / 2.0])
+    return predicted(trial, tpot_us, ttft_us, ends)
+
+
+def by_catalogue(trial: EngineTrial, cache: Path | None) -> Predicted:
+    """Predict points by the engines of the catalogue as they are shipped."""
+    count = len(trial.points)
+    tpot_us, ttft_us = np.empty(count), np.empty(count)
+    ends: dict[Metric, tuple[Float64s, Float64s]] = {
+        metric: (np.empty(count), np.empty(count)) for metric in ("time", "ttft")
+    }
+    for i, point in enumerate(trial.points):
+        calibration = catalogue_calibration(point)
+        schedule = schedule_of(point, cache)
+        cost = calibration.cost_model(base_of(point))
+        batch_us = np.array([[cost.batch_us(shape).mean_us] for shape in schedule.batch_shapes()])
+        tpot_us[i] = schedule.tpot(batch_us)[0]
+        ttft_us[i] = schedule.ttft(batch_us)[0] + calibration.costs.frontend_us
+        for metric, (low, high) in ends.items():
+            low[i], high[i] = calibration.interval(metric, model=point.model.name)
+    return predicted(trial, tpot_us, ttft_us, ends)
+
+
+def catalogue_calibration(point: ServingPoint) -> EngineCalibration:
+    """Return the calibration of the catalogue's engine for a point. A release that is not stated is an old one."""
+    spec, _ = catalogue.load_engine(point.engine)
+    return spec.calibration(point.model.name, point.gpu.name, point.weights_dtype, point.engine_version or "0.1")
+
+
+# ---------------------------------------------------------------------------------------------------------- the report
+
+
+def that_fit(points: Sequence[ServingPoint], cache: Path | None) -> list[ServingPoint]:
+    """Return the points that can be simulated, and print the others, such as models that do not fit their GPUs."""
+    kept = []
+    for point in points:
+        try:
+            schedule_of(point, cache)
+        except (CapacityError, CalibrationError) as error:
+            print(f"row {point.row} left out: {str(error).splitlines()[0]}")
+            continue
+        kept.append(point)
+    return kept
+
+
+def line(title: str, found: Figures) -> str:
+    text = f"{title:34} {found['points']:4}"
+    for name in ("tpot", "ttft", "rate"):
+        one = found[name]
+        text += f"  {name} {100 * one['median']:5.1f} ({100 * one['bias']:+6.1f}) p90 {100 * one['p90']:6.1f}"
+    for name in ("tpot", "ttft"):
+        low, high = found[name]["interval"]
+        text += f"  {name} in {100 * found[name]['covered']:4.0f} % of {low:.2f}..{high:.2f}"
+    return text
+
+
+def table(trial: EngineTrial, kinds: Sequence[str], engines: Callable[[str], Predicted], limit: int) -> Figures:
+    """Print and return, for every kind of group, each group by an engine and by the roofline alone."""
+    plain = uncorrected(trial)
+    figures: Figures = {}
+    for kind in kinds:
+        group_of = KINDS[kind]
+        groups = [group_of(point) for point in trial.points]
+        if len(set(groups)) == 1:
+            print(f"== by {kind}: all points are of {groups[0]}")
+            continue
+        found = engines(kind)
+        figures[kind] = {}
+        print(f"== by {kind}")
+        for group in sorted(dict.fromkeys(groups), key=str):
+            rows = np.flatnonzero([g == group for g in groups])
+            if len(rows) < limit:
+                continue
+            figures[kind][str(group)] = {"engine": found.figures(rows), "none": plain.figures(rows)}
+            print(line(str(group), found.figures(rows)))
+            print(line("  --engine none", plain.figures(rows)), flush=True)
+        everything = np.arange(len(groups))
+        figures[kind]["all"] = {"engine": found.figures(everything), "none": plain.figures(everything)}
+        print(line("all", found.figures(everything)))
+        print(line("  --engine none", plain.figures(everything)))
+    return figures
+
+
+def misses(figures: Figures) -> list[str]:
+    """Return the groups that miss a bar."""
+    found = []
+    bars = {"tpot": TPOT_MAX, "ttft": TTFT_MAX, "rate": RATE_MAX}
+    for kind, groups in figures.items():
+        for group, both in groups.items():
+            one = both["engine"]
+            for name, most in bars.items():
+                if one[name]["median"] > most:
+                    twice = ", above twice" if one[name]["median"] > 2 * most else ""
+                    found.append(f"{kind} {group}: {name} {100 * one[name]['median']:.1f} %{twice}")
+                least, top = (COVERED[0], COVERED[1]) if group == "all" else (COVERED_MIN, 1.0)
+                if name != "rate" and not least <= one[name]["covered"] <= top:
+                    found.append(f"{kind} {group}: {name} in {100 * one[name]['covered']:.0f} % of intervals")
+    return found
+
+
+def write(trial: EngineTrial, path: Path, left: dict[str, list[int]], date: str) -> None:
+    """Fit every engine to all points, and write the catalogue's entries."""
+    folder = Path(catalogue.__file__).parent / "engines"
+    for engine, facts in FACTS.items():
+        rows = trial.rows(engine)
+        source = CalibrationSource(
+            kind="serving_points",
+            file=path.name,
+            sha256=sha256_of(path),
+            rows_used=len(rows),
+            rows_left_out=sum(map(len, left.values())),
+            why_left_out="; ".join(f"{len(numbers)}: {why}" for why, numbers in left.items()),
+        )
+        spec = engine_of(trial, engine, facts, date=date, sources=[source])
+        (folder / f"{engine}.json").write_text(spec.to_json(), encoding="utf-8")
+        print(f"{folder.name}/{engine}.json: {spec.costs}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, help="folder that keeps the schedules of points")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--write", metavar="DATE", help="fit all points and write the catalogue's engines")
+    parser.add_argument("--points", type=Path, help="test the catalogue's engines on this file of points instead")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of groups (default %(default)s)")
+    arguments = parser.parse_args()
+    path = arguments.points or Path(os.environ.get("LOCKSTEP_DATA", "")) / "published" / "serving_points.csv"
+    if not path.is_file():
+        print(f"{path} is no file; set LOCKSTEP_DATA, or give --points FILE", file=sys.stderr)
+        return 1
+    points, left = read_serving_points(path)
+    print(f"{len(points)} points; left out: " + "; ".join(f"{len(rows)} rows, {why}" for why, rows in left.items()))
+    print(f"{path.name}, SHA-256 {sha256_of(path)}\n")
+    if arguments.points:
+        points = that_fit(points, arguments.cache)
+    trial = EngineTrial.of(points, arguments.cache)
+    if arguments.write:
+        write(trial, path, left, arguments.write)
+        return 0
+    kinds = [kind for kind in arguments.kinds.split(",") if arguments.points or kind != "cell"]
+    if arguments.points:
+        found = by_catalogue(trial, arguments.cache)
+        figures = table(trial, kinds, lambda kind: found, FEW)
+    else:
+        figures = table(trial, kinds, lambda kind: without_groups(trial, kind), POINTS_MIN)
+    missed = misses(figures)
+    print("\nmissed: " + ("; ".join(missed) or "no bar"))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""Messages between an API worker and its text processes, and the jobs themselves.
+
+    worker ──size of the job, job, body──> text process        frames on a socket pair; a size is 8 bytes, little-endian
+           <──size, result─────────────
+
+A body is sent behind its job as it was received. Token ids are int32 in both directions: a list of a million ids costs
+the worker nothing until it is copied to the engine.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from array import array
+from typing import Any, Literal
+
+import msgspec
+
+from lockstep.api.text.rendering import Conversation
+
+SIZE = struct.Struct("<Q")
+IDS_CODE = 1
+"""Extension type of MessagePack for token ids: int32, little-endian."""
+
+SHOWN_BYTES = 4096
+"""Greatest JSON of an unknown field that is parsed. Of a larger one only the name counts."""
+
+UNPARSED = "..."
+"""Stands for a larger one. It is not empty, so the field is refused, or named as ignored, like any other value."""
+
+
+class ParseBody(msgspec.Struct, frozen=True, tag="parse"):
+    """Parse the JSON object that follows.
+
+    Args:
+        known: names of the fields of the endpoint.
+        ids: those of `known` that may have token ids.
+        size: bytes of the body.
+        fields_max: greatest number of fields.
+        ids_max: greatest number of token ids.
+        values_max: greatest number of values, where a list of token ids is one value.
+    """
+
+    known: frozenset[str]
+    ids: frozenset[str]
+    size: int
+    fields_max: int
+    ids_max: int
+    values_max: int
+
+
+class EncodeText(msgspec.Struct, frozen=True, tag="encode"):
+    """Tokenise a text."""
+
+    text: str
+    special: bool
+
+
+class DecodeTokens(msgspec.Struct, frozen=True, tag="decode"):
+    """Convert token ids, int32, to text; with `verbatim` also special tokens."""
+
+    ids: bytes
+    verbatim: bool = False
+
+
+class RenderChat(msgspec.Struct, frozen=True, tag="chat"):
+    """Render a conversation, and tokenise it."""
+
+    chat: Conversation
+
+
+Job = ParseBody | EncodeText | DecodeTokens | RenderChat
+
+
+class Done(msgspec.Struct, frozen=True):
+    """The result of a job.
+
+    Args:
+        error: why the job failed, for the client; empty: it did not.
+        field: the client's field that is at fault.
+        value: MessagePack: the parsed body, the token ids, the text, or text and token ids.
+        last: the process ends, since it has grown too large.
+    """
+
+    error: str = ""
+    field: str = ""
+    value: bytes = b""
+    last: bool = False
+
+
+class JobError(Exception):
+    """A job that failed because of its input. The message is for the client."""
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.message, self.field = message, field
+
+
+def token_ids(raw: bytes) -> array[int]:
+    """Return token ids that were sent as int32."""
+    ids = array("i")
+    ids.frombytes(raw)
+    return ids
+
+
+def packed(value: Any) -> bytes:
+    """Return a value as MessagePack. Arrays of token ids are in it as int32."""
+    return msgspec.msgpack.encode(value, enc_hook=_packed_ids)
+
+
+def unpacked(raw: bytes) -> Any:
+    """Return the value of `packed`."""
+    return msgspec.msgpack.decode(raw, ext_hook=_unpacked_ids)
+
+
+def _packed_ids(value: Any) -> Any:
+    if isinstance(value, array):
+        return msgspec.msgpack.Ext(IDS_CODE, value.tobytes())
+    raise NotImplementedError(f"a {type(value).__name__} in a message")
+
+
+def _unpacked_ids(code: int, data: memoryview) -> Any:
+    if code != IDS_CODE:
+        raise ValueError(f"extension {code} in a message")
+    return token_ids(bytes(data))
+
+
+# ----------------------------------------------------------------------------------------------------------- the bodies
+
+
+def parse_body(job: ParseBody, raw: bytes | bytearray) -> Any:
+    """Return the value of a body, with arrays for token ids. Raises JobError.
+
+    Values of unknown fields are skipped without being parsed; each of the others is parsed by itself.
+    """
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        return []  # valid JSON, but not an object
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise JobError(f"Invalid JSON: {error}") from None
+    if len(fields) > job.fields_max:
+        raise JobError(f"the body has {len(fields)} fields, at most {job.fields_max} are allowed")
+    found: dict[str, Any] = {}
+    values = job.values_max
+    for name, written in fields.items():
+        raw_value = bytes(written)
+        if name not in job.known and len(raw_value) > SHOWN_BYTES:
+            found[name] = UNPARSED
+        elif name in job.ids and (kind := _kind_of_ids(raw_value)) is not None:
+            if raw_value.count(b",") >= job.ids_max:
+                raise JobError(f"`{name}` has more than {job.ids_max} token ids (ids_max)", name)
+            found[name] = _ids(raw_value, name, kind)
+        else:
+            values -= _values(raw_value)
+            if values < 0:
+                message = (
+                    f"`{name}` has too many values; a body may have {job.values_max} in all (values_max), where a list "
+                    "of token ids is one value"
+                )
+                raise JobError(message, name)
+            try:
+                value = msgspec.json.decode(raw_value)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise JobError(f"Invalid JSON: {error}") from None
+            found[name] = value
+    return found
+
+
+STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+OF_IDS, OF_ID_LISTS = re.compile(rb"\s*\[\s*[-0-9]"), re.compile(rb"\s*\[\s*\[\s*[-0-9]")
+
+
+def _values(raw: bytes) -> int:
+    """Return the most values that some JSON can have, without parsing it: numbers may take microseconds each."""
+    plain = STRING.sub(b"", raw)
+    return 1 + plain.count(b",") + plain.count(b"[") + plain.count(b"{")
+
+
+def _kind_of_ids(raw: bytes) -> Literal["ids", "lists"] | None:
+    """Return whether a value begins as a list of token ids, or a list of such lists; None for any other value."""
+    if OF_IDS.match(raw):
+        return "ids"
+    return "lists" if OF_ID_LISTS.match(raw) else None
+
+
+def _ids(raw: bytes, name: str, kind: Literal["ids", "lists"]) -> Any:
+    """Return token ids as an array, or a list of arrays. Raises JobError for anything else."""
+    try:
+        if kind == "ids":
+            lists = [msgspec.json.decode(raw, type=list[int])]
+        else:
+            lists = msgspec.json.decode(raw, type=list[list[int]])
+        arrays = [array("i", one) for one in lists]
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise JobError(f"`{name}` should be token ids: {error}", name) from None
+    except OverflowError:
+        arrays = [array("i", [-1])]
+    if any(len(one) and min(one) < 0 for one in arrays):
+        raise JobError(f"`{name}`: Token ids should be 0 to {2**31 - 1}", name)
+    return arrays[0] if kind == "ids" else arrays

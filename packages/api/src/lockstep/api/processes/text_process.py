@@ -1,0 +1,135 @@
+"""A text process of an API worker: `python -m lockstep.api.processes.text_process FOLDER NUMBER`, its socket on stdin.
+
+It parses large bodies, renders long conversations and tokenises long texts, one job after the other. It ends when its
+worker closes the socket, and after a job that made it grow by more than GROWTH_BYTES: memory that Python has taken for
+millions of small objects is not given back otherwise.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from array import array
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lockstep.api.engines import text_of
+from lockstep.api.observability.logs import start_log
+from lockstep.api.processes.children import read_settings
+from lockstep.api.processes.text_jobs import (
+    SIZE,
+    DecodeTokens,
+    Done,
+    EncodeText,
+    Job,
+    JobError,
+    ParseBody,
+    RenderChat,
+    packed,
+    parse_body,
+    token_ids,
+)
+from lockstep.api.text.plain_text import Texts
+from lockstep.api.text.rendering import RenderingError
+
+log = logging.getLogger("lockstep.worker")
+
+GROWTH_BYTES = 256 * 2**20  # beyond the memory before the first job
+MEMORY_BYTES = 4 * 2**30  # beyond it, for one job; the kernel refuses more
+COLLECT_JOBS = 64  # jobs between two garbage collections, which are off meanwhile: JSON has no cycles
+
+
+def main(arguments: list[str]) -> int:
+    """Do jobs until the worker closes the socket. Returns the exit status."""
+    settings = read_settings(Path(arguments[0]))
+    start_log(settings.log_level, f"text process {arguments[1]}", settings.log_format)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(5)  # streams come first
+    worker = socket.socket(fileno=0)
+    text = text_of(settings)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    before = _size_bytes()
+    if before:
+        resource.setrlimit(resource.RLIMIT_AS, (_size_bytes(0) + MEMORY_BYTES,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    jobs = 0
+    while (head := _received(worker, SIZE.size)) is not None:
+        raw = _received(worker, *SIZE.unpack(head))
+        if raw is None:
+            break
+        job = msgspec.msgpack.decode(raw, type=Job)
+        body = _received(worker, job.size) if isinstance(job, ParseBody) else b""
+        if body is None:
+            break
+        done = _done(text, job, body)
+        del raw, job, body
+        jobs += 1
+        if jobs % COLLECT_JOBS == 0:
+            gc.collect()
+        last = _size_bytes() - before > GROWTH_BYTES
+        answer = msgspec.msgpack.encode(msgspec.structs.replace(done, last=last))
+        worker.sendall(SIZE.pack(len(answer)) + answer)
+        if last:
+            break
+    return 0
+
+
+def _done(text: Texts | None, job: Job, body: bytes | bytearray) -> Done:
+    try:
+        return Done(value=packed(_result(text, job, body)))
+    except (JobError, RenderingError) as error:
+        return Done(error=error.message, field=error.field)
+    except OverflowError:
+        return Done(error="a number is beyond 64 bits")
+    except MemoryError:
+        return Done(error="the request takes too much memory")
+    except Exception as error:  # any other error of one request fails this request only
+        log.exception("a %s failed", type(job).__name__)
+        return Done(error=f"the request could not be read: {type(error).__name__}")
+
+
+def _result(text: Texts | None, job: Job, body: bytes | bytearray) -> Any:
+    if isinstance(job, ParseBody):
+        return parse_body(job, body)
+    assert text is not None, "a worker without a tokenizer sends no texts"
+    match job:
+        case EncodeText():
+            return array("i", text.encode(job.text, special=job.special))
+        case DecodeTokens():
+            return (text.verbatim() if job.verbatim else text).decode(token_ids(job.ids))
+        case RenderChat():
+            written, ids = job.chat.rendered(text)
+            return written, array("i", ids)
+
+
+def _received(worker: socket.socket, size: int) -> bytearray | None:
+    """Return so many bytes from the worker; None if it closed the socket."""
+    found = bytearray(size)
+    view, at = memoryview(found), 0
+    while at < size:
+        count = worker.recv_into(view[at:])
+        if not count:
+            return None
+        at += count
+    return found
+
+
+def _size_bytes(column: int = 1) -> int:
+    """Return the memory of this process, resident (column 1) or in all (column 0); 0 where it is unknown."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[column]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,370 @@
+"""Engines: what an engine adds to the kernels of the roofline, fitted to public serving points, with its errors.
+
+engine = load_engine("vllm")                                       # lockstep.sim.catalogue
+calibration = engine.calibration("qwen3-8b", "H200-SXM", "bf16")   # for one model, GPU and precision of weights
+cost = calibration.cost_model(roofline_model(model, gpu))          # an EngineModel: a list of cost terms
+calibration.interval("ttft")                            # the spread of predictions that were left out of a fit
+
+An engine has few costs (`EngineCosts`). Factors scale the terms of the roofline; the others are terms of their own,
+`engine_*` in a breakdown. Costs that differ between releases or between precisions of weights are conditions
+(`CostsWhen`), applied in order. Residuals are the ratios of measured to predicted times of points that were left out of
+the fit, by what the fit lacked (`Unseen`). docs/cost-models.md, section 15, describes both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+import msgspec
+
+from lockstep.sim.cost.calibration import UNCALIBRATED, Calibration, CalibrationSource, Correction, Metric, Residuals
+from lockstep.sim.cost.errors import CalibrationError
+from lockstep.sim.cost.hardware import Constant
+from lockstep.sim.cost.model import BatchShape, CostModel
+from lockstep.sim.cost.parallel import USUAL, Parallelism
+from lockstep.sim.cost.stages import PipelineModel
+from lockstep.sim.cost.tables import BaseModel
+from lockstep.sim.cost.terms import CostTerm, TermSum, TermUs
+
+FORMAT = "lockstep-engine"
+VERSION = 1
+NONE = "none"  # the name under which `--engine` has no engine: the lower bound
+DEFAULT = "vllm"  # the engine where none is named
+LARGE_GPU_BYTES = 70 * 2**30  # from this memory on, vLLM and TensorRT-LLM take more new tokens in a pass
+Unseen = Literal["points", "model", "gpu", "engine"]
+"""What a fit lacked when it predicted the points of some residuals.
+
+points   other points of the model on the GPU were in the fit, but none with its degree of parallelism
+model    no point of the model
+gpu      no point of the GPU
+engine   no point of the engine: the costs are those of other engines
+"""
+
+
+class EngineCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The costs of an engine. No cost is negative, so that more work never takes less time.
+
+    Factors are of the roofline's time: 1 is no change.
+    """
+
+    dense: float = 1.0  # factor of dense products, norms, sampling and linear attention
+    attention: float = 1.0  # factor of attention
+    experts: float = 1.0  # factor of grouped products
+    experts_prefill: float = 0.0  # added per new token of a prompt: factor of the compute time of its experts
+    collectives: float = 1.0  # factor of collectives
+    collective_us: float = 0.0  # per collective: the wait for the slowest rank
+    step_us: float = 0.0  # per pass: scheduling, sampling, output, while the GPU is idle
+    row_us: float = 0.0  # per request of a pass
+    prefill_us: float = 0.0  # per pass with a prompt: it is not replayed from one graph
+    moe_layer_us: float = 0.0  # per layer with experts in a pass: routing, sorting, small grouped products
+    frontend_us: float = 0.0  # per request, before it reaches the scheduler and after its first token; TTFT only
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            value = getattr(self, field)
+            least = 0.01 if field in ("dense", "attention", "experts") else 0.0
+            if not least <= value < math.inf:
+                raise CalibrationError(f"`costs.{field}` must be at least {least:g} and finite, got `{value}`")
+
+
+class CostsWhen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Costs that replace others under a condition. An empty condition always holds."""
+
+    releases: tuple[str, str] = ("", "")  # from this release on, before that release; empty: unbounded
+    precisions: tuple[str, ...] = ()  # of weights
+    costs: dict[str, float]
+    why: str  # what the values were fitted to
+
+    def __post_init__(self) -> None:
+        for name in self.costs:
+            if name not in EngineCosts.__struct_fields__:
+                known = ", ".join(EngineCosts.__struct_fields__)
+                raise CalibrationError(f"`when.costs` has `{name}`, which is not a cost of an engine: {known}")
+
+    def holds(self, release: str, precision: str) -> bool:
+        """Whether the condition holds. `release` is a version such as `0.18.0`."""
+        since, before = self.releases
+        number = release_key(release)
+        inside = (not since or number >= release_key(since)) and (not before or number < release_key(before))
+        return inside and (not self.precisions or precision in self.precisions)
+
+
+class EngineResiduals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The errors of predictions that were left out of a fit: quantiles of measured / predicted."""
+
+    metric: Metric
+    unseen: Unseen
+    method: str
+    count: int
+    probabilities: tuple[float, ...]
+    ratios: tuple[float, ...]
+
+    def beside(self, other: EngineResiduals) -> EngineResiduals:
+        """Return the errors of both causes together: their distances from the median, in quadrature."""
+        centre = len(self.ratios) // 2
+
+        def distances(one: EngineResiduals) -> list[float]:
+            return [math.log(ratio / one.ratios[centre]) for ratio in one.ratios]
+
+        both = zip(distances(self), distances(other), strict=True)
+        logs = [math.copysign(math.hypot(a, b), a) for a, b in both]
+        ratios = tuple(round(self.ratios[centre] * math.exp(log), 5) for log in logs)
+        return msgspec.structs.replace(self, method=f"{self.method}; {other.method}", ratios=ratios)
+
+    def residuals(self) -> Residuals:
+        """Return the residuals as those of a calibration, of the population `seen`."""
+        return Residuals(
+            metric=self.metric,
+            population="seen",
+            method=self.method,
+            count=self.count,
+            probabilities=self.probabilities,
+            ratios=self.ratios,
+        )
+
+
+class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An engine of the catalogue: costs, errors and their card."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    engine: str
+    title: str
+    profile: str  # scheduler settings that the engine implies: docs/profiles.md
+    settings: dict[str, Any] = {}  # scheduler settings beyond the profile
+    large_gpu_settings: dict[str, Any] = {}  # further settings on GPUs with at least LARGE_GPU_BYTES
+    release: str  # the release that is meant where none is named
+    date: str  # of the fit, given by its author
+    cpu: Literal["separate", "included"] = "included"  # included: `costs` have the engine's CPU time
+    costs: EngineCosts = EngineCosts()
+    when: tuple[CostsWhen, ...] = ()
+    fitted: tuple[tuple[str, str], ...] = ()  # pairs of model and GPU in the fit's data
+    residuals: tuple[EngineResiduals, ...]
+    card: dict[str, str]  # fitted_on, errors, not_for: one sentence each
+    sources: tuple[CalibrationSource, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT or self.version != VERSION:
+            raise CalibrationError(f"`format` and `version` must be {FORMAT} and {VERSION}")
+        found = [(r.metric, r.unseen) for r in self.residuals]
+        if len(set(found)) != len(found) or not {("time", "engine"), ("ttft", "engine")} <= set(found):
+            raise CalibrationError("`residuals` must have each metric and population once, and those of `engine`")
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: str) -> EngineSpec:
+        """Parse the bytes of an engine's file. Raises CalibrationError, which names `path`."""
+        try:
+            return msgspec.json.decode(data, type=cls, strict=True)
+        except (CalibrationError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CalibrationError(f"{path}: not an engine of the catalogue: {error}") from error
+
+    def to_json(self) -> str:
+        """Return the text of the file: equal engines give equal bytes."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
+
+    def costs_of(self, precision: str, release: str = "") -> EngineCosts:
+        """Return the costs for a precision of weights and a release; an empty release is that of `release`."""
+        costs = self.costs
+        for when in self.when:
+            if when.holds(release or self.release, precision):
+                costs = msgspec.structs.replace(costs, **when.costs)
+        return costs
+
+    def unseen(self, model: str, gpu: str) -> Unseen:
+        """Return what the fit lacked for a model on a GPU; `engine` if it has no data at all."""
+        if not self.fitted:
+            return "engine"
+        if (model, gpu) in self.fitted:
+            return "points"
+        return "model" if gpu in {gpu for _, gpu in self.fitted} else "gpu"
+
+    def calibration(self, model: str, gpu: str, precision: str, release: str = "") -> EngineCalibration:
+        """Return the calibration of one model, GPU and precision of weights.
+
+        Its residuals are those of the population that the model and the GPU belong to (`unseen`), or of the next one,
+        which lacked more, if this engine has none. For a GPU outside the fit the errors in the time of batches of
+        models and of engines that were left out are added in quadrature; the front end is that of the engine.
+        """
+        unseen = self.unseen(model, gpu)
+        order: tuple[Unseen, ...] = ("points", "model", "engine")
+        lacked = order[order.index("model" if unseen == "gpu" else unseen) :]
+        by_key = {(one.metric, one.unseen): one for one in self.residuals}
+        metrics: tuple[Metric, ...] = ("time", "ttft")
+        found = [next(by_key[metric, one] for one in lacked if (metric, one) in by_key) for metric in metrics]
+        if unseen == "gpu":
+            found[0] = found[0].beside(by_key["time", "engine"])
+        costs = self.costs_of(precision, release)
+        return EngineCalibration(
+            engine=self.engine,
+            engine_version=release or self.release,
+            gpu=gpu,
+            models=(model,),
+            date=self.date,
+            cpu=self.cpu,
+            correction=Correction(frontend_us=costs.frontend_us),
+            costs=costs,
+            unseen=unseen,
+            residuals=tuple(one.residuals() for one in found),
+            sources=self.sources,
+            notes=tuple(f"{name.replace('_', ' ')}: {text}" for name, text in self.card.items()),
+        )
+
+
+class EngineCalibration(Calibration, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A calibration that is the costs of an engine of the catalogue."""
+
+    costs: EngineCosts
+    unseen: Unseen
+
+    @property
+    def title(self) -> str:
+        """Engine, release and date in one line."""
+        return f"engine {self.engine} {self.engine_version}, fitted {self.date}"
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether models, GPUs or engines like this one were left out of a fit, and their coverage was counted."""
+        return self.unseen != "gpu"
+
+    @property
+    def line(self) -> str:
+        """The title, as commands print it."""
+        return self.title.replace("engine ", "engine: ", 1)
+
+    def cost_model(self, base: CostModel, factor: float = 1.0) -> CostModel:
+        """Return `base` with the engine's costs, and every time multiplied by `factor`."""
+        if not 0.0 < factor < math.inf:
+            raise CalibrationError(f"`factor` must be above 0 and finite, got `{factor}`")
+        if self.costs == EngineCosts():
+            with_engine: CostModel = base
+        elif isinstance(base, PipelineModel):
+            stages = []
+            for number, stage in enumerate(base.stages):
+                first = number == 0  # one scheduler for all stages
+                costs = self.costs if first else msgspec.structs.replace(self.costs, step_us=0.0, row_us=0.0)
+                stages.append(EngineModel(stage, costs, self.title))
+            with_engine = PipelineModel(stages, base.split, base.model, base.gpu)  # type: ignore[arg-type]
+        else:
+            with_engine = EngineModel(base, self.costs, self.title)  # type: ignore[arg-type]
+        return with_engine if factor == 1.0 else UNCALIBRATED.cost_model(with_engine, factor)
+
+    def doubts(
+        self, model: str, gpu: str, overlap_depth: int, split: Parallelism = USUAL, *, has_intervals: bool = True
+    ) -> list[str]:
+        """Return the respects in which a simulation goes beyond the measurements, one sentence each."""
+        lines = []
+        lacks = {
+            "engine": ("never measured on a GPU", "engines"),
+            "gpu": (f"not measured on {gpu}", "models and engines"),
+            "model": (f"not measured with {model}", "models"),
+        }
+        if self.unseen in lacks:
+            lack, of = lacks[self.unseen]
+            interval = f"; intervals are those of {of} left out of the fit" if has_intervals else ""
+            lines.append(f"engine {self.engine} was {lack}{interval}")
+        beyond = [name for name in split.describe() if name not in ("ep", "expert_cv")]
+        if beyond:
+            lines.append(f"engine {self.engine} was measured without {', '.join(beyond)}")
+        if self.cpu == "included" and overlap_depth != 1 and split.pp == 1:
+            lines.append(
+                f"the costs of {self.engine} have CPU time in its batches: what overlap_depth {overlap_depth} does is "
+                "not seen"
+            )
+        return lines
+
+
+class EngineModel(TermSum):
+    """The cost of a batch under an engine: the terms of the roofline or of measured tables, scaled, and its own."""
+
+    def __init__(self, base: BaseModel, costs: EngineCosts, source: str) -> None:
+        self.base, self.costs = base, costs
+        self.model, self.gpu, self.split, self.tp, self.lora = base.model, base.gpu, base.split, base.tp, base.lora
+        terms = [*(_scaled(term, costs) for term in base.terms), *self._added(source)]
+        super().__init__(terms, base.shards, base.launching)
+        self.collectives = base.collectives
+
+    def _added(self, source: str) -> Iterator[CostTerm]:
+        """Yield the terms of the engine itself; a cost of 0 has no term."""
+        costs, base = self.costs, self.base
+
+        def constant(name: str) -> dict[str, Constant]:
+            return {f"engine_{name}": Constant(getattr(costs, name), source)}
+
+        def fixed(us: float) -> TermUs:
+            return lambda batch, own: us
+
+        if costs.step_us:
+            yield CostTerm("engine_step", "tokens", fixed(costs.step_us), constant("step_us"))
+        if costs.row_us:
+
+            def rows_us(batch: BatchShape, own: BatchShape) -> float:
+                return costs.row_us * (batch.extend_rows + batch.decode_rows)
+
+            yield CostTerm("engine_rows", "rows", rows_us, constant("row_us"))
+        if costs.prefill_us:
+            yield CostTerm("engine_prefill", "extend", fixed(costs.prefill_us), constant("prefill_us"))
+        if costs.moe_layer_us and base.model.moe_layers:
+            us = costs.moe_layer_us * base.model.moe_layers
+            yield CostTerm("engine_experts", "tokens", fixed(us), constant("moe_layer_us"))
+        if costs.experts_prefill and base.model.moe_layers:
+            token_us = costs.experts_prefill * expert_token_us(base)
+
+            def prefill_us(batch: BatchShape, own: BatchShape) -> float:
+                return token_us * batch.extend_tokens
+
+            yield CostTerm("engine_experts_prefill", "extend", prefill_us, constant("experts_prefill"))
+        if costs.collective_us and base.collectives:
+            us = costs.collective_us * base.collectives
+            yield CostTerm("engine_waits", "tokens", fixed(us), constant("collective_us"))
+
+    def describe(self) -> dict[str, Any]:
+        """Return the description of the base, with the engine's costs and their constants."""
+        described = self.base.describe()
+        own = [term for term in self.terms if term.name.startswith("engine_")]
+        constants = {name: {"value": c.value, "source": c.source} for term in own for name, c in term.constants.items()}
+        return {
+            **described,
+            "kind": f"{described['kind']}, engine",
+            "engine_costs": msgspec.to_builtins(self.costs),
+            "constants": dict(sorted({**described["constants"], **constants}.items())),
+        }
+
+
+def _scaled(term: CostTerm, costs: EngineCosts) -> CostTerm:
+    """Return a term of the base with the engine's factor."""
+    if term.is_collective:
+        factor = costs.collectives
+    elif term.name == "experts":
+        factor = costs.experts
+    elif term.name in ("attention_decode", "attention_prefill"):
+        factor = costs.attention
+    elif term.scope == "adapters" or term.name == "expert_moves":
+        factor = 1.0
+    else:
+        factor = costs.dense
+    if factor == 1.0:
+        return term
+    us = term.us
+    return replace(term, us=lambda batch, own: factor * us(batch, own))
+
+
+def expert_token_us(base: BaseModel) -> float:
+    """Return the compute time that one more token adds to the experts of all layers, in large batches."""
+    us = base.term("experts").us
+    many, few = BatchShape(decode_rows=65536), BatchShape(decode_rows=32768)
+    return (us(many, many) - us(few, few)) / (many.decode_rows - few.decode_rows)
+
+
+def release_key(release: str) -> tuple[int, ...]:
+    """Return the numbers of a release, to compare releases: `0.18.0` is (0, 18, 0), `1.0.0rc3` is (1, 0, 0, 3)."""
+    numbers, digits = [], ""
+    for character in release + ".":
+        if character.isdecimal():
+            digits += character
+        elif digits:
+            numbers.append(int(digits))
+            digits = ""
+    return tuple(numbers)

@@ -1,0 +1,323 @@
+"""Engines: what they add to kernels, how they are named, and how their errors are estimated."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from lockstep.core.contract.errors import ConfigError
+from lockstep.sim.calibrate.engine_fit import (
+    LEFT_OUT,
+    MEANS,
+    PRIORS,
+    EngineTrial,
+    fit_engine,
+    left_out,
+    part_of,
+    residuals_of,
+    schedule_of,
+    widened,
+)
+from lockstep.sim.calibrate.schedules import Schedule
+from lockstep.sim.calibrate.serving_points import CLIENTS, ServingPoint, base_of, play
+from lockstep.sim.catalogue import engine_names, load_engine, load_gpu, load_model
+from lockstep.sim.cli.simulate import simulate
+from lockstep.sim.cost import BatchShape, CalibrationError, CatalogueError, decode_shape, extend_shape, roofline_model
+from lockstep.sim.cost.base_model import base_cost_model
+from lockstep.sim.cost.calibration import LOWER_BOUND
+from lockstep.sim.cost.engines import CostsWhen, EngineCosts, EngineModel, EngineSpec, release_key
+from lockstep.sim.cost.parallel import Parallelism
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.scenario.scenario import Scenario
+
+ALL = EngineCosts(
+    dense=1.1, attention=1.2, experts=1.3, experts_prefill=0.5, collectives=1.4, collective_us=3.0, step_us=200.0,
+    row_us=11.0, prefill_us=900.0, moe_layer_us=13.0, frontend_us=5e3,
+)  # fmt: skip
+MIXED = BatchShape(
+    extend_rows=2, extend_tokens=600, extend_pairs=90_000, decode_rows=5, decode_context_tokens=4000, sampled_rows=7
+)
+SMALL = ["--model", "qwen3-8b", "--gpu", "h100", "--workload", "gen:n=30,rate=5,input=fixed:300,output=fixed:20"]
+
+
+def model_of(name: str = "qwen3-30b-a3b", tp: int = 2, costs: EngineCosts = ALL) -> EngineModel:
+    return EngineModel(roofline_model(load_model(name), load_gpu("h100"), tp), costs, "a test")
+
+
+# ---------------------------------------------------------------------------------------------------------------- terms
+
+
+def test_the_breakdown_of_an_engine_sums_to_its_batches() -> None:
+    cost = model_of()
+    for shape in (MIXED, decode_shape(9, 800), extend_shape(700), extend_shape(300, 900)):
+        assert sum(cost.terms_us(shape).values()) == pytest.approx(cost.batch_us(shape).mean_us)
+
+
+@pytest.mark.parametrize("name", EngineCosts.__struct_fields__)
+def test_each_cost_adds_to_batches_as_documented(name: str) -> None:
+    """Every cost changes the batches it is about, by the documented amount, and no cost is without effect."""
+    usual = EngineCosts()
+    cost, plain = model_of(costs=msgspec.structs.replace(usual, **{name: getattr(ALL, name)})), model_of(costs=usual)
+    decode = decode_shape(8, 700)
+    added = [cost.batch_us(shape).mean_us - plain.batch_us(shape).mean_us for shape in (MIXED, decode)]
+    layers, collectives = 48, 96
+    expected: dict[str, tuple[float, float]] = {
+        "step_us": (200.0, 200.0),
+        "row_us": (77.0, 88.0),
+        "prefill_us": (900.0, 0.0),
+        "moe_layer_us": (13.0 * layers, 13.0 * layers),
+        "collective_us": (3.0 * collectives, 3.0 * collectives),
+        "frontend_us": (0.0, 0.0),
+    }
+    if name in expected:
+        assert added == pytest.approx(expected[name])
+    elif name == "experts_prefill":
+        assert added[0] > 0.0 == added[1]
+    else:
+        assert min(added) > 0.0
+        terms, before = cost.terms_us(decode), plain.terms_us(decode)
+        changed = {term for term, us in terms.items() if us != pytest.approx(before[term])}
+        of = {"attention": {"attention_decode"}, "experts": {"experts"}, "collectives": {"all_reduce"}}
+        assert changed == of.get(name, changed)
+        assert name != "dense" or "attention_decode" not in changed
+
+
+def test_more_work_never_takes_less_time_under_any_engine() -> None:
+    rng = random.Random(5)
+    for name in engine_names():
+        spec, _ = load_engine(name)
+        for model in ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v3"):
+            cost = EngineModel(roofline_model(load_model(model), load_gpu("h200"), 8), spec.costs_of("fp8"), spec.title)
+            for _ in range(40):
+                rows, context = rng.randint(1, 300), rng.randint(1, 9000)
+                few, many = decode_shape(rows, context), decode_shape(rows + rng.randint(1, 40), context)
+                assert cost.batch_us(few).mean_us <= cost.batch_us(many).mean_us
+                tokens = rng.randint(1, 4000)
+                assert cost.batch_us(extend_shape(tokens)).mean_us <= cost.batch_us(extend_shape(tokens + 64)).mean_us
+
+
+def test_one_scheduler_serves_all_stages_of_a_pipeline() -> None:
+    calibration = load_engine("vllm")[0].calibration("qwen3-32b", "H100-SXM", "bf16")
+    base = base_cost_model(load_model("qwen3-32b"), load_gpu("h100"), Parallelism(tp=2, pp=2))
+    terms = calibration.cost_model(base).terms_us(decode_shape(4, 100))  # type: ignore[attr-defined]
+    assert terms["engine_step"] == calibration.costs.step_us
+    assert terms["engine_rows"] == pytest.approx(4 * calibration.costs.row_us)
+
+
+def test_a_pass_under_a_factor_takes_the_factor_longer() -> None:
+    calibration = load_engine("sglang")[0].calibration("qwen3-8b", "H100-SXM", "bf16")
+    base = roofline_model(load_model("qwen3-8b"), load_gpu("h100"))
+    one, two = (calibration.cost_model(base, factor).batch_us(decode_shape(9, 400)).mean_us for factor in (1.0, 2.0))
+    assert two == pytest.approx(2.0 * one)
+
+
+# ------------------------------------------------------------------------------------------------------------ catalogue
+
+
+@pytest.mark.parametrize("name", engine_names())
+def test_every_engine_of_the_catalogue_has_a_card_and_errors_of_groups_left_out(name: str) -> None:
+    spec, release = load_engine(name)
+    assert release == ""
+    assert set(spec.card) == {"fitted_on", "errors", "not_for"}
+    calibration = spec.calibration("qwen3-8b", "B200-SXM", "bf16")
+    for metric in ("time", "ttft"):
+        low, high = calibration.interval(metric)  # type: ignore[arg-type]
+        assert 0.0 < low < 1.0 < high
+    described = calibration.describe()
+    assert described["costs"]["dense"] == spec.costs.dense
+    assert json.dumps(described)
+
+
+def test_a_model_and_a_gpu_that_a_fit_lacked_have_the_errors_of_ones_left_out() -> None:
+    spec, _ = load_engine("vllm")
+    assert [spec.unseen(*pair) for pair in (("qwen3-32b", "H100-SXM"), ("qwen3-8b", "H100-SXM"))] == ["points", "model"]
+    assert spec.unseen("qwen3-32b", "A100-80G-SXM") == "gpu"
+    assert load_engine("lockstep")[0].unseen("qwen3-32b", "H100-SXM") == "engine"
+    widths = []
+    for model, gpu in (("qwen3-32b", "H100-SXM"), ("qwen3-8b", "H100-SXM"), ("qwen3-8b", "A100-80G-SXM")):
+        calibration = spec.calibration(model, gpu, "bf16")
+        low, high = calibration.interval("time")
+        widths.append(high / low)
+        if gpu != "H100-SXM":  # wider than for a model, and than for an engine, that was left out of the fit
+            alone = load_engine("lockstep")[0].calibration(model, gpu, "bf16").interval("time")
+            assert low < alone[0] < alone[1] < high
+        assert bool(calibration.doubts(model, gpu, 1)) == (len(widths) > 1)
+        assert calibration.is_tested == (gpu == "H100-SXM")
+    assert widths == sorted(widths)
+
+
+def test_an_old_release_of_vllm_takes_longer_for_each_request() -> None:
+    spec, release = load_engine("vllm@0.12")
+    assert release == "0.12"
+    assert spec.costs_of("bf16", "0.12.0").row_us > spec.costs_of("bf16", "0.14").row_us == spec.costs.row_us
+    assert spec.costs_of("bf16") == spec.costs
+    assert [release_key(text) for text in ("0.18.0", "1.0.0rc3", "")] == [(0, 18, 0), (1, 0, 0, 3), ()]
+
+
+def test_bad_names_and_files_are_refused_with_the_field() -> None:
+    with pytest.raises(
+        CatalogueError, match=r"`engine` must be an engine of the catalogue.*got `vlm`; known: lockstep"
+    ):
+        load_engine("vlm")
+    with pytest.raises(CatalogueError, match="release `latest` has no number"):
+        load_engine("vllm@latest")
+    with pytest.raises(CalibrationError, match=r"`costs\.row_us` must be at least 0 and finite, got `-1"):
+        EngineCosts(row_us=-1.0)
+    with pytest.raises(CalibrationError, match="`speed`, which is not a cost of an engine"):
+        CostsWhen(costs={"speed": 1.0}, why="")
+    with pytest.raises(CalibrationError, match=r"x\.json: not an engine of the catalogue"):
+        EngineSpec.from_bytes(b"{}", "x.json")
+
+
+# ------------------------------------------------------------------------------------------------------------- scenario
+
+
+def scenario(**fields: Any) -> Scenario:
+    return Scenario(model="qwen3-8b", gpu="h100", workload="gen:n=5,rate=5", **fields)
+
+
+def test_without_an_engine_the_costs_are_those_of_vllm_and_the_scheduler_is_lockstep() -> None:
+    usual, named = assemble(scenario(), {}), assemble(scenario(engine="vllm"), {})
+    assert usual.calibration == named.calibration
+    assert usual.calibration.engine == "vllm"
+    assert usual.config == assemble(scenario(profile="lockstep"), {}).config
+    assert (named.config.batching, named.config.chunked_prefill_size) == ("running_first", 8192)
+
+
+def test_a_named_engine_implies_its_scheduler_and_a_profile_overrides_it() -> None:
+    assert assemble(scenario(engine="sglang"), {}).config.batching == "prefill_first"
+    assert assemble(scenario(engine="trtllm"), {}).config.reserve == "full"
+    assert assemble(scenario(engine="sglang", profile="lockstep"), {}).config.batching == "mixed"
+    assert (
+        assemble(scenario(engine="vllm", settings={"chunked_prefill_size": 512}), {}).config.chunked_prefill_size == 512
+    )
+    assert assemble(replace(scenario(engine="vllm"), gpu="rtx4090"), {}).config.chunked_prefill_size == 2048
+
+
+def test_a_calibration_replaces_the_costs_of_its_own_engine_only() -> None:
+    assert assemble(scenario(calibration="vllm-h100"), {}).calibration.title.startswith("vllm 0.12.0")
+    assert assemble(scenario(calibration="vllm-h100", engine="vllm"), {}).calibration.correction.row_us > 0
+    with pytest.raises(ConfigError, match="`engine` is `sglang`, but `calibration` vllm-h100 has the costs of vllm"):
+        assemble(scenario(calibration="vllm-h100", engine="sglang"), {})
+
+
+def test_no_engine_is_called_a_lower_bound_in_every_output(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    result = CliRunner().invoke(simulate, [*SMALL, "--engine", "none", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert f"engine: {LOWER_BOUND}" in result.stdout
+    assert LOWER_BOUND in (out / "report.html").read_text()
+    assert json.loads((out / "metrics.json").read_text())["about"]["calibration"]["title"] == LOWER_BOUND
+    named = CliRunner().invoke(simulate, SMALL)
+    assert "engine: vllm " in named.stdout
+    assert "lower bound" not in named.stdout
+
+
+def test_ninety_percent_stands_only_at_intervals_that_were_tested() -> None:
+    tested = CliRunner().invoke(simulate, SMALL).stdout
+    assert "90 % intervals" in tested
+    elsewhere = CliRunner().invoke(simulate, [word.replace("h100", "h200") for word in SMALL]).stdout
+    assert "90 %" not in elsewhere
+    assert "ranges, coverage not tested" in elsewhere
+
+
+# ----------------------------------------------------------------------------------------------------------------- fits
+
+
+def point(engine: str, model: str, tp: int, users: int, *, prompt: int = 64, output: int = 8) -> ServingPoint:
+    return ServingPoint(
+        row=1, engine=engine, engine_version="0.18.0", model=load_model(model), gpu=load_gpu("h100"), tp=tp,
+        weights_dtype="bf16", prompt_tokens=prompt, output_tokens=output, lengths_from=1.0, lengths_known=True,
+        concurrency=users, ttft_us=1.0, tpot_us=1.0,
+    )  # fmt: skip
+
+
+def trial_of(weights: np.ndarray[Any, Any], noise: float = 0.0) -> EngineTrial:
+    """Points that an engine with these weights would have measured."""
+    points = [
+        point(engine, model, tp, users)
+        for engine in ("vllm", "sglang")
+        for model, tp in (("qwen3-8b", 1), ("qwen3-8b", 2), ("qwen3-30b-a3b", 2), ("llama-3.1-8b", 4))
+        for users in (2, 8)
+    ]
+    found = EngineTrial.of(points)
+    rng = np.random.Generator(np.random.Philox(3))
+    measured = [
+        replace(
+            one,
+            tpot_us=float(found.tpot_columns[i] @ weights * np.exp(noise * rng.normal())),
+            ttft_us=float(found.ttft_columns[i] @ weights * np.exp(noise * rng.normal())),
+        )
+        for i, one in enumerate(points)
+    ]
+    return replace(found, points=measured)
+
+
+def test_a_fit_predicts_the_engine_that_made_its_points() -> None:
+    weights = MEANS * np.array([1.3 if column.cost in ("step_us", "row_us") else 1.0 for column in PRIORS])
+    trial = trial_of(weights)
+    rows = trial.rows("vllm")
+    fit = fit_engine(trial, np.arange(len(trial.points)), "vllm")
+    assert fit.tpot_us(trial, rows) == pytest.approx(trial.measured_us("time", rows), rel=0.02)
+    assert fit.ttft_us(trial, rows) == pytest.approx(trial.measured_us("ttft", rows), rel=0.05)
+
+
+def test_features_times_costs_are_the_times_of_the_engine_model() -> None:
+    """What a fit multiplies is what a simulation adds: the same schedule, timed by columns and by an EngineModel."""
+    one = point("vllm", "qwen3-30b-a3b", 2, 4)
+    trial = EngineTrial.of([one])
+    costs = fit_engine(trial, np.array([], np.int64), "vllm").costs()
+    schedule = schedule_of(one, None)
+    cost = EngineModel(base_of(one), costs, "a test")
+    batch_us = np.array([[cost.batch_us(shape).mean_us] for shape in schedule.batch_shapes()])
+    weights = np.array([getattr(costs, column.cost) if not column.is_addition else 0.0 for column in PRIORS])
+    assert schedule.tpot(batch_us)[0] == pytest.approx(float(trial.tpot_columns[0] @ weights), rel=1e-3)
+    assert schedule.ttft(batch_us)[0] + costs.frontend_us == pytest.approx(
+        float(trial.ttft_columns[0] @ weights), rel=1e-3
+    )
+
+
+def test_a_schedule_timed_by_its_own_cost_model_is_the_simulated_point(tmp_path: Path) -> None:
+    one = point("vllm", "qwen3-8b", 1, 4, prompt=300, output=30)
+    schedule = schedule_of(one, tmp_path)
+    [file] = tmp_path.iterdir()
+    assert (Schedule.load(file).shapes == schedule.shapes).all()
+    batch_us = np.array([[base_of(one).batch_us(shape).mean_us] for shape in schedule.batch_shapes()])
+    played = play(one, CLIENTS["spread"])
+    assert schedule.tpot(batch_us)[0] == pytest.approx(played.tpot_us, rel=0.01)
+    assert schedule.ttft(batch_us)[0] == pytest.approx(played.ttft_us, rel=0.02)
+
+
+def test_a_prediction_does_not_depend_on_the_points_of_its_own_group() -> None:
+    trial = trial_of(MEANS, noise=0.1)
+    method, group_of = LEFT_OUT["model"]
+    assert method == "all points of one model left out"
+    before = left_out(trial, group_of)
+    changed = replace(
+        trial, points=[replace(p, tpot_us=3 * p.tpot_us) if p.model.name == "qwen3-8b" else p for p in trial.points]
+    )
+    after = left_out(changed, group_of)
+    for i, one in enumerate(trial.points):
+        if one.model.name == "qwen3-8b":  # a third of the measurement moves; the prediction does not
+            assert after["time"][i] == pytest.approx(3 * before["time"][i])
+    others = [i for i, one in enumerate(trial.points) if one.model.name != "qwen3-8b"]
+    assert any(after["time"][i] != pytest.approx(before["time"][i]) for i in others)
+    assert len(part_of(trial, np.array([0, 3])).points) == 2
+
+
+def test_few_groups_give_wide_intervals() -> None:
+    assert [widened(n) for n in (1, 2, 5)] == [1.3, 1.3, pytest.approx(2.13 / 1.645)]
+    assert widened(5) > widened(8) > widened(30) > 1.0
+    ratios = np.array([0.9, 0.95, 1.0, 1.05, 1.12])
+    narrow, wide = (residuals_of(ratios, n, metric="time", method="") for n in (0, 3))
+    low, high = ([one.at([p])[0] for one in (wide, narrow)] for p in (0.05, 0.95))
+    assert low[0] < low[1]
+    assert high[0] > high[1]

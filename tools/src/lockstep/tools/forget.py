@@ -1,0 +1,164 @@
+"""A copy of a journal without what one tenant's requests said: `lockstep journal forget RUN --tenant NAME --out DIR`.
+
+The core compares token ids in two places only: prefixes in the radix cache, and stop tokens. So token id i of a prompt
+or an answer becomes a keyed hash of ids 0 to i, which keeps equal prefixes equal, and a stop token stays as it is. The
+key is drawn at random and is not stored. Texts (labels, stop texts, sources of grammars) and logprobs of these requests
+are left out. All other records are as they were, and every decision of the copy is compared with the journal's, digest
+by digest: the copy replays, verifies and explains like the journal.
+
+A copy is refused where a decision would differ: where tenants share prefixes, a prompt repeats the tokens of a session,
+or KV is known by a hash of its content (media, storage below the cache). A journal whose first segments have expired
+begins at a snapshot, which holds tokens, and is refused, too.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+from msgspec.structs import replace
+
+from lockstep.core.contract.events import (
+    BatchFinished,
+    ObservedEvent,
+    RequestArrived,
+    RequestId,
+    TokenDigest,
+    TokenIds,
+    TokensForced,
+)
+from lockstep.core.contract.samples import sample_count
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import EventRecord, JournalError, UnsealedRecord
+from lockstep.core.journal.replay import refuse_unreplayable
+from lockstep.core.journal.writer import JournalWriter
+from lockstep.core.requests.table import prompt_bytes
+from lockstep.core.scheduler.engine import Engine
+from lockstep.host.loop import sampled_spans
+
+STATE_BYTES = 16
+MARK = 1 << 30
+"""Set in every pseudonym and in no token id: a pseudonym never equals a stop token."""
+
+
+class Redaction:
+    """Replaces what a tenant's requests said. Events are passed in order, each before the engine steps it."""
+
+    def __init__(self, engine: Engine, tenant: str) -> None:
+        self.requests = 0  # of the tenant
+        self._engine, self._tenant = engine, tenant
+        self._key = os.urandom(32)
+        self._states: dict[RequestId, list[bytes]] = {}  # of the tenant's requests: behind the prompt, each output
+        self._stops: dict[RequestId, frozenset[int]] = {}
+
+    def of(self, event: ObservedEvent) -> ObservedEvent:
+        """Return an event without the content of the tenant's requests."""
+        match event:
+            case RequestArrived() if event.tenant == self._tenant:
+                return self._arrival(event)
+            case BatchFinished() if event.tokens:
+                return self._result(event)
+            case TokensForced():
+                return replace(event, forced=tuple(map(self._forced, event.forced)))
+        return event
+
+    def _arrival(self, event: RequestArrived) -> RequestArrived:
+        self.requests += 1
+        prompt, state = event.prompt, bytes(STATE_BYTES)
+        if not isinstance(prompt, TokenDigest):
+            ids, states = self._chain(np.frombuffer(prompt_bytes(prompt), np.int32).tolist(), state, frozenset())
+            prompt, state = TokenIds(np.array(ids, np.int32).tobytes()), states[-1] if states else state
+        eos = () if event.ignore_eos else self._engine.config.eos_token_ids
+        for number in range(sample_count(event)):
+            self._states[event.request_id + number] = [state]
+            self._stops[event.request_id + number] = frozenset((*event.stop_token_ids, *eos))
+        grammar = None if event.grammar is None else replace(event.grammar, source="")
+        stops = tuple([f"stop {number}" for number in range(len(event.stop_texts))])
+        return replace(event, prompt=prompt, label="", stop_texts=stops, grammar=grammar)
+
+    def _result(self, event: BatchFinished) -> BatchFinished:
+        if not self._engine.in_flight:
+            return event
+        batch = self._engine.in_flight[0]
+        plan = batch.plan
+        accepted = np.frombuffer(event.accepted, np.int32) if event.accepted else None
+        positions, counts = sampled_spans(self._engine, plan, accepted)
+        tokens = np.frombuffer(event.tokens, np.int32).copy()
+        mine = np.zeros(len(tokens), np.bool_)
+        at = 0
+        for request_id, position, count in zip(
+            batch.samplers.request_ids.tolist(), positions.tolist(), counts.tolist(), strict=True
+        ):
+            states, stop = self._states.get(request_id), at + count
+            if states is not None:
+                request = self._engine.requests.get(request_id)
+                first = len(states) - 1 if request is None else position - request.prompt_tokens
+                found, new = self._chain(tokens[at:stop].tolist(), states[first], self._stops[request_id])
+                tokens[at:stop], mine[at:stop] = found, True
+                states[first + 1 :] = new
+            at = stop
+        changed = {"tokens": tokens.tobytes()}
+        for name in ("logprobs", "top_ids", "top_logprobs"):
+            if values := getattr(event, name):
+                rows = np.frombuffer(values, np.int32).reshape(len(tokens), -1).copy()
+                rows[mine] = 0
+                changed[name] = rows.tobytes()
+        return replace(event, **changed)
+
+    def _forced(self, forced: tuple[RequestId, int, bytes]) -> tuple[RequestId, int, bytes]:
+        request_id, first, ids = forced
+        states = self._states.get(request_id)
+        if states is None:
+            return forced
+        found, _ = self._chain(np.frombuffer(ids, np.int32).tolist(), states[first], self._stops[request_id])
+        return request_id, first, np.array(found, np.int32).tobytes()
+
+    def _chain(self, tokens: list[int], state: bytes, stops: frozenset[int]) -> tuple[list[int], list[bytes]]:
+        """Return pseudonyms, and the state behind each token. Tokens in `stops` stay as they are."""
+        found, states = [], []
+        for token in tokens:
+            state = blake2b(state + token.to_bytes(4, "little"), key=self._key, digest_size=STATE_BYTES).digest()
+            states.append(state)
+            found.append(token if token in stops else MARK | int.from_bytes(state[:4], "little") & (MARK - 1))
+        return found, states
+
+
+def forget(run: Path, tenant: str, out: Path) -> int:
+    """Write a copy of a journal without the content of a tenant's requests. Returns the number of these requests.
+
+    Raises: JournalError if the copy would decide otherwise, or cannot be made; then `out` does not exist.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise JournalError(f"{out} is not empty\nhint: give a new folder")
+    journal = read_journal(run)
+    refuse_unreplayable(journal.header)
+    if journal.first_step:
+        raise JournalError(
+            f"the first {journal.first_step} events of {run} have expired, and the snapshot behind them holds tokens\n"
+            "hint: let the journal expire by --journal-age-s, or delete the run"
+        )
+    engine = Engine(journal.header.config)
+    redaction = Redaction(engine, tenant)
+    try:
+        writer = JournalWriter.create(out, journal.header)
+        for record in journal.records():
+            if isinstance(record, EventRecord):
+                event = redaction.of(record.event)
+                digest = engine.step(event).digest
+                if digest != record.digest:
+                    raise JournalError(
+                        f"event {record.step} is decided otherwise without the tokens of tenant {tenant!r}: other "
+                        "tenants share its prefixes, a prompt repeats a session's, or KV is known by its content\n"
+                        "hint: only a journal of tenants that share no prefixes (isolate_tenants) can be copied"
+                    )
+                writer.append(event, digest)
+            elif isinstance(record, UnsealedRecord):
+                writer.append_unsealed(redaction.of(record.event))
+        writer.close()
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+    return redaction.requests
