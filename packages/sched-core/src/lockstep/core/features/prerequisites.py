@@ -118,7 +118,8 @@ class Prerequisites(Component):
             others.remove(request)
             if not others:
                 del self.waiting_samples[request.extras.leader]
-        self._release_media(request, step)
+        if request.extras is not None:
+            self._release_media(request, step)
 
     def _hand_over(self, leader: Request, step: Step) -> None:
         first, *rest = self.waiting_samples.pop(leader.request_id)

@@ -65,7 +65,7 @@ class DeviceMemory:
         """Return the cached prefix of a waiting request, as far as the request may use it."""
         most = request.cacheable_tokens // self.config.page_size
         found = self.radix.match(request.namespace, request.tokens, most)
-        return self.hybrid.continued(self.radix, found, request.tokens)
+        return self.hybrid.continued(self.radix, found, request.tokens) if self.hybrid.present else found
 
     def match_to_receive(self, request: Request) -> Match:
         """Return the cached prefix that need not be received, for a request whose KV another engine computes.

@@ -313,7 +313,9 @@ class Memory(DeviceMemory, Component):
         taken = RowTaken(row, request.request_id, request.epoch, request.sampling, grammar=request.grammar)
         if request.extras is not None:
             taken = with_extras(taken, request.extras)
-        self.rows_taken.append(self.adapters.described(taken, request.adapter))
+        if self.adapters.present:
+            taken = self.adapters.described(taken, request.adapter)
+        self.rows_taken.append(taken)
         for take in self._takes:
             take(row, request)
         return row

@@ -29,6 +29,10 @@ FIRST_CHUNK_PER_NEXT = 4
 """`chunk_tokens_min` by the least size of later chunks, which hold window pages already (docs/decisions/0097)."""
 
 
+NOT_LOADED = (0, 0, 0)
+"""`Tiers.loaded_for` of an engine without tiers."""
+
+
 class PrefillPlanner:
     """Plans the extends of one engine."""
 
@@ -217,7 +221,7 @@ class PrefillPlanner:
         request.deferred = None
         self._state.occupy(request)
         waited_us = now_us - request.waiting_since_us
-        loaded = memory.tiers.loaded_for(request, fit.cached_tokens)
+        loaded = memory.tiers.loaded_for(request, fit.cached_tokens) if memory.tiers.present else NOT_LOADED
         admitted = RequestAdmitted(
             now_us, request.request_id, row, fit.cached_tokens, fit.new_tokens, waited_us, 0, *loaded
         )

@@ -495,7 +495,8 @@ class SchedulerState:
             self._flush_stream(request, outputs, step)
         if request.session:
             self.sessions.turn_ends(request, reason, outputs)
-        self.transfers.ended(request, step)
+        if self.transfers.all:
+            self.transfers.ended(request, step)
         if request.state is RequestState.WAITING:
             self._leave_queue(request)
         else:
