@@ -108,7 +108,7 @@ def vllm_test(args):
 
 
 def vllm_families(args):
-    """Compare answers in vLLM's environment. Without arguments all run, and the stored results are replaced."""
+    """Compare answers in vLLM's environment. Without arguments all run, and their stored rows are replaced."""
     return in_vllm(
         "vllm-families", "tests.vllm.families", *(args or ["--out", "benchmarks/results/vllm_families.json"])
     )

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import to_builtins
 from numpy.typing import NDArray
 
 from lockstep.sim.calibrate.calibrate import (
@@ -186,7 +187,7 @@ def whole(trial: PointTrials, engine: str) -> Figures:
     """The fit to all points of an engine, and how it stands to them (which it has seen)."""
     rows = trial.rows(engine)
     fit = fit_points(trial, rows)
-    correction = {name: getattr(fit.correction, name) for name in fit.correction.__struct_fields__}
+    correction = to_builtins(fit.correction)
     return {
         "client": fit.client,
         "correction": correction,

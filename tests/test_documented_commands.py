@@ -78,13 +78,20 @@ STORED = (
 ).split()
 """Names of stored runs besides runs/chat."""
 PLACEHOLDERS = {"DEMO": "demo", "RUN": "runs/chat", "fair": "lpm"}  # names that a page explains where it prints them
-OF_OTHERS = {"--shm-size", "--format", "--unix-socket", "--output-file", "--output-details"}  # docker, curl, SGLang
+OF_OTHERS = {
+    "--shm-size",
+    "--format",
+    "--unix-socket",
+    "--output-file",
+    "--output-details",
+    "--scheduler-recv-interval",
+}  # docker, curl, SGLang
 OF_VLLM = {
     f"--{name}"
     for name in "async-scheduling disable-hybrid-kv-cache-manager enable-chunked-prefill enable-prefix-caching"
     " long-prefill-token-threshold max-model-len max-num-batched-tokens max-num-seqs no-async-scheduling"
-    " prefill-schedule-interval save-detailed save-result scheduler-cls scheduling-policy additional-config"
-    " watermark".split()
+    " kv-transfer-config no-enable-prefix-caching pipeline-parallel-size prefill-schedule-interval save-detailed"
+    " save-result scheduler-cls scheduling-policy additional-config watermark".split()
 }
 BASES = {
     "simulate": "--model qwen3-8b --gpu h100 --workload team-a=gen:n=30,rate=20",

@@ -129,7 +129,12 @@ def test_more_samples_take_longer_and_the_client_waits_for_the_last() -> None:
 
 def test_a_session_waits_for_all_answers() -> None:
     setup = assemble(
-        asked("4", workload="gen:sessions=5,rate=2,turns=fixed:3,think=fixed:1ms,input=fixed:99,output=fixed:9"), {}
+        asked(
+            "4",
+            workload="gen:sessions=5,rate=2,turns=fixed:3,think=fixed:1ms,input=fixed:99,output=fixed:9",
+            engine="none",
+        ),
+        {},
     )
     data = simulate(setup).data
     rows = {label: i for i, label in enumerate(data.requests.label.tolist())}

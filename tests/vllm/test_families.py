@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,3 +74,15 @@ def test_the_table_has_a_line_for_each_run() -> None:
     head, marks = families.HEADER.splitlines()
     assert line(row).count("|") == head.count("|") == marks.count("|")
     assert line(row).startswith("| mixture of experts (Mixtral) | sync | 200 | 198 | 2 | 0 | 0 | 11 | 48, 47 | 6,144 |")
+
+
+def test_a_stored_row_replaces_that_of_the_same_run_only(tmp_path: Path) -> None:
+    def row(name: str, loop: str, equal: int) -> Row:
+        return Row(name, loop, 200, equal, 0, 0, 200 - equal, 11, 5_000, (48, 47), 6_144, (0, 0), (90, 91), 0.0, 12.5)
+
+    path = tmp_path / "rows.json"
+    families.store([row("moe", "sync", 198), row("dense", "async", 200)], path)
+    families.store([row("moe", "sync", 200), row("moe", "async", 199)], path)
+    stored = [(one["family"], one["loop"], one["equal"]) for one in json.loads(path.read_text())]
+    assert stored == [("dense", "async", 200), ("moe", "sync", 200), ("moe", "async", 199)]
+    assert len(path.with_suffix(".txt").read_text().splitlines()) == 2 + len(stored)

@@ -1,4 +1,4 @@
-"""A copy of a journal without what one tenant's requests said: `lockstep journal forget RUN --tenant NAME --out DIR`.
+"""A copy of a journal without the content of one tenant: `lockstep journal forget RUN --tenant NAME --out DIR`.
 
 The core compares token ids in two places only: prefixes in the radix cache, and stop tokens. So token id i of a prompt
 or an answer becomes a keyed hash of ids 0 to i, which keeps equal prefixes equal, and a stop token stays as it is. The

@@ -4,9 +4,8 @@
     lockstep journal dump RUN      one line per record, or one JSON object with --jsonl
     lockstep journal check RUN     framing, chain and snapshots; --repair cuts a torn tail off
     lockstep journal verify RUN    replay every event and compare every digest
-
-    lockstep journal salvage RUN --out DIR                 copy what is before a corrupt record
-    lockstep journal forget RUN --tenant NAME --out DIR    copy everything but what one tenant's requests said
+    lockstep journal salvage RUN --out DIR   copy what is before a corrupt record
+    lockstep journal forget RUN --tenant NAME --out DIR   copy everything but the content of one tenant's requests
 
 RUN is a run folder or the `journal` folder in it. Results go to stdout and everything else to stderr. Steps are counted
 from 0, and spans are half-open: `--from 5 --until 8` is steps 5, 6 and 7.
