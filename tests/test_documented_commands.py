@@ -71,6 +71,7 @@ PARSED = {  # commands whose callback does nothing: they need what a test has no
     "calibrate acceptance": "a run with drafts",
     "calibrate journal": "a run of a server",
     "journal salvage": "a corrupt journal",
+    "journal forget": "a run with tenants",
 }
 STORED = (
     "fcfs lpm before after real simulated served 0192 today vllm twin measured client demo/40-per-s h100 h200 b200"
