@@ -44,7 +44,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "pp_dynamic_chunking": STAGES,
     "stream_interval": TOKENS,
     "force_stream_interval": TOKENS,
-    "tiers": "host memory and storage below the prefix cache are vLLM's connectors, which are refused",
     "decode_steps_per_launch": "vLLM's workers decode one token in a pass",
     "jump_forward_tokens": "vLLM's grammars force no tokens",
     "eos_token_ids": "end tokens come with each request of vLLM",
