@@ -301,7 +301,7 @@ def test_embeddings_are_those_of_the_model(client: Any, llm: LLM) -> None:
         ({"input": "a", "dimensions": 3}, "dimensions"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": list(range(100)) * 100}, "input"),
-        ({"input": "a", "extra_body": {"truncate_prompt_tokens": 3}}, "truncate_prompt_tokens"),
+        ({"input": "a", "extra_body": {"truncate_prompt_tokens": -2}}, "truncate_prompt_tokens"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -8,11 +8,16 @@ from copy import deepcopy
 from typing import Any
 
 HELLO = [{"role": "user", "content": "hi"}]
+ITEMS = [{"type": "message", "role": "user", "content": "hi"}]
 VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 2, "temperature": 0.5, "stop": ["x"], "logit_bias": {"5": 1}},
     "/v1/chat/completions": {"messages": HELLO, "max_completion_tokens": 2, "n": 2, "stream": False},
     "/v1/responses": {"input": HELLO, "max_output_tokens": 2, "metadata": {"a": "b"}, "background": False},
     "/v1/responses/resp_1/cancel": {},
+    "/v1/responses/input_tokens": {"input": HELLO, "instructions": "be brief"},
+    "/v1/conversations": {"items": ITEMS, "metadata": {"a": "b"}},
+    "/v1/conversations/resp_1": {"metadata": {"a": "b"}},
+    "/v1/conversations/resp_1/items": {"items": ITEMS},
     "/v1/messages": {"messages": HELLO, "max_tokens": 2, "system": "be brief", "stop_sequences": ["x"]},
     "/v1/messages/count_tokens": {"messages": HELLO},
     "/v1/embeddings": {"input": ["a", "b"], "encoding_format": "base64"},
@@ -26,9 +31,12 @@ VALID: dict[str, dict[str, Any]] = {
     },
     **{path: {"input": "a"} for path in ("/pooling", "/classify", "/v1/moderations")},
     "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 2, "top_k": 5}, "rid": "r"},
-    "/tokenize": {"prompt": "a"},
-    "/detokenize": {"tokens": [1, 2, 3]},
+    "/encode": {"text": "a"},
+    "/invocations": {"prompt": "a", "max_tokens": 2},
+    **{path: {"prompt": "a"} for path in ("/tokenize", "/v1/tokenize")},
+    **{path: {"tokens": [1, 2, 3]} for path in ("/detokenize", "/v1/detokenize")},
     "/abort_request": {"rid": "nobody"},
+    "/abort_requests": {"request_ids": ["nobody"]},
     "/open_session": {"capacity_of_str_len": 10, "session_id": "s", "timeout": 0.01},
     "/close_session": {"session_id": "s"},
 }

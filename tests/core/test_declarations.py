@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_origin
 
 import msgspec
 import pytest
@@ -33,7 +33,10 @@ def event_of(kind: type[Decided]) -> Decided:
     for field in msgspec.structs.fields(kind):
         of = field.type
         name = getattr(of, "__name__", "")
-        fields[field.name] = values[name] if name in values else of.__args__[0]
+        if name in values:
+            fields[field.name] = values[name]
+        else:
+            fields[field.name] = (("x", 7),) if get_origin(of) is tuple else of.__args__[0]
     return kind(**fields)
 
 
@@ -112,7 +115,7 @@ def test_fields_that_only_inform_are_the_only_ones_that_the_digest_leaves_out(ki
     covered = len(fields) - DECLARATIONS[kind].informative
     for place, field in enumerate(fields):
         value = getattr(event, field.name)
-        other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else value + "y"
+        other = not value if isinstance(value, bool) else value + {int: 1, str: "y", tuple: (("z", 1),)}[type(value)]
         changed = step_digest(EMPTY_DIGEST, Step(decided=[msgspec.structs.replace(event, **{field.name: other})]))
         assert (changed != chain) == (0 < place < covered), field.name
 

@@ -22,6 +22,7 @@ GRANTED = {
     "journal/records.py": {"pathlib", "importlib"},  # names of files, and the version of the package
     "journal/segments.py": {"os", "pathlib", "fcntl"},  # the folder and its lock
     "journal/writer.py": {"os", "pathlib", "threading"},  # files, and a thread that syncs them to disk
+    "journal/salvage.py": {"pathlib", "shutil"},  # copies of files
     "journal/reader.py": {"os", "pathlib", "open"},  # files
     "command.py": {"os", "pathlib", "importlib", "print"},  # the command line
     "contract/policies.py": {"importlib"},  # which policies are installed

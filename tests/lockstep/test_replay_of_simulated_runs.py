@@ -53,7 +53,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def scenario(settings: dict[str, Any], **more: Any) -> Scenario:
-    return Scenario(model="qwen3-0.6b", gpu="h200", workload=WORKLOAD, settings=settings, **more)
+    return Scenario(model="qwen3-0.6b", gpu="h200", workload=WORKLOAD, settings=settings, engine="none", **more)
 
 
 def measured_again(folder: Path, pages: int) -> RunData:
@@ -142,8 +142,8 @@ def test_journals_are_equal_byte_by_byte_whatever_the_hash_seed(tmp_path: Path) 
     program = (
         "import sys; from pathlib import Path; from lockstep.sim.run.assemble import assemble;"
         "from lockstep.sim.run.simulate import simulate; from lockstep.sim.scenario.scenario import Scenario;"
-        f"setup = assemble(Scenario(model='qwen3-0.6b', gpu='h200', workload={WORKLOAD!r}, settings={TINY!r}));"
-        "simulate(setup, folder=Path(sys.argv[1]))"
+        f"asked = Scenario(model='qwen3-0.6b', gpu='h200', workload={WORKLOAD!r}, settings={TINY!r}, engine='none');"
+        "simulate(assemble(asked), folder=Path(sys.argv[1]))"
     )
     journals = []
     for seed in ("1", "4242"):

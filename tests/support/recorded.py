@@ -99,6 +99,7 @@ def record_simulation(
     from lockstep.sim.scenario.scenario import Scenario
 
     scenario = Scenario(
+        engine="none",  # the times of batches are those of a bare cost model
         model="qwen3-0.6b",
         gpu="h200",
         workload=workload,

@@ -78,6 +78,7 @@ LINES: dict[str, tuple[str, str]] = {
     "--fp8-activations": (f"{PLAIN} --weights-dtype fp8", "on"),
     "--operators": (of("llama-3.1-8b").replace("h200", "h100"), "OPERATORS"),
     "--calibration": (of("llama-3.1-8b").replace("h200", "h100"), "vllm-h100"),
+    "--cache-guarantee": (f"{PLAIN} --isolate-tenants", "0.5"),
     "--engine": (PLAIN, "sglang"),
     "--profile": (PLAIN, "vllm"),
     "--acceptance": (DRAFTS, "0.5,0.25"),

@@ -38,7 +38,7 @@ class RequestRecord:
     max_new_tokens: int
     stops_at: int | None  # the number of the output that is STOP_TOKEN
     heeds_stop: bool  # STOP_TOKEN ends it ...
-    min_new: int  # ... once it has so many outputs
+    min_new: int  # ... once it has so many outputs; a grammar's end may come before
     grammar: str = ""
     grammar_ends: int | None = None  # outputs after which its grammar admits nothing more
     watches_text: bool = False

@@ -158,7 +158,7 @@ class RequestPiece(Piece):
         config = self.engine.config
         room = min(config.context_tokens_max, config.pages * config.page_size + 1) - record.prompt_tokens
         most = min(record.max_new_tokens, room)
-        if reason in ("stop", "text_stop", "grammar"):
+        if reason in ("stop", "text_stop"):  # a grammar's end does not wait for `min_new_tokens`
             least = min(record.min_new, most)
             assert outputs >= least, f"r{request_id} ended by {reason} with {outputs} of {least} tokens"
         if reason == "stop":

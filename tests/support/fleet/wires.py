@@ -72,9 +72,9 @@ class Wire:
         if self.turn is not None:
             most = self.turn.max_new_tokens
             asked = dataclasses.replace(asked, max_new=most, min_new=min(asked.min_new, most))
-        answer, ends = asked.answer, max(self.grammar_ends or 0, asked.min_new)
+        answer, ends = asked.answer, self.grammar_ends  # a grammar's end does not wait for `min_new`
         count = len(answer.tokens)
-        if self.grammar_ends is not None and (ends < count or (ends == count and answer.reason == "length")):
+        if ends is not None and (ends < count or (ends == count and answer.reason == "length")):
             return Answer("grammar", answer.tokens[:ends])
         return answer
 

@@ -37,7 +37,7 @@ def kinds() -> dict[str, str]:
     found: dict[str, str] = {}
     for type_ in decided_types():
         for name, hint in get_type_hints(type_).items():
-            text = hint is str or get_origin(hint) is Literal
+            text = hint is str or get_origin(hint) in (Literal, tuple)  # tuples as JSON
             found.setdefault(name, "String" if text else "Boolean" if hint is bool else "Int64")
     return found
 
@@ -137,6 +137,8 @@ class ExportTables:
             values = [getattr(decided, name, None) for _, decided in self._decided]
             if name in ("behind", "beneficiary"):
                 values = [None if value == -1 else value for value in values]
+            elif any(type(value) is tuple for value in values):
+                values = [msgspec.json.encode(value).decode() if value else None for value in values]
             columns[name] = pl.Series(name, values, getattr(pl, kind_of[name]))
         columns["request"] = [None if r is None else names.request(r) for r in columns["request_id"].to_list()]
         return columns
