@@ -67,10 +67,17 @@ def _usual_reserve(config: SchedConfig) -> bool:
     return not overcommits and not config.retract_every
 
 
+TINY_PAGES = 1000
+"""Pages below which a pool does not let a prompt take whole chunks beside active requests."""
+
+
 def _whole_chunks(config: SchedConfig) -> bool:
-    """Whether chunks are as long as their budgets allow, and a window pool without `chunk_tokens_min` is not tiny."""
+    """Whether chunks are as long as their budgets allow, and neither the pool nor, without `chunk_tokens_min`, a window
+    pool is tiny: of few free pages a prompt takes a few at a time."""
+    if config.pages < TINY_PAGES:
+        return False
     hybrid, aligned = config.hybrid, config.truncation_align_size is not None
-    if hybrid is not UNSET and hybrid.chunk_tokens_min is UNSET and 0 < hybrid.window_pages < 1000:
+    if hybrid is not UNSET and hybrid.chunk_tokens_min is UNSET and 0 < hybrid.window_pages < TINY_PAGES:
         return False
     return config.chunk_target_us is None and not aligned and config.pp_dynamic_chunking is not True
 
