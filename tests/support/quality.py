@@ -50,6 +50,10 @@ class Before(NamedTuple):
 NOTHING = Before(False, 0, -1, ())
 
 
+TINY_PAGES = 1000
+"""Pages below which a pool does not let a prompt take whole chunks beside active requests."""
+
+
 class Bound(NamedTuple):
     """The most of one measure, and why more of it shows a bad decision."""
 
@@ -58,23 +62,24 @@ class Bound(NamedTuple):
     holds: Callable[[SchedConfig], bool] = lambda config: True
 
 
+def _not_tiny(config: SchedConfig) -> bool:
+    """Whether the pool has room for the chunks of a prompt beside active requests."""
+    return config.pages >= TINY_PAGES
+
+
 def _usual_reserve(config: SchedConfig) -> bool:
     """Whether the reserve is that of a served engine, and no setting forces retractions.
 
     Without a reserve (`on_demand`) a pool with room for few requests has to retract some of them.
     """
-    overcommits = config.schedule_conservativeness < 0.3 or (config.reserve == "on_demand" and config.pages < 1000)
+    overcommits = config.schedule_conservativeness < 0.3 or (config.reserve == "on_demand" and not _not_tiny(config))
     return not overcommits and not config.retract_every
-
-
-TINY_PAGES = 1000
-"""Pages below which a pool does not let a prompt take whole chunks beside active requests."""
 
 
 def _whole_chunks(config: SchedConfig) -> bool:
     """Whether chunks are as long as their budgets allow, and neither the pool nor, without `chunk_tokens_min`, a window
     pool is tiny: of few free pages a prompt takes a few at a time."""
-    if config.pages < TINY_PAGES:
+    if not _not_tiny(config):
         return False
     hybrid, aligned = config.hybrid, config.truncation_align_size is not None
     if hybrid is not UNSET and hybrid.chunk_tokens_min is UNSET and 0 < hybrid.window_pages < TINY_PAGES:
@@ -291,7 +296,9 @@ BOUNDS: dict[str, Bound] = {
         4, "places and pages lie free; an admission may wait for one result and one retry, and not for ends"
     ),
     "launches without the next chunk": Bound(
-        8, "a split prompt holds pages; it may wait for the ends of the requests that ran when its wait began"
+        8,
+        "a split prompt holds pages; it may wait for the ends of the requests that ran when its wait began",
+        _not_tiny,
     ),
 }
 """The most of each measure: more than twice the worst that sound runs have shown, and less than a storm has."""
