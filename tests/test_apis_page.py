@@ -75,7 +75,7 @@ def bare(route: str) -> str:
 
 
 def endpoints() -> list[tuple[str, list[bool], str]]:
-    """Each endpoint: who has it, and what this server does."""
+    """Each endpoint: the APIs that have it, and what this server does."""
     here = {bare(f"{route.method} {route.path}"): "operators" for route in ADMIN_ROUTES}
     for route in ROUTES:
         here[bare(f"{route.method} {route.path}")] = "501" if route.handler.__name__ == "not_here" else "served"

@@ -12,10 +12,9 @@ machine. Text is searched, not matched as a whole.
 from __future__ import annotations
 
 import re
-import re._constants as c  # type: ignore[import-not-found,unused-ignore]
+import re._constants as c  # type: ignore[import-not-found,unused-ignore]  # re's own syntax tree; typeshed lacks both
 import re._parser as parser  # type: ignore[import-not-found,unused-ignore]
 import warnings
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -23,7 +22,7 @@ from typing import Any
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestArrived
-from lockstep.host.stop_texts import Spelling, StopTexts
+from lockstep.host.stop_texts import Spelling, StopTexts, tokens_behind
 
 STATES_MAX = 512
 """Most states of one automaton, which bound the cost of a character. A repetition counts once per repeat."""
@@ -276,10 +275,7 @@ class StopRegexes:
         if self._append(token):
             return True, 0
         free = min((start for threads in self._threads for start in threads.values()), default=self._characters)
-        first = bisect_right(self.ends, free)
-        while first and self.ends[first - 1] == (self.ends[first - 2] if first > 1 else 0):
-            first -= 1  # tokens that begin the same character
-        return False, len(self.ends) - first
+        return False, tokens_behind(self.ends, free)
 
     def _append(self, token: int) -> bool:
         """Append a token. Returns whether a match ends in its text; the search begins anew behind a match."""

@@ -64,6 +64,18 @@ class StopSearch:
         return at < len(self._sorted) and self._sorted[at].startswith(text)
 
 
+def tokens_behind(ends: Sequence[int], characters: int) -> int:
+    """Return how many of the newest tokens reach beyond the first characters of a text, or begin an incomplete one.
+
+    Args:
+        ends: characters of the text up to the end of each token; a token without a complete character adds none.
+    """
+    first = bisect_right(ends, characters)
+    while first and ends[first - 1] == (ends[first - 2] if first > 1 else 0):
+        first -= 1
+    return len(ends) - first
+
+
 class StopTexts:
     """The text of one request, searched for its stop texts as its tokens arrive.
 
@@ -95,11 +107,7 @@ class StopTexts:
                 self._append(one)
         if self._append(token):
             return True, 0
-        ends = self._ends
-        first = bisect_right(ends, self._characters - len(self.search.state))
-        while first and ends[first - 1] == (ends[first - 2] if first > 1 else 0):  # tokens that begin one character
-            first -= 1
-        return False, len(ends) - first
+        return False, tokens_behind(self._ends, self._characters - len(self.search.state))
 
     def _append(self, token: int) -> bool:
         new = self._step(token)

@@ -284,11 +284,7 @@ class RadixCache:
                 self.on_evict(leaf)
                 reported = leaf
             elif (keep := len(leaf.pages) - short) > 0:
-                taken.append(leaf.pages[keep:])
-                leaf.key = leaf.key[: keep * self._page_bytes]
-                leaf.pages = leaf.pages[:keep].copy()
-                leaf.stop -= short
-                leaf.version += 1
+                taken.append(self._shortened(leaf, keep))
                 short = 0
             else:
                 heappop(queue)
@@ -459,6 +455,15 @@ class RadixCache:
         while step is not None:
             step.tick = tick
             step = step.parent
+
+    def _shortened(self, leaf: RadixNode, keep: int) -> NDArray[np.int32]:
+        """Take the pages of a leaf behind its first `keep` ones out of it. Returns them, int32 [pages]."""
+        taken = leaf.pages[keep:]
+        leaf.key = leaf.key[: keep * self._page_bytes]
+        leaf.pages = leaf.pages[:keep].copy()
+        leaf.stop -= len(taken)
+        leaf.version += 1
+        return taken
 
     def _settle(self, node: RadixNode) -> None:
         """Queue a node that can be evicted since its children or locks changed; delete a root without either."""

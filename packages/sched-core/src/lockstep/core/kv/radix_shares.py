@@ -86,11 +86,7 @@ class SharedRadixCache(RadixCache):
             if not self.pages_by[tenant]:
                 del self.pages_by[tenant]
             if keep := len(leaf.pages) - size:
-                taken.append(leaf.pages[keep:])
-                leaf.key = leaf.key[: keep * self._page_bytes]
-                leaf.pages = leaf.pages[:keep].copy()
-                leaf.stop -= size
-                leaf.version += 1
+                taken.append(self._shortened(leaf, keep))
             else:
                 queue = self.queues[tenant]
                 heappop(queue)

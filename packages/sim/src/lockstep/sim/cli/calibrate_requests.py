@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lockstep.sim.calibrate.measured_points import PointsCalibration
     from lockstep.sim.calibrate.request_fit import KeptAside
     from lockstep.sim.calibrate.requests import RequestsCalibration
+    from lockstep.sim.cost.calibration import Metric
 
 AS_STATED = "as the files state"
 
@@ -142,8 +143,9 @@ def _show_coverage(found: RequestsCalibration) -> None:
     from lockstep.sim.calibrate.request_fit import coverage_of
 
     parts = []
-    for metric, name in (("time", "TPOT"), ("ttft", "TTFT")):
-        inside, count = coverage_of(found.ratios[metric], metric)  # type: ignore[index,arg-type]
+    names: dict[Metric, str] = {"time": "TPOT", "ttft": "TTFT"}
+    for metric, name in names.items():
+        inside, count = coverage_of(found.ratios[metric], metric)
         parts.append(f"{name} {inside} of {count}")
     click.echo(f"\nblocks of requests kept aside within the 90 % interval of the other blocks: {', '.join(parts)}")
 
