@@ -45,6 +45,7 @@ BUFFER_BYTES = 256 << 10  # buffered bytes at which the writer calls write(), un
 INTERVAL_MS = 50  # time between two fsyncs with durability "interval"
 
 _fresh_chain = blake2b(digest_size=DIGEST_BYTES).copy  # a copy costs a third of the constructor
+_pack_head, _pack_crc = HEAD.pack, CRC.pack  # Python binds a method of an imported name anew at each call
 
 
 Event = TypeVar("Event", bound=msgspec.Struct)
@@ -208,16 +209,16 @@ class RecordWriter(Generic[Event]):
         length = len(payload)
         if length > PAYLOAD_BYTES_MAX:
             raise JournalError(f"a record's payload has at most {PAYLOAD_BYTES_MAX} bytes, got {length}")
-        head = HEAD.pack(MAGIC, kind, length, self._sequence, self._chain)
+        head = _pack_head(MAGIC, kind, length, self._sequence, self._chain)
         head_crc = crc32(head)
-        record = head + CRC.pack(head_crc) + payload
+        record = head + _pack_crc(head_crc) + payload
         chain = _fresh_chain()
         chain.update(record)
         self._chain = chain.digest()
         self._sequence += 1
         buffer = self._buffer
         buffer += record
-        buffer += CRC.pack(crc32(payload, head_crc))
+        buffer += _pack_crc(crc32(payload, head_crc))
         if len(buffer) >= self._spill_bytes:
             self._spill()
 
