@@ -516,7 +516,7 @@ def test_what_cannot_be_is_reported_by_name(llm: LLM, folder: Path, tmp_path: Pa
     assert unknown.error == "`prompt` holds token 300, but the model has 300"
     with pytest.raises(ConfigError, match="`prompt` holds -1, which is no token id"):
         llm.generate([[-1]])
-    with pytest.raises(ConfigError, match=r"`tiers` .* are simulated only"):
+    with pytest.raises(ConfigError, match=r"`tiers` .* follow from options of the engine"):
         LLM(folder, random_weights=1, tiers=None)
     with pytest.raises(ConfigError, match="there is no setting `page_sise`\nhint: did you mean page_size"):
         LLM(folder, random_weights=1, page_sise=4)

@@ -22,8 +22,9 @@ from lockstep.core.contract.config import SchedConfig, refuse_simulated_only
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.setting import setting_fields
 from lockstep.host.admission_options import parse_admission
-from lockstep.host.engine_options import EngineOptions
+from lockstep.host.engine_options import EngineOptions, RankOptions
 from lockstep.host.options import Option, options_of
+from lockstep.host.tier_options import check_tiers
 
 LOOPBACK = ("localhost",)
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9a-fA-F:]+\](:[0-9]{1,5})?")
@@ -266,6 +267,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
             "tokenizer",
             "api_keys",
             "draft_model",
+            "storage",
         ):
             if getattr(self, name) == "":
                 raise ConfigError(f"`{name}` is empty\nhint: give a path, or drop it")
@@ -317,6 +319,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
         for name in self.metrics_compat:
             if name not in ("vllm", "sglang"):
                 raise ConfigError(f"`metrics_compat` must be vllm or sglang, got `{name}`")
+        check_tiers(self, RankOptions())
         known = [one.name for one in msgspec.structs.fields(SchedConfig)]
         for name, value in self.set.items():
             refuse_simulated_only(name)

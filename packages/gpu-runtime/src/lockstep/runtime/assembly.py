@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,7 +25,9 @@ from lockstep.core.contract.events import SamplingParams
 from lockstep.host.batches import Int32s, RowContext
 from lockstep.host.engine_options import GraphMode, Numerics
 from lockstep.host.loop import HostClock
+from lockstep.host.page_store import open_store
 from lockstep.host.quantization import Fp8Activations
+from lockstep.host.tier_options import cache_tiers
 from lockstep.runtime.attention import AttentionBackend, Needs, choose, make
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_model import ModelDrafter
@@ -56,6 +59,9 @@ from lockstep.runtime.sampling import (
     processors,
 )
 from lockstep.runtime.tables import DeviceTables, check_page_table
+from lockstep.runtime.tiers.identity import Identity, random_weights_digest, weights_digest
+from lockstep.runtime.tiers.mover import HostMover
+from lockstep.runtime.tiers.page_parts import parts_of
 
 log = logging.getLogger("lockstep.runtime")
 
@@ -141,6 +147,7 @@ class Assembled:
     attention_backend: str
     logit_processors: dict[str, LogitProcessor]
     executor: Executor
+    mover: HostMover | None = None  # of pages between the tiers; None: there is only the device
 
 
 def assemble(
@@ -183,6 +190,8 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
     if draft is not None:  # the draft model uses the same backend, which may not support its heads
         kind = (device, draft.dtype, draft.head_dim, config.page_size)
         choose(kernels.backend, Needs(*kind, numerics=kernels.numerics, group=draft.heads // draft.kv_heads))
+    if settings.host_cache_gb:
+        config = _with_tiers(settings, config, memory.page, model.parallel.ranks)
     if ranks is not None:
         config = ranks.agree(config)
         memory = replace(memory, pages=config.pages)
@@ -202,7 +211,50 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
     if model.adapter_slots and device.type == "cuda":
         with executor.lane.stream(), torch.inference_mode():
             run_once(model.targets, executor.lane.upload)
-    return Assembled(model, config, memory, kernels.backend, enabled, executor)
+    mover = make_mover(settings, model, config, executor) if settings.host_cache_gb else None
+    return Assembled(model, config, memory, kernels.backend, enabled, executor, mover)
+
+
+def _with_tiers(settings: RankSettings, config: SchedConfig, page_bytes: int, ranks: int) -> SchedConfig:
+    """Return the settings of the scheduler with the tiers below the device. Raises ConfigError.
+
+    Args:
+        page_bytes: of one page on one of the ranks.
+    """
+    if config.hybrid is not msgspec.UNSET:
+        raise ConfigError(
+            "`host_cache_gb` is given, and this model has sliding windows or states, which this runtime does not move "
+            "between tiers yet\nhint: leave host_cache_gb out"
+        )
+    if settings.debug:
+        page_bytes += Canary.bytes_per_page(config.page_size)
+    return msgspec.structs.replace(config, tiers=cache_tiers(settings, page_bytes * ranks))
+
+
+def make_mover(settings: RankSettings, model: Decoder, config: SchedConfig, executor: Executor) -> HostMover:
+    """Make host memory and storage of a rank. Raises ConfigError if there is no room, or the storage cannot be opened.
+
+    Ranks share a folder, and its bound.
+    """
+    assert config.tiers is not msgspec.UNSET
+    pages = parts_of(executor.attention.pool, executor.drafter, executor.canary)
+    store, identity = None, Identity(b"")
+    if settings.storage is not None:
+        store = open_store(settings.storage, page_bytes=pages.size, bytes_max=int(settings.storage_gb * 1e9))
+        parallel = (model.parallel.rank, model.parallel.ranks)
+        computed = (pages.layout(), str(model.dtype), model.activations, settings.numerics, executor.attention.name)
+        folder, seed = Path(settings.model), settings.random_weights_seed
+        weights = weights_digest(folder) if seed is None else random_weights_digest(folder, seed)
+        drafts = None if settings.draft_model is None else weights_digest(Path(settings.draft_model)).hex()
+        identity = Identity(weights, (*computed, *parallel, drafts))
+    made = HostMover(pages, config.tiers.host_pages, executor.lane, store, identity)
+    log.info(
+        "host memory below the KV cache: %d pages, %.0f MiB%s",
+        config.tiers.host_pages,
+        config.tiers.host_pages * pages.size / MIB,
+        "" if settings.storage is None else f"; storage in {settings.storage}, up to {settings.storage_gb:g} GB",
+    )
+    return made
 
 
 def check_draft_model(folder: str | Path | None, method: object, ranks: int) -> None:

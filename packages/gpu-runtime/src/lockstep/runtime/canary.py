@@ -50,6 +50,11 @@ class Canary:
         self.seeds = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self.slots_verified = 0
 
+    @staticmethod
+    def bytes_per_page(page_size: int) -> int:
+        """Return the bytes of the tags of one page."""
+        return page_size * torch.int64.itemsize
+
     def forget(self) -> None:
         """Clear all tags, after the content of the pool was lost."""
         self.tags.fill_(EMPTY)

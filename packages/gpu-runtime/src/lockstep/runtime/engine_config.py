@@ -16,6 +16,7 @@ from lockstep.host.grammar_compiler import CompileLimits
 from lockstep.host.options import Option, options_of
 from lockstep.host.startup import Keeper
 from lockstep.host.text import Text
+from lockstep.host.tier_options import check_tiers
 from lockstep.runtime.pooling import PoolingMode
 from lockstep.runtime.quantized.activations import check_fp8_activations
 from lockstep.runtime.ranks import TIMEOUT_S
@@ -76,6 +77,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True):
             raise ConfigError(f"`kv_cache_dtype` must be {' or '.join(known)}, got `{self.kv_cache_dtype}`")
         check_fp8_activations(self.fp8_activations)
         check_timeout(self.batch_timeout_s)
+        check_tiers(self, RankOptions())
         if self.journal is not None and any((Path(self.journal) / "journal").glob("*.log")):
             raise ConfigError(f"`journal`: {self.journal} already holds a journal\nhint: choose another run folder")
 

@@ -30,6 +30,8 @@ from lockstep.host.weights import Folder, Group, SharedMemory, Source, WeightsRe
 from lockstep.runtime.checkpoint import Checkpoint, CheckpointError, Staged, TensorFile, Tensors, stage
 from lockstep.runtime.executor import Executor
 from lockstep.runtime.models import Decoder, ModelSettings, read_settings
+from lockstep.runtime.tiers.identity import digest_of_source
+from lockstep.runtime.tiers.mover import HostMover
 from lockstep.runtime.weights_group import Backend, Received, WeightsGroup, check_backend
 
 SHARED_MEMORY = Path("/dev/shm")  # the folder of POSIX shared memory on Linux
@@ -40,7 +42,9 @@ VALUES_MAX = 1 << 20  # most values that one request can read
 class LiveModel:
     """The weights and the memory of one rank, or of a whole engine."""
 
-    def __init__(self, model: Decoder, executor: Executor) -> None:
+    def __init__(self, model: Decoder, executor: Executor, mover: HostMover | None = None) -> None:
+        self.mover = mover
+        self._digest = b""  # of the prepared weights, which names pages in storage
         self.model, self.executor, self.pool = model, executor, executor.attention.pool
         self.version = 0
         self._wanted = list(model.tensors())  # views, which cannot be made while the memory is released
@@ -76,6 +80,8 @@ class LiveModel:
             except (OSError, MemoryError, RuntimeError) as error:
                 reason = str(error).partition("\n")[0]
                 raise CheckpointError(tensors.folder, [f"{type(error).__name__}: {reason}"]) from error
+        if self.mover is not None and self.mover.store_counts is not None:
+            self._digest = digest_of_source(where)
 
     @contextmanager
     def _opened(self, source: Source) -> Iterator[Tensors]:
@@ -121,6 +127,8 @@ class LiveModel:
             staged.place()
             lane.check()  # wait until all weights are in place, before anything is launched
             self.version = version
+        if self.mover is not None:
+            self.mover.use_weights(self._digest)
 
     def discard(self) -> None:
         """Drop the prepared weights."""

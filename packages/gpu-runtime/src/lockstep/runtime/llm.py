@@ -19,6 +19,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import chain
 from numbers import Integral
@@ -52,6 +53,7 @@ from lockstep.core.requests.table import prompt_bytes
 from lockstep.core.requests.validation import stop_tokens_of
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import LORA_OFF, LORAS, AdapterRegistry, source_of
+from lockstep.host.cache_moves import MoveCounts
 from lockstep.host.drafts import DraftCounts
 from lockstep.host.durable import DurableJournal
 from lockstep.host.errors import EngineStopped
@@ -60,6 +62,7 @@ from lockstep.host.grammar_compiler import make_compilers
 from lockstep.host.grammars import make_grammar
 from lockstep.host.host_header import RUNTIME, HostHeader
 from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, RequestServices, RuntimeHost
+from lockstep.host.page_store import StoreCounts
 from lockstep.host.stop_regexes import Watch, watch_of
 from lockstep.host.text import Message, Text
 from lockstep.host.weights import (
@@ -110,6 +113,7 @@ from lockstep.runtime.sampling import (
     check_sampling,
     processors,
 )
+from lockstep.runtime.tiers.lead import LeadMover
 from lockstep.runtime.warmup import warm_up as run_warm_up
 from lockstep.runtime.weights_group import Backend
 
@@ -127,6 +131,8 @@ class LlmStats:
     device: DeviceTime
     batches: int  # launched so far
     drafts: DraftCounts  # results of verified drafts
+    tiers: MoveCounts  # moves between the device, host memory and storage
+    store: StoreCounts | None  # of the storage, on rank 0; None without storage
 
 
 class LLM:
@@ -160,6 +166,7 @@ class LLM:
         sources = {name: source_of(path) for name, path in config.lora.items()}
         if keeper is not None and keeper.config is not None:
             sched = keeper.settings(sched)
+            sched.pop("tiers", None)  # they follow from the options again; the keeper compares them
         if sources and not sched["max_loras"]:
             raise ConfigError("`lora` names adapters, but `max_loras` is 0, which is no LoRA\nhint: leave it out")
         check_draft_model(draft_model, sched.get("speculative_method"), tp)
@@ -213,7 +220,11 @@ class LLM:
             warm_up = where.type == "cuda" if config.warm_up is None else config.warm_up
             if self.model.settings.generates and warm_up:
                 run_warm_up(executor, self.config, clock, self.model.settings.vocab)
-            self._live = LiveModel(self.model, made.executor)
+            self._mover = made.mover
+            if made.mover is not None:
+                undo.callback(made.mover.close)
+            mover = made.mover if made.mover is None or self.group is None else LeadMover(made.mover, self.group)
+            self._live = LiveModel(self.model, made.executor, made.mover)
             weight_loader = self._live if self.group is None else LeadModel(self._live, self.group)
             engine = Engine(self.config)
             if journal is not None or keeper is not None:
@@ -252,7 +263,7 @@ class LLM:
                     watch_text=self._watch if self.text is not None else None,
                     compile_grammar=None if self.grammars is None else self.grammars.compiler,
                 ),
-                device=DeviceServices(self._profiler, weight_loader, self._host_adapters),
+                device=DeviceServices(self._profiler, weight_loader, self._host_adapters, mover),
                 earlier=EarlierGeneration(weights) if keeper is None else keeper.earlier_generation(),
                 observe=self._bubbles.fold,
             )
@@ -413,7 +424,8 @@ class LLM:
         assert answer.stats is not None
         drafts = self.host.drafts
         drafts = replace(drafts, right_by_position=list(drafts.right_by_position))
-        return LlmStats(answer.stats, self._bubbles.read(), self.host.batches, drafts)
+        tiers, store = deepcopy(self.host.moves.counts), None if self._mover is None else self._mover.store_counts
+        return LlmStats(answer.stats, self._bubbles.read(), self.host.batches, drafts, tiers, deepcopy(store))
 
     def start_profile(self, folder: str | Path, **options: Any) -> None:
         """Record the activity of CPU and GPU from the next launch on, into files of `folder`.
@@ -531,6 +543,8 @@ class LLM:
         if self._host_adapters is not None:
             self._host_adapters.close()
         stuck = not own and self._thread.is_alive()
+        if self._mover is not None and not stuck:
+            self._mover.close()
         if self.group is not None:
             self.group.close(stuck=stuck)
         elif stuck:

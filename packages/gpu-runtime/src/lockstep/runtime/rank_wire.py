@@ -25,6 +25,7 @@ from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import BatchId
 from lockstep.host.batches import BatchResult, ContextOf, RowContext
+from lockstep.host.cache_moves import Move
 from lockstep.host.engine_options import RankOptions
 from lockstep.runtime.errors import RankLost
 from lockstep.runtime.pooling import Pooling
@@ -157,6 +158,12 @@ class ForgetAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     version: int | None
 
 
+class Moving(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Move this rank's part of pages between the tiers. Answered by Moved, except for a cancel."""
+
+    move: Move
+
+
 class StopWorker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """End the worker."""
 
@@ -174,6 +181,7 @@ ToWorker = (
     | Discard
     | Switch
     | AdapterUpdate
+    | Moving
     | StopWorker
 )
 
@@ -226,6 +234,14 @@ class AdapterDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=T
     error: str = ""
 
 
+class Moved(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The worker has ended a move of pages; see `lockstep.host.cache_moves.MoveEnd`."""
+
+    number: int
+    pages_done: int
+    error: str = ""
+
+
 FailureKind = Literal["config", "collective", "other"]
 """collective: perhaps only because another rank ended."""
 
@@ -238,7 +254,7 @@ class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     trace: str
 
 
-ToLead = Doing | Chosen | Sized | Ready | Collected | CommandDone | AdapterDone | Failed
+ToLead = Doing | Chosen | Sized | Ready | Collected | CommandDone | AdapterDone | Moved | Failed
 
 # --------------------------------------------------------------------------------------------------------- as bytes
 

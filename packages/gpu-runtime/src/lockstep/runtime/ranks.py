@@ -54,6 +54,7 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import BatchId, RequestId
 from lockstep.host.batches import NO_CONTEXT, BatchResult, ContextOf
+from lockstep.host.cache_moves import MoveEnd
 from lockstep.runtime.collectives import START_S, CollectiveFailed, Collectives
 from lockstep.runtime.errors import DeviceLost, RankLost
 from lockstep.runtime.executor import Executor, Matchers
@@ -75,6 +76,8 @@ from lockstep.runtime.rank_wire import (
     ForgetAdapter,
     LackAdapter,
     Mask,
+    Moved,
+    Moving,
     Order,
     PlaceAdapter,
     PlanChain,
@@ -192,6 +195,7 @@ class RankGroup:
         self.matchers = None  # rank 0 has its own
         self.failure = ""  # why the group has ended
         self.on_stuck: Callable[[str], None] | None = None
+        self.on_moved: Callable[[MoveEnd], None] | None = None  # receives the ends of moves on the workers
         self._kind = ""  # of the failure
         self._lock = threading.Condition()  # guards the fields below, and the workers
         self._failed = threading.Event()
@@ -289,7 +293,7 @@ class RankGroup:
                 worker.launched.append(order.plan.batch_id)
             self._send(worker, sealed)
 
-    def tell(self, message: Mask | Sample | Collect | LackAdapter | ForgetAdapter) -> None:
+    def tell(self, message: Mask | Sample | Collect | LackAdapter | ForgetAdapter | Moving) -> None:
         """Send a message to every worker."""
         for worker in self._workers:
             self._send(worker, message)
@@ -503,6 +507,8 @@ class RankGroup:
         if compared is not None:
             batch_id, ours, theirs = compared
             self._compare(worker, batch_id, ours, theirs)
+        if isinstance(message, Moved) and self.on_moved is not None:
+            self.on_moved(MoveEnd(message.number, message.pages_done, message.error))
         if isinstance(message, Failed):
             log.debug("%s\n%s", worker.described(), message.trace)
             if message.kind == "collective":

@@ -35,6 +35,7 @@ from lockstep.core.contract.commands import RowTaken
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestId
+from lockstep.host.cache_moves import MoveEnd
 from lockstep.host.loop import HostClock
 from lockstep.runtime.assembly import assemble
 from lockstep.runtime.collectives import CollectiveFailed, Collectives
@@ -60,6 +61,8 @@ from lockstep.runtime.rank_wire import (
     LackAdapter,
     Launch,
     Mask,
+    Moved,
+    Moving,
     PlaceAdapter,
     PlanChain,
     Prepare,
@@ -75,6 +78,7 @@ from lockstep.runtime.rank_wire import (
     drawn_digest,
     in_turn,
 )
+from lockstep.runtime.tiers.mover import HostMover
 
 Int32s = NDArray[np.int32]
 T = TypeVar("T")
@@ -189,7 +193,8 @@ class LeadRank:
 class Follower:
     """Carries out rank 0's messages with the executor of this rank."""
 
-    def __init__(self, executor: Executor, orders: Orders, live: LiveModel) -> None:
+    def __init__(self, executor: Executor, orders: Orders, live: LiveModel, mover: HostMover | None = None) -> None:
+        self.mover = mover
         self.executor, self.orders, self.live, self.chain = executor, orders, live, PlanChain()
         self.host_adapters = HostAdapterCache(live.model)
         self._adapters = ThreadPoolExecutor(1, "lockstep-adapters")  # so that plans do not wait for a disk
@@ -211,7 +216,11 @@ class Follower:
                     self.orders.channel.send(CommandDone(self.live.version, error))
                 case ReadAdapter() | PlaceAdapter() | LackAdapter() | ForgetAdapter() as about:
                     self._adapters.submit(self._adapter, about)
+                case Moving(move) if self.mover is not None:
+                    self.mover.begin(move, self._moved)
                 case StopWorker():
+                    if self.mover is not None:
+                        self.mover.close()
                     return
                 case other:
                     raise RankLost(f"rank 0 sent {type(other).__name__} to a rank that runs")
@@ -231,6 +240,13 @@ class Follower:
         except ConfigError as error:
             return str(error)
         return ""
+
+    def _moved(self, end: MoveEnd) -> None:
+        """Report the end of a move, from any thread."""
+        if end.failure is not None:
+            self.orders.fail(end.failure)
+        else:
+            self.orders.channel.send(Moved(end.number, end.pages_done, end.error))
 
     def _adapter(self, about: AdapterUpdate) -> None:
         """Read an adapter, or copy it to the device, in a separate thread.
@@ -271,7 +287,8 @@ def follow(orders: Orders) -> None:
     send(Doing("loading the model"))
     assembled = assemble(setup.settings, device, HostClock(), LeadRank(orders, collectives))
     send(Ready())
-    Follower(assembled.executor, orders, LiveModel(assembled.model, assembled.executor)).run()
+    live = LiveModel(assembled.model, assembled.executor, assembled.mover)
+    Follower(assembled.executor, orders, live, assembled.mover).run()
 
 
 def main(arguments: Sequence[str]) -> None:

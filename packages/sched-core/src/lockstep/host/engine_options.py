@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from lockstep.core.contract.config import PrefetchPolicy, WritePolicy
 from lockstep.host.grammar_backends import BackendName
 from lockstep.host.options import Option
 from lockstep.host.quantization import Fp8Activations
@@ -57,6 +58,27 @@ class RankOptions(ModelOptions, frozen=True, kw_only=True, forbid_unknown_fields
             metavar="NAME",
         ),
     ] = ()
+
+    # tiers below the device's cache: docs/tiers.md
+    host_cache_gb: Annotated[
+        float, Option("Host memory for an engine's KV, on all its ranks together, in 1e9 bytes; 0: none.")
+    ] = 0.0
+    host_write_policy: Annotated[WritePolicy, Option("When KV is copied to host memory: docs/tiers.md.")] = (
+        "write_through"
+    )
+    load_tokens_min: Annotated[
+        int, Option("Fewer tokens that only host memory has are computed again instead of loaded.")
+    ] = 10
+    storage: Annotated[
+        str | None, Option("Folder below host memory for KV, which engines of a model may share.", metavar="DIR")
+    ] = None
+    storage_gb: Annotated[
+        float, Option("With --storage: bytes that all engines of the folder keep in it, in 1e9 bytes.")
+    ] = 0.0
+    prefetch_policy: Annotated[PrefetchPolicy, Option("How long a request waits for its prefix from storage.")] = (
+        "timeout"
+    )
+    prefetch_tokens_min: Annotated[int, Option("Shorter prefixes are not read from storage.")] = 256
 
 
 class EngineOptions(RankOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -23,7 +23,6 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -37,14 +36,18 @@ import numpy as np
 
 from lockstep.core.contract.commands import (
     BatchPlan,
+    CancelPrefetch,
     Command,
     CompileGrammar,
     ControlAnswered,
+    CopyToHost,
     EncodeMedia,
     FinishRequest,
     FreezeHeap,
     LaunchBatch,
     LoadAdapter,
+    LoadFromHost,
+    PrefetchFromStorage,
     RejectRequest,
     ReleaseDeviceMemory,
     ResumeDeviceMemory,
@@ -55,6 +58,7 @@ from lockstep.core.contract.commands import (
     StopProfile,
     StreamTokens,
     SwapWeights,
+    WriteToStorage,
 )
 from lockstep.core.contract.errors import ConfigError, ContractError, LockstepError
 from lockstep.core.contract.events import (
@@ -85,6 +89,8 @@ from lockstep.core.requests.table import Request
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import AdapterLoader, AdaptersLog, KnownAdapters
 from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, Pooled, RowContext
+from lockstep.host.cache_moves import CacheMoves, PageMover, name_adapter
+from lockstep.host.clock import HostClock as HostClock
 from lockstep.host.drafts import DraftCounts
 from lockstep.host.errors import EngineStopped
 from lockstep.host.inbox import Inbox
@@ -196,39 +202,6 @@ class _Fact:
     make: Callable[[int], ObservedEvent]
 
 
-class HostClock:
-    """Whole microseconds since the clock was made. The value never falls, even if `now_ns` does.
-
-    Args:
-        now_ns: a monotonic clock in nanoseconds.
-        start_us: the first value, if the clock continues an earlier one.
-    """
-
-    def __init__(self, now_ns: Callable[[], int] = time.monotonic_ns, start_us: int = 0) -> None:
-        self._now_ns = now_ns
-        self._zero_ns = now_ns() - 1000 * start_us
-        self._newest_us = 0
-        self._raw_us = 0
-        self.stepped_back_us = 0  # by how much `now_ns` fell since the last call of `clamped`
-
-    def __call__(self) -> int:
-        raw_us = (self._now_ns() - self._zero_ns) // 1000
-        if raw_us < self._raw_us:
-            self.stepped_back_us += self._raw_us - raw_us
-        self._raw_us = raw_us
-        self._newest_us = max(self._newest_us, raw_us)
-        return self._newest_us
-
-    def at(self, now_ns: int) -> int:
-        """Return the value of this clock at the moment when its `now_ns` clock shows `now_ns`. For any thread."""
-        return (now_ns - self._zero_ns) // 1000
-
-    def clamped(self) -> int:
-        """Return by how much `now_ns` fell since the last call, in microseconds."""
-        back_us, self.stepped_back_us = self.stepped_back_us, 0
-        return back_us
-
-
 Observer = Callable[[ObservedEvent, Step], None]
 GrammarCompiler = Callable[[CompileGrammar, Callable[[str], None]], None]
 """Compiles a grammar off the loop, then calls its second argument, from any thread, with the error or ""."""
@@ -270,11 +243,13 @@ class DeviceServices:
         profiler: without one a request for a profile is logged and ignored.
         weight_loader: changes weights and releases memory; without one such commands are refused.
         adapters: loads adapters on the device; without it a load fails.
+        mover: moves KV between the device, host memory and storage; without it the engine must have no tiers.
     """
 
     profiler: Profiler | None = None
     weight_loader: WeightLoader | None = None
     adapters: AdapterLoader | None = None
+    mover: PageMover | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +318,9 @@ class RuntimeHost:
         self._next_control_id = max(waiting, default=-1) + 1  # answers to earlier control requests are dropped
         self._open: dict[RequestId, _OpenRequest] = {}
         self._answers: dict[int, Future[ControlAnswered]] = {}
+        self.moves = CacheMoves(device.mover, lambda make: self._inbox.put(_Fact(make)))
+        tiers = engine.config.tiers
+        self._stores = tiers is not msgspec.UNSET and tiers.storage
         self._wake_at_us: int | None = None
         self._nothing_new = False  # since the last LaneReady that launched nothing
         self._stop = threading.Event()
@@ -464,7 +442,7 @@ class RuntimeHost:
                     self._launch()
                 elif self.executor.in_flight:
                     self._await_result()
-                elif until_idle and not (self.engine.requests or self._maintaining) and self._inbox.empty():
+                elif until_idle and not self._has_work() and self._inbox.empty():
                     return
                 else:
                     self._sleep()
@@ -532,6 +510,9 @@ class RuntimeHost:
             else:
                 return
 
+    def _has_work(self) -> bool:
+        return bool(self.engine.requests or self._maintaining or self.moves.open)
+
     def _may_launch(self) -> bool:
         slots = self.engine.config.overlap_depth + 1
         return not self._nothing_new and len(self.engine.in_flight) < slots
@@ -585,6 +566,7 @@ class RuntimeHost:
                 self.adapters = self.adapters.next(self.adapters_log, gone)
             for name in gone:
                 self._adapters.forget(name)
+        self.moves.counts.fold(step)
         self.journal.append(event, step.digest)
         if step.commands:
             self.journal.flush()
@@ -615,7 +597,7 @@ class RuntimeHost:
                     return
                 refused = self._refusal(event)
                 if refused is None:
-                    self._fold(event)
+                    self._fold(name_adapter(event, self.adapters_log) if self._stores else event)
                     return
                 for number in range(len(sinks)):
                     self._reject(RejectRequest(event.request_id + number, *refused))
@@ -811,6 +793,8 @@ class RuntimeHost:
                 self._inbox.put(_Fact(lambda now: MediaEncoded(now, digest, error, generation)))
             case SwapWeights() | ReleaseDeviceMemory() | ResumeDeviceMemory():
                 self._maintain(command)
+            case CopyToHost() | LoadFromHost() | PrefetchFromStorage() | WriteToStorage() | CancelPrefetch():
+                self.moves.begin(command)
             case StartProfile() if self._profiler is not None:
                 self._profiler.start()
             case StopProfile() if self._profiler is not None:

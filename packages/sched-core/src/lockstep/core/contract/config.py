@@ -587,11 +587,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def simulated_only(name: str) -> str:
-    """Return why no runtime supports a setting yet, with a hint; "" if a runtime does."""
+    """Return why no runtime takes a setting by name, with a hint; "" if a runtime does."""
     if name == "tiers":
         return (
-            "`tiers` (host memory and storage below the device's cache) are simulated only: no runtime copies between "
-            "them yet\nhint: drop it, or try lockstep simulate --host-cache-gb"
+            "`tiers` (host memory and storage below the device's cache) follow from options of the engine\n"
+            "hint: --host-cache-gb 20, and below it --storage DIR --storage-gb 200"
         )
     if name == "hybrid":
         return (
@@ -617,7 +617,7 @@ def simulated_only(name: str) -> str:
 
 
 def refuse_simulated_only(name: str) -> None:
-    """Raise ConfigError for a setting that no runtime supports yet."""
+    """Raise ConfigError for a setting that no runtime takes by name."""
     if why := simulated_only(name):
         raise ConfigError(why)
 

@@ -177,6 +177,7 @@ class Memory(DeviceMemory, Component):
             request.protected_pages = match.pages
             if handle is not None and match.pages:
                 pages = self.radix.pages_of(handle)
+                self.table.reserve(match.pages, 0)  # storage may have more than any request here has computed
                 self.table.pages[row, : match.pages] = pages
                 self.rewrites.append(Rewrite(row, 0, pages))
         request.computed = request.protected_pages * self.config.page_size

@@ -17,7 +17,8 @@ from rich.table import Table
 
 from lockstep.core.contract.config import DRAFT_SETTINGS, TRANSFER_SETTINGS, simulated_only
 from lockstep.core.contract.profiles import profile_settings
-from lockstep.host.options import number_word, option_of
+from lockstep.host.engine_options import RankOptions
+from lockstep.host.options import number_word, option_of, options_of
 from lockstep.sim.cost.engines import NONE
 from lockstep.sim.plan.interval import Interval
 from lockstep.sim.plan.question import Question, shown
@@ -201,7 +202,8 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
     lacks += [f"{name} {value}" for name, value in media.items() if value != usual[name]]
     if base.lora_targets != usual["lora_targets"]:
         lacks.append(f"lora_targets {base.lora_targets}")
-    if base.tiers.get("host_cache_gb") or "hybrid_memory" in base.tiers:
+    tiers = _tiers_served(base.tiers)
+    if "hybrid_memory" in base.tiers:
         lacks += [f"{name} {shown(value)}" for name, value in base.tiers.items()]
     common = ["--mem-fraction", shown(base.mem_fraction)] if base.mem_fraction != usual["mem_fraction"] else []
     if base.kv_dtype == "fp8":
@@ -214,7 +216,7 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
         common += ["--max-lora-rank", str(base.max_lora_rank)]
     profile = profile_of(base)
     settings = profile_settings(profile) | dict(base.settings)
-    served = ["--model", "FOLDER", *common, *_set_words(settings)]
+    served = ["--model", "FOLDER", *common, *_tier_words(tiers), *_set_words(settings)]
     emulated = ["--emulate", f"{base.model}@{base.gpu}", *common]
     for name in EMULATED:
         if name == "profile":
@@ -225,6 +227,7 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
         emulated += ["--calibration", base.calibration]
     emulated += _set_words({name: value for name, value in base.settings.items() if name != NOT_EMULATED})
     emulated_lacks = [one for one in lacks if one.partition(" ")[0] not in EMULATED]
+    emulated_lacks += [f"{name} {shown(value)}" for name, value in tiers.items()]
     if base.settings.get(NOT_EMULATED):
         emulated_lacks.append(f"{NOT_EMULATED} {base.settings[NOT_EMULATED]}")
     if base.adapters is not None:
@@ -248,6 +251,21 @@ def _is_served(name: str) -> bool:
 def _is_missed(name: str, value: Any) -> bool:
     """Return whether a setting has an effect that a server lacks. Off, none and one stage have no effect."""
     return name not in DRAFT_SETTINGS and not _is_served(name) and bool(value) and (name, value) != ("pp_size", 1)
+
+
+def _tiers_served(tiers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of tiers that `lockstep serve` takes: without rates, and without tiers of separate pools."""
+    if not tiers.get("host_cache_gb") or "hybrid_memory" in tiers:
+        return {}
+    known = options_of(RankOptions)
+    return {name: value for name, value in tiers.items() if name in known}
+
+
+def _tier_words(tiers: Mapping[str, Any]) -> list[str]:
+    """Return the options of tiers as arguments of `lockstep serve`."""
+    known = options_of(RankOptions)
+    words = [word for name, value in tiers.items() for word in known[name].words(value)]
+    return words + (["--storage", "KV_FOLDER"] if tiers.get("storage_gb") else [])
 
 
 def _set_words(settings: Mapping[str, Any]) -> list[str]:

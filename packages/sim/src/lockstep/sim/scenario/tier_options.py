@@ -13,6 +13,7 @@ import msgspec
 from lockstep.core.contract.config import CacheTiers, PrefetchPolicy, WritePolicy
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.options import Option
+from lockstep.host.tier_options import cache_tiers
 
 
 class HybridShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,25 +108,7 @@ class HostTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """
         if not self.host_cache_gb:
             return msgspec.UNSET
-        host_pages = int(self.host_cache_gb * 1e9) // page_bytes
-        if not host_pages:
-            raise ConfigError(
-                f"`host_cache_gb` {self.host_cache_gb:g} does not hold one page of {page_bytes:,} bytes\n"
-                "hint: raise --host-cache-gb"
-            )
-        if self.storage_gb and int(self.storage_gb * 1e9) < page_bytes:
-            raise ConfigError(
-                f"`storage_gb` {self.storage_gb:g} does not hold one page of {page_bytes:,} bytes\n"
-                "hint: raise --storage-gb"
-            )
-        return CacheTiers(
-            host_pages=host_pages,
-            write_policy=self.host_write_policy,
-            load_tokens_min=self.load_tokens_min,
-            storage=self.storage_gb > 0,
-            prefetch_policy=self.prefetch_policy,
-            prefetch_tokens_min=self.prefetch_tokens_min,
-        )
+        return cache_tiers(self, page_bytes)
 
 
 def _given(tiers: HostTiers | HybridShares) -> dict[str, Any]:
