@@ -11,6 +11,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.resources import files
 from pathlib import Path
@@ -23,10 +24,11 @@ pytest.importorskip("fastapi", reason="needs lockstep-api")
 from lockstep.api.observability.logs import EXTRA, JsonFormatter
 from lockstep.api.observability.metrics import Metrics
 from lockstep.api.observability.served import RECENT, Recent, Served
-from lockstep.api.processes.wire import DraftFigures, Gauges
+from lockstep.api.processes.wire import DraftFigures, Gauges, TierFigures
 from lockstep.api.serve import check
 from lockstep.api.settings import read_settings
 from lockstep.core.contract.errors import ConfigError
+from lockstep.host.page_store import StoreCounts
 from tests.support.browser import dom_of, needs_chromium
 from tests.support.live_server import EMULATED, LiveServer, serving, until
 
@@ -279,6 +281,24 @@ def test_several_engines_show_the_drafts_of_each() -> None:
     assert [figure(by_position, 0, f',position="{at}"') for at in (0, 1)] == [8, 4]
     assert [figure("lockstep_accepted_length_mean", one) for one in (0, 1)] == [2.2, 1.5]
     assert [figure("lockstep_forced_tokens_total", one) for one in (0, 1)] == [5, 0]
+
+
+def test_damage_of_the_storage_is_counted_by_engine() -> None:
+    metrics = Metrics(("vllm",))
+    metrics.name_model("m")
+    store = asdict(StoreCounts(pages_read=7, pages_damaged=2, writes_failed=1, bytes_stored=4096))
+    figures = TierFigures((("load", "done", 3), ("store", "failed", 1)), (("load", 12),), 192, 96, tuple(store.items()))
+    text = metrics.exposition(Gauges(0, 1, 100, 0.1, 0, 0, 0, True, tiers=figures), up=(True,)).decode()
+    for name, value in (
+        ('lockstep_storage_pages_total{engine="0",event="damaged",model_name="m"}', 2),
+        ('lockstep_storage_pages_total{engine="0",event="failed",model_name="m"}', 1),
+        ('lockstep_storage_bytes{engine="0",model_name="m"}', 4096),
+        ('lockstep_tier_moves_total{engine="0",kind="store",model_name="m",outcome="failed"}', 1),
+        ('lockstep_tier_pages_total{engine="0",kind="load",model_name="m"}', 12),
+        ('lockstep_prompt_tokens_from_storage_total{engine="0",model_name="m"}', 96),
+    ):
+        assert f"\n{name} {value:.1f}\n" in text, name
+    assert "vllm:storage" not in text
 
 
 def test_metrics_have_the_names_of_other_dashboards() -> None:

@@ -65,7 +65,7 @@ TO_WORKER = [
         b"\5\0\0\0",
         (wire.LogprobsMessage(0, bytes(4)),),
         (wire.SampleEnded(7, 0, "length", output_tokens=1, weights=((0, 1), (5, 2))),),
-        wire.Gauges(0, 1, 10, 0.5, 3, 4, 0, True),
+        wire.Gauges(0, 1, 10, 0.5, 3, 4, 0, True, tiers=wire.TierFigures((("load", "done", 3),), (("load", 9),), 4, 2)),
     ),
     wire.Answered(3, 8, True, "done"),
     wire.Answered(3, 11, True, weights=WeightsRead("model.norm.weight", 1, (2,), "float32", [0.5, 1.0])),

@@ -85,14 +85,14 @@ def check(settings: ServeSettings) -> None:
 
 
 def try_folders(settings: ServeSettings, *, make: bool) -> None:
-    """Check that the folders of journal, usage and profiles are writable. Raises ConfigError.
+    """Check that the folders of journal, usage, profiles and storage are writable. Raises ConfigError.
 
     Args:
         make: create missing folders; for a server that is about to run.
     """
-    for name in ("journal", "usage_dir", "profile_dir"):
+    for name in ("journal", "usage_dir", "profile_dir", "storage"):
         given = getattr(settings, name)
-        if given is None:
+        if given is None or "://" in given:
             continue
         path = Path(given)
         try:

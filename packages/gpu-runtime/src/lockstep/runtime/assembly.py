@@ -242,11 +242,11 @@ def make_mover(settings: RankSettings, model: Decoder, config: SchedConfig, exec
     if settings.storage is not None:
         store = open_store(settings.storage, page_bytes=pages.size, bytes_max=int(settings.storage_gb * 1e9))
         parallel = (model.parallel.rank, model.parallel.ranks)
-        computed = (pages.layout(), str(model.dtype), model.activations, settings.numerics, executor.attention.name)
+        computed = (pages.layout(), type(model).__name__, str(model.dtype), model.activations, settings.numerics)
         folder, seed = Path(settings.model), settings.random_weights_seed
         weights = weights_digest(folder) if seed is None else random_weights_digest(folder, seed)
         drafts = None if settings.draft_model is None else weights_digest(Path(settings.draft_model)).hex()
-        identity = Identity(weights, (*computed, *parallel, drafts))
+        identity = Identity(weights, (*computed, executor.attention.name, *parallel, drafts))
     made = HostMover(pages, config.tiers.host_pages, executor.lane, store, identity)
     log.info(
         "host memory below the KV cache: %d pages, %.0f MiB%s",

@@ -10,6 +10,9 @@ replaced by the token drawn in its place, every other id by its remainder modulo
 quote an answer before its tokens are drawn (a trace with overlapping turns). Its batches run and take as long, but its
 tokens have no meaning, and a canary reports its KV.
 
+Moves between cache tiers are not carried out. Batches behind a load run and take as long, on KV of other tokens, so
+that the text of their requests has no meaning.
+
 Matchers of grammars move by the drawn tokens. A grammar without a source, such as a simulator's, admits every token.
 
 Drafts are proposed and verified on the device. Where other drafts are right than in the journal, as with another model,

@@ -21,7 +21,15 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.samples import Sample
 
 from lockstep.api.observability.metrics_folder import FOLDER
-from lockstep.api.processes.wire import ITERATION_TOKENS, RATIOS, BatchDrift, DraftFigures, Gauges, SampleEnded
+from lockstep.api.processes.wire import (
+    ITERATION_TOKENS,
+    RATIOS,
+    BatchDrift,
+    DraftFigures,
+    Gauges,
+    SampleEnded,
+    TierFigures,
+)
 
 if TYPE_CHECKING:
     from lockstep.api.processes.bridge import Reply, Ticket
@@ -57,7 +65,7 @@ NOT_VLLM = (
     *("engine_up", "journal_blocked", "kv_used_tokens", "kv_cached_pages", "prefix_cache_hit_ratio"),
     *("num_requests", "num_aborted_requests", "accepted_length_mean"),
 )
-NOT_VLLM_GROUPS = ("http_", "batch_")
+NOT_VLLM_GROUPS = ("http_", "batch_", "tier_", "storage_", "prompt_tokens_from_")
 """Metrics with these prefixes have no vLLM equivalent; every other metric is also served under its vLLM name."""
 
 
@@ -267,6 +275,8 @@ class Metrics:
             )
             forced.add_metric(values, gauges.forced_tokens)
             yield forced
+        if gauges.tiers is not None:
+            yield from self._tiers(values, gauges.tiers)
         if gauges.drift:
             yield from self._drift(engine, gauges.drift)
 
@@ -297,6 +307,34 @@ class Metrics:
         )
         mean.add_metric(values, 1 + found.right / max(found.verifications, 1))
         yield mean
+
+    def _tiers(self, values: tuple[str, str], found: TierFigures) -> Iterator[Metric]:
+        """Yield the metrics of host memory and storage."""
+        labels = ("model_name", "engine")
+        for name, text, tokens in (
+            ("host", "Tokens of prompts that were loaded from host memory.", found.host_tokens),
+            ("storage", "Those of them that were read from storage.", found.storage_tokens),
+        ):
+            counted = CounterMetricFamily(f"lockstep_prompt_tokens_from_{name}", text, labels=labels)
+            counted.add_metric(values, tokens)
+            yield counted
+        text = "Ended moves of pages between device, host memory and storage."
+        moves = CounterMetricFamily("lockstep_tier_moves", text, labels=(*labels, "kind", "outcome"))
+        for kind, outcome, count in found.moves:
+            moves.add_metric((*values, kind, outcome), count)
+        pages = CounterMetricFamily("lockstep_tier_pages", "Pages that moves brought.", labels=(*labels, "kind"))
+        for kind, count in found.pages:
+            pages.add_metric((*values, kind), count)
+        yield from (moves, pages)
+        if found.store:
+            text = "Pages of the storage: read, missed, damaged, written, known, failed, removed."
+            stored = CounterMetricFamily("lockstep_storage_pages", text, labels=(*labels, "event"))
+            counts = dict(found.store)
+            held = GaugeMetricFamily("lockstep_storage_bytes", "Bytes in the storage, of all engines.", labels=labels)
+            held.add_metric(values, counts.pop("bytes_stored"))
+            for name, count in counts.items():
+                stored.add_metric((*values, name.removeprefix("pages_").removeprefix("writes_")), count)
+            yield from (stored, held)
 
     def _drift(self, engine: int, kinds: Iterable[BatchDrift]) -> Iterator[Metric]:
         """Yield the metrics of measured over predicted times, by kind of batch, in cumulative buckets."""

@@ -127,6 +127,7 @@ class EngineProcess:
             Writers(self._context, folder), self.host.engine, self.cancel_all_of, unit.drift, unit.host
         )
         self.outbox.restarts, self.outbox.drafts = generation, self.host.drafts
+        self.outbox.moves = self.host.moves
         self.host.observe = both(self.host.observe, self.outbox.times.observe)
         # kept open, since a closed socket lingers for half a second only
         self._to_router: zmq.Socket[bytes] | None = None

@@ -7,6 +7,7 @@ from the same event, packs the records into messages and passes these to the soc
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +25,7 @@ from lockstep.api.processes.wire import (
     LogprobsMessage,
     SampleEnded,
     StepAnswers,
+    TierFigures,
     ToWorker,
     encode,
 )
@@ -31,6 +33,7 @@ from lockstep.core.contract.commands import FinishRequest, RejectRequest
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import KnownAdapters
 from lockstep.host.batches import Float32s
+from lockstep.host.cache_moves import CacheMoves
 from lockstep.host.drafts import DraftCounts
 from lockstep.host.loop import ResultExtras, TokenLogprobs
 
@@ -121,6 +124,7 @@ class Outbox:
         self._host, self._adapters = host, 0
         self.restarts = 0  # engine generations before this one
         self.drafts = DraftCounts()  # counted by the host as it runs
+        self.moves: CacheMoves | None = None  # of the host, with their counts
 
     def page(self, worker: int) -> _Page:
         """Return the page of a worker for the current step, created on first use."""
@@ -184,6 +188,7 @@ class Outbox:
             weights_version=version,
             drafts=self._draft_figures(),
             forced_tokens=self.drafts.forced if engine.config.jumps else None,
+            tiers=self._tier_figures(),
         )
         return self.newest
 
@@ -193,6 +198,19 @@ class Outbox:
             return None
         found = self.drafts
         return DraftFigures(found.verifications, found.drafts, found.right, tuple(found.right_by_position))
+
+    def _tier_figures(self) -> TierFigures | None:
+        """Return the totals of moves between the tiers; None if the engine has none below the device."""
+        if self.moves is None or self.moves.mover is None:
+            return None
+        found, store = self.moves.counts, self.moves.mover.store_counts
+        return TierFigures(
+            tuple((kind, outcome, count) for (kind, outcome), count in sorted(found.moves.items())),
+            tuple(sorted(found.pages.items())),
+            found.host_tokens,
+            found.storage_tokens,
+            () if store is None else tuple(asdict(store).items()),
+        )
 
 
 class SampleSink:

@@ -320,6 +320,16 @@ class DraftFigures(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     right_by_position: tuple[int, ...]
 
 
+class TierFigures(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Totals since the engine started; see `lockstep.host.cache_moves.MoveCounts` and `page_store.StoreCounts`."""
+
+    moves: tuple[tuple[str, str, int], ...]  # kind, outcome, ended moves
+    pages: tuple[tuple[str, int], ...]  # kind, pages that its moves brought
+    host_tokens: int
+    storage_tokens: int
+    store: tuple[tuple[str, int], ...] = ()  # name and value of each count of the storage; empty without storage
+
+
 ITERATION_TOKENS = (1, 8, *(16 * 2**power for power in range(11)))
 """Upper bounds of the buckets in which batches are counted by their tokens, as in vLLM."""
 
@@ -345,6 +355,7 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     weights_version: int = 0
     drafts: DraftFigures | None = None  # None: the engine verifies no drafts
     forced_tokens: int | None = None  # tokens that grammars forced; None: jump-forward is off
+    tiers: TierFigures | None = None  # None: the engine has no memory below the device
 
 
 class ToWorker(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

@@ -43,6 +43,7 @@ from lockstep.runtime.tiers.page_parts import PageParts
 log = logging.getLogger("lockstep.runtime")
 
 STAGING_BYTES = 64 * MIB  # of device memory, for each direction
+RUNS_MAX = 16  # copies of a move that are always made one by one
 END_S = 10.0  # longest wait of `close` for writes to storage that were ordered
 Done = Callable[[MoveEnd], None]
 
@@ -214,18 +215,30 @@ class CpuCopies:
 
     def start_write(self, move: Move) -> Callable[[], None]:
         """Copy device pages to host pages. Returns a function that waits for the end, which has come."""
-        pages, hosts = _index(move.device_pages), _index(move.host_pages)
-        with torch.inference_mode():
-            for part in self._pages.parts:
-                part.of(self._host).index_copy_(0, hosts, part.on_device().index_select(0, pages))
+        self._copy(move, to_host=True)
         return lambda: None
 
     def load(self, move: Move) -> None:
         """Copy host pages to device pages."""
-        pages, hosts = _index(move.device_pages), _index(move.host_pages)
+        self._copy(move, to_host=False)
+
+    def _copy(self, move: Move, *, to_host: bool) -> None:
+        """Copy each run of pages that lie side by side at both ends at once; pages that lie apart by index."""
+        pages, hosts = move.device_pages, move.host_pages
+        steps = list(runs(pages, hosts))
+        by_index = len(steps) > RUNS_MAX and len(steps) * 2 > len(pages)
+        at, there = _index(pages), _index(hosts)
         with torch.inference_mode():
             for part in self._pages.parts:
-                part.on_device().index_copy_(0, pages, part.of(self._host).index_select(0, hosts))
+                device, host = part.on_device(), part.of(self._host)
+                if by_index and to_host:
+                    host.index_copy_(0, there, device.index_select(0, at))
+                elif by_index:
+                    device.index_copy_(0, at, host.index_select(0, there))
+                for first, count in () if by_index else steps:
+                    here, beyond = int(pages[first]), int(hosts[first])
+                    ours, theirs = device[here : here + count], host[beyond : beyond + count]
+                    (theirs if to_host else ours).copy_(ours if to_host else theirs)
 
     def close(self) -> None:
         """Do nothing: the memory is freed with its last reader."""
@@ -259,7 +272,8 @@ class CudaCopies:
                 self._pages.gather(self._upload(move.device_pages[first:stop]), staging)
                 if stop == len(move.device_pages):
                     read.record(self._down)
-                for start, page, count in runs(move.host_pages[first:stop]):
+                for start, count in runs(move.host_pages[first:stop]):
+                    page = int(move.host_pages[first + start])
                     self._host[page : page + count].copy_(staging[start : start + count], non_blocking=True)
             arrived.record(self._down)
         if move.given_up:
@@ -272,7 +286,8 @@ class CudaCopies:
         with torch.cuda.device(self._lane.device), torch.cuda.stream(self._up), torch.inference_mode():
             for first, stop in self._chunks(move):
                 staging = torch.empty((stop - first, self._pages.size), dtype=torch.uint8, device=self._lane.device)
-                for start, page, count in runs(move.host_pages[first:stop]):
+                for start, count in runs(move.host_pages[first:stop]):
+                    page = int(move.host_pages[first + start])
                     staging[start : start + count].copy_(self._host[page : page + count], non_blocking=True)
                 self._pages.scatter(self._upload(move.device_pages[first:stop]), staging)
             arrived = torch.cuda.Event()
@@ -295,12 +310,15 @@ class CudaCopies:
         return pinned.to(self._lane.device, non_blocking=True)
 
 
-def runs(pages: NDArray[np.int32]) -> Iterator[tuple[int, int, int]]:
-    """Yield runs of consecutive pages: index of the first one, its number, and how many there are."""
-    bounds = [0, *(np.flatnonzero(np.diff(pages) != 1) + 1).tolist(), len(pages)]
+def runs(*pages: NDArray[np.int32]) -> Iterator[tuple[int, int]]:
+    """Yield runs of pages that are consecutive in each of these columns: index of the first one, and how many."""
+    apart = np.zeros(max(len(pages[0]) - 1, 0), np.bool_)
+    for column in pages:
+        apart |= np.diff(column) != 1
+    bounds = [0, *(np.flatnonzero(apart) + 1).tolist(), len(pages[0])]
     for first, stop in pairwise(bounds):
         if stop > first:
-            yield first, int(pages[first]), stop - first
+            yield first, stop - first
 
 
 def _index(pages: NDArray[np.int32]) -> Tensor:
