@@ -87,8 +87,8 @@ class HostMover:
             return
         run: Callable[[], MoveEnd]
         if move.kind == "write":
-            finish = self._copies.start_write(move) if move.given_up else None
-            run = lambda: self._copied(move, finish or self._copies.start_write(move))  # noqa: E731
+            started = self._copies.start_write(move) if move.given_up else None
+            run = lambda: self._copied(move, started or (lambda: self._copies.start_write(move)()))  # noqa: E731
         elif move.kind == "load":
             run = lambda: self._copied(move, lambda: self._copies.load(move))  # noqa: E731
         else:
