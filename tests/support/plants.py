@@ -569,7 +569,7 @@ FOUND_BY_STORY: dict[str, str] = {
     # Random histories find them, but seldom.
     "checkpoint_not_passed": "hybrid/drafts",
     "dead_matcher": "grammar/cancelled_before_sampling",
-    "hold_forgotten": "admission/held_prefix_counts_for_those_behind",
+    "hold_forgotten": "admission/locked_prefix_counts_for_later_candidates",
     "lone_decoder_ended": "retraction/last_decoder_and_a_split_prompt",
     "preempted_for_nothing": "preemption/fewest_victims",
     "compiled_grammar_counts_as_held": "grammar/queue_limit",
