@@ -316,7 +316,7 @@ def test_answers_in_progress_are_not_removed(tmp_path: Path) -> None:
     assert there("late") == [False]
     assert not store.put("b", under_way("late"), [], over=False)  # each tenant has its own limits
     now_s[0] += 1000.0
-    assert there("slow", "slow2", "slow3") == [True, True, True]  # the time counts from the end
+    assert there("slow", "slow2", "slow3") == [True, True, True]  # the time to live begins at the end
     store.change("a", under_way("slow", status="completed"), over=True)
     now_s[0] += 59.0
     assert there("slow") == [True]
@@ -412,7 +412,7 @@ def test_answers_in_progress_in_a_worker_that_ended_have_failed(tmp_path: Path) 
     assert (found.over, found.response["status"]) == (True, "failed")
     stored.change("", {"id": "r", "status": "completed"}, over=True)  # too late
     assert stored.get("", "r") == found
-    assert not stored.put("", {"id": "another", "status": "queued"}, [], over=False)  # in the place of what failed
+    assert not stored.put("", {"id": "another", "status": "queued"}, [], over=False)  # in place of the failed one
     assert stored.get("", "r") is None
     mine = stored.get("", "mine")
     assert mine is not None

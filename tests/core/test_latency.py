@@ -1,4 +1,4 @@
-"""The online fit of what passes take, and the chunk it allows."""
+"""The online fit of the duration of passes, and the chunk that it allows."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_split_is_aligned_under_a_target_too() -> None:
 
 
 def test_decodes_beside_a_chunk_are_charged_once() -> None:
-    """Their time is in the target already; they must not shorten the chunk by their number as well."""
+    """Their time is already part of the target; their number must not shorten the chunk as well."""
     engine = engine_that_knows(chunk_target_us=2000, batching="mixed", max_running_requests=300)
     for request_id in range(50):
         engine.step(RequestArrived(time_us=0, request_id=request_id, prompt=TokenRuns((1, 16)), max_new_tokens=1000))

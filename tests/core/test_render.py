@@ -1,4 +1,4 @@
-"""The words of render.py, for every decided event and command; scenarios show the rest."""
+"""The texts of render.py, for every decided event and command; scenarios show the rest."""
 
 from __future__ import annotations
 

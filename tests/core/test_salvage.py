@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "plain"
 
 @pytest.fixture
 def corrupt(tmp_path: Path) -> Path:
-    """A run whose journal has a changed bit behind its middle."""
+    """A run with a journal that has a changed bit behind its middle."""
     run = tmp_path / "run"
     shutil.copytree(GOLDEN, run)
     segment = sorted((run / "journal").glob("*.log"))[-1]

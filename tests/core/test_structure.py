@@ -2,8 +2,8 @@
 
 `python benchmarks/structure.py` prints the figures, `--details NAME` the places that a figure counts.
 
-To lower a bound, edit its line in `BOUNDS` to the value that the command prints; no other edit is needed. Lower it
-in the commit that improves the figure, so that it cannot get worse again. A bound is raised only with a reason in the
+To lower a bound, edit its line in `BOUNDS` to the value that the command prints; no other edit is needed. Lower it in
+the commit that improves the figure, so that it cannot get worse again. A bound is raised only with a reason in the
 commit message. `GOALS` are the intended values; a bound that equals its goal stays.
 """
 

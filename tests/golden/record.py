@@ -3,11 +3,11 @@
     python tests/golden/record.py                  record what is missing
     python tests/golden/record.py NAME...          record these again, deliberately: read docs/journal.md first
     python tests/golden/record.py --words          write the words anew, of journals that replay as recorded
-    python tests/golden/record.py --list           what there is, and what each shows
+    python tests/golden/record.py --list           the journals, and what each shows
 
 A folder holds `journal/`, as any run does, and `decisions.txt`: the words of every decision, so that a divergence can
-say what was decided then. A change of behaviour comes with a flag, under which old journals still replay, and adds
-journals.
+be reported with the recorded decision. A change of behaviour comes with a flag, under which old journals still replay,
+and adds journals.
 """
 
 from __future__ import annotations
@@ -205,11 +205,11 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
     ),
     "handover-hybrid-decode": ("the other side of it", partial(record_fleet, name="d0", **HANDED_OVER)),
 }  # fmt: skip
-"""Name: what it shows, and how it was recorded. Names are never used again for something else."""
+"""Name: what it shows, and how it was recorded. A name is never used again for another journal."""
 
 
 def record(name: str) -> int:
-    """Record one feature, in place of what is there. Returns its bytes."""
+    """Record one feature, replacing an existing journal. Returns its bytes."""
     folder = FOLDER / name
     if FEATURES[name][1] is _brought:
         _brought(folder)

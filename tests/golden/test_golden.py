@@ -1,4 +1,4 @@
-"""Golden journals: what was decided once is decided again, or the first differing decision is named."""
+"""Golden journals: recorded decisions are decided again, or the first differing decision is named."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep.tools.strict import DECISIONS, diverged_step
 from tests.golden.record import FEATURES, FOLDER, record
 
 NAMES = sorted(path.name for path in FOLDER.iterdir() if (path / "journal").is_dir())
-BYTES_MAX = 1_500_000  # of all together
+BYTES_MAX = 1_500_000  # of all journals together
 
 POLICY = """golden journal {name} is decided otherwise than when it was recorded:
 
@@ -76,7 +76,7 @@ def test_features_are_different_runs() -> None:
 
 
 def last_of_equals_first(keys: Sequence[float]) -> list[int]:
-    """A policy's tie-break, turned round."""
+    """A policy with its tie-break reversed."""
     return sorted(range(len(keys)), key=lambda at: (keys[at], at), reverse=True)
 
 
