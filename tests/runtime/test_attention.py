@@ -1,4 +1,4 @@
-"""Attention backends: the reference against torch's own, who is chosen, and what FlashInfer is told."""
+"""Attention backends: the reference against torch's attention, the choice of a backend, and the calls of FlashInfer."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ def test_reference_does_not_run_in_a_graph():
         ReferenceAttention(made.pool).plan(made.batch, graph=True)
 
 
-# Who is chosen. What is installed and what the device is are pretended.
+# The choice of a backend. Installed packages and the device are simulated.
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine with a Hopper GPU and everything installed; a test takes away what it is about."""
+    """A machine with a Hopper GPU and everything installed; a test removes the part that it concerns."""
     here = types.SimpleNamespace(
         installed={"flashinfer", "flashinfer_jit_cache", "triton"},
         flashinfer="0.6.18.post1",
@@ -196,12 +196,12 @@ def test_choosing_imports_neither_triton_nor_flashinfer():
     assert done.stdout.strip() == "[]", done.stdout
 
 
-# FlashInfer has no kernels for a CPU. What it is told is checked with wrappers that do in torch what its documentation
-# says; that the calls fit the real signatures, where it is installed.
+# FlashInfer has no kernels for a CPU. Its calls are checked with wrappers that compute in torch what its documentation
+# describes; where it is installed, the calls are also checked against the real signatures.
 
 
 class Wrapper:
-    """Plans and runs like both of FlashInfer's paged wrappers."""
+    """Plans and runs like the two paged wrappers of FlashInfer."""
 
     decode = True
 
@@ -260,7 +260,7 @@ def flashinfer(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", module)
 
     class Event:
-        """Happens when somebody waits for it."""
+        """An event that happens when it is waited for."""
 
         waited = 0
         recorded = False
@@ -295,7 +295,7 @@ def test_kv_in_fp8_is_tried_and_has_a_gpu_that_can(trial, machine, flashinfer, m
     assert choose("triton", Needs(CUDA, torch.bfloat16, 128, 16, kv_fp8=True)).name == "triton"
     right = Wrapper.run
     monkeypatch.setattr(Wrapper, "run", lambda self, query, paged, *, out, **_: right(self, query, paged, out=out))
-    choice = choose("auto", Needs(CUDA, torch.bfloat16, 128, 16, kv_fp8=True))  # a wrapper that passes over the scales
+    choice = choose("auto", Needs(CUDA, torch.bfloat16, 128, 16, kv_fp8=True))  # a wrapper that ignores the scales
     assert (choice.name, "KV in fp8 gives wrong results" in choice.reason) == ("triton", True)
     machine.capability = (8, 0)
     choice = choose("auto", Needs(CUDA, torch.bfloat16, 128, 16, kv_fp8=True))
@@ -393,13 +393,13 @@ def test_flashinfer_numerics(flashinfer, numerics, heads, options, tensor_cores)
 
 @pytest.fixture
 def trial(monkeypatch):
-    """The trial as it is, on a CPU, where the machine is pretended: to be asked for behind `machine`."""
+    """The real trial of a kernel, on a CPU, with a simulated machine: request it after `machine`."""
     real = attention._flashinfer_fails
     return lambda: monkeypatch.setattr(attention, "_flashinfer_fails", lambda needs: real(replace(needs, device=CPU)))
 
 
 def test_auto_passes_over_a_flashinfer_without_the_kernels(trial, machine, flashinfer, monkeypatch, caplog):
-    """The packages are there; what they hold was compiled for another dtype."""
+    """The packages are installed, with kernels that were compiled for another dtype."""
     trial()
 
     class MissingJITCacheError(RuntimeError):
@@ -429,7 +429,7 @@ def test_auto_passes_over_a_flashinfer_without_the_kernels(trial, machine, flash
 
 
 def test_a_flashinfer_that_cannot_be_imported_is_passed_over(trial, machine, monkeypatch):
-    """As without its package apache-tvm-ffi."""
+    """As without the package apache-tvm-ffi."""
     trial()
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     choice = choose("auto", Needs(CUDA, torch.bfloat16, 128, 16))
@@ -455,7 +455,7 @@ def test_what_is_not_requested_is_not_tried(machine, monkeypatch):
 
 
 def test_calls_fit_the_signatures_of_an_installed_flashinfer():
-    with warnings.catch_warnings(action="ignore"):  # its own, while it is imported
+    with warnings.catch_warnings(action="ignore"):  # warnings of its own during its import
         real = pytest.importorskip("flashinfer", reason="flashinfer is not installed")
     options = {"sm_scale": 0.1, "q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16, "disable_split_kv": True}
     ints = torch.zeros(2, dtype=torch.int32)
@@ -526,7 +526,7 @@ def test_decodes_replay_in_a_graph_with_other_lengths(name, numerics):
     made, twin = (make_pass([(2999, 3000), (40, 41), (700, 701)], extend_rows=0, **options) for _ in range(2))
     backend = make(name, made.pool, 32, numerics=numerics)
     backend.plan(made.batch, graph=True)
-    backend.run(0, made.query, made.key, made.value, made.batch)  # compiles what is not compiled yet
+    backend.run(0, made.query, made.key, made.value, made.batch)  # compiles missing kernels
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

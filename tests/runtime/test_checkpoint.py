@@ -1,4 +1,4 @@
-"""Folders of the Hugging Face layout: what is read, what is refused, and that one error tells all of it."""
+"""Folders of the Hugging Face layout: what is read, what is refused, and that one error reports all problems."""
 
 from __future__ import annotations
 

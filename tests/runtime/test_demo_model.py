@@ -70,7 +70,7 @@ def test_it_continues_with_words_of_its_text(committed: tuple[Decoder, Any]) -> 
         words = re.findall(r"[a-z]{2,}", (prompt + text).lower())
         assert len(words) >= 8, text
         assert len(set(words)) >= 5, text
-        # The last may have been cut short.
+        # The last word may have been cut short.
         assert sum(word in known for word in words[:-1]) >= 0.9 * (len(words) - 1), text
 
 

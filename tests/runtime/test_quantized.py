@@ -1,4 +1,4 @@
-"""Weights in fewer bits: every layout says what the same checkpoint says when it was widened before."""
+"""Weights in fewer bits: every layout gives the answers of the same checkpoint that was widened before."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_logits_are_those_of_the_widened_checkpoint(kind: str, dense: Path, tmp_
     assert expected.abs().max() > 0.5
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     unquantised = logits(build_model(dense, torch.float32))
-    assert (unquantised - expected).abs().max() > 1e-3 * expected.abs().max()  # or it would agree whatever is read
+    assert (unquantised - expected).abs().max() > 1e-3 * expected.abs().max()  # otherwise any values would agree
     assert stored.weight_bytes < (0.62 if "fp8" in kind or "tensors" in kind or kind == "modelopt" else 0.5) * (
         widened.weight_bytes
     )
