@@ -12,7 +12,7 @@ Requests = list[tuple[int, int]]  # tokens left to sample, tokens held
 
 
 def least_left_over(requests: Requests, free: int) -> int:
-    """Tokens over at the scarcest end, less one for each still there: all write a token at a time, and free it all."""
+    """Free tokens at the scarcest end, less one per remaining request: all write one token at a time, and free all."""
     running = [[left, held] for left, held in requests if left > 0]
     least = free
     while running:

@@ -205,7 +205,7 @@ def test_the_idle_target_is_held_against_kernels_where_there_was_a_profile(tmp_p
 
 
 def test_decodes_in_the_middle_of_a_run_are_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch's real profiler, on what a CPU has instead of kernels: not the first decodes, and so many of them."""
+    """With torch's real profiler, on CPU operations in place of kernels: the planned decodes, not the first ones."""
     from benchmarks.gpu_check.served import serve
     from lockstep.runtime.models import build_model
 

@@ -319,7 +319,7 @@ def test_logprobs_and_vectors_come_with_answers(llm: LLM) -> None:
 def test_the_likeliest_in_place_of_each_prompt_token(
     trained: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    """Those of the model's softmax, over chunks and retractions, beside rows that want fewer, none, or only output."""
+    """The likeliest of the model's softmax, over chunks and retractions, beside rows with fewer or without them."""
     monkeypatch.setattr(executor, "JUDGED_AT_ONCE", 7)
     path, model = trained
     prompts = [[9, 8, 7, 11 + n] * (6 + n) + [20 + n] for n in range(4)]

@@ -348,7 +348,7 @@ def test_only_allowed_tokens_are_drawn() -> None:
 
 
 def test_a_row_draws_only_what_its_request_allows() -> None:
-    """Each row by itself, and of a grammar's mask what both allow; a row that changes hands keeps nothing of it."""
+    """Each row by itself, with a grammar's mask the intersection of both; nothing of it remains for later requests."""
     table = SamplingTable(4, VOCAB, "cpu")
     table.take_row(0, SamplingParams(temperature=5, allowed_token_ids=(0, 31, 32, 36)))
     table.take_row(1, SamplingParams(temperature=5))

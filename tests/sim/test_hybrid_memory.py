@@ -1,4 +1,4 @@
-"""Hybrid models in the simulator: what a token and a request weigh, how memory is shared out, and equal answers."""
+"""Hybrid models in the simulator: bytes of a token and of a request, the split of memory, and equal answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Media in the simulator: what encoders make of them and in which time, which turns have them, who waits."""
+"""Media in the simulator: tokens and times of encoders, turns with media, and the requests that wait."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def ran(media: str | None = IMAGES, folder: Path | None = None, **fields: Any) -
 @pytest.mark.parametrize(
     ("model", "params", "kinds"),
     [
-        # 8.29 billion in all, 7.62 of them the language model's; 8.77 billion and 8.19 of Qwen3-VL.
+        # 8.29 billion in total, 7.62 of them the language model's; 8.77 billion and 8.19 of Qwen3-VL.
         ("qwen2.5-vl-7b", 676_550_144, ("image", "video")),
         ("qwen3-vl-8b", 576_388_336, ("image", "video")),
         # SigLIP-So400m, 417 million, and the matrix behind it; Whisper large-v3's encoder, 637 million, likewise.

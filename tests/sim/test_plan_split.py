@@ -1,4 +1,4 @@
-"""Plans over prefill and decode engines: what splits there are, what each side does, and what is not simulated."""
+"""Plans over prefill and decode engines: the possible splits, the work of each side, and the splits not simulated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.sim.plan.trial import Trial, TrialResult, run_trial
 from lockstep.sim.plan.workers import Alone
 
 TINY = replace(QUICK, long=Length(40, 40, 0.0), short=Length(30, 30, 0.0), replications_min=2, replications_max=3)
-PROMPTS = "gen:input=uniform:1000:4000,output=uniform:5:15"  # which a decode engine has little to do for
+PROMPTS = "gen:input=uniform:1000:4000,output=uniform:5:15"  # outputs that give a decode engine little work
 
 
 def question(*search: str, **changes: Any) -> Question:
@@ -68,7 +68,7 @@ def test_every_way_to_share_out_gpus_is_there_once() -> None:
     assert words(all_splits(16, 4, (4, 8), 1)) == ["1:3", "2:2", "3:1", "2xtp4:1xtp8"]
     assert words(all_splits(16, 8, (4, 8), 1)) == ["1xtp8:2xtp4", "1:1"]
     assert words(all_splits(16, 2, (2,), 2)) == ["1:3", "2:2", "3:1"]
-    assert words(all_splits(16, 3, (3,), 1)) == ["1:4", "2:3", "3:2", "4:1"]  # and one GPU is left over
+    assert words(all_splits(16, 3, (3,), 1)) == ["1:4", "2:3", "3:2", "4:1"]  # with one GPU left over
     assert not words(all_splits(4, 4, (4,), 1))
 
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_handed_over_is_refused_before_anything_is_simulated() ->
 
 
 def test_a_plan_without_splits_has_the_trials_that_it_had() -> None:
-    """Nothing is written of splits, so keys and with them kept simulations stay what they are."""
+    """Without splits nothing about them is written, so keys and with them stored simulations stay the same."""
     (candidate,), _ = prepare(question("tp=1"))
     assert candidate.trial is not None
     written = candidate.trial.record()
