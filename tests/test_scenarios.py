@@ -1,4 +1,4 @@
-"""Golden scenarios: the stories under tests/scenarios/. `--update` writes what they expect; then read the diff."""
+"""The golden scenarios under tests/scenarios/. `--update` writes their expected output; then read the diff."""
 
 from __future__ import annotations
 

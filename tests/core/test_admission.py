@@ -12,7 +12,7 @@ Requests = list[tuple[int, int]]  # tokens left to sample, tokens held
 
 
 def least_left_over(requests: Requests, free: int) -> int:
-    """Free tokens at the scarcest end, less one per remaining request: all write one token at a time, and free all."""
+    """Free tokens at the scarcest end, less one per remaining request: each writes a token at a time and frees all."""
     running = [[left, held] for left, held in requests if left > 0]
     least = free
     while running:

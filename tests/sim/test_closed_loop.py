@@ -38,8 +38,10 @@ def run(workload: str, concurrency: int, **changes: object) -> Run:
 
 
 def played(loop: ConcurrentSessions, service_us: int, *, breaks_off: int = 0) -> tuple[list[RequestArrived], list[int]]:
-    """Answer every request after `service_us`; every n-th is cancelled. Returns the arrivals, and after each the
-number of requests that were open or in think time."""
+    """Answer every request after `service_us`, except each `breaks_off`-th, which is cancelled.
+
+    Returns the arrivals, and after each the number of requests that were open or in think time.
+    """
     arrivals: list[RequestArrived] = []
     in_progress = []
     answers: list[tuple[int, int]] = []

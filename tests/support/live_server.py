@@ -83,7 +83,7 @@ class LiveServer:
         return found
 
     def folder(self) -> Path:
-        """Where its sockets are, of one engine."""
+        """The folder of the sockets of one engine."""
         words = _processes()[self.children()["fork_server"]][1]
         return Path(words[words.index("lockstep.api.processes.fork_server") + 1])
 
@@ -100,7 +100,7 @@ class LiveServer:
 
 
 def _processes() -> dict[int, tuple[int, list[str]]]:
-    """Of all there are: their parent, and the words they were started with."""
+    """All processes: their parents, and the words with which they were started."""
     found = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -116,7 +116,7 @@ def _processes() -> dict[int, tuple[int, list[str]]]:
 
 @contextmanager
 def serving(log: Path, *arguments: str) -> Iterator[LiveServer]:
-    """A server that takes requests, and is gone afterwards."""
+    """A server that takes requests, and is ended afterwards."""
     server = LiveServer(*arguments, log=log)
     try:
         assert server.status_of("/ready") == 200, f"it said that it serves, and does not\n{server.text()}"

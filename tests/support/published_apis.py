@@ -1,4 +1,4 @@
-"""Endpoints and fields of OpenAI, Anthropic, vLLM and SGLang, read from what they publish, beside those of this server.
+"""Endpoints and fields of OpenAI, Anthropic, vLLM and SGLang, as published, beside those of this server.
 
     python -m tests.support.published_apis --vllm WHEEL --sglang WHEEL     reads them again: tests/data/apis.json
     python -m tests.test_apis_page                                         writes docs/apis.md from that file

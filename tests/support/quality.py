@@ -39,7 +39,7 @@ from lockstep.core.scheduler.engine import Engine
 
 
 class Before(NamedTuple):
-    """What the measures of a step need of the state in front of it."""
+    """State before a step that its measures need."""
 
     may_launch: bool  # a launch slot was offered that is free, and nothing forbids a launch
     decoding: int  # members of the running batch whose slot it is

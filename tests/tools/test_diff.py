@@ -1,4 +1,4 @@
-"""`lockstep diff` names the first decision in which two journals part, and counts how they drift."""
+"""`lockstep diff` names the first decision in which two journals differ, and counts how they drift."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run_diff(*arguments: object) -> Result:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same load: as it is, under lpm, with a setting that decides nothing, on a clock that is a little later."""
+    """The same load: unchanged, under lpm, with a setting that decides nothing, on a clock that is a little later."""
     folder = tmp_path_factory.mktemp("runs")
     record_simulation(folder / "fcfs", WORKLOAD, **TIGHT)
     record_simulation(folder / "lpm", WORKLOAD, **TIGHT, schedule_policy="lpm")
@@ -121,7 +121,7 @@ def test_what_is_no_journal_is_refused(runs: Path, tmp_path: Path) -> None:
 
 
 def test_runs_of_other_requests_do_not_drift(runs: Path, tmp_path: Path) -> None:
-    """Nothing is called the same where there is nothing to compare."""
+    """Runs without common requests have no equal counts."""
     other = WORKLOAD.replace("n=30", "n=20,turns=uniform:2:3")
     record_simulation(tmp_path / "other", other, **TIGHT)
     result = run_diff(runs / "fcfs", tmp_path / "other")

@@ -1,4 +1,4 @@
-"""`lockstep explain` tells of a request, a step and the slowest requests what the core decided, and nothing else."""
+"""`lockstep explain` reports on a request, a step and the slowest requests exactly the decisions of the core."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_explain(*arguments: object) -> Result:
 
 
 def story_of(folder: Path, name: str) -> tuple[RequestTimeline, Chronicle, str]:
-    """The story of a request, all stories, and the story as text."""
+    """The timeline of a request, all timelines, and its text."""
     request_id = find_request(folder, name)
     chronicle, walk = chronicle_of(folder, [request_id])
     timeline = chronicle.timelines[request_id]
@@ -46,7 +46,7 @@ def story_of(folder: Path, name: str) -> tuple[RequestTimeline, Chronicle, str]:
 
 
 def causes(timeline: RequestTimeline) -> list[tuple[str, int, int, int]]:
-    """What the first wait was for: reason, whom, from, until in ms."""
+    """The causes of the first wait: reason, other request, from, until in ms."""
     spans = timeline.waits[0].spans
     return [(s.cause.reason, s.cause.other, s.start_us // 1000, s.stop_us // 1000) for s in spans]
 
@@ -170,7 +170,7 @@ def hear_all(fleet: Fleet) -> None:
 
 
 def test_waits_between_engines_are_shown_on_both_sides(tmp_path: Path) -> None:
-    """The KV of a prompt takes 4 ms; the decode engine runs one request, and another one's stands there for a while."""
+    """The KV of a prompt takes 4 ms; the decode engine runs one request, so the KV of another waits for a while."""
     common: dict[str, Any] = {"page_size": 2, "pages": 40, "max_running_requests": 1, "num_reserved_decode_tokens": 0}
     fleet = Fleet([SchedConfig(role="prefill", **common)], [SchedConfig(role="decode", **common)])
     for key in range(2):
@@ -257,7 +257,7 @@ def test_preemption_names_the_beneficiary(tmp_path: Path) -> None:
     "path", sorted(SCENARIOS.glob("[!c]*/*.txt"))[::4], ids=lambda path: f"{path.parent.name}-{path.stem}"
 )
 def test_every_timeline_adds_up(path: Path, tmp_path: Path) -> None:
-    """Of each request of many scenarios: spans tile its waits, and what is chronicle_of is chronicle_of in full."""
+    """For each request of many scenarios: spans tile its waits, and the narration of a timeline is complete."""
     run = Run()
     play(parse(path.read_text()), run)
     engine, names = Engine(run.config), Names()
@@ -388,7 +388,7 @@ def test_requests_that_left_the_routers_queue_never_reached_an_engine(crowd: Pat
         return result.stderr
 
     def record(*, ends: int) -> None:
-        """Two run, two more may wait, of five that come; who waits longest ends, and then one that ran."""
+        """Two run and two more may wait of five that arrive; the longest waiting one ends, and then a running one."""
         shares = (EngineShare(), EngineShare())
         config, line = RouterConfig(), DispatchConfig(open_max=1, waiting_max=2)
         router = Dispatcher(line, config, shares)
@@ -401,14 +401,14 @@ def test_requests_that_left_the_routers_queue_never_reached_an_engine(crowd: Pat
                 label = label_key(labels[fact.request_id], "") if isinstance(fact, RequestOffered) else ""
                 journal.append_decided(fact, decided, router.digest, label)
 
-    assert "120 requests arrived" in hint()  # at both
+    assert "120 requests arrived" in hint()  # at both engines
     record(ends=0)
     assert "1 request was cancelled or rejected in the router's queue and never reached an engine" in hint()
     record(ends=2)
     assert "3 requests were cancelled or rejected in the router's queue" in hint()  # of both segments
     assert "got `left`" in hint()
     with (tmp_path / "router/00000001.log").open("ab") as file:
-        file.write(b"\xf5LJ")  # a server that was killed
+        file.write(b"\xf5LJ")  # the server was killed
     assert "3 requests were cancelled" in hint()
     result = run_explain(tmp_path, "--request", "gone\x1b")
     assert result.exit_code == 0, result.output
@@ -430,7 +430,7 @@ def test_requests_that_left_the_routers_queue_never_reached_an_engine(crowd: Pat
         in run_explain(tmp_path, "--request", "full", "--html", tmp_path / "page.html").stderr
     )
     assert b"label" in raw(tmp_path)
-    assert b"full" not in raw(tmp_path).replace(b"line_full", b"")  # names cannot be read there
+    assert b"full" not in raw(tmp_path).replace(b"line_full", b"")  # labels cannot be read there
 
 
 def words(text: str) -> str:
@@ -438,11 +438,11 @@ def words(text: str) -> str:
 
 
 def test_numbers_are_those_of_the_table_also_where_engines_have_others(tmp_path: Path) -> None:
-    """Behind a line in front of the router engines number requests as they were sent."""
+    """With a queue before the router engines number requests in the order of sending."""
     trace = tmp_path / "trace.jsonl"
     lines = [{"timestamp": at, "input_length": 90, "output_length": 30, "hash_ids": [at]} for at in range(30)]
     trace.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    mix = ["--workload", f"a={trace}", "--workload", f"b={trace}"]  # in whose turn is another order than arrival
+    mix = ["--workload", f"a={trace}", "--workload", f"b={trace}"]  # with turns in another order than that of arrival
     words_of = ["simulate", "--model", "qwen3-0.6b", "--gpu", "h200", *mix, "--replicas", "2", "--no-intervals"]
     words_of += [
         "--admission",
@@ -471,7 +471,7 @@ def test_numbers_are_those_of_the_table_also_where_engines_have_others(tmp_path:
 
 
 def test_a_label_cannot_give_a_terminal_orders(tmp_path: Path) -> None:
-    """A journal may have such labels: those who write none into it now may have done so before."""
+    """A journal may contain such labels: earlier writers did not refuse them."""
     label = "c\x1b[31m\x07\x7f\x9b2J\u202ed"
     seen = "c\\x1b[31m\\x07\\x7f\\x9b2J\\u202ed"
     folder = record_story(tmp_path, QUEUE.replace("add c ", f"add {label} "))
@@ -485,7 +485,7 @@ def test_a_label_cannot_give_a_terminal_orders(tmp_path: Path) -> None:
                 assert seen in said.stdout
     assert (
         json.loads(run_explain(folder, "--request", "r2", "--json").stdout)["label"] == label
-    )  # machines get all of it
+    )  # machine-readable output has all of it
     assert f"behind {seen}, which could not start" in run_explain(folder, "--request", "d").stdout
     run_explain(folder, "--request", "r2", "--html", page)
     assert label not in page.read_text()

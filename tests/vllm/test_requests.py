@@ -1,4 +1,4 @@
-"""What requests of vLLM may ask for, and what its front end does to a running scheduler."""
+"""Fields of vLLM's requests, and the calls of its front end on a running scheduler."""
 
 from __future__ import annotations
 
