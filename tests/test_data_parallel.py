@@ -489,7 +489,7 @@ def test_stages_and_ranks_go_with_roles(role: Any) -> None:
     assert (config.pipelines, config.shares_passes, config.hands_over) == (True, True, True)
 
 
-# --------------------------------------------------------------------------------------------- where others have broken
+# -------------------------------------------------------------------------------------------- failures of other engines
 
 
 @pytest.mark.parametrize("early", [0, 1])

@@ -33,7 +33,7 @@ from tests.support.fleet.fleet import Fleet
 from tests.support.handover import SMALL, asked, fleet, free_pages, hear, state, to_receiving
 from tests.support.served import Answer, Asked, serve
 
-# -------------------------------------------------------------------------------------------------------------- the way
+# ------------------------------------------------------------------------------------------------- states of a transfer
 
 
 def test_request_goes_its_way() -> None:
@@ -193,7 +193,7 @@ def test_two_loads_that_fill_the_pool_do_not_wait_for_each_other(order: tuple[in
     assert not made.marks["d retracted (pages)"]
 
 
-# -------------------------------------------------------------------------- script 14: locks go without any new arrival
+# --------------------------------------------------------------------- script 14: locks are released without an arrival
 
 
 @pytest.mark.parametrize("ends", ["done", "failed"])

@@ -187,7 +187,7 @@ def test_decode_steps_launched_uniformly_are_the_same() -> None:
     assert np.any(engine.positions)
 
 
-# -------------------------------------------------------------------------------------------- that the detectors detect
+# --------------------------------------------------------------------------------------------------------- planted bugs
 
 
 def _quarantine_of_the_decode_side_ends_with_the_request(patch: pytest.MonkeyPatch) -> None:

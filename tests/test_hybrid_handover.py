@@ -92,7 +92,7 @@ def compute(made: Fleet) -> None:
         made.finish("p0")
 
 
-# ------------------------------------------------------------------------------------------------------- what is sent
+# -------------------------------------------------------------------------------------------------------- sent blocks
 
 
 @pytest.mark.parametrize("allocation", ["early", "prefill_complete"])
@@ -136,7 +136,7 @@ def test_engines_without_such_layers_say_nothing_of_them() -> None:
     assert all(part.command.hybrid is None for part in wire.parts)
 
 
-# ------------------------------------------------------------------------------------------- what need not come again
+# ------------------------------------------------------------------------------------------- blocks that are not sent
 
 
 def test_what_no_window_sees_any_more_need_not_come_again() -> None:
@@ -177,7 +177,7 @@ def test_a_match_ends_in_front_of_a_tombstone_that_would_be_read() -> None:
     made.settle()
 
 
-# ----------------------------------------------------------------------------------------------- what is kept for it
+# ---------------------------------------------------------------------------------------------- blocks that are kept
 
 
 def test_what_is_sent_is_kept_until_it_has_gone() -> None:
@@ -270,7 +270,7 @@ def test_nothing_is_left_behind_by_a_restart(name: str, failure: str) -> None:
     assert made.answers[7] == asked(7).answer
 
 
-# ----------------------------------------------------------------------------------------------- which request gets it
+# ----------------------------------------------------------------------------------------------- the receiving request
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ def test_history_that_found_something(seed: int) -> None:
     run_history(seed, hybrid=True)
 
 
-# -------------------------------------------------------------------------------------------- that the detectors detect
+# --------------------------------------------------------------------------------------------------------- planted bugs
 
 
 def _given_windows_come_back_with_the_request(patch: pytest.MonkeyPatch) -> None:

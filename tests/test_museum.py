@@ -183,7 +183,7 @@ def decode_with(driver: Driver, in_flight: int) -> None:
         driver.batches.finish()
 
 
-# ------------------------------------------------------------------------------------------------- what is left behind
+# ------------------------------------------------------------------------------------------------- objects left behind
 
 
 @contextmanager

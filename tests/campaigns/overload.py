@@ -139,7 +139,7 @@ class Overload:
         self.now = Phase("start")  # the current phase
         self.answered = 0  # requests of the closed loop
 
-    # -------------------------------------------------------------------------------------------------- the whole of it
+    # ----------------------------------------------------------------------------------------------------- the campaign
 
     async def run(self) -> None:
         """Run all phases. Violated requirements are added to `problems`."""
@@ -412,7 +412,7 @@ class Overload:
             if not said.startswith(b"HTTP/1.1 "):
                 self.now.problems.append(f"bytes {number}: {said[:60]!r}")
 
-    # ---------------------------------------------------------------------------------------------------------- looking
+    # ----------------------------------------------------------------------------------------------------- measurements
 
     async def exchange(self, path: str, body: bytes) -> bytes:
         """The whole response to a request; empty if the server closed the connection at once."""

@@ -79,7 +79,7 @@ def run_to_end(engine: Engine, kv: TaggedKv) -> list[Step]:
     raise AssertionError("the run did not come to an end")
 
 
-# ------------------------------------------------------------------------------------------- facts that cannot be
+# ----------------------------------------------------------------------------------------------- impossible facts
 
 TWO_TOKENS = np.zeros(2, np.int32).tobytes()
 

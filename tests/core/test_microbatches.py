@@ -208,7 +208,7 @@ def test_requests_beyond_the_places_wait_with_a_reason() -> None:
     assert played.engine.deferred == (4, "microbatch")
 
 
-# ------------------------------------------------------------------------------------- what reaches every microbatch
+# --------------------------------------------------------------------------------------- events for every microbatch
 
 
 def _three_decode() -> Played:

@@ -71,7 +71,7 @@ class Told:
         self.router.step(EngineChanged(time_us=self.time_us, engine=engine, state=state))  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------------------------------------------- policies, as told
+# -------------------------------------------------------------------------------------------------- policies by example
 
 
 def test_round_robin_goes_round_and_weights_interleave() -> None:
@@ -219,7 +219,7 @@ def test_a_room_leads_to_the_same_engine_from_both_sides() -> None:
     assert (gone.engine, gone.reason) == (None, "engine_not_up")
 
 
-# -------------------------------------------------------------------------------------------------- engines come and go
+# -------------------------------------------------------------------------------------------- engines added and removed
 
 
 @pytest.mark.parametrize("policy", ROUTER_POLICIES)
@@ -280,7 +280,7 @@ def test_weights_must_be_above_zero_and_finite(weight: float) -> None:
         EngineShare(weight=weight)
 
 
-# --------------------------------------------------------------------------------------------------------------- always
+# ----------------------------------------------------------------------------------------------------------- invariants
 
 
 @st.composite

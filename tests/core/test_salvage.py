@@ -1,4 +1,4 @@
-"""A corrupt journal: the hint at the start of an engine, and the copy of what is before the corruption."""
+"""A corrupt journal: the hint at the start of an engine, and the copy of the records before the corruption."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_a_journal_replays_strictly_and_its_plans_run_again(depth: int, tmp_path
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_plans_of_a_run_whose_drafts_were_others_run_too(depth: int, tmp_path: Path) -> None:
-    """Rows start where the journal says, whichever drafts are right here; every slot that they read was written."""
+    """Rows start at the journal's positions, whichever drafts are right here; every slot that they read was written."""
     settings: dict[str, Any] = {**NGRAM, "overlap_depth": depth}
     config = small_config(**settings)
     with JournalWriter.create(tmp_path, JournalHeader(config=config, host={"kind": "runtime"})) as journal:

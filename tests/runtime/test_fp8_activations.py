@@ -190,7 +190,7 @@ def test_a_static_checkpoint_without_its_scales_is_refused_where_they_are_wanted
         build_model(folder, torch.float32, fp8_activations="on")
 
 
-# ---------------------------------------------------------------------------------------------------------- who decides
+# ----------------------------------------------------------------------------------------------- the choice of rounding
 
 
 def test_what_checkpoints_report_of_their_activations() -> None:

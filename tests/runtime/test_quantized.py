@@ -176,7 +176,7 @@ def test_random_weights_of_a_quantised_config_spread_like_others() -> None:
             assert abs(weight.mean()) < 0.003
 
 
-# -------------------------------------------------------------------------------------------------------- what is wrong
+# --------------------------------------------------------------------------------------------------------------- errors
 
 COMPRESSED = KINDS["compressed-tensors"][0]
 GROUP = COMPRESSED["config_groups"]["group_0"]

@@ -547,7 +547,7 @@ def test_a_plan_of_another_digest_is_refused(wrong: str) -> None:
         worker.verify(arrived[1])
 
 
-# ---------------------------------------------------------------------- all that executors are told, without processes
+# ------------------------------------------------------------------------------ orders of executors, without processes
 
 
 class Inbox:

@@ -52,7 +52,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# ------------------------------------------------------------------------------------------------------- same as if ...
+# --------------------------------------------------------------------------------------------------------- equivalences
 
 
 def test_a_cluster_of_one_is_the_engine_alone() -> None:
@@ -195,7 +195,7 @@ def test_the_journal_command_verifies_a_whole_cluster(tmp_path: Path) -> None:
     assert shown.stdout.count("equal") == 3
 
 
-# ---------------------------------------------------------------------------------------------------- what it is worth
+# ------------------------------------------------------------------------------------------------------------- effects
 
 
 def test_affinity_finds_more_prefixes_than_a_router_that_does_not_look() -> None:

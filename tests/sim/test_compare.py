@@ -87,7 +87,7 @@ def edited(folder: Path, name: str, edit: Any) -> Path:
     return copy
 
 
-# ------------------------------------------------------------------------------------------------------- what is found
+# --------------------------------------------------------------------------------------------------------- differences
 
 
 def test_only_settings_that_differ_are_named(folder: Path) -> None:
@@ -239,7 +239,7 @@ def test_runs_without_intervals_report_so(folder: Path) -> None:
     assert "unknown" in found(folder, "loose", "loose2").intervals_note
 
 
-# ----------------------------------------------------------------------------------------------------------- is it fair
+# ------------------------------------------------------------------------------------------------------ comparable runs
 
 
 @pytest.mark.parametrize(

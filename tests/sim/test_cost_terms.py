@@ -196,7 +196,7 @@ def test_a_term_left_out_is_noticed_by_the_sum(name: str, where: str, monkeypatc
         check_sum(cost, MIXED)
 
 
-# ----------------------------------------------------------------------------------------------------- what a list is
+# ----------------------------------------------------------------------------------------------------- lists of terms
 
 
 def test_names_of_terms_differ_and_scopes_are_known() -> None:

@@ -453,7 +453,7 @@ def test_who_comes_while_one_microbatch_is_in_flight_enters_the_other() -> None:
 
 
 def test_ranks_in_stages_sample_under_grammars(tokens_in_time: list[int], tmp_path: Path) -> None:
-    """A pass waits in the last stage until every rank has sampled; the forwards behind it go on."""
+    """A pass waits in the last stage until every rank has sampled; the forwards behind it continue."""
     settings = {"pp_size": 2, "overlap_depth": 1, "pages": 40_000}
     made = run(cluster(STRUCTURED, pp=2, settings=settings), tmp_path, check_every=40)
     assert made.data.requests.output_tokens.sum() == made.setup.workload.turns.output_tokens.sum()

@@ -81,7 +81,7 @@ def test_flow_that_comes_later_slows_what_is_under_way() -> None:
     assert ends_of([(0, 0, 1, 1000.0), (50, 0, 1, 250.0)], [10.0] * 2, [10.0] * 2) == [125, 100]
 
 
-# ---------------------------------------------------------------------------------------------------- what clients see
+# ----------------------------------------------------------------------------------------------- the client's measures
 
 
 def test_answers_are_as_long_as_those_of_mixed_engines() -> None:

@@ -145,7 +145,7 @@ def test_heads_that_cannot_be_split_are_refused_with_the_way_out() -> None:
     assert EncoderCost(found, load_gpu("h100"), 8, "data").single_us(found.sound(5)) > 0
 
 
-# ------------------------------------------------------------------------------------------------------ which turns
+# ------------------------------------------------------------------------------------------------- turns with media
 
 
 @pytest.mark.parametrize(

@@ -405,7 +405,7 @@ def test_a_decode_engine_encodes_what_it_computes_itself(tmp_path: Path) -> None
     assert together["reused"] == prefill["reused"] == 8
 
 
-# ------------------------------------------------------------------------------------------------ who leaves, who fails
+# ------------------------------------------------------------------------------------------- cancellations and failures
 
 
 def refusing(monkeypatch: pytest.MonkeyPatch, one_in: int) -> set[bytes]:

@@ -682,13 +682,13 @@ def test_the_order_in_which_requests_finish_does_not_matter(told: list[Story], d
 def test_slos_agree_with_the_percentiles_of_the_summary(told: list[Story]) -> None:
     finished = [story for story in told if story.reason in ("length", "stop", "cancelled")]
     run = tell(finished, range(len(finished)))
-    for percentile in (50, 90, 99):  # with no failures both say the same
+    for percentile in (50, 90, 99):  # equal without failures
         for metric in ("ttft", "tpot", "itl", "e2e"):
             measured_us = run.measured_us(Slo(metric, float(percentile), 1))
             assert measured_us == pytest.approx(run.summary["latency"][f"{metric}_us_p{percentile}"], abs=1e-3)
 
 
-# ------------------------------------------------------------------------------------- what is settled along the way
+# ----------------------------------------------------------------------------------------------------- early results
 
 Told = tuple[str, tuple[Any, ...]]  # the name of a method of MetricsFold, and its arguments
 

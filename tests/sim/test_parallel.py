@@ -80,7 +80,7 @@ MODELS: dict[tuple[str, Parallelism], RooflineModel] = {
 any_layout = st.sampled_from(sorted(MODELS, key=str))
 
 
-# -------------------------------------------------------------------------------------------------- as it was before
+# --------------------------------------------------------------------------------------------------- earlier figures
 
 
 def test_tensor_parallelism_alone_costs_what_it_did_to_the_last_bit() -> None:
@@ -356,7 +356,7 @@ def test_describe_names_the_layout_and_its_constants() -> None:
     assert set(described["all_gather"]) == {"2", "8"}
 
 
-# ------------------------------------------------------------------------------------------------------ what cannot be
+# ------------------------------------------------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def planned(asked: Question, ledger: TrialStore | None = None) -> answers.PlanAn
     return answers.PlanAnswer(question=asked, candidates=candidates, workload_line="a workload")
 
 
-# ----------------------------------------------------------------------------------------------------- what is searched
+# ----------------------------------------------------------------------------------------------------------- the search
 
 
 def test_a_search_is_every_combination_in_the_order_given() -> None:
@@ -474,7 +474,7 @@ def test_what_load_a_workload_has_by_nature(tmp_path: Path) -> None:
     assert natural_load(AGENTS) == "rate"
 
 
-# ------------------------------------------------------------------------------------------------------- who runs what
+# ------------------------------------------------------------------------------------------------------------- workers
 
 
 class ManyWorkers:
@@ -977,7 +977,7 @@ def test_a_configurations_name_reports_what_was_chosen() -> None:
     assert name == "h200 tp=2 radix_cache=no chunked_prefill_size=none mem_fraction=0.85"
 
 
-# ------------------------------------------------------------------------------------------- replicas that come and go
+# ------------------------------------------------------------------------------------------ replicas added and removed
 
 
 def test_a_plan_pays_for_replicas_that_come_and_go_only_while_they_are_there() -> None:

@@ -50,7 +50,7 @@ def words(splits: Any) -> list[str]:
     return [str(split) for split in splits]
 
 
-# ----------------------------------------------------------------------------------------------------- what splits are
+# -------------------------------------------------------------------------------------------------------------- splits
 
 
 def test_a_split_is_written_as_it_is_read() -> None:
@@ -211,7 +211,7 @@ def test_the_winners_command_repeats_its_run_and_reports_that_it_is_only_simulat
     assert any("10 GB/s per GPU and way, 50.0 us" in line for line in found.remarks())
 
 
-# ------------------------------------------------------------------------------------------------- what each side does
+# ------------------------------------------------------------------------------------------------------- the two sides
 
 
 def trial(**more: Any) -> Trial:

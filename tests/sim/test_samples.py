@@ -47,7 +47,7 @@ def ran(samples: str | None = "0.6x2..5", folder: Path | None = None, **fields: 
 
 
 class Streamed:
-    """Tokens by request, and arrivals, as the engine tells them."""
+    """Tokens by request, and arrivals, from the engine's steps."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}

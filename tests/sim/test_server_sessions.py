@@ -132,7 +132,7 @@ def test_an_edited_history_is_kept_up_to_where_it_was_edited() -> None:
         )
 
     append(0, -1, [0, 50], 50)
-    edited = [0, 30, 100, 40]  # 30 tokens as they were
+    edited = [0, 30, 100, 40]  # 30 unchanged tokens
     append(1, 0, edited, 200)
     again = [0, 30, 100, 40]  # no new token: the last one is sent
     append(2, 1, again, 300)

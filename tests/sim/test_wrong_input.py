@@ -67,7 +67,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert "one row left out" in Path("c.json").read_text()
 
 
-# --------------------------------------------------------------------------------------------------- where to write to
+# ------------------------------------------------------------------------------------------------------ output folders
 
 
 @pytest.mark.parametrize("out", ["file/run", "file/a/b", "/proc/nobody/run"])

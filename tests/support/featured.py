@@ -6,7 +6,7 @@ and checked where it is read (`tagged_kv.py`), and optionally invariants after e
 
     place = Solo(config)         or Handover([prefill], [decode], ranks=False), or Abreast([config, config])
     play(place, timeline, later)
-    place.answers[ask.key]
+    place.answers[one.key]
 """
 
 from __future__ import annotations

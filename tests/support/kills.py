@@ -263,8 +263,8 @@ def campaign(
 class Awaited:
     """The first token of an engine after its kill.
 
-    With one engine that is the first token of any stream. Of several engines the others go on, so the tokens of the
-    killed engine are counted: the server's counter of tokens by engine, read at most every `POLL_S`.
+    With one engine that is the first token of any stream. With several engines the others continue, so the tokens of
+    the killed engine are counted: the server's counter of tokens by engine, read at most every `POLL_S`.
     """
 
     def __init__(self, server: LiveServer, name: str, tally: Tally) -> None:

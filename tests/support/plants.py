@@ -684,7 +684,7 @@ def encoder_room_not_released() -> Plant:
     return _replaced(EncoderCache, "release", lambda original, cache, request_id, free_after=None: None)
 
 
-# -------------------------------------------------------------------------------------- what no digest and no story saw
+# -------------------------------------------------------------------------- bugs that neither digest nor scenario shows
 
 
 def tiers_never_wake() -> Plant:
@@ -761,7 +761,7 @@ def uses_counted_double() -> Plant:
     return _replaced(Tiers, "used", bug)
 
 
-# ------------------------------------------------------------------------------------------- what no state is wrong of
+# ----------------------------------------------------------------------------------- bugs that leave every state sound
 
 
 def cancel_of_a_split_prompt_lost() -> Plant:

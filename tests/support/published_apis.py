@@ -63,7 +63,7 @@ WHEELS = {
         "NativeSampling": ("sglang/srt/sampling/sampling_params.py", "SamplingParams"),
     },
 }
-"""Wheel -> our body -> file and class of theirs."""
+"""Wheel -> our body -> file and class of the wheel."""
 
 METHODS = ("get", "post", "delete", "put", "patch")
 INTERNAL = re.compile(r"_.*|model_config|routed_dp_rank|is_normalized")

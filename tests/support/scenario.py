@@ -18,10 +18,10 @@ Commands that are facts (each is one observed event, and `lockstep.core.invarian
     add a prompt=1..4,50..52 max_new=4 min_new=1 stop=7,8 eos=no stream=no deadline=5ms finish_by=9ms namespace=x
                                   `prompt=a,9` is everything of a so far (prompt and output), then 9; grammar=g names
                                   a grammar by its digest, stop_texts=x,y; other fields of RequestArrived by name
-                                  (tenant=x, adapter=y, ...); kind=embed and kind=score want no token; n=3 are the
+                                  (tenant=x, adapter=y, ...); kind=embed and kind=score have no output; n=3 are the
                                   samples a, a.1 and a.2; types=0011; hidden=yes; spans=2:5:image:cat:3,... is [2:5)
                                   of an image called cat, 3 encoder tokens
-    encoded cat [error|late]      MediaEncoded, that it cannot be, or that it was before the restart
+    encoded cat [error|late]      MediaEncoded: done, failed, or done before the restart
     step [1], steps 3             LaneReady; of microbatch 1, or of the one behind that which was offered a slot last
     collect [RESULT]              the oldest batch in flight is delivered
     finish [N] [RESULT]           collect, then step, as a host does; N times
@@ -41,7 +41,7 @@ Commands that are facts (each is one observed event, and `lockstep.core.invarian
     moved [3] [pages=2] [error]   a move between cache tiers ends: the oldest or this one; whole, in part or not at all
     restart                       EngineRestarted with the next generation
     stale                         a result of the generation before arrives late
-    snapshot                      the engine is dumped, restored and goes on
+    snapshot                      the engine is dumped, restored and continues
 
 RESULT is the answer of the device: `error`, or any of `tokens a=7 b=8`, `text_stop=a`, `invalid=a`,
 `grammar_ended=a` (from this token on), `forced=a:2` (the next two tokens of a are), `held=a:2` (a's two newest tokens
@@ -211,7 +211,7 @@ def unparse(blocks: list[Block]) -> str:
 
 @dataclass
 class Result:
-    """The device's answer for one batch; missing parts are made up."""
+    """The device's answer to one batch; missing parts are made up."""
 
     error: bool = False
     tokens: dict[str, int] = field(default_factory=dict)

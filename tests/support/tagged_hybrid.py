@@ -66,7 +66,7 @@ class TaggedHybrid:
         self.cells = [[NOTHING] * self.page_size for _ in range(self.settings.window_pages)]
         self.states = [NOTHING] * self.settings.state_slots
         self.slots_of: dict[int, list[int]] = {}  # by row
-        self.stands_in: dict[int, int] = {}  # by row: which of these has its state, as the device knows
+        self.stands_in: dict[int, int] = {}  # by row: the one of these that has its state, according to the device
         self.placed.clear()
 
     # ---- launch

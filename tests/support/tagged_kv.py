@@ -180,7 +180,7 @@ class Launched:
     starts: dict[int, int] = field(default_factory=dict)  # by position in the plan: where a verifying row began
     accepted: dict[int, int] = field(default_factory=dict)  # and how many tokens it got
     drafts: dict[int, int] = field(default_factory=dict)  # and how many drafts it verifies
-    most: dict[int, int] = field(default_factory=dict)  # by row: its last possible position, as far as results tell
+    most: dict[int, int] = field(default_factory=dict)  # by row: its last possible position, given the results so far
 
 
 class TaggedKv:

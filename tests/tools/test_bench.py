@@ -43,7 +43,7 @@ def run_bench(*arguments: object) -> Result:
 
 
 def sent(number: int, due_us: int, messages: list[tuple[int, int]], **more: Any) -> Sent:
-    """A request that was answered, unless `more` says otherwise; messages are (when, output tokens so far)."""
+    """A request that was answered, unless `more` has other fields; messages are (when, output tokens so far)."""
     one = Sent(f"r{number}", due_us, turn_tokens=10, request_id=number, sent_us=due_us + 100, status=200)
     one.message_us = array("q", [when for when, _ in messages])
     one.message_tokens = array("i", [tokens for _, tokens in messages])

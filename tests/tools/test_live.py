@@ -111,7 +111,7 @@ def test_prompts_share_what_they_shared_and_go_on_from_real_answers(server: str)
     later = asked[number]
     first = next(at for at, word in enumerate(later) if word.startswith("w"))
     before = asked[int(later[first][1:].split("x")[0]) - 1]
-    assert later[:first] == before  # the prompt of the turn before, then its answer as it came
+    assert later[:first] == before  # the prompt of the previous turn, then its answer
     assert [word.split("x")[1] for word in later[first : first + 5]] == ["0", "1", "2", "3", "4"]
     assert not any(word.startswith("w") for word in later[first + 5 :])
 

@@ -90,7 +90,7 @@ def spelt_out(event: ObservedEvent) -> ObservedEvent:
     return event
 
 
-# --------------------------------------------------------------------------------------------------- read off a journal
+# -------------------------------------------------------------------------------------------------- read from a journal
 
 
 def test_requests_read_off_a_journal_are_those_that_were_sent(run: Path) -> None:

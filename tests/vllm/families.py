@@ -437,7 +437,10 @@ NAMES = count()
 
 
 def run(llm: Any, asks: list[Ask]) -> list[Answer]:
-    """Return the answers of requests that arrive ARRIVE before each pass. A client that leaves has what came."""
+    """Return the answers of requests that arrive ARRIVE before each pass.
+
+    A client that leaves has its part of the answer.
+    """
     engine = llm.llm_engine
     names = [f"ask-{next(NAMES)}" for _ in asks]
     numbers = {name: i for i, name in enumerate(names)}
@@ -465,7 +468,7 @@ def run(llm: Any, asks: list[Ask]) -> list[Answer]:
 
 
 def is_pooled(ask: Ask) -> bool:
-    """Whether a request asks for a vector."""
+    """Whether a request is for a vector."""
     return type(ask.params).__name__ == "PoolingParams"
 
 
