@@ -87,7 +87,7 @@ def test_rows_are_padded_to_the_longest_where_ranks_hardly_differ(
     assert padding_of(tokens, extends) == padding
 
 
-def test_rows_of_logits_count_positions_of_the_prompt_whose_logprobs_are_wanted() -> None:
+def test_rows_of_logits_count_positions_of_the_prompt_with_requested_logprobs() -> None:
     engine = Engine(SchedConfig(dp_ranks=2, **SMALL))
     prompt = TokenIds(np.arange(6, dtype=np.int32).tobytes())
     asks = SamplingParams(top_logprobs=1)
@@ -184,7 +184,7 @@ def forcing(made: RankGroup, positions: range) -> None:
     made.members[0].kv.force = lambda _, position: position in positions
 
 
-def test_forced_tokens_are_part_of_what_a_rank_tells() -> None:
+def test_forced_tokens_are_part_of_a_proposal() -> None:
     made = group(overlap_depth=0, **JUMPING)
     forcing(made, range(6, 9))
     made.arrive(0, asked(0, max_new=12), grammar="g")
@@ -272,7 +272,7 @@ def test_impossible_fact_changes_nothing(message: str, event: Any) -> None:
     assert snapshot.dump(engine) == before
 
 
-def test_one_engine_alone_knows_no_ranks() -> None:
+def test_one_engine_alone_has_no_ranks() -> None:
     with pytest.raises(ContractError, match="does not have yet"):
         Engine(SchedConfig(**SMALL)).step(RanksAgreed(0, 0, ()))
     plain = SchedConfig(**SMALL)
@@ -374,7 +374,7 @@ def test_what_only_looks_at_the_text_is_no_pass_of_all() -> None:
     made.settle()
 
 
-def test_rank_that_says_less_than_the_others_is_refused() -> None:
+def test_rank_that_reports_less_than_the_others_is_refused() -> None:
     made = group(speculative_method="mtp")
     made.arrive(0, asked(0))
     made.ready(0)

@@ -30,7 +30,7 @@ from tests.support.small_ranks import (
 # ---------------------------------------------------------------------------------------------------------- the delayer
 
 
-def test_table_of_the_delayer_knows_every_situation() -> None:
+def test_table_of_the_delayer_has_every_situation() -> None:
     for (state, situation), following in DELAYER.items():
         assert state in ("free", "delaying")
         assert (following == "delaying") == (situation in ("mixed", "full", "slots", "queue"))

@@ -531,7 +531,7 @@ def test_results_of_a_prompt_that_did_not_come_are_computed_here() -> None:
     assert not made.marks["results passed on"]
 
 
-def test_executor_of_the_decode_engine_receives_which_rows_want_logprobs() -> None:
+def test_executor_of_the_decode_engine_receives_the_rows_with_logprobs() -> None:
     made = fleet()
     made.arrive(asked(0), sampling=SamplingParams(top_logprobs=2))
     made.settle_until(lambda: state(made, "d0") == "ready")

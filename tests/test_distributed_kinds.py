@@ -187,7 +187,7 @@ def test_grammar_goes_on_where_the_first_token_left_it(ends: int, min_new: int, 
 
 
 @pytest.mark.parametrize("kind", ["generate", "embed", "score"])
-def test_request_that_wants_no_token_ends_on_its_prefill_engine(kind: str) -> None:
+def test_request_without_output_ends_on_its_prefill_engine(kind: str) -> None:
     made = fleet()
     made.arrive_alone(asked(0, prompt=9), "p0", kind=kind)
     made.settle()

@@ -126,7 +126,7 @@ def test_answers_are_those_of_one_engine(layers: str, prompt: int, radix: bool) 
     assert all(made.answers[key] == asked(key, prompt, max_new=9).answer for key in range(3))
 
 
-def test_engines_without_such_layers_say_nothing_of_them() -> None:
+def test_engines_without_such_layers_report_none() -> None:
     common: dict[str, Any] = {"page_size": 2, "pages": 40, "num_reserved_decode_tokens": 2}
     made = Fleet([SchedConfig(role="prefill", **common)], [SchedConfig(role="decode", **common)])
     wire = made.arrive(asked(0))

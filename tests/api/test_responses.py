@@ -368,13 +368,13 @@ def test_no_answer_is_begun_in_the_background_for_which_there_is_no_place(tmp_pa
     async def accepted() -> None:
         pass
 
-    async def nobody_leaves() -> None:
+    async def never_disconnects() -> None:
         await asyncio.Event().wait()
 
     generation: Any = SimpleNamespace(accepted=accepted, cancel=lambda: cancelled.append("later"))
     shape: Any = SimpleNamespace(response=lambda status: under_way("later", status=status))
     server: Any = SimpleNamespace(responses=store, background=set())
-    request: Any = SimpleNamespace(receive=nobody_leaves)
+    request: Any = SimpleNamespace(receive=never_disconnects)
     call = Call(request, ResponseBody(input="a"), "a", 0.0)
     assert not store.put("a", under_way("now"), [], over=False)
     with pytest.raises(ApiError, match=r"`background`: .* 1 answers are in progress, .*stored_responses") as caught:

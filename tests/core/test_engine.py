@@ -355,7 +355,7 @@ def events_of_a_busy_run() -> tuple[SchedConfig, list[Observed]]:
         (AdmissionDeferred(5, 1, "prefix", behind=4), {"limit": 64}, {"behind": -1}),
     ],
 )
-def test_a_field_that_only_tells_why_leaves_the_digest_alone(
+def test_a_field_that_is_only_a_reason_leaves_the_digest_unchanged(
     event: RequestRetracted | AdmissionDeferred, telling: dict[str, int], deciding: dict[str, int]
 ) -> None:
     def digest(decided: RequestRetracted | AdmissionDeferred) -> bytes:

@@ -180,7 +180,7 @@ def test_of_requests_that_have_ended_nothing_is_forced() -> None:
     assert not engine.requests
 
 
-def test_settings_say_nothing_of_it_unless_it_is_on() -> None:
+def test_settings_omit_it_unless_it_is_on() -> None:
     assert SchedConfig(jump_forward_tokens=0) == SchedConfig()
     assert b"jump" not in msgspec.msgpack.encode(SchedConfig())
     with pytest.raises(ConfigError, match="`jump_forward_tokens` must be a whole number from 0 to 64, got `65`"):

@@ -225,7 +225,7 @@ def test_a_request_watched_token_by_token_has_no_drafts() -> None:
     assert plan.speculation.draft_lengths.tolist() == [3, 0]
 
 
-def test_drafts_are_as_many_as_results_say_are_worth_it() -> None:
+def test_the_number_of_drafts_follows_from_results() -> None:
     config = SchedConfig(speculative_method="eagle", num_speculative_tokens=7, speculative_min_chance=0.3)
     chances, eight = Chances(), np.full(8, 7, np.int32)
     assert chances.worth_drafting(config, 8) == 7  # no acceptance was observed yet
@@ -266,7 +266,7 @@ def test_several_decodes_of_one_launch_are_refused() -> None:
         SchedConfig(speculative_method="mtp", speculative_min_chance=1.0)
 
 
-def test_settings_say_nothing_of_drafts_unless_there_are_any() -> None:
+def test_settings_omit_drafts_unless_there_are_any() -> None:
     assert SchedConfig(speculative_method="none") == SchedConfig()
     assert b"speculative" not in msgspec.msgpack.encode(SchedConfig())
     config = msgspec.msgpack.decode(msgspec.msgpack.encode(SchedConfig(speculative_method="mtp")), type=SchedConfig)

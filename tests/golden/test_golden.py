@@ -49,7 +49,7 @@ def test_is_decided_as_it_was_recorded(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_words_say_what_was_decided(name: str) -> None:
+def test_texts_are_those_of_the_decisions(name: str) -> None:
     """If this fails and the test above does not, only the words changed: `record.py --words` writes them anew."""
     walk = Walk(FOLDER / name)
     text = decisions_text(decision_of(number, event, step, walk.names) for number, event, step in walk)
@@ -122,7 +122,7 @@ def test_verify_names_both_decisions_and_without_their_words_what_the_journal_sh
     assert "  then  only its digest is stored; the next result in the journal is b14 with 2 tokens" in result.stderr
 
 
-def test_a_step_that_raises_now_is_told_with_what_it_decided_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_raises_now_is_reported_with_its_recorded_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: object) -> int:
         raise InvariantError("no victim")
 

@@ -188,7 +188,7 @@ def admitted(engine: Engine, prompt: tuple[int, ...], request_id: int) -> Reques
     return found[0]
 
 
-def test_a_match_ends_where_a_list_of_windows_and_states_says() -> None:
+def test_a_match_ends_where_a_list_of_windows_and_states_ends() -> None:
     """Beside full pages that never run out, compared with a model that keeps cached blocks as plain lists."""
     rng = random.Random(11)
     settings = HybridMemory(window_tokens=5, window_pages=24, state_slots=9, checkpoint_tokens=4)
@@ -213,7 +213,7 @@ def test_a_match_ends_where_a_list_of_windows_and_states_says() -> None:
     assert shorter > 5, "no match was cut short"
 
 
-def test_a_request_goes_on_from_where_lists_of_device_and_host_say() -> None:
+def test_a_request_continues_where_lists_of_device_and_host_end() -> None:
     """Pages of a path and their window and state blocks are on the device, on the host, on both or nowhere."""
     rng = random.Random(5)
     settings = HybridMemory(window_tokens=5, window_pages=200, state_slots=200, checkpoint_tokens=2)
@@ -250,7 +250,7 @@ def test_a_request_goes_on_from_where_lists_of_device_and_host_say() -> None:
     assert loaded > 100
 
 
-def test_storage_brings_what_lists_of_what_it_has_say() -> None:
+def test_storage_brings_the_blocks_of_lists_of_its_content() -> None:
     """Pages, windows and states are in storage, above it or nowhere; a prefetch brings missing ones, and no more."""
     rng = random.Random(17)
     brought = Counter[str]()

@@ -90,7 +90,7 @@ passes = st.integers(1, 4)
 
 @given(configs(), instants(), passes, requested_of(STRANGER), st.data())
 @settings(max_examples=60)
-def test_a_stranger_changes_nobodys_tokens(
+def test_a_further_request_changes_no_tokens(
     config: SchedConfig, batches: list[Instant], passes: int, stranger: Asked, data: st.DataObject
 ) -> None:
     moments = timeline(batches, passes)
@@ -101,7 +101,7 @@ def test_a_stranger_changes_nobodys_tokens(
 
 @given(configs(), instants(), passes, st.randoms(use_true_random=False))
 @settings(max_examples=60)
-def test_the_order_within_an_instant_changes_nobodys_tokens(
+def test_the_order_within_an_instant_changes_no_tokens(
     config: SchedConfig, batches: list[Instant], passes: int, random: Random
 ) -> None:
     shuffled = [random.sample(batch, len(batch)) for batch in batches]
@@ -110,7 +110,7 @@ def test_the_order_within_an_instant_changes_nobodys_tokens(
 
 @given(configs(), instants(), passes, st.data())
 @settings(max_examples=60)
-def test_splitting_an_instant_changes_nobodys_tokens(
+def test_splitting_an_instant_changes_no_tokens(
     config: SchedConfig, batches: list[Instant], passes: int, data: st.DataObject
 ) -> None:
     split: list[Moment] = []
@@ -122,7 +122,7 @@ def test_splitting_an_instant_changes_nobodys_tokens(
 
 @given(configs(), instants(), passes)
 @settings(max_examples=30)
-def test_an_ample_pool_and_no_sharing_changes_nobodys_tokens(
+def test_an_ample_pool_and_no_sharing_change_no_tokens(
     config: SchedConfig, batches: list[Instant], passes: int
 ) -> None:
     """The plainest engine gives the same answers."""

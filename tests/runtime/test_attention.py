@@ -282,10 +282,10 @@ def test_flashinfer_receives_the_scales_of_kv_in_fp8(flashinfer):
         old = one.pool
         one.pool = KvPool(1, old.pages, 16, 2, 16, torch.float32, CPU, [(0.5, 0.125)])
         one.pool.keys[0], one.pool.values[0] = to_fp8(old.keys[0] / 0.5), to_fp8(old.values[0] / 0.125)
-    want = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
+    expected = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
     backend = make("flashinfer", made.pool, 4)
     backend.plan(made.batch)
-    torch.testing.assert_close(backend.run(0, made.query, made.key, made.value, made.batch), want)
+    torch.testing.assert_close(backend.run(0, made.query, made.key, made.value, made.batch), expected)
     assert backend.decode.options["kv_data_type"] == torch.float8_e4m3fn
 
 
@@ -308,11 +308,11 @@ def test_flashinfer_receives_the_pages_of_each_row(flashinfer, extend_rows, page
     spans = [(0, 5), (16, 32), (63, 64), (0, 1)]
     spans = [span if row < extend_rows else (span[1] - 1, span[1]) for row, span in enumerate(spans)]
     made, twin = (make_pass(spans, extend_rows=extend_rows, page_size=page_size) for _ in range(2))
-    want = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
+    expected = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
     backend = make("flashinfer", made.pool, 4)
     backend.plan(made.batch)
     out = backend.run(0, made.query, made.key, made.value, made.batch)
-    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(out, expected)
     if extend_rows:
         assert backend.prefill.options["causal"] is True
     if extend_rows < 4:
@@ -363,7 +363,7 @@ def test_flashinfer_plans_never_share_a_pinned_buffer_that_may_still_be_read(fla
         (16, 1, 2, 267),  # a trial with 16 heads per KV head
     ],
 )
-def test_flashinfer_gets_the_workspace_that_its_plans_ask_for(heads, kv_heads, rows, mib):
+def test_flashinfer_gets_the_workspace_that_its_plans_require(heads, kv_heads, rows, mib):
     assert flashinfer_backend.workspace_needed(heads, kv_heads, 128, rows, 132) == mib << 20
 
 
@@ -510,11 +510,11 @@ def test_backends_equal_the_reference_on_a_gpu(name, numerics):
     spans = [(start, start + count) for start, count in zip(starts, new, strict=True)]
     options = {"heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16, "device": "cuda"}
     made, twin = (make_pass(spans, extend_rows=5, **options) for _ in range(2))
-    want = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
+    expected = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
     backend = make(name, made.pool, 32, numerics=numerics)
     backend.plan(made.batch)
     out = backend.run(0, made.query, made.key, made.value, made.batch)
-    torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.gpu
@@ -541,8 +541,8 @@ def test_decodes_replay_in_a_graph_with_other_lengths(name, numerics):
             one.batch.slots.copy_(pages.long() * 16 + last % 16)
         backend.plan(made.batch, graph=True)
         graph.replay()
-        want = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
-        torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
+        expected = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
+        torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
         if numerics == "invariant":  # a graph changes nothing
             backend.plan(made.batch)
             assert torch.equal(out, backend.run(0, made.query, made.key, made.value, made.batch))

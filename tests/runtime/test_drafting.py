@@ -394,7 +394,7 @@ def test_a_model_that_drafts_for_itself_is_right_and_one_that_reports_something_
         ({"draft_model": "x", "tp": 2}, "`draft_model` is x, but `tp` is 2"),
     ],
 )
-def test_who_cannot_draft_is_one_error(settings: dict[str, Any], message: str) -> None:
+def test_a_model_that_cannot_draft_is_one_error(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(device="cpu", **settings)
 

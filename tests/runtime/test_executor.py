@@ -155,7 +155,7 @@ def test_of_two_entries_for_one_place_the_later_wins() -> None:
 
 
 WRONG: dict[str, tuple[BatchPlan, str]] = {
-    "nobody": (
+    "no request": (
         plan(1, "decode", [(2, 2, 6, 7)]),
         "batch 1 runs r2 in row 2, which no request holds",
     ),
@@ -179,7 +179,7 @@ WRONG: dict[str, tuple[BatchPlan, str]] = {
         plan(1, "decode", [(3, 0, 5, 6)], deltas=deltas((3, 2, [64]))),
         "batch 1 gives out pages outside 0 to 63: 64",
     ),
-    "a table of nobody": (
+    "a table without a request": (
         plan(1, "decode", [(3, 0, 5, 6)], deltas=deltas((5, 2, [6]))),
         "batch 1 changes the page table of row 5, which no request holds",
     ),
@@ -341,7 +341,7 @@ def test_kv_of_another_namespace_is_not_its_own() -> None:
         device.collect()
 
 
-def test_tags_tell_sequences_apart_by_every_token_and_place() -> None:
+def test_tags_distinguish_sequences_by_every_token_and_place() -> None:
     canary = Canary(2, 4, 4, 16, CPU)
     tags = set()
     for tokens in ([1, 2, 3], [2, 1, 3], [1, 2, 4], [0, 2, 3], [3, 2, 1]):

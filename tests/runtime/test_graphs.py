@@ -136,7 +136,7 @@ def test_padding_writes_to_the_scratch_page_only() -> None:
     tables.page_table[:8, :2] = torch.arange(16, dtype=torch.int32).view(8, 2)
     for rows, stops in ((np.arange(8), np.arange(1, 9)), (np.array([6, 0, 3]), np.array([5, 8, 2]))):
         one = ForwardPass(
-            rows.astype(np.int32), (stops - 1).astype(np.int32), stops.astype(np.int32), 0, *_nobody(rows)
+            rows.astype(np.int32), (stops - 1).astype(np.int32), stops.astype(np.int32), 0, *_no_extends(rows)
         )
         tensors = _on_device(one)
         pool.values[0].fill_(-1.0)
@@ -149,7 +149,7 @@ def test_padding_writes_to_the_scratch_page_only() -> None:
         assert written == slots | padded
 
 
-def _nobody(rows: Any) -> tuple[Any, Any]:
+def _no_extends(rows: Any) -> tuple[Any, Any]:
     return np.empty(0, np.int32), np.arange(len(rows), dtype=np.int32)
 
 
@@ -238,7 +238,7 @@ def hidden_states(config: dict[str, Any], backend: str, sizes: tuple[int, ...]) 
     found = []
     for rows, stops in (([4, 0, 2, 5], [9, 1, 14, 20]), ([1, 2, 0], [16, 15, 2])):
         ends = np.array(stops, np.int32)
-        one = ForwardPass(np.array(rows, np.int32), ends - 1, ends, 0, *_nobody(rows))
+        one = ForwardPass(np.array(rows, np.int32), ends - 1, ends, 0, *_no_extends(rows))
         with torch.inference_mode():
             found.append(graphs.run(one, _on_device(one)).clone())
     return found

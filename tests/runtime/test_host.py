@@ -323,7 +323,7 @@ def test_samples_of_one_prompt_have_a_stream_each() -> None:
         runtime.host.submit(request([1, 2, 3], 4, parallel_samples=3), Ends(Answer()))
 
 
-def test_what_a_request_wants_beside_tokens_comes_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_beside_tokens_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over chunks, retractions and batches in flight: each position once, and equal to the result alone."""
     prompt = list(range(20))
     served = []
@@ -428,17 +428,17 @@ class Alternating:
 
     def __init__(self) -> None:
         self.seen: dict[int, list[int]] = {}
-        self.whose: dict[int, tuple[int, int]] = {}
+        self.owners: dict[int, tuple[int, int]] = {}
 
     def take_row(self, taken: RowTaken) -> None:
         self.seen.pop(taken.row, None)
-        self.whose[taken.row] = (taken.request_id, taken.epoch)
+        self.owners[taken.row] = (taken.request_id, taken.epoch)
         if taken.grammar is not None:
             self.seen[taken.row] = []
 
     def advance(self, request_id: int, epoch: int, tokens: Sequence[int]) -> None:
-        for row, whose in self.whose.items():
-            if whose == (request_id, epoch):
+        for row, owner in self.owners.items():
+            if owner == (request_id, epoch):
                 self.seen[row] += tokens
 
     def allowed(self, rows: Int32s) -> Int32s:
@@ -482,7 +482,7 @@ def test_a_batch_under_a_grammar_samples_behind_its_mask(depth: int, run_at: Any
     assert served == [served[0]] * 4
 
 
-def test_who_no_longer_waits_for_an_answer_ends_nothing() -> None:
+def test_a_cancelled_future_ends_no_host() -> None:
     """A future that was cancelled cannot take an answer; the control is not performed."""
     runtime = SmallRuntime()
     gone, there = runtime.host.ask(Pause()), runtime.host.ask(GetState())

@@ -55,11 +55,11 @@ def run(made: Pass, backend: TritonAttention, sms: int, graph: bool = False) -> 
 
 def agree(made: Pass, sms: int = 1, **options: object) -> TritonAttention:
     """Run both; outputs and pools must be equal."""
-    want = expected(made)
+    reference = expected(made)
     backend = TritonAttention(made.pool, made.query.shape[1], **options)
     out = run(made, backend, sms)
     tolerance = TOLERANCE[made.query.dtype]
-    torch.testing.assert_close(out, want, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(out, reference, atol=tolerance, rtol=tolerance)
     return backend
 
 
@@ -181,18 +181,18 @@ def test_what_is_written_to_fp8_is_rounded_and_never_more_than_its_largest():
 def test_views_of_one_projection_need_no_copy():
     spans = [(2, 9), (15, 16)]
     made = make_pass(spans, extend_rows=1, device=DEVICE)
-    want = expected(made)
+    reference = expected(made)
     together = torch.cat([made.query, made.key, made.value], 1)
     made.query, made.key, made.value = together.split([4, 2, 2], 1)
     assert not made.query.is_contiguous()
-    torch.testing.assert_close(run(made, TritonAttention(made.pool, 4), 1), want, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(run(made, TritonAttention(made.pool, 4), 1), reference, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("sms", [1, MANY])
 def test_padding_rows_of_a_graph_are_harmless(sms):
     """Two padding rows compute a token at position 0 of the scratch page, NaN before; the other rows are unaffected."""
     made = make_pass([(37, 38), (5, 6)], extend_rows=0, page_size=16, device=DEVICE)
-    want = expected(made)
+    reference = expected(made)
     batch, pool = made.batch, made.pool
     scratch_row = torch.full_like(batch.page_table[:1], pool.scratch_page)
     batch.page_table = torch.cat([batch.page_table, scratch_row])
@@ -205,7 +205,7 @@ def test_padding_rows_of_a_graph_are_harmless(sms):
     batch.lengths_host = np.concatenate([batch.lengths_host, [1, 1]]).astype(np.int32)
     made.query, made.key, made.value = (torch.cat([one, one]) for one in (made.query, made.key, made.value))
     out = run(made, TritonAttention(pool, 4), sms, graph=True)
-    torch.testing.assert_close(out[:2], want, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(out[:2], reference, atol=2e-6, rtol=2e-6)
 
 
 def test_what_a_graph_launches_depends_on_rows_alone():

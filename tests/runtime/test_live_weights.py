@@ -382,7 +382,7 @@ class Doubles:
     def load_weights(self, version: int, source: str) -> None:
         self.told.append((version, source))
         if source == "broken":
-            raise RuntimeError("nobody knows what the device holds")
+            raise RuntimeError("the contents of the device are unknown")
 
     def switch_memory(self, tags: tuple[str, ...], *, released: bool) -> None:
         self.told.append((tags, released))
@@ -414,9 +414,9 @@ def test_an_order_that_was_not_answered_is_given_again_behind_a_restart(tmp_path
 def test_an_engine_whose_weights_are_unknown_ends() -> None:
     runtime = SmallRuntime(device=DeviceServices(weight_loader=Doubles()))
     asked = runtime.host.ask(UpdateWeights(1, "broken"))
-    with pytest.raises(RuntimeError, match="nobody knows"):
+    with pytest.raises(RuntimeError, match="the contents of the device"):
         runtime.host.run()
-    assert "nobody knows" in str(asked.exception(timeout=0))
+    assert "the contents of the device" in str(asked.exception(timeout=0))
 
 
 def test_requests_come_and_go_while_weights_are_loaded() -> None:

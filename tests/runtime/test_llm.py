@@ -613,7 +613,7 @@ def test_numerics_and_backend_reach_every_pass(folder: Path, monkeypatch: pytest
     assert made == [("reference", numerics)] * 2
 
 
-def test_memory_is_measured_with_rows_that_ask_for_every_step_of_sampling(
+def test_memory_is_measured_with_rows_that_use_every_step_of_sampling(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[SamplingTable] = []
@@ -789,7 +789,7 @@ def test_a_wrong_line_is_named_and_the_others_go_on(folder: Path) -> None:
     assert "7 of 10 lines have an `error`" in result.stderr
 
 
-def test_a_line_that_asks_for_several_answers_has_them_in_one_object(folder: Path) -> None:
+def test_a_line_for_several_answers_has_them_in_one_object(folder: Path) -> None:
     lines = [
         json.dumps({"prompt": [5, 6], "n": 3, "temperature": 1.0, "max_new_tokens": 4, "ignore_eos": True}),
         json.dumps({"prompt": [5, 6], "n": 0}),

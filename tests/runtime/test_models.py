@@ -198,16 +198,16 @@ def test_ranks_together_give_what_one_gives(case: str, ranks: int, tmp_path: Pat
 
 def test_random_weights_do_not_depend_on_the_ranks() -> None:
     config = SMALL | {"architectures": ["LlamaForCausalLM"]}
-    whole = {want.name: want.into for want in build_model(config, random_weights_seed=3).tensors()}
+    whole = {tensor.name: tensor.into for tensor in build_model(config, random_weights_seed=3).tensors()}
     meeting = Ranks(2)
     for rank in range(2):
         part = build_model(config, random_weights_seed=3, parallel=meeting.parallel(rank))
-        for want in part.tensors():
-            full = whole[want.name]
-            if want.split.dim is not None:
-                kept = want.split.shard(want.shape[want.split.dim], rank, 2)
-                full = full.narrow(want.split.dim, kept.start, kept.stop - kept.start)
-            assert torch.equal(want.into[: full.shape[0]], full), want.name
+        for tensor in part.tensors():
+            full = whole[tensor.name]
+            if tensor.split.dim is not None:
+                kept = tensor.split.shard(tensor.shape[tensor.split.dim], rank, 2)
+                full = full.narrow(tensor.split.dim, kept.start, kept.stop - kept.start)
+            assert torch.equal(tensor.into[: full.shape[0]], full), tensor.name
 
 
 def test_heads_that_ranks_cannot_share_are_refused() -> None:

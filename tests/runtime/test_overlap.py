@@ -75,7 +75,7 @@ def test_times_do_not_drift_though_there_is_no_wait(off: float) -> None:
 
 
 @pytest.mark.parametrize("off", [50e-6, -50e-6])
-def test_a_host_that_is_always_late_knows_when_it_launched(off: float) -> None:
+def test_launches_bound_the_times_of_a_host_that_is_always_late(off: float) -> None:
     dates = served(off, looks_us=None)
     assert all(ended_us - 20_050 <= finished_us <= ended_us + 300 for _, ended_us, _, finished_us in dates)
 

@@ -142,7 +142,7 @@ def test_the_command_reports_where_traces_are_and_how_long_the_device_waited(tmp
     assert llm_quiet.stderr == ""
 
 
-def test_stats_tell_of_engine_and_device(llm: LLM) -> None:
+def test_stats_describe_engine_and_device(llm: LLM) -> None:
     before = llm.stats()
     llm.generate([[5, 6, 9]], FOUR)
     after = llm.stats()

@@ -31,7 +31,7 @@ def folder_of(path: Path, config: dict[str, Any]) -> Path:
     """A checkpoint of random values, large enough that a wrong one shows."""
     path.mkdir()
     model = build_model(config, torch.float32, random_weights_seed=5)
-    tensors = {want.name: want.into * (1.0 if want.initial else 12.0) for want in model.tensors()}
+    tensors = {tensor.name: tensor.into * (1.0 if tensor.initial else 12.0) for tensor in model.tensors()}
     save_file(tensors, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
     return path

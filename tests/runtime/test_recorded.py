@@ -135,7 +135,7 @@ def test_plans_of_a_simulator_answer_every_request_as_if_it_were_alone(name: str
     assert sum(len(answer.tokens) for answer in answers) > 100
 
 
-def test_the_executor_is_reported_what_it_was_told_when_the_journal_was_written(tmp_path: Path) -> None:
+def test_the_executor_receives_the_same_requests_as_when_the_journal_was_written(tmp_path: Path) -> None:
     """Samples, turns of a session, truncated prompts, end tokens that are banned at first, output that was kept."""
     config = small_config(truncate_input="left", max_input_tokens=20, eos_token_ids=(5,), retract_every=4)
     with JournalWriter.create(tmp_path, JournalHeader(config=config, host={"kind": "runtime"})) as journal:

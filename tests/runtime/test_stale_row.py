@@ -61,7 +61,7 @@ def fresh(folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", SPECIAL)
-def test_who_comes_next_gets_what_it_gets_alone(llm: LLM, fresh: list[Any], name: str) -> None:
+def test_the_next_request_gets_its_answer_alone(llm: LLM, fresh: list[Any], name: str) -> None:
     special = Params(**{"max_new_tokens": 12, "temperature": 1.0, "seed": 1, **SPECIAL[name]})
     for params, expected in zip((PLAIN, DRAWN), fresh, strict=True):
         before = llm.generate([[9, 9, 9]], special)[0]

@@ -164,10 +164,10 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     wanted = build_model(MOE, random_weights_seed=0).tensors()
     save_file(
         {
-            want.name: torch.ones(want.shape)
-            if want.initial
-            else torch.empty(want.shape).normal_(0, 0.3, generator=made)
-            for want in wanted
+            tensor.name: torch.ones(tensor.shape)
+            if tensor.initial
+            else torch.empty(tensor.shape).normal_(0, 0.3, generator=made)
+            for tensor in wanted
         },
         folder / "model.safetensors",
     )

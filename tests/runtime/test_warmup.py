@@ -123,7 +123,7 @@ def test_a_step_that_fails_is_named_and_the_others_are_served(
 @pytest.mark.parametrize("numerics", ["fast", "invariant"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_prompts_of_the_warm_up_ask_for_every_tile_of_an_extend(head_dim: int, dtype: str, numerics: Any) -> None:
+def test_prompts_of_the_warm_up_use_every_tile_of_an_extend(head_dim: int, dtype: str, numerics: Any) -> None:
     """With any number of query heads per KV head, and any number of new tokens of a request."""
     pytest.importorskip("triton", reason="its kernels need triton")
     from lockstep.runtime.attention.triton_backend import extend_tiling

@@ -243,8 +243,8 @@ def test_each_tenant_may_have_its_own() -> None:
 def test_digest_names_the_adapters() -> None:
     turns = turns_of()
     assert workload_digest(with_adapters(turns, parse_adapters("0.01x3"), seed=7)) != workload_digest(turns)
-    nobody = replace(turns, adapter=np.zeros(len(turns), np.int32), adapters=("",))
-    assert workload_digest(nobody) == workload_digest(turns)
+    unused = replace(turns, adapter=np.zeros(len(turns), np.int32), adapters=("",))
+    assert workload_digest(unused) == workload_digest(turns)
     one = with_adapters(turns, parse_adapters("3"), seed=7)
     assert one.head(10)[9].adapter == one[9].adapter == one.take(np.array([9]))[0].adapter
 

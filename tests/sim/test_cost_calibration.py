@@ -485,7 +485,7 @@ def test_a_journal_gives_back_the_correction_that_made_it(tmp_path: Path) -> Non
     assert 0.98 < low <= high < 1.02
 
 
-def test_a_journal_tells_the_spread_of_its_batches(tmp_path: Path) -> None:
+def test_a_journal_shows_the_spread_of_its_batches(tmp_path: Path) -> None:
     base = roofline_model(load_model("qwen3-0.6b"), load_gpu("h200"))
     run_folder = recorded(tmp_path, Correction(), spread=0.05)
     batches = timed_batches(of_journal(run_folder), base, run_folder)

@@ -94,7 +94,7 @@ def test_what_lies_beyond_the_tables_is_reported(tmp_path: Path, base: RooflineM
     assert measured.extrapolated == set()
 
 
-def test_what_no_batch_of_a_run_asks_is_not_noted(tmp_path: Path, base: RooflineModel) -> None:
+def test_shapes_outside_a_run_are_not_noted(tmp_path: Path, base: RooflineModel) -> None:
     measured = MeasuredModel(base, read_operator_tables(write_tables(tmp_path, base), GPU))
     measured.batch_us(extend_shape(40_000))
     before = measured.extrapolated.copy()

@@ -222,7 +222,7 @@ def test_ranks_sample_under_grammars(tmp_path: Path) -> None:
     first, *others = [one.data.batches for one in made.engines]
     assert all(other.started_us.tolist() == first.started_us.tolist() for other in others), "passes begin together"
     ends = np.max([one.finished_us for one in (first, *others)], axis=0)
-    assert (first.started_us[1:] >= ends[:-1]).all(), "and nobody begins before all have sampled"
+    assert (first.started_us[1:] >= ends[:-1]).all(), "no pass begins before all have sampled"
     verified = CliRunner().invoke(journal, ["verify", str(tmp_path)])
     assert verified.exit_code == 0, verified.output
 
@@ -303,7 +303,7 @@ def test_router_in_front_of_ranks_takes_every_policy(policy: Any) -> None:
     assert (sent == [10] * 4) == (policy == "round_robin")
 
 
-def test_router_may_know_only_what_ranks_reported_a_while_ago(tmp_path: Path) -> None:
+def test_router_may_see_only_older_reports_of_ranks(tmp_path: Path) -> None:
     policy = RouterConfig(policy="total_tokens")
     fresh = run(cluster(ROUTED, router=policy))
     stale = cluster(ROUTED, router=policy, report_interval_us=400_000, report_delay_us=20_000)
@@ -364,7 +364,7 @@ def test_prefill_ranks_hand_over_to_decode_ranks(tmp_path: Path) -> None:
     assert made.data.requests.output_tokens.sum() == made.setup.workload.turns.output_tokens.sum()
     prefill, decode = summary["ranks_prefill"], summary["ranks_decode"]
     assert prefill["passes_extending"] == prefill["passes"]
-    assert (decode["passes_extending"], decode["graph_share"]) == (0, 1.0), "nobody extends who only joins"
+    assert (decode["passes_extending"], decode["graph_share"]) == (0, 1.0), "a rank that only joins does not extend"
     verified = CliRunner().invoke(journal, ["verify", str(tmp_path)])
     assert verified.exit_code == 0, verified.output
 
@@ -443,7 +443,7 @@ def test_ranks_with_microbatches_keep_stages_busier() -> None:
     assert two["ranks"]["exchanges"] < 1.2 * two["ranks"]["passes"], "turns are seldom passed on for nothing"
 
 
-def test_who_comes_while_one_microbatch_is_in_flight_enters_the_other() -> None:
+def test_a_request_that_arrives_while_one_microbatch_is_in_flight_enters_the_other() -> None:
     """Its turn is not passed on while no rank needs that: the second request would wait for the first one's pass."""
     made = run(cluster("gen:n=2,rate=400,input=fixed:900,output=fixed:1", pp=2, settings={"pp_size": 2}))
     times = made.engines[0].data.stages

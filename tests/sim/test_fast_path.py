@@ -273,7 +273,7 @@ def test_a_front_end_and_a_lane_without_costs() -> None:
         assert_equal(compiled_run(one).data, simulate(one, compiled=False).data)
 
 
-def test_who_lacks_pages_is_left_to_the_core() -> None:
+def test_a_run_that_lacks_pages_is_left_to_the_core() -> None:
     setup = steady(sched={"pages": 60, "reserve": "on_demand", "context_tokens_max": 900})
     assert simulate_module._run_compiled(setup, None, always=True) is None
     ours, theirs = (simulate(setup, compiled=compiled) for compiled in (True, False))
@@ -281,7 +281,7 @@ def test_who_lacks_pages_is_left_to_the_core() -> None:
     assert_equal(ours.data, theirs.data)
 
 
-def test_an_interrupted_run_reports_what_it_knows() -> None:
+def test_an_interrupted_run_reports_its_results_so_far() -> None:
     setup = steady(3_000)
     metrics = MetricsFold(kv_pages=setup.config.pages)
     plain = fast_run_of([setup], [metrics], on_finish=lambda ended: setattr(plain, "stop_requested", ended > 500))

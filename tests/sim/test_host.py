@@ -361,7 +361,7 @@ def test_a_rejected_turn_ends_its_session() -> None:
     assert list(recorder.finished()) == [1]
 
 
-def test_who_cancels_goes_at_the_given_time_and_sends_no_more() -> None:
+def test_a_cancelled_turn_ends_at_the_given_time_and_its_session_sends_no_more() -> None:
     turns = [turn(0, output_tokens=100), turn(1, after=0), turn(2)]
     host, recorder = play(turns, cancel_after_us={0: 5500})
     assert recorder.of(RequestCancelled) == [RequestCancelled(5500, 0)]
@@ -413,7 +413,7 @@ def test_answers_longer_than_their_limit_are_cut() -> None:
     assert (recorder.finished()[0].reason, recorder.finished()[0].output_tokens) == ("length", 10)
 
 
-def test_turns_that_want_no_token_end_when_their_prompt_is_computed() -> None:
+def test_turns_without_output_end_when_their_prompt_is_computed() -> None:
     turns = [turn(0, output_tokens=0), turn(1, output_tokens=3), turn(2, output_tokens=0, after=0)]
     _, recorder = play(turns, max_new_tokens=10, eos_token_ids=(EOS_TOKEN_ID,))
     assert [finish.reason for _, finish in sorted(recorder.finished().items())] == ["computed", "stop", "computed"]

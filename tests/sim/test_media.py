@@ -405,7 +405,7 @@ def test_a_cluster_adds_up_what_its_engines_did() -> None:
     assert summary["media"]["encoder_busy_us"] > alone["encoder_busy_us"]
 
 
-def test_a_plan_knows_media_and_reports_that_they_are_simulated_only() -> None:
+def test_a_plan_has_media_and_reports_that_they_are_simulated_only() -> None:
     words = "--model qwen2.5-vl-7b --gpus h100 --slo ttft_p99=2s --rate 2 --quick --requests 20 --jobs 1".split()
     words += ["--workload", "gen:input=fixed:64,output=fixed:4", "--media", "image=1:640x480/4"]
     done = CliRunner().invoke(plan, words)

@@ -456,7 +456,7 @@ def cancelling(cluster: Any, after_us: Sequence[int]) -> Counter[str]:
     return happened
 
 
-def assert_nobody_is_lost(cluster: Any) -> None:
+def assert_no_request_is_lost(cluster: Any) -> None:
     """All requests have ended, and nothing is held, encoded or kept for any."""
     for host in cluster.clock.hosts:
         engine = host.engine
@@ -490,7 +490,7 @@ def test_no_request_on_a_rank_is_lost_by_leaving_or_by_media_that_cannot_be_enco
         cluster = made(setup)
         cancelling(cluster, after_us)
         cluster.run()
-    assert_nobody_is_lost(cluster)
+    assert_no_request_is_lost(cluster)
     data = cluster.result(False, 0.0).data
     ends = Counter(data.requests.finish_reason.tolist())
     assert sum(ends.values()) == 24
@@ -536,7 +536,7 @@ def test_no_request_between_engines_is_lost_by_leaving_or_by_media_that_cannot_b
         cluster = made(setup)
         cancelling(cluster, after_us)
         cluster.run()
-    assert_nobody_is_lost(cluster)
+    assert_no_request_is_lost(cluster)
     assert not cluster.fabric.rooms
     ends = Counter(cluster.result(False, 0.0).data.requests.finish_reason.tolist())
     assert sum(ends.values()) == 24

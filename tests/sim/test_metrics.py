@@ -848,7 +848,7 @@ def test_a_long_run_keeps_no_more_than_open_requests() -> None:
     assert data.requests.output_tokens.tolist() == [3] * 2_000
 
 
-def test_who_has_ended_is_sent_nothing_more_and_may_not_arrive_twice() -> None:
+def test_an_ended_request_is_sent_nothing_more_and_may_not_arrive_twice() -> None:
     for settle in (False, True):
         run = Run()
         run.answer(1, 0, [10])

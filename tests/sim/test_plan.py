@@ -161,7 +161,7 @@ def test_student_t_is_that_of_the_tables(probability: float, freedom: int, value
     assert student_t(probability, freedom) == pytest.approx(value, rel=1e-4)
 
 
-def test_intervals_cover_as_often_as_they_say() -> None:
+def test_intervals_cover_as_often_as_stated() -> None:
     draws = random.Random(3)
     covered = predicted = 0
     for _ in range(400):
@@ -285,7 +285,7 @@ def test_the_cheapest_for_a_rate_is_found_and_one_replica_less_does_not_do() -> 
     assert found.candidates[1].cost_per_hour(other.replicas) > winner.cost_per_hour(winner.best.replicas)
 
 
-def test_who_is_worse_whatever_long_runs_report_is_not_confirmed() -> None:
+def test_a_candidate_that_is_worse_under_any_long_runs_is_not_confirmed() -> None:
     asked = question(gpus=("h100", "h200"), rate=60.0, prices={"h100": 1.0, "h200": 10.0})
     found = planned(asked)
     assert found.candidates[1].pruned == "costs more than #1"
@@ -384,7 +384,7 @@ def evaluation(load: float, replicas: int = 1) -> Evaluation:
     return Evaluation(load=load, replicas=replicas, status="met", intervals=(), results=(), first_trial=trial())
 
 
-def test_who_was_left_out_for_more_than_the_other_one_confirms_is_confirmed_after_all() -> None:
+def test_a_candidate_left_out_for_more_than_the_other_one_confirms_is_confirmed_after_all() -> None:
     asked = question(search=(("overlap_depth", (0, 1)),))
     made = [
         Candidate(configuration=one, question=asked, setup=object(), narrow_met=met, narrow_missed=missed)  # type: ignore[arg-type]

@@ -153,15 +153,15 @@ def test_the_best_split_is_found_and_what_cannot_be_best_is_not_simulated(tmp_pa
     simulated = [json.loads(path.read_bytes())["trial"] for path in (tmp_path / "kept" / "simulations").iterdir()]
     assert {trial.get("prefill_decode", "mixed") for trial in simulated} == {"mixed", "2:1"}
 
-    everybody = planned(replace(asked, confirm_all=True))
-    assert everybody.winner is not None
+    confirmed = planned(replace(asked, confirm_all=True))
+    assert confirmed.winner is not None
     assert found.winner is not None
-    assert everybody.winner.configuration == found.winner.configuration
-    loads = {str(c.split): c.best.load for c in everybody.candidates if c.best is not None}
+    assert confirmed.winner.configuration == found.winner.configuration
+    loads = {str(c.split): c.best.load for c in confirmed.candidates if c.best is not None}
     assert loads["1:2"] < loads["2:1"]
     for candidate in (mixed, two):
         assert candidate.best is not None
-        assert candidate.best.load == everybody.candidates[candidate.configuration.number - 1].best.load  # type: ignore[union-attr]
+        assert candidate.best.load == confirmed.candidates[candidate.configuration.number - 1].best.load  # type: ignore[union-attr]
 
 
 def test_a_looser_bound_is_never_met_by_less() -> None:

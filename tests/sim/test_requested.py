@@ -118,7 +118,7 @@ def command_lines(name: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", sorted(set(OPTIONS) - set(NOT_KEPT)))
-def test_what_an_option_asks_for_comes_back_from_the_command_that_a_run_keeps(name: str) -> None:
+def test_the_value_of_an_option_is_read_back_from_the_command_of_a_run(name: str) -> None:
     for with_it, without in command_lines(name):
         asked = requested_by_command(with_it)
         assert asked != requested_by_command(without), with_it

@@ -174,7 +174,7 @@ def test_a_run_is_read_back_and_clusters_keep_turns_where_their_session_is(tmp_p
         assemble_cluster(ClusterScenario(base=asked(), replicas=2), {})
 
 
-def test_a_plan_may_ask_for_sessions() -> None:
+def test_a_plan_may_have_a_load_of_sessions() -> None:
     words = "--model qwen3-8b --gpus h200 --slo ttft_p99=2s --load sessions --sessions 3 --quick --jobs 1".split()
     words += ["--requests", "20", "--workload", CHAT, "--server-sessions"]
     done = CliRunner().invoke(plan, words)

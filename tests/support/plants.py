@@ -537,7 +537,7 @@ def other_microbatches_not_searched() -> Plant:
     return _replaced(Microbatches, "states_of", bug)
 
 
-def chunk_wants_a_place() -> Plant:
+def chunk_needs_a_place() -> Plant:
     """The next chunk of a prompt requires a place although the prompt has one (SG#23006)."""
     return _replaced(
         Microbatches, "has_place", lambda original, several, request=None: several.places[several.at] < several.size
@@ -586,7 +586,7 @@ OF_HYBRIDS = frozenset(
 """The bugs that only histories with windows or states can show."""
 
 OF_MICROBATCHES = frozenset(
-    "chunk_wants_a_place microbatch_place_not_released other_microbatches_not_searched place_kept_by_the_first".split()
+    "chunk_needs_a_place microbatch_place_not_released other_microbatches_not_searched place_kept_by_the_first".split()
 )
 """The bugs that only histories with several microbatches can show."""
 
@@ -813,7 +813,7 @@ def fenced_pages_not_counted() -> Plant:
     return _replaced(Memory, "returning_pages", bug)
 
 
-def evicts_all_it_wants() -> Plant:
+def evicts_the_whole_allocation() -> Plant:
     """An allocation evicts all the pages that it needs, not only those that the free list lacks."""
 
     def bug(alloc: Original, memory: Memory, pages: int, reason: Any, step: Step) -> Int32s:
@@ -857,7 +857,7 @@ PLANTS: dict[str, Callable[[], Plant]] = {
         adapter_evicted_in_use,
         checkpoint_not_passed,
         checkpoint_written_again,
-        chunk_wants_a_place,
+        chunk_needs_a_place,
         dead_matcher,
         discard_is_a_flag,
         double_free,
@@ -934,7 +934,7 @@ OBLIGATIONS: dict[str, Callable[[], Plant]] = {
     plant.__name__: plant
     for plant in (
         cancel_of_a_split_prompt_lost,
-        evicts_all_it_wants,
+        evicts_the_whole_allocation,
         fenced_pages_not_counted,
         min_tokens_ignored,
         no_preemption_for_a_place,

@@ -714,14 +714,14 @@ class TaggedKv:
             story = self.stories[int(plan.request_ids[span.index])]
             wanted = range(span.start, span.start + len(span.targets))
             if not wanted or wanted.stop > int(plan.stops[span.index]) or set(wanted) & set(story.logprobs):
-                raise KvError(f"b{plan.batch_id} wants logprobs of {wanted}, {story.logprobs} were delivered")
+                raise KvError(f"b{plan.batch_id} requests logprobs of {wanted}, {story.logprobs} were delivered")
             for position, target in zip(wanted, span.targets.tolist(), strict=True):
                 if isinstance(story.tokens[position + 1], int) and story.tokens[position + 1] != target:
-                    raise KvError(f"b{plan.batch_id} wants the logprob of {target} at {position}")
+                    raise KvError(f"b{plan.batch_id} requests the logprob of {target} at {position}")
         for hidden in plan.hidden_spans:
             story = self.stories[int(plan.request_ids[hidden.index])]
             if set(range(hidden.start, int(plan.stops[hidden.index]))) & set(story.hidden):
-                raise KvError(f"b{plan.batch_id} wants hidden states that were delivered, from {hidden.start}")
+                raise KvError(f"b{plan.batch_id} requests hidden states that were delivered, from {hidden.start}")
 
     def _new_tokens(self, plan: BatchPlan, i: int, ids: list[Any]) -> list[Any]:
         """The inputs of the new positions of an extend row: tokens, and embeddings in spans."""

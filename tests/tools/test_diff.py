@@ -87,7 +87,7 @@ def test_other_inputs_are_aligned_by_launch_and_request(runs: Path) -> None:
     assert json.loads(run_diff(runs / "fcfs", runs / "slower", "--json").stdout)["first_differing_input"]["number"] > 0
 
 
-def test_request_that_asks_for_more_is_where_inputs_part_and_its_last_decode_where_launches_do(tmp_path: Path) -> None:
+def test_a_longer_request_is_where_inputs_differ_and_its_last_decode_where_launches_do(tmp_path: Path) -> None:
     first = record_story(tmp_path / "a", STORY.format(about="b wants 2.", policy="fcfs", b=2))
     other = record_story(tmp_path / "b", STORY.format(about="b wants 4.", policy="fcfs", b=4))
     found = drift(first, other)

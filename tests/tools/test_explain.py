@@ -261,8 +261,8 @@ def test_every_timeline_adds_up(path: Path, tmp_path: Path) -> None:
     run = Run()
     play(parse(path.read_text()), run)
     engine, names = Engine(run.config), Names()
-    everybody = range(run.next_request + 40)
-    chronicle = Chronicle(everybody)
+    request_ids = range(run.next_request + 40)
+    chronicle = Chronicle(request_ids)
     for number, event in enumerate(run.events):
         step = engine.step(event)
         names.observe(event)
@@ -585,7 +585,7 @@ def test_the_state_at_every_step_adds_up(crowd: Path) -> None:
             assert one.shared_pages <= one.pages == -(-(one.computed_tokens + one.in_flight_tokens) // page)
 
 
-def test_the_ids_of_vllm_have_the_names_that_its_clients_know() -> None:
+def test_the_ids_of_vllm_have_the_names_of_its_clients() -> None:
     assert clients_ids("cmpl-mine-0-1a2b3c4d") == {"cmpl-mine-0", "cmpl-mine", "mine-0", "mine"}
     assert clients_ids("chatcmpl-a-7-1a2b3c4d") == {"chatcmpl-a-7", "a-7"}
     assert clients_ids("2_chatcmpl-ab-1a2b3c4d") == {"chatcmpl-ab", "ab"}

@@ -171,7 +171,7 @@ def test_what_cannot_be_is_refused_by_name(server: str, tmp_path: Path) -> None:
     assert ServerAddress.parse("https://host/base/v1/") == ServerAddress("host", 443, "/base", True)
 
 
-def test_a_kept_connection_that_was_told_to_go_is_replaced() -> None:
+def test_a_kept_connection_that_was_closed_is_replaced() -> None:
     """A server that closes idle connections may announce it with a 408 that answers no request."""
 
     async def run() -> tuple[int, int, bytes]:

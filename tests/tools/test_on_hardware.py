@@ -347,7 +347,7 @@ def test_a_batch_behind_another_begins_when_that_ends(run: Path) -> None:
     assert not times.left_out
 
 
-def test_the_catalogue_knows_the_demo_model_as_it_is() -> None:
+def test_the_catalogue_has_the_demo_model_as_it_is() -> None:
     demo = pytest.importorskip("lockstep.runtime.demo_model", reason="the GPU runtime is not installed")
     known, real = load_model("demo"), load_model(str(demo.demo_model_folder()))
     for field in real.__slots__:
