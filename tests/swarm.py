@@ -43,7 +43,7 @@ from tests.support.driver.draw import (
 from tests.support.driver.run import run_actions, shrunk
 from tests.support.hybrids import hybrid, hybrid_history
 from tests.support.plants import (
-    FOUND_BY_STORY,
+    FOUND_BY_SCENARIO,
     OBLIGATIONS,
     OF_COMMANDS,
     OF_HYBRIDS,
@@ -296,13 +296,13 @@ def hunt(plant: str, first: int, most: int) -> tuple[str, str] | None:
     """Search for a planted bug: where it was found, and as which error; None if it survived."""
     first -= first % PIPELINED_SEEDS  # so that the kinds of histories are at their expected seeds
     with ALL_PLANTS[plant]():
-        if plant in FOUND_BY_STORY:
-            story = FOUND_BY_STORY[plant]
+        if plant in FOUND_BY_SCENARIO:
+            scenario = FOUND_BY_SCENARIO[plant]
             try:
-                difference, _ = run_file(SCENARIOS / f"{story}.txt", update=False)
+                difference, _ = run_file(SCENARIOS / f"{scenario}.txt", update=False)
             except Exception as error:  # any exception is a finding
                 difference = f"{type(error).__name__}: {error}"
-            return (story, difference) if difference else None
+            return (scenario, difference) if difference else None
         where = range(first, first + most)
         if plant in OF_HYBRIDS:
             where = range(first + HYBRID_HUNT_FROM, first + most, HYBRID_SEEDS)

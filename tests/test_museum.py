@@ -321,7 +321,7 @@ def test_every_script_and_every_failure_has_a_row() -> None:
     assert list(museum_rows()) == expected
 
 
-def test_every_story_of_the_museum_is_in_its_table() -> None:
+def test_every_scenario_of_the_museum_is_in_its_table() -> None:
     text = "\n".join(museum_rows().values())
     missing = [path.stem for path in (SCENARIOS / "museum").glob("*.txt") if f"`museum/{path.stem}`" not in text]
     assert not missing
@@ -333,7 +333,7 @@ def test_every_test_named_in_the_table_exists() -> None:
         assert f"def {name}(" in tests, f"tests/README.md names {name}, which does not exist"
 
 
-def test_every_story_opens_with_a_public_reference() -> None:
+def test_every_scenario_opens_with_a_public_reference() -> None:
     for path in (SCENARIOS / "museum").glob("*.txt"):
         opening = path.read_text().split("\nconfig")[0]
         assert re.search(r"\b(SG|VL|MS|NV|TR|JX|VA|FS|BI)#\w+", opening), path.stem

@@ -561,7 +561,7 @@ def checkpoint_not_passed() -> Plant:
     return _replaced(StatePool, "verified", lambda original, states, batch: None)
 
 
-FOUND_BY_STORY: dict[str, str] = {
+FOUND_BY_SCENARIO: dict[str, str] = {
     # No state breaks: the engine is only slower, or waits without end where all requests run.
     "key_from_the_prompt_only": "museum/d7_second_turn_hits_prompt_and_output",
     "window_of_headroom": "museum/a7_short_resume_at_two_windows",

@@ -78,7 +78,7 @@ def record_run(folder: Path, run: Run) -> Path:
     return folder
 
 
-def record_story(folder: Path, text: str) -> Path:
+def record_text(folder: Path, text: str) -> Path:
     """Play a scenario's text and write it as a journal, without comparing its output."""
     run = Run()
     play(parse(text), run)
@@ -87,7 +87,7 @@ def record_story(folder: Path, text: str) -> Path:
 
 def record_scenario(folder: Path, name: str) -> Path:
     """Record the run of a file in tests/scenarios, such as `admission/running_limit`."""
-    return record_story(folder, (SCENARIOS / f"{name}.txt").read_text())
+    return record_text(folder, (SCENARIOS / f"{name}.txt").read_text())
 
 
 def record_simulation(

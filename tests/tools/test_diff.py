@@ -13,7 +13,7 @@ from lockstep.core.journal.replay import fold
 from lockstep.core.journal.writer import JournalWriter
 from lockstep.tools.diff import diff
 from lockstep.tools.drift import drift
-from tests.support.recorded import record_simulation, record_story
+from tests.support.recorded import record_simulation, record_text
 
 WORKLOAD = "gen:n=30,rate=400,shared_prefix=64x2,input=lognormal:150:0.8,output=lognormal:30:0.8,max_total=700"
 TIGHT = {"pages": 60, "max_running_requests": 8, "chunked_prefill_size": 128}
@@ -88,8 +88,8 @@ def test_other_inputs_are_aligned_by_launch_and_request(runs: Path) -> None:
 
 
 def test_a_longer_request_is_where_inputs_differ_and_its_last_decode_where_launches_do(tmp_path: Path) -> None:
-    first = record_story(tmp_path / "a", STORY.format(about="b wants 2.", policy="fcfs", b=2))
-    other = record_story(tmp_path / "b", STORY.format(about="b wants 4.", policy="fcfs", b=4))
+    first = record_text(tmp_path / "a", STORY.format(about="b wants 2.", policy="fcfs", b=2))
+    other = record_text(tmp_path / "b", STORY.format(about="b wants 4.", policy="fcfs", b=4))
     found = drift(first, other)
     assert found.input is not None
     assert found.input.number == 1

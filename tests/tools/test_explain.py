@@ -27,7 +27,7 @@ from lockstep.tools.state_at import state_at
 from lockstep.tools.timeline_picture import lanes, picture, text_lines
 from lockstep.tools.why_step import why_step
 from tests.support.fleet.fleet import Fleet
-from tests.support.recorded import SCENARIOS, journal_of, record_rank, record_simulation, record_story
+from tests.support.recorded import SCENARIOS, journal_of, record_rank, record_simulation, record_text
 from tests.support.routed import raw
 from tests.support.scenario import Run, digest_of, parse, play
 from tests.support.served import Asked
@@ -37,7 +37,7 @@ def run_explain(*arguments: object) -> Result:
     return CliRunner().invoke(explain, [str(argument) for argument in arguments])
 
 
-def story_of(folder: Path, name: str) -> tuple[RequestTimeline, Chronicle, str]:
+def timeline_of(folder: Path, name: str) -> tuple[RequestTimeline, Chronicle, str]:
     """The timeline of a request, all timelines, and its text."""
     request_id = find_request(folder, name)
     chronicle, walk = chronicle_of(folder, [request_id])
@@ -74,14 +74,14 @@ run
 
 
 def test_waiting_is_shown_with_its_reason_and_what_made_room(tmp_path: Path) -> None:
-    folder = record_story(tmp_path, QUEUE)
-    c, _, text = story_of(folder, "c")
+    folder = record_text(tmp_path, QUEUE)
+    c, _, text = timeline_of(folder, "c")
     assert causes(c) == [("launch", -1, 2, 5), ("running_limit", -1, 5, 14)]
     assert [(one.request_id, one.how) for one in c.waits[0].made_room] == [(0, "length")]
     assert "3 ms: it was not refused; the next batch was not planned yet" in text
     assert "9 ms: first in the queue, but max_running_requests (2) ran already" in text
     assert "at the end of this time a ended (length)" in text
-    d, _, text = story_of(folder, "d")
+    d, _, text = timeline_of(folder, "d")
     assert causes(d)[:2] == [("launch", -1, 2, 5), ("running_limit", 2, 5, 14)]
     assert "9 ms: behind c, which could not start: max_running_requests (2) ran already" in text
     assert "no tokens were cached (the radix cache is off): 4 tokens to compute" in text
@@ -89,7 +89,7 @@ def test_waiting_is_shown_with_its_reason_and_what_made_room(tmp_path: Path) -> 
 
 
 def test_shared_prefix_names_the_computing_request_and_what_was_hit(tmp_path: Path) -> None:
-    folder = record_story(
+    folder = record_text(
         tmp_path,
         """# b waits for the pages that a computes.
 config page_size=4 pages=64 prefix_deduplication=defer overlap_depth=0
@@ -103,7 +103,7 @@ at 9ms
 run
 """,
     )
-    b, _, text = story_of(folder, "b")
+    b, _, text = timeline_of(folder, "b")
     assert causes(b) == [("prefix", 0, 0, 7)]
     assert "7 ms: a was computing the prefix that they share" in text
     assert "40 of 41 tokens were in the radix cache, 1 was left" in text.replace("were left", "was left")
@@ -121,47 +121,47 @@ at 6ms
 moved
 run
 """
-    folder = record_story(tmp_path, (SCENARIOS / "tiers" / "storage.txt").read_text().rpartition("\nadd c")[0] + again)
-    c, _, text = story_of(folder, "c")
+    folder = record_text(tmp_path, (SCENARIOS / "tiers" / "storage.txt").read_text().rpartition("\nadd c")[0] + again)
+    c, _, text = timeline_of(folder, "c")
     assert causes(c) == [("prefetch", -1, 3, 5), ("load", -1, 5, 6)]
     assert "2 ms: its prefix was being fetched from storage" in text
     assert "1 ms: its prefix was being loaded from host memory to the device" in text
 
 
 def test_grammar_session_adapter_sample_and_pause_are_shown(tmp_path: Path) -> None:
-    grammar = record_story(
+    grammar = record_text(
         tmp_path / "grammar",
         "# g compiles for 5 ms.\nconfig page_size=2 pages=64 overlap_depth=0\n\nadd a prompt=1..4 max_new=2 grammar=g\n"
         "at 5ms\ngrammar g\nat 6ms\nstep\nrun\n",
     )
-    assert causes(story_of(grammar, "a")[0]) == [("grammar", -1, 0, 5), ("launch", -1, 5, 6)]
-    session = record_story(
+    assert causes(timeline_of(grammar, "a")[0]) == [("grammar", -1, 0, 5), ("launch", -1, 5, 6)]
+    session = record_text(
         tmp_path / "session",
         "# b waits for a.\nconfig page_size=2 pages=64\n\nopen s\nadd a prompt=1..4 max_new=1 session=s\n"
         "add b prompt=11..12 max_new=1 session=s\nstep\nat 4ms\ncollect\nat 6ms\nstep\nrun\n",
     )
-    b, _, text = story_of(session, "b")
+    b, _, text = timeline_of(session, "b")
     assert causes(b) == [("session", 0, 0, 4), ("launch", -1, 4, 6)]
     assert "the previous turn of its session, a, had not ended" in text
     assert "a turn of session s, which kept 5 tokens: 7 in all" in text
-    adapter = record_story(
+    adapter = record_text(
         tmp_path / "adapter",
         "# law is loaded.\nconfig page_size=2 pages=64 overlap_depth=0 max_loras=1\n\nload law\n"
         "add a prompt=1..4 max_new=2 adapter=law\nstep\nat 4ms\nloaded law\nat 5ms\nstep\nrun\n",
     )
-    assert causes(story_of(adapter, "a")[0])[0][0] == "adapter"
-    paused = record_story(
+    assert causes(timeline_of(adapter, "a")[0])[0][0] == "adapter"
+    paused = record_text(
         tmp_path / "paused",
         "# Paused for 9 ms.\nconfig page_size=2 pages=64 overlap_depth=0\n\npause\nadd a prompt=1..4 max_new=2\nstep\n"
         "at 9ms\nresume\nstep\nrun\n",
     )
-    assert causes(story_of(paused, "a")[0]) == [("paused", -1, 0, 9)]
-    samples = record_story(
+    assert causes(timeline_of(paused, "a")[0]) == [("paused", -1, 0, 9)]
+    samples = record_text(
         tmp_path / "samples",
         "# a.1 waits for a.\nconfig page_size=2 pages=64\n\nadd a prompt=1..8 max_new=2 n=2\nstep\nat 3ms\n"
         "finish\nrun\n",
     )
-    assert causes(story_of(samples, "a.1")[0])[0][0] in ("sample", "prefix")
+    assert causes(timeline_of(samples, "a.1")[0])[0][0] in ("sample", "prefix")
 
 
 def hear_all(fleet: Fleet) -> None:
@@ -188,19 +188,19 @@ def test_waits_between_engines_are_shown_on_both_sides(tmp_path: Path) -> None:
     fleet.clock(2_000)
     fleet.settle()
     decode = journal_of(fleet, "d0", tmp_path / "d0")
-    first, _, text = story_of(decode, "r0")
+    first, _, text = timeline_of(decode, "r0")
     assert causes(first)[0][0] == "receiving"
     assert "its KV was being transferred" in text
-    second, _, text = story_of(decode, "r1")
+    second, _, text = timeline_of(decode, "r1")
     assert [cause[0] for cause in causes(second)] == ["receiving", "ready"]
     assert "no row, or no slot for its adapter, was free" in text
-    prefill, _, text = story_of(journal_of(fleet, "p0", tmp_path / "p0"), "r0")
+    prefill, _, text = timeline_of(journal_of(fleet, "p0", tmp_path / "p0"), "r0")
     assert causes(prefill)[0][0] == "bootstrap"
     assert "its decode engine had not allocated pages for it" in text
 
 
 def test_media_are_listed_content_by_content(tmp_path: Path) -> None:
-    folder = record_story(
+    folder = record_text(
         tmp_path,
         """# b needs cat, which is being encoded for a, and dog, which waits for the encoder; c finds both.
 config page_size=2 pages=64 overlap_depth=0 encoder_budget_tokens=4
@@ -219,22 +219,22 @@ run
 """,
     )
     cat, dog = digest_of("cat").hex()[:8], digest_of("dog").hex()[:8]
-    b, chronicle, text = story_of(folder, "b")
+    b, chronicle, text = timeline_of(folder, "b")
     assert causes(b)[0] == ("media", -1, 2, 9)
     assert "7 ms: its media were being encoded" in text
     assert f"image {cat}, 4 tokens: encoded from 0.000 s, for another request, to 0.005 s" in text
     assert f"video {dog}, 4 tokens: encoded from 0.005 s to 0.009 s" in text
     encoder = next(lane for lane in lanes(b, chronicle) if lane.name == "encoder: its media")
     assert encoder.bars == [(2000, 5000), (5000, 9000)]
-    c, chronicle, text = story_of(folder, "c")
+    c, chronicle, text = timeline_of(folder, "c")
     assert f"image {cat}, 4 tokens: encoded already" in text
     assert all(lane.name != "encoder: its media" for lane in lanes(c, chronicle))
 
 
 def test_retraction_is_shown_with_the_requests_that_grew(tmp_path: Path) -> None:
     text = (SCENARIOS / "retraction/least_output_first.txt").read_text()
-    folder = record_story(tmp_path, text)
-    b, _, told_text = story_of(folder, "b")
+    folder = record_text(tmp_path, text)
+    b, _, told_text = timeline_of(folder, "b")
     assert len(b.retractions) == 1
     assert b.retractions[0].gainers == (0,)
     assert (b.retractions[0].event.needed_pages, b.retractions[0].event.available_pages) == (2, 1)
@@ -249,8 +249,8 @@ def test_retraction_is_shown_with_the_requests_that_grew(tmp_path: Path) -> None
 
 
 def test_preemption_names_the_beneficiary(tmp_path: Path) -> None:
-    folder = record_story(tmp_path, (SCENARIOS / "preemption/makes_room.txt").read_text())
-    assert "c has a higher priority and needed the pages" in story_of(folder, "b")[2]
+    folder = record_text(tmp_path, (SCENARIOS / "preemption/makes_room.txt").read_text())
+    assert "c has a higher priority and needed the pages" in timeline_of(folder, "b")[2]
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_slowest_are_the_slowest_and_their_waits_are_added_up(crowd: Path, tmp_p
 
 
 def test_step_lists_admitted_and_left_out_requests(tmp_path: Path) -> None:
-    folder = record_story(tmp_path, QUEUE)
+    folder = record_text(tmp_path, QUEUE)
     reason = why_step(folder, 6)
     assert reason.title == "step 6 at 0.005 s: LaneReady, launched b1"
     assert reason.parts["before"][:2] == ["2 waiting: c and d", "2 decoding: a and b"]
@@ -474,7 +474,7 @@ def test_a_label_cannot_give_a_terminal_orders(tmp_path: Path) -> None:
     """A journal may contain such labels: earlier writers did not refuse them."""
     label = "c\x1b[31m\x07\x7f\x9b2J\u202ed"
     seen = "c\\x1b[31m\\x07\\x7f\\x9b2J\\u202ed"
-    folder = record_story(tmp_path, QUEUE.replace("add c ", f"add {label} "))
+    folder = record_text(tmp_path, QUEUE.replace("add c ", f"add {label} "))
     page = tmp_path / "page.html"
     for asked in (("--request", "r2"), ("--request", label), ("--slowest", "ttft", 3), ("--step", 3)):
         for more in ((), ("--json",)):
@@ -534,7 +534,7 @@ finish
 
 
 def test_the_state_at_the_end_has_phases_tokens_pages_and_batches(tmp_path: Path) -> None:
-    folder = record_story(tmp_path, STOPPED)
+    folder = record_text(tmp_path, STOPPED)
     result = run_explain(folder, "--at", "end", "--json")
     assert result.exit_code == 0, result.output
     state = json.loads(result.stdout)
@@ -555,7 +555,7 @@ def test_the_state_at_the_end_has_phases_tokens_pages_and_batches(tmp_path: Path
 
 
 def test_the_state_before_a_step_is_that_of_the_run(tmp_path: Path) -> None:
-    folder = record_story(tmp_path, STOPPED)
+    folder = record_text(tmp_path, STOPPED)
     state = json.loads(run_explain(folder, "--at", "3", "--json").stdout)
     assert (state["step"], [one["label"] for one in state["requests"]]) == (3, ["a", "b"])
     assert (state["last_result"], state["ending"]) == ("", [])
@@ -564,7 +564,7 @@ def test_the_state_before_a_step_is_that_of_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("at", "why"), [("99", "must be at most 8"), ("now", "must be end or the number of a step")])
 def test_a_state_at_no_step_is_refused(at: str, why: str, tmp_path: Path) -> None:
-    result = run_explain(record_story(tmp_path, STOPPED), "--at", at)
+    result = run_explain(record_text(tmp_path, STOPPED), "--at", at)
     assert result.exit_code == 2
     assert why in result.output
 

@@ -29,7 +29,7 @@ BUSY = (
 TIGHT = {"pages": 70, "max_running_requests": 8, "chunked_prefill_size": 128}
 
 
-def by_stories(folder: Path) -> Mapping[RequestId, Waited]:
+def by_timelines(folder: Path) -> Mapping[RequestId, Waited]:
     """The waits of all requests in a journal, by their timelines."""
     ids = {
         event.request_id + sample
@@ -45,7 +45,7 @@ def by_stories(folder: Path) -> Mapping[RequestId, Waited]:
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in GOLDEN.glob("*/journal")))
 def test_it_agrees_with_timelines(name: str) -> None:
-    assert waits_of(GOLDEN / name) == by_stories(GOLDEN / name)
+    assert waits_of(GOLDEN / name) == by_timelines(GOLDEN / name)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_it_gives_the_same_beside_a_simulation(tmp_path: Path, settings: dict[st
     simulate(assemble(scenario, environ={}), observer=without)
     found = live.close()
     assert without.close() == found
-    assert found == by_stories(tmp_path / "run")
+    assert found == by_timelines(tmp_path / "run")
     assert waits_of(tmp_path / "run") == found
     assert sum(one.queue_us > 0 for one in found.values()) > 20
 

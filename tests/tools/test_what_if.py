@@ -38,7 +38,7 @@ from lockstep.tools.recorded import journal_workload
 from lockstep.tools.recorded_waits import RecordedWaits
 from lockstep.tools.replay import replay
 from lockstep.tools.what_if import Base, changed_base, read_base, simulate_base
-from tests.support.recorded import record_story, waited_by
+from tests.support.recorded import record_text, waited_by
 
 WORKLOAD = (
     "gen:n=60,rate=200,turns=uniform:1:3,think=lognormal:50ms:1,shared_prefix=64x3,input=lognormal:120:0.8,"
@@ -230,7 +230,7 @@ def test_all_that_was_reported_of_drafts_goes_with_them() -> None:
 
 def test_settings_of_a_journal_are_kept_under_any_profile(run: Path, tmp_path: Path) -> None:
     """The simulator's own profile differs from the plain defaults; recorded settings stay."""
-    timeline = record_story(
+    timeline = record_text(
         tmp_path / "plain",
         "# Plain defaults.\nconfig page_size=2 pages=64 overlap_depth=0\n\nadd a prompt=1..4 max_new=2\nstep\nrun\n",
     )
