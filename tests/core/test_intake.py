@@ -56,7 +56,7 @@ def test_requests_held_while_blocked_leave_in_order_once_every_rank_opens() -> N
     blocker = InputBlocker[str]()
     blocker.block()
     assert blocker.take("ab") == []
-    assert blocker.ranks_agreed(True) == []  # this rank has no request to open
+    assert blocker.ranks_agreed(True) == []  # this rank is still blocked
     blocker.unblock()
     assert blocker.take("c") == []
     assert blocker.ranks_agreed(False) == []

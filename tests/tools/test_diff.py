@@ -121,7 +121,7 @@ def test_what_is_no_journal_is_refused(runs: Path, tmp_path: Path) -> None:
 
 
 def test_runs_of_other_requests_do_not_drift(runs: Path, tmp_path: Path) -> None:
-    """Runs without common requests have no equal counts."""
+    """Without common requests nothing is reported as the same."""
     other = WORKLOAD.replace("n=30", "n=20,turns=uniform:2:3")
     record_simulation(tmp_path / "other", other, **TIGHT)
     result = run_diff(runs / "fcfs", tmp_path / "other")

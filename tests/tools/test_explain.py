@@ -51,7 +51,7 @@ def causes(timeline: RequestTimeline) -> list[tuple[str, int, int, int]]:
     return [(s.cause.reason, s.cause.other, s.start_us // 1000, s.stop_us // 1000) for s in spans]
 
 
-QUEUE = """# Two run at most: c is first in line, d behind it.
+QUEUE = """# Two run at most: c is the head of the waiting queue, d is behind it.
 config page_size=2 pages=64 overlap_depth=0 max_running_requests=2 radix_cache=no
 
 add a prompt=1..4 max_new=4
