@@ -70,7 +70,7 @@ class LiveServer:
     def children(self) -> dict[str, int]:
         """Process ids by name: `fork_server`, `engine`, `worker 0`, ...; with several engines `engine 1`, ..."""
         found = {}
-        table = _processes()
+        table = processes()
         for pid, (parent, words) in table.items():
             if parent == self.process.pid and "lockstep.api.processes.fork_server" in words:
                 at = words.index("lockstep.api.processes.fork_server")
@@ -84,7 +84,7 @@ class LiveServer:
 
     def folder(self) -> Path:
         """Where its sockets are, of one engine."""
-        words = _processes()[self.children()["fork_server"]][1]
+        words = processes()[self.children()["fork_server"]][1]
         return Path(words[words.index("lockstep.api.processes.fork_server") + 1])
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
@@ -99,7 +99,7 @@ class LiveServer:
                 self.process.stdout.close()
 
 
-def _processes() -> dict[int, tuple[int, list[str]]]:
+def processes() -> dict[int, tuple[int, list[str]]]:
     """Of all there are: their parent, and the words they were started with."""
     found = {}
     for folder in Path("/proc").iterdir():
