@@ -30,7 +30,7 @@ from typing import Any
 
 from lockstep.api.processes.children import is_ready
 from tests.support.kills import ARGUMENTS, Tally, ask, difference_of
-from tests.support.live_server import LiveServer, processes
+from tests.support.live_server import LiveServer, launcher_of_journal, processes
 
 KINDS = ("engine", "worker", "launcher", "server")
 WEIGHTS = (55, 30, 7, 8)
@@ -415,9 +415,8 @@ class Supervised:
                 self.start_again()
 
     def _kill_starting(self) -> None:
-        launchers = [pid for pid, (_, words) in processes().items() if self.journal in words and "serve" in words]
-        for pid in launchers:
-            kill_tree(pid)
+        if launcher := launcher_of_journal(self.journal):
+            kill_tree(launcher)
 
     def kill_all(self) -> None:
         """Kill every process of the server."""
@@ -486,6 +485,7 @@ def campaign(
                 if done.total() % 20 == 0:
                     progress(f"{done.total()} kills, {tally.requests} requests, {tally.taken_up} taken up")
             if supervised.server.process.poll() is not None:
+                failed.set()
                 tally.fault("server", f"it ended with {supervised.server.process.returncode}")
     except AssertionError as error:
         failed.set()
