@@ -7,9 +7,9 @@
     python -m tests.campaigns.resumption --seed 7           the same requests and the same pauses again
 
 The clients of `tests/campaigns/kills.py` keep their connections, so only engines are killed there. Here each answer is
-kept (`Idempotency-Key`), and clients whose connection breaks come back with `GET /v1/streams/{id}` and `Last-Event-ID`. The
-numbers of their events and every token are compared with what the answer must be. The server is started again on the
-same journal and port after each end of the launcher. Exit status 1 after any fault.
+kept (`Idempotency-Key`), and clients whose connection breaks come back with `GET /v1/streams/{id}` and
+`Last-Event-ID`. The numbers of their events and every token are compared with what the answer must be. The server is
+started again on the same journal and port after each end of the launcher. Exit status 1 after any fault.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.returning import KINDS, WEIGHTS, campaign, supervised
+from tests.support.returning import GAP_S, KINDS, WEIGHTS, campaign, supervised
 
 
 def main(arguments: list[str]) -> int:
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dp", type=int, default=1, help="engines")
     parser.add_argument("--only", choices=KINDS, default=None, help="kind of process that is killed; default: all")
     parser.add_argument("--snapshot-s", type=float, default=2.0)
-    parser.add_argument("--gap-s", type=float, nargs=2, default=(0.05, 1.0), help="between two kills")
+    parser.add_argument("--gap-s", type=float, nargs=2, default=GAP_S, help="between two kills")
     parser.add_argument("--logs", type=Path, default=None, help="copy the server's logs there")
     told = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(2**31) if told.seed is None else told.seed

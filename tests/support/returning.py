@@ -1,8 +1,8 @@
 """Clients that take up their answers again, below a server of which every process is killed.
 
-Each request has an `Idempotency-Key`, so its answer is kept. A client whose connection breaks, or whose stream ends with
-an error, comes back: with `GET /v1/streams/{id}` and `Last-Event-ID` if it knows the id of its stream, with the same
-request otherwise. The events that it receives over all connections must have consecutive numbers, and their text is
+Each request has an `Idempotency-Key`, so its answer is kept. A client whose connection breaks, or whose stream ends
+with an error, comes back: with `GET /v1/streams/{id}` and `Last-Event-ID` if it knows the id of its stream, with the
+same request otherwise. The events that it receives over all connections must have consecutive numbers, and their text is
 compared with what the answer must be. Clients also leave by themselves.
 
     engine      the next generation continues
@@ -40,10 +40,11 @@ READ_AGAIN = 0.1  # part of the ended streams that are read a second time, from 
 STREAMED = 0.85  # part of the requests
 OTHER_PATHS = 0.3
 UNREADY_IN_A_ROW = 2  # workers killed before they were ready; five in a row end the server
-ENGINES_IN_A_ROW = 10  # kills of the engine without an event between them
+IN_A_ROW = 10  # kills without an event between them; a starved machine could otherwise complete nothing for minutes
 START_TRIES = 30
 START_DELAY_S = 0.3
 KILLED_WHILE_STARTING = 0.25
+GAP_S = (0.05, 2.0)  # between two kills
 
 
 @dataclass
@@ -354,11 +355,13 @@ class Outcome:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.kills.items())
         faults = ", ".join(f"{count} {kind}" for kind, count in sorted(tally.faults.items()))
         shown = [
-            f"{self.kills.total()} kills ({kinds}) in {self.seconds:.0f} s: {tally.requests} requests, "
-            f"{tally.tokens:,} tokens",
+            f"{self.kills.total()} kills ({kinds}) in {self.seconds:.0f} s",
+            f"{tally.requests} requests, {tally.tokens:,} tokens",
             f"FAULTS: {faults}" if faults else "0 lost, 0 doubled, 0 wrong, every answer complete",
-            f"{tally.broken} broken connections, {tally.left} left, {tally.taken_up} streams taken up, "
-            f"{tally.repeated} requests repeated, {tally.read_again} ended streams read again",
+            (
+                f"{tally.broken} broken connections, {tally.left} left, {tally.taken_up} streams taken up, "
+                f"{tally.repeated} requests repeated, {tally.read_again} ended streams read again"
+            ),
             f"{self.starts} starts of the server, {self.failed_starts} of them failed or were killed",
         ]
         if back:
@@ -444,7 +447,7 @@ def campaign(
     seed: int,
     kills: int,
     streams: int = 32,
-    gap_s: tuple[float, float] = (0.05, 1.0),
+    gap_s: tuple[float, float] = GAP_S,
     tokens: tuple[int, int] = (20, 150),
     kinds: tuple[str, ...] = KINDS,
     weights: tuple[int, ...] = WEIGHTS,
@@ -502,12 +505,16 @@ class _Victims:
     def __init__(self, supervised: Supervised, rng: random.Random, tally: Returned) -> None:
         self._supervised, self._rng, self._tally = supervised, rng, tally
         self._killed = set[int]()
-        self._unready = self._engines = 0
+        self._unready = self._in_a_row = 0
         self._heard_s = 0.0
 
     def kill(self, kind: str) -> bool:
         """Kill something of a kind. Returns whether there was something to kill."""
         supervised = self._supervised
+        if self._tally.heard_s > self._heard_s:
+            self._heard_s, self._in_a_row = self._tally.heard_s, 0
+        if self._in_a_row >= IN_A_ROW:
+            return False
         if kind == "launcher":
             supervised.kill_launcher()
             supervised.start_again(self._while_starting())
@@ -515,18 +522,17 @@ class _Victims:
             supervised.kill_all()
             supervised.start_again(self._while_starting())
         else:
-            return self._kill_child(kind)
-        self._unready = self._engines = 0
+            killed = self._kill_child(kind)
+            self._in_a_row += killed
+            return killed
+        self._unready = 0
+        self._in_a_row += 1
         return True
 
     def _while_starting(self) -> float | None:
         return self._rng.uniform(0.2, 4.0) if self._rng.random() < KILLED_WHILE_STARTING else None
 
     def _kill_child(self, kind: str) -> bool:
-        if self._tally.heard_s > self._heard_s:
-            self._heard_s, self._engines = self._tally.heard_s, 0
-        if kind == "engine" and self._engines >= ENGINES_IN_A_ROW:
-            return False
         server = self._supervised.server
         found = sorted((name, pid) for name, pid in server.children().items() if name.split()[0] == kind)
         found = [one for one in found if one[1] not in self._killed]
@@ -538,8 +544,6 @@ class _Victims:
             if not ready and self._unready >= UNREADY_IN_A_ROW:
                 return False
             self._unready = 0 if ready else self._unready + 1
-        else:
-            self._engines += 1
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         self._killed.add(pid)
