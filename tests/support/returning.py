@@ -2,8 +2,8 @@
 
 Each request has an `Idempotency-Key`, so its answer is kept. A client whose connection breaks, or whose stream ends
 with an error, comes back: with `GET /v1/streams/{id}` and `Last-Event-ID` if it knows the id of its stream, with the
-same request otherwise. The events that it receives over all connections must have consecutive numbers, and their text is
-compared with what the answer must be. Clients also leave by themselves.
+same request otherwise. The events that it receives over all connections must have consecutive numbers, and their text
+is compared with what the answer must be. Clients also leave by themselves.
 
     engine      the next generation continues
     worker      the worker in its place continues the answers that it made

@@ -24,11 +24,13 @@ from starlette.routing import BaseRoute, compile_path
 from starlette.routing import Route as StarletteRoute
 
 from lockstep.api.endpoints import (
+    batches_api,
     compat_api,
     control_api,
     control_schemas,
     conversations_api,
     embeddings_api,
+    files_api,
     generate_api,
     messages_api,
     native_api,
@@ -39,6 +41,7 @@ from lockstep.api.endpoints import (
     scoring_api,
     ui,
 )
+from lockstep.api.endpoints.batch_run import ENDPOINTS
 from lockstep.api.endpoints.description import description_of, operation_of
 from lockstep.api.endpoints.errors import CLIENT_LEFT, ApiError
 from lockstep.api.endpoints.fields import name_ignored
@@ -83,6 +86,7 @@ class HttpRoute:
     drains: bool = False  # whether the route with a body is served while the server drains
     keeps: bool = False  # whether answers can be kept: `resumable`
     media: tuple[str, ...] = (JSON,)  # media types of its answers; (): they are empty
+    form: dict[str, Any] | None = None  # schema of a body that the handler reads as a form
 
 
 CONVERSATION = "/v1/conversations/{conversation_id}"
@@ -156,6 +160,15 @@ ROUTES = (
     ),
     HttpRoute("GET", f"{CONVERSATION}/items/{{item_id}}", "user", conversations_api.item),
     HttpRoute("DELETE", f"{CONVERSATION}/items/{{item_id}}", "user", conversations_api.delete_item),
+    HttpRoute("POST", "/v1/files", "user", files_api.upload, form=files_api.FORM),
+    HttpRoute("GET", "/v1/files", "user", files_api.list_files),
+    HttpRoute("GET", "/v1/files/{file_id}", "user", files_api.file),
+    HttpRoute("DELETE", "/v1/files/{file_id}", "user", files_api.delete_file),
+    HttpRoute("GET", "/v1/files/{file_id}/content", "user", files_api.content, media=("application/octet-stream",)),
+    HttpRoute("POST", "/v1/batches", "user", batches_api.create, batches_api.BatchBody, bytes_max=SMALL_BYTES),
+    HttpRoute("GET", "/v1/batches", "user", batches_api.list_batches),
+    HttpRoute("GET", "/v1/batches/{batch_id}", "user", batches_api.batch),
+    HttpRoute("POST", "/v1/batches/{batch_id}/cancel", "user", batches_api.cancel),
     HttpRoute("GET", "/tokenizer_info", "user", compat_api.tokenizer_info),
     *(HttpRoute("GET", path, "user", compat_api.server_info) for path in ("/server_info", "/get_server_info")),
     HttpRoute("GET", "/v1/loads", "user", compat_api.loads),
@@ -264,6 +277,11 @@ OPERATORS_PATHS = frozenset(route.path for route in ADMIN_ROUTES)
 def keeping_routes() -> dict[str, tuple[Handler, type[Body]]]:
     """Return the handlers, and the schemas of the bodies, of the routes whose answers can be kept, by path."""
     return {one.path: (one.handler, one.body) for one in ROUTES if one.keeps and one.body is not None}
+
+
+def batched_routes() -> dict[str, tuple[Handler, type[Body]]]:
+    """Return the handlers, and the schemas of the bodies, of the routes that batches may call, by path."""
+    return {one.path: (one.handler, one.body) for one in ROUTES if one.path in ENDPOINTS and one.body is not None}
 
 
 def make_app(server: Server, routes: tuple[HttpRoute, ...] = ROUTES) -> FastAPI:

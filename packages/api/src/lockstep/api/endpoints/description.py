@@ -54,6 +54,8 @@ class Described(Protocol):
     @property
     def errors(self) -> Literal["openai", "anthropic"]: ...
     @property
+    def form(self) -> dict[str, Any] | None: ...
+    @property
     def media(self) -> tuple[str, ...]: ...
 
 
@@ -73,6 +75,8 @@ def operation_of(route: Described) -> dict[str, Any]:
     if route.body is not None:
         schema = {"$ref": f"#/components/schemas/{route.body.__name__}"}
         said["requestBody"] = {"required": not route.optional, "content": {"application/json": {"schema": schema}}}
+    if route.form is not None:
+        said["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": route.form}}}
     if named := re.findall(r"{(\w+)", route.path):
         said["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in named
