@@ -97,6 +97,43 @@ def test_answers_are_those_of_the_model(client: Any, llm: LLM) -> None:
     assert client.completions.create(model="demo", prompt="Return the", **params).choices[0].text == text
 
 
+def test_bad_words_are_left_out_of_an_answer(client: Any, llm: LLM) -> None:
+    """The greedy answer without the tokens of words that it would contain; streams are equal."""
+    asked = {"model": "demo", "prompt": "Return the", "temperature": 0, "max_tokens": 24}
+    plain = client.completions.create(**asked, extra_body={"return_token_ids": True}).choices[0]
+
+    def contains(ids: list[int], text: str) -> bool:
+        body = {"prompt": text, "add_special_tokens": False}
+        part = client.post("../tokenize", body=body, cast_to=dict)["tokens"]
+        return any(ids[at : at + len(part)] == part for at in range(len(ids)))
+
+    spelled = [word for word in dict.fromkeys(plain.text.split()) if contains(plain.token_ids, f" {word}")]
+    words = sorted(spelled, key=len)[-3:]
+    assert words
+    for chosen in (*([word] for word in words), words):
+        body = {"bad_words": chosen, "return_token_ids": True}
+        said = client.completions.create(**asked, extra_body=body).choices[0]
+        assert said.text != plain.text
+        for word in chosen:
+            assert not contains(said.token_ids, f" {word}")
+            assert not contains(said.token_ids, word)
+        pieces = client.completions.create(**asked, extra_body=body, stream=True)
+        assert "".join(piece.choices[0].text for piece in pieces) == said.text
+    kept = client.completions.create(**asked, extra_body={"bad_words": ["zzzzqqq"]}).choices[0].text
+    assert kept == plain.text
+    chat = {"model": "demo", "messages": HELLO, "temperature": 0, "max_completion_tokens": 24}
+    before = client.chat.completions.create(**chat).choices[0].message.content
+    word = max(before.split(), key=len)
+    after = client.chat.completions.create(**chat, extra_body={"bad_words": [word]}).choices[0].message.content
+    assert after != before
+    eos = client.completions.create(**asked, extra_body={"bad_words": words, "ignore_eos": True}).usage
+    assert eos.completion_tokens == 24
+    for wrong, field in (({"bad_words": [""]}, "bad_words"), ({"bad_words": ["a"], "regex": "a+"}, "bad_words")):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(**asked, extra_body=wrong)
+        assert refused.value.param == field
+
+
 def test_stop_texts_over_the_borders_of_tokens(client: Any, llm: LLM) -> None:
     text = str(llm.generate(["Return the"], Params(max_new_tokens=24))[0].text)
     asked = {"model": "demo", "prompt": "Return the", "temperature": 0, "max_tokens": 24}

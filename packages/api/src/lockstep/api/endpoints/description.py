@@ -60,7 +60,7 @@ class Described(Protocol):
 
 
 def operation_of(route: Described) -> dict[str, Any]:
-    """Return what OpenAPI says of a route."""
+    """Return the OpenAPI operation of a route."""
     error = {"schema": {"$ref": f"#/components/schemas/{NAMES[route.errors]}"}}
     errors = {"description": "An error", "content": {"application/json": error}}
     if not route.media:
@@ -71,17 +71,17 @@ def operation_of(route: Described) -> dict[str, Any]:
     responses = {"200": answer, "4XX": errors, "5XX": errors}
     if route.path == "/":
         responses["307"] = {"description": "The live page"}
-    said: dict[str, Any] = {"responses": responses}
+    operation: dict[str, Any] = {"responses": responses}
     if route.body is not None:
         schema = {"$ref": f"#/components/schemas/{route.body.__name__}"}
-        said["requestBody"] = {"required": not route.optional, "content": {"application/json": {"schema": schema}}}
+        operation["requestBody"] = {"required": not route.optional, "content": {"application/json": {"schema": schema}}}
     if route.form is not None:
-        said["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": route.form}}}
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": route.form}}}
     if named := re.findall(r"{(\w+)", route.path):
-        said["parameters"] = [
+        operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in named
         ]
-    return said
+    return operation
 
 
 def description_of(app: FastAPI, routes: Sequence[Described]) -> bytes:

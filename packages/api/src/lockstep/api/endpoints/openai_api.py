@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,7 +47,7 @@ from lockstep.api.endpoints.schemas import (
     TokenizeBody,
 )
 from lockstep.api.endpoints.server import AT_ONCE_CHARACTERS, Call, Server
-from lockstep.api.endpoints.structured_output import requested_grammar
+from lockstep.api.endpoints.structured_output import bad_words, requested_grammar
 from lockstep.api.processes.wire import EngineInfo
 from lockstep.api.settings import Limits
 from lockstep.api.text.chat_formats.driver import (
@@ -308,6 +309,14 @@ def truncated(ids: Sequence[int], most: int | None, info: EngineInfo) -> Sequenc
 
 def _parameters(server: Server, body: OpenAI, tenant: str, label: str, **more: Any) -> GenerationRequest:
     requested = requested_grammar(vars(body), server.limits)
+    if body.bad_words:
+        text = server.needs_text("`bad_words`")
+        if not server.info().logprobs:
+            raise ApiError(400, "`bad_words` is set, but an emulated engine has no logits", "bad_words")
+        if requested is not None:
+            message = f"`bad_words` and `{requested.field}` both constrain the answer; give one of them"
+            raise ApiError(400, message, "bad_words")
+        requested = bad_words(body.bad_words, server.limits, partial(text.encode, special=False))
     if requested is not None and "grammar" in more:
         message = f"`{requested.field}` and `{more['grammar_field']}` both constrain the answer; give one of them"
         raise ApiError(400, message, requested.field)

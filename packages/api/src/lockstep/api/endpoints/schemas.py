@@ -336,7 +336,7 @@ class OpenAI(Sampling, StructuredOpenAI, Timed):
     extra_key: Name | None = None  # SGLang's further part of `cache_salt`
     routing_key: Name | None = None  # requests with equal keys run together under the policy routing-key
     truncate_prompt_tokens: Truncation | None = None  # vLLM: the prompt's last tokens only
-
+    bad_words: Items[Text] | None = None  # texts that the answer must not contain
     session_id: Name | None = None  # requests with equal ids run on one engine of several, as with X-Session-Id
 
     COMFORT: ClassVar[frozenset[str]] = (
@@ -345,7 +345,6 @@ class OpenAI(Sampling, StructuredOpenAI, Timed):
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         **ELSEWHERE,
         "truncation_side": ("left",),
-        "bad_words": (),
         "bootstrap_host": (),
         "bootstrap_port": (),
         "bootstrap_room": (),
