@@ -165,7 +165,7 @@ ROUTES = (
     HttpRoute("GET", "/v1/files/{file_id}", "user", files_api.file),
     HttpRoute("DELETE", "/v1/files/{file_id}", "user", files_api.delete_file),
     HttpRoute("GET", "/v1/files/{file_id}/content", "user", files_api.content, media=("application/octet-stream",)),
-    HttpRoute("POST", "/v1/batches", "user", batches_api.create, batches_api.BatchBody, bytes_max=SMALL_BYTES),
+    HttpRoute("POST", "/v1/batches", "user", batches_api.create, schemas.BatchBody, bytes_max=SMALL_BYTES),
     HttpRoute("GET", "/v1/batches", "user", batches_api.list_batches),
     HttpRoute("GET", "/v1/batches/{batch_id}", "user", batches_api.batch),
     HttpRoute("POST", "/v1/batches/{batch_id}/cancel", "user", batches_api.cancel),

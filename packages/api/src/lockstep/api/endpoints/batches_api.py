@@ -11,40 +11,20 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
-from pydantic import Field
 from starlette.responses import Response
 
 from lockstep.api.endpoints import batch_run
 from lockstep.api.endpoints.conversations_api import listed
 from lockstep.api.endpoints.errors import ApiError
-from lockstep.api.endpoints.files_api import EXPIRES_MAX_S, EXPIRES_MIN_S, stored
+from lockstep.api.endpoints.files_api import stored
 from lockstep.api.endpoints.http import JsonResponse
-from lockstep.api.endpoints.schemas import Body, Metadata, Name
+from lockstep.api.endpoints.schemas import BatchBody
 from lockstep.api.endpoints.server import Call, Server
 from lockstep.api.endpoints.stored_files import ENDED
 
 WINDOW_S = 86_400
-
-
-class ExpiresAfter(Body):
-    """When the files of results expire."""
-
-    anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=EXPIRES_MIN_S, le=EXPIRES_MAX_S)]
-
-
-class BatchBody(Body):
-    """POST /v1/batches"""
-
-    input_file_id: Name
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
-    completion_window: Literal["24h"]
-    metadata: Metadata | None = None
-    output_expires_after: ExpiresAfter | None = None
-
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
 
 async def create(server: Server, call: Call[BatchBody]) -> Response:

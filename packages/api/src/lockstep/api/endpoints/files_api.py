@@ -22,6 +22,7 @@ from starlette.responses import Response
 from lockstep.api.endpoints.conversations_api import listed
 from lockstep.api.endpoints.errors import ApiError
 from lockstep.api.endpoints.http import ClientLeft, JsonResponse
+from lockstep.api.endpoints.schemas import EXPIRES_MAX_S, EXPIRES_MIN_S
 from lockstep.api.endpoints.server import Call, Server
 from lockstep.api.endpoints.stored_files import ENDED, StoredFiles
 
@@ -39,8 +40,6 @@ FORM: dict[str, Any] = {
 NAME_CHARACTERS = 256
 FORM_FIELDS = 8
 FORM_BYTES = 64 * 2**10  # of a form besides the file's content
-EXPIRES_MIN_S, EXPIRES_MAX_S = 3600, 2_592_000
-"""Bounds of `expires_after[seconds]`, as at OpenAI."""
 PART_BYTES = 2**18
 LISTED = 10_000  # files in one list, as at OpenAI
 
