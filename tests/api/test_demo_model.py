@@ -134,6 +134,55 @@ def test_bad_words_are_left_out_of_an_answer(client: Any, llm: LLM) -> None:
         assert refused.value.param == field
 
 
+def beams_by_hand(llm: LLM, prompt: list[int], width: int, steps: int, ends: set[int]) -> list[tuple[list[int], float]]:
+    """Beam search by whole continuations: the tokens and the summed logprob of each beam, best first."""
+    beams, over = [([], 0.0)], []
+    for _ in range(steps):
+        coming = []
+        answers = llm.generate(
+            [[*prompt, *tokens] for tokens, _ in beams],
+            Params(max_new_tokens=1, logprobs=2 * width, ignore_eos=True, temperature=0),
+        )
+        for (tokens, total), answer in zip(beams, answers, strict=True):
+            for token, value in list(answer.top_logprobs[0].items())[: 2 * width]:
+                (over if token in ends else coming).append(([*tokens, token], total + value))
+        beams = sorted(coming, key=lambda one: -one[1] / (len(prompt) + len(one[0])))[:width]
+
+    def score(one: tuple[list[int], float]) -> float:
+        return one[1] / (len(prompt) + len(one[0]) - (one[0][-1] in ends))
+
+    return sorted([*over, *beams], key=score, reverse=True)[:width]
+
+
+def test_beam_search(client: Any, llm: LLM) -> None:
+    """Equal to a search by hand; one beam is the greedy answer; fields that do not go with it are refused by name."""
+    asked = {"model": "demo", "prompt": "Return the", "max_tokens": 6}
+    body = {"use_beam_search": True, "return_token_ids": True}
+    said = client.completions.create(**asked, n=3, extra_body=body)
+    prompt = said.choices[0].prompt_token_ids
+    wanted = beams_by_hand(llm, prompt, 3, 6, set(llm.config.eos_token_ids))
+    assert [one.token_ids for one in said.choices] == [tokens for tokens, _ in wanted]
+    assert [one.index for one in said.choices] == [0, 1, 2]
+    assert said.usage.completion_tokens == sum(len(tokens) for tokens, _ in wanted)
+    one = client.completions.create(**asked, extra_body=body).choices[0]
+    greedy = client.completions.create(**asked, temperature=0).choices[0]
+    assert (one.text, one.finish_reason) == (greedy.text, greedy.finish_reason)
+    chat = client.chat.completions.create(
+        model="demo", messages=HELLO, max_completion_tokens=4, n=2, extra_body={"use_beam_search": True}
+    )
+    assert len({one.message.content for one in chat.choices}) == 2
+    for more, field in (
+        ({"stream": True}, "stream"),
+        ({"stop": ["a"]}, "stop"),
+        ({"regex": "a+"}, "regex"),
+        ({"n": 11}, "n"),
+        ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(**asked, extra_body={**body, **more})
+        assert refused.value.param == field
+
+
 def test_stop_texts_over_the_borders_of_tokens(client: Any, llm: LLM) -> None:
     text = str(llm.generate(["Return the"], Params(max_new_tokens=24))[0].text)
     asked = {"model": "demo", "prompt": "Return the", "temperature": 0, "max_tokens": 24}

@@ -216,6 +216,7 @@ def test_each_known_field_is_either_served_or_refused_or_named(body: type[schema
         ("/generate", {"input_embeds": [[0.5]], "text": "a"}, "input_embeds", "prompts are tokens"),
         ("/generate", {"text": "a", "token_ids_logprob": [1]}, "token_ids_logprob", "/score"),
         ("/v1/completions", {"prompt": "a", "bad_words": ["b"]}, "bad_words", "no logits"),
+        ("/v1/completions", {"prompt": "a", "use_beam_search": True}, "use_beam_search", "no logits"),
     ],
 )
 def test_what_is_not_served_is_refused_with_the_reason(

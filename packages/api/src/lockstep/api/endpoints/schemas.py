@@ -351,6 +351,8 @@ class OpenAI(Sampling, StructuredOpenAI, Timed):
     routing_key: Name | None = None  # requests with equal keys run together under the policy routing-key
     truncate_prompt_tokens: Truncation | None = None  # vLLM: the prompt's last tokens only
     bad_words: Items[Text] | None = None  # texts that the answer must not contain
+    use_beam_search: bool | None = None  # vLLM: the `n` likeliest answers
+    length_penalty: Annotated[float, Field(ge=-10.0, le=10.0)] | None = None  # of beams
     session_id: Name | None = None  # requests with equal ids run on one engine of several, as with X-Session-Id
 
     COMFORT: ClassVar[frozenset[str]] = (
@@ -365,14 +367,12 @@ class OpenAI(Sampling, StructuredOpenAI, Timed):
         "custom_logit_processor": (),
         "guided_whitespace_pattern": (),
         "kv_transfer_params": (),
-        "length_penalty": (1.0,),
         "logits_processors": (),
         "prompt_embeds": (),
         "return_hidden_states": (),
         "return_tokens_as_token_ids": (),
         "session_params": (),
         "thinking_token_budget": (),
-        "use_beam_search": (),
     }
 
 
