@@ -34,7 +34,7 @@ from tests.support.live_server import LiveServer, launcher_of_journal, processes
 
 KINDS = ("engine", "worker", "launcher", "server")
 WEIGHTS = (55, 30, 7, 8)
-GIVEN_UP_S = 180.0  # after the last event of a request
+GIVEN_UP_S = 900.0  # after the last event of a request; the campaign may be stopped (SIGSTOP) for minutes
 LEAVES = 0.004  # probability, per event, that a client closes its connection
 READ_AGAIN = 0.1  # part of the ended streams that are read a second time, from their first event on
 STREAMED = 0.85  # part of the requests
