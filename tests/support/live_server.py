@@ -50,6 +50,8 @@ class LiveServer:
         found = re.fullmatch(r"serving at (http://\S+)\n", line)
         if found is None:
             self.process.kill()
+            self.process.wait(END_S)
+            self.process.stdout.close()
             raise AssertionError(f"no server: {line!r}\n{self.text()}")
         self.url = found[1]
 

@@ -166,8 +166,8 @@ class BeamShape:
     async def _choice(self, index: int, prompt: Prompt, beam: Beam) -> dict[str, Any]:
         verbatim = self.body.skip_special_tokens is False
         text = await self.server.decode("a beam", beam.tokens, verbatim=verbatim)
-        answer = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        result = {"index": index, **answer, "logprobs": None, "finish_reason": beam.reason, "stop_reason": beam.end}
+        answer: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        result = answer | {"index": index, "logprobs": None, "finish_reason": beam.reason, "stop_reason": beam.end}
         if self.body.return_token_ids:
             ends = () if beam.end is None else (beam.end,)
             result |= {"token_ids": [*beam.tokens, *ends], "prompt_token_ids": list(prompt.ids)}
