@@ -1,4 +1,4 @@
-"""Beam search by a worker: vLLM's `use_beam_search`. The engine knows nothing of it.
+"""Beam search by a worker: vLLM's `use_beam_search`. The engine gets plain requests.
 
     beams ──prompt and tokens of each──> requests of one token, with the likeliest 2 x width tokens
           <──the best `width` of all continuations, by the sum of their logprobs
@@ -51,7 +51,7 @@ class Beam:
 
 
 def check_beams(server: Server, call: Call[Any]) -> bool:
-    """Return whether a request asks for a beam search. Raises ApiError for fields that do not go with it."""
+    """Return whether `use_beam_search` is set. Raises ApiError for fields that do not go with it."""
     body: CompletionBody | ChatBody = call.body
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1.0):
