@@ -41,6 +41,7 @@ ERRORS_MAX = 20  # invalid lines that are reported
 LINES_AT_ONCE = 64  # read between two turns of other requests
 LOOK_S = 0.5  # between two checks whether the batch is to be cancelled, and two writes of its counts
 CUSTOM_ID_CHARACTERS = 512
+LINE_BYTES_MAX = 4 * 2**20  # read and decoded at once, beside streams
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -146,13 +147,13 @@ class BatchRun:
 
     async def _raw_lines(self) -> AsyncIterator[tuple[int, bytes]]:
         """Yield number and bytes of the lines of the input that are not empty. Raises OSError, ApiError."""
-        most = self.server.limits.body_bytes_max
+        most = min(LINE_BYTES_MAX, self.server.limits.body_bytes_max)
         with self.files.open(self.tenant, self.batch["input_file_id"]) as file:
             number = 0
             while raw := file.readline(most + 1):
                 number += 1
                 if len(raw) > most:
-                    raise ApiError(400, f"line {number} is longer than limits.body_bytes_max, {most}")
+                    raise ApiError(400, f"line {number} has more than {most} bytes")
                 if number % LINES_AT_ONCE == 0 or len(raw) > 2**16:
                     await asyncio.sleep(0)
                 if raw.strip():

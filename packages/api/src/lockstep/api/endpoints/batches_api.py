@@ -9,6 +9,7 @@ results; so does a server that is started again on the same journal.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from typing import Any
@@ -37,7 +38,8 @@ async def create(server: Server, call: Call[BatchBody]) -> Response:
     if source["purpose"] != "batch":
         message = f"`input_file_id`: the purpose of {source['id']} is {source['purpose']}, must be batch"
         raise ApiError(400, message, "input_file_id")
-    open_batches = sum(one["status"] not in ENDED for one in files.all(call.tenant, "batch_"))
+    known = await asyncio.to_thread(files.all, call.tenant, "batch_")
+    open_batches = sum(one["status"] not in ENDED for one in known)
     if open_batches >= server.limits.batches_max:
         message = f"{open_batches} batches of this key are in progress, and limits.batches_max is"
         raise ApiError(429, f"{message} {server.limits.batches_max}; wait for one, or cancel one", retry_after_s=60.0)
@@ -61,12 +63,15 @@ async def create(server: Server, call: Call[BatchBody]) -> Response:
         "metadata": body.metadata,
         "output_expires_after": expires,
     }
+    release = None
     try:
         release = files.lock(files.batch_path(call.tenant, str(batch["id"]), "lock"))
-        assert release is not None
-        files.put_batch(call.tenant, {**batch, batch_run.TENANT_FIELD: call.tenant})
+        await asyncio.to_thread(files.put_batch, call.tenant, {**batch, batch_run.TENANT_FIELD: call.tenant})
     except OSError as error:
+        if release is not None:
+            release()
         raise ApiError(503, f"the batch cannot be stored: {error.strerror or error}") from error
+    assert release is not None  # the id is new
     batch_run.start(server, call.tenant, batch, release)
     return JsonResponse(batch)
 
@@ -94,8 +99,8 @@ async def batch(server: Server, call: Call[None]) -> Response:
 
 async def list_batches(server: Server, call: Call[None]) -> Response:
     """List the batches of this key, newest first."""
-    found = [_shown(server, call.tenant, one) for one in stored(server).all(call.tenant, "batch_")]
-    return JsonResponse(listed(found, call))
+    known = await asyncio.to_thread(stored(server).all, call.tenant, "batch_")
+    return JsonResponse(listed([_shown(server, call.tenant, one) for one in known], call))
 
 
 async def cancel(server: Server, call: Call[None]) -> Response:

@@ -144,7 +144,7 @@ class _Form:
 async def list_files(server: Server, call: Call[None]) -> Response:
     """List the files of this key, newest first or by `order`."""
     purpose = call.request.query_params.get("purpose")
-    found = stored(server).all(call.tenant, "file-")
+    found = await asyncio.to_thread(stored(server).all, call.tenant, "file-")
     return JsonResponse(
         listed([one for one in found if purpose in (None, one["purpose"])], call, shown=LISTED, most=LISTED)
     )
@@ -158,7 +158,7 @@ async def file(server: Server, call: Call[None]) -> Response:
 async def delete_file(server: Server, call: Call[None]) -> Response:
     """Delete a file, unless a batch in progress reads it."""
     files, known = _found(server, call)
-    for batch in files.all(call.tenant, "batch_"):
+    for batch in await asyncio.to_thread(files.all, call.tenant, "batch_"):
         if batch["input_file_id"] == known["id"] and batch["status"] not in ENDED:
             message = f"{known['id']} is the input of {batch['id']}, which is {batch['status']}; cancel that"
             raise ApiError(400, message)
