@@ -42,6 +42,7 @@ TITLES = {
     "ScoreBody": "POST /v1/score",
     "RerankBody": "POST /v1/rerank",
     "TokenizeBody": "POST /tokenize",
+    "BatchBody": "POST /v1/batches",
 }
 
 INTRO = """# Endpoints and fields beside those of other servers

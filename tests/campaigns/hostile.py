@@ -37,6 +37,9 @@ VALID: dict[str, dict[str, Any]] = {
     **{path: {"tokens": [1, 2, 3]} for path in ("/detokenize", "/v1/detokenize")},
     "/abort_request": {"rid": "nobody"},
     "/abort_requests": {"request_ids": ["nobody"]},
+    "/v1/files": {"file": "a", "purpose": "batch"},
+    "/v1/batches": {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"},
+    "/v1/batches/resp_1/cancel": {},
     "/open_session": {"capacity_of_str_len": 10, "session_id": "s", "timeout": 0.01},
     "/close_session": {"session_id": "s"},
 }

@@ -150,21 +150,20 @@ def serve_one(url: str, asked: Asked, tally: Tally) -> None:
         tally.tokens += sum(text.count(" w") for text in asked.texts)
     for sample, (got, wanted) in enumerate(zip(texts, asked.texts, strict=True)):
         if got != wanted:
-            tally.fault(_kind(got, wanted), f"sample {sample} of {asked.body}: {_difference(got, wanted)}")
+            kind, what = difference_of(got, wanted)
+            tally.fault(kind, f"sample {sample} of {asked.body}: {what}")
         elif reasons[sample] != asked.reasons[sample]:
             tally.fault("reason", f"{reasons[sample]}, not {asked.reasons[sample]}, for {asked.body}")
 
 
-def _kind(got: str, wanted: str) -> str:
+def difference_of(got: str, wanted: str) -> tuple[str, str]:
+    """Return the kind of a fault, and where a text differs from what it must be."""
     words, expected = re.findall(r" w\d+", got), re.findall(r" w\d+", wanted)
-    if len(words) > len(expected) or len(set(words)) < len(words):
-        return "doubled"
-    return "lost" if set(words) < set(expected) else "wrong"
-
-
-def _difference(got: str, wanted: str) -> str:
     at = next((i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), min(len(got), len(wanted)))
-    return f"{len(got)} characters for {len(wanted)}, from {at} on {got[at : at + 40]!r} for {wanted[at : at + 40]!r}"
+    what = f"{len(got)} characters for {len(wanted)}, from {at} on {got[at : at + 40]!r} for {wanted[at : at + 40]!r}"
+    if len(words) > len(expected) or len(set(words)) < len(words):
+        return "doubled", what
+    return "lost" if set(words) < set(expected) else "wrong", what
 
 
 Client = Callable[[random.Random, str, Tally], None]

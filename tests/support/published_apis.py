@@ -32,6 +32,7 @@ LIBRARIES = {
         "CompletionBody": "openai.types.completion_create_params:CompletionCreateParamsBase",
         "ResponseBody": "openai.types.responses.response_create_params:ResponseCreateParamsBase",
         "EmbeddingBody": "openai.types.embedding_create_params:EmbeddingCreateParams",
+        "BatchBody": "openai.types.batch_create_params:BatchCreateParams",
     },
     "anthropic": {
         "MessageBody": "anthropic.types.beta.message_create_params:MessageCreateParamsBase",
