@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ SECTIONS = {  # in order of value, with the most seconds each may take
     "peer": 100.0,
     "tuning": 500.0,
 }
+UNCHECKED = 3  # exit status if nothing failed, but something was not checked
 IF_ASKED = ("tuning",)  # run only where --only names it
 LEAST_S = 15.0  # a section is not begun with less
 DYING_S = 4.0  # before its limit a section that hangs must report where it stands, and end
@@ -50,6 +51,7 @@ def main() -> int:
     parser.add_argument(
         "--only", default=usual, metavar="NAMES", help=f"sections, with commas between; usually {usual}"
     )
+    parser.add_argument("--strict", action="store_true", help=f"exit status {UNCHECKED} if anything was skipped")
     parser.add_argument("--section", help=argparse.SUPPRESS)  # in the process of one section
     parser.add_argument("--limit", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -62,14 +64,34 @@ def main() -> int:
     if missing := lacking([*PACKAGES, *(ON_A_GPU if arguments.device.startswith("cuda") else ())]):
         print(refusal(missing), file=sys.stderr)
         return 2
+    if (absence := no_gpu(arguments.device)) is not None:
+        print(absence, file=sys.stderr)
+        return UNCHECKED
     for what, packages in FOR_MORE.items():
         if absent := [one for one in packages if find_spec(one) is None]:
             print(f"without {', '.join(absent)}: {what} will be skipped", flush=True)
     return run_all(names, arguments)
 
 
+def no_gpu(device: str) -> str | None:
+    """Return why a CUDA device cannot be checked here, or None."""
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    return (
+        f"`--device` is {device}, but torch {torch.__version__} finds no CUDA device: nothing was checked\n"
+        "hint: `nvidia-smi` shows the GPU and its driver; torch must be a build for CUDA; --device cpu --small is a try"
+    )
+
+
 def run_all(names: list[str], arguments: argparse.Namespace) -> int:
-    """Every section, the report rewritten behind each. Returns 1 if a check failed or a section did not end."""
+    """Every section, the report rewritten behind each.
+
+    Returns 1 if a check failed or a section did not end, and otherwise, with --strict, UNCHECKED if any was skipped.
+    """
     from benchmarks.gpu_check.report import markdown
     from benchmarks.gpu_check.section import write_json
 
@@ -98,7 +120,19 @@ def run_all(names: list[str], arguments: argparse.Namespace) -> int:
             (out / "gpu_check.md").write_text(markdown(report), encoding="utf-8")
             print(f"{name:10} {verdict(found)}", flush=True)
     print(f"wrote {out / 'gpu_check.md'} and gpu_check.json, {report['seconds']} s", flush=True)
-    return int(any(verdict(found).startswith("FAILED") for found in report["sections"].values()))
+    return status_of(report["sections"].values(), strict=arguments.strict)
+
+
+def status_of(sections: Iterable[dict[str, Any]], *, strict: bool) -> int:
+    """Return the exit status of sections."""
+    found = list(sections)
+    if any(verdict(one).startswith("FAILED") for one in found):
+        return 1
+    skipped = sum(len(one.get("skipped", ())) for one in found)
+    if strict and skipped:
+        print(f"--strict: {skipped} checks were skipped, see the report", file=sys.stderr)
+        return UNCHECKED
+    return 0
 
 
 def share_s(name: str, later: Sequence[str], left_s: float) -> float:

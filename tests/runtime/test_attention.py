@@ -114,7 +114,7 @@ def test_auto_takes_the_fastest_that_can_run(machine):
     assert choice.reason == "flashinfer cannot: it has kernels for bfloat16 and float16, not for float32"
     assert choose("auto", Needs(CUDA, torch.bfloat16, 80, 16, graphs=True)).name == "triton"
     choice = choose("auto", Needs(CPU, torch.float32, 64, 16))
-    assert choice.name == "reference"
+    assert choice.name == "cpu"
     assert "triton cannot: it needs a CUDA device, this is `cpu`" in choice.reason
     assert choose("auto", Needs(CUDA, torch.bfloat16, 512, 16)).name == "reference"
 
@@ -122,7 +122,7 @@ def test_auto_takes_the_fastest_that_can_run(machine):
 def test_auto_does_not_take_the_interpreter(machine, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     choice = choose("auto", Needs(CPU, torch.float32, 64, 16))
-    assert choice.name == "reference"
+    assert choice.name == "cpu"
     assert "triton cannot: it would run in Triton's interpreter" in choice.reason
     assert choose("triton", Needs(CPU, torch.float32, 64, 16)).name == "triton"
 
@@ -162,7 +162,7 @@ def test_triton_that_does_not_work_is_passed_over_and_named_where_it_is_forced(m
 
 
 def test_nonsense_is_named(machine):
-    with pytest.raises(ConfigError, match="must be one of auto, flashinfer, triton, reference, got `flash`"):
+    with pytest.raises(ConfigError, match="must be one of auto, flashinfer, triton, cpu, reference, got `flash`"):
         choose("flash", Needs(CPU, torch.float32, 64, 16))
     with pytest.raises(ConfigError, match="`numerics` must be `fast` or `invariant`, got `exact`"):
         choose("auto", Needs(CPU, torch.float32, 64, 16, numerics="exact"))
@@ -172,7 +172,7 @@ def test_nonsense_is_named(machine):
         choose("auto", Needs(CUDA, torch.bfloat16, 512, 16, graphs=True))
     with pytest.raises(ConfigError, match="reference cannot run here: it cannot run in CUDA graphs"):
         choose("reference", Needs(CUDA, torch.bfloat16, 128, 16, graphs=True))
-    with pytest.raises(ConfigError, match="must be one of flashinfer, triton, reference, got `auto`"):
+    with pytest.raises(ConfigError, match="must be one of flashinfer, triton, cpu, reference, got `auto`"):
         make("auto", make_pass([(0, 1)], extend_rows=0).pool, 4)
 
 
@@ -182,7 +182,7 @@ def test_the_reason_is_logged_once(machine, caplog):
             choose("auto", Needs(CPU, torch.float32, 64, 16))
         choose("reference", Needs(CPU, torch.float32, 64, 16))
     assert len(caplog.messages) == 2
-    assert caplog.messages[0].startswith("attention backend reference: flashinfer cannot: it needs a CUDA device")
+    assert caplog.messages[0].startswith("attention backend cpu: flashinfer cannot: it needs a CUDA device")
     assert caplog.messages[1] == "attention backend reference: requested"
 
 

@@ -17,7 +17,17 @@ import pytest
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from benchmarks.gpu_check import attention_times, breakdown, shapes, tables  # noqa: E402
-from benchmarks.gpu_check.__main__ import BUDGET_S, IF_ASKED, ROOT, SECTIONS, in_process, share_s, verdict  # noqa: E402
+from benchmarks.gpu_check.__main__ import (  # noqa: E402
+    BUDGET_S,
+    IF_ASKED,
+    ROOT,
+    SECTIONS,
+    UNCHECKED,
+    in_process,
+    share_s,
+    status_of,
+    verdict,
+)
 from benchmarks.gpu_check.report import markdown  # noqa: E402
 from benchmarks.gpu_check.section import Section, write_json  # noqa: E402
 from tests.support.interpreter import mend_products  # noqa: E402
@@ -49,6 +59,28 @@ def test_a_section_runs_without_a_gpu(name: str, tmp_path: Path, monkeypatch: py
     assert "no figure here means anything" in page
     assert f"| {name} |" in page
     assert verdict(report["sections"][name]).startswith(f"{len(one.checks)} checks passed")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_reported_as_checked(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--out", str(tmp_path / "out")]
+    done = subprocess.run([*command, "--device", "cuda"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode == 2:
+        pytest.skip("a package for GPUs is missing, which is reported first")
+    assert done.returncode == UNCHECKED
+    assert "finds no CUDA device: nothing was checked\nhint: " in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_with_strict_a_skipped_check_is_an_exit_status_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    passed = {"checks": [{"name": "a", "ok": True}], "seconds": 1.0}
+    skipped = {**passed, "skipped": {"flashinfer": "it is not installed"}}
+    failed = {"checks": [{"name": "b", "ok": False}], "seconds": 1.0}
+    assert status_of([passed, skipped], strict=False) == 0
+    assert status_of([passed], strict=True) == 0
+    assert status_of([passed, skipped], strict=True) == UNCHECKED
+    assert capsys.readouterr().err == "--strict: 1 checks were skipped, see the report\n"
+    assert status_of([skipped, failed], strict=True) == 1
 
 
 def test_the_engine_is_held_against_the_reference(tmp_path: Path) -> None:

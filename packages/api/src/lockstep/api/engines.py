@@ -153,7 +153,7 @@ def check_names(settings: ServeSettings) -> None:
             except ConfigError as error:
                 raise ConfigError(f"`lora` {adapter}: {error}") from error
         if settings.draft_model is not None:
-            check_folder("draft_model", settings.draft_model)
+            _found("draft_model", settings.draft_model)
     text_of(settings)
 
 
@@ -205,26 +205,25 @@ def formats_of(settings: ServeSettings, text: Texts | None) -> ChatFormats:
     return choose(settings.tool_call_parser, settings.reasoning_parser, template)
 
 
-def check_folder(setting: str, given: str) -> Path:
-    """Return the path of a model's folder. Raises ConfigError if it has no config.json."""
-    folder = Path(given)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"`{setting}`: {folder} has no config.json\nhint: give a Hugging Face folder")
-    return folder
-
-
 def model_folder(settings: ServeSettings) -> Path:
-    """Return the folder of the model or of the demo model. Raises ConfigError if it or the runtime is missing."""
-    if settings.model is not None:
-        return check_folder("model", settings.model)
+    """Return the folder of the model or of the demo model. Raises ConfigError if it or the runtime is missing.
+
+    A GGUF file or a published model is in the user's cache afterwards.
+    """
+    return _found("model", settings.model)
+
+
+def _found(setting: str, given: str | None) -> Path:
+    """Return the Hugging Face folder of a model, or of the demo model. Raises ConfigError."""
     try:
         from lockstep.runtime.demo_model import demo_model_folder
+        from lockstep.runtime.sources import find_model
     except ImportError as error:
         raise ConfigError(
             f"a model needs the package lockstep-runtime: {error}\n"
             "hint: install it, or give emulate (--emulate qwen3-8b@h200), which needs neither model nor torch"
         ) from error
-    return demo_model_folder()
+    return demo_model_folder() if given is None else find_model(given, setting=setting)
 
 
 def _scheduler(settings: ServeSettings) -> dict[str, Any]:

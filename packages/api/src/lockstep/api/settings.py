@@ -114,7 +114,11 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
     """Settings of a server, which include those of an engine. Names are those of the flags, with _ for -."""
 
     model: Annotated[
-        str | None, Option("A Hugging Face folder; without it and --emulate, the demo model.", metavar="DIR")
+        str | None,
+        Option(
+            "A Hugging Face folder, a GGUF file, or smollm2, which is fetched; the demo model without it.",
+            metavar="MODEL",
+        ),
     ] = None
     emulate: Annotated[
         str | None, Option("Serve a cost model in real time; no torch, no weights.", metavar="MODEL@GPU")

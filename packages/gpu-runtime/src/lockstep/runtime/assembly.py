@@ -45,10 +45,12 @@ from lockstep.runtime.graphs import (
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.lora.slots import run_once
 from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
-from lockstep.runtime.models import Decoder, Parallel, build_model
+from lockstep.runtime.models import Decoder, Parallel, build_model, stored_dtype
 from lockstep.runtime.models.config_reader import DTYPES
+from lockstep.runtime.models.packed import pack_matrices, packed_bytes
 from lockstep.runtime.overlap import CpuLane, CudaLane, StreamLane
 from lockstep.runtime.pooling import Pooling
+from lockstep.runtime.processor import multiplies_bfloat16
 from lockstep.runtime.quantized.fp8_format import FP8
 from lockstep.runtime.rank_wire import RankSettings
 from lockstep.runtime.sampling import (
@@ -64,6 +66,8 @@ from lockstep.runtime.tiers.mover import HostMover
 from lockstep.runtime.tiers.page_parts import parts_of
 
 log = logging.getLogger("lockstep.runtime")
+
+NARROW_BYTES = 64 * MIB  # of weights, from which on a CPU reads them in bfloat16 by itself
 
 DEAREST_SAMPLING = SamplingParams(
     temperature=1.0,
@@ -172,7 +176,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
     with explained("the weights", device, "a smaller model, a narrower dtype, or a GPU with less on it"):
         model = build_model(
             Path(settings.model),
-            _dtype(settings.dtype, device),
+            choose_dtype(settings.dtype, device, settings.model),
             device,
             random_weights_seed=settings.random_weights_seed,
             parallel=None if ranks is None else ranks.parallel(),
@@ -183,6 +187,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
             log.info("weights as stored: %s", weights_of(model))
         if slots := settings.sched.get("max_loras"):
             model.take_adapters(slots, settings.max_lora_rank)
+        pack_matrices(model)
     pick = partial(_kernels, model, settings.attention_backend, settings.numerics, mode, graph_rows_max)
     sched = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.sched.items()}
     draft = None if settings.draft_model is None else _draft_model(settings, settings.draft_model, model, device)
@@ -279,7 +284,8 @@ def _draft_model(settings: RankSettings, folder: str, model: Decoder, device: to
     """Build the draft model. Raises ConfigError if its vocabulary is not the model's, or if it does not generate."""
     with explained("the draft model's weights", device, "a smaller draft model, or none"):
         rounds: Fp8Activations = "off" if settings.fp8_activations == "off" else "auto"  # `on` is for the model itself
-        draft = build_model(Path(folder), _dtype(settings.dtype, device), device, fp8_activations=rounds)
+        draft = build_model(Path(folder), choose_dtype(settings.dtype, device, folder), device, fp8_activations=rounds)
+        pack_matrices(draft)
     if draft.settings.vocab != model.settings.vocab or not draft.settings.generates:
         raise ConfigError(
             f"`draft_model` {folder} has {draft.settings.vocab:,} tokens, the model {model.settings.vocab:,}\n"
@@ -504,7 +510,7 @@ def _sized(
         ranks.compare(f"{kernels.backend} with {len(kernels.graph_sizes)} graphs{rounded}")
     budget = size_pool(
         page_bytes=page_bytes,
-        weight_bytes=model.weight_bytes + (0 if draft is None else draft.weight_bytes),
+        weight_bytes=sum(one.weight_bytes + packed_bytes(one) for one in (model, draft) if one is not None),
         device=device,
         mem_fraction=mem_fraction,
         largest_pass=lambda: _run_once(
@@ -649,9 +655,18 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype | None:
+def choose_dtype(name: str, device: torch.device, folder: str | Path) -> torch.dtype | None:
+    """Return the dtype of weights and KV; None: that of config.json. Raises ConfigError.
+
+    `auto` on a CPU is float32, or bfloat16 if the folder is in bfloat16, the processor multiplies it, and the weights
+    do not fit into its cache: reading them is then most of the time.
+    """
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else None
+        if device.type != "cpu":
+            return None
+        weights = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+        narrow = weights >= NARROW_BYTES and multiplies_bfloat16() and stored_dtype(folder) == torch.bfloat16
+        return torch.bfloat16 if narrow else torch.float32
     if name not in DTYPES:
         raise ConfigError(f"`dtype` must be auto, {', '.join(DTYPES)}, got `{name}`")
     return DTYPES[name]

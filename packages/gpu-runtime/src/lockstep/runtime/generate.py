@@ -42,6 +42,7 @@ from lockstep.runtime.errors import DeviceLost
 from lockstep.runtime.llm import LLM, LlmStats
 from lockstep.runtime.outputs import PendingRequest, RequestOutput
 from lockstep.runtime.params import Params
+from lockstep.runtime.sources import find_model
 
 
 class InputLine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -92,7 +93,10 @@ class GenerateOptions:
     prompts: Annotated[tuple[str, ...], Option("A prompt, instead of INPUT; may be repeated.", flag="--prompt")] = ()
     chat: Annotated[bool, Option("Format each --prompt as a user's message by the model's chat template.")] = False
     out: Annotated[Path | None, Option("The file for the answers, as JSONL.", short="-o", default="stdout")] = None
-    model: Annotated[Path | None, Option("A Hugging Face folder.", default="the demo model")] = None
+    model: Annotated[
+        Path | None,
+        Option("A Hugging Face folder, a GGUF file, or smollm2, which is fetched.", default="the demo model"),
+    ] = None
     no_cuda_graphs: Annotated[bool, Option("Launch the kernels of every decode one by one.")] = False
     max_new_tokens: Annotated[int, Option("Most output tokens of an answer.")] = Params.max_new_tokens
     temperature: Annotated[float, Option("0 is greedy.")] = Params.temperature
@@ -159,7 +163,8 @@ def generate(source: IO[bytes] | None, **options: Any) -> int:
     click.get_current_context().with_resource(_logged(given.quiet or (given.prints and not given.verbose)))
     try:
         config = EngineConfig(lora=named_folders(given.lora), cuda_graphs="off" if given.no_cuda_graphs else "auto")
-        llm = LLM(given.model, config, **engine, **_sched(given.settings))
+        model = None if given.model is None else find_model(given.model, _say(given.quiet))
+        llm = LLM(model, config, **engine, **_sched(given.settings))
         with llm, ExitStack() as at_end:
             if given.profile is not None:
                 llm.start_profile(given.profile, **given.profile_options())
@@ -174,6 +179,11 @@ def generate(source: IO[bytes] | None, **options: Any) -> int:
     except (EngineStopped, DeviceLost, JournalError) as error:
         click.echo(f"lockstep generate: {error}", err=True)
         return 1
+
+
+def _say(quiet: bool) -> Callable[[str], None]:
+    """Return what shows a line about the model: to stderr, also where the log is not shown."""
+    return (lambda line: None) if quiet else (lambda line: click.echo(line, err=True))
 
 
 def _check_out(out: Path, source: IO[bytes] | None) -> None:

@@ -30,6 +30,7 @@ from lockstep.host.weights import Folder, Group, SharedMemory, Source, WeightsRe
 from lockstep.runtime.checkpoint import Checkpoint, CheckpointError, Staged, TensorFile, Tensors, stage
 from lockstep.runtime.executor import Executor
 from lockstep.runtime.models import Decoder, ModelSettings, read_settings
+from lockstep.runtime.models.packed import pack_matrices, packed_bytes, unpack_matrices
 from lockstep.runtime.tiers.identity import digest_of_source
 from lockstep.runtime.tiers.mover import HostMover
 from lockstep.runtime.weights_group import Backend, Received, WeightsGroup, check_backend
@@ -51,6 +52,7 @@ class LiveModel:
         self._staged: Staged | None = None
         self._groups: dict[str, WeightsGroup] = {}
         self._kept: _ReleasedTensor | None = None  # the weights, while their memory is released
+        self._packed = False  # whether they had packed copies when it was
         self._lock = threading.Lock()  # a reader of weights must not see half of an update
 
     # ------------------------------------------------------------------------------------------------------ weights
@@ -125,6 +127,8 @@ class LiveModel:
         lane = self.executor.lane
         with self._lock, lane.stream(), torch.no_grad():
             staged.place()
+            if packed_bytes(self.model):
+                pack_matrices(self.model)
             lane.check()  # wait until all weights are in place, before anything is launched
             self.version = version
         if self.mover is not None:
@@ -170,10 +174,13 @@ class LiveModel:
         with self._lock, lane.stream(), torch.no_grad():
             lane.check()
             if "weights" in tags and released:
+                self._packed = unpack_matrices(self.model)
                 self._kept = _ReleasedTensor(self.model.parameters())
             elif "weights" in tags and self._kept is not None:
                 with _room("the weights"):
                     self._kept.put_back()
+                    if self._packed:
+                        pack_matrices(self.model)
                 self._kept = None
             if "kv_cache" in tags:
                 if self.executor.canary is not None:

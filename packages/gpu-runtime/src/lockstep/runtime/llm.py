@@ -113,6 +113,7 @@ from lockstep.runtime.sampling import (
     check_sampling,
     processors,
 )
+from lockstep.runtime.sources import find_model
 from lockstep.runtime.tiers.lead import LeadMover
 from lockstep.runtime.warmup import warm_up as run_warm_up
 from lockstep.runtime.weights_group import Backend
@@ -139,7 +140,7 @@ class LLM:
     """A model with its engine.
 
     Args:
-        model: a Hugging Face folder; None: the demo model.
+        model: a Hugging Face folder, a GGUF file, or the name of a published model (`sources`); None: the demo model.
         config: settings of the engine.
         options: fields of `EngineConfig`, and of SchedConfig, by name; they override those of `config`.
     Raises: ConfigError; RankLost if another rank fails before the engine runs.
@@ -155,7 +156,7 @@ class LLM:
         packages = processors.versions(config.logit_processors)
         if draft_model is not None:
             sched = {"speculative_method": "draft_model"} | sched
-        folder = demo_folder() if model is None else Path(model)
+        folder = demo_folder() if model is None else find_model(model)
         where = choose_device(config.device)
         check_graph_mode(config.cuda_graphs, where, config.cuda_graph_max_batch)
         self.pooling = choose_pooling(folder, config.pooling, config.normalize)
@@ -173,9 +174,10 @@ class LLM:
         weights = WeightsLog() if keeper is None else keeper.weights
         if weights.version:
             check_lasting(weights.version, read_source(weights.source))
+        drafts_from = None if draft_model is None else str(find_model(draft_model, setting="draft_model").resolve())
         shared = config.rank_options() | {
             "logit_processors": tuple(config.logit_processors),
-            "draft_model": None if draft_model is None else str(Path(draft_model).resolve()),
+            "draft_model": drafts_from,
         }
         settings = RankSettings(
             model=str(folder.resolve()),

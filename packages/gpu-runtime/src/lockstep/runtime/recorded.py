@@ -19,16 +19,16 @@ from lockstep.host.engine_options import RankOptions
 from lockstep.host.grammar_backends import choose_backend, make_backend
 from lockstep.host.grammars import CompiledGrammars, GrammarBackend, GrammarMatchers
 from lockstep.host.loop import HostClock
-from lockstep.runtime.assembly import Assembled, assemble, choose_device, device_name, weights_of
+from lockstep.runtime.assembly import Assembled, assemble, choose_device, choose_dtype, device_name, weights_of
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.llm import demo_folder, model_name
 from lockstep.runtime.memory import MIB, free_bytes_of
 from lockstep.runtime.models import read_settings
-from lockstep.runtime.models.config_reader import DTYPES
 from lockstep.runtime.models.settings import ModelSettings
 from lockstep.runtime.pooling import choose_pooling
 from lockstep.runtime.quantized.fp8_format import FP8
 from lockstep.runtime.rank_wire import RankSettings
+from lockstep.runtime.sources import find_model
 from lockstep.runtime.warmup import warm_up
 
 USUAL = RankOptions()
@@ -83,7 +83,7 @@ def make_runner(
             f"this journal is of rank {config.dp_rank} of {config.dp_ranks} data-parallel ones, whose passes no "
             "runtime shares yet\nhint: take a journal of one engine"
         )
-    folder = demo_folder() if model is None else model
+    folder = demo_folder() if model is None else find_model(model)
     settings, where = read_settings(folder), choose_device(device)
     name = model_name(folder)
     if extent.context_tokens > settings.context_tokens:
@@ -93,7 +93,7 @@ def make_runner(
         )
     pages = max(extent.pages, -(-min(config.request_tokens_max, settings.context_tokens) // config.page_size))
     pages = min(pages, config.pages)
-    wanted = DTYPES.get(options.dtype, torch.float32 if where.type == "cpu" else settings.dtype)
+    wanted = choose_dtype(options.dtype, where, folder) or settings.dtype
     if options.kv_cache_dtype == "fp8_e4m3":
         wanted = FP8
     page_bytes = KvPool.bytes_per_page(settings.layers, config.page_size, settings.kv_heads, settings.head_dim, wanted)

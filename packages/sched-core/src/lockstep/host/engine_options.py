@@ -43,7 +43,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class RankOptions(ModelOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options with which every rank of an engine runs its part of the model."""
 
-    attention_backend: Annotated[str, Option("Attention kernels: auto, flashinfer, triton, reference.")] = "auto"
+    attention_backend: Annotated[str, Option("Attention kernels: auto, flashinfer, triton, cpu, reference.")] = "auto"
     numerics: Annotated[Numerics, Option("Whether a batch may change the results of its requests.")] = "fast"
     mem_fraction: Annotated[float, Option("Share of a GPU's memory that the engine may use, weights included.")] = 0.9
     cuda_graphs: Annotated[GraphMode, Option("Whether decodes replay CUDA graphs.")] = "auto"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -17,12 +17,13 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.host.engine_options import Numerics
 from lockstep.runtime import triton_trial
 from lockstep.runtime.attention.base import AttentionBackend
+from lockstep.runtime.attention.rules import LayerRules
 from lockstep.runtime.kv_pool import KvPool
 
 __all__ = ["NAMES", "WRONG", "AttentionBackend", "BackendChoice", "Needs", "Numerics", "choose", "make"]
 
-NAMES = ("flashinfer", "triton", "reference")  # order of preference of `auto` with fast numerics
-INVARIANT_NAMES = ("triton", "flashinfer", "reference")  # order of preference with invariant numerics
+NAMES = ("flashinfer", "triton", "cpu", "reference")  # order of preference of `auto` with fast numerics
+INVARIANT_NAMES = ("triton", "flashinfer", "cpu", "reference")  # order of preference with invariant numerics
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 FLASHINFER_VERSION = "0.6.18"  # the pinned buffers of the wrappers, and the signatures, are those of this release
 TRITON_HEAD_DIM_MAX = 256
@@ -87,6 +88,8 @@ def choose(requested: str, needs: Needs) -> BackendChoice:
         raise ConfigError(f"{why}\nhint: these can: {others}")
     unavailable: dict[str, str] = {}
     for name in INVARIANT_NAMES if numerics == "invariant" else NAMES:
+        if name == "cpu" and needs.device.type != "cpu":
+            continue  # that it is of another device is no reason worth showing
         unavailable_because = UNAVAILABLE_BECAUSE[name](needs)
         if unavailable_because is None and name == "triton" and needs.device.type != "cuda":
             unavailable_because = "it would run in Triton's interpreter"
@@ -107,6 +110,7 @@ def make(
     heads: int,
     *,
     scale: float | None = None,
+    rules: Sequence[LayerRules] = (),
     numerics: Numerics = "fast",
     graph_rows: int = 0,
     plans_in_flight: int | None = None,
@@ -116,6 +120,7 @@ def make(
     Args:
         heads: query heads of this rank.
         scale: factor of the scores before the softmax; head_dim ** -0.5 unless given.
+        rules: attention of each layer, for a model with windows, caps or sinks.
         graph_rows: rows of the largest CUDA graph, 0 for none; workspaces are sized for it.
         plans_in_flight: plans that may be made before the first of them is on the device; see `flashinfer_backend`.
     """
@@ -123,6 +128,10 @@ def make(
         from lockstep.runtime.attention.reference import ReferenceAttention
 
         return ReferenceAttention(pool, scale)
+    if name == "cpu":
+        from lockstep.runtime.attention.cpu import CpuAttention
+
+        return CpuAttention(pool, scale, rules)
     if name == "triton":
         from lockstep.runtime.attention.triton_backend import TritonAttention
 
@@ -212,6 +221,15 @@ def _triton_unavailable(needs: Needs) -> str | None:
     return triton_trial.unavailable_because(needs.device) if needs.device.type == "cuda" else None
 
 
+def _cpu_unavailable(needs: Needs) -> str | None:
+    """Return why the products of a CPU's libraries cannot run, or None."""
+    if needs.device.type != "cpu":
+        return f"it needs the CPU, this is `{needs.device}`"
+    if needs.numerics == "invariant":
+        return "the order of its sums depends on the batch, and numerics are invariant"
+    return "it cannot run in CUDA graphs" if needs.graphs else None
+
+
 def _reference_unavailable(needs: Needs) -> str | None:
     """Return why plain torch cannot run, or None."""
     return "it cannot run in CUDA graphs" if needs.graphs else None
@@ -220,6 +238,7 @@ def _reference_unavailable(needs: Needs) -> str | None:
 UNAVAILABLE_BECAUSE: dict[str, Callable[[Needs], str | None]] = {
     "flashinfer": _flashinfer_unavailable,
     "triton": _triton_unavailable,
+    "cpu": _cpu_unavailable,
     "reference": _reference_unavailable,
 }
 

@@ -154,6 +154,11 @@ def read_settings(folder: str | Path, ranks: int = 1) -> ModelSettings:
     return settings
 
 
+def stored_dtype(folder: str | Path) -> torch.dtype:
+    """Return the dtype in a folder's config.json; float32 if it has none, or an unknown one. Raises CheckpointError."""
+    return ConfigReader(read_config(Path(folder))).dtype()
+
+
 def _with_other_files(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return settings completed by files beside config.json: end tokens, and quantisation in older ModelOpt folders."""
     config = _with_all_end_tokens(config, folder)

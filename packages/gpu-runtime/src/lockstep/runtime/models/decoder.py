@@ -14,7 +14,16 @@ from lockstep.runtime.checkpoint import TensorSpec
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.lora.slots import LoraTarget
 from lockstep.runtime.models.experts import Experts
-from lockstep.runtime.models.layers import Attention, AttentionSizes, Maker, Mlp, RmsNorm, Rotation, VocabEmbedding
+from lockstep.runtime.models.layers import (
+    Attention,
+    AttentionSizes,
+    Maker,
+    Mlp,
+    RmsNorm,
+    Rotation,
+    VocabEmbedding,
+    packable,
+)
 from lockstep.runtime.models.rope import Rotary
 from lockstep.runtime.models.settings import ModelSettings
 from lockstep.runtime.quantized.activations import choose_activations
@@ -101,6 +110,7 @@ class Decoder(nn.Module):
         self.head: VocabEmbedding | None = None
         if settings.generates:
             self.head = self.embeddings if settings.tied else VocabEmbedding(make, settings.vocab, settings.hidden)
+            self.head.packed = packable(self.head.weight)
         query, key, _ = stack[0].attention.qkv.sizes
         self.layers, self.head_dim, self.scale = settings.layers, settings.head_dim, settings.head_dim**-0.5
         self.heads, self.kv_heads = query // settings.head_dim, key // settings.head_dim

@@ -69,13 +69,12 @@ def norm_and_turn_reference(
 ) -> tuple[Tensor, Tensor]:
     """Torch reference of `norm_and_turn`."""
     head_dim = 2 * cos.shape[-1]
-    query, key, _ = qkv.view(len(qkv), heads + 2 * kv_heads, head_dim).split_with_sizes(
-        (heads, kv_heads, kv_heads), dim=1
-    )
-    if weights is not None:
-        query, key = (
-            F.rms_norm(part, weight.shape, weight, eps) for part, weight in zip((query, key), weights, strict=True)
-        )
+    by_head = qkv.view(len(qkv), heads + 2 * kv_heads, head_dim)
+    if weights is None:
+        both = turn(by_head[:, : heads + kv_heads], cos, sin)
+        return both[:, :heads], both[:, heads:]
+    parts = by_head.split_with_sizes((heads, kv_heads, kv_heads), dim=1)[:2]
+    query, key = (F.rms_norm(part, weight.shape, weight, eps) for part, weight in zip(parts, weights, strict=True))
     return turn(query, cos, sin), turn(key, cos, sin)
 
 

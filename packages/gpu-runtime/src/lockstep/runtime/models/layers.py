@@ -26,6 +26,7 @@ from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.lora.batch import AdapterBatch
 from lockstep.runtime.lora.slots import LoraSlots, LoraTarget
 from lockstep.runtime.models.elementwise import add_rms_norm, norm_and_turn, silu_and_mul
+from lockstep.runtime.models.packed import PackedMatrix
 from lockstep.runtime.quantized.fp8 import Fp8Matrices, RowRounding
 from lockstep.runtime.quantized.int4 import Int4Matrices
 from lockstep.runtime.quantized.matrices import Quantized, StoredMatrix
@@ -103,9 +104,16 @@ class Maker:
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
 
 
-def product(hidden: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """Multiply, [tokens, inputs] to [tokens, outputs]."""
+def product(hidden: Tensor, weight: Weight, bias: Tensor | None = None, packed: PackedMatrix | None = None) -> Tensor:
+    """Multiply, [tokens, inputs] to [tokens, outputs]; from the packed copy of the matrix, if it has one."""
+    if packed is not None:
+        return packed.linear(hidden, bias)
     return F.linear(hidden, weight, bias) if isinstance(weight, Tensor) else weight.linear(hidden, bias)
+
+
+def packable(weight: Weight) -> PackedMatrix | None:
+    """Return what packs a matrix; None for quantised ones, whose layouts are their own."""
+    return PackedMatrix(weight) if isinstance(weight, Tensor) else None
 
 
 class RmsNorm(nn.Module):
@@ -154,11 +162,12 @@ class ColumnLinear(nn.Module):
         ]
         self.weight = make.matrices(matrices, [part.name for part in parts])
         self.bias = make.empty(sum(self.sizes)) if bias else None
+        self.packed = packable(self.weight)
         self.lora: LoraSlots | None = None
 
     def forward(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """Multiply, [tokens, inputs] to [tokens, rows of this rank], the parts side by side: see `sizes`."""
-        out = product(hidden, self.weight, self.bias)
+        out = product(hidden, self.weight, self.bias, self.packed)
         return out if adapters is None or self.lora is None else self.lora.add_to(out, hidden, adapters)
 
     def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[LoraTarget]:
@@ -194,12 +203,13 @@ class RowLinear(nn.Module):
         self.inputs = self.split.local(inputs, make.parallel.ranks, name)
         self.weight = make.matrices([StoredMatrix(name, outputs, inputs, columns=self.split)], [name])
         self.bias = make.empty(outputs) if bias else None
+        self.packed = packable(self.weight)
         self.lora: LoraSlots | None = None
 
     def forward(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """Multiply, [tokens, columns of this rank] to [tokens, outputs], equal on all ranks."""
         alone = self.parallel.ranks == 1
-        out = product(hidden, self.weight, self.bias if alone else None)
+        out = product(hidden, self.weight, self.bias if alone else None, self.packed)
         if adapters is not None and self.lora is not None:
             out = self.lora.add_to(out, hidden, adapters)
         if alone:
@@ -234,6 +244,7 @@ class VocabEmbedding(nn.Module):
         self.vocab, self.parallel = vocab, make.parallel
         self.split = TensorSplit(0, units=None)
         self.weight = make.empty(self.split.local(vocab, make.parallel.ranks, "tokens"), hidden)
+        self.packed: PackedMatrix | None = None  # of the output projection only: rows of embeddings are looked up
         self.first = make.parallel.rank * len(self.weight)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -247,7 +258,7 @@ class VocabEmbedding(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits, [samples, hidden] to float32 [samples, vocab]."""
-        logits = F.linear(hidden, self.weight)
+        logits = product(hidden, self.weight, packed=self.packed)
         if self.parallel.ranks > 1:
             logits = self.parallel.all_gather(logits)[:, : self.vocab]
         return logits.float()

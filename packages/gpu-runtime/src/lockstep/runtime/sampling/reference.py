@@ -121,16 +121,17 @@ def draw(
         random: False if all rows are greedy.
     """
     vocab = logits.shape[1]
+    if not random:  # `argmax` returns the first of equal ones; a row with a NaN is invalid, whichever token it gets
+        return torch.where(maxima > -torch.inf, logits.argmax(1), 0).to(torch.int32)
     reals, ints = columns.reals[rows.long()], columns.ints[rows.long()]
     score = logits.masked_fill(logits.isnan(), -torch.inf)
-    if random:
-        z = scaled(logits, reals, maxima)
-        kept = z >= reals[:, LOG_MIN_P, None]
-        if floor is not None:
-            kept &= score >= floor[:, None]
-        noisy = z + gumbel(words_torch(ints[:, KEY_LOW], ints[:, KEY_HIGH], positions, vocab))
-        noisy = torch.where(kept, noisy, -torch.inf)
-        score = torch.where(reals[:, TEMPERATURE, None] > 0, noisy, score)
+    z = scaled(logits, reals, maxima)
+    kept = z >= reals[:, LOG_MIN_P, None]
+    if floor is not None:
+        kept &= score >= floor[:, None]
+    noisy = z + gumbel(words_torch(ints[:, KEY_LOW], ints[:, KEY_HIGH], positions, vocab))
+    noisy = torch.where(kept, noisy, -torch.inf)
+    score = torch.where(reals[:, TEMPERATURE, None] > 0, noisy, score)
     ids = torch.arange(vocab, dtype=torch.int32, device=logits.device)
     token = torch.where(score == score.amax(1, keepdim=True), ids, vocab).amin(1)
     return torch.where(maxima > -torch.inf, token, 0).to(torch.int32)
