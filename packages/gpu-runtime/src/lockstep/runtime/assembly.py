@@ -26,6 +26,7 @@ from lockstep.host.engine_options import GraphMode, Numerics
 from lockstep.host.loop import HostClock
 from lockstep.host.quantization import Fp8Activations
 from lockstep.runtime.attention import AttentionBackend, Needs, choose, make
+from lockstep.runtime.attention.rules import names_of
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_model import ModelDrafter
 from lockstep.runtime.drafting import Drafter, NgramDrafter
@@ -42,7 +43,7 @@ from lockstep.runtime.graphs import (
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.lora.slots import run_once
 from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
-from lockstep.runtime.models import Decoder, Parallel, build_model
+from lockstep.runtime.models import LanguageModel, Parallel, build_model
 from lockstep.runtime.models.config_reader import DTYPES
 from lockstep.runtime.overlap import CpuLane, CudaLane, StreamLane
 from lockstep.runtime.pooling import Pooling
@@ -135,7 +136,7 @@ class OtherRanks(Protocol):
 class Assembled:
     """One rank, or a whole engine, up to its executor."""
 
-    model: Decoder
+    model: LanguageModel
     config: SchedConfig
     memory: MemoryBudget
     attention_backend: str
@@ -171,6 +172,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
             parallel=None if ranks is None else ranks.parallel(),
             kv_fp8=settings.kv_cache_dtype == "fp8_e4m3",
             fp8_activations=settings.fp8_activations,
+            backend=settings.model_backend,
         )
         if model.settings.quantization is not None:
             log.info("weights as stored: %s", weights_of(model))
@@ -182,7 +184,8 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
     config, memory, kernels = _sized(model, device, settings.mem_fraction, pick, sched, ranks, draft)
     if draft is not None:  # the draft model uses the same backend, which may not support its heads
         kind = (device, draft.dtype, draft.head_dim, config.page_size)
-        choose(kernels.backend, Needs(*kind, numerics=kernels.numerics, group=draft.heads // draft.kv_heads))
+        of_draft = Needs(*kind, group=draft.heads // draft.kv_heads, special=names_of(draft.rules))
+        choose(kernels.backend, replace(of_draft, numerics=kernels.numerics))
     if ranks is not None:
         config = ranks.agree(config)
         memory = replace(memory, pages=config.pages)
@@ -223,11 +226,12 @@ def check_draft_model(folder: str | Path | None, method: object, ranks: int) -> 
         )
 
 
-def _draft_model(settings: RankSettings, folder: str, model: Decoder, device: torch.device) -> Decoder:
+def _draft_model(settings: RankSettings, folder: str, model: LanguageModel, device: torch.device) -> LanguageModel:
     """Build the draft model. Raises ConfigError if its vocabulary is not the model's, or if it does not generate."""
     with explained("the draft model's weights", device, "a smaller draft model, or none"):
         rounds: Fp8Activations = "off" if settings.fp8_activations == "off" else "auto"  # `on` is for the model itself
-        draft = build_model(Path(folder), _dtype(settings.dtype, device), device, fp8_activations=rounds)
+        dtype, backend = _dtype(settings.dtype, device), settings.model_backend
+        draft = build_model(Path(folder), dtype, device, fp8_activations=rounds, backend=backend)
     if draft.settings.vocab != model.settings.vocab or not draft.settings.generates:
         raise ConfigError(
             f"`draft_model` {folder} has {draft.settings.vocab:,} tokens, the model {model.settings.vocab:,}\n"
@@ -255,9 +259,10 @@ class PassKernels:
         """Rows of the largest graph; 0 without graphs."""
         return max(self.graph_sizes, default=0)
 
-    def attention(self, pool: KvPool, model: Decoder, **more: Any) -> AttentionBackend:
+    def attention(self, pool: KvPool, model: LanguageModel, **more: Any) -> AttentionBackend:
         """The attention backend of a model over its pool."""
-        return make(self.backend, pool, model.heads, scale=model.scale, numerics=self.numerics, **more)
+        layers = {"scale": model.scale, "rules": model.rules}
+        return make(self.backend, pool, model.heads, numerics=self.numerics, **layers, **more)
 
 
 REFERENCE = PassKernels()
@@ -269,7 +274,7 @@ def stream_lane(device: torch.device, clock: HostClock) -> StreamLane:
 
 
 def make_executor(
-    model: Decoder,
+    model: LanguageModel,
     config: SchedConfig,
     lane: StreamLane,
     *,
@@ -277,7 +282,7 @@ def make_executor(
     logit_processors: Mapping[str, LogitProcessor] | None = None,
     pooling: Pooling | None = None,
     debug: bool = False,
-    draft: Decoder | None = None,
+    draft: LanguageModel | None = None,
 ) -> Executor:
     """Make the executor of a model under these settings, with its pool, tables and sampler, and without matchers.
 
@@ -348,7 +353,7 @@ def make_executor(
         )
 
 
-def weights_of(model: Decoder) -> str:
+def weights_of(model: LanguageModel) -> str:
     """Describe the format of the quantised matrices and of the rows that they multiply; empty without quantisation."""
     if model.settings.quantization is None:
         return ""
@@ -356,20 +361,20 @@ def weights_of(model: Decoder) -> str:
     return f"{model.settings.quantization}; multiplied with rows in {rows}"
 
 
-def make_pool(model: Decoder, pages: int, page_size: int) -> KvPool:
+def make_pool(model: LanguageModel, pages: int, page_size: int) -> KvPool:
     """Return a pool for the model's KV."""
     sizes = (model.layers, pages, page_size, model.kv_heads, model.head_dim)
     return KvPool(*sizes, model.dtype, model.device, model.kv_scales)
 
 
-def page_bytes_of(model: Decoder, page_size: int) -> int:
+def page_bytes_of(model: LanguageModel, page_size: int) -> int:
     """Return the bytes of one page of a pool made by `make_pool`."""
     stored = model.dtype if model.kv_scales is None else FP8
     return KvPool.bytes_per_page(model.layers, page_size, model.kv_heads, model.head_dim, stored)
 
 
 def _kernels(
-    model: Decoder,
+    model: LanguageModel,
     requested: str,
     numerics: Numerics,
     mode: GraphMode,
@@ -385,11 +390,17 @@ def _kernels(
         numerics=numerics,
         group=model.heads // model.kv_heads,
         kv_fp8=model.kv_scales is not None,
+        special=names_of(model.rules),
     )
     sizes = graph_sizes(min(ROWS_MAX if graph_rows_max is None else graph_rows_max, config.max_running_requests))
     if mode == "eager":
         return PassKernels(choose(requested, needs).name, numerics, sizes)
     if mode == "off" or model.device.type != "cuda":
+        return PassKernels(choose(requested, needs).name, numerics)
+    if (why := model.uncapturable_because) and mode == "on":
+        raise ConfigError(f"`cuda_graphs` is on, but {why}\nhint: auto, or off")
+    if why:
+        log.info("no CUDA graphs: %s", why)
         return PassKernels(choose(requested, needs).name, numerics)
     try:
         return PassKernels(choose(requested, replace(needs, graphs=True)).name, numerics, sizes)
@@ -402,13 +413,13 @@ def _kernels(
 
 
 def _sized(
-    model: Decoder,
+    model: LanguageModel,
     device: torch.device,
     mem_fraction: float,
     pick: Callable[[SchedConfig], PassKernels],
     sched: dict[str, Any],
     ranks: OtherRanks | None,
-    draft: Decoder | None,
+    draft: LanguageModel | None,
 ) -> tuple[SchedConfig, MemoryBudget, PassKernels]:
     """Return scheduler settings with sizes that fit the model and the device."""
     gpu = device.type == "cuda"
@@ -483,7 +494,7 @@ def largest_pass_tokens(config: SchedConfig) -> int:
     return min(chunk, config.max_prefill_tokens)
 
 
-def _graph_bytes(model: Decoder, kernels: PassKernels, page_size: int, context: int) -> int:
+def _graph_bytes(model: LanguageModel, kernels: PassKernels, page_size: int, context: int) -> int:
     """Estimate the bytes of the graphs: capture the two largest over a pool of one page."""
     sizes = kernels.graph_sizes
     if not sizes:
@@ -495,7 +506,7 @@ def _graph_bytes(model: Decoder, kernels: PassKernels, page_size: int, context: 
 
 
 def _run_once(
-    model: Decoder,
+    model: LanguageModel,
     kernels: PassKernels,
     tokens: int,
     context: int,

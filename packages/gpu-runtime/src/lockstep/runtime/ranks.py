@@ -111,6 +111,8 @@ def check_split(model: ModelSettings, ranks: int) -> None:
     """Raise ConfigError, with the fields of config.json, if `ranks` ranks cannot split a model."""
     if ranks < 1:
         raise ConfigError(f"`tp` must be at least 1, got `{ranks}`")
+    if model.backend == "transformers":
+        return  # its plan is checked with the model
     shared = {"num_attention_heads": model.heads}
     if model.experts is None or model.experts.dense_layers:
         shared["intermediate_size"] = model.intermediate

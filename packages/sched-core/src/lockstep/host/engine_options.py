@@ -19,6 +19,8 @@ from lockstep.host.quantization import Fp8Activations
 
 KvCacheDtype = Literal["auto", "fp8_e4m3"]
 Numerics = Literal["fast", "invariant"]
+ModelBackend = Literal["auto", "native", "transformers"]
+"""The code that runs a model. auto: our own for the architectures that it has, transformers' for the others."""
 GraphMode = Literal["auto", "on", "off", "eager"]
 """auto: graphs where they can run; on: graphs, or an error with the reason; eager: the same padding without capture, to
 find faults."""
@@ -30,6 +32,10 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Options for loading a model."""
 
     dtype: Annotated[str, Option("Number type of weights and KV: auto, bfloat16, float16, float32.")] = "auto"
+    model_backend: Annotated[
+        ModelBackend,
+        Option("Code that runs the model: auto (native for the architectures that it has), native, transformers."),
+    ] = "auto"
     kv_cache_dtype: Annotated[KvCacheDtype, Option("Number type of KV: auto (as `dtype`) or fp8_e4m3.")] = "auto"
     fp8_activations: Annotated[
         Fp8Activations,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -17,6 +17,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.host.engine_options import Numerics
 from lockstep.runtime import triton_trial
 from lockstep.runtime.attention.base import AttentionBackend
+from lockstep.runtime.attention.rules import LayerRules
 from lockstep.runtime.kv_pool import KvPool
 
 __all__ = ["NAMES", "WRONG", "AttentionBackend", "BackendChoice", "Needs", "Numerics", "choose", "make"]
@@ -49,6 +50,7 @@ class Needs:
         graphs: whether it must run in CUDA graphs.
         group: query heads that share a KV head.
         kv_fp8: whether KV lies in fp8.
+        special: what layers need beside attention to all positions, such as sliding windows; see `rules`.
     """
 
     device: torch.device
@@ -59,6 +61,7 @@ class Needs:
     numerics: Numerics = "fast"
     group: int = 1
     kv_fp8: bool = False
+    special: tuple[str, ...] = ()
 
 
 def choose(requested: str, needs: Needs) -> BackendChoice:
@@ -107,6 +110,7 @@ def make(
     heads: int,
     *,
     scale: float | None = None,
+    rules: Sequence[LayerRules] = (),
     numerics: Numerics = "fast",
     graph_rows: int = 0,
     plans_in_flight: int | None = None,
@@ -116,9 +120,14 @@ def make(
     Args:
         heads: query heads of this rank.
         scale: factor of the scores before the softmax; head_dim ** -0.5 unless given.
+        rules: attention of each layer, for a model with windows, caps or sinks.
         graph_rows: rows of the largest CUDA graph, 0 for none; workspaces are sized for it.
         plans_in_flight: plans that may be made before the first of them is on the device; see `flashinfer_backend`.
     """
+    if name == "reference" and rules:
+        from lockstep.runtime.attention.ruled import RuledAttention
+
+        return RuledAttention(pool, rules)
     if name == "reference":
         from lockstep.runtime.attention.reference import ReferenceAttention
 
@@ -149,6 +158,8 @@ def _flashinfer_unavailable(needs: Needs) -> str | None:
     """Return why FlashInfer cannot run, or None."""
     if needs.device.type != "cuda":
         return f"it needs a CUDA device, this is `{needs.device}`"
+    if needs.special:
+        return f"it is not called here with {', '.join(needs.special)}"
     if find_spec("flashinfer") is None:
         return 'flashinfer is not installed; pip install "lockstep-runtime[cuda]"'
     try:
@@ -200,6 +211,8 @@ def _triton_unavailable(needs: Needs) -> str | None:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if needs.device.type != "cuda" and not interpreted:
         return f"it needs a CUDA device, this is `{needs.device}`"
+    if needs.special:
+        return f"its kernels lack {', '.join(needs.special)}"
     if needs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"it has kernels for bfloat16, float16 and float32, not for {_name(needs.dtype)}"
     if needs.head_dim > TRITON_HEAD_DIM_MAX:
