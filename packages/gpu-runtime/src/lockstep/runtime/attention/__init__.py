@@ -135,7 +135,7 @@ def make(
     if name == "triton":
         from lockstep.runtime.attention.triton_backend import TritonAttention
 
-        return TritonAttention(pool, heads, scale, numerics)
+        return TritonAttention(pool, heads, scale, numerics, rules=rules)
     if name == "flashinfer":
         from lockstep.runtime.attention.flashinfer_backend import FlashInferAttention
 
@@ -156,10 +156,10 @@ _logged_choices: set[BackendChoice] = set()
 
 def _flashinfer_unavailable(needs: Needs) -> str | None:
     """Return why FlashInfer cannot run, or None."""
-    if needs.device.type != "cuda":
-        return f"it needs a CUDA device, this is `{needs.device}`"
     if needs.special:
         return f"it is not called here with {', '.join(needs.special)}"
+    if needs.device.type != "cuda":
+        return f"it needs a CUDA device, this is `{needs.device}`"
     if find_spec("flashinfer") is None:
         return 'flashinfer is not installed; pip install "lockstep-runtime[cuda]"'
     try:
@@ -211,8 +211,6 @@ def _triton_unavailable(needs: Needs) -> str | None:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if needs.device.type != "cuda" and not interpreted:
         return f"it needs a CUDA device, this is `{needs.device}`"
-    if needs.special:
-        return f"its kernels lack {', '.join(needs.special)}"
     if needs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"it has kernels for bfloat16, float16 and float32, not for {_name(needs.dtype)}"
     if needs.head_dim > TRITON_HEAD_DIM_MAX:

@@ -78,7 +78,7 @@ def paged_attention(
     assert attention is not None
     parts = [_padded(one[0].transpose(0, 1), current.head_dim) for one in (query, key, value)]
     out = attention.run(int(module.layer_idx), *parts, batch)  # type: ignore[arg-type]
-    return out[None, :, :, : value.shape[-1]], None
+    return out[None, :, :, : value.shape[-1]].contiguous(), None
 
 
 def _padded(states: Tensor, head_dim: int) -> Tensor:
@@ -124,7 +124,7 @@ def _by_token(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     group = query.shape[1] // key.shape[1]
     ramp = torch.linspace(-1, 1, query.shape[3], dtype=query.dtype, device=query.device)  # shows how heads are turned
     turned = ((query + key.repeat_interleave(group, 1)) * ramp).mean(-1, keepdim=True)
-    return (value.repeat_interleave(group, 1) * (1 + torch.tanh(turned))).transpose(1, 2)
+    return (value.repeat_interleave(group, 1) * (1 + torch.tanh(turned))).transpose(1, 2).contiguous()
 
 
 def register() -> None:

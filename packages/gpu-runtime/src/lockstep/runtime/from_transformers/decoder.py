@@ -57,7 +57,8 @@ class TransformersDecoder(LanguageModel):
 
         Raises: ConfigError, see `trial.try_out`.
         """
-        calls = try_out(self.base, self.current, self.settings, self.dtype, self.device)
+        logits = self.logits if self.settings.generates else None
+        calls = try_out(self.base, logits, self.current, self.settings, self.dtype, self.device)
         one = calls[0]
         self.heads, self.kv_heads = one.heads, one.kv_heads
         self.head_dim = self.current.head_dim = max(one.head_dim, one.value_dim)
@@ -130,7 +131,15 @@ class _Decoded(nn.Module):
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Return the hidden states as the library's decoder would."""
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+        return _Output(last_hidden_state=self.hidden)
+
+
+class _Output(MoeModelOutputWithPast):
+    """What a decoder returns, with None for everything that only some of them have."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 def made_on_meta(config: Any, kind: Any) -> Any:
@@ -190,12 +199,15 @@ def _dtype(tensor: Tensor, name: str, wide: tuple[str, ...], make: Maker) -> tor
 def _initialise(model: Any) -> None:
     """Let the library compute buffers that no checkpoint has, and the first values of norms and biases."""
 
+    matrices = [one for one in model.parameters() if one.dim() > 1]
+    for one in matrices:  # they are filled later; the library passes over what is marked so
+        one._is_hf_initialized = True
+
     def visit(module: nn.Module, owner: Any) -> None:
         owner = module if hasattr(module, "_init_weights") else owner
         for child in module.children():
             visit(child, owner)
-        small = all(one.dim() < 2 for one in module.parameters(recurse=False))
-        if small and (module._buffers or module._parameters):
+        if module._buffers or any(one.dim() < 2 for one in module.parameters(recurse=False)):
             owner._init_weights(module)
 
     with torch.no_grad():

@@ -90,7 +90,7 @@ def refusals(config: Any, kind: Any) -> Iterator[str]:
         yield "its layers attend to an encoder (cross attention)"
     if kind._is_stateful:
         yield "its layers keep a state beside KV"
-    elif not kind._supports_attention_backend or not kind._can_set_attn_implementation():
+    elif not kind._can_set_attn_implementation():
         yield "its attention does not go through transformers' attention interface"
     others = sorted(set(getattr(config, "layer_types", None) or ()) - set(KINDS))
     if others:

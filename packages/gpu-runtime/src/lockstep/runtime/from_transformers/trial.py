@@ -11,13 +11,15 @@ requests share a batch:
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.runtime.from_transformers.attending import CURRENT, AttentionCall, CurrentPass
+from lockstep.runtime.memory import lacks_memory
+from lockstep.runtime.models.settings import ModelSettings
 
 TOKENS = 5
 ORDER = (3, 0, 4, 2, 1)
@@ -26,12 +28,18 @@ OTHER_TOLERANCE = 0.05  # of dtypes with fewer bits
 
 
 def try_out(
-    base: nn.Module, current: CurrentPass, settings: Any, dtype: torch.dtype, device: torch.device
+    base: nn.Module,
+    logits: Callable[[Tensor], Tensor] | None,
+    current: CurrentPass,
+    settings: ModelSettings,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> list[AttentionCall]:
     """Run a model twice on a few tokens, and return the call of each layer, in order.
 
     Args:
         base: the library's model without output projection.
+        logits: its output projection; None if it has none.
     Raises: ConfigError if it cannot run on pages and flattened batches, with the reason.
     """
     for module in base.modules():
@@ -45,8 +53,17 @@ def try_out(
             first = _run(base, ids, positions)
             calls = list(current.calls)
             second = _run(base, ids[order], positions[order])
+            if logits is not None and (shape := tuple(logits(first).shape)) != (TOKENS, settings.vocab):
+                raise ConfigError(f"the logits of {TOKENS} tokens are {list(shape)}")
     except ConfigError as error:
         raise ConfigError(f"{settings.architecture} cannot run by transformers' code here: {error}") from error
+    except Exception as error:  # of the library's code, for a batch of one flat sequence
+        if lacks_memory(error):
+            raise
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ConfigError(
+            f"{settings.architecture} cannot run by transformers' code here: a small pass failed: {why}"
+        ) from error
     finally:
         current.calls = None
     numbers = [call.layer for call in calls]

@@ -1,0 +1,145 @@
+"""Writes docs/models.md: every architecture of `tests.support.architectures` through the engine, beside transformers.
+
+    python -m tests.runtime.models_page              all columns; some minutes
+    python -m tests.runtime.models_page --only NAME  one row, printed
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from lockstep.core.contract.errors import ConfigError
+from lockstep.runtime.attention.rules import names_of
+from lockstep.runtime.checkpoint import read_config
+from lockstep.runtime.models import build_model
+from lockstep.runtime.models.registry import BUILDERS
+from tests.support.architectures import (
+    ARCHITECTURES,
+    CHUNK,
+    REFUSED,
+    REQUESTS,
+    SMALL,
+    greedy_answers,
+    save_architecture,
+    serve,
+)
+
+PAGE = Path(__file__).parents[2] / "docs/models.md"
+YES, NO = "equal", "**different**"
+HEAD = f"""# Models
+
+`--model-backend` of `serve` and `generate`, `model_backend` of `LLM`, selects the code that runs a model: `native` is
+our own, for the architectures of [runtime.md](runtime.md), "Models"; `transformers` is the modelling code of that
+library with our attention, KV pool and batches; `auto`, the default, is native for the architectures that have it, and
+transformers for the others. How that works: [runtime.md](runtime.md), "Models of transformers".
+
+The tables are written by `python -m tests.runtime.models_page`, with transformers {transformers.__version__}: a small random model of each
+architecture answers {REQUESTS} prompts of 1 to 70 tokens, some of which begin alike, and its greedy tokens are compared with those of
+`transformers.generate`, one prompt at a time, in float32 on a CPU. The engine computes prompts in chunks of {CHUNK},
+finds prefixes in its cache, retracts a request every few decodes, and verifies every KV slot before it is read
+(`debug`). Columns: the overlap depth, and two ranks. Attention beyond "all positions, scores times
+1/sqrt(head dim)" is named.
+
+## What runs by transformers' code
+
+| model | class | attention | overlap 0 | overlap 1 | two ranks | native too |
+|---|---|---|---|---|---|---|
+"""
+BEHIND = """
+Two ranks follow the library's own plan of the model. "no plan": `tp` is refused by name, as are numbers of ranks that
+do not divide the heads. DeepSeek's latent attention runs with keys and values of every head in the cache, padded to one
+width; its compressed cache is not implemented.
+
+## What is refused
+
+Each is one error at start, before weights are read where config.json tells, and otherwise behind one small pass:
+
+| model | error |
+|---|---|
+"""
+LIMITS = """
+Also refused by this backend: quantised weights, by the name of the method; models with code in their folder
+(`auto_map`), which is never run; `longrope` positions beyond the original context, which is the limit of such a model;
+`fp8_activations on`. Adapters may change linear layers, and none of the experts. CUDA graphs are captured for models
+that the library declares free of host decisions; the others run without, and the log says so.
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the architectures, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only")
+    only = parser.parse_args(arguments).only
+    torch.set_num_threads(1)
+    rows = []
+    for name in ARCHITECTURES:
+        if only is None or name == only:
+            began = time.perf_counter()
+            rows.append(row(name))
+            print(rows[-1], f"{time.perf_counter() - began:.0f} s", flush=True)
+    refused = [f"| {name} | {refusal(name)} |" for name in REFUSED if only is None or name == only]
+    print("\n".join(refused))
+    if only is None:
+        text = HEAD + "\n".join(rows) + "\n" + BEHIND + "\n".join(refused) + "\n" + LIMITS
+        PAGE.write_text(text, encoding="utf-8")
+    return int(any(NO in one for one in rows))
+
+
+def row(name: str) -> str:
+    """Return the row of one architecture."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_architecture(Path(folder), name)
+        answers = greedy_answers(model)
+        kind = type(model).__name__
+        rules = names_of(build_model(folder, torch.float32, backend="transformers").rules)
+
+        def equal(**options: Any) -> str:
+            served = serve(Path(folder), model_backend="transformers", **options)
+            assert served.cached_tokens
+            assert served.retractions
+            return YES if served.answers == answers else NO
+
+        cells = [equal(overlap_depth=0), equal(overlap_depth=1), or_reason(lambda: equal(tp=2, device="cpu"))]
+    own = "yes" if kind in BUILDERS else ""
+    return "| " + " | ".join([name, f"`{kind}`", ", ".join(rules), *cells, own]) + " |"
+
+
+def or_reason(run: Callable[[], str]) -> str:
+    """Return a result, or why it is refused in a few words."""
+    try:
+        return run()
+    except ConfigError as error:
+        text = str(error).partition("\n")[0]
+        return "no plan" if "has no plan" in text else text
+
+
+def refusal(name: str) -> str:
+    """Return the error for a model that cannot run, in one line."""
+    config_class, special = REFUSED[name]
+    config = getattr(transformers, config_class)(**(SMALL | special))
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__ if known else f"{name}ForConditionalGeneration"
+        try:
+            build_model(
+                read_config(Path(folder)) | {"architectures": [kind]}, random_weights_seed=0, backend="transformers"
+            )
+        except ConfigError as error:
+            lines = str(error).partition("\nhint")[0].splitlines()
+            return " ".join(line.strip() if number < 2 else f"; {line.strip()}" for number, line in enumerate(lines))
+    return NO
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
