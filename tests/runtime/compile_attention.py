@@ -73,7 +73,9 @@ def compile_kernel(
             signature[argument] = "*fp8e4nv" if fp8 and argument in ("keys", "values") else TYPE[dtype]
         else:
             found = [kind for names, kind in POINTER_TYPE.items() if argument in names.split()]
-            signature[argument] = found[0] if found else "fp32" if argument.endswith("scale") or argument == "cap" else "i32"
+            signature[argument] = (
+                found[0] if found else "fp32" if argument.endswith("scale") or argument == "cap" else "i32"
+            )
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, argument in enumerate(kernel.arg_names)

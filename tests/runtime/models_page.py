@@ -1,7 +1,7 @@
 """Writes docs/models.md: every architecture of `tests.support.architectures` through the engine, beside transformers.
 
-    python -m tests.runtime.models_page              all columns; some minutes
-    python -m tests.runtime.models_page --only NAME  one row, printed
+python -m tests.runtime.models_page              all columns; some minutes
+python -m tests.runtime.models_page --only NAME  one row, printed
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lockstep.core.contract.errors import ConfigError
+from lockstep.runtime.assembly import sliding_layers
 from lockstep.runtime.attention.rules import names_of
 from lockstep.runtime.checkpoint import read_config
 from lockstep.runtime.models import build_model
@@ -29,6 +30,7 @@ from tests.support.architectures import (
     REFUSED,
     REQUESTS,
     SMALL,
+    WINDOW_SHARE,
     greedy_answers,
     save_architecture,
     serve,
@@ -43,17 +45,18 @@ our own, for the architectures of [runtime.md](runtime.md), "Models"; `transform
 library with our attention, KV pool and batches; `auto`, the default, is native for the architectures that have it, and
 transformers for the others. How that works: [runtime.md](runtime.md), "Models of transformers".
 
-The tables are written by `python -m tests.runtime.models_page`, with transformers {transformers.__version__}: a small random model of each
-architecture answers {REQUESTS} prompts of 1 to 70 tokens, some of which begin alike, and its greedy tokens are compared with those of
-`transformers.generate`, one prompt at a time, in float32 on a CPU. The engine computes prompts in chunks of {CHUNK},
-finds prefixes in its cache, retracts a request every few decodes, and verifies every KV slot before it is read
-(`debug`). Columns: the overlap depth, and two ranks. Attention beyond "all positions, scores times
-1/sqrt(head dim)" is named.
+The tables are written by `python -m tests.runtime.models_page`, with transformers {transformers.__version__}. A small
+random model of each architecture answers {REQUESTS} prompts of 1 to 70 tokens, some of which begin alike, and its
+greedy tokens are compared with those of `transformers.generate`, one prompt at a time, in float32 on a CPU. The engine
+computes prompts in chunks of {CHUNK}, finds prefixes in its cache, retracts a request every few decodes, and verifies
+every KV slot before it is read (`debug`). Columns: the overlap depth, and two ranks. Attention beyond "all positions,
+scores times 1/sqrt(head dim)" is named. "window pages" is a run with a smaller pool of pages for the layers with
+windows (`swa_full_tokens_ratio`), for models with windows in some layers.
 
 ## What runs by transformers' code
 
-| model | class | attention | overlap 0 | overlap 1 | two ranks | native too |
-|---|---|---|---|---|---|---|
+| model | class | attention | overlap 0 | overlap 1 | two ranks | window pages | native too |
+|---|---|---|---|---|---|---|---|
 """
 BEHIND = """
 Two ranks follow the library's own plan of the model. "no plan": `tp` is refused by name, as are numbers of ranks that
@@ -101,7 +104,8 @@ def row(name: str) -> str:
         model = save_architecture(Path(folder), name)
         answers = greedy_answers(model)
         kind = type(model).__name__
-        rules = names_of(build_model(folder, torch.float32, backend="transformers").rules)
+        built = build_model(folder, torch.float32, backend="transformers")
+        rules, sliding = names_of(built.rules), len(sliding_layers(built))
 
         def equal(**options: Any) -> str:
             served = serve(Path(folder), model_backend="transformers", **options)
@@ -110,6 +114,8 @@ def row(name: str) -> str:
             return YES if served.answers == answers else NO
 
         cells = [equal(overlap_depth=0), equal(overlap_depth=1), or_reason(lambda: equal(tp=2, device="cpu"))]
+        some = 0 < sliding < built.layers
+        cells.append(equal(overlap_depth=1, swa_full_tokens_ratio=WINDOW_SHARE) if some else "")
     own = "yes" if kind in BUILDERS else ""
     return "| " + " | ".join([name, f"`{kind}`", ", ".join(rules), *cells, own]) + " |"
 

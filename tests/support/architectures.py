@@ -1,4 +1,4 @@
-"""Small random models of many architectures, greedy answers of transformers, and the same prompts through the engine."""
+"""Small random models of many architectures: greedy answers of transformers, and those of the engine."""
 
 from __future__ import annotations
 
@@ -107,6 +107,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Architectures that cannot run by transformers' code here; each with its reason."""
 
+WINDOW_SHARE = 0.35
+"""Window pages as a share of the others: fewer than the prompts have, so that pages of windows are released."""
 REQUESTS = 24
 CHUNK = 32
 STIRRED: dict[str, Any] = {

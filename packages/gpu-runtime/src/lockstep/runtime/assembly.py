@@ -6,6 +6,7 @@ Every rank of a group runs this code at the same time: rank 0 in the process of 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from lockstep.core.contract.commands import RowTaken
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import SamplingParams
+from lockstep.core.contract.hybrid_memory import HybridMemory
 from lockstep.host.batches import Int32s, RowContext
 from lockstep.host.engine_options import GraphMode, Numerics
 from lockstep.host.loop import HostClock
@@ -163,6 +166,13 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 
 def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ranks: OtherRanks | None) -> Assembled:
     mode, graph_rows_max = settings.cuda_graphs, settings.cuda_graph_max_batch
+    if settings.swa_full_tokens_ratio is not None:
+        if mode in ("on", "eager"):
+            raise ConfigError(
+                f"`cuda_graphs` is {mode}, but with `swa_full_tokens_ratio` layers with windows have pages of their "
+                "own, which graphs do not follow\nhint: leave one of the two out"
+            )
+        mode = "off"
     with explained("the weights", device, "a smaller model, a narrower dtype, or a GPU with less on it"):
         model = build_model(
             Path(settings.model),
@@ -179,9 +189,10 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         if slots := settings.sched.get("max_loras"):
             model.take_adapters(slots, settings.max_lora_rank)
     pick = partial(_kernels, model, settings.attention_backend, settings.numerics, mode, graph_rows_max)
+    share = settings.swa_full_tokens_ratio
     sched = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.sched.items()}
     draft = None if settings.draft_model is None else _draft_model(settings, settings.draft_model, model, device)
-    config, memory, kernels = _sized(model, device, settings.mem_fraction, pick, sched, ranks, draft)
+    config, memory, kernels = _sized(model, device, settings.mem_fraction, pick, sched, ranks, draft, share)
     if draft is not None:  # the draft model uses the same backend, which may not support its heads
         kind = (device, draft.dtype, draft.head_dim, config.page_size)
         of_draft = Needs(*kind, group=draft.heads // draft.kv_heads, special=names_of(draft.rules))
@@ -292,7 +303,8 @@ def make_executor(
     """
     device = model.device
     gpu = device.type == "cuda"
-    graph_sizes = kernels.graph_sizes
+    hybrid = None if config.hybrid is msgspec.UNSET else config.hybrid
+    graph_sizes = kernels.graph_sizes if hybrid is None else ()  # graphs do not follow pages of windows
     rest = explained(
         "tables, workspace and graphs beside the pool",
         device,
@@ -300,8 +312,14 @@ def make_executor(
     )
     with lane.stream(), rest:  # memory is freed to the stream on which it was allocated
         what = f"{config.pages:,} KV pages of {page_bytes_of(model, config.page_size):,} bytes"
+        if hybrid is not None and (hybrid.state_slots or not sliding_layers(model)):
+            raise ConfigError(
+                f"`hybrid` of the settings has {hybrid.state_slots} slots of states and windows of "
+                f"{hybrid.window_tokens} tokens, which {model.settings.architecture} here lacks"
+            )
+        window_pages = 0 if hybrid is None else hybrid.window_pages
         with explained(what, device, "fewer `pages`, or a smaller mem_fraction"):
-            pool = make_pool(model, config.pages, config.page_size)
+            pool = make_pool(model, config.pages, config.page_size, window_pages)
         attention = kernels.attention(
             pool,
             model,
@@ -320,6 +338,7 @@ def make_executor(
             debug=debug,
             adapter_slots=model.adapter_slots,
             speculates=config.speculates or config.jumps,
+            window_pages=window_pages,
         )
         drafter: Drafter | None = None
         if draft is not None:
@@ -330,7 +349,9 @@ def make_executor(
             drafter = NgramDrafter((config.pages + 1) * config.page_size, config.page_size, device)
         canary = None
         if debug:
-            canary = Canary(config.rows_max, config.pages, config.page_size, config.context_tokens_max, device)
+            windows = (0, 0) if hybrid is None else (hybrid.window_tokens, hybrid.window_pages)
+            sizes = (config.rows_max, config.pages, config.page_size, config.context_tokens_max)
+            canary = Canary(*sizes, device, *windows)
         graphs = None
         if graph_sizes:
             graphs = DecodeGraphs(model, attention, tables, graph_sizes, CudaGraphs() if gpu else EagerGraphs())
@@ -361,16 +382,51 @@ def weights_of(model: LanguageModel) -> str:
     return f"{model.settings.quantization}; multiplied with rows in {rows}"
 
 
-def make_pool(model: LanguageModel, pages: int, page_size: int) -> KvPool:
-    """Return a pool for the model's KV."""
+def make_pool(model: LanguageModel, pages: int, page_size: int, window_pages: int = 0) -> KvPool:
+    """Return a pool for the model's KV.
+
+    Args:
+        window_pages: pages of the layers with windows; 0: they use the pages of all layers.
+    """
     sizes = (model.layers, pages, page_size, model.kv_heads, model.head_dim)
-    return KvPool(*sizes, model.dtype, model.device, model.kv_scales)
+    sliding = sliding_layers(model) if window_pages else ()
+    return KvPool(*sizes, model.dtype, model.device, model.kv_scales, window_pages, sliding)
 
 
-def page_bytes_of(model: LanguageModel, page_size: int) -> int:
-    """Return the bytes of one page of a pool made by `make_pool`."""
+def page_bytes_of(model: LanguageModel, page_size: int, window_share: float | None = None) -> int:
+    """Return the bytes of one page of a pool made by `make_pool`.
+
+    Args:
+        window_share: window pages for each page; None: layers with windows use the pages of all layers.
+    """
     stored = model.dtype if model.kv_scales is None else FP8
-    return KvPool.bytes_per_page(model.layers, page_size, model.kv_heads, model.head_dim, stored)
+    sliding = 0 if window_share is None else len(sliding_layers(model))
+    full, windows = (
+        KvPool.bytes_per_page(layers, page_size, model.kv_heads, model.head_dim, stored)
+        for layers in (model.layers - sliding, sliding)
+    )
+    return full + math.ceil(windows * (window_share or 0.0))
+
+
+def sliding_layers(model: LanguageModel) -> tuple[int, ...]:
+    """Return the layers with sliding windows."""
+    return tuple(layer for layer, rule in enumerate(model.rules) if rule.window is not None)
+
+
+def check_windows(model: LanguageModel, share: float, page_size: int) -> int:
+    """Return the window of a model whose layers with windows are to have pages of their own. Raises ConfigError."""
+    windows = sorted({rule.window for rule in model.rules if rule.window is not None})
+    what = f"`swa_full_tokens_ratio` is {share}"
+    if not 0.0 < share <= 1.0:
+        raise ConfigError(f"`swa_full_tokens_ratio` must be above 0 and at most 1, got `{share}`")
+    if len(windows) != 1 or len(sliding_layers(model)) == model.layers:
+        sizes = f"windows of {', '.join(map(str, windows))} tokens" if windows else "no sliding windows"
+        all_of_them = " in all of its layers" if windows and len(sliding_layers(model)) == model.layers else ""
+        raise ConfigError(
+            f"{what}, but {model.settings.architecture} has {sizes}{all_of_them}\n"
+            "hint: leave it out; it is for windows of one size in some of the layers"
+        )
+    return windows[0]
 
 
 def _kernels(
@@ -420,6 +476,7 @@ def _sized(
     sched: dict[str, Any],
     ranks: OtherRanks | None,
     draft: LanguageModel | None,
+    window_share: float | None,
 ) -> tuple[SchedConfig, MemoryBudget, PassKernels]:
     """Return scheduler settings with sizes that fit the model and the device."""
     gpu = device.type == "cuda"
@@ -452,7 +509,8 @@ def _sized(
         raise ConfigError(f"`eos_token_ids` holds token {strange[0]}, but the model has {model.settings.vocab}")
     page_size, context = without_pages.page_size, without_pages.context_tokens_max
     check_page_table(without_pages.rows_max, context, page_size)
-    page_bytes = page_bytes_of(model, page_size)
+    window = 0 if window_share is None else check_windows(model, window_share, page_size)
+    page_bytes = page_bytes_of(model, page_size, window_share)
     if draft is not None:
         page_bytes += page_bytes_of(draft, page_size)
     elif without_pages.speculates:
@@ -480,6 +538,10 @@ def _sized(
         pages=without_pages.pages if "pages" in given else None,
     )
     log.info("memory\n%s", budget.table())
+    if window_share is not None:
+        given["hybrid"] = HybridMemory(
+            window_tokens=window, window_pages=max(1, int(budget.pages * window_share)), chunk_tokens_min=window
+        )
     return SchedConfig(**{**given, "pages": budget.pages}), budget, kernels
 
 

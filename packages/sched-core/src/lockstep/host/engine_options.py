@@ -50,6 +50,13 @@ class RankOptions(ModelOptions, frozen=True, kw_only=True, forbid_unknown_fields
 
     attention_backend: Annotated[str, Option("Attention kernels: auto, flashinfer, triton, reference.")] = "auto"
     numerics: Annotated[Numerics, Option("Whether a batch may change the results of its requests.")] = "fast"
+    swa_full_tokens_ratio: Annotated[
+        float | None,
+        Option(
+            "Pages of layers with sliding windows, as a share of those of the full layers.",
+            default="windows use the pages of all layers",
+        ),
+    ] = None
     mem_fraction: Annotated[float, Option("Share of a GPU's memory that the engine may use, weights included.")] = 0.9
     cuda_graphs: Annotated[GraphMode, Option("Whether decodes replay CUDA graphs.")] = "auto"
     cuda_graph_max_batch: Annotated[

@@ -37,7 +37,8 @@ class RuledAttention:
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
         """Write the new keys and values to the pool, then attend; see `AttentionBackend.run`."""
         self.pool.write(layer, key, value, batch)
-        tables = batch.page_table.index_select(0, batch.rows)
+        view = self.pool.view(layer, batch)
+        tables = view.page_table.index_select(0, view.rows)
         out, rule, size = torch.empty_like(query), self.rules[layer], self.pool.page_size
         first = 0
         for row, (start, length) in enumerate(

@@ -152,7 +152,7 @@ class TritonAttention:
             value,
             self.pool.keys[layer],
             self.pool.values[layer],
-            batch.slots,
+            self.pool.view(layer, batch).slots,
             *key.stride()[:2],
             *value.stride()[:2],
             *self.pool.scales[layer],
@@ -168,17 +168,18 @@ class TritonAttention:
         most_new = int((batch.lengths_host[:count] - batch.starts_host[:count]).max())
         tiling = extend_tiling(self.pool.head_dim, query.dtype, self.group, most_new, self.numerics)
         grid = (-(-most_new * self.group // tiling.BLOCK_M), self.pool.kv_heads, count)
+        view = self.pool.view(layer, batch)
         kernels.extend[grid](
             query,
             self.pool.keys[layer],
             self.pool.values[layer],
             out,
-            batch.page_table,
-            batch.rows,
+            view.page_table,
+            view.rows,
             batch.indptr,
             batch.lengths,
             *query.stride()[:2],
-            batch.page_table.stride(0),
+            view.page_table.stride(0),
             *self._scales(layer),
             *self._bounds(layer),
             FP8=self.pool.fp8,
@@ -190,8 +191,9 @@ class TritonAttention:
         tiling = decode_tiling(self.pool.head_dim, query.dtype, self.group)
         constants = self._constants(layer, query.dtype, tiling)
         first, count = batch.extend_rows, batch.count - batch.extend_rows
-        strides = (*query.stride()[:2], batch.page_table.stride(0))
-        where = (batch.page_table, batch.rows, batch.indptr, batch.lengths, first, *strides)
+        view = self.pool.view(layer, batch)
+        strides = (*query.stride()[:2], view.page_table.stride(0))
+        where = (view.page_table, view.rows, batch.indptr, batch.lengths, first, *strides)
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         scale, value_scale = self._scales(layer)
         cap, sinks = self._bounds(layer)
@@ -202,9 +204,7 @@ class TritonAttention:
             programs = min(programs, -(-rule.window // (self.piece or tiling.BLOCK_N)) + 1)
         if programs == 1:
             grid = (self.pool.kv_heads, count)
-            kernels.decode[grid](
-                query, keys, values, out, *where, scale, value_scale, cap, sinks, **kinds, **constants
-            )
+            kernels.decode[grid](query, keys, values, out, *where, scale, value_scale, cap, sinks, **kinds, **constants)
             return
         cells = count * self.heads * self.most
         room = cells * self.pool.head_dim

@@ -71,7 +71,9 @@ def read_library_model(config: Mapping[str, Any]) -> LibraryModel:
 
 def _class_of(config: Any, name: str) -> type:
     """Return the library's class of this name. Raises ConfigError if it is none for this config."""
-    known = [mapping[type(config)] for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING) if type(config) in mapping]
+    known = [
+        mapping[type(config)] for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING) if type(config) in mapping
+    ]
     for kind in known:
         if isinstance(kind, type) and kind.__name__ == name:
             return kind
@@ -110,7 +112,7 @@ def refusals(config: Any, kind: Any) -> Iterator[str]:
 
 def _base_class(config: Any, kind: Any) -> Any:
     """Return the class without output projection."""
-    return MODEL_MAPPING[type(config)] if type(config) in MODEL_MAPPING else kind
+    return MODEL_MAPPING.get(type(config), kind)
 
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:

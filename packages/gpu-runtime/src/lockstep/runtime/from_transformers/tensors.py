@@ -150,5 +150,3 @@ def _merges(rule: Any) -> bool:
 
 def _fills(rule: Any, name: str) -> bool:
     return len(rule.target_patterns) == 1 and name.endswith(rule.target_patterns[0])
-
-
