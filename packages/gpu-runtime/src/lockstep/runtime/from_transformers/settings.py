@@ -51,16 +51,18 @@ def read_library_model(config: Mapping[str, Any]) -> LibraryModel:
             f"`model_type` of config.json is `{model_type}`, which transformers {transformers.__version__} lacks\n"
             "hint: code in a model's folder is not run; a newer transformers may have the model"
         )
+    config_class = CONFIG_MAPPING[model_type]
+    kind = _class_of(config_class, name)
+    problems = list(refusals_of_class(config_class, kind))
     plain = {key: value for key, value in config.items() if key not in ("auto_map", FIELD)}
+    made = None
     try:
-        made = CONFIG_MAPPING[model_type].from_dict(plain)
-        kind = _class_of(made, name)
-    except ConfigError:
-        raise
+        made = config_class.from_dict(plain)
+        problems += refusals(made)
     except Exception as error:  # the library's own checks, of many types
-        why = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"config.json is not one of transformers' `{model_type}`: {why}") from error
-    problems = list(refusals(made, kind))
+        if not problems:
+            why = " ".join(str(error).split())
+            raise ConfigError(f"config.json is not one of transformers' `{model_type}`: {why}") from error
     if (stored := config.get(FIELD)) is not None:
         method = stored.get("quant_method") if isinstance(stored, Mapping) else stored
         problems.append(f"`{FIELD}`: weights quantised by `{method}` are not read by this model backend")
@@ -69,31 +71,36 @@ def read_library_model(config: Mapping[str, Any]) -> LibraryModel:
     return LibraryModel(made, kind, _settings(made, kind, config))
 
 
-def _class_of(config: Any, name: str) -> type:
-    """Return the library's class of this name. Raises ConfigError if it is none for this config."""
-    known = [
-        mapping[type(config)] for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING) if type(config) in mapping
-    ]
+def _class_of(config_class: Any, name: str) -> type:
+    """Return the library's class of this name. Raises ConfigError if it is none for this class of configs."""
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING)
+    known = [mapping[config_class] for mapping in mappings if config_class in mapping]
     for kind in known:
         if isinstance(kind, type) and kind.__name__ == name:
             return kind
     listed = ", ".join(kind.__name__ for kind in known if isinstance(kind, type)) or "none"
     raise ConfigError(
-        f"`architectures` of config.json must begin with a decoder of `{config.model_type}` in transformers "
+        f"`architectures` of config.json must begin with a decoder of `{config_class.model_type}` in transformers "
         f"{transformers.__version__} ({listed}), got `{name}`"
     )
 
 
-def refusals(config: Any, kind: Any) -> Iterator[str]:
-    """Yield why a model cannot run here, as far as its config and class tell."""
-    if config.get_text_config() is not config:
-        yield "it takes more than text: pictures, sound or video"
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
-        yield "its layers attend to an encoder (cross attention)"
+def refusals_of_class(config_class: Any, kind: Any) -> Iterator[str]:
+    """Yield why models of a class cannot run here, whatever their settings."""
     if kind._is_stateful:
         yield "its layers keep a state beside KV"
     elif not kind._can_set_attn_implementation():
         yield "its attention does not go through transformers' attention interface"
+    if "position_ids" not in inspect.signature(MODEL_MAPPING.get(config_class, kind).forward).parameters:
+        yield "its code takes no positions of tokens"
+
+
+def refusals(config: Any) -> Iterator[str]:
+    """Yield why a model cannot run here, as far as its config tells."""
+    if config.get_text_config() is not config:
+        yield "it takes more than text: pictures, sound or video"
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        yield "its layers attend to an encoder (cross attention)"
     others = sorted(set(getattr(config, "layer_types", None) or ()) - set(KINDS))
     if others:
         yield f"`layer_types` holds {', '.join(f'`{one}`' for one in others)}; only {' and '.join(KINDS)} run here"
@@ -106,13 +113,6 @@ def refusals(config: Any, kind: Any) -> Iterator[str]:
     for rope in _ropes(config):
         if rope.get("rope_type") == "dynamic":
             yield "`rope_type` dynamic: its frequencies would depend on the batch"
-    if "position_ids" not in inspect.signature(_base_class(config, kind).forward).parameters:
-        yield "its code takes no positions of tokens"
-
-
-def _base_class(config: Any, kind: Any) -> Any:
-    """Return the class without output projection."""
-    return MODEL_MAPPING.get(type(config), kind)
 
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:

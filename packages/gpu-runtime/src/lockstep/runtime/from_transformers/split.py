@@ -133,7 +133,8 @@ class RankLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = whole.in_features, whole.out_features
         self.weight, self.bias = whole.weight, whole.bias
-        self.style, self.parallel = style, parallel
+        tied = style in JOINED_ROWS and len(whole.weight) == whole.out_features  # to embeddings, which are whole
+        self.style, self.parallel = "" if tied else style, parallel
         self.current = current
         self.lora: LoraSlots | None = None
 
