@@ -272,8 +272,8 @@ class PassKernels:
 
     def attention(self, pool: KvPool, model: LanguageModel, **more: Any) -> AttentionBackend:
         """The attention backend of a model over its pool."""
-        layers = {"scale": model.scale, "rules": model.rules}
-        return make(self.backend, pool, model.heads, numerics=self.numerics, **layers, **more)
+        scale, rules = model.scale, model.rules
+        return make(self.backend, pool, model.heads, scale=scale, rules=rules, numerics=self.numerics, **more)
 
 
 REFERENCE = PassKernels()

@@ -76,8 +76,8 @@ def paged_attention(
     batch, attention = current.batch, current.attention
     assert batch is not None
     assert attention is not None
-    parts = [_padded(one[0].transpose(0, 1), current.head_dim) for one in (query, key, value)]
-    out = attention.run(int(module.layer_idx), *parts, batch)  # type: ignore[arg-type]
+    turned, keys, values = (_padded(one[0].transpose(0, 1), current.head_dim) for one in (query, key, value))
+    out = attention.run(module.layer_idx, turned, keys, values, batch)
     return out[None, :, :, : value.shape[-1]].contiguous(), None
 
 

@@ -129,6 +129,11 @@ class _Decoded(nn.Module):
         super().__init__()
         self.hidden: Tensor | None = None
 
+    @property
+    def decoder(self) -> _Decoded:
+        """This module, for models whose decoder lies inside of another one (OPT)."""
+        return self
+
     def forward(self, *_: Any, **__: Any) -> Any:
         """Return the hidden states as the library's decoder would."""
         return _Output(last_hidden_state=self.hidden)

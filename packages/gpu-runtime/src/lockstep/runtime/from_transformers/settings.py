@@ -23,8 +23,10 @@ log = logging.getLogger("lockstep.runtime")
 KINDS = ("full_attention", "sliding_attention")
 """Kinds of layers that can run. A layer of another kind keeps a state, or attends to blocks."""
 
-NOT_OF_THE_MODEL = ("architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "use_cache")
-NOT_OF_THE_MODEL += ("eos_token_id", "bos_token_id", "pad_token_id")
+NOT_OF_THE_MODEL = frozenset(
+    "architectures transformers_version torch_dtype dtype _name_or_path use_cache eos_token_id bos_token_id "
+    "pad_token_id".split()
+)
 """Fields of a config.json in which new weights may differ from the running model."""
 
 
