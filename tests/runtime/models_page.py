@@ -1,7 +1,8 @@
 """Writes docs/models.md: every architecture of `tests.support.architectures` through the engine, beside transformers.
 
-python -m tests.runtime.models_page              all columns; some minutes
-python -m tests.runtime.models_page --only NAME  one row, printed
+python -m tests.runtime.models_page               some two minutes
+python -m tests.runtime.models_page --processes   two ranks as processes of an engine: a quarter of an hour
+python -m tests.runtime.models_page --only NAME   one row, printed
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.runtime.assembly import sliding_layers
 from lockstep.runtime.attention.rules import names_of
 from lockstep.runtime.checkpoint import read_config
-from lockstep.runtime.models import build_model
+from lockstep.runtime.models import build_model, read_settings
 from lockstep.runtime.models.registry import BUILDERS
+from tests.runtime.test_models import Ranks
 from tests.support.architectures import (
     ARCHITECTURES,
     CHUNK,
@@ -32,9 +35,11 @@ from tests.support.architectures import (
     SMALL,
     WINDOW_SHARE,
     greedy_answers,
+    mixed_prompts,
     save_architecture,
     serve,
 )
+from tests.support.model_passes import Passes
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 YES, NO = "equal", "**different**"
@@ -49,7 +54,8 @@ The tables are written by `python -m tests.runtime.models_page`, with transforme
 random model of each architecture answers {REQUESTS} prompts of 1 to 70 tokens, some of which begin alike, and its
 greedy tokens are compared with those of `transformers.generate`, one prompt at a time, in float32 on a CPU. The engine
 computes prompts in chunks of {CHUNK}, finds prefixes in its cache, retracts a request every few decodes, and verifies
-every KV slot before it is read (`debug`). Columns: the overlap depth, and two ranks. Attention beyond "all positions,
+every KV slot before it is read (`debug`). Columns: the overlap depth; the logits of two ranks
+(`--processes`: the tokens of an engine of two processes). Attention beyond "all positions,
 scores times 1/sqrt(head dim)" is named. "window pages" is a run with a smaller pool of pages for the layers with
 windows (`swa_full_tokens_ratio`), for models with windows in some layers.
 
@@ -82,13 +88,15 @@ def main(arguments: list[str]) -> int:
     """Run the architectures, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only")
-    only = parser.parse_args(arguments).only
+    parser.add_argument("--processes", action="store_true")
+    given = parser.parse_args(arguments)
+    only = given.only
     torch.set_num_threads(1)
     rows = []
     for name in ARCHITECTURES:
         if only is None or name == only:
             began = time.perf_counter()
-            rows.append(row(name))
+            rows.append(row(name, processes=given.processes))
             print(rows[-1], f"{time.perf_counter() - began:.0f} s", flush=True)
     refused = [f"| {name} | {refusal(name)} |" for name in REFUSED if only is None or name == only]
     print("\n".join(refused))
@@ -98,7 +106,7 @@ def main(arguments: list[str]) -> int:
     return int(any(NO in one for one in rows))
 
 
-def row(name: str) -> str:
+def row(name: str, *, processes: bool) -> str:
     """Return the row of one architecture."""
     with tempfile.TemporaryDirectory() as folder:
         model = save_architecture(Path(folder), name)
@@ -113,11 +121,34 @@ def row(name: str) -> str:
             assert served.retractions
             return YES if served.answers == answers else NO
 
-        cells = [equal(overlap_depth=0), equal(overlap_depth=1), or_reason(lambda: equal(tp=2, device="cpu"))]
+        def split() -> str:
+            if processes:
+                return equal(tp=2, device="cpu")
+            return YES if split_logits_are_equal(Path(folder), model) else NO
+
+        cells = [equal(overlap_depth=0), equal(overlap_depth=1), or_reason(split)]
         some = 0 < sliding < built.layers
         cells.append(equal(overlap_depth=1, swa_full_tokens_ratio=WINDOW_SHARE) if some else "")
     own = "yes" if kind in BUILDERS else ""
     return "| " + " | ".join([name, f"`{kind}`", ", ".join(rules), *cells, own]) + " |"
+
+
+def split_logits_are_equal(folder: Path, model: Any) -> bool:
+    """Compare the logits of two ranks, which are threads here, with those of transformers; in two chunks."""
+    prompt, _ = max(mixed_prompts(), key=lambda pair: len(pair[0]))
+    prompt, meeting = prompt[:30], Ranks(2)
+
+    def run(rank: int) -> Any:
+        part = build_model(folder, torch.float32, parallel=meeting.parallel(rank), backend="transformers")
+        passes = Passes(part)
+        return torch.cat([passes.run({0: chunk})[0] for chunk in (prompt[:17], prompt[17:])])
+
+    read_settings(folder, 2, "transformers")  # raises before threads wait for each other
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, range(2)))
+    with torch.inference_mode():
+        want = model(torch.tensor([prompt]), use_cache=False).logits[0].float()
+    return all(bool((one - want).abs().max() <= 1e-4 * want.abs().max()) for one in found)
 
 
 def or_reason(run: Callable[[], str]) -> str:
