@@ -25,7 +25,6 @@ from lockstep.runtime.assembly import sliding_layers
 from lockstep.runtime.attention.rules import names_of
 from lockstep.runtime.checkpoint import read_config
 from lockstep.runtime.models import build_model, read_settings
-from lockstep.runtime.models.registry import BUILDERS
 from tests.runtime.test_models import Ranks
 from tests.support.architectures import (
     ARCHITECTURES,
@@ -48,16 +47,17 @@ HEAD = f"""# Models
 `--model-backend` of `serve` and `generate`, `model_backend` of `LLM`, selects the code that runs a model: `native` is
 our own, for the architectures of [runtime.md](runtime.md), "Models"; `transformers` is the modelling code of that
 library with our attention, KV pool and batches; `auto`, the default, is native for the architectures that have it, and
-transformers for the others. How that works: [runtime.md](runtime.md), "Models of transformers".
+transformers for the others. A model whose settings our own code refuses by name may run with `transformers`. How that
+works: [runtime.md](runtime.md), "Models of transformers".
 
 The tables are written by `python -m tests.runtime.models_page`, with transformers {transformers.__version__}. A small
 random model of each architecture answers {REQUESTS} prompts of 1 to 70 tokens, some of which begin alike, and its
 greedy tokens are compared with those of `transformers.generate`, one prompt at a time, in float32 on a CPU. The engine
 computes prompts in chunks of {CHUNK}, finds prefixes in its cache, retracts a request every few decodes, and verifies
-every KV slot before it is read (`debug`). Columns: the overlap depth; the logits of two ranks
-(`--processes`: the tokens of an engine of two processes). Attention beyond "all positions,
-scores times 1/sqrt(head dim)" is named. "window pages" is a run with a smaller pool of pages for the layers with
-windows (`swa_full_tokens_ratio`), for models with windows in some layers.
+every KV slot before it is read (`debug`). Columns: the overlap depth; the logits of two ranks (with `--processes` the
+tokens of an engine of two processes); a run with a smaller pool of pages for layers with windows
+(`swa_full_tokens_ratio`), for models with windows in some layers; and whether our own code runs the same model.
+Attention beyond "all positions, scores times 1/sqrt(head dim)" is named.
 
 ## What runs by transformers' code
 
@@ -71,7 +71,7 @@ width; its compressed cache is not implemented.
 
 ## What is refused
 
-Each is one error at start, before weights are read where config.json tells, and otherwise behind one small pass:
+Each is one error at start, before weights are read if config.json shows it, and otherwise after one small pass:
 
 | model | error |
 |---|---|
@@ -80,7 +80,7 @@ LIMITS = """
 Also refused by this backend: quantised weights, by the name of the method; models with code in their folder
 (`auto_map`), which is never run; `longrope` positions beyond the original context, which is the limit of such a model;
 `fp8_activations on`. Adapters may change linear layers, and none of the experts. CUDA graphs are captured for models
-that the library declares free of host decisions; the others run without, and the log says so.
+that the library declares free of decisions on the host; for the others the log has the reason.
 """
 
 
@@ -129,7 +129,7 @@ def row(name: str, *, processes: bool) -> str:
         cells = [equal(overlap_depth=0), equal(overlap_depth=1), or_reason(split)]
         some = 0 < sliding < built.layers
         cells.append(equal(overlap_depth=1, swa_full_tokens_ratio=WINDOW_SHARE) if some else "")
-    own = "yes" if kind in BUILDERS else ""
+        own = or_reason(lambda: "yes" if read_settings(folder, backend="native") else "")
     return "| " + " | ".join([name, f"`{kind}`", ", ".join(rules), *cells, own]) + " |"
 
 
@@ -152,12 +152,15 @@ def split_logits_are_equal(folder: Path, model: Any) -> bool:
 
 
 def or_reason(run: Callable[[], str]) -> str:
-    """Return a result, or why it is refused in a few words."""
+    """Return a result, or why it is refused in a few words; nothing if our own code lacks the architecture."""
     try:
         return run()
     except ConfigError as error:
-        text = str(error).partition("\n")[0]
-        return "no plan" if "has no plan" in text else text
+        text = str(error)
+        if "has no plan" in text:
+            return "no plan"
+        lacking = "`architectures` of config.json must begin with" in text
+        return "" if lacking else " ".join(text.splitlines()[-1].split())
 
 
 def refusal(name: str) -> str:
@@ -173,8 +176,10 @@ def refusal(name: str) -> str:
                 read_config(Path(folder)) | {"architectures": [kind]}, random_weights_seed=0, backend="transformers"
             )
         except ConfigError as error:
-            lines = str(error).partition("\nhint")[0].splitlines()
-            return " ".join(line.strip() if number < 2 else f"; {line.strip()}" for number, line in enumerate(lines))
+            text = str(error).partition("\nhint")[0]
+            first, _, rest = text.partition("cannot run by transformers' code here:")
+            reasons = (rest or first).strip().splitlines()
+            return "; ".join(reason.strip() for reason in reasons)
     return NO
 
 

@@ -34,7 +34,7 @@ from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_model import ModelDrafter
 from lockstep.runtime.drafting import Drafter, NgramDrafter
 from lockstep.runtime.executor import Executor, LookAhead, Matchers, RunnableModel
-from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.forward import ForwardBatch, WindowedPages
 from lockstep.runtime.graphs import (
     ROWS_MAX,
     CudaGraphs,
@@ -317,9 +317,11 @@ def make_executor(
                 f"`hybrid` of the settings has {hybrid.state_slots} slots of states and windows of "
                 f"{hybrid.window_tokens} tokens, which {model.settings.architecture} here lacks"
             )
-        window_pages = 0 if hybrid is None else hybrid.window_pages
+        pages = WindowedPages(config.pages)
+        if hybrid is not None:
+            pages = WindowedPages(config.pages, hybrid.window_pages, frozenset(sliding_layers(model)))
         with explained(what, device, "fewer `pages`, or a smaller mem_fraction"):
-            pool = make_pool(model, config.pages, config.page_size, window_pages)
+            pool = make_pool(model, pages, config.page_size)
         attention = kernels.attention(
             pool,
             model,
@@ -331,14 +333,13 @@ def make_executor(
         context = config.context_tokens_max if graph_sizes else None
         tables = DeviceTables(
             config.rows_max,
-            config.pages,
+            pages,
             config.page_size,
             device,
             context_tokens=context,
             debug=debug,
             adapter_slots=model.adapter_slots,
             speculates=config.speculates or config.jumps,
-            window_pages=window_pages,
         )
         drafter: Drafter | None = None
         if draft is not None:
@@ -382,15 +383,10 @@ def weights_of(model: LanguageModel) -> str:
     return f"{model.settings.quantization}; multiplied with rows in {rows}"
 
 
-def make_pool(model: LanguageModel, pages: int, page_size: int, window_pages: int = 0) -> KvPool:
-    """Return a pool for the model's KV.
-
-    Args:
-        window_pages: pages of the layers with windows; 0: they use the pages of all layers.
-    """
+def make_pool(model: LanguageModel, pages: int | WindowedPages, page_size: int) -> KvPool:
+    """Return a pool for the model's KV."""
     sizes = (model.layers, pages, page_size, model.kv_heads, model.head_dim)
-    sliding = sliding_layers(model) if window_pages else ()
-    return KvPool(*sizes, model.dtype, model.device, model.kv_scales, window_pages, sliding)
+    return KvPool(*sizes, model.dtype, model.device, model.kv_scales)
 
 
 def page_bytes_of(model: LanguageModel, page_size: int, window_share: float | None = None) -> int:

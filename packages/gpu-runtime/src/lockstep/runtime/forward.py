@@ -13,6 +13,20 @@ from lockstep.runtime.lora.batch import AdapterBatch
 Int32s = NDArray[np.int32]
 
 
+@dataclass(frozen=True, slots=True)
+class WindowedPages:
+    """Numbers of pages of a pool whose layers with sliding windows have pages of their own, numbered for themselves.
+
+    Args:
+        full: pages of all other layers.
+        windows: pages of the layers in `sliding`; 0: there are none.
+    """
+
+    full: int
+    windows: int = 0
+    sliding: frozenset[int] = frozenset()
+
+
 @dataclass(slots=True)
 class WindowView:
     """Where layers with sliding windows find the positions of a pass, in the pages of their own pool.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lockstep.runtime.forward import ForwardBatch, WindowView
+from lockstep.runtime.forward import ForwardBatch, WindowedPages, WindowView
 from lockstep.runtime.quantized.fp8 import to_fp8
 from lockstep.runtime.quantized.fp8_format import FP8
 
@@ -24,29 +24,26 @@ class KvPool:
         dtype: dtype of keys and values that are written, and of the stored ones unless `scales` are given.
         scales: with scales, numbers are stored in fp8 (e4m3), divided by them; numbers above the range of fp8 are
             clamped to it.
-        window_pages: pages of each layer of `sliding`, which are numbered for themselves; one more is scratch.
-        sliding: layers whose KV is in window pages; empty: none.
     """
 
     def __init__(
         self,
         layers: int,
-        pages: int,
+        pages: int | WindowedPages,
         page_size: int,
         kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
         scales: KvScales | None = None,
-        window_pages: int = 0,
-        sliding: Collection[int] = (),
     ) -> None:
-        self.pages, self.page_size, self.kv_heads, self.head_dim = pages, page_size, kv_heads, head_dim
+        counted = pages if isinstance(pages, WindowedPages) else WindowedPages(pages)
+        self.pages, self.page_size, self.kv_heads, self.head_dim = counted.full, page_size, kv_heads, head_dim
         self.dtype, self.fp8 = dtype, scales is not None
         self.scales: KvScales = scales or [(1.0, 1.0)] * layers
         assert len(self.scales) == layers, f"{layers} layers, scales of {len(self.scales)}"
-        self.sliding, stored = frozenset(sliding), FP8 if self.fp8 else dtype
-        counts = [(window_pages if layer in self.sliding else pages) + 1 for layer in range(layers)]
+        self.sliding, stored = counted.sliding, FP8 if self.fp8 else dtype
+        counts = [(counted.windows if layer in self.sliding else counted.full) + 1 for layer in range(layers)]
         shapes = [(count, page_size, kv_heads, head_dim) for count in counts]
         self.keys = [torch.zeros(shape, dtype=stored, device=device) for shape in shapes]
         self.values = [torch.zeros(shape, dtype=stored, device=device) for shape in shapes]

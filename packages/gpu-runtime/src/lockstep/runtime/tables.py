@@ -32,7 +32,7 @@ from lockstep.core.contract.commands import BatchPlan, HybridChanges, PageDeltas
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.requests.delivery import step_numbers
 from lockstep.runtime.errors import PlanError
-from lockstep.runtime.forward import WindowView
+from lockstep.runtime.forward import WindowedPages, WindowView
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -216,19 +216,18 @@ class DeviceTables:
 
     Args:
         rows: rows of the engine, `SchedConfig.rows_max`. One more is kept for the padding of CUDA graphs.
-        pages: pages of the pool; the page behind the last is scratch.
+        pages: pages of the pool; the page behind the last is scratch. The same holds for pages of windows.
         context_tokens: makes tables as wide as they can ever become; without it they grow by doubling.
         debug: check every plan against the content of the rows.
         adapter_slots: adapter slots of the model, which rows may use.
         speculates: whether plans may verify drafts, so that the device stores the position of each row.
-        window_pages: pages of layers with sliding windows; 0: their KV is in the pages of all layers.
     Raises: ConfigError, see `check_page_table`.
     """
 
     def __init__(
         self,
         rows: int,
-        pages: int,
+        pages: int | WindowedPages,
         page_size: int,
         device: torch.device,
         *,
@@ -236,9 +235,9 @@ class DeviceTables:
         debug: bool = False,
         adapter_slots: int = 0,
         speculates: bool = False,
-        window_pages: int = 0,
     ) -> None:
         check_page_table(rows, page_size if context_tokens is None else context_tokens, page_size)
+        window_pages, pages = (pages.windows, pages.full) if isinstance(pages, WindowedPages) else (0, pages)
         self.count, self.page_count, self.page_size = rows, pages, page_size
         self.page_shift = page_size.bit_length() - 1
         self.width = FIRST_WIDTH if context_tokens is None else -(-context_tokens // page_size)

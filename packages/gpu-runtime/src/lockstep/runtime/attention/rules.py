@@ -34,7 +34,7 @@ class LayerRules:
     sinks: Tensor | None = None
 
     def beyond(self, scale: float) -> bool:
-        """Return whether a backend that only knows `scale` computes something else."""
+        """Return whether a backend that has only `scale` computes something else."""
         return self.scale != scale or (self.window, self.cap, self.sinks) != (None, None, None)
 
 

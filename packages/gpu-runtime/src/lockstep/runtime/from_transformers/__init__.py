@@ -9,7 +9,7 @@ library's code, and no row sees another.
     attending   the function behind the attention interface
     split       tensor parallel by the plan of the library's model, and the matrices that adapters may change
     tensors     names of tensors in checkpoints, by the library's conversions
-    trial       one small pass: what each layer asks of attention, and that tokens mix nowhere else
+    trial       one small pass: what each layer requires of attention, and that tokens mix nowhere else
     decoder     the model
 
 Only this package imports transformers, and only when a model needs it.

@@ -30,7 +30,7 @@ IGNORED = frozenset(
 
 @dataclass(slots=True)
 class AttentionCall:
-    """What one layer asked of attention in a trial."""
+    """What one layer required of attention in a trial."""
 
     layer: int
     heads: int
@@ -95,7 +95,7 @@ def _described(
     scaling: float | None,
     more: dict[str, Any],
 ) -> AttentionCall:
-    """Return what a layer asks for. Raises ConfigError for anything that paged attention does not compute."""
+    """Return what a layer requires. Raises ConfigError for anything that paged attention does not compute."""
     name, layer = type(module).__name__, getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise ConfigError(f"{name} has no number of its layer, so that its KV has no place")

@@ -16,7 +16,7 @@ from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.from_transformers.attending import NAME, CurrentPass, register
 from lockstep.runtime.from_transformers.settings import read_library_model
 from lockstep.runtime.from_transformers.split import Plan, RankLinear, follow, replace_linear
-from lockstep.runtime.from_transformers.tensors import Held, Names
+from lockstep.runtime.from_transformers.tensors import CheckpointNames, Held
 from lockstep.runtime.from_transformers.trial import try_out
 from lockstep.runtime.lora.slots import LoraTarget
 from lockstep.runtime.models.language_model import LanguageModel
@@ -36,7 +36,7 @@ class TransformersDecoder(LanguageModel):
         plan = Plan(made, self.parallel.ranks)
         self.current = CurrentPass()
         held = _materialise(made, plan, make)
-        self.names = Names(made, held, self.parallel.rank, self.parallel.ranks)
+        self.names = CheckpointNames(made, held, self.parallel.rank, self.parallel.ranks)
         follow(made, plan.styles, self.parallel, self.current)
         self.base = made.base_model
         self.head: nn.Module | None = None

@@ -98,7 +98,7 @@ def refusals_of_class(config_class: Any, kind: Any) -> Iterator[str]:
 
 
 def refusals(config: Any) -> Iterator[str]:
-    """Yield why a model cannot run here, as far as its config tells."""
+    """Yield why a model cannot run here, as far as its config shows."""
     if config.get_text_config() is not config:
         yield "it takes more than text: pictures, sound or video"
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):

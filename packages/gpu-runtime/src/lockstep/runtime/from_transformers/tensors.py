@@ -48,7 +48,7 @@ class Held:
     initial: float | None = None
 
 
-class Names:
+class CheckpointNames:
     """The names of tensors of one model in checkpoints.
 
     Args:

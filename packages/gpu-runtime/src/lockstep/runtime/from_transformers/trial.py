@@ -1,6 +1,6 @@
 """One small pass of a model of transformers with a stand-in for attention, before it serves.
 
-The pass records what each layer asks of attention: heads, scale, window, cap, sinks. And since the stand-in handles
+The pass records what each layer requires of attention: heads, scale, window, cap, sinks. And since the stand-in handles
 every token by itself, the results of a token may not depend on the tokens beside it. A model with another mixing of
 tokens (a convolution, a state, positions counted along the batch, experts with limited room) is found that way, since
 requests share a batch:
