@@ -146,6 +146,11 @@ def test_the_backend_follows_the_architecture_and_the_option(tmp_path: Path) -> 
         build_model(tmp_path / "mistral", torch.float32, backend="native")
 
 
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ConfigError, match="`model_backend` must be auto or native or transformers, got `hf`"):
+        LLM(model_backend="hf")
+
+
 def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
     ours = {"architectures": ["OwnForCausalLM"], "model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
     with pytest.raises(ConfigError, match=r"`model_type` of config.json is `own`, .*\nhint: code in a model's folder"):
