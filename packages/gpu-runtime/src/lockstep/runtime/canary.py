@@ -15,6 +15,7 @@ older weights is found before attention reads it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -118,11 +119,12 @@ class Canary:
         place = seen.view(-1).to(torch.int8).argmax()
         return torch.stack((wrong.sum(), foreign.sum(), place // batch.longest, place % batch.longest))[None]
 
-    def spoil(self, slots: Tensor, window_slots: Tensor | None = None) -> None:
-        """Mark the slots of a failed batch as not written."""
-        self.tags[slots] = SPOILED
-        if window_slots is not None:
-            self.window_tags[window_slots] = SPOILED
+    def spoil(self, slots: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        """Mark the slots of a failed batch as not written: of each pass, in all pages and in those of windows."""
+        for some, of_windows in slots:
+            self.tags[some] = SPOILED
+            if of_windows is not None:
+                self.window_tags[of_windows] = SPOILED
 
     def judge(self, plan: BatchPlan, found: NDArray[np.int64], *, behind_failure: bool = False) -> None:
         """Raise CanaryError if any pass of a batch read KV that is not its own.

@@ -335,9 +335,10 @@ class Executor:
     def _spoil(self, failed: _Launched) -> None:
         """Mark the KV slots of a failed batch as not written."""
         if self.canary is not None:
-            for tensors in failed.laid:
-                windows = self.tables.window_view(tensors.rows, tensors.slots)
-                self.canary.spoil(tensors.slots, None if windows is None else windows.slots)
+            views = [self.tables.window_view(tensors.rows, tensors.slots) for tensors in failed.laid]
+            slots = [tensors.slots for tensors in failed.laid]
+            of_windows = [None if view is None else view.slots for view in views]
+            self.canary.spoil(list(zip(slots, of_windows, strict=True)))
 
     def _take_rows(self, launched: _Launched) -> None:
         """Reset the state by row outside of the tables, for the rows that a plan takes."""
