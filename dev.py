@@ -16,6 +16,8 @@
     python3 dev.py overload ARGS      overload of a server by all kinds of requests; --short for one minute
     python3 dev.py attacks ARGS       requests and connections that are made to cost; the worst delay of another stream
     python3 dev.py kill-campaign ARGS 1,000 kills of a server's engine under 32 streams; --kills 200
+    python3 dev.py resume-campaign    kills of every process, below clients that take up their streams; --kills 100
+    python3 dev.py openapi ARGS       schemathesis against every route of /openapi.json; --short
     python3 dev.py clients ARGS       public clients, each in an environment of its own, against a server; --list
     python3 dev.py schema-campaign    1,000 random JSON schemas through the demo model; --schemas 100
     python3 dev.py bench ARGS         the benchmarks
@@ -220,6 +222,14 @@ def kill_campaign(args):
     return call(PYTHON, "-m", "tests.campaigns.kills", *args)
 
 
+def resume_campaign(args):
+    return call(PYTHON, "-m", "tests.campaigns.resumption", *args)
+
+
+def openapi(args):
+    return call(PYTHON, "-m", "tests.campaigns.openapi", *args)
+
+
 def clients(args):
     return call(PYTHON, "-m", "tests.campaigns.clients", *args)
 
@@ -262,6 +272,8 @@ TASKS = {
     "attacks": ("dev", attacks),
     "overload": ("dev", overload),
     "kill-campaign": ("dev", kill_campaign),
+    "resume-campaign": ("dev", resume_campaign),
+    "openapi": ("dev", openapi),
     "clients": ("dev", clients),
     "schema-campaign": ("runtime", schema_campaign),
     "bench": ("demo", bench),

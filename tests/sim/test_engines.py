@@ -1,4 +1,4 @@
-"""Engines: what they add to kernels, how they are named, and how their errors are estimated."""
+"""Engines: the costs that they add to kernels, their names, and the estimates of their errors."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_breakdown_of_an_engine_sums_to_its_batches() -> None:
 
 @pytest.mark.parametrize("name", EngineCosts.__struct_fields__)
 def test_each_cost_adds_to_batches_as_documented(name: str) -> None:
-    """Every cost changes the batches it is about, by the documented amount, and no cost is without effect."""
+    """Every cost changes its batches by the documented amount, and no cost is without effect."""
     usual = EngineCosts()
     cost, plain = model_of(costs=msgspec.structs.replace(usual, **{name: getattr(ALL, name)})), model_of(costs=usual)
     decode = decode_shape(8, 700)
@@ -241,7 +241,7 @@ def point(engine: str, model: str, tp: int, users: int, *, prompt: int = 64, out
 
 
 def trial_of(weights: np.ndarray[Any, Any], noise: float = 0.0) -> EngineTrial:
-    """Points that an engine with these weights would have measured."""
+    """Points that an engine with these weights would have."""
     points = [
         point(engine, model, tp, users)
         for engine in ("vllm", "sglang")
@@ -271,7 +271,7 @@ def test_a_fit_predicts_the_engine_that_made_its_points() -> None:
 
 
 def test_features_times_costs_are_the_times_of_the_engine_model() -> None:
-    """What a fit multiplies is what a simulation adds: the same schedule, timed by columns and by an EngineModel."""
+    """The features of a fit equal the terms of a simulation: one schedule, timed by columns and by an EngineModel."""
     one = point("vllm", "qwen3-30b-a3b", 2, 4)
     trial = EngineTrial.of([one])
     costs = fit_engine(trial, np.array([], np.int64), "vllm").costs()
@@ -306,7 +306,7 @@ def test_a_prediction_does_not_depend_on_the_points_of_its_own_group() -> None:
     )
     after = left_out(changed, group_of)
     for i, one in enumerate(trial.points):
-        if one.model.name == "qwen3-8b":  # a third of the measurement moves; the prediction does not
+        if one.model.name == "qwen3-8b":  # a third of the measured points changes; the prediction does not
             assert after["time"][i] == pytest.approx(3 * before["time"][i])
     others = [i for i, one in enumerate(trial.points) if one.model.name != "qwen3-8b"]
     assert any(after["time"][i] != pytest.approx(before["time"][i]) for i in others)

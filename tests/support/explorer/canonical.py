@@ -3,8 +3,8 @@
 A snapshot also has what no later decision reads (sums, the digest), and numbers of which only the order or the identity
 matters: of pages, rows, nodes of the radix cache and batches, and the dates of last uses. Sums are left out; numbers
 are given anew in the order in which a fixed walk meets them; dates become ranks. Parts that have no rule here are taken
-as they are: states are then told apart that could be one, never the other way round. `search` draws states that were
-taken for one and compares what follows from each.
+as they are: states may then count as different that could be one, never the other way round. `search` draws states that
+were taken for one and compares what follows from each.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The worlds that are explored: each feature alone and each two together, with nothing, one or two batches behind one.
 
-A *feature* changes the settings, what the requests ask, and what may come from outside. A world of two features has
-both. Two that the core refuses together make no world; `refused` says why.
+A *feature* changes the settings, the fields of requests, and what may come from outside. A world of two features has
+both. Two that the core refuses together make no world; `refused` has the reason.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Feature:
     """What a feature adds to a world of two requests."""
 
     settings: Options = field(default_factory=dict)
-    each: Options = field(default_factory=dict)  # what both requests ask
-    first: Options = field(default_factory=dict)  # what only the first one asks
+    each: Options = field(default_factory=dict)  # fields of both requests
+    first: Options = field(default_factory=dict)  # fields of the first one only
     second: Options = field(default_factory=dict)
     lengths: tuple[tuple[int, int], ...] = ()  # of both: prompt and output tokens; empty: as without it
     inputs: Options = field(default_factory=dict)  # fields of the world
@@ -144,7 +144,7 @@ def worlds(*, pairs: bool = True) -> Iterator[World]:
 
 
 def refused() -> dict[tuple[str, str], str]:
-    """Pairs of features that no engine has, and what the core says about them."""
+    """Pairs of features that no engine has, and the message of the core."""
     found = {}
     for pair in combinations(FEATURES, 2):
         try:
@@ -180,7 +180,7 @@ def world(names: tuple[str, ...], depth: int) -> World:
 
 
 def _require_one_each(names: tuple[str, ...], features: list[Feature]) -> None:
-    """Two features that want different values of one setting make no world."""
+    """Two features that set different values of one setting make no world."""
     for one, other in combinations(features, 2):
         for name in one.settings.keys() & other.settings.keys() - LIMITS:
             if one.settings[name] != other.settings[name]:

@@ -1,7 +1,7 @@
 """Return a driver to an earlier state: copies of what its pieces and tagged devices keep, and a snapshot of the engine.
 
 The copy is shallow where values cannot change and deep where they can. Values that the driver shares on purpose stay
-shared: the driver, its pieces and devices, functions, and everything of `lockstep`, whose values are immutable once a
+shared: the driver, its pieces and devices, functions, and everything of `lockstep`: its values are immutable once a
 Step has returned them (the engine itself is stored as a snapshot). The prefix ids that the tagged devices have interned
 are shared as well: they only grow, and are names of contents.
 """
