@@ -270,7 +270,7 @@ def test_adapters_change_the_linear_layers(name: str, tmp_path: Path) -> None:
 
 
 def test_fp8_kv_vectors_logprobs_and_drafts(tmp_path: Path) -> None:
-    """Features of the engine that do not know who computes the model."""
+    """Features of the engine that are independent of the code of the model."""
     answers = greedy_answers(save_architecture(tmp_path, "Gemma 2"))
     drafted = serve(tmp_path, speculative_method="ngram", num_speculative_tokens=3)
     assert drafted.answers == answers
