@@ -22,18 +22,25 @@ from lockstep.runtime.attention.triton_backend import PIECE, decode_tiling, exte
 
 GROUP, KV_HEADS, PAGE = 4, 8, 16
 TYPE = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-POINTERS = "query key value keys values out".split()
+POINTERS = "query key value keys values out sinks".split()
 POINTER_TYPE = {"page_table rows indptr lengths": "*i32", "slots": "*i64", "parts sums": "*fp32"}
 STRIDES = "query_token query_head key_token key_head value_token value_head".split()
 
 
 def compile_kernel(
-    name: str, capability: int, dtype: torch.dtype, head_dim: int, numerics: Numerics, fp8: bool = False
+    name: str,
+    capability: int,
+    dtype: torch.dtype,
+    head_dim: int,
+    numerics: Numerics,
+    fp8: bool = False,
+    ruled: bool = False,
 ) -> dict[str, object]:
     """The kernel: shared memory in bytes, bytes of PTX and of machine code, layouts and instructions of products.
 
     Args:
         fp8: KV lies in it.
+        ruled: with a sliding window, a cap on scores and sinks.
     """
     kernel = getattr(kernels, name)
     if name == "extend":
@@ -54,6 +61,9 @@ def compile_kernel(
         "PRECISION": "ieee",
         "AHEAD": 8,
         "FP8": fp8,
+        "WINDOW": 1024 if ruled else 0,
+        "CAP": ruled,
+        "SINKS": ruled,
     }
     signature = {}
     for argument in kernel.arg_names:
@@ -63,7 +73,9 @@ def compile_kernel(
             signature[argument] = "*fp8e4nv" if fp8 and argument in ("keys", "values") else TYPE[dtype]
         else:
             found = [kind for names, kind in POINTER_TYPE.items() if argument in names.split()]
-            signature[argument] = found[0] if found else "fp32" if argument.endswith("scale") else "i32"
+            signature[argument] = (
+                found[0] if found else "fp32" if argument.endswith("scale") or argument == "cap" else "i32"
+            )
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, argument in enumerate(kernel.arg_names)
@@ -87,6 +99,7 @@ def compile_kernel(
         "head_dim": head_dim,
         "numerics": numerics,
         "fp8": fp8,
+        "ruled": ruled,
         "shared_bytes": compiled.metadata.shared,
         "ptx_bytes": len(ptx),
         "cubin_bytes": len(compiled.asm["cubin"]),
@@ -108,6 +121,8 @@ def main(capabilities: list[int]) -> None:
         if capability == 90:
             for name in ("write_kv", "decode"):
                 print(json.dumps(compile_kernel(name, capability, torch.bfloat16, 128, "fast", fp8=True)), flush=True)
+            for name in ("extend", "decode", "decode_split", "merge"):
+                print(json.dumps(compile_kernel(name, capability, torch.bfloat16, 128, "fast", ruled=True)), flush=True)
 
 
 if __name__ == "__main__":

@@ -205,7 +205,7 @@ WRONG: dict[str, tuple[BatchPlan, str]] = {
     ),
     "hybrid": (
         plan(1, "decode", [(3, 0, 5, 6)], hybrid=HybridChanges(ints(1), ints(2))),
-        "batch 1 has `hybrid`, which this executor does not support",
+        "batch 1 gives out window pages, but the model here has none",
     ),
     "after": (
         plan(1, "decode", [(3, 0, 5, 6)], starts_after=(AfterBatch(0, 0, 3),)),

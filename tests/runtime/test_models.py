@@ -263,7 +263,7 @@ def test_everything_wrong_with_a_config_is_reported_at_once() -> None:
 
 def test_an_unknown_architecture_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"one of LlamaForCausalLM, .*got `MambaForCausalLM`"):
-        build_model({"architectures": ["MambaForCausalLM"]}, torch.float32, random_weights_seed=0)
+        build_model({"architectures": ["MambaForCausalLM"]}, torch.float32, random_weights_seed=0, backend="native")
 
 
 def test_a_config_without_a_folder_needs_a_seed() -> None:

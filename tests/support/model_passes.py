@@ -6,17 +6,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.runtime.attention.reference import ReferenceAttention
+from lockstep.runtime.attention import make
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool
-from lockstep.runtime.models import Decoder
+from lockstep.runtime.models import LanguageModel
 
 
 class Passes:
     """Runs a model over rows that grow: row r holds the tokens given to it so far, on pages in random order."""
 
     def __init__(
-        self, model: Decoder, *, rows: int = 4, pages_each: int = 8, page_size: int = 4, seed: int = 0
+        self, model: LanguageModel, *, rows: int = 4, pages_each: int = 8, page_size: int = 4, seed: int = 0
     ) -> None:
         self.model = model
         self.pool = KvPool(
@@ -27,7 +27,7 @@ class Passes:
         pages = np.random.default_rng(seed).permutation(rows * pages_each).reshape(rows, pages_each)
         self.table = torch.from_numpy(pages.astype(np.int32))
         self.lengths = [0] * rows
-        self.attention = ReferenceAttention(self.pool, model.scale)
+        self.attention = make("reference", self.pool, model.heads, scale=model.scale, rules=model.rules)
 
     def batch(self, new: dict[int, list[int]], extend_rows: int) -> ForwardBatch:
         """A pass over new tokens by row, in the order given; all of them have their logits computed."""

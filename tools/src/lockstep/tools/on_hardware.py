@@ -71,6 +71,7 @@ OF_ENGINE = (
     *(
         "device",
         "random_weights",
+        "model_backend",
         "dtype",
         "kv_cache_dtype",
         "fp8_activations",

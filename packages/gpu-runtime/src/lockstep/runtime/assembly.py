@@ -6,6 +6,7 @@ Every rank of a group runs this code at the same time: rank 0 in the process of 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from lockstep.core.contract.commands import RowTaken
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import SamplingParams
+from lockstep.core.contract.hybrid_memory import HybridMemory
 from lockstep.host.batches import Int32s, RowContext
 from lockstep.host.engine_options import GraphMode, Numerics
 from lockstep.host.loop import HostClock
@@ -29,11 +31,12 @@ from lockstep.host.page_store import open_store
 from lockstep.host.quantization import Fp8Activations
 from lockstep.host.tier_options import cache_tiers
 from lockstep.runtime.attention import AttentionBackend, Needs, choose, make
+from lockstep.runtime.attention.rules import names_of
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_model import ModelDrafter
 from lockstep.runtime.drafting import Drafter, NgramDrafter
 from lockstep.runtime.executor import Executor, LookAhead, Matchers, RunnableModel
-from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.forward import ForwardBatch, WindowedPages
 from lockstep.runtime.graphs import (
     ROWS_MAX,
     CudaGraphs,
@@ -45,7 +48,7 @@ from lockstep.runtime.graphs import (
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.lora.slots import run_once
 from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
-from lockstep.runtime.models import Decoder, Parallel, build_model, stored_dtype
+from lockstep.runtime.models import LanguageModel, Parallel, build_model, stored_dtype
 from lockstep.runtime.models.config_reader import DTYPES
 from lockstep.runtime.models.packed import pack_matrices, packed_bytes
 from lockstep.runtime.overlap import CpuLane, CudaLane, StreamLane
@@ -145,7 +148,7 @@ class OtherRanks(Protocol):
 class Assembled:
     """One rank, or a whole engine, up to its executor."""
 
-    model: Decoder
+    model: LanguageModel
     config: SchedConfig
     memory: MemoryBudget
     attention_backend: str
@@ -173,6 +176,13 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 
 def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ranks: OtherRanks | None) -> Assembled:
     mode, graph_rows_max = settings.cuda_graphs, settings.cuda_graph_max_batch
+    if settings.swa_full_tokens_ratio is not None:
+        if mode in ("on", "eager"):
+            raise ConfigError(
+                f"`cuda_graphs` is {mode}, but with `swa_full_tokens_ratio` layers with windows have pages of their "
+                "own, which graphs do not follow\nhint: leave one of the two out"
+            )
+        mode = "off"
     with explained("the weights", device, "a smaller model, a narrower dtype, or a GPU with less on it"):
         model = build_model(
             Path(settings.model),
@@ -182,6 +192,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
             parallel=None if ranks is None else ranks.parallel(),
             kv_fp8=settings.kv_cache_dtype == "fp8_e4m3",
             fp8_activations=settings.fp8_activations,
+            backend=settings.model_backend,
         )
         if model.settings.quantization is not None:
             log.info("weights as stored: %s", weights_of(model))
@@ -189,12 +200,14 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
             model.take_adapters(slots, settings.max_lora_rank)
         pack_matrices(model)
     pick = partial(_kernels, model, settings.attention_backend, settings.numerics, mode, graph_rows_max)
+    share = settings.swa_full_tokens_ratio
     sched = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.sched.items()}
     draft = None if settings.draft_model is None else _draft_model(settings, settings.draft_model, model, device)
-    config, memory, kernels = _sized(model, device, settings.mem_fraction, pick, sched, ranks, draft)
+    config, memory, kernels = _sized(model, device, settings.mem_fraction, pick, sched, ranks, draft, share)
     if draft is not None:  # the draft model uses the same backend, which may not support its heads
         kind = (device, draft.dtype, draft.head_dim, config.page_size)
-        choose(kernels.backend, Needs(*kind, numerics=kernels.numerics, group=draft.heads // draft.kv_heads))
+        of_draft = Needs(*kind, group=draft.heads // draft.kv_heads, special=names_of(draft.rules))
+        choose(kernels.backend, replace(of_draft, numerics=kernels.numerics))
     if settings.host_cache_gb:
         config = _with_tiers(settings, config, memory.page, model.parallel.ranks)
     if ranks is not None:
@@ -229,14 +242,14 @@ def _with_tiers(settings: RankSettings, config: SchedConfig, page_bytes: int, ra
     if config.hybrid is not msgspec.UNSET:
         raise ConfigError(
             "`host_cache_gb` is given, and this model has sliding windows or states, which this runtime does not move "
-            "between tiers yet\nhint: leave host_cache_gb out"
+            "between tiers yet\nhint: leave out host_cache_gb, or swa_full_tokens_ratio"
         )
     if settings.debug:
         page_bytes += Canary.bytes_per_page(config.page_size)
     return msgspec.structs.replace(config, tiers=cache_tiers(settings, page_bytes * ranks))
 
 
-def make_mover(settings: RankSettings, model: Decoder, config: SchedConfig, executor: Executor) -> HostMover:
+def make_mover(settings: RankSettings, model: LanguageModel, config: SchedConfig, executor: Executor) -> HostMover:
     """Make host memory and storage of a rank. Raises ConfigError if there is no room, or the storage cannot be opened.
 
     Ranks share a folder, and its bound.
@@ -280,11 +293,12 @@ def check_draft_model(folder: str | Path | None, method: object, ranks: int) -> 
         )
 
 
-def _draft_model(settings: RankSettings, folder: str, model: Decoder, device: torch.device) -> Decoder:
+def _draft_model(settings: RankSettings, folder: str, model: LanguageModel, device: torch.device) -> LanguageModel:
     """Build the draft model. Raises ConfigError if its vocabulary is not the model's, or if it does not generate."""
     with explained("the draft model's weights", device, "a smaller draft model, or none"):
         rounds: Fp8Activations = "off" if settings.fp8_activations == "off" else "auto"  # `on` is for the model itself
-        draft = build_model(Path(folder), choose_dtype(settings.dtype, device, folder), device, fp8_activations=rounds)
+        dtype, backend = choose_dtype(settings.dtype, device, folder), settings.model_backend
+        draft = build_model(Path(folder), dtype, device, fp8_activations=rounds, backend=backend)
         pack_matrices(draft)
     if draft.settings.vocab != model.settings.vocab or not draft.settings.generates:
         raise ConfigError(
@@ -313,9 +327,10 @@ class PassKernels:
         """Rows of the largest graph; 0 without graphs."""
         return max(self.graph_sizes, default=0)
 
-    def attention(self, pool: KvPool, model: Decoder, **more: Any) -> AttentionBackend:
+    def attention(self, pool: KvPool, model: LanguageModel, **more: Any) -> AttentionBackend:
         """The attention backend of a model over its pool."""
-        return make(self.backend, pool, model.heads, scale=model.scale, numerics=self.numerics, **more)
+        scale, rules = model.scale, model.rules
+        return make(self.backend, pool, model.heads, scale=scale, rules=rules, numerics=self.numerics, **more)
 
 
 REFERENCE = PassKernels()
@@ -327,7 +342,7 @@ def stream_lane(device: torch.device, clock: HostClock) -> StreamLane:
 
 
 def make_executor(
-    model: Decoder,
+    model: LanguageModel,
     config: SchedConfig,
     lane: StreamLane,
     *,
@@ -335,7 +350,7 @@ def make_executor(
     logit_processors: Mapping[str, LogitProcessor] | None = None,
     pooling: Pooling | None = None,
     debug: bool = False,
-    draft: Decoder | None = None,
+    draft: LanguageModel | None = None,
 ) -> Executor:
     """Make the executor of a model under these settings, with its pool, tables and sampler, and without matchers.
 
@@ -345,7 +360,8 @@ def make_executor(
     """
     device = model.device
     gpu = device.type == "cuda"
-    graph_sizes = kernels.graph_sizes
+    hybrid = None if config.hybrid is msgspec.UNSET else config.hybrid
+    graph_sizes = kernels.graph_sizes if hybrid is None else ()  # graphs do not follow pages of windows
     rest = explained(
         "tables, workspace and graphs beside the pool",
         device,
@@ -353,8 +369,16 @@ def make_executor(
     )
     with lane.stream(), rest:  # memory is freed to the stream on which it was allocated
         what = f"{config.pages:,} KV pages of {page_bytes_of(model, config.page_size):,} bytes"
+        if hybrid is not None and (hybrid.state_slots or not sliding_layers(model)):
+            raise ConfigError(
+                f"`hybrid` of the settings has {hybrid.state_slots} slots of states and windows of "
+                f"{hybrid.window_tokens} tokens, which {model.settings.architecture} here lacks"
+            )
+        pages = WindowedPages(config.pages)
+        if hybrid is not None:
+            pages = WindowedPages(config.pages, hybrid.window_pages, frozenset(sliding_layers(model)))
         with explained(what, device, "fewer `pages`, or a smaller mem_fraction"):
-            pool = make_pool(model, config.pages, config.page_size)
+            pool = make_pool(model, pages, config.page_size)
         attention = kernels.attention(
             pool,
             model,
@@ -366,7 +390,7 @@ def make_executor(
         context = config.context_tokens_max if graph_sizes else None
         tables = DeviceTables(
             config.rows_max,
-            config.pages,
+            pages,
             config.page_size,
             device,
             context_tokens=context,
@@ -383,7 +407,9 @@ def make_executor(
             drafter = NgramDrafter((config.pages + 1) * config.page_size, config.page_size, device)
         canary = None
         if debug:
-            canary = Canary(config.rows_max, config.pages, config.page_size, config.context_tokens_max, device)
+            windows = (0, 0) if hybrid is None else (hybrid.window_tokens, hybrid.window_pages)
+            sizes = (config.rows_max, config.pages, config.page_size, config.context_tokens_max)
+            canary = Canary(*sizes, device, *windows)
         graphs = None
         if graph_sizes:
             graphs = DecodeGraphs(model, attention, tables, graph_sizes, CudaGraphs() if gpu else EagerGraphs())
@@ -406,7 +432,7 @@ def make_executor(
         )
 
 
-def weights_of(model: Decoder) -> str:
+def weights_of(model: LanguageModel) -> str:
     """Describe the format of the quantised matrices and of the rows that they multiply; empty without quantisation."""
     if model.settings.quantization is None:
         return ""
@@ -414,20 +440,50 @@ def weights_of(model: Decoder) -> str:
     return f"{model.settings.quantization}; multiplied with rows in {rows}"
 
 
-def make_pool(model: Decoder, pages: int, page_size: int) -> KvPool:
+def make_pool(model: LanguageModel, pages: int | WindowedPages, page_size: int) -> KvPool:
     """Return a pool for the model's KV."""
     sizes = (model.layers, pages, page_size, model.kv_heads, model.head_dim)
     return KvPool(*sizes, model.dtype, model.device, model.kv_scales)
 
 
-def page_bytes_of(model: Decoder, page_size: int) -> int:
-    """Return the bytes of one page of a pool made by `make_pool`."""
+def page_bytes_of(model: LanguageModel, page_size: int, window_share: float | None = None) -> int:
+    """Return the bytes of one page of a pool made by `make_pool`.
+
+    Args:
+        window_share: window pages for each page; None: layers with windows use the pages of all layers.
+    """
     stored = model.dtype if model.kv_scales is None else FP8
-    return KvPool.bytes_per_page(model.layers, page_size, model.kv_heads, model.head_dim, stored)
+    sliding = 0 if window_share is None else len(sliding_layers(model))
+    full, windows = (
+        KvPool.bytes_per_page(layers, page_size, model.kv_heads, model.head_dim, stored)
+        for layers in (model.layers - sliding, sliding)
+    )
+    return full + math.ceil(windows * (window_share or 0.0))
+
+
+def sliding_layers(model: LanguageModel) -> tuple[int, ...]:
+    """Return the layers with sliding windows."""
+    return tuple(layer for layer, rule in enumerate(model.rules) if rule.window is not None)
+
+
+def check_windows(model: LanguageModel, share: float, page_size: int) -> int:
+    """Return the window of a model whose layers with windows are to have pages of their own. Raises ConfigError."""
+    windows = sorted({rule.window for rule in model.rules if rule.window is not None})
+    what = f"`swa_full_tokens_ratio` is {share}"
+    if not 0.0 < share <= 1.0:
+        raise ConfigError(f"`swa_full_tokens_ratio` must be above 0 and at most 1, got `{share}`")
+    if len(windows) != 1 or len(sliding_layers(model)) == model.layers:
+        sizes = f"windows of {', '.join(map(str, windows))} tokens" if windows else "no sliding windows"
+        all_of_them = " in all of its layers" if windows and len(sliding_layers(model)) == model.layers else ""
+        raise ConfigError(
+            f"{what}, but {model.settings.architecture} has {sizes}{all_of_them}\n"
+            "hint: leave it out; it is for windows of one size in some of the layers"
+        )
+    return windows[0]
 
 
 def _kernels(
-    model: Decoder,
+    model: LanguageModel,
     requested: str,
     numerics: Numerics,
     mode: GraphMode,
@@ -443,11 +499,17 @@ def _kernels(
         numerics=numerics,
         group=model.heads // model.kv_heads,
         kv_fp8=model.kv_scales is not None,
+        special=names_of(model.rules),
     )
     sizes = graph_sizes(min(ROWS_MAX if graph_rows_max is None else graph_rows_max, config.max_running_requests))
     if mode == "eager":
         return PassKernels(choose(requested, needs).name, numerics, sizes)
     if mode == "off" or model.device.type != "cuda":
+        return PassKernels(choose(requested, needs).name, numerics)
+    if (why := model.uncapturable_because) and mode == "on":
+        raise ConfigError(f"`cuda_graphs` is on, but {why}\nhint: auto, or off")
+    if why:
+        log.info("no CUDA graphs: %s", why)
         return PassKernels(choose(requested, needs).name, numerics)
     try:
         return PassKernels(choose(requested, replace(needs, graphs=True)).name, numerics, sizes)
@@ -460,13 +522,14 @@ def _kernels(
 
 
 def _sized(
-    model: Decoder,
+    model: LanguageModel,
     device: torch.device,
     mem_fraction: float,
     pick: Callable[[SchedConfig], PassKernels],
     sched: dict[str, Any],
     ranks: OtherRanks | None,
-    draft: Decoder | None,
+    draft: LanguageModel | None,
+    window_share: float | None,
 ) -> tuple[SchedConfig, MemoryBudget, PassKernels]:
     """Return scheduler settings with sizes that fit the model and the device."""
     gpu = device.type == "cuda"
@@ -499,7 +562,8 @@ def _sized(
         raise ConfigError(f"`eos_token_ids` holds token {strange[0]}, but the model has {model.settings.vocab}")
     page_size, context = without_pages.page_size, without_pages.context_tokens_max
     check_page_table(without_pages.rows_max, context, page_size)
-    page_bytes = page_bytes_of(model, page_size)
+    window = 0 if window_share is None else check_windows(model, window_share, page_size)
+    page_bytes = page_bytes_of(model, page_size, window_share)
     if draft is not None:
         page_bytes += page_bytes_of(draft, page_size)
     elif without_pages.speculates:
@@ -527,6 +591,10 @@ def _sized(
         pages=without_pages.pages if "pages" in given else None,
     )
     log.info("memory\n%s", budget.table())
+    if window_share is not None:
+        given["hybrid"] = HybridMemory(
+            window_tokens=window, window_pages=max(1, int(budget.pages * window_share)), chunk_tokens_min=window
+        )
     return SchedConfig(**{**given, "pages": budget.pages}), budget, kernels
 
 
@@ -541,7 +609,7 @@ def largest_pass_tokens(config: SchedConfig) -> int:
     return min(chunk, config.max_prefill_tokens)
 
 
-def _graph_bytes(model: Decoder, kernels: PassKernels, page_size: int, context: int) -> int:
+def _graph_bytes(model: LanguageModel, kernels: PassKernels, page_size: int, context: int) -> int:
     """Estimate the bytes of the graphs: capture the two largest over a pool of one page."""
     sizes = kernels.graph_sizes
     if not sizes:
@@ -553,7 +621,7 @@ def _graph_bytes(model: Decoder, kernels: PassKernels, page_size: int, context: 
 
 
 def _run_once(
-    model: Decoder,
+    model: LanguageModel,
     kernels: PassKernels,
     tokens: int,
     context: int,

@@ -41,10 +41,23 @@ class Canary:
     Args:
         pages: pages of the pool; its scratch page is tagged as well and never read.
         context_tokens: tokens of the longest request.
+        window_tokens: positions that layers with windows attend to.
+        window_pages: pages of these layers; 0: none of their own.
     """
 
-    def __init__(self, rows: int, pages: int, page_size: int, context_tokens: int, device: torch.device) -> None:
-        self.page_size = page_size
+    def __init__(
+        self,
+        rows: int,
+        pages: int,
+        page_size: int,
+        context_tokens: int,
+        device: torch.device,
+        window_tokens: int = 0,
+        window_pages: int = 0,
+    ) -> None:
+        self.page_size, self.window_tokens = page_size, window_tokens
+        window_slots = (window_pages + 1) * page_size if window_pages else 0
+        self.window_tags = torch.full((window_slots,), EMPTY, dtype=torch.int64, device=device)
         self.tags = torch.full(((pages + 1) * page_size,), EMPTY, dtype=torch.int64, device=device)
         self.chains = torch.zeros((rows + 1, context_tokens + page_size), dtype=torch.int64, device=device)
         self.seeds = torch.zeros(rows + 1, dtype=torch.int64, device=device)
@@ -58,6 +71,7 @@ class Canary:
     def forget(self) -> None:
         """Clear all tags, after the content of the pool was lost."""
         self.tags.fill_(EMPTY)
+        self.window_tags.fill_(EMPTY)
 
     def take_row(self, row: int, namespace: str, tokens: NDArray[np.int32]) -> None:
         """Store the expected tags of a row's new request, as far as its tokens are known."""
@@ -91,19 +105,31 @@ class Canary:
         pages = batch.page_table[rows][:, positions // self.page_size].to(torch.int64)
         found = self.tags[pages * self.page_size + positions % self.page_size]
         read = positions < batch.lengths.to(torch.int64)[:, None]
-        wrong = (found != self.chains[rows, : batch.longest]) & read
+        right = self.chains[rows, : batch.longest]
+        wrong = (found != right) & read
         foreign = wrong & (found != SPOILED)
+        if (windows := batch.windows) is not None:
+            self.window_tags[windows.slots] = chain
+            pages = windows.page_table[:, positions // self.page_size].to(torch.int64)
+            found = self.window_tags[pages * self.page_size + positions % self.page_size]
+            here = read & (positions > starts[:, None] - self.window_tokens) & (found != right)
+            wrong, foreign = wrong | here, foreign | (here & (found != SPOILED))
         # KV that is computed from wrong KV is wrong as well.
-        self.tags[batch.slots] = torch.where(wrong.any(1)[of_row], SPOILED, chain)
+        kept = torch.where(wrong.any(1)[of_row], SPOILED, chain)
+        self.tags[batch.slots] = kept
+        if windows is not None:
+            self.window_tags[windows.slots] = kept
         self.slots_verified += int(batch.lengths_host.sum())
         seen = torch.where(foreign.any(), foreign, wrong)
         place = seen.view(-1).to(torch.int8).argmax()
         return torch.stack((wrong.sum(), foreign.sum(), place // batch.longest, place % batch.longest))[None]
 
-    def spoil(self, slots: Sequence[Tensor]) -> None:
-        """Mark the slots of a failed batch as not written."""
-        for some in slots:
+    def spoil(self, slots: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        """Mark the slots of a failed batch as not written: of each pass, in all pages and in those of windows."""
+        for some, of_windows in slots:
             self.tags[some] = SPOILED
+            if of_windows is not None:
+                self.window_tags[of_windows] = SPOILED
 
     def judge(self, plan: BatchPlan, found: NDArray[np.int64], *, behind_failure: bool = False) -> None:
         """Raise CanaryError if any pass of a batch read KV that is not its own.

@@ -18,7 +18,7 @@ from torch import Tensor
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.drafting import Int32s
 from lockstep.runtime.forward import ForwardBatch
-from lockstep.runtime.models import Decoder
+from lockstep.runtime.models import LanguageModel
 
 
 class ModelDrafter:
@@ -28,7 +28,7 @@ class ModelDrafter:
         attention: over a pool of this model with the pages of the main model's pool; the last page is the scratch page.
     """
 
-    def __init__(self, model: Decoder, attention: AttentionBackend, pages: int) -> None:
+    def __init__(self, model: LanguageModel, attention: AttentionBackend, pages: int) -> None:
         self.model, self.attention = model, attention
         self.page_size = attention.pool.page_size
         self.page_shift, self.scratch = self.page_size.bit_length() - 1, pages * self.page_size

@@ -72,9 +72,10 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True):
         """Raise ConfigError for invalid values, before a model is loaded."""
         for name in ("tp", "seed", "random_weights", "cuda_graph_max_batch", "max_lora_rank"):
             _check_whole(name, getattr(self, name), optional=name in ("random_weights", "cuda_graph_max_batch"))
-        known = options_of(EngineOptions)["kv_cache_dtype"].choices
-        if self.kv_cache_dtype not in known:
-            raise ConfigError(f"`kv_cache_dtype` must be {' or '.join(known)}, got `{self.kv_cache_dtype}`")
+        for name in ("kv_cache_dtype", "model_backend"):
+            known, given = options_of(EngineOptions)[name].choices, getattr(self, name)
+            if given not in known:
+                raise ConfigError(f"`{name}` must be {' or '.join(known)}, got `{given}`")
         check_fp8_activations(self.fp8_activations)
         check_timeout(self.batch_timeout_s)
         check_tiers(self, RankOptions())

@@ -228,6 +228,8 @@ class Executor:
         Raises: PlanError for a plan that no executor can run; DeviceLost.
         """
         refuse_unknown(plan)
+        if plan.hybrid is not None:
+            refuse_states(plan, windows=self.tables.window_of is not None)
         if plan.speculation is not None and self.drafter is None and plan.speculation.drafted().any():
             raise PlanError(f"batch {plan.batch_id} verifies drafts, but this executor has no drafter")
         if self.matchers is None and any(taken.grammar is not None for taken in plan.rows_taken):
@@ -317,7 +319,7 @@ class Executor:
                 launched.logits, launched.wanted = None, {}
                 if self.canary is not None:
                     with self.lane.stream():
-                        self.canary.spoil([tensors.slots for tensors in launched.laid])
+                        self._spoil(launched)
 
     def _compute(self, launched: _Launched) -> None:
         """Fold a plan, after those that failed before they were folded, and run its first pass up to the logits."""
@@ -326,9 +328,17 @@ class Executor:
             one.laid = self.tables.fold(one.packed, self.lane.upload(one.packed.flat))
             self._unfolded.popleft()
             self._take_rows(one)
-            if one.error and self.canary is not None:
-                self.canary.spoil([tensors.slots for tensors in one.laid])
+            if one.error:
+                self._spoil(one)
         launched.logits = self._pass(launched, 0)
+
+    def _spoil(self, failed: _Launched) -> None:
+        """Mark the KV slots of a failed batch as not written."""
+        if self.canary is not None:
+            views = [self.tables.window_view(tensors.rows, tensors.slots) for tensors in failed.laid]
+            slots = [tensors.slots for tensors in failed.laid]
+            of_windows = [None if view is None else view.slots for view in views]
+            self.canary.spoil(list(zip(slots, of_windows, strict=True)))
 
     def _take_rows(self, launched: _Launched) -> None:
         """Reset the state by row outside of the tables, for the rows that a plan takes."""
@@ -431,6 +441,7 @@ class Executor:
             extend_rows=one.extend_rows,
             starts_host=one.starts,
             lengths_host=one.stops,
+            windows=self.tables.window_view(tensors.rows, tensors.slots),
             adapters=None
             if one.adapter_slots is None
             else lay_out(one.adapter_slots, one.stops - one.starts, self.lane.upload),
@@ -722,7 +733,6 @@ def refuse_unknown(plan: BatchPlan) -> None:
         raise PlanError(f"batch {plan.batch_id} has mode {plan.mode!r}; this executor runs {', '.join(sorted(MODES))}")
     for name, given in (
         ("microbatch", plan.microbatch),
-        ("hybrid", plan.hybrid),
         ("ranks", plan.ranks),
         ("layers", plan.layers),
         ("media_spans", plan.media_spans),
@@ -738,6 +748,15 @@ def refuse_unknown(plan: BatchPlan) -> None:
         raise PlanError(
             f"batch {plan.batch_id} has {plan.steps} steps in mode {plan.mode!r}; only decodes have several"
         )
+
+
+def refuse_states(plan: BatchPlan, *, windows: bool) -> None:
+    """Raise PlanError for a plan with states of layers, or with window pages that this executor does not have."""
+    assert plan.hybrid is not None
+    if plan.hybrid.state_rows.size or plan.hybrid.checkpoint_index.size:
+        raise PlanError(f"batch {plan.batch_id} has states of layers, which this executor does not support")
+    if plan.hybrid.pages.size and not windows:
+        raise PlanError(f"batch {plan.batch_id} gives out window pages, but the model here has none")
 
 
 def _hidden_wanted(plan: BatchPlan, one: ForwardPass, tables: DeviceTables) -> list[tuple[int, int, int]]:

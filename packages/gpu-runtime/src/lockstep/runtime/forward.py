@@ -13,6 +13,32 @@ from lockstep.runtime.lora.batch import AdapterBatch
 Int32s = NDArray[np.int32]
 
 
+@dataclass(frozen=True, slots=True)
+class WindowedPages:
+    """Numbers of pages of a pool whose layers with sliding windows have pages of their own, numbered for themselves.
+
+    Args:
+        full: pages of all other layers.
+        windows: pages of the layers in `sliding`; 0: there are none.
+    """
+
+    full: int
+    windows: int = 0
+    sliding: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class WindowView:
+    """Where layers with sliding windows find the positions of a pass, in the pages of their own pool.
+
+    Entries of pages that the window has left have any page of the pool, and are not read.
+    """
+
+    rows: Tensor  # int32 [rows], rows of this page table: 0, 1, ...
+    page_table: Tensor  # int32 [rows, width]
+    slots: Tensor  # int64 [tokens]
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """One pass over `tokens` new tokens of `rows` requests: extend rows first, then rows that compute one token each.
@@ -39,6 +65,7 @@ class ForwardBatch:
     starts_host: Int32s  # [rows], position of each row's first new token
     lengths_host: Int32s  # [rows]; a row's new tokens are [starts_host:lengths_host)
     adapters: AdapterBatch | None = None  # slots of tokens on adapters; None: no token is on an adapter
+    windows: WindowView | None = None  # None: layers with windows use the pages of all layers
 
     @property
     def count(self) -> int:

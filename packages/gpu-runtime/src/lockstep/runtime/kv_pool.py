@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.forward import ForwardBatch, WindowedPages, WindowView
 from lockstep.runtime.quantized.fp8 import to_fp8
 from lockstep.runtime.quantized.fp8_format import FP8
 
@@ -29,7 +29,7 @@ class KvPool:
     def __init__(
         self,
         layers: int,
-        pages: int,
+        pages: int | WindowedPages,
         page_size: int,
         kv_heads: int,
         head_dim: int,
@@ -37,13 +37,16 @@ class KvPool:
         device: torch.device,
         scales: KvScales | None = None,
     ) -> None:
-        self.pages, self.page_size, self.kv_heads, self.head_dim = pages, page_size, kv_heads, head_dim
+        counted = pages if isinstance(pages, WindowedPages) else WindowedPages(pages)
+        self.pages, self.page_size, self.kv_heads, self.head_dim = counted.full, page_size, kv_heads, head_dim
         self.dtype, self.fp8 = dtype, scales is not None
         self.scales: KvScales = scales or [(1.0, 1.0)] * layers
         assert len(self.scales) == layers, f"{layers} layers, scales of {len(self.scales)}"
-        shape, stored = (pages + 1, page_size, kv_heads, head_dim), FP8 if self.fp8 else dtype
-        self.keys = [torch.zeros(shape, dtype=stored, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=stored, device=device) for _ in range(layers)]
+        self.sliding, stored = counted.sliding, FP8 if self.fp8 else dtype
+        counts = [(counted.windows if layer in self.sliding else counted.full) + 1 for layer in range(layers)]
+        shapes = [(count, page_size, kv_heads, head_dim) for count in counts]
+        self.keys = [torch.zeros(shape, dtype=stored, device=device) for shape in shapes]
+        self.values = [torch.zeros(shape, dtype=stored, device=device) for shape in shapes]
 
     def release(self) -> None:
         """Free the memory; its content is lost."""
@@ -66,16 +69,23 @@ class KvPool:
         """Return the bytes that one page takes in all layers."""
         return 2 * layers * page_size * kv_heads * head_dim * dtype.itemsize
 
+    def view(self, layer: int, batch: ForwardBatch) -> WindowView:
+        """Return the rows, page table and slots of a pass in the pages of this layer."""
+        if layer not in self.sliding:
+            return WindowView(batch.rows, batch.page_table, batch.slots)
+        assert batch.windows is not None, "a pass without the pages of windows"
+        return batch.windows
+
     def write(self, layer: int, key: Tensor, value: Tensor, batch: ForwardBatch) -> None:
-        """Store the KV of a pass's new tokens, [tokens, kv_heads, head_dim] each, in the slots `batch.slots`."""
-        flat = (-1, self.kv_heads, self.head_dim)
+        """Store the KV of a pass's new tokens, [tokens, kv_heads, head_dim] each, in their slots."""
+        flat, slots = (-1, self.kv_heads, self.head_dim), self.view(layer, batch).slots
         if self.fp8:
             for kept, new, scale in zip((self.keys, self.values), (key, value), self.scales[layer], strict=True):
                 bits = to_fp8(new.float() / scale).view(torch.uint8)  # not all copies of torch support fp8
-                kept[layer].view(torch.uint8).view(flat).index_copy_(0, batch.slots, bits)
+                kept[layer].view(torch.uint8).view(flat).index_copy_(0, slots, bits)
             return
-        self.keys[layer].view(flat).index_copy_(0, batch.slots, key.to(self.keys[layer].dtype))
-        self.values[layer].view(flat).index_copy_(0, batch.slots, value.to(self.values[layer].dtype))
+        self.keys[layer].view(flat).index_copy_(0, slots, key.to(self.keys[layer].dtype))
+        self.values[layer].view(flat).index_copy_(0, slots, value.to(self.values[layer].dtype))
 
     def read(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of pages, int64 [n]: [n * page_size, kv_heads, head_dim] each; fp8 as float32."""

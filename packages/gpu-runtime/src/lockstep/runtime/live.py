@@ -18,7 +18,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import IO
 
@@ -29,7 +29,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.host.weights import Folder, Group, SharedMemory, Source, WeightsRead, check_stamp, named, read_source
 from lockstep.runtime.checkpoint import Checkpoint, CheckpointError, Staged, TensorFile, Tensors, stage
 from lockstep.runtime.executor import Executor
-from lockstep.runtime.models import Decoder, ModelSettings, read_settings
+from lockstep.runtime.models import LanguageModel, ModelSettings, read_settings
 from lockstep.runtime.models.packed import pack_matrices, packed_bytes, unpack_matrices
 from lockstep.runtime.tiers.identity import digest_of_source
 from lockstep.runtime.tiers.mover import HostMover
@@ -43,7 +43,7 @@ VALUES_MAX = 1 << 20  # most values that one request can read
 class LiveModel:
     """The weights and the memory of one rank, or of a whole engine."""
 
-    def __init__(self, model: Decoder, executor: Executor, mover: HostMover | None = None) -> None:
+    def __init__(self, model: LanguageModel, executor: Executor, mover: HostMover | None = None) -> None:
         self.mover = mover
         self._digest = b""  # of the prepared weights, which names pages in storage
         self.model, self.executor, self.pool = model, executor, executor.attention.pool
@@ -68,8 +68,7 @@ class LiveModel:
         where = read_source(source)
         parallel, model = self.model.parallel, self.model
         with self._opened(where) as tensors, torch.no_grad():
-            bare = "embed_tokens.weight" in tensors.stored
-            wanted = [replace(want, name=want.name.removeprefix("model." if bare else "")) for want in self._wanted]
+            wanted = model.named_as(tensors.stored.keys(), self._wanted)
             try:
                 self._staged = stage(
                     wanted,
@@ -205,11 +204,16 @@ class LiveModel:
 
 def check_settings(folder: Path, running: ModelSettings) -> None:
     """Raise ConfigError with every setting in which the model of a folder differs from the running one."""
-    there = read_settings(folder)
-    wrong = [
-        f"`{one.name}` is {getattr(there, one.name)}, and of the model that runs {getattr(running, one.name)}"
+    there = read_settings(folder, backend=running.backend)
+    compared = {
+        one.name: (getattr(there, one.name), getattr(running, one.name))
         for one in fields(ModelSettings)
-        if one.name not in MAY_DIFFER and getattr(there, one.name) != getattr(running, one.name)
+        if one.name not in MAY_DIFFER
+    }
+    described, runs = map(dict, compared.pop("described"))
+    compared |= {name: (described.get(name), runs.get(name)) for name in sorted(described | runs)}
+    wrong = [
+        f"`{name}` is {new}, and of the model that runs {old}" for name, (new, old) in compared.items() if new != old
     ]
     if wrong:
         raise CheckpointError(folder, wrong, "new weights must be of the same model")

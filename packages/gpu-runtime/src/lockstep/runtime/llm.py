@@ -151,7 +151,7 @@ class LLM:
         config.check()
         keeper, journal, text, seed = config.keeper, config.journal, config.text, config.seed
         tp, draft_model = config.tp, config.draft_model
-        fp8_activations = config.fp8_activations
+        fp8_activations, backend = config.fp8_activations, config.model_backend
         sched = dict(config.sched)
         packages = processors.versions(config.logit_processors)
         if draft_model is not None:
@@ -196,10 +196,10 @@ class LLM:
         self._journal: JournalWriter | DurableJournal | None = None
         with ExitStack() as undo:
             if fp8_activations == "on":  # before ranks are started
-                choose_activations(fp8_activations, read_settings(folder).quantization, where)
+                choose_activations(fp8_activations, read_settings(folder, backend=backend).quantization, where)
             if tp != 1:
-                check_split(read_settings(folder), tp)
-                read_settings(folder, tp)
+                check_split(read_settings(folder, backend=backend), tp)
+                read_settings(folder, tp, backend)
                 self.group = RankGroup(tp, where, settings, timeout_s=config.rank_timeout_s)
                 undo.callback(self.group.close)
                 where = self.group.device

@@ -114,6 +114,8 @@ def check_split(model: ModelSettings, ranks: int) -> None:
     """Raise ConfigError, with the fields of config.json, if `ranks` ranks cannot split a model."""
     if ranks < 1:
         raise ConfigError(f"`tp` must be at least 1, got `{ranks}`")
+    if model.backend == "transformers":
+        return  # its plan is checked with the model
     shared = {"num_attention_heads": model.heads}
     if model.experts is None or model.experts.dense_layers:
         shared["intermediate_size"] = model.intermediate
@@ -260,7 +262,11 @@ class RankGroup:
         """Return the settings of all ranks: the pool has the size of the smallest. Raises RankLost."""
         self._until(lambda worker: worker.sized is not None, "to report how many pages of KV fit")
         sized = [worker.sized for worker in self._workers if worker.sized is not None]
-        agreed = msgspec.structs.replace(config, pages=min([config.pages, *(one.pages for one in sized)]))
+        pages = min([config.pages, *(one.pages for one in sized)])
+        agreed = msgspec.structs.replace(config, pages=pages)
+        if (hybrid := config.hybrid) is not msgspec.UNSET and hybrid.window_pages:
+            fewer = max(1, hybrid.window_pages * pages // config.pages)
+            agreed = msgspec.structs.replace(agreed, hybrid=msgspec.structs.replace(hybrid, window_pages=fewer))
         for worker in self._workers:
             self._send(worker, Start(agreed))
         return agreed

@@ -84,7 +84,7 @@ def make_runner(
             "runtime shares yet\nhint: take a journal of one engine"
         )
     folder = demo_folder() if model is None else find_model(model)
-    settings, where = read_settings(folder), choose_device(device)
+    settings, where = read_settings(folder, backend=options.model_backend), choose_device(device)
     name = model_name(folder)
     if extent.context_tokens > settings.context_tokens:
         raise ConfigError(

@@ -28,10 +28,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.core.contract.commands import BatchPlan, PageDeltas, RowTaken
+from lockstep.core.contract.commands import BatchPlan, HybridChanges, PageDeltas, RowTaken
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.requests.delivery import step_numbers
 from lockstep.runtime.errors import PlanError
+from lockstep.runtime.forward import WindowedPages, WindowView
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -134,6 +135,7 @@ class PackedPlan:
     passes: list[ForwardPass]
     taken: int  # rows that new requests take
     width: int  # of the page table for which places were computed
+    windows: bool = False  # the last two parts that are used as int64 are full pages and their window pages
 
 
 def verifies(plan: BatchPlan) -> bool:
@@ -214,7 +216,7 @@ class DeviceTables:
 
     Args:
         rows: rows of the engine, `SchedConfig.rows_max`. One more is kept for the padding of CUDA graphs.
-        pages: pages of the pool; the page behind the last is scratch.
+        pages: pages of the pool; the page behind the last is scratch. The same holds for pages of windows.
         context_tokens: makes tables as wide as they can ever become; without it they grow by doubling.
         debug: check every plan against the content of the rows.
         adapter_slots: adapter slots of the model, which rows may use.
@@ -225,7 +227,7 @@ class DeviceTables:
     def __init__(
         self,
         rows: int,
-        pages: int,
+        pages: int | WindowedPages,
         page_size: int,
         device: torch.device,
         *,
@@ -235,6 +237,7 @@ class DeviceTables:
         speculates: bool = False,
     ) -> None:
         check_page_table(rows, page_size if context_tokens is None else context_tokens, page_size)
+        window_pages, pages = (pages.windows, pages.full) if isinstance(pages, WindowedPages) else (0, pages)
         self.count, self.page_count, self.page_size = rows, pages, page_size
         self.page_shift = page_size.bit_length() - 1
         self.width = FIRST_WIDTH if context_tokens is None else -(-context_tokens // page_size)
@@ -245,6 +248,10 @@ class DeviceTables:
         self.stands: Tensor | None = None  # int64 [rows + 1], position of the newest token
         if speculates:
             self.stands = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        self.window_page_count = window_pages
+        self.window_of: Tensor | None = None  # int64 [pages + 1], window page of each page; scratch pages correspond
+        if window_pages:
+            self.window_of = torch.full((pages + 1,), window_pages, dtype=torch.int64, device=device)
         # The state of the rows on the CPU, as of the last plan launched.
         self.holders: Int64s = np.full(rows, NO_HOLDER, np.int64)
         self.taken: list[RowTaken | None] = [None] * rows
@@ -334,6 +341,9 @@ class DeviceTables:
             counts = drafted.counts
             members = np.arange(len(counts), dtype=np.int32).repeat(counts)
             longs += (drafted.rows, drafted.least, drafted.most, members, step_numbers(counts))
+        if windows := plan.hybrid is not None and bool(plan.hybrid.pages.size):
+            assert plan.hybrid is not None
+            longs += last_windows(plan.hybrid)
         parts = longs + ints
         return PackedPlan(
             np.concatenate(parts).astype(np.int32, copy=False),
@@ -343,6 +353,7 @@ class DeviceTables:
             passes,
             len(plan.rows_taken),
             self.width,
+            windows,
         )
 
     def _check(self, plan: BatchPlan, rows: Int32s, index: Int32s, pages: Int32s) -> None:
@@ -362,6 +373,12 @@ class DeviceTables:
         wrong = (pages < 0) | (pages >= self.page_count)
         if wrong.any():
             raise PlanError(f"{name} gives out pages outside 0 to {self.page_count - 1}: {_few(pages[wrong])}")
+        if plan.hybrid is not None and (windows := plan.hybrid.window_pages).size:
+            wrong = (windows < 0) | (windows >= self.window_page_count)
+            if wrong.any():
+                raise PlanError(
+                    f"{name} gives out window pages outside 0 to {self.window_page_count - 1}: {_few(windows[wrong])}"
+                )
         spans = plan.stops - plan.starts
         if (spans <= 0).any() or (plan.starts < 0).any():
             raise PlanError(f"{name} has an empty span: {_few(plan.starts)} to {_few(plan.stops)}")
@@ -420,6 +437,9 @@ class DeviceTables:
                 self.stands.index_fill_(0, taken, 0)
         if len(places):
             self.page_table.view(-1).index_copy_(0, places, pages)
+        if packed.windows:
+            assert self.window_of is not None
+            self.window_of.index_copy_(0, *parts[packed.long_parts - 2 : packed.long_parts])
         table = self.page_table.view(-1)
         laid = []
         for number in range(len(packed.passes)):
@@ -451,6 +471,19 @@ class DeviceTables:
         tensors.slots = torch.cat((tensors.slots[:given], slots))
         samples = len(tensors.sampled_rows)
         tensors.sampled_positions = tensors.positions.index_select(0, tensors.logits_at[:samples]) + 1
+
+    def window_view(self, rows: Tensor, slots: Tensor) -> WindowView | None:
+        """Return where layers with windows find the positions of a pass; None if they have no pages of their own.
+
+        Args: rows: int32 [rows], rows of the page table; slots: int64 [tokens], in the pages of all layers.
+        """
+        if self.window_of is None:
+            return None
+        pages = self.page_table.index_select(0, rows)
+        table = self.window_of.index_select(0, pages.view(-1)).view_as(pages).to(torch.int32)
+        own = self.window_of.index_select(0, slots >> self.page_shift)
+        order = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        return WindowView(order, table, own * self.page_size + (slots & (self.page_size - 1)))
 
     def token_ids(self, tensors: PassTensors) -> Tensor:
         """Return the new tokens of a pass, int64 [tokens]: given ones first, then the newest of each decode row.
@@ -492,6 +525,14 @@ def last_entries(deltas: PageDeltas) -> tuple[Int32s, Int32s, Int32s]:
             keep = np.sort(places.size - 1 - last)
             rows, index, pages = rows[keep], index[keep], pages[keep]
     return rows, index, pages
+
+
+def last_windows(changes: HybridChanges) -> tuple[Int32s, Int32s]:
+    """Return full pages and their window pages, without entries that a later one for the same page overwrites."""
+    pages = changes.pages
+    _, last = np.unique(pages[::-1], return_index=True)
+    keep = np.sort(pages.size - 1 - last)
+    return pages[keep], changes.window_pages[keep]
 
 
 def _few(values: Sequence[int] | Int32s) -> str:

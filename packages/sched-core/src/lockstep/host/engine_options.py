@@ -20,6 +20,8 @@ from lockstep.host.quantization import Fp8Activations
 
 KvCacheDtype = Literal["auto", "fp8_e4m3"]
 Numerics = Literal["fast", "invariant"]
+ModelBackend = Literal["auto", "native", "transformers"]
+"""The code that runs a model. auto: our own for the architectures that it has, transformers' for the others."""
 GraphMode = Literal["auto", "on", "off", "eager"]
 """auto: graphs where they can run; on: graphs, or an error with the reason; eager: the same padding without capture, to
 find faults."""
@@ -31,6 +33,10 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Options for loading a model."""
 
     dtype: Annotated[str, Option("Number type of weights and KV: auto, bfloat16, float16, float32.")] = "auto"
+    model_backend: Annotated[
+        ModelBackend,
+        Option("Code that runs the model: auto (native for the architectures that it has), native, transformers."),
+    ] = "auto"
     kv_cache_dtype: Annotated[KvCacheDtype, Option("Number type of KV: auto (as `dtype`) or fp8_e4m3.")] = "auto"
     fp8_activations: Annotated[
         Fp8Activations,
@@ -45,6 +51,13 @@ class RankOptions(ModelOptions, frozen=True, kw_only=True, forbid_unknown_fields
 
     attention_backend: Annotated[str, Option("Attention kernels: auto, flashinfer, triton, cpu, reference.")] = "auto"
     numerics: Annotated[Numerics, Option("Whether a batch may change the results of its requests.")] = "fast"
+    swa_full_tokens_ratio: Annotated[
+        float | None,
+        Option(
+            "Pages of layers with sliding windows, as a share of those of the full layers.",
+            default="windows use the pages of all layers",
+        ),
+    ] = None
     mem_fraction: Annotated[float, Option("Share of a GPU's memory that the engine may use, weights included.")] = 0.9
     cuda_graphs: Annotated[GraphMode, Option("Whether decodes replay CUDA graphs.")] = "auto"
     cuda_graph_max_batch: Annotated[

@@ -50,6 +50,7 @@ class Needs:
         graphs: whether it must run in CUDA graphs.
         group: query heads that share a KV head.
         kv_fp8: whether KV lies in fp8.
+        special: what layers need beside attention to all positions, such as sliding windows; see `rules`.
     """
 
     device: torch.device
@@ -60,6 +61,7 @@ class Needs:
     numerics: Numerics = "fast"
     group: int = 1
     kv_fp8: bool = False
+    special: tuple[str, ...] = ()
 
 
 def choose(requested: str, needs: Needs) -> BackendChoice:
@@ -124,6 +126,10 @@ def make(
         graph_rows: rows of the largest CUDA graph, 0 for none; workspaces are sized for it.
         plans_in_flight: plans that may be made before the first of them is on the device; see `flashinfer_backend`.
     """
+    if name == "reference" and rules:
+        from lockstep.runtime.attention.ruled import RuledAttention
+
+        return RuledAttention(pool, rules)
     if name == "reference":
         from lockstep.runtime.attention.reference import ReferenceAttention
 
@@ -135,7 +141,7 @@ def make(
     if name == "triton":
         from lockstep.runtime.attention.triton_backend import TritonAttention
 
-        return TritonAttention(pool, heads, scale, numerics)
+        return TritonAttention(pool, heads, scale, numerics, rules=rules)
     if name == "flashinfer":
         from lockstep.runtime.attention.flashinfer_backend import FlashInferAttention
 
@@ -156,6 +162,8 @@ _logged_choices: set[BackendChoice] = set()
 
 def _flashinfer_unavailable(needs: Needs) -> str | None:
     """Return why FlashInfer cannot run, or None."""
+    if needs.special:
+        return f"it is not called here with {', '.join(needs.special)}"
     if needs.device.type != "cuda":
         return f"it needs a CUDA device, this is `{needs.device}`"
     if find_spec("flashinfer") is None:

@@ -17,6 +17,12 @@ A decode is the same tile with one token. Softmax is online: for the positions s
 largest score `top`, the sum `total` of 2 ** (score - top), and in `acc` the sum of the values with these weights.
 Scores are in units of log 2 because the hardware computes exp2.
 
+`WINDOW` > 0 limits a token to its newest WINDOW positions, its own included. Tiles before the window of every row are
+skipped; the rest has masks. Skipped tiles would add zeros, so the bits do not depend on where a tile begins. `CAP`
+bounds scores, cap * tanh(score / cap). `SINKS` adds one more score per head to the finished sums, without a value:
+
+    total of positions, top        2 ** (sink - top) is added to the total; the sum of values stays
+
 KV in fp8 is widened to the dtype of the query, which is exact. The scale of keys is part of `scale`; the scale of
 values is applied to the finished sums.
 
@@ -35,6 +41,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)  # sinks come in natural units
 
 ANYWHERE = ["rows", "indptr", "lengths"]
 """Parts of a packed plan, each of which begins at the end of the part before it. Without this list Triton would
@@ -93,6 +101,8 @@ def _scan(
     table,  # page numbers of the row
     kv_head,
     scale,
+    cap,
+    oldest,  # positions before it are not read, with WINDOW
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
@@ -100,6 +110,8 @@ def _scan(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Accumulate positions [first:stop). Without MASKED, every row attends to all of them, and all tiles are whole.
 
@@ -110,8 +122,11 @@ def _scan(
     columns = tl.arange(0, BLOCK_N)
     for base in tl.range(first, stop, BLOCK_N):
         at = base + columns
+        readable = at < stop
+        if WINDOW > 0:
+            readable = readable & (at >= oldest)
         if MASKED:
-            pages = tl.load(table + at // PAGE, mask=at < stop, other=0)
+            pages = tl.load(table + at // PAGE, mask=readable, other=0)
         else:
             pages = tl.load(table + at // PAGE)
         cells = ((pages.to(tl.int64) * PAGE + at % PAGE) * KV_HEADS + kv_head) * D
@@ -119,8 +134,8 @@ def _scan(
         where_key = keys + cells[None, :] + dims[:, None]
         where_value = values + cells[:, None] + dims[None, :]
         if MASKED:  # slots behind the last position may hold anything, NaN included, and are not read
-            key = tl.load(where_key, mask=(at[None, :] < stop) & (dims[:, None] < D), other=0.0)
-            value = tl.load(where_value, mask=(at[:, None] < stop) & (dims[None, :] < D), other=0.0)
+            key = tl.load(where_key, mask=readable[None, :] & (dims[:, None] < D), other=0.0)
+            value = tl.load(where_value, mask=readable[:, None] & (dims[None, :] < D), other=0.0)
         elif BLOCK_D > D:
             key = tl.load(where_key, mask=dims[:, None] < D, other=0.0)
             value = tl.load(where_value, mask=dims[None, :] < D, other=0.0)
@@ -129,8 +144,13 @@ def _scan(
             value = tl.load(where_value)
 
         score = tl.dot(queries, key.to(queries.dtype), input_precision=PRECISION) * scale
+        if CAP:
+            score = cap * (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0)
         if MASKED:
-            score = tl.where((at[None, :] <= seen[:, None]) & (at[None, :] < stop), score, float("-inf"))
+            attended = (at[None, :] <= seen[:, None]) & readable[None, :]
+            if WINDOW > 0:
+                attended = attended & (at[None, :] > seen[:, None] - WINDOW)
+            score = tl.where(attended, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         # Before its first position a row has no largest score; -inf minus -inf would be NaN.
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
@@ -156,6 +176,30 @@ def _add(acc, top, total, part, part_top, part_total):
 
 
 @triton.jit
+def _origin(oldest, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr):
+    """Return where the sums begin: the start of the tile, or of the piece, of the oldest position; 0 without windows.
+
+    Args: oldest: least position that a row attends to, may be below 0.
+    """
+    if WINDOW == 0:
+        origin = 0
+    elif SPLIT == 0:
+        origin = tl.maximum(oldest, 0) // BLOCK_N * BLOCK_N
+    else:
+        origin = tl.maximum(oldest, 0) // SPLIT * SPLIT
+    return origin
+
+
+@triton.jit
+def _with_sink(acc, top, total, sink):
+    """Return the sum of values and the total of weights, with a sink of this score; shapes [rows, dims], [rows]."""
+    higher = tl.maximum(top, sink)
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    shrink = tl.exp2(top - anchor)
+    return acc * shrink[:, None], total * shrink + tl.exp2(sink - anchor)
+
+
+@triton.jit
 def _attend(
     queries,
     seen,
@@ -167,6 +211,8 @@ def _attend(
     table,
     kv_head,
     scale,
+    cap,
+    oldest,  # least position that a row attends to, with WINDOW
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
@@ -174,24 +220,29 @@ def _attend(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Compute one piece, positions [first:stop). All rows attend to the positions before `whole`.
 
     first             whole        stop
       | tile | tile | ti|e | tile | t       whole tiles that every row attends to need no masks
-      |   no masks    |   masks    |
+      |   no masks    |   masks    |        with WINDOW all tiles have masks, from the first that a row attends to
     """
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    middle = first + tl.maximum(tl.minimum(whole, stop) - first, 0) // BLOCK_N * BLOCK_N
+    if WINDOW > 0:
+        middle = first + tl.maximum(oldest - first, 0) // BLOCK_N * BLOCK_N
+    else:
+        middle = first + tl.maximum(tl.minimum(whole, stop) - first, 0) // BLOCK_N * BLOCK_N
+        acc, top, total = _scan(
+            acc, top, total, queries, seen, first, middle, keys, values, table, kv_head, scale, cap, oldest,
+            KV_HEADS, D, PAGE, BLOCK_D, BLOCK_N, False, PRECISION, WINDOW, CAP,
+        )  # fmt: skip
     acc, top, total = _scan(
-        acc, top, total, queries, seen, first, middle, keys, values, table, kv_head, scale,
-        KV_HEADS, D, PAGE, BLOCK_D, BLOCK_N, False, PRECISION,
-    )  # fmt: skip
-    acc, top, total = _scan(
-        acc, top, total, queries, seen, middle, stop, keys, values, table, kv_head, scale,
-        KV_HEADS, D, PAGE, BLOCK_D, BLOCK_N, True, PRECISION,
+        acc, top, total, queries, seen, middle, stop, keys, values, table, kv_head, scale, cap, oldest,
+        KV_HEADS, D, PAGE, BLOCK_D, BLOCK_N, True, PRECISION, WINDOW, CAP,
     )  # fmt: skip
     return acc, top, total
 
@@ -207,6 +258,8 @@ def _attend_in_order(
     table,
     kv_head,
     scale,
+    cap,
+    oldest,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
@@ -215,25 +268,28 @@ def _attend_in_order(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Compute all positions [0:stop) in one program, in pieces of SPLIT positions if SPLIT > 0.
 
     0           SPLIT       2 * SPLIT   stop
     |   piece 0   |   piece 1   | piece 2 |        ((0 + piece 0) + piece 1) + piece 2
     """
+    origin = _origin(oldest, WINDOW, BLOCK_N, SPLIT)
     if SPLIT == 0:
         acc, top, total = _attend(
-            queries, seen, 0, whole, stop, keys, values, table, kv_head, scale,
-            KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, PRECISION,
+            queries, seen, origin, whole, stop, keys, values, table, kv_head, scale, cap, oldest,
+            KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, PRECISION, WINDOW, CAP,
         )  # fmt: skip
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
-        for first in range(0, stop, SPLIT):
+        for first in range(origin, stop, SPLIT):
             part, part_top, part_total = _attend(
-                queries, seen, first, whole, tl.minimum(first + SPLIT, stop), keys, values, table, kv_head, scale,
-                KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, PRECISION,
+                queries, seen, first, whole, tl.minimum(first + SPLIT, stop), keys, values, table, kv_head, scale, cap,
+                oldest, KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, PRECISION, WINDOW, CAP,
             )  # fmt: skip
             acc, top, total = _add(acc, top, total, part, part_top, part_total)
     return acc, top, total
@@ -254,6 +310,8 @@ def extend(
     table_row,
     scale,
     value_scale,  # scale of values in fp8; that of keys is part of `scale`
+    cap,  # bound of scores, in units of log 2 as `scale`
+    sinks,  # [heads], scores of sinks; anything without SINKS
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -264,6 +322,9 @@ def extend(
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     FP8: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Attend from the new tokens of rows with earlier KV: prefill, chunks, prefixes from the cache.
 
@@ -299,10 +360,14 @@ def extend(
 
     whole = start + first_packed // GROUP + 1
     stop = tl.minimum(start + (first_packed + BLOCK_M - 1) // GROUP + 1, length)
-    acc, _, total = _attend_in_order(
-        queries, seen, whole, stop, keys, values, table, kv_head, scale,
-        KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, SPLIT, PRECISION,
+    oldest = start + first_packed // GROUP - WINDOW + 1
+    acc, top, total = _attend_in_order(
+        queries, seen, whole, stop, keys, values, table, kv_head, scale, cap, oldest,
+        KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, SPLIT, PRECISION, WINDOW, CAP,
     )  # fmt: skip
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        acc, total = _with_sink(acc, top, total, sink)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if FP8:
         acc = acc * value_scale
@@ -326,6 +391,8 @@ def decode(
     table_row,
     scale,
     value_scale,  # scale of values in fp8; that of keys is part of `scale`
+    cap,  # bound of scores, in units of log 2 as `scale`
+    sinks,  # [heads], scores of sinks; anything without SINKS
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -336,6 +403,9 @@ def decode(
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     FP8: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Attend from one new token per row, with one program for all positions of a row.
 
@@ -355,10 +425,13 @@ def decode(
     where_query = query + token * query_token + head[:, None] * query_head + dims[None, :]
     queries = tl.load(where_query, mask=inside, other=0.0)
     seen = tl.where(member < GROUP, length - 1, -1)
-    acc, _, total = _attend_in_order(
-        queries, seen, length, length, keys, values, table, kv_head, scale,
-        KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, SPLIT, PRECISION,
+    acc, top, total = _attend_in_order(
+        queries, seen, length, length, keys, values, table, kv_head, scale, cap, length - WINDOW,
+        KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, SPLIT, PRECISION, WINDOW, CAP,
     )  # fmt: skip
+    if SINKS:
+        sink = tl.load(sinks + head, mask=member < GROUP, other=0.0).to(tl.float32) * LOG2_E
+        acc, total = _with_sink(acc, top, total, sink)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if FP8:
         acc = acc * value_scale
@@ -382,6 +455,7 @@ def decode_split(
     query_head,
     table_row,
     scale,
+    cap,
     most,  # pieces per row and head that `parts` has room for
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -392,6 +466,8 @@ def decode_split(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Attend from one new token per row, with the positions split over several programs; `merge` adds the pieces.
 
@@ -399,6 +475,8 @@ def decode_split(
 
       SPLIT = 0, 3 programs:    |  tiles of 0  |  tiles of 1  | tiles 2 |         one piece per program
       SPLIT > 0, 3 programs:    |  0  |  1  |  2  |  0  |  1  |  2  | 0 |         pieces in turn
+
+    With WINDOW the pieces begin at the origin of the window, not at 0.
     """
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
@@ -406,11 +484,13 @@ def decode_split(
     part_row = tl.program_id(2).to(tl.int64)
     row = first_row + tl.program_id(2)
     length = tl.load(lengths + row)
+    origin = _origin(length - WINDOW, WINDOW, BLOCK_N, SPLIT)
+    count = length - origin
     if SPLIT == 0:
-        piece = tl.cdiv(tl.cdiv(length, BLOCK_N), programs) * BLOCK_N
+        piece = tl.cdiv(tl.cdiv(count, BLOCK_N), programs) * BLOCK_N
     else:
         piece = SPLIT
-    if program * piece >= length:
+    if program * piece >= count:
         return
     token = tl.load(indptr + row).to(tl.int64)
     table = page_table + tl.load(rows + row).to(tl.int64) * table_row
@@ -422,11 +502,11 @@ def decode_split(
     where_query = query + token * query_token + head[:, None] * query_head + dims[None, :]
     queries = tl.load(where_query, mask=inside, other=0.0)
     seen = tl.where(member < GROUP, length - 1, -1)
-    for index in range(program, tl.cdiv(length, piece), programs):
-        first = index * piece
+    for index in range(program, tl.cdiv(count, piece), programs):
+        first = origin + index * piece
         part, part_top, part_total = _attend(
-            queries, seen, first, length, tl.minimum(first + piece, length), keys, values, table, kv_head, scale,
-            KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, PRECISION,
+            queries, seen, first, length, tl.minimum(first + piece, length), keys, values, table, kv_head, scale, cap,
+            length - WINDOW, KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, PRECISION, WINDOW, CAP,
         )  # fmt: skip
         cell = (part_row * (KV_HEADS * GROUP) + head) * most + index
         tl.store(parts + cell[:, None] * D + dims[None, :], part, mask=inside)
@@ -445,6 +525,7 @@ def merge(
     programs,  # per row, as in the grid of `decode_split`
     most,
     value_scale,
+    sinks,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -452,6 +533,8 @@ def merge(
     SPLIT: tl.constexpr,
     AHEAD: tl.constexpr,
     FP8: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Add the pieces of a row from left to right. Grid (heads, rows).
 
@@ -461,11 +544,12 @@ def merge(
     part_row = tl.program_id(1).to(tl.int64)
     row = first_row + tl.program_id(1)
     length = tl.load(lengths + row)
+    count = length - _origin(length - WINDOW, WINDOW, BLOCK_N, SPLIT)
     if SPLIT == 0:
-        piece = tl.cdiv(tl.cdiv(length, BLOCK_N), programs) * BLOCK_N
+        piece = tl.cdiv(tl.cdiv(count, BLOCK_N), programs) * BLOCK_N
     else:
         piece = SPLIT
-    pieces = tl.cdiv(length, tl.maximum(piece, 1))
+    pieces = tl.cdiv(count, tl.maximum(piece, 1))
     dims = tl.arange(0, BLOCK_D)
     acc = tl.zeros((1, BLOCK_D), tl.float32)
     top = tl.full((1,), float("-inf"), tl.float32)
@@ -482,6 +566,9 @@ def merge(
             part_top = tl.load(sums + cell * 2, mask=there, other=float("-inf"))
             part_total = tl.load(sums + cell * 2 + 1, mask=there, other=0.0)
             acc, top, total = _add(acc, top, total, part, part_top, part_total)
+    if SINKS:
+        sink = tl.load(sinks + head + tl.arange(0, 1)).to(tl.float32) * LOG2_E
+        acc, total = _with_sink(acc, top, total, sink)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if FP8:
         acc = acc * value_scale

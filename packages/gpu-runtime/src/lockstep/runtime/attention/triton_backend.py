@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log2
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lockstep.host.engine_options import Numerics
 from lockstep.runtime.attention import kernels
+from lockstep.runtime.attention.rules import LayerRules
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool
 
@@ -73,13 +75,20 @@ class TritonAttention:
     exact_lengths = False  # only grids and tiles depend on them
 
     def __init__(
-        self, pool: KvPool, heads: int, scale: float | None = None, numerics: Numerics = "fast", piece: int = PIECE
+        self,
+        pool: KvPool,
+        heads: int,
+        scale: float | None = None,
+        numerics: Numerics = "fast",
+        piece: int = PIECE,
+        rules: Sequence[LayerRules] = (),
     ) -> None:
         """Args:
         heads: query heads, a multiple of the pool's KV heads.
         scale: factor of the scores before the softmax; head_dim ** -0.5 unless given.
         numerics: with `invariant` a token has the same bits in every batch, chunk and graph.
         piece: positions per piece with `invariant`, a multiple of 64.
+        rules: attention of each layer, in place of `scale`; empty: all positions, with `scale`.
         """
         if heads % pool.kv_heads:
             raise ValueError(f"`heads` must be a multiple of the {pool.kv_heads} KV heads, got `{heads}`")
@@ -88,6 +97,7 @@ class TritonAttention:
         self.pool, self.heads, self.numerics = pool, heads, numerics
         self.group = heads // pool.kv_heads
         self.scale = pool.head_dim**-0.5 if scale is None else scale
+        self.rules = tuple(rules) or (LayerRules(self.scale),) * len(pool.keys)
         self.piece = piece if numerics == "invariant" else 0
         device = pool.keys[0].device
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -142,7 +152,7 @@ class TritonAttention:
             value,
             self.pool.keys[layer],
             self.pool.values[layer],
-            batch.slots,
+            self.pool.view(layer, batch).slots,
             *key.stride()[:2],
             *value.stride()[:2],
             *self.pool.scales[layer],
@@ -158,40 +168,49 @@ class TritonAttention:
         most_new = int((batch.lengths_host[:count] - batch.starts_host[:count]).max())
         tiling = extend_tiling(self.pool.head_dim, query.dtype, self.group, most_new, self.numerics)
         grid = (-(-most_new * self.group // tiling.BLOCK_M), self.pool.kv_heads, count)
+        view = self.pool.view(layer, batch)
         kernels.extend[grid](
             query,
             self.pool.keys[layer],
             self.pool.values[layer],
             out,
-            batch.page_table,
-            batch.rows,
+            view.page_table,
+            view.rows,
             batch.indptr,
             batch.lengths,
             *query.stride()[:2],
-            batch.page_table.stride(0),
+            view.page_table.stride(0),
             *self._scales(layer),
+            *self._bounds(layer),
             FP8=self.pool.fp8,
-            **self._constants(query.dtype, tiling),
+            SINKS=self.rules[layer].sinks is not None,
+            **self._constants(layer, query.dtype, tiling),
         )
 
     def _decode(self, layer: int, query: Tensor, out: Tensor, batch: ForwardBatch) -> None:
         tiling = decode_tiling(self.pool.head_dim, query.dtype, self.group)
-        constants = self._constants(query.dtype, tiling)
+        constants = self._constants(layer, query.dtype, tiling)
         first, count = batch.extend_rows, batch.count - batch.extend_rows
-        strides = (*query.stride()[:2], batch.page_table.stride(0))
-        where = (batch.page_table, batch.rows, batch.indptr, batch.lengths, first, *strides)
+        view = self.pool.view(layer, batch)
+        strides = (*query.stride()[:2], view.page_table.stride(0))
+        where = (view.page_table, view.rows, batch.indptr, batch.lengths, first, *strides)
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         scale, value_scale = self._scales(layer)
-        fp8 = self.pool.fp8
-        if self.programs == 1:
+        cap, sinks = self._bounds(layer)
+        rule, fp8 = self.rules[layer], self.pool.fp8
+        kinds = {"FP8": fp8, "SINKS": rule.sinks is not None}
+        programs = self.programs
+        if rule.window is not None:  # one more than whole units, because the window may begin inside of one
+            programs = min(programs, -(-rule.window // (self.piece or tiling.BLOCK_N)) + 1)
+        if programs == 1:
             grid = (self.pool.kv_heads, count)
-            kernels.decode[grid](query, keys, values, out, *where, scale, value_scale, FP8=fp8, **constants)
+            kernels.decode[grid](query, keys, values, out, *where, scale, value_scale, cap, sinks, **kinds, **constants)
             return
         cells = count * self.heads * self.most
         room = cells * self.pool.head_dim
         parts, sums = self.workspace[:room], self.workspace[room : room + cells * 2]
-        kernels.decode_split[(self.pool.kv_heads, self.programs, count)](
-            query, keys, values, parts, sums, *where, scale, self.most, **constants
+        kernels.decode_split[(self.pool.kv_heads, programs, count)](
+            query, keys, values, parts, sums, *where, scale, cap, self.most, **constants
         )
         kernels.merge[(self.heads, count)](
             parts,
@@ -200,16 +219,18 @@ class TritonAttention:
             batch.indptr,
             batch.lengths,
             first,
-            self.programs,
+            programs,
             self.most,
             value_scale,
+            sinks,
             HEADS=self.heads,
             D=self.pool.head_dim,
             BLOCK_D=self.block_d,
             BLOCK_N=tiling.BLOCK_N,
             SPLIT=self.piece,
             AHEAD=AHEAD,
-            FP8=fp8,
+            WINDOW=constants["WINDOW"],
+            **kinds,
             num_warps=1 if self.block_d <= 128 else 2,
             enable_fp_fusion=self.numerics == "fast",
         )
@@ -217,10 +238,19 @@ class TritonAttention:
     def _scales(self, layer: int) -> tuple[float, float]:
         """Return the scale of scores, in units of log 2, and the scale of values."""
         key_scale, value_scale = self.pool.scales[layer]
-        return self.scale * LOG2_E * key_scale, value_scale
+        return self.rules[layer].scale * LOG2_E * key_scale, value_scale
 
-    def _constants(self, dtype: torch.dtype, tiling: Tiling) -> dict[str, int | str | bool]:
+    def _bounds(self, layer: int) -> tuple[float, Tensor]:
+        """Return the cap of scores, in units of log 2, and the sinks; without them, values that are not read."""
+        rule = self.rules[layer]
+        cap = 1.0 if rule.cap is None else rule.cap * LOG2_E
+        return cap, self.workspace if rule.sinks is None else rule.sinks
+
+    def _constants(self, layer: int, dtype: torch.dtype, tiling: Tiling) -> dict[str, int | str | bool]:
+        rule = self.rules[layer]
         return {
+            "WINDOW": rule.window or 0,
+            "CAP": rule.cap is not None,
             "GROUP": self.group,
             "KV_HEADS": self.pool.kv_heads,
             "D": self.pool.head_dim,

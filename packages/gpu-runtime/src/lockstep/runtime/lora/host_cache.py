@@ -22,7 +22,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.host.adapters import folder_of
 from lockstep.runtime.checkpoint import CheckpointError
 from lockstep.runtime.lora.peft import AdapterWeights, read_adapter
-from lockstep.runtime.models import Decoder
+from lockstep.runtime.models import LanguageModel
 
 log = logging.getLogger("lockstep.runtime")
 
@@ -30,7 +30,7 @@ log = logging.getLogger("lockstep.runtime")
 class HostAdapterCache:
     """Adapters of this rank in host memory. Safe to use from any thread."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         self._model, self._lock = model, threading.Lock()
         self._kept: dict[tuple[str, int], AdapterWeights | str] = {}  # or why it could not be read
         gpu = model.device.type == "cuda"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lockstep.core.contract.errors import ConfigError
+from lockstep.host.engine_options import ModelBackend
 from lockstep.host.quantization import FIELD, Fp8Activations
 from lockstep.runtime.checkpoint import DTYPES as FLOATS
 from lockstep.runtime.checkpoint import (
@@ -28,6 +29,7 @@ from lockstep.runtime.models import qwen3 as qwen3
 from lockstep.runtime.models import qwen3_moe as qwen3_moe
 from lockstep.runtime.models.config_reader import DTYPES, ConfigReader
 from lockstep.runtime.models.decoder import Decoder as Decoder
+from lockstep.runtime.models.language_model import LanguageModel as LanguageModel
 from lockstep.runtime.models.layers import Maker
 from lockstep.runtime.models.layers import Parallel as Parallel
 from lockstep.runtime.models.registry import BUILDERS, Builder
@@ -50,7 +52,8 @@ def build_model(
     parallel: Parallel | None = None,
     kv_fp8: bool = False,
     fp8_activations: Fp8Activations = "off",
-) -> Decoder:
+    backend: ModelBackend = "auto",
+) -> LanguageModel:
     """Return a model ready to run, without gradients.
 
     Args:
@@ -60,6 +63,7 @@ def build_model(
         parallel: this rank's part, and the functions that combine partial results; None: the whole model.
         kv_fp8: store its KV in fp8, with the scales of the folder, or 1.
         fp8_activations: whether rows are rounded to fp8 before products with fp8 weights: quantized/activations.py.
+        backend: the code that runs it: our own, or that of transformers; auto: our own for the architectures here.
     Raises: ConfigError for settings that are not supported; its subclass CheckpointError for tensors.
     """
     config: Mapping[str, Any]
@@ -78,23 +82,27 @@ def build_model(
     with torch.no_grad():
         maker = Maker(dtype, torch.device(device), parallel, fp8_activations=fp8_activations)
         if random_weights_seed is not None or folder is None:
-            model = _builder(config)(config, maker)
+            model = _builder(config, backend)(config, maker)
             fill_randomly(model.tensors(), random_weights_seed or 0, rank=parallel.rank, ranks=parallel.ranks)
             if kv_fp8:
                 model.kv_scales = ((1.0, 1.0),) * model.layers
         else:
             with Checkpoint(folder) as checkpoint:
-                model, prefix = _for_tensors(config, maker, checkpoint)
-                wanted = [replace(want, name=want.name.removeprefix(prefix)) for want in model.tensors()]
+                model = _for_tensors(config, maker, checkpoint, backend)
+                wanted = model.named_as(checkpoint.stored.keys(), list(model.tensors()))
                 load(wanted, checkpoint, rank=parallel.rank, ranks=parallel.ranks, surplus=model.surplus)
                 if kv_fp8:
+                    prefix = "model." if "embed_tokens.weight" in checkpoint.stored else ""
                     model.kv_scales = read_kv_scales(checkpoint, model.layers, prefix)
+        model.prepare()
     model.eval()
     return model
 
 
-def _for_tensors(config: Mapping[str, Any], maker: Maker, checkpoint: Checkpoint) -> tuple[Decoder, str]:
-    """Return the model that a checkpoint fills, and the prefix that its tensor names lack.
+def _for_tensors(
+    config: Mapping[str, Any], maker: Maker, checkpoint: Checkpoint, backend: ModelBackend
+) -> LanguageModel:
+    """Return the model that a checkpoint fills.
 
     Embedding models are saved without `model.` and often without `lm_head`, whatever `architectures` names.
     """
@@ -102,7 +110,7 @@ def _for_tensors(config: Mapping[str, Any], maker: Maker, checkpoint: Checkpoint
     name, untied = _named(config), not config.get("tie_word_embeddings")
     if bare and untied and "lm_head.weight" not in checkpoint.stored and name.endswith(GENERATES):
         config = {**config, "architectures": [name.removesuffix(GENERATES) + VECTORS_ONLY]}
-    return _builder(config)(config, maker), "model." if bare else ""
+    return _builder(config, backend)(config, maker)
 
 
 def read_kv_scales(checkpoint: Checkpoint, layers: int, prefix: str = "") -> tuple[tuple[float, float], ...]:
@@ -142,16 +150,17 @@ def read_kv_scales(checkpoint: Checkpoint, layers: int, prefix: str = "") -> tup
     return tuple(found)
 
 
-def read_settings(folder: str | Path, ranks: int = 1) -> ModelSettings:
+def read_settings(folder: str | Path, ranks: int = 1, backend: ModelBackend = "auto") -> ModelSettings:
     """Return the settings in a folder's config.json, without making a model. Raises ConfigError.
 
     Args:
         ranks: number of ranks that split the model; raises also if they cannot split its quantised matrices.
+        backend: see `build_model`.
     """
     config = _with_other_files(read_config(Path(folder)), Path(folder))
     parallel = Parallel() if ranks == 1 else Parallel(0, ranks, lambda one: one, lambda one: one)
-    settings: ModelSettings = _builder(config)(config, Maker(device=torch.device("meta"), parallel=parallel)).settings
-    return settings
+    make = Maker(device=torch.device("meta"), parallel=parallel)
+    return _builder(config, backend)(config, make).settings
 
 
 def stored_dtype(folder: str | Path) -> torch.dtype:
@@ -190,13 +199,24 @@ def _named(config: Mapping[str, Any]) -> str:
     return names[0] if names else ""
 
 
-def _builder(config: Mapping[str, Any]) -> Builder:
+def _builder(config: Mapping[str, Any], backend: ModelBackend) -> Builder:
     name = named = _named(config)
     if named.endswith(VECTORS_ONLY):
         name = named.removesuffix(VECTORS_ONLY) + GENERATES
-    if name not in BUILDERS:
+    if name in BUILDERS and backend != "transformers":
+        return BUILDERS[name]
+    known = ", ".join(sorted(BUILDERS))
+    if backend == "native":
         raise ConfigError(
-            f"`architectures` of config.json must begin with one of {', '.join(sorted(BUILDERS))}, got `{named}`\n"
-            f"hint: a model is one file in lockstep/runtime/models/"
+            f"`architectures` of config.json must begin with one of {known}, got `{named}`\n"
+            "hint: model_backend auto runs others by transformers' code; a model of our own is one file in "
+            "lockstep/runtime/models/"
         )
-    return BUILDERS[name]
+    if find_spec("transformers") is None:
+        raise ConfigError(
+            f"`architectures` of config.json begins with `{named}`, which transformers' code runs (our own runs "
+            f'{known}), but transformers is not installed\nhint: pip install "lockstep-runtime[transformers]"'
+        )
+    from lockstep.runtime.from_transformers.decoder import TransformersDecoder
+
+    return TransformersDecoder

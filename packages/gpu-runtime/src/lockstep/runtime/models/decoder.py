@@ -14,6 +14,7 @@ from lockstep.runtime.checkpoint import TensorSpec
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.lora.slots import LoraTarget
 from lockstep.runtime.models.experts import Experts
+from lockstep.runtime.models.language_model import LanguageModel
 from lockstep.runtime.models.layers import (
     Attention,
     AttentionSizes,
@@ -89,19 +90,13 @@ class Layer(nn.Module):
         yield from self.mlp.tensors(f"{prefix}.mlp")
 
 
-class Decoder(nn.Module):
-    """A causal language model of one rank.
-
-    Pool and attention backend need its `layers`, `heads` and `kv_heads` (of this rank), `head_dim`, and `scale`, the
-    factor of scores before the softmax.
-    """
+class Decoder(LanguageModel):
+    """A causal language model of one rank, of our own layers."""
 
     def __init__(self, make: Maker, settings: ModelSettings, *, qk_norm: bool = False) -> None:
-        super().__init__()
-        self.settings, self.parallel, self.dtype, self.device = settings, make.parallel, make.dtype, make.device
+        super().__init__(make, settings)
         self.rotary = Rotary(settings.rope, settings.head_dim, make.dtype, make.device)
         self.embeddings = VocabEmbedding(make, settings.vocab, settings.hidden)
-        # How rows are rounded before products with fp8 weights; "": not at all.
         self.activations = choose_activations(make.fp8_activations, settings.quantization, make.device)
         of_layers = replace(make, stored=settings.quantization, activations=self.activations)
         stack = [Layer(of_layers, layer, settings, qk_norm) for layer in range(settings.layers)]
@@ -114,9 +109,6 @@ class Decoder(nn.Module):
         query, key, _ = stack[0].attention.qkv.sizes
         self.layers, self.head_dim, self.scale = settings.layers, settings.head_dim, settings.head_dim**-0.5
         self.heads, self.kv_heads = query // settings.head_dim, key // settings.head_dim
-        self.kv_scales: tuple[tuple[float, float], ...] | None = None  # of keys and values by layer, for KV in fp8
-        self.adapter_slots, self.adapter_rank = 0, 0
-        self.targets: tuple[LoraTarget, ...] = ()  # matrices that adapters may change
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
         """Return the hidden states behind the last norm, [tokens, hidden].
@@ -141,17 +133,11 @@ class Decoder(nn.Module):
             return hidden.new_empty((0, self.settings.vocab), dtype=torch.float32)
         return self.head.logits(hidden)
 
-    def take_adapters(self, slots: int, rank: int) -> None:
-        """Allocate `slots` adapters of up to `rank`. Called once, before the first pass."""
-        self.adapter_slots, self.adapter_rank = slots, rank
-        with torch.no_grad():
-            found = [
-                target
-                for index, layer in enumerate(self.stack)
-                if isinstance(layer, Layer)
-                for target in layer.take_adapters(slots, rank, f"model.layers.{index}")
-            ]
-        self.targets = tuple(found)
+    def _adapted(self, slots: int, rank: int) -> Iterator[LoraTarget]:
+        """Allocate adapter slots, and yield the matrices that adapters may change."""
+        for index, layer in enumerate(self.stack):
+            assert isinstance(layer, Layer)
+            yield from layer.take_adapters(slots, rank, f"model.layers.{index}")
 
     def tensors(self) -> Iterator[TensorSpec]:
         """Yield the tensors of a checkpoint that fill the model."""
@@ -170,8 +156,3 @@ class Decoder(nn.Module):
         return name.endswith(".rotary_emb.inv_freq") or (
             name == "lm_head.weight" and (self.settings.tied or not self.settings.generates)
         )
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all parameters on this rank."""
-        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters())

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lockstep.runtime.models.decoder import Decoder
+from lockstep.runtime.models.language_model import LanguageModel
 from lockstep.runtime.models.layers import Maker
 
-Builder = Callable[[Mapping[str, Any], Maker], Decoder]
+Builder = Callable[[Mapping[str, Any], Maker], LanguageModel]
 
 BUILDERS: dict[str, Builder] = {}  # by `architectures[0]` of config.json
 

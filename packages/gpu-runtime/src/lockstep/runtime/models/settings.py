@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -50,6 +50,8 @@ class ModelSettings:
     dtype: torch.dtype = torch.bfloat16  # dtype of the checkpoint
     end_tokens: tuple[int, ...] = ()
     quantization: WeightFormat | None = None  # how matrices of layers are quantised; None: they are not
+    backend: Literal["native", "transformers"] = "native"  # the code that runs it
+    described: tuple[tuple[str, str], ...] = ()  # all fields of its config and their JSON, for code of transformers
 
 
 def read_decoder(

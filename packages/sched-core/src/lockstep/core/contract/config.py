@@ -595,8 +595,8 @@ def simulated_only(name: str) -> str:
         )
     if name == "hybrid":
         return (
-            "`hybrid` (pools for sliding windows and linear attention) is simulated only: no runtime has such layers "
-            "yet\nhint: drop it, or try lockstep simulate --hybrid-memory"
+            "`hybrid` follows from the model: swa_full_tokens_ratio makes pages of windows, and linear attention is "
+            "simulated only\nhint: drop it, or try lockstep simulate --hybrid-memory"
         )
     if name in ("dp_ranks", *RANK_SETTINGS, *DELAYER_SETTINGS, *TRIGGER_SETTINGS):
         return (

@@ -1,0 +1,227 @@
+"""A causal language model that transformers' code computes, with our attention: see the package."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from lockstep.core.contract.errors import ConfigError
+from lockstep.runtime.attention.base import AttentionBackend
+from lockstep.runtime.checkpoint import TensorSpec
+from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.from_transformers.attending import NAME, CurrentPass, register
+from lockstep.runtime.from_transformers.settings import read_library_model
+from lockstep.runtime.from_transformers.split import Plan, RankLinear, follow, replace_linear
+from lockstep.runtime.from_transformers.tensors import CheckpointNames, Held
+from lockstep.runtime.from_transformers.trial import try_out
+from lockstep.runtime.lora.slots import LoraTarget
+from lockstep.runtime.models.language_model import LanguageModel
+from lockstep.runtime.models.layers import Maker
+from lockstep.runtime.quantized.activations import choose_activations
+
+
+class TransformersDecoder(LanguageModel):
+    """A model of transformers on one rank. `prepare` must be called when its weights are in place."""
+
+    def __init__(self, config: Mapping[str, Any], make: Maker) -> None:
+        found = read_library_model(config)
+        super().__init__(make, found.settings)
+        choose_activations(make.fp8_activations, None, make.device)  # raises if rounded rows are required
+        register()
+        made = made_on_meta(found.config, found.kind)
+        plan = Plan(made, self.parallel.ranks)
+        self.current = CurrentPass()
+        held = _materialise(made, plan, make)
+        self.names = CheckpointNames(made, held, self.parallel.rank, self.parallel.ranks)
+        follow(made, plan.styles, self.parallel, self.current)
+        self.base = made.base_model
+        self.head: nn.Module | None = None
+        self._decoded = _Decoded()
+        if found.settings.generates:
+            setattr(made, made.base_model_prefix, self._decoded)
+            self.head = made
+        self.prefix = f"{made.base_model_prefix}." if found.settings.generates else ""
+        sizes = found.settings
+        self.layers, self.head_dim = sizes.layers, sizes.head_dim
+        self.heads, self.kv_heads = sizes.heads, sizes.kv_heads  # until `prepare` finds this rank's
+        self.scale = sizes.head_dim**-0.5
+        if not made._can_compile_fullgraph:
+            self.uncapturable_because = f"transformers' {sizes.architecture} is not said to run without the host"
+
+    def prepare(self) -> None:
+        """Run the trial: take heads, scale and rules of attention from it. All ranks call this at the same time.
+
+        Raises: ConfigError, see `trial.try_out`.
+        """
+        logits = self.logits if self.settings.generates else None
+        calls = try_out(self.base, logits, self.current, self.settings, self.dtype, self.device)
+        one = calls[0]
+        self.heads, self.kv_heads = one.heads, one.kv_heads
+        self.head_dim = self.current.head_dim = max(one.head_dim, one.value_dim)
+        self.scale = one.rules.scale
+        if any(call.rules.beyond(self.scale) for call in calls):
+            self.rules = tuple(call.rules for call in calls)
+
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
+        """Return the hidden states behind the last norm, [tokens, hidden].
+
+        The backend must be planned for this batch.
+        """
+        if not batch.tokens:
+            return torch.empty(0, self.settings.hidden, dtype=self.dtype, device=self.device)
+        self.current.batch, self.current.attention = batch, attention
+        try:
+            out = self.base(input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False)
+        finally:
+            self.current.batch = self.current.attention = None
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits [samples, vocab] of hidden states [samples, hidden] that `forward` returned.
+
+        The library's model computes them, with its scale and cap. Its decoder is replaced by these hidden states.
+        Raises: ConfigError for any sample, if the model has no output projection.
+        """
+        if self.head is None and len(hidden):
+            raise ConfigError(f"{self.settings.architecture} without `lm_head` has no logits")
+        if self.head is None or not len(hidden):
+            return hidden.new_empty((0, self.settings.vocab), dtype=torch.float32)
+        self._decoded.hidden = hidden[None]
+        try:
+            out = self.head(input_ids=hidden.new_zeros((1, len(hidden)), dtype=torch.int64), use_cache=False)
+        finally:
+            self._decoded.hidden = None
+        logits: Tensor = out.logits[0].float()
+        return logits
+
+    def _adapted(self, slots: int, rank: int) -> Iterator[LoraTarget]:
+        """Allocate adapter slots, and yield the linear layers that adapters may change."""
+        modules = dict(self.base.named_modules())
+        for name, module in modules.items():
+            if type(module) is nn.Linear:
+                module = RankLinear(module, "", self.parallel, self.current)
+                replace_linear(modules, name, module)
+            if isinstance(module, RankLinear):
+                yield module.take_adapters(self.prefix + name, slots, rank)
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        """Yield the tensors of a checkpoint that fill the model."""
+        return self.names.specs()
+
+    def named_as(self, stored: Collection[str], wanted: Sequence[TensorSpec]) -> list[TensorSpec]:
+        """Return what `tensors` yielded, under the names by which a source stores the tensors."""
+        return self.names.named_as(stored, wanted)
+
+    def surplus(self, name: str) -> bool:
+        """Return whether a checkpoint may hold this tensor although it is not read, because it follows from others."""
+        return self.names.surplus(name)
+
+
+class _Decoded(nn.Module):
+    """Takes the place of a decoder in the library's model, and returns hidden states that were computed before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: Tensor | None = None
+
+    @property
+    def decoder(self) -> _Decoded:
+        """This module, for models whose decoder lies inside of another one (OPT)."""
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Return the hidden states as the library's decoder would."""
+        return _Output(last_hidden_state=self.hidden)
+
+
+class _Output(MoeModelOutputWithPast):
+    """What a decoder returns, with None for everything that only some of them have."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def made_on_meta(config: Any, kind: Any) -> Any:
+    """Return the library's model without memory for its weights."""
+    try:
+        with torch.device("meta"), torch.no_grad():
+            return kind._from_config(config, attn_implementation=NAME).eval()
+    except (ValueError, ImportError, NotImplementedError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{kind.__name__} cannot run by transformers' code here: {why}") from error
+
+
+def _materialise(model: Any, plan: Plan, make: Maker) -> list[Held]:
+    """Allocate this rank's parameters and all buffers, compute what is not stored, and list what is."""
+    wide = tuple(model._keep_in_fp32_modules_strict or ())
+    if make.dtype == torch.float16:
+        wide += tuple(model._keep_in_fp32_modules or ())
+    made: dict[int, nn.Parameter] = {}  # by the parameter on meta: tied ones stay one
+    places: dict[str, tuple[tuple[int, ...], Any]] = {}
+    for prefix, module in list(model.named_modules()):
+        for last, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            name = f"{prefix}.{last}" if prefix else last
+            if id(parameter) not in made:
+                part, whole = plan.part(name, parameter), tuple(parameter.shape)
+                shape = part.shape(whole, plan.ranks, name)
+                dtype = _dtype(parameter, name, wide, make)
+                empty = torch.empty(shape, dtype=dtype, device=make.device)
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+                places[name] = (whole, part)
+            module._parameters[last] = made[id(parameter)]
+        for last, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                persistent = last not in module._non_persistent_buffers_set
+                dtype = _dtype(buffer, f"{prefix}.{last}", wide, make) if persistent else buffer.dtype
+                module._buffers[last] = torch.zeros(buffer.shape, dtype=dtype, device=make.device)
+    if make.device.type != "meta":
+        _initialise(model)
+    stored = model.state_dict(keep_vars=True)
+    held = []
+    for name, tensor in stored.items():
+        if name in places:
+            shape, part = places[name]
+            held.append(Held(name, tensor.data, shape, part, _constant(tensor)))
+        elif not isinstance(tensor, nn.Parameter):
+            held.append(Held(name, tensor, tuple(tensor.shape), plan.part("", tensor), _constant(tensor)))
+    return held
+
+
+def _dtype(tensor: Tensor, name: str, wide: tuple[str, ...], make: Maker) -> torch.dtype:
+    if not tensor.is_floating_point():
+        return tensor.dtype
+    return torch.float32 if any(f".{one}." in f".{name}." for one in wide) else make.dtype
+
+
+def _initialise(model: Any) -> None:
+    """Let the library compute buffers that no checkpoint has, and the first values of norms and biases."""
+
+    matrices = [one for one in model.parameters() if one.dim() > 1]
+    for one in matrices:  # they are filled later; the library passes over what is marked so
+        one._is_hf_initialized = True
+
+    def visit(module: nn.Module, owner: Any) -> None:
+        owner = module if hasattr(module, "_init_weights") else owner
+        for child in module.children():
+            visit(child, owner)
+        if module._buffers or any(one.dim() < 2 for one in module.parameters(recurse=False)):
+            owner._init_weights(module)
+
+    with torch.no_grad():
+        visit(model, model)
+
+
+def _constant(tensor: Tensor) -> float | None:
+    """Return the value of a vector that holds one value only, as a norm before training; None for others."""
+    if tensor.dim() > 1 or not tensor.numel() or not tensor.is_floating_point() or tensor.device.type == "meta":
+        return None
+    first = float(tensor.flatten()[0])
+    return first if bool((tensor == first).all()) else None

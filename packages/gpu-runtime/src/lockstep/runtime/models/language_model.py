@@ -1,0 +1,89 @@
+"""The base of every causal language model that the engine runs: our own decoders, and those of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.runtime.attention.base import AttentionBackend
+from lockstep.runtime.attention.rules import LayerRules
+from lockstep.runtime.checkpoint import TensorSpec
+from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.lora.slots import LoraTarget
+from lockstep.runtime.models.layers import Maker
+from lockstep.runtime.models.settings import ModelSettings
+
+
+class LanguageModel(nn.Module):
+    """A causal language model of one rank.
+
+    Pool and attention backend need its `layers`, `heads` and `kv_heads` (of this rank), `head_dim`, `scale`, the
+    factor of scores before the softmax, and `rules`, the attention of each layer if it is more than that.
+    """
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rules: tuple[LayerRules, ...] = ()  # by layer; empty: every layer attends to all positions with `scale`
+    uncapturable_because: str = ""  # why its passes cannot be captured in CUDA graphs; empty: they can
+    activations: str = ""  # how rows are rounded before products with fp8 weights; empty: not at all
+
+    def __init__(self, make: Maker, settings: ModelSettings) -> None:
+        super().__init__()
+        self.settings, self.parallel, self.dtype, self.device = settings, make.parallel, make.dtype, make.device
+        self.kv_scales: tuple[tuple[float, float], ...] | None = None  # of keys and values by layer, for KV in fp8
+        self.adapter_slots, self.adapter_rank = 0, 0
+        self.targets: tuple[LoraTarget, ...] = ()  # matrices that adapters may change
+
+    def prepare(self) -> None:
+        """Complete the model when its weights are in place. All ranks call this at the same time."""
+
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
+        """Return the hidden states behind the last norm, [tokens, hidden].
+
+        The backend must be planned for this batch.
+        """
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits [samples, vocab] of hidden states [samples, hidden] that `forward` returned.
+
+        Raises: ConfigError for any sample, if the model has no output projection.
+        """
+        raise NotImplementedError
+
+    def take_adapters(self, slots: int, rank: int) -> None:
+        """Allocate `slots` adapters of up to `rank`. Called once, before the first pass."""
+        self.adapter_slots, self.adapter_rank = slots, rank
+        with torch.no_grad():
+            self.targets = tuple(self._adapted(slots, rank))
+
+    def _adapted(self, slots: int, rank: int) -> Iterator[LoraTarget]:
+        """Allocate adapter slots, and yield the matrices that adapters may change."""
+        raise NotImplementedError
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        """Yield the tensors of a checkpoint that fill the model."""
+        raise NotImplementedError
+
+    def surplus(self, name: str) -> bool:
+        """Return whether a checkpoint may hold this tensor although it is not read, because it follows from others."""
+        raise NotImplementedError
+
+    def named_as(self, stored: Collection[str], wanted: Sequence[TensorSpec]) -> list[TensorSpec]:
+        """Return what `tensors` yielded, under the names by which a source stores the tensors.
+
+        Embedding models are saved without `model.`.
+        """
+        prefix = "model." if "embed_tokens.weight" in stored else ""
+        return [replace(want, name=want.name.removeprefix(prefix)) for want in wanted]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters on this rank."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters())

@@ -1,0 +1,187 @@
+"""Writes docs/models.md: every architecture of `tests.support.architectures` through the engine, beside transformers.
+
+python -m tests.runtime.models_page               some two minutes
+python -m tests.runtime.models_page --processes   two ranks as processes of an engine: a quarter of an hour
+python -m tests.runtime.models_page --only NAME   one row, printed
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from lockstep.core.contract.errors import ConfigError
+from lockstep.runtime.assembly import sliding_layers
+from lockstep.runtime.attention.rules import names_of
+from lockstep.runtime.checkpoint import read_config
+from lockstep.runtime.models import build_model, read_settings
+from tests.runtime.test_models import Ranks
+from tests.support.architectures import (
+    ARCHITECTURES,
+    CHUNK,
+    REFUSED,
+    REQUESTS,
+    SMALL,
+    WINDOW_SHARE,
+    greedy_answers,
+    mixed_prompts,
+    save_architecture,
+    serve,
+)
+from tests.support.model_passes import Passes
+
+PAGE = Path(__file__).parents[2] / "docs/models.md"
+YES, NO = "equal", "**different**"
+HEAD = f"""# Models
+
+`--model-backend` of `serve` and `generate`, `model_backend` of `LLM`, selects the code that runs a model: `native` is
+our own, for the architectures of [runtime.md](runtime.md), "Models"; `transformers` is the modelling code of that
+library with our attention, KV pool and batches; `auto`, the default, is native for the architectures that have it, and
+transformers for the others. A model whose settings our own code refuses by name may run with `transformers`. How that
+works: [runtime.md](runtime.md), "Models of transformers".
+
+The tables are written by `python -m tests.runtime.models_page`, with transformers {transformers.__version__}. A small
+random model of each architecture answers {REQUESTS} prompts of 1 to 70 tokens, some of which begin alike, and its
+greedy tokens are compared with those of `transformers.generate`, one prompt at a time, in float32 on a CPU. The engine
+computes prompts in chunks of {CHUNK}, finds prefixes in its cache, retracts a request every few decodes, and verifies
+every KV slot before it is read (`debug`). Columns: the overlap depth; the logits of two ranks (with `--processes` the
+tokens of an engine of two processes); a run with a smaller pool of pages for layers with windows
+(`swa_full_tokens_ratio`), for models with windows in some layers; and whether our own code runs the same model.
+Attention beyond "all positions, scores times 1/sqrt(head dim)" is named.
+
+## What runs by transformers' code
+
+| model | class | attention | overlap 0 | overlap 1 | two ranks | window pages | native too |
+|---|---|---|---|---|---|---|---|
+"""
+BEHIND = """
+Two ranks follow the library's own plan of the model. "no plan": `tp` is refused by name, as are numbers of ranks that
+do not divide the heads. DeepSeek's latent attention runs with keys and values of every head in the cache, padded to one
+width; its compressed cache is not implemented.
+
+## What is refused
+
+Each is one error at start, before weights are read if config.json shows it, and otherwise after one small pass:
+
+| model | error |
+|---|---|
+"""
+LIMITS = """
+Also refused by this backend: quantised weights, by the name of the method; models with code in their folder
+(`auto_map`), which is never run; `longrope` positions beyond the original context, which is the limit of such a model;
+`fp8_activations on`. Adapters may change linear layers, and none of the experts. CUDA graphs are captured for models
+that the library declares free of decisions on the host; for the others the log has the reason.
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the architectures, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only")
+    parser.add_argument("--processes", action="store_true")
+    given = parser.parse_args(arguments)
+    only = given.only
+    torch.set_num_threads(1)
+    rows = []
+    for name in ARCHITECTURES:
+        if only is None or name == only:
+            began = time.perf_counter()
+            rows.append(row(name, processes=given.processes))
+            print(rows[-1], f"{time.perf_counter() - began:.0f} s", flush=True)
+    refused = [f"| {name} | {refusal(name)} |" for name in REFUSED if only is None or name == only]
+    print("\n".join(refused))
+    if only is None:
+        text = HEAD + "\n".join(rows) + "\n" + BEHIND + "\n".join(refused) + "\n" + LIMITS
+        PAGE.write_text(text, encoding="utf-8")
+    return int(any(NO in one for one in rows))
+
+
+def row(name: str, *, processes: bool) -> str:
+    """Return the row of one architecture."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_architecture(Path(folder), name)
+        answers = greedy_answers(model)
+        kind = type(model).__name__
+        built = build_model(folder, torch.float32, backend="transformers")
+        rules, sliding = names_of(built.rules), len(sliding_layers(built))
+
+        def equal(**options: Any) -> str:
+            served = serve(Path(folder), model_backend="transformers", **options)
+            assert served.cached_tokens
+            assert served.retractions
+            return YES if served.answers == answers else NO
+
+        def split() -> str:
+            if processes:
+                return equal(tp=2, device="cpu")
+            return YES if split_logits_are_equal(Path(folder), model) else NO
+
+        cells = [equal(overlap_depth=0), equal(overlap_depth=1), or_reason(split)]
+        some = 0 < sliding < built.layers
+        cells.append(equal(overlap_depth=1, swa_full_tokens_ratio=WINDOW_SHARE) if some else "")
+        own = or_reason(lambda: "yes" if read_settings(folder, backend="native") else "")
+    return "| " + " | ".join([name, f"`{kind}`", ", ".join(rules), *cells, own]) + " |"
+
+
+def split_logits_are_equal(folder: Path, model: Any) -> bool:
+    """Compare the logits of two ranks, which are threads here, with those of transformers; in two chunks."""
+    prompt, _ = max(mixed_prompts(), key=lambda pair: len(pair[0]))
+    prompt, meeting = prompt[:30], Ranks(2)
+
+    def run(rank: int) -> Any:
+        part = build_model(folder, torch.float32, parallel=meeting.parallel(rank), backend="transformers")
+        passes = Passes(part)
+        return torch.cat([passes.run({0: chunk})[0] for chunk in (prompt[:17], prompt[17:])])
+
+    read_settings(folder, 2, "transformers")  # raises before threads wait for each other
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, range(2)))
+    with torch.inference_mode():
+        want = model(torch.tensor([prompt]), use_cache=False).logits[0].float()
+    return all(bool((one - want).abs().max() <= 1e-4 * want.abs().max()) for one in found)
+
+
+def or_reason(run: Callable[[], str]) -> str:
+    """Return a result, or why it is refused in a few words; nothing if our own code lacks the architecture."""
+    try:
+        return run()
+    except ConfigError as error:
+        text = str(error)
+        if "has no plan" in text:
+            return "no plan"
+        lacking = "`architectures` of config.json must begin with" in text
+        return "" if lacking else " ".join(text.splitlines()[-1].split())
+
+
+def refusal(name: str) -> str:
+    """Return the error for a model that cannot run, in one line."""
+    config_class, special = REFUSED[name]
+    config = getattr(transformers, config_class)(**(SMALL | special))
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__ if known else f"{name}ForConditionalGeneration"
+        try:
+            build_model(
+                read_config(Path(folder)) | {"architectures": [kind]}, random_weights_seed=0, backend="transformers"
+            )
+        except ConfigError as error:
+            text = str(error).partition("\nhint")[0]
+            first, _, rest = text.partition("cannot run by transformers' code here:")
+            reasons = (rest or first).strip().splitlines()
+            return "; ".join(reason.strip() for reason in reasons)
+    return NO
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
