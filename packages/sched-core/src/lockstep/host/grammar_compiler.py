@@ -33,7 +33,7 @@ import numpy as np
 from lockstep.core.contract.commands import CompileGrammar
 from lockstep.core.contract.events import Grammar
 from lockstep.host.grammar_backends import make_backend
-from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatchers
+from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatchers, lower_priority
 
 log = logging.getLogger("lockstep.host")
 
@@ -130,6 +130,7 @@ class GrammarCompiler:
 
     def _work(self) -> None:
         """Compile queued grammars, in one trial process after the other."""
+        lower_priority()
         trial: _Trial | None = None
         while (item := self._queue.get()) is not None and not self._over():
             grammar, answer = item
