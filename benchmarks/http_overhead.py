@@ -32,7 +32,7 @@ from live_server import serving, wait_ready
 STEP_S = 0.080
 BAR = 2.0
 BARE = """
-import asyncio, sys
+import asyncio, json, sys
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
@@ -52,7 +52,11 @@ async def tick():
             ticked.notify_all()
 
 @app.post("/v1/completions")
+@app.post("/v1/chat/completions")
 async def completions(body: dict):
+    if body.get("stream") is False:
+        return json.loads(EVENT[6:])
+
     async def events():
         for _ in range(body["max_tokens"]):
             async with ticked:
@@ -105,10 +109,10 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def bare() -> Iterator[tuple[str, dict[str, int]]]:
-    """The bare endpoint."""
+def bare(step_s: float = STEP_S) -> Iterator[tuple[str, dict[str, int]]]:
+    """The bare endpoint, which sends an event to each stream every `step_s` seconds."""
     port = 18_000 + os.getpid() % 2000
-    process = subprocess.Popen([sys.executable, "-c", f"STEP_S = {STEP_S}\n{BARE}", str(port)])
+    process = subprocess.Popen([sys.executable, "-c", f"STEP_S = {step_s}\n{BARE}", str(port)])
     try:
         url = f"http://127.0.0.1:{port}"
         wait_ready(url)

@@ -44,6 +44,9 @@ log = logging.getLogger("lockstep.worker")
 STOPS = "the server stops"
 CONTINUED_S = 10.0
 """Longest wait for the requests of answers in progress, which an earlier worker began, to reach the engine."""
+GARBAGE_THRESHOLDS = 20_000, 20, 20
+"""Collections of the worker's garbage: a burst of requests allocates much, and leaves few cycles."""
+
 LAST_ERRORS_S = 2  # seconds after `shutdown_s` in which the last error messages reach clients
 
 
@@ -185,6 +188,9 @@ def main(arguments: list[str]) -> int:
     """Run one worker until SIGTERM. Returns the exit status."""
     folder, number = Path(arguments[0]), int(arguments[1])
     descriptors = [int(one) for one in arguments[2:]]
+    gc.collect()
+    gc.freeze()  # modules and classes live until the end
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
     settings = children.begin(folder, f"worker {number}")
     try:
         asyncio.run(serve(settings, folder, number, descriptors[0], descriptors[1] if len(descriptors) > 1 else None))

@@ -182,18 +182,25 @@ def _bad_body(error: ValidationError) -> ApiError:
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """Run `work` until it ends or the client leaves. The body must have been read. Raises ClientLeft."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_left(request.receive))
+    task = asyncio.current_task()
+    assert task is not None
+    left = False
+
+    async def watch() -> None:
+        nonlocal left
+        await _left(request.receive)
+        left = True
+        task.cancel()
+
+    leaving = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientLeft
+        return await work
+    except asyncio.CancelledError:
+        if left and task.uncancel() == 0:
+            raise ClientLeft from None
+        raise
     finally:
         leaving.cancel()
-        if not working.done():
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
 
 
 async def _left(receive: Receive) -> None:
