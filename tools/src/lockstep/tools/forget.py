@@ -214,8 +214,12 @@ def forget(run: Path, tenant: str, out: Path) -> int:
             elif isinstance(record, UnsealedRecord):
                 writer.append_unsealed(redaction.of(record.event))
         writer.close()
-        if (run / ANSWERS).is_dir():
-            forget_answers(run / ANSWERS, tenant, out / ANSWERS)
+        answers = forget_answers(run / ANSWERS, tenant, out / ANSWERS) if (run / ANSWERS).is_dir() else 0
+        if not redaction.requests and not answers:
+            raise JournalError(
+                f"{run} has no request and no stored answer of tenant {tenant!r}\n"
+                "hint: a tenant is named in the file of keys; without keys it is the empty name"
+            )
     except BaseException:
         shutil.rmtree(out, ignore_errors=True)
         raise
