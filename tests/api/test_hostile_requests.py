@@ -52,6 +52,23 @@ def of_size(opening: bytes, item: bytes, closing: bytes, size: int) -> bytes:
 MIB = 2**20
 PARTS = of_size(b"", b'{"type": "text", "text": "a"}', b"", 180 * 30)
 COSTLY = {
+    "many samples under a slow grammar": (
+        "/v1/completions",
+        json.dumps(
+            {
+                "prompt": "a",
+                "max_tokens": 20,
+                "n": 64,
+                "json_schema": {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(4000)}},
+            }
+        ).encode(),
+        *(400, "`json_schema` .*tokens that may follow take"),
+    ),
+    "a message that is too long": (
+        "/v1/chat/completions",
+        b'{"messages": [{"role": "user", "content": "' + b"a" * 31 * MIB + b'"}]}',
+        *(400, "`messages` has 32505856 characters, and at most"),
+    ),
     "an unknown field of empty lists": (
         *("/v1/completions", of_size(b'{"prompt": "a", "x": [', b"[]", b"]}", 31 * MIB)),
         *(200, ""),

@@ -34,7 +34,7 @@ Kind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 FORCED_MAX = 64  # forced tokens that a matcher returns at once: as many as one launch may compute, see SchedConfig
 COMPILED_MAX = 128  # grammars kept; each has a megabyte or two
 SOURCE_BYTES_MAX = 16 * 2**20  # sources of all grammars kept
-NICE = 10  # of compiling processes and threads: tokens of other requests come first
+NICE = 15  # of compiling processes and threads: tokens of other requests come first
 SLOW_S, PASS_S = 0.0003, 0.05
 """CPU time of a slow mask, and of all slow masks of one grammar in one batch. Masks are made in the engine's thread, so
 they delay every request. Ordinary masks take some 10 us, and a slow one that all rows of a batch need is made once."""

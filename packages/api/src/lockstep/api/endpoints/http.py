@@ -30,6 +30,9 @@ Result = TypeVar("Result")
 
 PROBLEMS_SHOWN = 3
 FIELDS_MAX = 512  # fields of a body
+TEXT_CHARACTERS = 4 * 2**20
+"""Texts up to this length are passed on by the process that parses a body; longer ones only if they could fit."""
+
 OBJECT_EXPECTED = re.compile(r"a valid dictionary( or instance of \w+)?")
 
 
@@ -62,6 +65,7 @@ class BodyReader:
     Args:
         processes: parse bodies that are too large for the event loop.
         strict: refuse unknown fields.
+        characters_max: returns the length of the longest text that could fit. Raises ApiError while there is no engine.
     Attributes:
         open_bytes: bytes of the bodies that are being received.
     """
@@ -69,6 +73,7 @@ class BodyReader:
     processes: TextProcesses
     limits: Limits
     strict: bool
+    characters_max: Callable[[], int] = lambda: 0
     open_bytes: int = 0
 
     async def read(
@@ -109,7 +114,8 @@ class BodyReader:
         if size > PARSED_AT_ONCE_BYTES:
             limits = self.limits
             known, ids = known_fields(schema), id_fields(schema)
-            job = ParseBody(known, ids, size, FIELDS_MAX, limits.ids_max, limits.values_max)
+            longest = max(self.characters_max(), TEXT_CHARACTERS)
+            job = ParseBody(known, ids, size, FIELDS_MAX, limits.ids_max, limits.values_max, longest)
             return await in_process(self.processes.parse(job, parts))
         try:
             return msgspec.json.decode(b"".join(parts))
