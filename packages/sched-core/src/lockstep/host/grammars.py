@@ -128,6 +128,9 @@ class CompiledGrammars:
                 self._source_bytes -= gone
         return compiled
 
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._kept
+
     def __len__(self) -> int:
         return len(self._kept)
 
