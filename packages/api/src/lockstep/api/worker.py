@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import logging
 import signal
@@ -47,7 +48,26 @@ CONTINUED_S = 10.0
 GARBAGE_THRESHOLDS = 20_000, 20, 20
 """Collections of the worker's garbage: a burst of requests allocates much, and leaves few cycles."""
 
+TIDY_S = 2.0
 LAST_ERRORS_S = 2  # seconds after `shutdown_s` in which the last error messages reach clients
+
+
+async def tidy(bridge: Engines, processes: TextProcesses, seconds: float = TIDY_S) -> None:
+    """Give memory back after answers and large bodies, whenever no answer is open: Python and libc keep what is freed.
+
+    Args:
+        seconds: between two looks.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    used, jobs = False, 0
+    while True:
+        await asyncio.sleep(seconds)
+        used |= bool(bridge.open_answers) or processes.jobs != jobs
+        if used and not bridge.open_answers:
+            used, jobs = False, processes.jobs
+            gc.collect()
+            if trim is not None:
+                trim(0)
 
 
 class HttpServer(uvicorn.Server):
@@ -145,6 +165,7 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
 
     loop.add_signal_handler(signal.SIGTERM, stop)
     reading = asyncio.create_task(bridge.run())
+    tidying = asyncio.create_task(tidy(bridge, processes))
     serving = asyncio.gather(*(one.serve(sockets=[at]) for one, at in servers))
     try:
         await asyncio.wait((reading, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -159,6 +180,7 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         reading.cancel()
+        tidying.cancel()
         bridge.close()
         await processes.close()
         for one in (responses, conversations):

@@ -172,7 +172,7 @@ class LlCompiled:
         return LlMatcher(self, self._words)
 
     def start(self, failed: Any = None) -> tuple[Any, bool]:
-        """Return the start to copy, and whether it is new: other than `failed`, whose lexer has reached a limit.
+        """Return the start to copy, and whether it is new: other than `failed`, the lexer of which has reached a limit.
 
         Raises: GrammarError if another start is not compiled yet, and would take long.
         """
