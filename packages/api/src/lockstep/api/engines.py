@@ -107,7 +107,9 @@ def preload(settings: ServeSettings) -> None:
             check_names(settings)
             import lockstep.api.emulate
             import lockstep.api.observability.drift
-            import lockstep.sim.run.simulate  # noqa: F401
+            import lockstep.sim.run.simulate
+        if choose_backend(settings.grammar_backend) == "llguidance":
+            import lockstep.host.llguidance_backend  # noqa: F401
 
 
 def _keeper(settings: ServeSettings, place: Place | None) -> Keeper | None:

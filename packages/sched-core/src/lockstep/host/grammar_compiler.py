@@ -33,7 +33,7 @@ import numpy as np
 from lockstep.core.contract.commands import CompileGrammar
 from lockstep.core.contract.events import Grammar
 from lockstep.host.grammar_backends import make_backend
-from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatchers, lower_priority
+from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatchers
 
 log = logging.getLogger("lockstep.host")
 
@@ -130,7 +130,6 @@ class GrammarCompiler:
 
     def _work(self) -> None:
         """Compile queued grammars, in one trial process after the other."""
-        lower_priority()
         trial: _Trial | None = None
         while (item := self._queue.get()) is not None and not self._over():
             grammar, answer = item
@@ -186,6 +185,7 @@ def make_compilers(
 ) -> GrammarCompilers:
     """Return matchers and compiler of one engine. The arguments are those of `grammar_backends.make_backend`."""
     compiled = CompiledGrammars(partial(make_backend, backend, tokenizer, vocabulary, end_tokens))
+    compiled.prepare()
     compiler = GrammarCompiler(compiled, backend, tokenizer, vocabulary, end_tokens, limits)
     return GrammarCompilers(backend, GrammarMatchers(compiled, vocabulary, end_tokens), compiler)
 

@@ -6,6 +6,7 @@ process by SIGPROF, too much memory or stack by a signal from within the library
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import signal
@@ -22,7 +23,7 @@ from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import Grammar
 from lockstep.host.grammar_backends import make_backend
 from lockstep.host.grammar_compiler import TrialSettings, read_message, write_message
-from lockstep.host.grammars import Compiled, GrammarBackend, GrammarError, lower_priority
+from lockstep.host.grammars import Compiled, GrammarBackend, GrammarError
 
 
 def main() -> None:
@@ -34,7 +35,7 @@ def main() -> None:
     settings = msgspec.msgpack.decode(first, type=TrialSettings)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    lower_priority()
+    os.nice(NICE)
     try:
         backend = make_backend(settings.backend, Path(settings.tokenizer), settings.vocabulary, settings.end_tokens)
         _limit_memory(settings.memory_bytes)
@@ -49,6 +50,8 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         write_message(outputs, msgspec.msgpack.encode(problem))
 
+
+NICE = 15  # tokens of other requests come first
 
 WALKS, WALK_TOKENS = 2, 48
 """Number and length of the drawn answers in which a grammar must not reach a limit of its library: about 10 ms."""

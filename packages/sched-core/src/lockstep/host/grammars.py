@@ -11,12 +11,11 @@ engine's loop. This module imports no torch: masks are bits on the CPU, and the 
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from typing import Literal, Protocol
 
@@ -34,7 +33,6 @@ Kind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 FORCED_MAX = 64  # forced tokens that a matcher returns at once: as many as one launch may compute, see SchedConfig
 COMPILED_MAX = 128  # grammars kept; each has a megabyte or two
 SOURCE_BYTES_MAX = 16 * 2**20  # sources of all grammars kept
-NICE = 15  # of compiling processes and threads: tokens of other requests come first
 SLOW_S, PASS_S = 0.0003, 0.05
 """CPU time of a slow mask, and of all slow masks of one grammar in one batch. Masks are made in the engine's thread, so
 they delay every request. Ordinary masks take some 10 us, and a slow one that all rows of a batch need is made once."""
@@ -50,12 +48,6 @@ def make_grammar(kind: Kind, source: str) -> Grammar:
     """Return a grammar with the digest that identifies it: SHA-256 of kind and source."""
     hashed = f"{kind}\0".encode() + source.encode("utf-8", "surrogatepass")
     return Grammar(kind, source, sha256(hashed).digest())
-
-
-def lower_priority() -> None:
-    """Let threads of other work come before this one, where a thread has a priority of its own."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 class Matcher(Protocol):
@@ -127,6 +119,15 @@ class CompiledGrammars:
                 _, (_, gone) = self._kept.popitem(last=False)
                 self._source_bytes -= gone
         return compiled
+
+    def prepare(self) -> None:
+        """Make the library in another thread, before requests come: its tokenizer holds the interpreter lock."""
+
+        def make() -> None:
+            with suppress(GrammarError):  # reported to the first request with a grammar
+                self._library()
+
+        threading.Thread(target=make, name="lockstep-grammar-library").start()
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._kept

@@ -24,7 +24,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import Grammar
 from lockstep.host.batches import Int32s
-from lockstep.host.grammars import GrammarError, lower_priority, short
+from lockstep.host.grammars import GrammarError, short
 
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,20})?", "lenient": False}
 
@@ -186,7 +186,6 @@ class LlCompiled:
         return self._start, True
 
     def _prepare(self) -> None:
-        lower_priority()
         made = self._make()
         with self._lock:
             self._spare = made
