@@ -210,6 +210,7 @@ HEADS = {
     b"GET /v1/models HTTP/1.1\r\n" + HOST + b"X: " + b"a" * 70_000 + b"\r\n\r\n",
     "a chunk extension of 200 kB": CHUNKED + b"1;" + b"a" * 200_000 + b"\r\n{\r\n0\r\n\r\n",
     "trailers of 200 kB": CHUNKED + b"1\r\n{\r\n0\r\n" + b"X: aaaaaaaa\r\n" * 15_000 + b"\r\n",
+    "100,000 chunks of a byte": CHUNKED + b"1\r\n \r\n" * 100_000 + b"0\r\n\r\n",
     "no host": b"GET /v1/models HTTP/1.1\r\n\r\n",
     "two hosts": b"GET /v1/models HTTP/1.1\r\n" + HOST + HOST + b"\r\n",
 }
