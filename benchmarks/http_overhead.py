@@ -32,7 +32,7 @@ from live_server import serving, wait_ready
 STEP_S = 0.080
 BAR = 2.0
 BARE = """
-import asyncio, sys
+import asyncio, json, sys
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
@@ -52,7 +52,11 @@ async def tick():
             ticked.notify_all()
 
 @app.post("/v1/completions")
+@app.post("/v1/chat/completions")
 async def completions(body: dict):
+    if body.get("stream") is False:
+        return json.loads(EVENT[6:])
+
     async def events():
         for _ in range(body["max_tokens"]):
             async with ticked:
@@ -105,10 +109,10 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def bare() -> Iterator[tuple[str, dict[str, int]]]:
-    """The bare endpoint."""
+def bare(step_s: float = STEP_S) -> Iterator[tuple[str, dict[str, int]]]:
+    """The bare endpoint, which sends an event to each stream every `step_s` seconds."""
     port = 18_000 + os.getpid() % 2000
-    process = subprocess.Popen([sys.executable, "-c", f"STEP_S = {STEP_S}\n{BARE}", str(port)])
+    process = subprocess.Popen([sys.executable, "-c", f"STEP_S = {step_s}\n{BARE}", str(port)])
     try:
         url = f"http://127.0.0.1:{port}"
         wait_ready(url)
@@ -150,9 +154,12 @@ def children(pid: int) -> dict[str, int]:
 
 
 def cpu_us(pid: int) -> float:
-    """User and system time of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * 1e6 / os.sysconf("SC_CLK_TCK")
+    """User and system time of a process, by the scheduler's clock: that of /proc/PID/stat counts ticks of 10 ms."""
+    total_ns = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            total_ns += int((thread / "schedstat").read_text().split()[0])
+    return total_ns / 1000
 
 
 def measure(url: str, pids: dict[str, int], streams: int, tokens: int) -> tuple[dict[str, float], float]:

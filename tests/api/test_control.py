@@ -142,8 +142,7 @@ def test_the_number_of_sessions_is_limited(alice: Any) -> None:
 
 
 def test_a_session_without_a_turn_ends_by_itself(alice: Any, operator: Post) -> None:
-    alice.post("/open_session", json={"capacity_of_str_len": 100, "timeout": 0.2})
-    assert state(operator)["sessions"] == 1
+    assert alice.post("/open_session", json={"capacity_of_str_len": 100, "timeout": 0.2}).status_code == 200
     until(lambda: state(operator)["sessions"] == 0)
 
 
@@ -232,6 +231,7 @@ def test_a_client_that_leaves_costs_no_more_than_what_is_in_flight(operator: Pos
     """With a tenth of a second between launches, two more may start before the engine receives the cancellation."""
 
     def launches() -> int:
+        until(lambda: state(operator)["idle"])  # the stream of the test before may still be cancelled
         cancelled = state(operator)["counts"]["finished"]["cancelled"]
         with alice.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as answer:
             lines = answer.iter_lines()

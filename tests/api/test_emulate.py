@@ -227,3 +227,22 @@ def test_a_model_that_does_not_fit_gets_hints_that_this_command_has(emulated: st
     options = {option for parameter in serve.params for option in parameter.opts}
     assert set(re.findall(r"--[\w-]+", message.partition("hint: ")[2])) - options == set()
     assert "quantization_config" in message
+
+
+def test_large_prompts_that_arrive_together_do_not_hold_up_batches() -> None:
+    """The host takes in some 65,536 tokens of prompts, then launches, and takes in the next."""
+    kinds: list[str] = []
+    requests = [
+        RequestArrived(0, request_id=-1, prompt=TokenIds(b"\1\0\0\0" * 40_000), max_new_tokens=1) for _ in range(8)
+    ]
+    heard = served(
+        requests,
+        lambda event, step: kinds.append(type(event).__name__),
+        page_size=16,
+        pages=8192,
+        context_tokens_max=65_536,
+    )
+    assert [one.reason for one in heard] == ["length"] * 8
+    arrivals = [at for at, kind in enumerate(kinds) if kind == "RequestArrived"]
+    assert kinds.index("LaneReady") == 2
+    assert len(arrivals) == 8

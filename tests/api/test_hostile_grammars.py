@@ -5,6 +5,7 @@ The server emulates its model with the demo model's tokenizer, so no torch is ne
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 pytest.importorskip("llguidance", reason="no grammar backend is installed")
 httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
-from tests.support.live_server import EMULATED, serving  # noqa: E402
+from lockstep.host.grammars import COMPILED_MAX  # noqa: E402
+from tests.support.live_server import EMULATED, serving, until  # noqa: E402
 
 TOKENIZER = Path(__file__).parents[2] / "packages/gpu-runtime/src/lockstep/runtime/demo_model/files"
 ITEM = {"type": "object", "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["size"]}
@@ -75,3 +77,15 @@ def test_a_grammar_that_cannot_be_followed_is_a_bad_request(client: Any, fields:
         assert answer.status_code == 400, answer.text
         assert re.search(message, answer.json()["error"]["message"])
         assert "non-verbose" not in answer.text
+
+
+def test_a_grammar_that_was_dropped_is_compiled_again(client: Any) -> None:
+    """More grammars than are kept; the first one, which the scheduler has as compiled, is asked for again and left."""
+    for number in [*range(COMPILED_MAX + 4), 0, 1]:
+        choice = completed(client, regex=f"x{number}y", max_tokens=12)
+        assert choice["text"] == f"x{number}y"
+    for number in (2, 3):
+        with contextlib.suppress(httpx2.TimeoutException):
+            client.post("/v1/completions", json={"prompt": "x", "regex": f"x{number}y"}, timeout=0.003)
+    until(lambda: client.get("/get_load").json()["server_load"] == 0)
+    assert completed(client, regex="x2y")["text"] == "x2y"

@@ -52,6 +52,23 @@ def of_size(opening: bytes, item: bytes, closing: bytes, size: int) -> bytes:
 MIB = 2**20
 PARTS = of_size(b"", b'{"type": "text", "text": "a"}', b"", 180 * 30)
 COSTLY = {
+    "many samples under a slow grammar": (
+        "/v1/completions",
+        json.dumps(
+            {
+                "prompt": "a",
+                "max_tokens": 20,
+                "n": 64,
+                "json_schema": {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(4000)}},
+            }
+        ).encode(),
+        *(400, "`json_schema`"),
+    ),
+    "a message that is too long": (
+        "/v1/chat/completions",
+        b'{"messages": [{"role": "user", "content": "' + b"a" * 31 * MIB + b'"}]}',
+        *(400, "`messages` has 32505856 characters, and at most"),
+    ),
     "an unknown field of empty lists": (
         *("/v1/completions", of_size(b'{"prompt": "a", "x": [', b"[]", b"]}", 31 * MIB)),
         *(200, ""),
@@ -193,6 +210,7 @@ HEADS = {
     b"GET /v1/models HTTP/1.1\r\n" + HOST + b"X: " + b"a" * 70_000 + b"\r\n\r\n",
     "a chunk extension of 200 kB": CHUNKED + b"1;" + b"a" * 200_000 + b"\r\n{\r\n0\r\n\r\n",
     "trailers of 200 kB": CHUNKED + b"1\r\n{\r\n0\r\n" + b"X: aaaaaaaa\r\n" * 15_000 + b"\r\n",
+    "100,000 chunks of a byte": CHUNKED + b"1\r\n \r\n" * 100_000 + b"0\r\n\r\n",
     "no host": b"GET /v1/models HTTP/1.1\r\n\r\n",
     "two hosts": b"GET /v1/models HTTP/1.1\r\n" + HOST + HOST + b"\r\n",
 }

@@ -144,7 +144,9 @@ def hard_grammar(draw: random.Random, size: int) -> Made:
             {"json_schema": {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(4000)}}},
         )
     )
-    return "/v1/completions", json.dumps({"prompt": "a", "max_tokens": 40, **fields}).encode()
+    return "/v1/completions", json.dumps(
+        {"prompt": "a", "max_tokens": 40, "n": draw.choice((1, 1, 64)), **fields}
+    ).encode()
 
 
 def hard_stops(draw: random.Random, size: int) -> Made:

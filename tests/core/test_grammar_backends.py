@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import random
 import re
 import sys
 from collections.abc import Iterator
@@ -17,11 +18,12 @@ import pytest
 pytest.importorskip("tokenizers", reason="no tokenizer is installed")
 pytest.importorskip("llguidance", reason="no grammar backend is installed")
 
+import llguidance
 from tokenizers import Tokenizer
 
 from lockstep.core.contract.commands import CompileGrammar, RowTaken
 from lockstep.core.contract.events import Grammar
-from lockstep.host import grammars
+from lockstep.host import grammars, llguidance_backend
 from lockstep.host.grammar_backends import make_backend
 from lockstep.host.grammar_compiler import CompileLimits, GrammarCompilers, make_compilers
 from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatchers, make_grammar
@@ -160,6 +162,52 @@ def test_a_token_that_it_does_not_admit_ends_one_row_only(compiled: CompiledGram
     matchers.advance(1, 1, [words.token_to_id("b")])
     assert allowed(matchers, 0) == set()
     assert len(allowed(matchers, 1)) in range(1, 5)
+
+
+def test_a_lexer_at_its_limit_fails_for_no_matcher_but_those_that_need_more(
+    words: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matchers of one grammar share the states of a lexer. Ten answers that each fit need three times the limit."""
+    limits = llguidance.LLParserLimits(max_lexer_states=300, verbose_errors=False)
+    monkeypatch.setattr(llguidance_backend, "LIMITS", limits)
+    compiled = CompiledGrammars(lambda: make_backend("llguidance", TOKENIZER, VOCABULARY, (END, OTHER_END)))
+    matchers = GrammarMatchers(compiled, VOCABULARY, (END, OTHER_END))
+    grammar = make_grammar("regex", "(a|b)*a(a|b){400}|x[a-z]{100}")
+    a, b, x = (words.encode(text).ids[0] for text in "abx")
+    draw = random.Random(1)
+    matchers.take_row(taken(9, 99, grammar))
+    matchers.advance(99, 1, [x, a])
+    for number in range(10):
+        matchers.take_row(taken(3, number, grammar))
+        for _ in range(80):
+            assert {a, b} <= allowed(matchers, 3)
+            matchers.advance(number, 1, [draw.choice((a, b))])
+        assert {a, b} <= allowed(matchers, 9)
+        matchers.advance(99, 1, [a])
+
+
+def test_a_request_that_exceeds_a_limit_fails_alone(words: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = llguidance.LLParserLimits(max_lexer_states=300, step_lexer_fuel=2000, verbose_errors=False)
+    monkeypatch.setattr(llguidance_backend, "LIMITS", limits)
+    compiled = CompiledGrammars(lambda: make_backend("llguidance", TOKENIZER, VOCABULARY, (END, OTHER_END)))
+    matchers = GrammarMatchers(compiled, VOCABULARY, (END, OTHER_END))
+    grammar = make_grammar("regex", "b((a{1,90}){1,90}){1,90}|x[a-z]{100}")
+    a, b, x = (words.encode(text).ids[0] for text in "abx")
+    matchers.take_row(taken(9, 99, grammar))
+    matchers.advance(99, 1, [x, a])
+    for number in range(3):
+        matchers.take_row(taken(3, number, grammar))
+        matchers.advance(number, 1, [b])
+        for _ in range(200):
+            may = allowed(matchers, 3)
+            if not may:
+                break
+            assert a in may
+            matchers.advance(number, 1, [a])
+        assert not may
+        assert {a, b} <= allowed(matchers, 9)
+    matchers.take_row(taken(3, 50, grammar))
+    assert {b, x} <= allowed(matchers, 3)
 
 
 def test_what_is_kept_is_bounded(compiled: CompiledGrammars, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from lockstep.core.contract.commands import RowTaken
+from lockstep.core.contract.events import Grammar
 from lockstep.host.batches import Int32s
 from lockstep.host.grammar_trial import WALK_TOKENS, try_out
-from lockstep.host.grammars import GrammarError
+from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatchers, make_grammar
 
 
 class Limited:
@@ -55,6 +57,62 @@ def test_a_limit_within_the_first_tokens_is_an_error() -> None:
     with pytest.raises(GrammarError, match="a limit"):
         try_out(Limited(14), 2)
     try_out(Limited(WALK_TOKENS), 2)
+
+
+class Clock:
+    """CPU time that only masks take."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr("time.thread_time", lambda: self.now_s)
+
+
+class Slow(LimitedMatcher):
+    """A matcher of a slow grammar; its first masks take `first_s`."""
+
+    def __init__(self, clock: Clock, first_s: float, mask_s: float) -> None:
+        super().__init__(1000)
+        self.clock, self.first_s, self.mask_s = clock, first_s, mask_s
+
+    def matcher(self) -> Slow:
+        return Slow(self.clock, self.first_s, self.mask_s)
+
+    def fill(self, mask: Int32s) -> None:
+        self.clock.now_s += self.mask_s if self.taken else self.first_s
+        super().fill(mask)
+
+
+def test_masks_that_take_long_on_average_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    try_out(Slow(clock, 0.04, 0.001), 2)
+    with pytest.raises(GrammarError, match="take 3 ms to find at each place of an answer, more than 2 ms"):
+        try_out(Slow(clock, 0.001, 0.003), 2)
+    with pytest.raises(GrammarError, match=r"take 0\.06 s to find"):
+        try_out(Slow(clock, 0.06, 0.001), 2)
+
+
+def test_slow_masks_of_one_grammar_end_its_rows_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request for 64 samples under a grammar with masks of 11 ms delays the others by 55 ms, once."""
+    clock = Clock(monkeypatch)
+
+    class Library:
+        name = "slow"
+
+        def compile(self, grammar: Grammar) -> Slow:
+            return Slow(clock, *((0.011, 0.011) if grammar.source == "slow" else (0.0002, 0.0002)))
+
+    matchers = GrammarMatchers(CompiledGrammars(Library), 64, ())
+    for row in range(128):
+        grammar = make_grammar("regex", "quick" if row % 2 else "slow")
+        matchers.take_row(RowTaken(row, row, 1, grammar=grammar))
+    masks = matchers.allowed(np.arange(128, dtype=np.int32))
+    assert masks is not None
+    assert clock.now_s < 0.08
+    assert masks[1::2].all()
+    assert masks[:10:2].all()
+    assert not masks[10::2].any()
+    assert matchers.allowed(np.arange(128, dtype=np.int32)) is not None
+    assert clock.now_s < 0.16
 
 
 def test_a_grammar_without_any_token_is_an_error() -> None:

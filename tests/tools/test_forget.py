@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -62,3 +63,36 @@ def test_the_command_names_what_it_left_out(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "without the content of" in done.output
     assert CliRunner().invoke(journal, arguments).exit_code != 0
+
+
+def test_stored_and_kept_answers_of_the_tenant_are_left_out_of_the_copy(tmp_path: Path) -> None:
+    pytest.importorskip("fastapi", reason="the server is not installed")
+    from lockstep.api.endpoints.kept_answers import Content, KeptAnswers, KeptRequest
+    from lockstep.api.endpoints.stored_conversations import StoredConversations
+    from lockstep.api.endpoints.stored_responses import StoredResponses
+
+    run, out = tmp_path / "run", tmp_path / "copy"
+    shutil.copytree(GOLDEN / "served", run)
+    answers = run / "answers"
+    answers.mkdir(0o700)
+    kept = KeptAnswers(answers / "kept", most=10, bytes_max=10**6, kept_s=1e6)
+    responses = StoredResponses(answers, most=10, bytes_max=10**6, kept_s=1e6)
+    conversations = StoredConversations(answers, most=10, bytes_max=10**6, kept_s=1e6)
+    for tenant, text in (("gone", "a secret of this tenant"), ("stays", "words of the other")):
+        for name in ("ans_00000001", "ans_00000002"):
+            request = KeptRequest("/v1/completions", tenant, b"", text.encode(), (), b"", 0.0)
+            answer = kept.begin(name + ("a" if tenant == "gone" else "b"), request)
+            assert answer is not None
+            answer.append(Content(text.encode()))
+            answer.end()
+        assert not responses.put(tenant, {"id": f"resp_{tenant}"}, [{"text": text}], over=True)
+        conversations.create(tenant, [{"type": "message", "text": text}], {})
+    forget(run, "gone", out)  # while the server has its files open
+    found = b"".join(path.read_bytes() for path in out.rglob("*") if path.is_file())
+    assert b"a secret of this tenant" not in found
+    assert found.count(b"words of the other") >= 4
+    copied = KeptAnswers(out / "answers/kept", most=10, bytes_max=10**6, kept_s=1e6)
+    assert copied.find("stays", "ans_00000001b") is not None
+    assert copied.find("gone", "ans_00000001a") is None
+    assert StoredResponses(out / "answers", most=10, bytes_max=10**6, kept_s=1e6).get("stays", "resp_stays") is not None
+    assert {path.stat().st_mode & 0o077 for path in (out / "answers").rglob("*")} == {0}

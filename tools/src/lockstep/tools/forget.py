@@ -6,6 +6,9 @@ key is drawn at random and is not stored. Texts (labels, stop texts, sources of 
 are left out. All other records are as they were, and every decision of the copy is compared with the journal's, digest
 by digest: the copy replays, verifies and explains like the journal.
 
+Answers that a server stored beside its journal (`answers/`) are copied, except those of the tenant: its folders, and
+its rows in the files of SQLite, which are rebuilt without them.
+
 A copy is refused where a decision would differ: where tenants share prefixes, a prompt repeats the tokens of a session,
 or KV is known by a hash of its content (media, storage below the cache). A journal whose first segments have expired
 begins at a snapshot, which holds tokens, and is refused, too.
@@ -15,6 +18,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
+from contextlib import closing
 from hashlib import blake2b
 from pathlib import Path
 
@@ -37,6 +42,7 @@ from lockstep.core.journal.replay import refuse_unreplayable
 from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.requests.table import prompt_bytes
 from lockstep.core.scheduler.engine import Engine
+from lockstep.host.answer_folders import ANSWERS, tenant_folder
 from lockstep.host.loop import sampled_spans
 
 STATE_BYTES = 16
@@ -126,8 +132,58 @@ class Redaction:
         return found, states
 
 
+def forget_answers(source: Path, tenant: str, out: Path) -> int:
+    """Copy a server's stored answers without those of a tenant. Returns how many files and rows are left out.
+
+    Args:
+        source, out: `answers` in the run folder of the journal and of its copy. `out` does not exist.
+    """
+    left_out, of_tenant = 0, tenant_folder(tenant)
+    out.mkdir(mode=0o700)
+    for path in sorted(source.iterdir()):
+        copy = out / path.name
+        if path.is_symlink() or path.suffix == ".lock" or path.name.endswith(("-wal", "-shm")):
+            continue
+        if path.is_dir():
+            if path.name == of_tenant:
+                left_out += sum(one.is_file() for one in path.rglob("*"))
+            else:
+                left_out += forget_answers(path, tenant, copy)
+        elif path.suffix == ".sqlite":
+            left_out += _rows_left_out(path, tenant, copy)
+        else:
+            copy.touch(0o600)
+            shutil.copyfile(path, copy)
+    return left_out
+
+
+def _rows_left_out(path: Path, tenant: str, copy: Path) -> int:
+    """Copy a file of SQLite without the rows of a tenant, in every table with a column `tenant`. Returns their number.
+
+    Raises: JournalError.
+    """
+    copy.touch(0o600)
+    try:
+        with (
+            closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as source,
+            closing(sqlite3.connect(copy)) as base,
+        ):
+            source.backup(base)
+            count = 0
+            for (table,) in base.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+                if "tenant" in {row[1] for row in base.execute(f'PRAGMA table_info("{table}")')}:
+                    count += base.execute(f'DELETE FROM "{table}" WHERE tenant = ?', (tenant,)).rowcount
+            base.commit()
+            base.execute("VACUUM")
+    except sqlite3.Error as error:
+        raise JournalError(f"{path} cannot be read: {error}") from error
+    return count
+
+
 def forget(run: Path, tenant: str, out: Path) -> int:
     """Write a copy of a journal without the content of a tenant's requests. Returns the number of these requests.
+
+    Stored answers are copied by `forget_answers`.
 
     Raises: JournalError if the copy would decide otherwise, or cannot be made; then `out` does not exist.
     """
@@ -158,6 +214,12 @@ def forget(run: Path, tenant: str, out: Path) -> int:
             elif isinstance(record, UnsealedRecord):
                 writer.append_unsealed(redaction.of(record.event))
         writer.close()
+        answers = forget_answers(run / ANSWERS, tenant, out / ANSWERS) if (run / ANSWERS).is_dir() else 0
+        if not redaction.requests and not answers:
+            raise JournalError(
+                f"{run} has no request and no stored answer of tenant {tenant!r}\n"
+                "hint: a tenant is named in the file of keys; without keys it is the empty name"
+            )
     except BaseException:
         shutil.rmtree(out, ignore_errors=True)
         raise

@@ -577,8 +577,8 @@ def salvage(run: Path, out: Path, as_json: bool) -> None:
 def forget_tenant(run: Path, tenant: str, out: Path) -> None:
     """Copy a journal without prompts, answers and texts of one tenant's requests.
 
-    Every decision of the copy equals the journal's. The journal itself is not changed; delete it when the copy is
-    there.
+    Every decision of the copy equals the journal's. Answers that a server stored beside the journal are copied without
+    those of the tenant. The journal itself is not changed; delete it when the copy is there.
     """
     from lockstep.tools.forget import forget
 

@@ -24,7 +24,7 @@ from lockstep.core.contract.render import Names
 from lockstep.core.contract.samples import sample_count, sample_label
 from lockstep.core.contract.text import CONTROLS
 from lockstep.core.journal.reader import read_journal
-from lockstep.core.journal.records import JournalError, JournalHeader
+from lockstep.core.journal.records import JournalCorrupt, JournalError, JournalHeader
 from lockstep.core.journal.replay import Divergence, engine_at_start, fold
 from lockstep.host.host_header import HostHeader
 from lockstep.host.router_journal import LeftQueue, has_queue, has_router, label_key, left_in_queue, routes_of
@@ -37,6 +37,9 @@ JSON_CONTROLS = {code: f"\\u{code:04x}" for code in CONTROLS}
 
 RUN = click.argument("run", type=click.Path(path_type=Path))
 JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+
+
+SALVAGE = "hint: `lockstep journal salvage RUN --out DIR` copies everything before it into a new run folder"
 
 
 class ToolError(click.ClickException):
@@ -247,6 +250,8 @@ def refusals() -> Iterator[None]:
         with divergences():
             yield
     except (JournalError, ConfigError, WorkloadError) as error:
+        if isinstance(error, JournalCorrupt) and "\nhint: " not in str(error):
+            error.args = (f"{error}\n{SALVAGE}",)
         raise ToolError(error) from error
 
 

@@ -90,7 +90,7 @@ class Vocabulary:
         others = allowed[allowed != self.end]
         if not len(others):
             return self.end
-        drawn = _mixed(np.array([key], np.uint64) + np.uint64(number + 1) * np.uint64(0x9E3779B97F4A7C15))
+        drawn = _mixed(np.array([key], np.uint64) + np.array([number + 1], np.uint64) * np.uint64(0x9E3779B97F4A7C15))
         return int(others[int(drawn[0] % np.uint64(len(others)))])
 
 

@@ -34,7 +34,7 @@ from lockstep.host.adapters import LORAS, AdapterRegistry, source_of
 from lockstep.host.durable import DurableJournal, Retention
 from lockstep.host.engine_options import EngineOptions
 from lockstep.host.grammar_backends import choose_backend
-from lockstep.host.grammar_compiler import CompileLimits, make_compilers
+from lockstep.host.grammar_compiler import CompileLimits, GrammarCompiler, make_compilers
 from lockstep.host.host_header import EMULATED, HostHeader
 from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, Observer, RequestServices, RuntimeHost
 from lockstep.host.options import options_of
@@ -58,6 +58,7 @@ class EngineUnit:
         memory: table of the device memory that each part takes, for display.
         weights: storage format of the weights and their arithmetic, for display; empty if they are not quantised.
         drift: returns measured over predicted batch times so far; empty without a calibration.
+        grammars: compiles grammars; None: requests have none.
         start: starts the host's thread. If the thread ends by itself, `host.failure` contains the reason.
         close: ends the engine and its thread.
         group: joins or leaves a trainer's group; may be called from any thread. Raises ConfigError.
@@ -78,6 +79,7 @@ class EngineUnit:
     keeper: Keeper | None = None
     weights: str = ""
     adapters: AdapterRegistry | None = None
+    grammars: GrammarCompiler | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,9 @@ def preload(settings: ServeSettings) -> None:
             check_names(settings)
             import lockstep.api.emulate
             import lockstep.api.observability.drift
-            import lockstep.sim.run.simulate  # noqa: F401
+            import lockstep.sim.run.simulate
+        if choose_backend(settings.grammar_backend) == "llguidance":
+            import lockstep.host.llguidance_backend  # noqa: F401
 
 
 def _keeper(settings: ServeSettings, place: Place | None) -> Keeper | None:
@@ -318,6 +322,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
         read_weights=llm.weights,
         group=group,
         adapters=llm.adapter_registry,
+        grammars=None if llm.grammars is None else llm.grammars.compiler,
     )
     if meter is None:
         return unit
@@ -595,6 +600,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         close=close,
         keeper=keeper,
         adapters=registry,
+        grammars=None if grammars is None else grammars.compiler,
     )
     return unit if meter is None else replace(unit, drift=meter.read)
 

@@ -22,6 +22,7 @@ from lockstep.core.contract.config import SchedConfig, refuse_simulated_only
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.setting import setting_fields
 from lockstep.host.admission_options import parse_admission
+from lockstep.host.answer_folders import ANSWERS
 from lockstep.host.engine_options import EngineOptions, RankOptions
 from lockstep.host.options import Option, options_of
 from lockstep.host.tier_options import check_tiers
@@ -426,7 +427,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
 
     def answers_folder(self, folder: Path) -> Path:
         """Return the folder of stored and kept answers: beside the journal, or in the folder of the sockets."""
-        return folder if self.journal is None else Path(self.journal) / "answers"
+        return folder if self.journal is None else Path(self.journal) / ANSWERS
 
     @property
     def tenants_apart(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import logging
 import signal
@@ -46,7 +47,29 @@ log = logging.getLogger("lockstep.worker")
 STOPS = "the server stops"
 CONTINUED_S = 10.0
 """Longest wait for the requests of answers in progress, which an earlier worker began, to reach the engine."""
+GARBAGE_THRESHOLDS = 20_000, 20, 20
+"""Collections of the worker's garbage: a burst of requests allocates much, and leaves few cycles."""
+
+TIDY_S = 2.0
 LAST_ERRORS_S = 2  # seconds after `shutdown_s` in which the last error messages reach clients
+
+
+async def tidy(bridge: Engines, processes: TextProcesses, seconds: float = TIDY_S) -> None:
+    """Give memory back after answers and large bodies, whenever no answer is open: Python and libc keep what is freed.
+
+    Args:
+        seconds: between two looks.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    used, jobs = False, 0
+    while True:
+        await asyncio.sleep(seconds)
+        used |= bool(bridge.open_answers) or processes.jobs != jobs
+        if used and not bridge.open_answers:
+            used, jobs = False, processes.jobs
+            gc.collect()
+            if trim is not None:
+                trim(0)
 
 
 class HttpServer(uvicorn.Server):
@@ -157,6 +180,7 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
 
     loop.add_signal_handler(signal.SIGTERM, stop)
     reading = asyncio.create_task(bridge.run())
+    tidying = asyncio.create_task(tidy(bridge, processes))
     serving = asyncio.gather(*(one.serve(sockets=[at]) for one, at in servers))
     try:
         await asyncio.wait((reading, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -171,6 +195,7 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         reading.cancel()
+        tidying.cancel()
         bridge.close()
         await processes.close()
         for one in (responses, conversations):
@@ -200,6 +225,9 @@ def main(arguments: list[str]) -> int:
     """Run one worker until SIGTERM. Returns the exit status."""
     folder, number = Path(arguments[0]), int(arguments[1])
     descriptors = [int(one) for one in arguments[2:]]
+    gc.collect()
+    gc.freeze()  # modules and classes live until the end
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
     settings = children.begin(folder, f"worker {number}")
     try:
         asyncio.run(serve(settings, folder, number, descriptors[0], descriptors[1] if len(descriptors) > 1 else None))

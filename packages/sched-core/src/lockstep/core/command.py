@@ -16,12 +16,13 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.metadata import EntryPoint, distributions, entry_points
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.core.contract.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP = "lockstep.commands"
 ABOUT = "Lockstep: LLM serving whose scheduler is a deterministic function of a journal."
@@ -124,6 +125,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _entries() -> list[EntryPoint]:
+    from importlib.metadata import entry_points  # local: it takes long to import, and `main` handles Ctrl-C
+
     return sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, _provider(entry)))
 
 
@@ -170,6 +173,8 @@ def _summary(entry: EntryPoint) -> str:
 def _source_of(module: str) -> Path | None:
     """Return the file of `module` without importing its parent packages; None if it is not a plain file."""
     top, *rest = module.split(".")
+    from importlib.util import find_spec
+
     spec = find_spec(top)
     for folder in (spec.submodule_search_locations if spec else None) or []:
         base = Path(folder, *rest)
@@ -180,6 +185,8 @@ def _source_of(module: str) -> Path | None:
 
 
 def _versions() -> str:
+    from importlib.metadata import distributions
+
     versions = {dist.name: dist.version for dist in distributions() if (dist.name or "").startswith("lockstep-")}
     width = max(map(len, versions), default=0)
     return "\n".join(f"{name:{width}}  {version}" for name, version in sorted(versions.items()))

@@ -196,6 +196,7 @@ def make_compilers(
 ) -> GrammarCompilers:
     """Return matchers and compiler of one engine. The arguments are those of `grammar_backends.make_backend`."""
     compiled = CompiledGrammars(partial(make_backend, backend, tokenizer, vocabulary, end_tokens))
+    compiled.prepare()
     compiler = GrammarCompiler(compiled, backend, tokenizer, vocabulary, end_tokens, limits)
     return GrammarCompilers(backend, GrammarMatchers(compiled, vocabulary, end_tokens), compiler)
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from typing import Literal, Protocol
 
@@ -34,6 +36,10 @@ ENDLESS = "bad_words"
 FORCED_MAX = 64  # forced tokens that a matcher returns at once: as many as one launch may compute, see SchedConfig
 COMPILED_MAX = 128  # grammars kept; each has a megabyte or two
 SOURCE_BYTES_MAX = 16 * 2**20  # sources of all grammars kept
+SLOW_S, PASS_S = 0.0003, 0.05
+"""CPU time of a slow mask, and of all slow masks of one grammar in one batch. Masks are made in the engine's thread, so
+they delay every request. Ordinary masks take some 10 us, and a slow one that all rows of a batch need is made once."""
+
 LONGEST_ERROR = 500  # characters of a library's message that a client receives
 
 
@@ -125,6 +131,18 @@ class CompiledGrammars:
         except ValueError as error:
             raise GrammarError(str(error)) from error
 
+    def prepare(self) -> None:
+        """Make the library in another thread, before requests come: its tokenizer holds the interpreter lock."""
+
+        def make() -> None:
+            with suppress(GrammarError):  # reported to the first request with a grammar
+                self._library()
+
+        threading.Thread(target=make, name="lockstep-grammar-library").start()
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._kept
+
     def __len__(self) -> int:
         return len(self._kept)
 
@@ -141,10 +159,11 @@ class CompiledGrammars:
 class _Row:
     """The matcher of one row."""
 
-    __slots__ = ("endless", "epoch", "matcher", "over", "request_id")
+    __slots__ = ("digest", "endless", "epoch", "matcher", "over", "request_id")
 
-    def __init__(self, request_id: RequestId, epoch: int, matcher: Matcher | None, *, endless: bool) -> None:
-        self.request_id, self.epoch, self.matcher, self.endless = request_id, epoch, matcher, endless
+    def __init__(self, taken: RowTaken, grammar: Grammar, matcher: Matcher | None) -> None:
+        self.request_id, self.epoch, self.digest, self.matcher = taken.request_id, taken.epoch, grammar.digest, matcher
+        self.endless = grammar.kind == ENDLESS
         self.over = False  # the answer has ended for the grammar; min_new_tokens or ignore_eos may let it continue
 
 
@@ -152,7 +171,7 @@ class GrammarMatchers:
     """The matchers of an executor's rows; implements `lockstep.runtime.executor.Matchers`. For one thread.
 
     A grammar that fails during generation admits no token from then on. Its request ends as invalid; other requests are
-    not affected.
+    not affected. So do the rows of a grammar whose slow masks have taken PASS_S in a batch, from the next row on.
 
     Args:
         vocabulary: number of token ids in the logits.
@@ -183,8 +202,7 @@ class GrammarMatchers:
         except GrammarError as error:  # it was compiled before by another process or within other limits
             message = "r%d ends as invalid: its grammar does not compile any more: %s"
             log.log(self._level, message, taken.request_id, error)
-        endless = taken.grammar.kind == ENDLESS
-        self._rows[taken.row] = _Row(taken.request_id, taken.epoch, matcher, endless=endless)
+        self._rows[taken.row] = _Row(taken, taken.grammar, matcher)
         self._row_of[taken.request_id] = taken.row
 
     def advance(self, request_id: RequestId, epoch: int, tokens: Sequence[int]) -> None:
@@ -208,6 +226,7 @@ class GrammarMatchers:
     def allowed(self, rows: Int32s) -> Int32s | None:
         """Return int32 [rows, ceil(vocabulary / 32)]: one bit for each token that may come next."""
         mask = np.full((len(rows), self._words), -1, np.int32)
+        slow_s: dict[bytes, float] = {}  # by digest
         for i, number in enumerate(rows.tolist()):
             row = self._rows.get(number)
             if row is None or row.over:
@@ -215,8 +234,13 @@ class GrammarMatchers:
             if row.matcher is None:
                 mask[i] = self._failed
                 continue
+            began_s = time.thread_time()
             try:
+                if slow_s and slow_s.get(row.digest, 0.0) > PASS_S:
+                    raise GrammarError(f"the masks of its rows take more than {PASS_S} s in one batch")
                 row.matcher.fill(mask[i])
+                if (took_s := time.thread_time() - began_s) > SLOW_S:
+                    slow_s[row.digest] = slow_s.get(row.digest, 0.0) + took_s
             except GrammarError as error:
                 log.log(self._level, "r%d ends as invalid: its grammar fails: %s", row.request_id, error)
                 row.matcher, mask[i] = None, self._failed

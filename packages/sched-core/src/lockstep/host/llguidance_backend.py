@@ -10,7 +10,10 @@ Source of the interface: github.com/guidance-ai/llguidance, python/llguidance/_l
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,8 @@ JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{
 
 LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 """Limits of a matcher: about 100 MB, and by the library's own limits some tens of milliseconds for a mask."""
+
+QUICK_S = 0.01  # CPU time of a compilation that the engine's thread may do
 
 
 MESSAGES = {
@@ -71,10 +76,14 @@ class LlGuidance:
             source = self._source(grammar)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise GrammarError(short(str(error))) from error
-        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=LIMITS)
-        if matcher.is_error():
-            raise GrammarError(readable(matcher.get_error()))
-        return LlCompiled(self._words, matcher)
+
+        def make() -> Any:
+            matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=LIMITS)
+            if matcher.is_error():
+                raise GrammarError(readable(matcher.get_error()))
+            return matcher
+
+        return LlCompiled(self._words, make)
 
     def _source(self, grammar: Grammar) -> Any:
         match grammar.kind:
@@ -143,38 +152,77 @@ def _trigger_of(begin: str, triggers: Sequence[str]) -> int:
 
 
 class LlCompiled:
-    """A compiled grammar: a matcher at its start, which is copied for each row."""
+    """A compiled grammar: a matcher at its start, which is copied for each row. For any thread.
 
-    def __init__(self, words: int, start: Any) -> None:
-        self._words, self._start = words, start
+    The library's copies share the states of one lexer, and a lexer that has reached a limit fails for all of them. Then
+    the next matcher, and every matcher that meets the failure, gets a copy of another start with an empty lexer. One is
+    compiled beforehand, because the caller may be the engine's thread.
+    """
+
+    def __init__(self, words: int, make: Callable[[], Any]) -> None:
+        self._words, self._make = words, make
+        self._lock = threading.Lock()
+        began_s = time.thread_time()
+        self._start = make()
+        self._quick = time.thread_time() - began_s < QUICK_S
+        self._spare: Any = make()
 
     def matcher(self) -> LlMatcher:
         """Return a new matcher at the start of the grammar."""
-        return LlMatcher(self._words, self._start.deep_copy())
+        return LlMatcher(self, self._words)
+
+    def start(self, failed: Any = None) -> tuple[Any, bool]:
+        """Return the start to copy, and whether it is new: other than `failed`, the lexer of which has reached a limit.
+
+        Raises: GrammarError if another start is not compiled yet, and would take long.
+        """
+        with self._lock:
+            if self._start is not failed:
+                return self._start, False
+            if self._spare is None and not self._quick:
+                raise GrammarError("it needs too many states; use smaller repetitions, and do not nest them")
+            self._start, self._spare = self._make() if self._spare is None else self._spare, None
+        threading.Thread(target=self._prepare, name="lockstep-grammar-spare").start()
+        return self._start, True
+
+    def _prepare(self) -> None:
+        made = self._make()
+        with self._lock:
+            self._spare = made
 
 
 class LlMatcher:
     """The position of one answer in its grammar; implements `grammars.Matcher`."""
 
-    def __init__(self, words: int, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self, compiled: LlCompiled, words: int) -> None:
+        self._compiled = compiled
+        self._start, _ = compiled.start()
+        self._matcher = self._start.deep_copy()
+        self._taken = array("i")  # tokens since the start
         self._scratch = np.empty(words, np.int32)
 
     def accept(self, token: int) -> bool:
         """Move by a token. Returns False, without a move, if the grammar does not admit it."""
-        return bool(self._matcher.try_consume_tokens([token]))
+        accepted = bool(self._matcher.try_consume_tokens([token]))
+        if not accepted and self._matcher.is_error():
+            accepted = self._on_another_lexer(lambda: bool(self._matcher.try_consume_tokens([token])))
+        if accepted:
+            self._taken.append(token)
+        return accepted
 
     def rollback(self, tokens: int) -> None:
         """Undo the moves by the last `tokens` tokens."""
         self._matcher.rollback(tokens)
+        if tokens:
+            del self._taken[-tokens:]
 
     def fill(self, mask: Int32s) -> None:
         """Write the mask of the tokens that may come next. Raises GrammarError at a limit of the library."""
-        scratch = self._scratch
-        self._matcher.unsafe_compute_mask_ptr(scratch.ctypes.data, scratch.nbytes)
-        if self._matcher.is_error():
-            raise GrammarError(readable(self._matcher.get_error()))
-        mask[:] = scratch[: len(mask)]
+        if not self._filled():
+            message = self._matcher.get_error()
+            if not self._on_another_lexer(self._filled):
+                raise GrammarError(readable(message))
+        mask[:] = self._scratch[: len(mask)]
 
     def is_done(self) -> bool:
         """Whether only the end may follow."""
@@ -184,3 +232,20 @@ class LlMatcher:
         """Return the forced tokens. Masks of forced text admit only its canonical token, so these equal the masks'."""
         found: list[int] = self._matcher.compute_ff_tokens()
         return found
+
+    def _filled(self) -> bool:
+        self._matcher.unsafe_compute_mask_ptr(self._scratch.ctypes.data, self._scratch.nbytes)
+        return not self._matcher.is_error()
+
+    def _on_another_lexer(self, attempt: Callable[[], bool]) -> bool:
+        """Repeat what failed at a limit, on a lexer without states. Returns whether it succeeds there."""
+        taken, new = self._taken.tolist(), False
+        while not new:  # a start that another matcher requested may have failed meanwhile
+            try:
+                self._start, new = self._compiled.start(failed=self._start)
+            except GrammarError:
+                return False
+            self._matcher = self._start.deep_copy()
+            if self._matcher.try_consume_tokens(taken) == len(taken) and attempt():
+                return True
+        return False

@@ -74,12 +74,12 @@ from lockstep.core.contract.events import (
     LaneReady,
     LoadAdapterControl,
     MediaEncoded,
-    MemorySwitched,
     ObservedEvent,
     RequestArrived,
     RequestCancelled,
     RequestId,
     RequestKind,
+    TokenIds,
     TokensForced,
     WeightsSwapped,
 )
@@ -95,10 +95,11 @@ from lockstep.host.drafts import DraftCounts
 from lockstep.host.errors import EngineStopped
 from lockstep.host.inbox import Inbox
 from lockstep.host.stop_regexes import watched_field
-from lockstep.host.weights import WeightLoader, WeightsLog
+from lockstep.host.weights import MaintenanceAnswer, WeightLoader, WeightsLog, answer_to
 
 log = logging.getLogger("lockstep.host")
 
+TAKEN_BYTES = 4 * 65_536  # token ids of prompts that are taken in before results of the device come first
 IDLE_S = 0.5  # longest sleep with nothing to do; any item in the inbox ends it
 NOT_PROFILED = nullcontext()
 
@@ -495,13 +496,16 @@ class RuntimeHost:
     def _take_in(self) -> None:
         """Fold all facts: items sent up to now, results of the device, a wake time that has passed."""
         sent = self._inbox.qsize()  # excludes items sent meanwhile: an endless sender must not keep the device idle
+        taken = 0
         while not self._stop.is_set():
-            if sent:
+            if sent and taken < TAKEN_BYTES:
                 sent -= 1
                 try:
                     item = self._inbox.get_nowait()
                 except Empty:  # `fail` removed the items
                     return
+                if isinstance(item, _Submitted) and isinstance(item.event.prompt, TokenIds):
+                    taken += len(item.event.prompt.ids)
                 self._receive(item)
             elif self.executor.ready():
                 self._collect()
@@ -841,7 +845,7 @@ class RuntimeHost:
         loader = self._weight_loader
         if loader is None:
             what = "change its weights" if isinstance(order, SwapWeights) else "release or resume its memory"
-            self._inbox.put(_Fact(partial(_answer_to, order, f"this runtime cannot {what} while it runs")))
+            self._inbox.put(_Fact(partial(answer_to, order, f"this runtime cannot {what} while it runs")))
             return
         self._maintaining = True
 
@@ -862,11 +866,13 @@ class RuntimeHost:
 
         threading.Thread(target=work, name="lockstep-device", daemon=True).start()
 
-    def _worked(self, order: SwapWeights | ReleaseDeviceMemory | ResumeDeviceMemory, error: str, now_us: int) -> Answer:
+    def _worked(
+        self, order: SwapWeights | ReleaseDeviceMemory | ResumeDeviceMemory, error: str, now_us: int
+    ) -> MaintenanceAnswer:
         self._maintaining = False
         if error:
             log.warning("%s failed: %s", type(order).__name__, error)
-        return _answer_to(order, error, now_us)
+        return answer_to(order, error, now_us)
 
     def _context(self, taken: RowTaken) -> RowContext:
         """Return the context of a request that takes a row, for the executor."""
@@ -911,16 +917,6 @@ class RuntimeHost:
             answer("this runtime has no grammar compiler")
         else:
             self._compile_grammar(command, answer)
-
-
-Answer = WeightsSwapped | MemorySwitched
-
-
-def _answer_to(order: SwapWeights | ReleaseDeviceMemory | ResumeDeviceMemory, error: str, now_us: int) -> Answer:
-    """Return the event that answers a command about weights or memory of the device."""
-    if isinstance(order, SwapWeights):
-        return WeightsSwapped(now_us, order.version, error, order.generation)
-    return MemorySwitched(now_us, order.tags, isinstance(order, ReleaseDeviceMemory), error, order.generation)
 
 
 def _raise(error: BaseException, now_us: int) -> ObservedEvent:

@@ -16,8 +16,16 @@ from typing import Any, Protocol
 
 import msgspec
 
+from lockstep.core.contract.commands import ReleaseDeviceMemory, ResumeDeviceMemory, SwapWeights
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.contract.events import ControlRequested, ObservedEvent, RequestId, UpdateWeights, WeightsSwapped
+from lockstep.core.contract.events import (
+    ControlRequested,
+    MemorySwitched,
+    ObservedEvent,
+    RequestId,
+    UpdateWeights,
+    WeightsSwapped,
+)
 from lockstep.core.scheduler.engine import Engine
 
 # ------------------------------------------------------------------------------------------------------------- sources
@@ -178,3 +186,15 @@ class WeightsLog(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
     def of(self, request_id: RequestId) -> tuple[tuple[int, int], ...]:
         """Return the spans (first output token, version) of a request that is open, or ended after the last change."""
         return tuple(self.spans.get(request_id, ((0, self.version),)))
+
+
+MaintenanceAnswer = WeightsSwapped | MemorySwitched
+
+
+def answer_to(
+    order: SwapWeights | ReleaseDeviceMemory | ResumeDeviceMemory, error: str, now_us: int
+) -> MaintenanceAnswer:
+    """Return the event that answers a command about weights or memory of the device."""
+    if isinstance(order, SwapWeights):
+        return WeightsSwapped(now_us, order.version, error, order.generation)
+    return MemorySwitched(now_us, order.tags, isinstance(order, ReleaseDeviceMemory), error, order.generation)

@@ -49,7 +49,10 @@ def unserved_fields(body: Body, *, strict: bool, inside: str = "") -> list[str]:
             raise ApiError(400, f"`{where}` is not a field of this request, and the server is strict", where)
         elif not empty(value):
             ignored.append(where)
+    given = body.model_fields_set
     for name in type(body).model_fields:
+        if name not in given:  # defaults are no bodies
+            continue
         value = getattr(body, name)
         if isinstance(value, Body):
             ignored += unserved_fields(value, strict=strict, inside=f"{inside}{name}.")

@@ -30,6 +30,9 @@ Result = TypeVar("Result")
 
 PROBLEMS_SHOWN = 3
 FIELDS_MAX = 512  # fields of a body
+TEXT_CHARACTERS = 4 * 2**20
+"""Texts up to this length are passed on by the process that parses a body; longer ones only if they could fit."""
+
 OBJECT_EXPECTED = re.compile(r"a valid dictionary( or instance of \w+)?")
 
 
@@ -62,6 +65,7 @@ class BodyReader:
     Args:
         processes: parse bodies that are too large for the event loop.
         strict: refuse unknown fields.
+        characters_max: returns the length of the longest text that could fit. Raises ApiError while there is no engine.
     Attributes:
         open_bytes: bytes of the bodies that are being received.
     """
@@ -69,6 +73,7 @@ class BodyReader:
     processes: TextProcesses
     limits: Limits
     strict: bool
+    characters_max: Callable[[], int] = lambda: 0
     open_bytes: int = 0
 
     async def read(
@@ -113,7 +118,8 @@ class BodyReader:
         if size > PARSED_AT_ONCE_BYTES:
             limits = self.limits
             known, ids = known_fields(schema), id_fields(schema)
-            job = ParseBody(known, ids, size, FIELDS_MAX, limits.ids_max, limits.values_max)
+            longest = max(self.characters_max(), TEXT_CHARACTERS)
+            job = ParseBody(known, ids, size, FIELDS_MAX, limits.ids_max, limits.values_max, longest)
             return await in_process(self.processes.parse(job, parts))
         try:
             return msgspec.json.decode(b"".join(parts))
@@ -186,18 +192,25 @@ def _bad_body(error: ValidationError) -> ApiError:
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """Run `work` until it ends or the client leaves. The body must have been read. Raises ClientLeft."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_left(request.receive))
+    task = asyncio.current_task()
+    assert task is not None
+    left = False
+
+    async def watch() -> None:
+        nonlocal left
+        await _left(request.receive)
+        left = True
+        task.cancel()
+
+    leaving = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientLeft
+        return await work
+    except asyncio.CancelledError:
+        if left and task.uncancel() == 0:
+            raise ClientLeft from None
+        raise
     finally:
         leaving.cancel()
-        if not working.done():
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
 
 
 async def _left(receive: Receive) -> None:

@@ -21,7 +21,6 @@ import secrets
 import struct
 import time
 from collections.abc import AsyncGenerator, Iterator
-from hashlib import sha256
 from io import FileIO
 from pathlib import Path
 from zlib import crc32
@@ -29,6 +28,7 @@ from zlib import crc32
 import msgspec
 
 from lockstep.api.endpoints.answer_run import Cut
+from lockstep.host.answer_folders import tenant_folder
 
 log = logging.getLogger("lockstep.worker")
 
@@ -182,7 +182,7 @@ class KeptAnswers:
         self.closing = False  # whether readers are sent away, since the server stops
 
     def _of(self, tenant: str) -> Path:
-        return self.folder / sha256(tenant.encode("utf-8", "surrogatepass")).hexdigest()[:24]
+        return self.folder / tenant_folder(tenant)
 
     def begin(self, name: str, request: KeptRequest) -> KeptAnswer | None:
         """Create an answer; None if it exists. Raises NoRoom, OSError."""

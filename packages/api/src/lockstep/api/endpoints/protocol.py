@@ -24,6 +24,7 @@ CLOSE_S = 30.0  # time for a client to read the rest of the last answer
 HEAD_BYTES_MAX = 64 * 1024  # request line and headers together
 PIECE_BYTES = 4096  # of received bytes that are parsed at once, where what is between bodies is counted
 CHUNKS_SPARE, CHUNK_SPARE = 16 * 1024, 16  # bytes around the chunks of a body, and more for each chunk
+SMALL_CHUNKS_MAX = 65_536  # chunks of less than CHUNK_SPARE bytes on average: each takes the event loop a microsecond
 BODY_GRACE_S = 5.0  # time for the application to refuse a late body itself
 
 
@@ -83,6 +84,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._spare = max(self._spare, 0)
             if self._spare > CHUNKS_SPARE:
                 self.send_400_response("The chunks of the body have too much between them.")
+            elif self._chunks > SMALL_CHUNKS_MAX and self._body_bytes < CHUNK_SPARE * self._chunks:
+                self.send_400_response(f"The body has too many chunks of less than {CHUNK_SPARE} bytes.")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Count the header `Host`, and bytes of headers."""

@@ -100,7 +100,7 @@ class Server:
     probed_s: float = 0.0  # when the probe ended, time.monotonic
 
     def __post_init__(self) -> None:
-        self.bodies = BodyReader(self.processes, self.limits, self.settings.strict)
+        self.bodies = BodyReader(self.processes, self.limits, self.settings.strict, self.characters_max)
         self.names = TokenNames(self.text)
         self.formats = formats_of(self.settings, self.text)
         self._token_characters = 1 if self.text is None else self.text.characters_max()

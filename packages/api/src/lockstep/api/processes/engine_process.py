@@ -60,9 +60,9 @@ from lockstep.api.processes.wire import (
     encode,
     read_by_engine,
 )
-from lockstep.core.contract.commands import ControlAnswered
+from lockstep.core.contract.commands import CompileGrammar, ControlAnswered
 from lockstep.core.contract.errors import ConfigError, LockstepError
-from lockstep.core.contract.events import GetState
+from lockstep.core.contract.events import GetState, Grammar
 from lockstep.core.contract.samples import sample_count
 from lockstep.core.journal.records import JournalError
 from lockstep.core.journal.replay import Divergence
@@ -87,7 +87,8 @@ class _OpenTicket:
     samples: int
     label: str
     tenant: str
-    first_id: int = -1  # request id of its first sample
+    first_id: int = -1  # request id of its first sample; -1: it was not submitted yet
+    cancelled: bool = False
 
 
 class EngineProcess:
@@ -252,12 +253,37 @@ class EngineProcess:
                     )
                     self._writers.send(StepAnswers(message.worker, ended=tuple(ended)))
                     return
+
+        def send() -> None:
+            ticket.first_id = self.host.submit(request, *sinks) if first_id is None else first_id
+            if kept is not None:
+                kept.first_id = ticket.first_id
+            if ticket.cancelled:
+                self._cancel(*key)
+
         if first_id is None:
             left[0] = samples
-            first_id = self.host.submit(request, *sinks)
-        ticket.first_id = first_id
-        if kept is not None:
-            kept.first_id = first_id
+            if request.grammar is not None and self._was_dropped(request.grammar):
+                self._compile_first(request.grammar, send)
+                return
+        send()
+
+    def _was_dropped(self, grammar: Grammar) -> bool:
+        """Return whether a grammar was compiled and is kept no longer, so that the host's thread would compile it."""
+        if self.unit.grammars is None:
+            return False
+        known = self.host.engine.grammars.known.get(grammar.digest)
+        return known is not None and known.error == "" and grammar.digest not in self.unit.grammars.compiled
+
+    def _compile_first(self, grammar: Grammar, send: Callable[[], None]) -> None:
+        """Compile a grammar in another thread, which then calls `send`."""
+        assert self.unit.grammars is not None
+
+        def compiled(_: str) -> None:
+            with suppress(EngineStopped):  # the worker submits the request again to the next generation
+                send()
+
+        self.unit.grammars(CompileGrammar(grammar), compiled)
 
     def _hand_over(self, kept: KeptTicket, key: tuple[int, int], ticket: _OpenTicket, sinks: Sequence[Sink]) -> None:
         """Give a request to the worker and ticket `key`, from its first token on."""
@@ -329,6 +355,8 @@ class EngineProcess:
 
     def _cancel(self, worker: int, ticket: int) -> None:
         opened = self._open.get((worker, ticket))
+        if opened is not None:
+            opened.cancelled = True  # before the look at its id, which another thread may set
         if opened is not None and opened.first_id >= 0:
             for sample in range(opened.samples):
                 self.host.cancel(opened.first_id + sample)

@@ -39,6 +39,7 @@ class ParseBody(msgspec.Struct, frozen=True, tag="parse"):
         fields_max: greatest number of fields.
         ids_max: greatest number of token ids.
         values_max: greatest number of values, where a list of token ids is one value.
+        characters_max: length of the longest text that is passed on; a longer one cannot fit any prompt.
     """
 
     known: frozenset[str]
@@ -47,6 +48,7 @@ class ParseBody(msgspec.Struct, frozen=True, tag="parse"):
     fields_max: int
     ids_max: int
     values_max: int
+    characters_max: int = 2**62
 
 
 class EncodeText(msgspec.Struct, frozen=True, tag="encode"):
@@ -163,8 +165,26 @@ def parse_body(job: ParseBody, raw: bytes | bytearray) -> Any:
                 value = msgspec.json.decode(raw_value)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise JobError(f"Invalid JSON: {error}") from None
+            if len(raw_value) > job.characters_max:
+                _check_length(value, name, job.characters_max)
             found[name] = value
     return found
+
+
+def _check_length(value: Any, name: str, most: int) -> None:
+    """Raise JobError if a value contains a text of more than `most` characters."""
+    level = [value]
+    while level:
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, str):
+                if len(one) > most:
+                    raise JobError(f"`{name}` has {len(one)} characters, and at most {most} can fit", name)
+            elif isinstance(one, dict):
+                inner += one.values()
+            elif isinstance(one, list):
+                inner += one
+        level = inner
 
 
 STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')

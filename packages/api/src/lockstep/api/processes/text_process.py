@@ -43,6 +43,7 @@ log = logging.getLogger("lockstep.worker")
 
 GROWTH_BYTES = 256 * 2**20  # beyond the memory before the first job
 MEMORY_BYTES = 4 * 2**30  # beyond it, for one job; the kernel refuses more
+NICE = 15  # streams come first
 COLLECT_JOBS = 64  # jobs between two garbage collections, which are off meanwhile: JSON has no cycles
 
 
@@ -51,7 +52,7 @@ def main(arguments: list[str]) -> int:
     settings = read_settings(Path(arguments[0]))
     start_log(settings.log_level, f"text process {arguments[1]}", settings.log_format)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(5)  # streams come first
+    os.nice(NICE)
     worker = socket.socket(fileno=0)
     text = text_of(settings)
     gc.collect()
