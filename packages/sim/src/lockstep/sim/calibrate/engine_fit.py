@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.sim.calibrate.schedules import Schedule, record
-from lockstep.sim.calibrate.serving_points import CLIENTS, LoadGenerator, ServingPoint, base_of
+from lockstep.sim.calibrate.serving_points import CLIENTS, FRONTEND_US, LoadGenerator, ServingPoint, base_of
 from lockstep.sim.cost.calibration import UNCALIBRATED, CalibrationSource, Metric, Residuals
 from lockstep.sim.cost.engines import (
     CostsWhen,
@@ -38,6 +38,7 @@ from lockstep.sim.cost.engines import (
 from lockstep.sim.cost.fit import nonnegative_least_squares
 from lockstep.sim.cost.model import BatchShape
 from lockstep.sim.cost.tables import BaseModel
+from lockstep.sim.cost.terms import CostTerm
 
 Float64s = NDArray[np.float64]
 Rows = NDArray[np.int64]
@@ -59,7 +60,9 @@ class Column(NamedTuple):
 
     def applies(self, point: ServingPoint) -> bool:
         """Whether the column is part of the time of a point."""
-        older = not self.before or release_key(point.engine_version) < release_key(self.before)
+        older = not self.before or (
+            not point.overlaps and release_key(point.engine_version) < release_key(self.before)
+        )
         return (
             self.engine in ("", point.engine)
             and older
@@ -115,21 +118,34 @@ def batch_columns(base: BaseModel, shapes: Sequence[BatchShape], point: ServingP
     place = {name: i for i, name in enumerate(names)}
     found = np.zeros((len(shapes), len(names)))
     token_us = expert_token_us(base) if model.moe_layers else 0.0
-    known: dict[tuple[int, int], Float64s] = {}
-    varying = [term for term in base.terms if term.scope in ("decode", "extend", "rows")]
+    by_tokens: dict[tuple[int, int], Float64s] = {}
+    by_rows: dict[tuple[int, int], Float64s] = {}
+    varying = {scope: [term for term in base.terms if term.scope == scope] for scope in ("decode", "extend", "rows")}
+
+    def summed(terms: Sequence[CostTerm], shape: BatchShape) -> Float64s:
+        parts = np.zeros(len(names))
+        for term in terms:
+            kind = "collectives" if term.is_collective else kinds.get(term.name, "dense")
+            parts[place[kind]] += term.us(shape, shape)
+        return parts
+
+    fixed = [term for term in base.terms if term.scope == "tokens"]
+    of_samples = [term for term in base.terms if term.scope == "sampled"]
     for row, shape in zip(found, shapes, strict=True):
-        key = shape.extend_tokens + shape.decode_rows, shape.sampled_rows
-        if key not in known:
-            fixed = np.zeros(len(names))
-            for term in base.terms:
-                if term.scope == "tokens" or (term.scope == "sampled" and shape.sampled_rows):
-                    kind = "collectives" if term.is_collective else kinds.get(term.name, "dense")
-                    fixed[place[kind]] += term.us(shape, shape)
-            known[key] = fixed
-        row += known[key]
-        for term in varying:
-            if (term.scope != "decode" or shape.decode_rows) and (term.scope != "extend" or shape.extend_tokens):
-                row[place[kinds.get(term.name, "dense")]] += term.us(shape, shape)
+        tokens = shape.extend_tokens + shape.decode_rows, shape.sampled_rows
+        if tokens not in by_tokens:
+            by_tokens[tokens] = summed([*fixed, *(of_samples if shape.sampled_rows else ())], shape)
+        row += by_tokens[tokens]
+        if shape.decode_rows:
+            rows = shape.decode_rows, _coarse(shape.decode_context_tokens)
+            if rows not in by_rows:
+                coarse = BatchShape(decode_rows=rows[0], decode_context_tokens=rows[1], sampled_rows=rows[0])
+                by_rows[rows] = summed(varying["decode"], coarse)
+            row += by_rows[rows]
+        if shape.extend_tokens:
+            row += summed(varying["extend"], shape)
+        if varying["rows"]:
+            row += summed(varying["rows"], shape)
         row[place["dense"]] += base.launching.added_us(shape, float(row.sum()))
         row[place["experts_prefill"]] = shape.extend_tokens * token_us
         row[place["collective_us"]] = base.collectives
@@ -139,6 +155,12 @@ def batch_columns(base: BaseModel, shapes: Sequence[BatchShape], point: ServingP
         row[place["moe_layer_us"]] = model.moe_layers
     columns = [found[:, place[column.cost]] * column.applies(point) for column in PRIORS]
     return np.column_stack(columns)
+
+
+def _coarse(context_tokens: int) -> int:
+    """Return a number of tokens of KV to two hundredths: terms of decodes are evaluated once for similar batches."""
+    step = 1 << max(0, context_tokens.bit_length() - 7)
+    return (context_tokens + step // 2) // step * step
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +229,7 @@ def part_of(trial: EngineTrial, rows: Rows) -> EngineTrial:
 def schedule_of(point: ServingPoint, folder: Path | None) -> Schedule:
     """Return the schedule of a point under the uncorrected roofline, from `folder` if it is there."""
     client = client_of(point)
-    digest = hashlib.sha256(repr((point.key, point.kv_dtype, client)).encode()).hexdigest()[:20]
+    digest = hashlib.sha256(repr((point.key, point.kv_dtype, client, FRONTEND_US)).encode()).hexdigest()[:20]
     path = None if folder is None else folder / f"{digest}.npz"
     if path is not None and path.is_file():
         return Schedule.load(path)
