@@ -7,8 +7,9 @@ and GB200, measured by several campaigns from October 2025 to April 2026.
     python benchmarks/engine_points.py silicon_sample.csv --out engine_points.csv
 
 Left out, with their numbers printed: prefill and decode apart, pipelines, attention shards, models and GPUs that are not
-in the catalogue, releases that the campaign uses with drafts alone, and conditions whose repeated measurements differ by more than SPREAD_MAX, because the table has no
-column for drafts and rows with drafts take about half the time. Of repeated measurements the median stays.
+in the catalogue, releases that the campaign uses with drafts alone, and conditions whose repeated measurements differ by
+more than SPREAD_MAX, because the table has no column for drafts and rows with drafts take about half the time. Of
+repeated measurements the median stays. Settings of servers are those of the campaign's public scripts (`settings_of`).
 
 **Kept aside**, on every GPU. Column `aside` is `cell` for all points of a sixth of the cells (GPU, engine, model), and
 `layout` for a quarter of the other layouts (with precision and degrees of parallelism), both drawn by hash.
