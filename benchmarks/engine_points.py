@@ -7,9 +7,11 @@ and GB200, measured by several campaigns from October 2025 to April 2026.
     python benchmarks/engine_points.py silicon_sample.csv --out engine_points.csv
 
 Left out, with their numbers printed: prefill and decode apart, pipelines, attention shards, models and GPUs that are not
-in the catalogue, releases that the campaign uses with drafts alone, and conditions whose repeated measurements differ by
-more than SPREAD_MAX, because the table has no column for drafts and rows with drafts take about half the time. Of
-repeated measurements the median stays. Settings of servers are those of the campaign's public scripts (`settings_of`).
+in the catalogue; releases that the campaign uses with drafts alone, and conditions whose repeated measurements differ by
+more than SPREAD_MAX, because the table has no column for drafts and rows with drafts take about half the time; points far
+slower than one of more users; points whose requests wait for longer than they decode, because a limit of rows is not
+stated. Of repeated measurements the median stays. Settings of servers are those of the campaign's public scripts
+(`settings_of`).
 
 **Kept aside**, on every GPU. Column `aside` is `cell` for all points of a sixth of the cells (GPU, engine, model), and
 `layout` for a quarter of the other layouts (with precision and degrees of parallelism), both drawn by hash.
@@ -27,7 +29,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 GPUS = {"h100_sxm": "h100", "h200_sxm": "h200", "b200_sxm": "b200", "gb200": "gb200-nvl72"}
 MODELS = {
@@ -46,7 +48,9 @@ MODELS = {
 CELLS, LAYOUTS = 6, 4  # one of so many is kept aside, on every GPU
 LAYOUTS_MIN = 6  # with fewer layouts on a GPU, points are kept aside instead of layouts
 SPREAD_MAX = 1.3  # largest TPOT of one condition by its smallest
+FASTER = 0.75  # TPOT of more users by that of fewer, below which a series was not measured on a server at rest
 USERS_MAX = 1024
+OUTPUT_LEAST = 500  # tokens of an answer from which waits are compared with decoding
 OUTPUT_MAX = 2048  # longer answers take long to simulate, and show nothing that these do not
 FIELDS = (
     "engine", "engine_version", "model", "gpu", "tp", "ep", "precision", "isl", "osl", "length_dist", "concurrency",
@@ -97,7 +101,9 @@ def condition_of(row: dict[str, str]) -> Condition | str:
     if tp > 8 or ep > tp or users > USERS_MAX or output > OUTPUT_MAX:
         return f"more than 8 GPUs, {USERS_MAX} users or {OUTPUT_MAX} tokens of an answer"
     source = row["silicon_data_source"]
-    uniform = "db-dump" in source or "measured=" in source
+    uniform = (
+        "db-dump" in source or "measured=" in source or "qwen3.5" in source
+    )  # the last repeats the campaign's rows
     if row["backend"] == "trtllm" and model == "deepseek-r1" and row["backend_version"] == "1.2.0rc6.post3":
         return "drafts: the campaign uses this release for them alone"
     return Condition(
@@ -154,6 +160,21 @@ def place(text: str) -> int:
     return int(sha256(text.encode()).hexdigest(), 16)
 
 
+def unsteady_series(kept: Sequence[Any]) -> set[Any]:
+    """Return points that are far slower than one of more users, and their whole series if it has several of them."""
+    series: dict[Any, list[Any]] = defaultdict(list)
+    for one in kept:
+        condition = Condition(*one[: len(Condition._fields)])
+        series[condition._replace(concurrency=0)].append(one)
+    users, tpot = FIELDS.index("concurrency"), FIELDS.index("tpot_ms")
+    found: set[Any] = set()
+    for same in series.values():
+        rising = sorted(same, key=lambda one: one[users])
+        slow = [one for i, one in enumerate(rising) if any(more[tpot] < FASTER * one[tpot] for more in rising[i + 1 :])]
+        found.update(slow if len(slow) < 2 else same)
+    return found
+
+
 def put_aside(conditions: Sequence[Condition]) -> dict[Condition, str]:
     """Return which points are kept aside, and with what: `cell`, `layout`, or empty for points of the fit."""
     found = dict.fromkeys(conditions, "")
@@ -193,9 +214,16 @@ def main() -> int:
         if max(tpots) > SPREAD_MAX * min(tpots):
             left[f"repeated measurements that differ by more than {SPREAD_MAX}"] += len(values)
             continue
+        waits = statistics.median(ttft for _, ttft in values) > statistics.median(tpots) * condition.osl
+        if waits and condition.osl >= OUTPUT_LEAST:
+            left["requests that wait for longer than they decode: a limit of rows that is not stated"] += len(values)
+            continue
         left["repeated measurements, of which the median is kept"] += len(values) - 1
         ttft, tpot = statistics.median(ttft for _, ttft in values), statistics.median(tpots)
         kept.append((*condition, round(ttft, 4), round(tpot, 5), len(values)))
+    unsteady = unsteady_series(kept)
+    left["TPOT far above that of more users"] = len(unsteady)
+    kept = [one for one in kept if one not in unsteady]
     aside = put_aside([Condition(*one[: len(Condition._fields)]) for one in kept])
     kept = [
         (*one, aside[condition], *settings_of(condition))

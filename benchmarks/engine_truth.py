@@ -42,10 +42,11 @@ from lockstep.sim.calibrate.engine_fit import (
     fit_trial,
     part_of,
     predicted_us,
+    release_of,
     residuals_of,
     schedule_of,
 )
-from lockstep.sim.calibrate.serving_points import ServingPoint, base_of, read_serving_points
+from lockstep.sim.calibrate.serving_points import ServingPoint, read_serving_points
 from lockstep.sim.cost import CalibrationError, CapacityError
 from lockstep.sim.cost.calibration import COVERAGE, UNCALIBRATED, CalibrationSource, Metric
 from lockstep.sim.cost.engines import EngineCalibration
@@ -206,12 +207,7 @@ def by_catalogue(trial: EngineTrial) -> Predicted:
 def catalogue_calibration(point: ServingPoint) -> EngineCalibration:
     """Return the calibration of the catalogue's engine for a point; a release that is not stated is the usual one."""
     spec, _ = catalogue.load_engine(point.engine)
-    return spec.calibration(point.model.name, point.gpu.name, point.weights_dtype, _release(point))
-
-
-def _release(point: ServingPoint) -> str:
-    """Return the release that a prediction names: none where the scheduler overlaps although the release does not."""
-    return "" if point.overlaps else point.engine_version
+    return spec.calibration(point.model.name, point.gpu.name, point.weights_dtype, release_of(point))
 
 
 # ---------------------------------------------------------------------------------------------------------- the report

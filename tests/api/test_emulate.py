@@ -175,7 +175,11 @@ def test_batches_take_the_time_of_an_engine_as_simulated_ones_do(engine: str | N
     shape = BatchShape(decode_rows=16, decode_context_tokens=16_000, sampled_rows=16)
     assert times._cost.batch_us(shape) == setup.cost.batch_us(shape)
     kernels = roofline_model(load_model("qwen3-32b"), load_gpu("h100"), 2).batch_us(shape).mean_us
-    assert times._cost.batch_us(shape).mean_us == kernels if engine == "none" else times._cost.batch_us(shape).mean_us > kernels
+    assert (
+        times._cost.batch_us(shape).mean_us == kernels
+        if engine == "none"
+        else times._cost.batch_us(shape).mean_us > kernels
+    )
 
 
 def test_an_unknown_engine_is_refused_before_anything_starts() -> None:

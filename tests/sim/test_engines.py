@@ -298,7 +298,9 @@ def test_a_gpu_with_points_has_factors_of_its_own_and_one_without_is_at_its_pare
     slower = [one.gpu.name == "H200-SXM" for one in trial.points]
     trial = replace(
         trial,
-        points=[replace(p, tpot_us=1.1 * p.tpot_us) if slow else p for p, slow in zip(trial.points, slower, strict=True)],
+        points=[
+            replace(p, tpot_us=1.1 * p.tpot_us) if slow else p for p, slow in zip(trial.points, slower, strict=True)
+        ],
     )
     fit = fit_trial(trial, everything(trial))
     there, here = (next(p for p in trial.points if p.gpu.name == name) for name in ("H200-SXM", "H100-SXM"))

@@ -29,6 +29,7 @@ from lockstep.sim.cost.engines import (
     EngineCosts,
     EngineResiduals,
     EngineSpec,
+    GpuCard,
     Unseen,
     expert_token_us,
     release_key,
@@ -70,29 +71,41 @@ def _deviations(kernels: Sequence[float], cpu: float) -> dict[str, float]:
     return {**dict(zip(names, kernels, strict=True)), **{name: cpu * value for name, value in FEW.items()}}
 
 
-RELEASES: Mapping[str, str] = {"vllm": "0.14", "trtllm": "1.1"}
-"""By engine, the release before which costs are a group of their own.
+RELEASES: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "vllm": (("", "0.14"),),
+    "trtllm": (("", "1.1"), ("1.1", "1.2")),
+}
+"""By engine, the releases whose costs are a group of their own: from one on, before another.
 
 Before 0.14 the scheduler of vLLM does not run beside the GPU by default. Points of TensorRT-LLM before 1.1 are those of
-one release candidate.
+one release candidate; from 1.2 on a pass takes less time.
 """
+UNSTATED: Mapping[str, str] = {"trtllm": "1.1"}
+"""The release of an engine's points that state none: that of the campaign in the month of their measurement."""
+
+
+def release_of(point: ServingPoint) -> str:
+    """Return the release of a point as costs depend on it; empty for the usual one."""
+    if point.overlaps:
+        return ""
+    return point.engine_version if release_key(point.engine_version) else UNSTATED.get(point.engine, "")
 
 
 def _release(point: ServingPoint) -> Group | None:
-    before = RELEASES.get(point.engine)
-    if before is None or point.overlaps or not release_key(point.engine_version):
-        return None
-    older = release_key(point.engine_version) < release_key(before)
-    return Group(engine=point.engine, releases=("", before)) if older else None
+    number = release_key(release_of(point))
+    for since, before in RELEASES.get(point.engine, ()) if number else ():
+        if release_key(since) <= number < release_key(before):
+            return Group(engine=point.engine, releases=(since, before))
+    return None
 
 
 LEVELS: tuple[Level, ...] = (
     Level("engine", lambda p: Group(engine=p.engine), _deviations((0.05, 0.10, 0.10, 0.3, 0.2, 0.5, 0.4), 1.0)),
-    Level("gpu", lambda p: Group(gpu=p.gpu.name), _deviations((0.06, 0.10, 0.15, 0.3, 0.2, 0.3, 0.3), 0.3)),
+    Level("gpu", lambda p: Group(gpu=p.gpu.name), _deviations((0.06, 0.10, 0.15, 0.3, 0.4, 0.4, 0.3), 0.3)),
     Level(
         "engine and gpu",
         lambda p: Group(engine=p.engine, gpu=p.gpu.name),
-        _deviations((0.03, 0.05, 0.08, 0.2, 0.1, 0.2, 0.2), 0.3),
+        _deviations((0.03, 0.05, 0.08, 0.2, 0.2, 0.2, 0.2), 0.3),
     ),
     Level("release", _release, _deviations((0.04, 0.05, 0.10, 0.2, 0.1, 0.3, 0.3), 1.0)),
     Level("model", lambda p: Group(model=p.model.name), _deviations((0.03, 0.08, 0.12, 0.3, 0.05, 0.05, 0.3), 0.15)),
@@ -102,9 +115,19 @@ LEVELS: tuple[Level, ...] = (
         _deviations((0.05, 0.03, 0.12, 0.2, 0.0, 0.0, 0.2), 0.0),
     ),
     Level(
+        "gpu and precision",
+        lambda p: Group(gpu=p.gpu.name, precision=p.weights_dtype),
+        _deviations((0.05, 0.03, 0.15, 0.3, 0.0, 0.0, 0.3), 0.0),
+    ),
+    Level(
         "engine and model",
         lambda p: Group(engine=p.engine, model=p.model.name),
         _deviations((0.03, 0.06, 0.12, 0.3, 0.1, 0.2, 0.3), 0.3),
+    ),
+    Level(
+        "cell",
+        lambda p: Group(p.engine, p.gpu.name, p.model.name, p.weights_dtype),
+        _deviations((0.04, 0.08, 0.20, 0.4, 0.30, 0.3, 0.5), 0.4),
     ),
 )
 """The levels of a fit. Widths are guesses of how far engines, GPUs and models differ, not fitted."""
@@ -339,7 +362,13 @@ class EngineFacts:
 
 
 def engine_of(
-    fitted: Fitted, engine: str, facts: EngineFacts, *, date: str, sources: Sequence[CalibrationSource]
+    fitted: Fitted,
+    engine: str,
+    facts: EngineFacts,
+    *,
+    date: str,
+    sources: Sequence[CalibrationSource],
+    gpus: Sequence[GpuCard] = (),
 ) -> EngineSpec:
     """Return the catalogue's entry of an engine: costs of a fit to all points, and errors of points left out.
 
@@ -369,6 +398,7 @@ def engine_of(
         fitted=tuple(sorted({(trial.points[i].model.name, trial.points[i].gpu.name) for i in rows})),
         residuals=residuals,
         card=card_of(trial, rows, residuals),
+        gpus=tuple(gpus),
         sources=tuple(sources) if len(rows) else (),
     )
 

@@ -9,7 +9,7 @@ around 0, with a width that the level states for the cost. So a group of few poi
 the fit lacked is at them, and no cost is ever negative.
 
 The fit minimises squared logarithms of predicted / measured, of TPOT and TTFT together, by Gauss-Newton steps with
-Huber weights. Points of one layout share their errors, so each of n points counts 1 / (1 + (n - 1) SHARED).
+weights of Student's t. Points of one layout share their errors, so each of n points counts 1 / (1 + (n - 1) SHARED).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lockstep.sim.calibrate.serving_points import ServingPoint
 
 Float64s = NDArray[np.float64]
 
-ERRORS = (0.05, 0.12)  # typical relative errors of TPOT and TTFT that costs cannot explain
-HUBER = 1.5  # typical errors beyond which a point counts less
+ERRORS = (0.04, 0.18)  # typical relative errors of TPOT and TTFT that costs cannot explain
+FREEDOM = 3.0  # degrees of freedom of the errors: Student's t, so that a wrong measurement has little weight
 SHARED = 0.3  # the part of the variance of errors that points of one layout have in common
 ROUNDS = 20
 STEP_MAX = 0.7  # largest change of a logarithm in one round
-DONE = 2e-3  # change of all logarithms at which a fit ends
+DONE = 5e-3  # change of all logarithms at which a fit ends
 
 
 class Cost(NamedTuple):
@@ -152,7 +152,7 @@ def fit_levels(
             predicted = parts.sum(axis=1)
             missing = np.log(us / predicted)
             slopes = (member[:, :, None] * (parts / predicted[:, None])[:, None, :]).reshape(len(points), -1)[:, free]
-            counts = shared / error / np.sqrt(np.maximum(1.0, np.abs(missing) / error / HUBER))
+            counts = shared / error / np.sqrt(1.0 + (missing / error) ** 2 / FREEDOM)
             blocks.append(slopes * counts[:, None])
             targets.append(missing * counts)
         matrix, target = np.vstack(blocks), np.concatenate(targets)

@@ -133,6 +133,15 @@ class EngineResiduals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         )
 
 
+class GpuCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is known of an engine on one GPU, in a sentence each."""
+
+    gpu: str
+    fitted_on: str
+    errors: str
+    not_for: str
+
+
 class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An engine of the catalogue: costs, errors and their card."""
 
@@ -152,6 +161,7 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     fitted: tuple[tuple[str, str], ...] = ()  # pairs of model and GPU in the fit's data
     residuals: tuple[EngineResiduals, ...]
     card: dict[str, str]  # fitted_on, errors, not_for: one sentence each
+    gpus: tuple[GpuCard, ...] = ()  # the same for single GPUs
     sources: tuple[CalibrationSource, ...] = ()
 
     def __post_init__(self) -> None:
@@ -181,6 +191,14 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 for name, factor in when.factors.items():
                     costs[name] *= factor
         return EngineCosts(**{name: float(f"{cost:.4g}") for name, cost in costs.items()})
+
+    def card_of(self, gpu: str) -> dict[str, str]:
+        """Return the engine's card, with what is known of it on a GPU."""
+        own = next((card for card in self.gpus if card.gpu == gpu), None)
+        if own is None:
+            return self.card
+        texts = {"fitted_on": own.fitted_on, "errors": own.errors, "not_for": own.not_for}
+        return {**self.card, **{f"{name} {gpu}": text for name, text in texts.items()}}
 
     def unseen(self, model: str, gpu: str) -> Unseen:
         """Return what the fit lacked for a model on a GPU; `engine` if it has no data at all."""
@@ -222,7 +240,7 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             unseen=unseen,
             residuals=tuple(one.residuals() for one in found),
             sources=self.sources,
-            notes=tuple(f"{name.replace('_', ' ')}: {text}" for name, text in self.card.items()),
+            notes=tuple(f"{name.replace('_', ' ')}: {text}" for name, text in self.card_of(gpu).items()),
         )
 
 
