@@ -6,12 +6,12 @@ and GB200, measured by several campaigns from October 2025 to April 2026.
 
     python benchmarks/engine_points.py silicon_sample.csv --out engine_points.csv
 
-Left out, with their numbers printed: prefill and decode apart, pipelines, attention shards, models and GPUs that are not
-in the catalogue; releases that the campaign uses with drafts alone, and conditions whose repeated measurements differ by
-more than SPREAD_MAX, because the table has no column for drafts and rows with drafts take about half the time; points far
-slower than one of more users; points whose requests wait for longer than they decode, because a limit of rows is not
-stated. Of repeated measurements the median stays. Settings of servers are those of the campaign's public scripts
-(`settings_of`).
+Left out, with their numbers printed: prefill and decode apart, pipelines, attention shards, models and GPUs that are
+not in the catalogue; releases that the campaign uses with drafts alone, and conditions whose repeated measurements
+differ by more than SPREAD_MAX, because the table has no column for drafts and rows with drafts take about half the
+time; points far slower than one of more users; points whose requests wait for longer than they decode, because a limit
+of rows is not stated. Of repeated measurements the median stays. Settings of servers are those of the campaign's public
+scripts (`settings_of`).
 
 **Kept aside**, on every GPU. Column `aside` is `cell` for all points of a sixth of the cells (GPU, engine, model), and
 `layout` for a quarter of the other layouts (with precision and degrees of parallelism), both drawn by hash.
@@ -50,6 +50,8 @@ LAYOUTS_MIN = 6  # with fewer layouts on a GPU, points are kept aside instead of
 SPREAD_MAX = 1.3  # largest TPOT of one condition by its smallest
 FASTER = 0.75  # TPOT of more users by that of fewer, below which a series was not measured on a server at rest
 USERS_MAX = 1024
+USERS = (4, 16, 64, 256)  # of the campaign, and all on H100
+PROMPT, OTHER_USERS = 1024, (8, 64)  # of other campaigns: prompts of this length, or these numbers of users
 OUTPUT_LEAST = 500  # tokens of an answer from which waits are compared with decoding
 OUTPUT_MAX = 2048  # longer answers take long to simulate, and show nothing that these do not
 FIELDS = (
@@ -155,6 +157,13 @@ def settings_of(c: Condition) -> Settings:
     return Settings()
 
 
+def is_kept(c: Condition) -> bool:
+    """Return whether a point is kept for its number of users and lengths: others are between those that are kept."""
+    if c.length_dist.startswith(CAMPAIGN):
+        return c.concurrency in USERS or c.gpu == "h100"
+    return c.isl == PROMPT or c.concurrency in OTHER_USERS
+
+
 def place(text: str) -> int:
     """Return the place of a text in an order that is as good as random, and the same everywhere."""
     return int(sha256(text.encode()).hexdigest(), 16)
@@ -225,11 +234,13 @@ def main() -> int:
     left["TPOT far above that of more users"] = len(unsteady)
     kept = [one for one in kept if one not in unsteady]
     aside = put_aside([Condition(*one[: len(Condition._fields)]) for one in kept])
-    kept = [
-        (*one, aside[condition], *settings_of(condition))
-        for one in kept
-        for condition in (Condition(*one[: len(Condition._fields)]),)
-    ]
+    stated = []
+    for one in kept:
+        condition = Condition(*one[: len(Condition._fields)])
+        if is_kept(condition):
+            stated.append((*one, aside[condition], *settings_of(condition)))
+    left["other numbers of users or lengths than the kept ones"] = len(kept) - len(stated)
+    kept = stated
     with arguments.out.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(FIELDS)

@@ -46,10 +46,11 @@ from lockstep.sim.calibrate.engine_fit import (
     residuals_of,
     schedule_of,
 )
+from lockstep.sim.calibrate.levels import LevelFit
 from lockstep.sim.calibrate.serving_points import ServingPoint, read_serving_points
 from lockstep.sim.cost import CalibrationError, CapacityError
 from lockstep.sim.cost.calibration import COVERAGE, UNCALIBRATED, CalibrationSource, Metric
-from lockstep.sim.cost.engines import EngineCalibration
+from lockstep.sim.cost.engines import EngineCalibration, GpuCard
 
 Float64s = NDArray[np.float64]
 Rows = NDArray[np.int64]
@@ -258,6 +259,26 @@ def table(trial: EngineTrial, shown: Rows, kinds: Sequence[str], engines: Callab
     return figures
 
 
+def markdown(figures: Figures) -> str:
+    """Return figures as the table of docs/validation.md: medians of absolute errors, and shares inside intervals."""
+    lines = [
+        "| left out | points | TPOT | kernels | TTFT | kernels | throughput | kernels | inside 90 % | kernels |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for kind, groups in figures.items():
+        for group, both in groups.items():
+            ours, plain = both["engine"], both["none"]
+            errors = " | ".join(
+                f"{100 * one[name]['median']:.1f}" for name in ("tpot", "ttft", "rate") for one in (ours, plain)
+            )
+            inside = " | ".join(
+                f"{100 * one['tpot']['covered']:.0f}, {100 * one['ttft']['covered']:.0f}" for one in (ours, plain)
+            )
+            title = f"all, by {kind}" if group == "all" else group
+            lines.append(f"| {title} | {ours['points']} | {errors} | {inside} |")
+    return "\n".join(lines)
+
+
 def misses(figures: Figures) -> list[str]:
     """Return the groups that miss a bar."""
     found = []
@@ -275,7 +296,63 @@ def misses(figures: Figures) -> list[str]:
     return found
 
 
-def write(fitted: Fitted, path: Path, left: dict[str, list[int]], date: str) -> None:
+NEVER_MEASURED = {
+    "A100-80G-SXM": "kernels and collectives follow public operator tables of this GPU",
+    "L40S": "kernels and collectives follow public operator tables of this GPU",
+    "RTX4090": "rates of products and weights follow public micro-benchmarks, the rest the data sheet",
+}
+"""GPUs that users have and the file lacks, with what their kernels are from."""
+MEASURED_RUN = (
+    "one run of vLLM 0.19 with Llama-3.1-8B, 300 requests under overload, which was not in the fit: "
+    "benchmarks/results/rtx4090_truth.txt"
+)
+
+
+def cards(trial: EngineTrial, fitted: Rows, aside: Sequence[str], fit: LevelFit, engine: str) -> list[GpuCard]:
+    """Return what is known of an engine on each GPU: the points of the fit, and errors of those kept aside."""
+    found = []
+    for gpu in sorted({point.gpu.name for point in trial.points}):
+        own = [i for i, point in enumerate(trial.points) if (point.engine, point.gpu.name) == (engine, gpu)]
+        within = [i for i in own if i in set(fitted.tolist())]
+        models = sorted({f"{trial.points[i].model.name} in {trial.points[i].weights_dtype}" for i in within})
+        kept = np.array([i for i in own if aside[i]], np.int64)
+        errors = "no point was kept aside"
+        if len(kept):
+            median = {
+                metric: np.median(
+                    np.abs(predicted_us(fit, trial, kept, metric) / trial.measured_us(metric, kept) - 1.0)
+                )
+                for metric in METRICS
+            }
+            errors = (
+                f"{len(kept)} points kept aside: median absolute error of TPOT {100 * median['time']:.0f} %, of TTFT "
+                f"{100 * median['ttft']:.0f} %"
+            )
+        few = len(within) < POINTS_MIN
+        found.append(
+            GpuCard(
+                gpu=gpu,
+                fitted_on=f"{len(within)} points: {'; '.join(models)}" if within else "no point of this engine",
+                errors=errors,
+                not_for="promises: too few points" if few else "models that are far from those of the fit",
+            )
+        )
+    for gpu, kernels in NEVER_MEASURED.items():
+        known = MEASURED_RUN if (engine, gpu) == ("vllm", "RTX4090") else "none was measured"
+        found.append(
+            GpuCard(
+                gpu=gpu,
+                fitted_on=f"no point; {kernels}; the engine's costs are those common to all GPUs",
+                errors=known,
+                not_for="promises: intervals are those of GPUs left out of the fit, and called a range",
+            )
+        )
+    return found
+
+
+def write(
+    fitted: Fitted, path: Path, left: dict[str, list[int]], date: str, gpus: Callable[[LevelFit, str], list[GpuCard]]
+) -> None:
     """Write the catalogue's entries of all engines."""
     folder = Path(catalogue.__file__).parent / "engines"
     for engine, facts in FACTS.items():
@@ -287,7 +364,8 @@ def write(fitted: Fitted, path: Path, left: dict[str, list[int]], date: str) -> 
             rows_left_out=sum(map(len, left.values())),
             why_left_out="; ".join(f"{len(numbers)}: {why}" for why, numbers in left.items()),
         )
-        spec = engine_of(fitted, engine, facts, date=date, sources=[source])
+        own = gpus(fitted.fit, engine) if len(fitted.trial.rows(engine)) else []
+        spec = engine_of(fitted, engine, facts, date=date, sources=[source], gpus=own)
         (folder / f"{engine}.json").write_text(spec.to_json(), encoding="utf-8")
         print(f"{folder.name}/{engine}.json: {spec.costs}")
 
@@ -333,7 +411,9 @@ def main() -> int:
     fitted = np.flatnonzero([not one for one in aside])
     figures: Figures = {}
     if arguments.write:
-        write(Fitted.of(part_of(trial, fitted)), path, left, arguments.write)
+        left = {**left, "kept aside": [points[i].row for i, one in enumerate(aside) if one]}
+        whole = Fitted.of(part_of(trial, fitted))
+        write(whole, path, left, arguments.write, lambda fit, engine: cards(trial, fitted, aside, fit, engine))
     elif not arguments.catalogue:
         shown = {"points of the fit": fitted, "points published before": np.flatnonzero(is_published(points))}
         predictions = {kind: without_groups(trial, fitted, kind) for kind in kinds}
@@ -347,6 +427,8 @@ def main() -> int:
         print(f"\n==== {title}: {len(rows)}, engines as shipped")
         figures[title] = table(trial, rows, kinds, lambda kind: found) if len(rows) else {}
     missed = {title: misses(one) for title, one in figures.items()}
+    for title, one in figures.items():
+        print(f"\n{title}\n{markdown(one)}")
     for title, groups in missed.items():
         print(f"\nmissed, {title}: " + ("; ".join(groups) or "no bar"))
     if arguments.json is not None:

@@ -143,7 +143,7 @@ def fit_levels(
     member = np.zeros((len(points), 1 + len(groups)))
     for i, point in enumerate(points):
         member[i, fit.rows(point)] = 1.0
-    shared = _shares(points)
+    shared, gram = _shares(points), np.diag(precision)
     for _ in range(ROUNDS):
         weights = np.exp(member @ logs)
         blocks, targets = [], []
