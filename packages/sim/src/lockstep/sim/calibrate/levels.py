@@ -78,11 +78,11 @@ class LevelFit:
     covariance: Float64s  # float64 [free, free], of the entries `free` of `logs`
     free: NDArray[np.int64]  # indices into the flattened `logs`
 
-    def rows(self, point: ServingPoint, levels: Sequence[str] = ()) -> list[int]:
-        """Return the rows of `logs` that add up for a point, of all levels or of some."""
+    def rows(self, point: ServingPoint) -> list[int]:
+        """Return the rows of `logs` that add up for a point."""
         found = [0]
         for level in self.levels:
-            group = level.group_of(point) if not levels or level.name in levels else None
+            group = level.group_of(point)
             row = None if group is None else self.groups.get((level.name, group))
             if row is not None:
                 found.append(row)
@@ -96,11 +96,12 @@ class LevelFit:
     def spreads(self, rows: Sequence[int]) -> Float64s:
         """Return the standard deviations of the logarithms of all costs for a sum of rows, float64 [costs]."""
         place = {int(entry): i for i, entry in enumerate(self.free)}
-        found = []
+        variances = []
         for cost in range(len(self.costs)):
             entries = [place[entry] for row in rows if (entry := row * len(self.costs) + cost) in place]
-            found.append(float(self.covariance[np.ix_(entries, entries)].sum()))
-        return np.sqrt(np.array(found))
+            variances.append(float(self.covariance[np.ix_(entries, entries)].sum()))
+        found: Float64s = np.sqrt(np.array(variances))
+        return found
 
 
 def fit_levels(
