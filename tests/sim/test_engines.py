@@ -135,7 +135,8 @@ def test_every_engine_of_the_catalogue_has_a_card_and_errors_of_groups_left_out(
         low, high = calibration.interval(metric)  # type: ignore[arg-type]
         assert 0.0 < low < 1.0 < high
     described = calibration.describe()
-    assert described["costs"]["dense"] == spec.costs.dense
+    assert described["costs"]["dense"] == spec.costs_of("bf16", model="qwen3-8b", gpu="B200-SXM").dense
+    assert any("B200-SXM" in note for note in calibration.notes) == bool(spec.fitted)
     assert json.dumps(described)
 
 
@@ -155,10 +156,10 @@ def test_a_model_and_a_gpu_that_a_fit_lacked_have_the_errors_of_ones_left_out() 
     assert widths == sorted(widths)
 
 
-def test_an_old_release_of_vllm_takes_longer_for_each_request() -> None:
+def test_an_old_release_of_vllm_has_costs_of_its_own() -> None:
     spec, release = load_engine("vllm@0.12")
     assert release == "0.12"
-    assert spec.costs_of("bf16", "0.12.0").row_us > spec.costs_of("bf16", "0.14").row_us
+    assert spec.costs_of("bf16", "0.12.0").step_us > spec.costs_of("bf16", "0.14").step_us
     assert spec.costs_of("bf16", "0.14") == spec.costs_of("bf16")
     assert [release_key(text) for text in ("0.18.0", "1.0.0rc3", "")] == [(0, 18, 0), (1, 0, 0, 3), ()]
 
@@ -322,7 +323,7 @@ def test_a_fit_that_begins_at_another_one_ends_where_it_would_have() -> None:
     trial = trial_of(USUAL, noise=0.1)
     rows = everything(trial)[::2]
     alone, after = fit_trial(trial, rows), fit_trial(trial, rows, fit_trial(trial, everything(trial)))
-    assert after.weights(trial.points) == pytest.approx(alone.weights(trial.points), rel=0.02)
+    assert after.weights(trial.points) == pytest.approx(alone.weights(trial.points), rel=0.05)
 
 
 def test_the_catalogues_entry_has_the_costs_of_the_fit() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.sim.calibrate.levels import Cost, Group, Level, LevelFit, Measured, fit_levels
+from lockstep.sim.calibrate.levels import Cost, PointGroup, Level, LevelFit, Measured, fit_levels
 from lockstep.sim.calibrate.schedules import Schedule, record
 from lockstep.sim.calibrate.serving_points import CLIENTS, FRONTEND_US, LoadGenerator, ServingPoint, base_of
 from lockstep.sim.cost.calibration import UNCALIBRATED, CalibrationSource, Metric, Residuals
@@ -91,42 +91,44 @@ def release_of(point: ServingPoint) -> str:
     return point.engine_version if release_key(point.engine_version) else UNSTATED.get(point.engine, "")
 
 
-def _release(point: ServingPoint) -> Group | None:
+def _release(point: ServingPoint) -> PointGroup | None:
     number = release_key(release_of(point))
     for since, before in RELEASES.get(point.engine, ()) if number else ():
         if release_key(since) <= number < release_key(before):
-            return Group(engine=point.engine, releases=(since, before))
+            return PointGroup(engine=point.engine, releases=(since, before))
     return None
 
 
 LEVELS: tuple[Level, ...] = (
-    Level("engine", lambda p: Group(engine=p.engine), _deviations((0.05, 0.10, 0.10, 0.3, 0.2, 0.5, 0.4), 1.0)),
-    Level("gpu", lambda p: Group(gpu=p.gpu.name), _deviations((0.06, 0.10, 0.15, 0.3, 0.4, 0.4, 0.3), 0.3)),
+    Level("engine", lambda p: PointGroup(engine=p.engine), _deviations((0.05, 0.10, 0.10, 0.3, 0.2, 0.5, 0.4), 1.0)),
+    Level("gpu", lambda p: PointGroup(gpu=p.gpu.name), _deviations((0.06, 0.10, 0.15, 0.3, 0.4, 0.4, 0.3), 0.3)),
     Level(
         "engine and gpu",
-        lambda p: Group(engine=p.engine, gpu=p.gpu.name),
+        lambda p: PointGroup(engine=p.engine, gpu=p.gpu.name),
         _deviations((0.03, 0.05, 0.08, 0.2, 0.2, 0.2, 0.2), 0.3),
     ),
     Level("release", _release, _deviations((0.04, 0.05, 0.10, 0.2, 0.1, 0.3, 0.3), 1.0)),
-    Level("model", lambda p: Group(model=p.model.name), _deviations((0.03, 0.08, 0.12, 0.3, 0.05, 0.05, 0.3), 0.15)),
+    Level(
+        "model", lambda p: PointGroup(model=p.model.name), _deviations((0.03, 0.08, 0.12, 0.3, 0.05, 0.05, 0.3), 0.15)
+    ),
     Level(
         "precision",
-        lambda p: Group(precision=p.weights_dtype),
+        lambda p: PointGroup(precision=p.weights_dtype),
         _deviations((0.05, 0.03, 0.12, 0.2, 0.0, 0.0, 0.2), 0.0),
     ),
     Level(
         "gpu and precision",
-        lambda p: Group(gpu=p.gpu.name, precision=p.weights_dtype),
+        lambda p: PointGroup(gpu=p.gpu.name, precision=p.weights_dtype),
         _deviations((0.05, 0.03, 0.15, 0.3, 0.0, 0.0, 0.3), 0.0),
     ),
     Level(
         "engine and model",
-        lambda p: Group(engine=p.engine, model=p.model.name),
+        lambda p: PointGroup(engine=p.engine, model=p.model.name),
         _deviations((0.03, 0.06, 0.12, 0.3, 0.1, 0.2, 0.3), 0.3),
     ),
     Level(
         "cell",
-        lambda p: Group(p.engine, p.gpu.name, p.model.name, p.weights_dtype),
+        lambda p: PointGroup(p.engine, p.gpu.name, p.model.name, p.weights_dtype),
         _deviations((0.04, 0.08, 0.20, 0.4, 0.30, 0.3, 0.5), 0.4),
     ),
 )
@@ -377,7 +379,7 @@ def engine_of(
     trial, fit = fitted.trial, fitted.fit
     rows = trial.rows(engine)
     residuals = engine_residuals(fitted, engine)
-    own = fit.groups.get(("engine", Group(engine=engine)))
+    own = fit.groups.get(("engine", PointGroup(engine=engine)))
     base = [0] if own is None else [0, own]
     costs, spreads = _values(fit, base), _spreads(fit, base)
     if not len(rows):
@@ -415,7 +417,7 @@ def _spreads(fit: LevelFit, rows: Sequence[int]) -> dict[str, float]:
 
 def _conditions(fit: LevelFit, engine: str, why: str) -> tuple[CostsWhen, ...]:
     """Return the factors of the groups that apply to an engine; those of one GPU, model or precision together."""
-    together: dict[Group, list[int]] = {}
+    together: dict[PointGroup, list[int]] = {}
     for (name, group), row in fit.groups.items():
         if name != "engine" and group.engine in ("", engine):
             together.setdefault(group._replace(engine=""), []).append(row)

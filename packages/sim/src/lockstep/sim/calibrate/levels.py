@@ -42,7 +42,7 @@ class Cost(NamedTuple):
     deviation: float
 
 
-class Group(NamedTuple):
+class PointGroup(NamedTuple):
     """The points with these properties; an empty property is that of all points."""
 
     engine: str = ""
@@ -56,7 +56,7 @@ class Level(NamedTuple):
     """A way of grouping points, and how far the logarithm of a cost may deviate in a group."""
 
     name: str
-    group_of: Callable[[ServingPoint], Group | None]  # None: the level does not apply to the point
+    group_of: Callable[[ServingPoint], PointGroup | None]  # None: the level does not apply to the point
     deviations: Mapping[str, float]  # by cost; absent: the level does not change the cost
 
 
@@ -73,7 +73,7 @@ class LevelFit:
 
     costs: Sequence[Cost]
     levels: Sequence[Level]
-    groups: Mapping[tuple[str, Group], int]  # row of a level's group
+    groups: Mapping[tuple[str, PointGroup], int]  # row of a level's group
     logs: Float64s  # float64 [1 + groups, costs]; the first row is the common logarithm
     covariance: Float64s  # float64 [free, free], of the entries `free` of `logs`
     free: NDArray[np.int64]  # indices into the flattened `logs`
@@ -117,7 +117,7 @@ def fit_levels(
         measured: TPOT and TTFT, in the order of ERRORS.
         start: a fit to similar points, from which this one begins; the result is the same, sooner.
     """
-    groups: dict[tuple[str, Group], int] = {}
+    groups: dict[tuple[str, PointGroup], int] = {}
     for level in levels:
         for point in points:
             group = level.group_of(point)
