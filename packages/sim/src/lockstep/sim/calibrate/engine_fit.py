@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.sim.calibrate.levels import Cost, PointGroup, Level, LevelFit, Measured, fit_levels
+from lockstep.sim.calibrate.levels import Cost, Level, LevelFit, Measured, PointGroup, fit_levels
 from lockstep.sim.calibrate.schedules import Schedule, record
 from lockstep.sim.calibrate.serving_points import CLIENTS, FRONTEND_US, LoadGenerator, ServingPoint, base_of
 from lockstep.sim.cost.calibration import UNCALIBRATED, CalibrationSource, Metric, Residuals
