@@ -165,7 +165,8 @@ def fit_levels(
         logs = flat.reshape(logs.shape)
         if np.abs(change).max() < DONE:
             break
-    return LevelFit(costs, levels, groups, logs, np.linalg.inv(gram), free)
+    covariance: Float64s = np.linalg.inv(gram).astype(np.float64)
+    return LevelFit(costs, levels, groups, logs, covariance, free)
 
 
 def layout_of(point: ServingPoint) -> Hashable:
