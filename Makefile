@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm fleet-swarm rank-swarm overload attacks kill-campaign clients schema-campaign bench gpu-check
+.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign openapi clients schema-campaign bench gpu-check
 
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ golden:     ## record missing golden journals; ARGS=NAME records one again, deli
 swarm:      ## random histories with every invariant checked; ARGS="--steps 10_000_000"
 	@$(PYTHON) dev.py swarm $(ARGS)
 
+explore:    ## every interleaving of small worlds, each two features together; ARGS="--transitions 4_000 --csv FILE"
+	@$(PYTHON) dev.py explore $(ARGS)
+
 fleet-swarm: ## random histories of prefill and decode engines with a bad network, 10^6 steps; ARGS="--steps 100_000"
 	@$(PYTHON) dev.py fleet-swarm $(ARGS)
 
@@ -48,6 +51,12 @@ overload:   ## overload of a server by all kinds of requests for five minutes; A
 
 kill-campaign: ## 1,000 kills of a server's engine under 32 streams, no token lost or doubled; ARGS="--kills 200"
 	@$(PYTHON) dev.py kill-campaign $(ARGS)
+
+resume-campaign: ## 1,000 kills of engine, worker, launcher and server; clients take their streams up; ARGS="--kills 100"
+	@$(PYTHON) dev.py resume-campaign $(ARGS)
+
+openapi:    ## schemathesis against every route of /openapi.json, in an environment of its own; ARGS=--short
+	@$(PYTHON) dev.py openapi $(ARGS)
 
 clients:    ## public clients (agents, libraries, load generators), each in an environment of its own; ARGS=--list
 	@$(PYTHON) dev.py clients $(ARGS)

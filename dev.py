@@ -10,11 +10,14 @@
     python3 dev.py scenarios ARGS     run the scenarios and rewrite their expected parts
     python3 dev.py golden ARGS        record missing golden journals, or named ones again
     python3 dev.py swarm ARGS         random histories with every invariant checked; --seconds 600 or --steps 10_000_000
+    python3 dev.py explore ARGS       every interleaving of small worlds; --transitions 4_000, --world NAME
     python3 dev.py fleet-swarm ARGS   random histories of prefill and decode engines with a bad network, 1,000,000 steps
     python3 dev.py rank-swarm ARGS    random histories of four data-parallel ranks; --steps 100_000
     python3 dev.py overload ARGS      overload of a server by all kinds of requests; --short for one minute
     python3 dev.py attacks ARGS       requests and connections that are made to cost; the worst delay of another stream
     python3 dev.py kill-campaign ARGS 1,000 kills of a server's engine under 32 streams; --kills 200
+    python3 dev.py resume-campaign    kills of every process, below clients that take up their streams; --kills 100
+    python3 dev.py openapi ARGS       schemathesis against every route of /openapi.json; --short
     python3 dev.py clients ARGS       public clients, each in an environment of its own, against a server; --list
     python3 dev.py schema-campaign    1,000 random JSON schemas through the demo model; --schemas 100
     python3 dev.py bench ARGS         the benchmarks
@@ -195,6 +198,10 @@ def swarm(args):
     return call(PYTHON, "tests/swarm.py", *args)
 
 
+def explore(args):
+    return call(PYTHON, "tests/explore.py", *args)
+
+
 def fleet_swarm(args):
     return call(PYTHON, "tests/fleet_swarm.py", "--steps", "1_000_000", *args)
 
@@ -213,6 +220,14 @@ def overload(args):
 
 def kill_campaign(args):
     return call(PYTHON, "-m", "tests.campaigns.kills", *args)
+
+
+def resume_campaign(args):
+    return call(PYTHON, "-m", "tests.campaigns.resumption", *args)
+
+
+def openapi(args):
+    return call(PYTHON, "-m", "tests.campaigns.openapi", *args)
 
 
 def clients(args):
@@ -251,11 +266,14 @@ TASKS = {
     "scenarios": ("dev", scenarios),
     "golden": ("dev", golden),
     "swarm": ("dev", swarm),
+    "explore": ("dev", explore),
     "fleet-swarm": ("dev", fleet_swarm),
     "rank-swarm": ("dev", rank_swarm),
     "attacks": ("dev", attacks),
     "overload": ("dev", overload),
     "kill-campaign": ("dev", kill_campaign),
+    "resume-campaign": ("dev", resume_campaign),
+    "openapi": ("dev", openapi),
     "clients": ("dev", clients),
     "schema-campaign": ("runtime", schema_campaign),
     "bench": ("demo", bench),

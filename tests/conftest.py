@@ -1,4 +1,4 @@
-"""What every test shares: how hard Hypothesis tries, the `--update` option of golden files, and one header line."""
+"""Shared by every test: the effort of Hypothesis, the `--update` option of golden files, and one header line."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ settings.register_profile("lockstep", deadline=None, suppress_health_check=[Heal
 settings.register_profile("thorough", parent=settings.get_profile("lockstep"), max_examples=2000)
 settings.load_profile("lockstep")  # pytest --hypothesis-profile=thorough overrides it
 
-# A shell has its background jobs ignore Ctrl-C, and they their children. Commands that tests interrupt must heed it.
+# A shell makes its background jobs ignore Ctrl-C, and their children too. Commands that tests interrupt must handle it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _policy_of_the_guide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Policy `fair` of docs/policies.md is installed, for every test."""
+    """Policy `fair` of docs/policies.md is installed for every test."""
     folder = tmp_path_factory.mktemp("lockstep_fair")
     guide.install(folder)
     sys.path.insert(0, str(folder))

@@ -25,11 +25,11 @@ from tests.support.fleet import histories
 from tests.support.fleet.fleet import Fleet
 
 SEEDS_PER_TASK = 10
-TAME_STEPS = 200_000  # from which on a mark that is missing means that histories are too tame
+TAME_STEPS = 200_000  # from this number of steps on, a missing mark is an error: the histories are too tame
 
 
 def _fleet_history(seed: int) -> Fleet:
-    """Every third one of data-parallel ranks, and of the others every fourth with pools beside full attention."""
+    """The history of a seed: every third one is of data-parallel ranks, every fourth of the others has more pools."""
     return histories.run_history(seed, ranks=seed % 3 == 2, hybrid=seed % 3 != 2 and seed % 4 == 1)
 
 

@@ -43,7 +43,7 @@ from tests.support.driver.draw import (
 from tests.support.driver.run import run_actions, shrunk
 from tests.support.hybrids import hybrid, hybrid_history
 from tests.support.plants import (
-    FOUND_BY_STORY,
+    FOUND_BY_SCENARIO,
     OBLIGATIONS,
     OF_COMMANDS,
     OF_HYBRIDS,
@@ -66,8 +66,8 @@ HYBRID_SEEDS = 10  # and one has sliding windows or linear attention
 COMMANDED_SEEDS, COMMANDED_AT = 10, 5  # one of so many has many commands, this one
 PIPELINED_SEEDS, PIPELINED_AT = 20, 13  # and one of so many has microbatches, this one
 HYBRID_HUNT_FROM = 20  # from 0 on; those before it are long
-PROGRESS_EVERY_S = 60  # where progress is not a line on a terminal that is written over
-TAME_STEPS = 1_000_000  # steps, or seconds, after which a mark that is missing means that histories are too tame
+PROGRESS_EVERY_S = 60  # in output that is not a terminal with one line for progress
+TAME_STEPS = 1_000_000  # steps, or seconds, after which a missing mark is an error: the histories are too tame
 TAME_SECONDS = 300
 EXPECTED_MARKS = (
     "adapter evicted between two uses",
@@ -210,15 +210,15 @@ EXPECTED_MARKS = (
     "write partial",
     "write void",
 )
-"""Branches a campaign must reach, or its histories are too tame."""
+"""Branches that a campaign must reach, or its histories are too tame."""
 
 
 def history(seed: int) -> tuple[Any, list[Action]]:
     """Settings and actions of one seed."""
     rng = random.Random(seed)
     kind = rng.random()
-    if seed % TIERED_SEEDS == TIERED_SEEDS - 1:  # beside the others, which stay what they were
-        others = random.Random(f"others {seed}").random() < 0.3  # with whatever else there is
+    if seed % TIERED_SEEDS == TIERED_SEEDS - 1:  # beside the others, which stay the same
+        others = random.Random(f"others {seed}").random() < 0.3  # with other features as well
         config, actions = _plain_history(rng, kind) if others else returning(rng)
         config, actions = tiered(rng, config), moving(rng, actions)
         pools = random.Random(f"pools {seed}")
@@ -247,7 +247,7 @@ def _plain_history(rng: random.Random, kind: float) -> tuple[Any, list[Action]]:
 
 @dataclass
 class Found:
-    """What consecutive seeds have found."""
+    """The findings of consecutive seeds."""
 
     steps: int = 0
     marks: Counter[str] = field(default_factory=Counter)
@@ -293,16 +293,16 @@ def explain(seed: int, error: str) -> None:
 
 
 def hunt(plant: str, first: int, most: int) -> tuple[str, str] | None:
-    """Look for a planted bug: where it was found, and as what; None if it survived."""
-    first -= first % PIPELINED_SEEDS  # so that the kinds of histories are where they are looked for
+    """Search for a planted bug: where it was found, and as which error; None if it survived."""
+    first -= first % PIPELINED_SEEDS  # so that the kinds of histories are at their expected seeds
     with ALL_PLANTS[plant]():
-        if plant in FOUND_BY_STORY:
-            story = FOUND_BY_STORY[plant]
+        if plant in FOUND_BY_SCENARIO:
+            scenario = FOUND_BY_SCENARIO[plant]
             try:
-                difference, _ = run_file(SCENARIOS / f"{story}.txt", update=False)
+                difference, _ = run_file(SCENARIOS / f"{scenario}.txt", update=False)
             except Exception as error:  # any exception is a finding
                 difference = f"{type(error).__name__}: {error}"
-            return (story, difference) if difference else None
+            return (scenario, difference) if difference else None
         where = range(first, first + most)
         if plant in OF_HYBRIDS:
             where = range(first + HYBRID_HUNT_FROM, first + most, HYBRID_SEEDS)
@@ -324,7 +324,7 @@ def hunt(plant: str, first: int, most: int) -> tuple[str, str] | None:
 
 @dataclass
 class Tally(Found):
-    """What the tasks of a campaign that are done have found; its failure is of the least seed that failed."""
+    """The findings of the finished tasks of a campaign; its failure is that of the least seed that failed."""
 
     seeds: int = 0
 
@@ -341,10 +341,10 @@ class Tally(Found):
 def campaign(
     seconds: float | None, first: int, processes: int, *, steps: int | None = None, quiet: bool = False
 ) -> Found:
-    """Run until time is up, so many steps are done, or something fails.
+    """Run until time is up, the number of steps is done, or a history fails.
 
-    A process that is done with its seeds gets the next ones at once. At the end, what has begun is finished and counts;
-    so the seeds of a campaign are consecutive from `first` on.
+    A process that is done with its seeds gets the next ones at once. At the end, histories in progress are finished and
+    count; so the seeds of a campaign are consecutive from `first` on.
     """
     start, tally, told = time.monotonic(), Tally(), 0.0
     with ProcessPoolExecutor(processes) as pool:

@@ -1,4 +1,4 @@
-"""docs/apis.md: what OpenAI, Anthropic, vLLM and SGLang have, and what this server has, endpoint by endpoint.
+"""docs/apis.md: the endpoints of OpenAI, Anthropic, vLLM and SGLang, and those of this server, one by one.
 
 `python -m tests.test_apis_page` writes it from tests/data/apis.json (`tests/support/published_apis.py`), the tables of
 routes and the schemas of bodies.
@@ -42,6 +42,7 @@ TITLES = {
     "ScoreBody": "POST /v1/score",
     "RerankBody": "POST /v1/rerank",
     "TokenizeBody": "POST /tokenize",
+    "BatchBody": "POST /v1/batches",
 }
 
 INTRO = """# Endpoints and fields beside those of other servers
@@ -61,7 +62,7 @@ path, with names of parameters left out.
 
 
 def known(body: type[schemas.Body], name: str) -> str:
-    """What this server does with a field."""
+    """The treatment of a field by this server."""
     if name in body.model_fields:
         return "served"
     if name in body.COMFORT:
@@ -75,7 +76,7 @@ def bare(route: str) -> str:
 
 
 def endpoints() -> list[tuple[str, list[bool], str]]:
-    """Each endpoint: the APIs that have it, and what this server does."""
+    """Each endpoint: the APIs that have it, and its treatment by this server."""
     here = {bare(f"{route.method} {route.path}"): "operators" for route in ADMIN_ROUTES}
     for route in ROUTES:
         here[bare(f"{route.method} {route.path}")] = "501" if route.handler.__name__ == "not_here" else "served"

@@ -1,4 +1,4 @@
-"""The benchmarks run, at sizes at which no figure means anything."""
+"""The benchmarks run, at sizes that allow no conclusions on times."""
 
 from __future__ import annotations
 

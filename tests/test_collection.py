@@ -25,6 +25,6 @@ def test_all_tests_are_found_without_the_runtime() -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     found = subprocess.run((sys.executable, *command), cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout[-5000:] + found.stderr[-2000:]
-    assert "tests/runtime/test_drafting.py" in found.stdout  # skipped, and said so
+    assert "tests/runtime/test_drafting.py" in found.stdout  # skipped, with the reason
     assert "tests/runtime/test_drafting.py::" not in found.stdout
     assert "tests/test_collection.py::" in found.stdout

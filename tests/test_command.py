@@ -1,4 +1,4 @@
-"""The `lockstep` command finds, lists and runs what the installed packages bring, and fails in one clear line."""
+"""The `lockstep` command finds, lists and runs the commands of the installed packages, and fails in one clear line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data-parallel ranks: what they agree on, which rank waits for which, failures of other engines.
+"""Data-parallel ranks: their agreements, the waits of ranks for one another, failures of other engines.
 
 Every rank's invariants are checked after every event, every KV cell that is read against its prefix, and every decision
 of all ranks against that of the others (`tests/support/rank_group.py`).
@@ -87,7 +87,7 @@ def test_rows_are_padded_to_the_longest_where_ranks_hardly_differ(
     assert padding_of(tokens, extends) == padding
 
 
-def test_rows_of_logits_count_positions_of_the_prompt_whose_logprobs_are_wanted() -> None:
+def test_rows_of_logits_count_positions_of_the_prompt_with_requested_logprobs() -> None:
     engine = Engine(SchedConfig(dp_ranks=2, **SMALL))
     prompt = TokenIds(np.arange(6, dtype=np.int32).tobytes())
     asks = SamplingParams(top_logprobs=1)
@@ -112,7 +112,7 @@ def test_request_that_comes_behind_a_proposal_is_in_the_next_one() -> None:
 
 
 def test_proposal_binds_a_request_that_leaves() -> None:
-    """The client leaves between proposal and agreement: counts stay what was said, and the row is dead."""
+    """The request is cancelled between proposal and agreement: counts stay as proposed, and the row is dead."""
     made = group(overlap_depth=1)
     made.arrive(0, asked(0))
     made.arrive(1, asked(1))
@@ -128,7 +128,7 @@ def test_proposal_binds_a_request_that_leaves() -> None:
 
 @pytest.mark.parametrize("between", [False, True])
 def test_sampling_under_a_grammar_waits_for_the_result_before(between: bool) -> None:
-    """Also where that result comes between proposal and launch: then the matcher can move at once."""
+    """Also if that result comes between proposal and launch: then the matcher can move at once."""
     engine = Engine(SchedConfig(dp_ranks=2, overlap_depth=1, **SMALL))
     grammar = Grammar("regex", "a+", b"g")
     prompt = TokenIds(np.arange(4, dtype=np.int32).tobytes())
@@ -149,7 +149,7 @@ def test_sampling_under_a_grammar_waits_for_the_result_before(between: bool) -> 
 
 
 def test_rank_whose_mask_is_not_ready_launches_with_the_others() -> None:
-    """Its forward runs with theirs; only its sampling waits, for the result before."""
+    """Its forward runs with those of the others; only its sampling waits, for the previous result."""
     made = group(overlap_depth=1)
     made.arrive(0, asked(0, max_new=8), grammar="g")
     made.arrive(1, asked(1, max_new=8))
@@ -180,11 +180,11 @@ def test_rank_that_waits_for_a_grammar_joins_with_idle_batches() -> None:
 
 
 def forcing(made: RankGroup, positions: range) -> None:
-    """The grammars of rank 0 admit but one token at these positions."""
+    """The grammars of rank 0 admit only one token at these positions."""
     made.members[0].kv.force = lambda _, position: position in positions
 
 
-def test_forced_tokens_are_part_of_what_a_rank_tells() -> None:
+def test_forced_tokens_are_part_of_a_proposal() -> None:
     made = group(overlap_depth=0, **JUMPING)
     forcing(made, range(6, 9))
     made.arrive(0, asked(0, max_new=12), grammar="g")
@@ -216,7 +216,7 @@ def test_forced_tokens_become_an_extend_where_others_extend() -> None:
 
 
 def test_what_is_forced_between_proposal_and_launch_is_in_the_next_proposal() -> None:
-    """A proposal binds: what the matcher says of the result before it comes too late for it."""
+    """A proposal binds: tokens that the matcher forces after the previous result come too late for it."""
     made = group(overlap_depth=1, **JUMPING)
     forcing(made, range(5, 12))
     made.arrive(0, asked(0, max_new=12), grammar="g")
@@ -272,7 +272,7 @@ def test_impossible_fact_changes_nothing(message: str, event: Any) -> None:
     assert snapshot.dump(engine) == before
 
 
-def test_one_engine_alone_knows_no_ranks() -> None:
+def test_one_engine_alone_has_no_ranks() -> None:
     with pytest.raises(ContractError, match="does not have yet"):
         Engine(SchedConfig(**SMALL)).step(RanksAgreed(0, 0, ()))
     plain = SchedConfig(**SMALL)
@@ -332,7 +332,7 @@ def test_role_of_a_rank_cannot_be_switched() -> None:
 
 
 def test_tokens_of_a_rank_that_verifies_are_those_it_computes() -> None:
-    """With drafts in flight a row may start anywhere between the least and the most; what it computes is known."""
+    """With drafts in flight a row may start anywhere between minimum and maximum; its number of tokens is known."""
     made = group(overlap_depth=1, speculative_method="ngram", num_speculative_tokens=3)
     made.arrive(0, asked(0, max_new=20))
     offer(made)
@@ -350,7 +350,7 @@ def test_tokens_of_a_rank_that_verifies_are_those_it_computes() -> None:
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "mtp"])
 def test_all_ranks_run_as_many_passes_of_the_drafter_as_the_longest_drafts_need(method: Any) -> None:
-    """Its experts want the rows of all, so a rank that ran fewer would leave the others in a collective."""
+    """Its experts need the rows of all ranks, so a rank that ran fewer would leave the others in a collective."""
     made = group(ranks=3, overlap_depth=0, speculative_method=method, num_speculative_tokens=4)
     made.arrive(0, asked(0, max_new=3))
     made.arrive(1, asked(1, max_new=12))
@@ -374,7 +374,7 @@ def test_what_only_looks_at_the_text_is_no_pass_of_all() -> None:
     made.settle()
 
 
-def test_rank_that_says_less_than_the_others_is_refused() -> None:
+def test_rank_that_reports_less_than_the_others_is_refused() -> None:
     made = group(speculative_method="mtp")
     made.arrive(0, asked(0))
     made.ready(0)
@@ -389,7 +389,7 @@ STAGES: dict[str, Any] = {"pp_size": 2, "overlap_depth": 0}
 
 
 def flying(made: RankGroup) -> list[list[tuple[int, str]]]:
-    """What each rank has in flight: microbatch and mode."""
+    """The batches in flight of each rank: microbatch and mode."""
     return [[(one.plan.microbatch, one.plan.mode) for one in member.engine.in_flight] for member in made.members]
 
 
@@ -410,7 +410,7 @@ def test_ranks_launch_the_same_microbatch_though_only_one_has_anything_in_it() -
 
 
 def test_a_round_is_of_one_microbatch_and_a_slot_of_another_waits_for_its_turn() -> None:
-    """A rank that proposed for the microbatch that it was offered would meet other ranks in another one's pass."""
+    """A rank that proposed for the microbatch of its own slot would meet the other ranks in another one's pass."""
     made = group(**STAGES)
     made.arrive(0, asked(0))
     made.ready(0, further=1)
@@ -443,7 +443,7 @@ def test_microbatch_in_which_no_rank_has_anything_is_passed_over() -> None:
 
 
 def test_prompts_wait_for_so_many_passes_of_their_microbatch() -> None:
-    """One table for all would be set back by a microbatch that is full: no rank can extend there, which ends waits."""
+    """One table for all would be reset by a microbatch that is full: no rank can extend there, which ends waits."""
     made = group(**STAGES, **DELAYING, pp_max_micro_batch_size=1)
     made.arrive(0, asked(0, max_new=20))
     made.arrive(1, asked(1, max_new=20))
@@ -489,12 +489,12 @@ def test_stages_and_ranks_go_with_roles(role: Any) -> None:
     assert (config.pipelines, config.shares_passes, config.hands_over) == (True, True, True)
 
 
-# --------------------------------------------------------------------------------------------- where others have broken
+# -------------------------------------------------------------------------------------------- failures of other engines
 
 
 @pytest.mark.parametrize("early", [0, 1])
 def test_result_that_one_rank_sees_a_poll_earlier_changes_nothing(early: int) -> None:
-    """Script 18 (SG#27164): equal plans, and no rank enters a collective that the others do not."""
+    """Script 18 (SG#27164): equal plans, and no rank enters a collective that the others do not enter."""
     made = group(overlap_depth=1)
     made.arrive(0, asked(0, max_new=6))
     made.arrive(1, asked(1, max_new=6))
@@ -512,7 +512,7 @@ def test_result_that_one_rank_sees_a_poll_earlier_changes_nothing(early: int) ->
 
 @pytest.mark.parametrize("proposed", [0, 1, 2])
 def test_rank_that_raises_leaves_no_rank_in_a_collective(proposed: int) -> None:
-    """Script 18: rank 1 meets something impossible. Either all launch a round, or none does."""
+    """Script 18: rank 1 gets an impossible fact. Either all launch a round, or none does."""
     made = group(overlap_depth=1)
     for key, rank in enumerate((0, 1, 0)):
         made.arrive(rank, asked(key, max_new=6))
@@ -550,7 +550,7 @@ def test_i2_ranks_turn_overlap_off_together() -> None:
 
 
 def test_i4_rank_that_schedules_nothing_joins_all_the_same() -> None:
-    """VL#43547: a rank with requests and nothing to run, here for want of pages, returned early."""
+    """VL#43547: a rank with requests and nothing to run, here for lack of pages, returned early."""
     made = group(overlap_depth=0, pages=4, max_running_requests=2, reserve="full")
     made.arrive(0, asked(0, prompt=4, max_new=4))
     made.arrive(1, asked(1, prompt=4, max_new=2))
@@ -560,7 +560,7 @@ def test_i4_rank_that_schedules_nothing_joins_all_the_same() -> None:
 
 
 def test_a13_every_rank_prefills_in_the_first_pass() -> None:
-    """SG#25741: only one rank did, for the length of whole prompts was held against the budget of all."""
+    """SG#25741: only one rank did, since the length of whole prompts was compared with the budget of all."""
     made = group(ranks=4, pages=128, chunked_prefill_size=16, max_prefill_tokens=32)
     for rank in range(4):
         made.arrive(rank, asked(rank, prompt=60))
@@ -572,7 +572,7 @@ def test_a13_every_rank_prefills_in_the_first_pass() -> None:
 
 @pytest.mark.parametrize("moment", ["before the proposal", "before the agreement"])
 def test_written_pages_come_back_without_arrivals(moment: str) -> None:
-    """Script 14: a write locks pages, and a decode goes on to the edge of the pool; the acknowledgement frees them."""
+    """Script 14: a write locks pages, and a decode runs to the edge of the pool; the acknowledgement frees them."""
     tiers = CacheTiers(host_pages=8, write_policy="write_through")
     made = group(overlap_depth=0, pages=8, tiers=tiers, max_running_requests=2)
     made.arrive(0, asked(0, prompt=6, max_new=1))

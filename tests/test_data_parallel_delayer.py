@@ -1,4 +1,4 @@
-"""The prefill delayer of data-parallel ranks: its table, its triggers, and when prompts are held up.
+"""The prefill delayer of data-parallel ranks: its table, its triggers, and when prompts are delayed.
 
 Every rank's invariants are checked after every event (`tests/support/rank_group.py`).
 """
@@ -30,7 +30,7 @@ from tests.support.small_ranks import (
 # ---------------------------------------------------------------------------------------------------------- the delayer
 
 
-def test_table_of_the_delayer_knows_every_situation() -> None:
+def test_table_of_the_delayer_has_every_situation() -> None:
     for (state, situation), following in DELAYER.items():
         assert state in ("free", "delaying")
         assert (following == "delaying") == (situation in ("mixed", "full", "slots", "queue"))
@@ -202,7 +202,7 @@ def test_prompt_waits_for_so_many_passes_at_most() -> None:
 
 @pytest.mark.parametrize("late_us", [0, 1_000])
 def test_prompt_waits_for_so_long_by_the_first_ranks_clock(late_us: int) -> None:
-    """Script 18: clocks 1 ms apart at a deadline; the first rank's is that of all."""
+    """Script 18: clocks 1 ms apart at a deadline; the first rank's clock counts for all."""
     made = group(**DELAYING, overlap_depth=0, prefill_delayer_max_delay_us=500)
     busy(made)
     made.clock(10_000)
@@ -233,7 +233,7 @@ def test_rank_that_uses_little_of_its_pool_does_not_wait() -> None:
 
 
 def test_prompt_never_waits_for_ranks_that_have_nothing_to_decode() -> None:
-    """A delay that no rank ends would be for ever: nothing else happens that could end it."""
+    """A delay that no rank ends would last for ever: no other event could end it."""
     made = group(ranks=4, **DELAYING)
     made.arrive(2, asked(0))
     offer(made)
@@ -270,7 +270,7 @@ def test_prompts_wait_while_some_ranks_are_full() -> None:
     ids=["states", "windows"],
 )
 def test_rank_without_room_for_states_or_windows_is_full(pools: HybridMemory) -> None:
-    """Places for requests are left on rank 1, and no slot or window page for one more than two."""
+    """Rank 1 has free places for requests, and slots and window pages for only two more."""
     made = group(overlap_depth=0, prefill_full_skip_passes=2, chunked_prefill_size=32, reserve="full", hybrid=pools)
     for key in range(3):
         made.arrive(1, asked(100 + key, max_new=20))
@@ -285,7 +285,7 @@ def test_rank_without_room_for_states_or_windows_is_full(pools: HybridMemory) ->
 
 
 def test_rank_that_uses_much_of_one_pool_is_not_starved() -> None:
-    """As SGLang, which takes the fullest of its pools: of slots three quarters are taken, of pages a few."""
+    """As in SGLang, the fullest pool counts: three quarters of the slots are taken, and a few of the pages."""
     low = {**DELAYING, "prefill_delayer_token_usage_low_watermark": 0.5}
     for slots, situation in ((4, "mixed"), (16, "starved")):
         pools = HybridMemory(state_slots=slots, checkpoint_tokens=2)
@@ -322,7 +322,7 @@ def test_wait_begins_anew_when_the_waiting_request_has_left() -> None:
 
 
 def own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank asks its own clock how long prompts have waited."""
+    """Each rank measures the wait of prompts with its own clock."""
     decide = Rounds._decide
 
     def by_own_clock(self: Rounds, event: RanksAgreed, step: Any) -> bool:

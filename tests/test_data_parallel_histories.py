@@ -38,7 +38,7 @@ from tests.support.small_ranks import (
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_answers_are_those_of_one_plain_engine(ranks: int, depth: int) -> None:
-    """DP x overlap: equal tokens and reasons, whatever runs beside a request, and whether its prompt had to wait."""
+    """DP x overlap: equal tokens and reasons, whatever runs beside a request, also if its prompt had to wait."""
     rng = random.Random(10 * ranks + depth)
     requests = [
         Asked(
@@ -123,7 +123,7 @@ def test_random_histories_with_faults(first: int) -> None:
 
 @pytest.mark.parametrize("stages", [{}, {"pp_size": 2, "pp_max_micro_batch_size": 1}])
 def test_history_is_the_same_from_snapshots(stages: dict[str, int]) -> None:
-    """Every engine is dumped and restored before every event, with proposals under way."""
+    """Every engine is dumped and restored before every event, with open proposals."""
     made = group(ranks=3, **DELAYING, overlap_depth=1, **stages)
     rng = random.Random(5)
     for key in range(12):
@@ -149,7 +149,7 @@ def idle_rank_returns_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def own_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank passes over the microbatch in which it has nothing, whatever the others have there (VL#43547)."""
+    """A rank skips the microbatch in which it has no work, whatever the others have there (VL#43547)."""
     fold = Rounds._fold
 
     def on_its_own(self: Rounds, event: RanksAgreed, step: Any) -> bool:
@@ -163,7 +163,7 @@ def own_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def own_branch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Overlap is turned off by what this rank does, not by what any does (SG#20853)."""
+    """Overlap is turned off by the mode of this rank alone (SG#20853)."""
 
     def by_own(self: Rounds) -> bool:
         engine = self._scheduler
@@ -196,7 +196,7 @@ def test_planted_bug_is_found(plant: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_steps_of_a_round_name_every_launch() -> None:
-    """A LaneReady never launches on a rank; only what all agreed on does."""
+    """A LaneReady never launches on a rank; only an agreement of all does."""
     made = group()
     made.arrive(0, asked(0))
     step = made.members[0].engine.step(LaneReady(0))

@@ -33,7 +33,7 @@ from tests.support.fleet.fleet import Fleet
 from tests.support.handover import SMALL, asked, fleet, free_pages, hear, state, to_receiving
 from tests.support.served import Answer, Asked, serve
 
-# -------------------------------------------------------------------------------------------------------------- the way
+# ------------------------------------------------------------------------------------------------- states of a transfer
 
 
 def test_request_goes_its_way() -> None:
@@ -193,12 +193,12 @@ def test_two_loads_that_fill_the_pool_do_not_wait_for_each_other(order: tuple[in
     assert not made.marks["d retracted (pages)"]
 
 
-# -------------------------------------------------------------------------- script 14: locks go without any new arrival
+# --------------------------------------------------------------------- script 14: locks are released without an arrival
 
 
 @pytest.mark.parametrize("ends", ["done", "failed"])
 def test_what_a_cancelled_transfer_held_comes_back_without_an_arrival(ends: str) -> None:
-    """Script 14: a cancelled transfer holds pages and a lock; one decode goes on to the edge of the pool."""
+    """Script 14: a cancelled transfer holds pages and a lock; one decode runs to the edge of the pool."""
     made = fleet(page_size=2, pages=12, num_reserved_decode_tokens=0, transfer_timeout_us=None)
     made.arrive(asked(0, prompt=4, max_new=18))
     made.settle_until(lambda: made.sent[0] != [])
@@ -220,7 +220,7 @@ def test_what_a_cancelled_transfer_held_comes_back_without_an_arrival(ends: str)
 @pytest.mark.parametrize("writer", ["late", "never", "twice"])
 @pytest.mark.parametrize("side", ["p0", "d0"])
 def test_newcomer_never_sees_cells_of_a_cancelled_transfer(writer: str, side: str) -> None:
-    """Script 15: A is cancelled while it is on its way, B comes, and A's writer lands late, never or twice."""
+    """Script 15: A is cancelled during its transfer, B arrives, and A's writer ends late, never or twice."""
     made = fleet(page_size=2, pages=8, num_reserved_decode_tokens=0)
     to_receiving(made, asked(0, prompt=6))
     first = made.wires[0]
@@ -401,14 +401,14 @@ def test_reserve_is_left_to_each_that_runs_or_will() -> None:
     made = fleet(pages=40, page_size=1, num_reserved_decode_tokens=8)
     for key in range(3):
         made.arrive(asked(key, prompt=6, max_new=8))
-    # the first is alone; the second wants 7 + 8 of 33 - 8 left; the third 7 + 8 of 26 - 16
+    # the first is alone; the second needs 7 + 8 of 33 - 8 left; the third 7 + 8 of 26 - 16
     assert [state(made, "d0", key) for key in range(3)] == ["receiving", "receiving", "preallocating"]
     made.settle()
 
 
 @pytest.mark.parametrize("failure", ["fail", "recompute"])
 def test_all_output_is_reserved_where_that_is_the_policy(failure: str) -> None:
-    """With reserve full no request is retracted for pages, be its prompt received or computed here."""
+    """With reserve full no request is retracted for pages, whether its prompt is received or computed here."""
     made = fleet(restores=False, reserve="full", num_reserved_decode_tokens=0, transfer_failure=failure)
     for key in range(3):
         made.arrive(asked(key, max_new=28))
@@ -506,7 +506,7 @@ def test_what_does_not_go_between_engines_is_refused_by_name(name: str, field: s
 @pytest.mark.parametrize("restores", [False, True])
 @pytest.mark.parametrize("kind", [{"logprob_start": 1}, {"return_hidden_states": True}])
 def test_what_came_with_the_prompt_is_not_computed_again(kind: dict[str, Any], restores: bool) -> None:
-    """Its host has it from the prefill engine: also when the request is retracted, and its prompt is."""
+    """The host has the prompt's results from the prefill engine: also after a retraction of the request."""
     made = fleet(restores=restores, retract_every=2)
     made.arrive(asked(0, prompt=10, max_new=8), **kind)
     made.arrive(asked(1, prompt=10, max_new=8), **kind)
@@ -531,7 +531,7 @@ def test_results_of_a_prompt_that_did_not_come_are_computed_here() -> None:
     assert not made.marks["results passed on"]
 
 
-def test_executor_of_the_decode_engine_receives_which_rows_want_logprobs() -> None:
+def test_executor_of_the_decode_engine_receives_the_rows_with_logprobs() -> None:
     made = fleet()
     made.arrive(asked(0), sampling=SamplingParams(top_logprobs=2))
     made.settle_until(lambda: state(made, "d0") == "ready")
@@ -565,7 +565,7 @@ def test_impossible_fact_changes_nothing(message: str) -> None:
 
 
 def test_g1_cancel_reaches_every_batch_in_flight_of_a_prefill_engine() -> None:
-    """S30: what is in flight are all batches that were launched; each has a chunk of the one that leaves."""
+    """S30: all launched batches are in flight; each has a chunk of the cancelled request."""
     made = fleet(overlap_depth=2, batching="mixed")
     wire = made.arrive(asked(0, prompt=12))
     hear(made, "accepted", "p0")
@@ -585,7 +585,7 @@ def test_g1_cancel_reaches_every_batch_in_flight_of_a_prefill_engine() -> None:
 
 
 def test_g17_cached_tokens_of_both_engines_are_counted_once() -> None:
-    """S33: the decode engine tells of those that the prefill engine had, beside its own radix cache."""
+    """S33: the decode engine reports the cached tokens of the prefill engine, beside those of its own radix cache."""
     made = fleet()
     for key in (0, 1):
         made.arrive(Asked(key, tuple(range(100, 110)), 3))
@@ -597,7 +597,7 @@ def test_g17_cached_tokens_of_both_engines_are_counted_once() -> None:
 
 @pytest.mark.parametrize("small", ["prefill", "decode"])
 def test_i6_request_that_the_smaller_engine_cannot_hold_ends_on_both(small: str) -> None:
-    """S30: what two engines have room for is what the smaller one has."""
+    """S30: the capacity of two engines is that of the smaller one."""
     p0 = SchedConfig(role="prefill", **(SMALL | {"pages": 4 if small == "prefill" else 32}))
     d0 = SchedConfig(role="decode", **(SMALL | {"pages": 4 if small == "decode" else 32}))
     made = Fleet([p0], [d0], restores=True)

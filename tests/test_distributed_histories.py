@@ -22,7 +22,7 @@ from tests.support.handover import asked, fleet, hear, offer, ranks, state, to_r
 
 
 def test_ranks_hand_requests_over_to_ranks() -> None:
-    """Each prefill rank sends to the decode rank that a request was routed to; passes are of all ranks of an engine."""
+    """Each prefill rank sends to the decode rank to which a request was routed; all ranks of an engine run a pass."""
     made = ranks(chunked_prefill_size=4)
     requests = [asked(key, prompt=3 + 2 * key, max_new=3 + key) for key in range(6)]
     for key, one in enumerate(requests):
@@ -34,7 +34,7 @@ def test_ranks_hand_requests_over_to_ranks() -> None:
 
 
 def test_part_follows_its_batch_which_follows_the_agreement() -> None:
-    """What is only proposed is not sent, nor what left between proposal and launch."""
+    """KV of a batch that is only proposed is not sent, nor that of a request that left between proposal and launch."""
     made = ranks()
     stays, leaves = made.arrive(asked(0), "p0", "d0"), made.arrive(asked(1), "p1", "d1")
     hear(made, "accepted", "p0")
@@ -74,8 +74,8 @@ def test_rows_whose_kv_came_decode_with_the_others() -> None:
 def test_f6_failed_on_one_rank(first: str, moment: str) -> None:
     """SG#27028: transfers of two ranks fail; one rank polls at once and removes its request, the other polls late.
 
-    Each rank has the requests that were routed to it, so none is removed before its own rank has heard; passes of both
-    go on in between. Both ends of both are told once, and no request is left.
+    Each rank has the requests that were routed to it, so none is removed before its own rank was informed; passes of
+    both continue in between. Both ends of both are informed once, and no request is left.
     """
     made = ranks(transfer_slots=2)
     other = "p1" if first == "p0" else "p0"
@@ -148,20 +148,20 @@ def test_random_histories_with_faults(first: int) -> None:
 
 @pytest.mark.parametrize("seed", [2, 11, 26])
 def test_random_histories_of_ranks_with_faults(seed: int) -> None:
-    """A prefill and a decode engine of two data-parallel ranks each; a rank that restarts takes the others with it."""
+    """A prefill and a decode engine of two data-parallel ranks each; a rank that restarts restarts the others too."""
     run_history(seed, 250, ranks=True).replay()
 
 
 @pytest.mark.parametrize(
     ("seed", "steps", "plain"),
     [
-        (137, 300, True),  # reserve full: a decode engine gave pages that others were promised
-        (30055, 400, True),  # the same of one that computes a prompt, beside KV that is still coming
+        (137, 300, True),  # reserve full: a decode engine allocated pages that were promised to others
+        (30055, 400, True),  # likewise one that computes a prompt, beside KV that is being received
         (20086, 400, True),  # a transfer ends while weights are changed, and its prompt was written to the host
         (20097, 400, True),  # pages that a write to the host locks are no leak
         (564034194097, 400, False),  # a restart ends transfers, whose prompts are copied to a host that is gone
-        (371404835514, 400, False),  # the last of a microbatch gives its pages to another one: that found nothing
-        (87027686535, 400, False),  # KV that has come waits for the decode of another microbatch, which is owed pages
+        (371404835514, 400, False),  # the last of a microbatch frees its pages for another one: none was found
+        (87027686535, 400, False),  # received KV waits for the decode of another microbatch, which is owed pages
     ],
 )
 def test_history_that_found_something(seed: int, steps: int, plain: bool) -> None:
@@ -169,7 +169,7 @@ def test_history_that_found_something(seed: int, steps: int, plain: bool) -> Non
 
 
 def test_decode_steps_launched_uniformly_are_the_same() -> None:
-    """A stretch of decodes taken in one go stops where a transfer is to be decided about."""
+    """A stretch of decodes taken in one go stops where a transfer needs a decision."""
     from lockstep.core.scheduler.decode_run import DecodeRun
 
     made = fleet(restores=False, bootstrap_timeout_us=None, transfer_timeout_us=None, pages=64)
@@ -187,7 +187,7 @@ def test_decode_steps_launched_uniformly_are_the_same() -> None:
     assert np.any(engine.positions)
 
 
-# -------------------------------------------------------------------------------------------- that the detectors detect
+# --------------------------------------------------------------------------------------------------------- planted bugs
 
 
 def _quarantine_of_the_decode_side_ends_with_the_request(patch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("plant", PLANTED)
 def test_planted_bug_is_found(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request that is cancelled on its way, and whose writer is late, is enough to see each of them."""
+    """One request that is cancelled during its transfer, with a late writer, shows each of them."""
     plant(monkeypatch)
     with pytest.raises((AssertionError, InvariantError), match=r"S31|L6|S1"):
         _cancelled_on_its_way(PLANTED[plant])

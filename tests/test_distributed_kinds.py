@@ -1,5 +1,6 @@
-"""Requests of every kind on prefill and decode engines: samples, media, adapters, grammars, prompts without output,
-sessions, and engines that change their role.
+"""Requests of every kind on prefill and decode engines.
+
+The kinds are samples, media, adapters, grammars, prompts without output, and sessions; engines also change their role.
 
 Every engine's invariants are checked after every event (`tests/support/fleet/`).
 """
@@ -34,7 +35,7 @@ from tests.support.served import Answer, Asked
 @pytest.mark.parametrize("radix", [True, False])
 @pytest.mark.parametrize("allocation", ["early", "prefill_complete"])
 def test_samples_are_transfers_of_their_own(allocation: str, radix: bool) -> None:
-    """With a radix cache, the ones behind the first wait for it on both sides, and only what is not shared is sent."""
+    """With a radix cache, the other samples wait for the first on both sides, and only unshared pages are sent."""
     made = fleet(transfer_allocation=allocation, radix_cache=radix)
     four = samples(0, 4, prompt=7)
     made.arrive(four[0], samples=four[1:])
@@ -81,7 +82,7 @@ def test_samples_have_rooms_of_their_own() -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_media_stay_with_the_engine_that_computes_the_prompt(recompute: bool) -> None:
-    """The decode engine needs no encoder, until it computes a prompt itself."""
+    """The decode engine needs no encoder, except when it computes a prompt itself."""
     made = fleet(encoder_cache_tokens=8, transfer_failure="recompute")
     picture = PromptSpan(1, 4, "image", bytes(32), 5)
     made.arrive(asked(0, prompt=7), spans=(picture,))
@@ -105,7 +106,7 @@ def test_media_of_a_retracted_request_are_encoded_again() -> None:
 
 
 def test_no_request_waits_for_an_encoder_while_others_wait_for_its_room() -> None:
-    """Two engines in different orders: what one holds, the encoder's room, must not be what the other waits for."""
+    """Two engines in different orders: neither may hold the encoder's room while waiting for that of the other."""
     made = fleet(encoder_cache_tokens=5, pages=5, num_reserved_decode_tokens=0, bootstrap_timeout_us=None)
     first, second = (PromptSpan(1, 4, "image", bytes([i] * 32), 5) for i in (0, 1))
     one = made.arrive(asked(0, prompt=7, max_new=2), spans=(first,), late="d0")
@@ -186,7 +187,7 @@ def test_grammar_goes_on_where_the_first_token_left_it(ends: int, min_new: int, 
 
 
 @pytest.mark.parametrize("kind", ["generate", "embed", "score"])
-def test_request_that_wants_no_token_ends_on_its_prefill_engine(kind: str) -> None:
+def test_request_without_output_ends_on_its_prefill_engine(kind: str) -> None:
     made = fleet()
     made.arrive_alone(asked(0, prompt=9), "p0", kind=kind)
     made.settle()
@@ -228,7 +229,7 @@ def test_sessions_may_be_rewound_and_branched_where_they_live() -> None:
 
 
 def test_turn_waits_for_its_time_and_for_no_other_engine_meanwhile() -> None:
-    """Behind a long turn, with allocation prefill_complete: the time its prefill engine has begins with its turn."""
+    """Behind a long turn, with allocation prefill_complete: the time limit of its prefill engine begins with it."""
     made = fleet(transfer_allocation="prefill_complete", bootstrap_timeout_us=1_000, transfer_timeout_us=None)
     made.control("d0", OpenSession("s", 60))
     turn(made, 0, max_new=8)
@@ -257,7 +258,7 @@ def test_sessions_are_not_opened_on_prefill_engines() -> None:
 
 
 def test_retracted_kv_comes_back_from_host_memory() -> None:
-    """The decode engine's own: what was sent and what it computed, on the host before its pages went to others."""
+    """KV of the decode engine: received and computed pages, on the host before they went to other requests."""
     tiers = CacheTiers(host_pages=64, load_tokens_min=1, prefetch_tokens_min=1)
     made = fleet(retracted_kv="cache", tiers=tiers, pages=16, num_reserved_decode_tokens=0)
     for key in (0, 1):
@@ -270,7 +271,7 @@ def test_retracted_kv_comes_back_from_host_memory() -> None:
 
 @pytest.mark.parametrize("chunk", [2, 4])
 def test_prompt_that_is_cached_already_does_not_need_its_pages_twice(chunk: int) -> None:
-    """Hidden states of all of it are wanted, so it is computed again: its own pages are read, the cache has others."""
+    """Hidden states of the whole prompt are needed, so it is computed again: its own pages are read, not the cached."""
     made = fleet(pages=7, page_size=2, chunked_prefill_size=chunk, num_reserved_decode_tokens=0)
     made.arrive(asked(0, prompt=12, max_new=1))
     made.settle()

@@ -62,7 +62,7 @@ INLINE = [one for one in ALL if one.inline]
 
 REQUESTS = 30  # of a simulation, instead of as many as printed
 RUN_REQUESTS = 400  # of the stored run that other commands read; steps up to `--step 4821`
-PARSED = {  # commands whose callback does nothing: they need what a test has not
+PARSED = {  # commands whose callback does nothing: they require what a test does not have
     "bench": "a server",
     "demo-model": "hours of training",
     "calibrate points": "published measurements",
@@ -210,7 +210,7 @@ def test_a_command_of_a_page_runs_or_is_parsed(
         pytest.skip("the GPU runtime is not installed")
     if not runs(words):
         monkeypatch.setattr(click.Context, "invoke", lambda *_, **__: 0)
-    if words[0] == "plan" and LONG & set(words):  # the question is checked, and not answered
+    if words[0] == "plan" and LONG & set(words):  # the arguments are checked, and the plan is not made
         answer = SimpleNamespace(winner="")
         monkeypatch.setattr("lockstep.sim.cli.plan.answer_of", lambda *_: answer)
     for flag, found in pairwise(words):

@@ -1,10 +1,10 @@
 """Every feature alone, and every two together: each request gets the tokens that one plain engine gives it.
 
-A feature is a line of `FEATURES`: settings, or what requests ask, or another set of engines. Two that the core refuses
+A feature is a line of `FEATURES`: settings, or fields of requests, or another set of engines. Two that the core refuses
 together stand in `NEVER`, and the refusal names them.
 
 Pools are too small for all requests at once, every KV cell is checked where it is read, invariants after every event,
-and each feature must be seen at work in every pair, unless `UNSEEN` says why not.
+and the mark of each feature must show in every pair, unless `UNSEEN` gives the reason.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Where = Literal["solo", "handover", "abreast"]
 
 @dataclass(frozen=True)
 class Feature:
-    """What makes it: settings of every engine, what is asked, where it is served; and the mark of its being at work."""
+    """A feature: settings of every engine, fields of requests, the engines; and the mark of its effect."""
 
-    seen: str = ""  # a mark of `featured.mark`; empty: it leaves none
+    seen: str = ""  # a mark of `featured.mark`; empty: it has none
     settings: dict[str, Any] = field(default_factory=dict)
     beside: dict[str, Any] = field(default_factory=dict)  # settings under which it shows; any feature's own go first
     hybrid: dict[str, int] = field(default_factory=dict)  # of HybridMemory
-    asks: Callable[[Ask], dict[str, Any]] | None = None  # what a request of the feature says more
+    asks: Callable[[Ask], dict[str, Any]] | None = None  # further fields of a request with the feature
     needs: dict[str, Any] = field(default_factory=dict)  # settings without which no engine takes such requests
     controls: tuple[Control, ...] = ()
     where: Where = "solo"
-    called: tuple[str, ...] = ()  # what a refusal may call it beside its settings
+    called: tuple[str, ...] = ()  # names in a refusal beside its settings
 
 
 TEXT = Grammar("regex", "g", b"g")
@@ -55,7 +55,7 @@ def _media(ask: Ask) -> dict[str, Any]:
 
 
 def _turns(ask: Ask) -> dict[str, Any]:
-    """Those that follow one another are turns; samples have none."""
+    """Requests that follow one another are turns; samples have no session."""
     return {"session": f"s{ask.root}"} if ask.root in (0, 2) and "parallel_samples" not in ask.about else {}
 
 
@@ -76,7 +76,7 @@ PREEMPTING = {
 }
 
 FEATURES: dict[str, Feature] = {
-    # how batches are made
+    # batching
     "overlap": Feature("launched behind a batch in flight", {"overlap_depth": 2}),
     "forced retraction": Feature("retracted (forced)", {"retract_every": 3}),
     "mixed batches": Feature("mixed batches", {"batching": "mixed"}),
@@ -91,7 +91,7 @@ FEATURES: dict[str, Feature] = {
         asks=lambda ask: {"grammar": TEXT},
     ),
     "pipeline": Feature("several microbatches in flight", {"pp_size": 2}),
-    # what is kept
+    # caching
     "no radix cache": Feature("", {"radix_cache": False}),
     "same-step sharing": Feature(
         "read what a batch in flight writes",
@@ -103,7 +103,7 @@ FEATURES: dict[str, Feature] = {
     "storage": Feature("loads from host memory", {"tiers": STORAGE}, called=("tiers.storage",)),
     "windows": Feature("window pages", hybrid={"window_tokens": 5, "window_pages": 9}, called=("hybrid",)),
     "states": Feature("states", hybrid={"state_slots": 6, "checkpoint_tokens": 2}, called=("hybrid",)),
-    # where it is served
+    # engines
     "handover": Feature("parts sent", {"num_reserved_decode_tokens": 1}, where="handover", called=("role",)),
     "late pages": Feature(
         "parts sent",
@@ -115,7 +115,7 @@ FEATURES: dict[str, Feature] = {
     "delayer": Feature(
         "prompts waited for other ranks", {"prefill_delayer": True}, where="abreast", called=("dp_ranks",)
     ),
-    # what is asked
+    # requests
     "preemption": Feature("retracted (preempted)", PREEMPTING, asks=lambda ask: {"priority": 2 * ask.key}),
     "media": Feature("media encoded", asks=_media, called=("spans",)),
     "adapters": Feature(
@@ -133,9 +133,9 @@ FEATURES: dict[str, Feature] = {
     "prompt logprobs": Feature("prompt logprobs", asks=lambda ask: {"logprob_start": 1}),
 }
 
-# The one place that says which pairs are refused.
+# The one place that lists the refused pairs.
 NEVER: dict[str, tuple[str, ...]] = {
-    # feature: what it contradicts
+    # feature: the features that contradict it
     "aligned chunks": ("mixed batches", "running first"),
     "no radix cache": ("same-step sharing", "retracted KV cached", "tiers", "storage"),
     "several steps": ("drafts", "jump forward", "ranks", "delayer", "grammars"),
@@ -144,10 +144,10 @@ NEVER: dict[str, tuple[str, ...]] = {
 REFUSED = {frozenset((name, other)) for name, others in NEVER.items() for other in others}
 
 UNSEEN: dict[frozenset[str], tuple[str, ...]] = {
-    # by pair: what has nothing to do beside the other, or is not seen in so few requests
+    # by pair: features without an effect beside the other, or not shown by so few requests
     frozenset({"same-step sharing", "prompt logprobs"}): (
         "same-step sharing",
-    ),  # a request for them computes its prompt
+    ),  # a request with them computes its prompt
     frozenset({"same-step sharing", "delayer"}): ("same-step sharing",),
     frozenset({"preemption", "delayer"}): ("preemption",),
     frozenset({"preemption", "handover"}): ("preemption",),  # no request is preempted on a decode engine
@@ -156,7 +156,7 @@ UNSEEN: dict[frozenset[str], tuple[str, ...]] = {
 
 
 def requests(features: list[Feature]) -> tuple[list[Ask | None], Asks]:
-    """A timeline, and later requests: shared prefixes, stops; of two kinds some are both, some the one or the other."""
+    """A timeline, and later requests: shared prefixes, stops; of two kinds some requests are both, some only one."""
 
     def prompt(base: int, tokens: int, behind: int = 0) -> tuple[int, ...]:
         return (*range(100 * base, 100 * base + tokens), *range(900 + 10 * base, 900 + 10 * base + behind))
@@ -187,7 +187,7 @@ def all_requests(features: list[Feature]) -> Asks:
 
 
 def pool_pages(asks: Asks, beside: int) -> int:
-    """Each request fits alone, all rarely do; of a session all turns are one request that grows."""
+    """Each request fits alone, all rarely do; the turns of a session count as one request that grows."""
     lengths = Counter[str]()
     for ask in asks:
         lengths[ask.about.get("session", f"alone {ask.key}")] += len(ask.prompt) + ask.max_new
@@ -195,7 +195,7 @@ def pool_pages(asks: Asks, beside: int) -> int:
 
 
 def place_for(features: list[Feature], beside: int, check: bool = False) -> Place:
-    """The engines on which two features meet. Raises ConfigError."""
+    """The engines on which two features are combined. Raises ConfigError."""
     settings: dict[str, Any] = {
         "page_size": PAGE_SIZE,
         "pages": pool_pages(all_requests(features), beside),
@@ -234,7 +234,7 @@ def served(place: Place, features: list[Feature]) -> dict[int, Answer]:
 
 @cache
 def plain(asking: tuple[str, ...]) -> dict[int, Answer]:
-    """The answers of one engine without any feature, compared with what the requests ask for."""
+    """The answers of one engine without any feature, compared with the expected ones."""
     features = [FEATURES[name] for name in asking]
     needs = {name: value for feature in features for name, value in feature.needs.items()}
     place = Solo(SchedConfig(page_size=PAGE_SIZE, pages=400, radix_cache=False, overlap_depth=0, **needs))
@@ -244,10 +244,10 @@ def plain(asking: tuple[str, ...]) -> dict[int, Answer]:
 
 
 def marks_of(names: tuple[str, ...]) -> Counter[str]:
-    """Serve the requests with these features, in one pool after the other until each has been seen at work.
+    """Serve the requests with these features, in one pool after the other until each has shown its mark.
 
-    Returns: what was seen.
-    Raises: ConfigError or RefusedAtEntry for features that do not go together, AssertionError for a wrong answer.
+    Returns: the marks that were reached.
+    Raises: ConfigError or RefusedAtEntry for features that contradict each other, AssertionError for a wrong answer.
     """
     features = [FEATURES[name] for name in names]
     expected = plain(tuple(name for name in names if FEATURES[name].asks is not None))
@@ -265,7 +265,7 @@ def marks_of(names: tuple[str, ...]) -> Counter[str]:
 
 
 def unseen(names: tuple[str, ...], marks: Counter[str]) -> list[str]:
-    """Features that left no trace of having been at work."""
+    """Features whose marks were not reached."""
     return [name for name in names if FEATURES[name].seen and not marks[FEATURES[name].seen]]
 
 
@@ -288,7 +288,7 @@ def test_each_pair_gives_what_one_plain_engine_gives_or_is_refused(names: tuple[
 
 
 def tried(names: tuple[str, ...]) -> tuple[Counter[str], ConfigError | RefusedAtEntry | None]:
-    """What was seen, or why the features do not go together."""
+    """The marks that were reached, or why the features contradict each other."""
     try:
         return marks_of(names), None
     except (ConfigError, RefusedAtEntry) as refusal:
@@ -296,7 +296,7 @@ def tried(names: tuple[str, ...]) -> tuple[Counter[str], ConfigError | RefusedAt
 
 
 def assert_clear(names: tuple[str, str], refusal: Exception) -> None:
-    """A refusal is one sentence that names what is refused, in the words of both, and by a config what to do."""
+    """A refusal is one sentence that names the refused features, in the words of both, and for a config the remedy."""
     text = str(refusal)
     spoken = [any(f"`{word}`" in text for word in words(FEATURES[name])) for name in names]
     if isinstance(refusal, ConfigError):
@@ -308,5 +308,5 @@ def assert_clear(names: tuple[str, str], refusal: Exception) -> None:
 
 
 def words(feature: Feature) -> set[str]:
-    """What a refusal may call a feature."""
+    """Names of a feature in a refusal."""
     return {*feature.settings, *feature.called}

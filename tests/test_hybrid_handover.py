@@ -1,8 +1,8 @@
-"""Windows and states between prefill and decode engines: what is sent, what is kept for it, and until when.
+"""Windows and states between prefill and decode engines: which are sent, which are kept for it, and until when.
 
 Pages have two tokens, a window is five: behind a prompt of 11 tokens, whose last page boundary is 10, positions from 6
-on may be seen. Every cell and state that is read is checked, as are invariants after every event, and what moves
-against what both engines keep (`tests/support/fleet/`).
+on may be seen. Every cell and state that is read is checked, as are invariants after every event, and the parts that
+move against the pages that both engines keep (`tests/support/fleet/`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def asked(key: int, prompt: int = 11, max_new: int = 6, **more: Any) -> Asked:
 
 
 def hear(made: Fleet, status: str, name: str) -> None:
-    """The host of an engine hears the first fact of this status that is on its way to it."""
+    """The host of an engine receives the first pending fact with this status."""
     made.tell(next(told for told in made.told if (told.status, told.to) == (status, name)))
 
 
@@ -85,14 +85,14 @@ def locked_windows(made: Fleet) -> int:
 
 
 def compute(made: Fleet) -> None:
-    """The prefill engine hears of pages and computes all that it can."""
+    """The prefill engine receives the page numbers and computes as much as it can."""
     if any((told.status, told.to) == ("accepted", "p0") for told in made.told):
         hear(made, "accepted", "p0")
     while made.ready("p0"):
         made.finish("p0")
 
 
-# ------------------------------------------------------------------------------------------------------- what is sent
+# -------------------------------------------------------------------------------------------------------- sent blocks
 
 
 @pytest.mark.parametrize("allocation", ["early", "prefill_complete"])
@@ -126,7 +126,7 @@ def test_answers_are_those_of_one_engine(layers: str, prompt: int, radix: bool) 
     assert all(made.answers[key] == asked(key, prompt, max_new=9).answer for key in range(3))
 
 
-def test_engines_without_such_layers_say_nothing_of_them() -> None:
+def test_engines_without_such_layers_report_none() -> None:
     common: dict[str, Any] = {"page_size": 2, "pages": 40, "num_reserved_decode_tokens": 2}
     made = Fleet([SchedConfig(role="prefill", **common)], [SchedConfig(role="decode", **common)])
     wire = made.arrive(asked(0))
@@ -136,11 +136,11 @@ def test_engines_without_such_layers_say_nothing_of_them() -> None:
     assert all(part.command.hybrid is None for part in wire.parts)
 
 
-# ------------------------------------------------------------------------------------------- what need not come again
+# ------------------------------------------------------------------------------------------- blocks that are not sent
 
 
 def test_what_no_window_sees_any_more_need_not_come_again() -> None:
-    """Of what the decode engine has cached early windows are gone, and states too: none of that is read again."""
+    """Early windows and states of the decode engine's cached prefix were evicted: none of them is read again."""
     made = fleet()
     prompt = tuple(range(100, 111))
     made.arrive(Asked(0, prompt, 6))
@@ -161,7 +161,7 @@ def test_a_match_ends_in_front_of_a_tombstone_that_would_be_read() -> None:
     prompt = tuple(range(100, 111))
     made.arrive(Asked(0, prompt, 2))
     made.settle()
-    for key in (5, 6):  # they take the windows of the first one
+    for key in (5, 6):  # they evict the windows of the first one
         made.arrive(asked(key, 12, max_new=2))
         made.settle()
     wire = made.arrive(Asked(1, (*prompt[:10], 7, 8), 2))
@@ -177,11 +177,11 @@ def test_a_match_ends_in_front_of_a_tombstone_that_would_be_read() -> None:
     made.settle()
 
 
-# ----------------------------------------------------------------------------------------------- what is kept for it
+# ---------------------------------------------------------------------------------------------- blocks that are kept
 
 
 def test_what_is_sent_is_kept_until_it_has_gone() -> None:
-    """The prompt is computed and waits; others come and need every window and slot that can be had meanwhile."""
+    """The prompt is computed and waits; meanwhile other requests need every window and slot that is not locked."""
     hybrid = HybridMemory(window_tokens=5, window_pages=8, state_slots=2, checkpoint_tokens=4)
     made = fleet(hybrid, decode=BOTH)
     wire = made.arrive(asked(0))
@@ -270,7 +270,7 @@ def test_nothing_is_left_behind_by_a_restart(name: str, failure: str) -> None:
     assert made.answers[7] == asked(7).answer
 
 
-# ----------------------------------------------------------------------------------------------- which request gets it
+# ----------------------------------------------------------------------------------------------- the receiving request
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_all_pools_are_asked_before_anything_is_taken(decode: HybridMemory, rese
 
 
 def test_chunked_request_is_not_held_up_by_one_that_has_come_and_gets_no_row() -> None:
-    """One request may run. It is computed here, chunk by chunk; another one's windows have come and are in its way."""
+    """One request may run. It is computed here, chunk by chunk; the received windows of another are in its way."""
     made = fleet(
         HybridMemory(window_tokens=5, window_pages=20),
         decode=HybridMemory(window_tokens=5, window_pages=6),
@@ -325,7 +325,7 @@ def test_retracted_request_is_computed_again_with_windows_and_states_of_this_eng
 
 
 def test_decodes_behind_a_state_that_came_leave_checkpoints() -> None:
-    """The next turn is computed from there, if that has to be here."""
+    """The next turn is computed from there, if it has to be computed here."""
     made = fleet(transfer_failure="recompute")
     first = asked(0, max_new=10)
     made.arrive(first)
@@ -359,7 +359,10 @@ def recomputed_behind(prompt: int, outputs: int, **settings: Any) -> int:
 @pytest.mark.parametrize("overlap_depth", [0, 1, 2])
 @pytest.mark.parametrize(("prompt", "behind"), [(10, 10), (11, 12), (12, 12)])
 def test_the_received_state_becomes_a_checkpoint(prompt: int, behind: int, overlap_depth: int) -> None:
-    """It is one at once if the prompt ends with a page. Otherwise the row leaves one at the end of that page."""
+    """The state is a checkpoint at once if the prompt ends with a page.
+
+    Otherwise the row leaves one at the end of that page.
+    """
     assert recomputed_behind(prompt, 4, overlap_depth=overlap_depth) == behind
 
 
@@ -385,7 +388,7 @@ def test_a_retracted_request_starts_again_behind_its_received_prompt(prompt: int
 
 
 def test_a_received_state_is_kept_only_if_a_slot_is_left() -> None:
-    """Each of two requests needs a slot for its row, and there are two: the states stay where they are."""
+    """Each of two requests needs a slot for its row, and there are two: the states stay in place."""
     made = fleet(RARE, decode=HybridMemory(state_slots=2, checkpoint_tokens=64))
     for key in range(2):
         made.arrive(asked(key, 10))
@@ -417,8 +420,10 @@ def test_slots_behind_drafts_are_given_at_once(drafts: int) -> None:
 
 
 def test_a_state_that_is_shared_late_is_not_being_written_any_more() -> None:
-    """A row that is sent keeps its own pages while the cache has others of these tokens. When those are gone, its next
-    chunk is shared at its launch, and with it what was computed before: a checkpoint that no batch in flight writes.
+    """A row that is sent keeps its own pages while the cache has others of these tokens.
+
+    When those were evicted, its next chunk is shared at its launch, and with it the pages computed before: a checkpoint
+    that no batch in flight writes.
     """
     made = fleet(LAYERS["states"], same_step_sharing=True, overlap_depth=0, restores=False)
     made.arrive(asked(0, prompt=9))
@@ -458,7 +463,7 @@ def test_history_that_found_something(seed: int) -> None:
     run_history(seed, hybrid=True)
 
 
-# -------------------------------------------------------------------------------------------- that the detectors detect
+# --------------------------------------------------------------------------------------------------------- planted bugs
 
 
 def _given_windows_come_back_with_the_request(patch: pytest.MonkeyPatch) -> None:
@@ -546,7 +551,7 @@ def test_nothing_is_found_without_a_planted_bug(sizes: tuple[int, int]) -> None:
 
 
 def _crowd(page_size: int, window: int) -> None:
-    """Prompts that begin alike, in pools that are small, some of which are cancelled on their way."""
+    """Prompts that begin alike, in small pools; some are cancelled during their transfer."""
     small = HybridMemory(window_tokens=window, window_pages=7, state_slots=3, checkpoint_tokens=4)
     large = HybridMemory(window_tokens=window, window_pages=12, state_slots=6, checkpoint_tokens=4)
     made = fleet(large, decode=small, restores=False, page_size=page_size)

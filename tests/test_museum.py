@@ -1,6 +1,6 @@
-"""Real failures that a story cannot tell: sweeps over every value near an edge, objects left in memory, two processes.
+"""Real failures that a scenario cannot show: sweeps over every value near an edge, objects in memory, two processes.
 
-The stories are tests/scenarios/museum/; the table in tests/README.md says which failure is shown where.
+The scenarios are tests/scenarios/museum/; the table in tests/README.md lists where each failure is shown.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_every_size_within_two_pages_of_the_edge_ends_or_is_rejected(settings: d
 
 @pytest.mark.parametrize("prompt", [10, *range(4090, 4100)])
 def test_what_is_accepted_near_a_pool_of_4096_is_launched_at_once(prompt: int) -> None:
-    """Script 1 with the numbers of the report: nothing is accepted that an empty engine does not start."""
+    """Script 1 with the numbers of the report: every accepted request is started by an empty engine."""
     config = SchedConfig(page_size=2, pages=2048, context_tokens_max=10_000)
     for together in range(max(4090, prompt + 1), 4103):
         engine = Engine(config)
@@ -86,7 +86,7 @@ def test_what_is_accepted_near_a_pool_of_4096_is_launched_at_once(prompt: int) -
 
 @pytest.mark.parametrize("asked", [4084, 4087, 4088])
 def test_output_up_to_the_end_of_the_pool(asked: int) -> None:
-    """Script 1 to its end: prompt 10 in a pool of 4,096 gets all it asked for, at most 4,087 tokens."""
+    """Script 1 to its end: prompt 10 in a pool of 4,096 gets its whole output, at most 4,087 tokens."""
     engine = Engine(SchedConfig(page_size=2, pages=2048, context_tokens_max=10_000, overlap_depth=0))
     engine.step(arrived(0, 10, asked))
     engine.step(arrived(1, 4, 4))
@@ -130,7 +130,7 @@ def test_setting_under_which_nothing_could_run_is_refused_at_start(name: str, va
 
 
 class Recorder(Driver):
-    """A driver that keeps the retractions."""
+    """A driver that records the retractions."""
 
     def __init__(self, config: SchedConfig) -> None:
         super().__init__(config)
@@ -142,7 +142,7 @@ class Recorder(Driver):
 @pytest.mark.parametrize("in_flight", [0, 1, 2])
 @pytest.mark.parametrize("cause", ["pages", "forced", "pause", "restart"])
 def test_exactly_the_tokens_in_flight_are_discarded(cause: str, in_flight: int, late: bool) -> None:
-    """Script 7: the driver holds every streamed token against what the request's tokens are without a retraction."""
+    """Script 7: the driver compares every streamed token with the request's tokens without a retraction."""
     config = SchedConfig(
         page_size=1,
         pages=16 if cause == "pages" else 64,
@@ -171,7 +171,7 @@ def test_exactly_the_tokens_in_flight_are_discarded(cause: str, in_flight: int, 
     driver.settle()
     driver.replayed()
     assert [(story.ended, len(story.sent)) for story in driver.records.values()] == [("length", 10)] * 2
-    if cause != "restart":  # results of before a restart never come
+    if cause != "restart":  # results of before a restart never arrive
         assert driver.engine.tokens_discarded == sum(event.tokens_discarded for event in driver.retracted)
 
 
@@ -183,12 +183,12 @@ def decode_with(driver: Driver, in_flight: int) -> None:
         driver.batches.finish()
 
 
-# ------------------------------------------------------------------------------------------------- what is left behind
+# ------------------------------------------------------------------------------------------------- objects left behind
 
 
 @contextmanager
 def no_garbage_collector(spare: int) -> Iterator[None]:
-    """Within it, objects are freed by their last reference or not at all; at its end as many are left as before."""
+    """Within it, objects are freed by their last reference or not at all; at its end their number is unchanged."""
     gc.collect()
     gc.disable()
     try:
@@ -212,7 +212,7 @@ def test_a_hundred_thousand_evicted_prefixes_leave_no_object() -> None:
 
 
 def test_a_thousand_decodes_leave_no_object() -> None:
-    """C16: what a batch carried is let go when its result is taken in; what a request held, when it ends."""
+    """C16: the objects of a batch are freed when its result is taken in; those of a request, when it ends."""
     engine = Engine(SchedConfig(page_size=2, pages=64, overlap_depth=1, radix_cache=False))
     with no_garbage_collector(spare=40):
         for number in range(50):
@@ -227,7 +227,7 @@ def test_a_thousand_decodes_leave_no_object() -> None:
 
 
 def test_offers_to_stages_that_stand_still_leave_no_object() -> None:
-    """E10: what is in flight is bounded by the slots of the stages, and an offer beyond them is remembered nowhere."""
+    """E10: batches in flight are bounded by the slots of the stages, and further offers leave no object."""
     engine = Engine(SchedConfig(page_size=2, pages=64, pp_size=2, overlap_depth=1))
     for number in range(4):
         engine.step(arrived(number, 3, 20))
@@ -242,7 +242,7 @@ def test_offers_to_stages_that_stand_still_leave_no_object() -> None:
 
 
 def test_the_evictor_takes_all_that_the_counter_promises() -> None:
-    """E12: pages counted as evictable can be evicted, whatever is held, in one go or in parts."""
+    """E12: pages counted as evictable can be evicted, whatever is locked, in one go or in parts."""
     rng = random.Random(12)
     for _ in range(200):
         cache, page = RadixCache(1), 0
@@ -273,7 +273,7 @@ EQUAL_CONFIG = SchedConfig(page_size=2, pages=14, max_running_requests=4, schedu
 
 
 def digest_of_equals() -> str:
-    """Six requests of one instant that differ in nothing but their names, retracted again and again."""
+    """Six requests of one instant that differ only in their names, retracted again and again."""
     actions: list[Action] = list(EQUALS)
     return run_actions(EQUAL_CONFIG, actions).engine.digest.hex()
 
@@ -305,7 +305,7 @@ ENTRIES = {
 
 
 def museum_rows() -> dict[str, str]:
-    """Rows of the museum's tables in tests/README.md, by what their first cell names."""
+    """Rows of the museum's tables in tests/README.md, by the name in their first cell."""
     museum = README.read_text().split("## The museum", 1)[1]
     rows = {}
     for line in museum.splitlines():
@@ -321,7 +321,7 @@ def test_every_script_and_every_failure_has_a_row() -> None:
     assert list(museum_rows()) == expected
 
 
-def test_every_story_of_the_museum_is_in_its_table() -> None:
+def test_every_scenario_of_the_museum_is_in_its_table() -> None:
     text = "\n".join(museum_rows().values())
     missing = [path.stem for path in (SCENARIOS / "museum").glob("*.txt") if f"`museum/{path.stem}`" not in text]
     assert not missing
@@ -333,7 +333,7 @@ def test_every_test_named_in_the_table_exists() -> None:
         assert f"def {name}(" in tests, f"tests/README.md names {name}, which does not exist"
 
 
-def test_every_story_opens_with_a_public_reference() -> None:
+def test_every_scenario_opens_with_a_public_reference() -> None:
     for path in (SCENARIOS / "museum").glob("*.txt"):
         opening = path.read_text().split("\nconfig")[0]
         assert re.search(r"\b(SG|VL|MS|NV|TR|JX|VA|FS|BI)#\w+", opening), path.stem

@@ -1,6 +1,6 @@
 """Nothing in this repository turns stored or received bytes into code: not the product, not a tool, not a test.
 
-Serving engines have been taken over again and again by a pickle in a socket, a cache or a debugging tool. Deny-lists
+Serving engines were attacked repeatedly through a pickle in a socket, a cache or a debugging tool. Deny-lists
 inside an unpickler were bypassed each time, so the rule is that there is none. The source of every file is walked, and
 each rule is tried on a planted violation.
 """
@@ -87,7 +87,7 @@ def _surely_without_pickle(call: ast.Call) -> bool:
 
 
 def _meanings(nodes: Sequence[ast.AST]) -> dict[str, str]:
-    """What each imported name stands for, as a dotted path."""
+    """The dotted path for which each imported name stands."""
     meanings = {}
     for node in nodes:
         if isinstance(node, ast.Import):

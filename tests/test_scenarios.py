@@ -1,4 +1,4 @@
-"""Golden scenarios: the stories under tests/scenarios/. `--update` writes what they expect; then read the diff."""
+"""The golden scenarios under tests/scenarios/. `--update` writes their expected output; then read the diff."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def name_of(path: Path) -> str:
 
 
 SPELT_OUT = [path for path in FILES if is_spelt_out(path.read_text())]
-STORIES = [path for path in FILES if path not in SPELT_OUT]
+SCENARIOS = [path for path in FILES if path not in SPELT_OUT]
 
 
-@pytest.mark.parametrize("path", STORIES, ids=name_of)
+@pytest.mark.parametrize("path", SCENARIOS, ids=name_of)
 def test_scenario(path: Path, request: pytest.FixtureRequest) -> None:
     difference, _ = run_file(path, update=request.config.getoption("--update"))
     if difference:
@@ -35,7 +35,7 @@ def test_scenario(path: Path, request: pytest.FixtureRequest) -> None:
         )
 
 
-@pytest.mark.parametrize("path", STORIES, ids=name_of)
+@pytest.mark.parametrize("path", SCENARIOS, ids=name_of)
 def test_every_scenario_is_written_as_update_would_write_it(path: Path) -> None:
     assert unparse(parse(path.read_text())) == path.read_text()
 

@@ -1,4 +1,4 @@
-"""A short campaign with fresh seeds, and the proof that the detectors detect. The long one is `make swarm`."""
+"""A short campaign with fresh seeds, and the proof that planted bugs are found. The long one is `make swarm`."""
 
 from __future__ import annotations
 

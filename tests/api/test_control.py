@@ -59,7 +59,7 @@ def state(operator: Post) -> Any:
 
 def turn(client: Any, session: str, text: str, **more: Any) -> Any:
     body = {"text": text, "sampling_params": {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}}
-    offset = {"offset": more.pop("offset")} if "offset" in more else {}
+    offset = {name: more.pop(name) for name in ("offset", "replace") if name in more}
     return client.post("/generate", json={**body, "session_params": {"id": session, **offset}, **more})
 
 
@@ -78,6 +78,8 @@ def test_a_session_keeps_the_conversation(alice: Any, operator: Post) -> None:
     back = turn(alice, session, " again", offset=9).json()
     assert back["output_ids"] == second["output_ids"]
     assert turn(alice, session, " again", offset=0).json()["meta_info"]["prompt_tokens"] == 6
+    assert turn(alice, session, " once more", replace=True).json()["meta_info"]["prompt_tokens"] == 10
+    assert turn(alice, session, "!", replace=False).json()["meta_info"]["prompt_tokens"] == 10 + 4 + 1
     assert alice.post("/close_session", json={"session_id": session}).status_code == 200
     assert state(operator)["sessions"] == 0
     gone = turn(alice, session, "hello")
@@ -112,7 +114,16 @@ def test_a_session_is_its_tenants(server: LiveServer, alice: Any) -> None:
         ("/open_session", {"capacity_of_str_len": 100, "streaming": True}, "streaming"),
         ("/generate", {"text": ["a", "b"], "session_params": {"id": "x"}}, "session_params"),
         ("/generate", {"text": "a", "session_params": {"id": "x"}, "sampling_params": {"n": 2}}, "session_params"),
-        ("/generate", {"text": "a", "session_params": {"id": "x", "replace": True}}, "session_params.replace"),
+        (
+            "/generate",
+            {"text": "a", "session_params": {"id": "x", "drop_previous_output": True}},
+            "session_params.drop_previous_output",
+        ),
+        (
+            "/generate",
+            {"text": "a", "session_params": {"id": "x", "replace": True, "offset": 3}},
+            "session_params.offset",
+        ),
         ("/generate", {"text": "a", "session_params": {}}, "session_params.id"),
     ],
     ids=lambda value: str(value)[:40],

@@ -97,6 +97,92 @@ def test_answers_are_those_of_the_model(client: Any, llm: LLM) -> None:
     assert client.completions.create(model="demo", prompt="Return the", **params).choices[0].text == text
 
 
+def test_bad_words_are_left_out_of_an_answer(client: Any, llm: LLM) -> None:
+    """The greedy answer without the tokens of words that it would contain; streams are equal."""
+    asked = {"model": "demo", "prompt": "Return the", "temperature": 0, "max_tokens": 24}
+    plain = client.completions.create(**asked, extra_body={"return_token_ids": True}).choices[0]
+
+    def contains(ids: list[int], text: str) -> bool:
+        body = {"prompt": text, "add_special_tokens": False}
+        part = client.post("../tokenize", body=body, cast_to=dict)["tokens"]
+        return any(ids[at : at + len(part)] == part for at in range(len(ids)))
+
+    spelled = [word for word in dict.fromkeys(plain.text.split()) if contains(plain.token_ids, f" {word}")]
+    words = sorted(spelled, key=len)[-3:]
+    assert words
+    for chosen in (*([word] for word in words), words):
+        body = {"bad_words": chosen, "return_token_ids": True}
+        said = client.completions.create(**asked, extra_body=body).choices[0]
+        assert said.text != plain.text
+        for word in chosen:
+            assert not contains(said.token_ids, f" {word}")
+            assert not contains(said.token_ids, word)
+        pieces = client.completions.create(**asked, extra_body=body, stream=True)
+        assert "".join(piece.choices[0].text for piece in pieces) == said.text
+    kept = client.completions.create(**asked, extra_body={"bad_words": ["zzzzqqq"]}).choices[0].text
+    assert kept == plain.text
+    chat = {"model": "demo", "messages": HELLO, "temperature": 0, "max_completion_tokens": 24}
+    before = client.chat.completions.create(**chat).choices[0].message.content
+    word = max(before.split(), key=len)
+    after = client.chat.completions.create(**chat, extra_body={"bad_words": [word]}).choices[0].message.content
+    assert after != before
+    eos = client.completions.create(**asked, extra_body={"bad_words": words, "ignore_eos": True}).usage
+    assert eos.completion_tokens == 24
+    for wrong, field in (({"bad_words": [""]}, "bad_words"), ({"bad_words": ["a"], "regex": "a+"}, "bad_words")):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(**asked, extra_body=wrong)
+        assert refused.value.param == field
+
+
+def beams_by_hand(llm: LLM, prompt: list[int], width: int, steps: int, ends: set[int]) -> list[tuple[list[int], float]]:
+    """Beam search by whole continuations: the tokens and the summed logprob of each beam, best first."""
+    beams, over = [([], 0.0)], []
+    for _ in range(steps):
+        coming = []
+        answers = llm.generate(
+            [[*prompt, *tokens] for tokens, _ in beams],
+            Params(max_new_tokens=1, logprobs=2 * width, ignore_eos=True, temperature=0),
+        )
+        for (tokens, total), answer in zip(beams, answers, strict=True):
+            for token, value in list(answer.top_logprobs[0].items())[: 2 * width]:
+                (over if token in ends else coming).append(([*tokens, token], total + value))
+        beams = sorted(coming, key=lambda one: -one[1] / (len(prompt) + len(one[0])))[:width]
+
+    def score(one: tuple[list[int], float]) -> float:
+        return one[1] / (len(prompt) + len(one[0]) - (one[0][-1] in ends))
+
+    return sorted([*over, *beams], key=score, reverse=True)[:width]
+
+
+def test_beam_search(client: Any, llm: LLM) -> None:
+    """Equal to a search by hand; one beam is the greedy answer; fields that do not go with it are refused by name."""
+    asked = {"model": "demo", "prompt": "Return the", "max_tokens": 6}
+    body = {"use_beam_search": True, "return_token_ids": True}
+    said = client.completions.create(**asked, n=3, extra_body=body)
+    prompt = said.choices[0].prompt_token_ids
+    wanted = beams_by_hand(llm, prompt, 3, 6, set(llm.config.eos_token_ids))
+    assert [one.token_ids for one in said.choices] == [tokens for tokens, _ in wanted]
+    assert [one.index for one in said.choices] == [0, 1, 2]
+    assert said.usage.completion_tokens == sum(len(tokens) for tokens, _ in wanted)
+    one = client.completions.create(**asked, extra_body=body).choices[0]
+    greedy = client.completions.create(**asked, temperature=0).choices[0]
+    assert (one.text, one.finish_reason) == (greedy.text, greedy.finish_reason)
+    chat = client.chat.completions.create(
+        model="demo", messages=HELLO, max_completion_tokens=4, n=2, extra_body={"use_beam_search": True}
+    )
+    assert len({one.message.content for one in chat.choices}) == 2
+    for more, field in (
+        ({"stream": True}, "stream"),
+        ({"stop": ["a"]}, "stop"),
+        ({"regex": "a+"}, "regex"),
+        ({"n": 11}, "n"),
+        ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(**asked, extra_body={**body, **more})
+        assert refused.value.param == field
+
+
 def test_stop_texts_over_the_borders_of_tokens(client: Any, llm: LLM) -> None:
     text = str(llm.generate(["Return the"], Params(max_new_tokens=24))[0].text)
     asked = {"model": "demo", "prompt": "Return the", "temperature": 0, "max_tokens": 24}

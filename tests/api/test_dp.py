@@ -216,7 +216,7 @@ def test_messages_in_any_order_are_counted_and_replayed(policy: RouterPolicy, tm
     assert verify_router(tmp_path)[1] >= len(answered)
 
 
-# ----------------------------------------------------------------------------------------------- a line in front of it
+# ------------------------------------------------------------------------------------------- a queue before the router
 
 
 def line_of(run: Path | None = None, **more: Any) -> Board:
@@ -721,7 +721,7 @@ def test_the_page_shows_all_engines_together_and_where_a_request_was(in_turn: Li
     assert f"lockstep explain {run} --request {row['label']}" in dom
 
 
-# ----------------------------------------------------------------------------------------------------- what survives
+# ---------------------------------------------------------------------------------------------------------- failures
 
 
 def test_a_worker_that_begins_while_an_engine_is_away_serves_with_the_other(in_turn: LiveServer) -> None:

@@ -33,7 +33,7 @@ WORKLOAD = "gen:n=40,rate=60,input=uniform:20:400,output=uniform:2:20"
 
 
 def told(meter: DriftMeter, folder: Path, slower: float = 1.0) -> DriftMeter:
-    """A meter after the events of a journal, with every batch `slower` times as long."""
+    """A meter that has received the events of a journal, with every batch `slower` times as long."""
     for event, step in fold(folder):
         seen = event
         if isinstance(event, BatchFinished):

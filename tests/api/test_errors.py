@@ -225,7 +225,8 @@ def test_invalid_requests_do_not_affect_a_concurrent_stream(client: Any, emulate
     for number in range(120):  # of every endpoint
         path, body = hostile.body(random.Random(number))
         status = client.post(path, content=body, headers=JSON).status_code
-        assert status in (200, 400, 404, 501), (number, path, status)  # 501: not served, refused by name
+        # 413: more than a small body may have; 415: an upload that is no form; 501: not served, refused by name
+        assert status in (200, 400, 404, 413, 501, 415 if path == "/v1/files" else 400), (number, path, status)
         sent += bystander.is_alive()
     assert sent > 5
     bystander.join(120)

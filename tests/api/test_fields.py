@@ -202,3 +202,28 @@ def test_each_known_field_is_either_served_or_refused_or_named(body: type[schema
         object.__setattr__(made, "__pydantic_extra__", {name: "a value that no server knows"})
         with pytest.raises(ApiError, match=f"`{name}`"):
             unserved_fields(made, strict=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "said"),
+    [
+        ("/v1/embeddings", {"messages": HELLO}, "messages", "conversations with images"),
+        ("/v1/embeddings", {"input": [{"image": "https://a/b.png"}]}, "input", "images"),
+        ("/v1/embeddings", {"input": "a", "token_type_ids": [[0]]}, "token_type_ids", "cross-encoders"),
+        ("/v1/embeddings", {}, "input", "missing"),
+        ("/encode", {"text": "a", "is_cross_encoder_request": True}, "is_cross_encoder_request", "cross-encoders"),
+        ("/encode", {"text": "a", "image_data": "x"}, "image_data", "not supported"),
+        ("/generate", {"input_embeds": [[0.5]], "text": "a"}, "input_embeds", "prompts are tokens"),
+        ("/generate", {"text": "a", "token_ids_logprob": [1]}, "token_ids_logprob", "/score"),
+        ("/v1/completions", {"prompt": "a", "bad_words": ["b"]}, "bad_words", "no logits"),
+        ("/v1/completions", {"prompt": "a", "use_beam_search": True}, "use_beam_search", "no logits"),
+    ],
+)
+def test_what_is_not_served_is_refused_with_the_reason(
+    client: Any, path: str, body: dict[str, Any], param: str, said: str
+) -> None:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert said in error["message"]

@@ -1,7 +1,7 @@
-"""What costs most to look at, in the fewest bytes: refused in a moment, and without memory of its own.
+"""The most expensive bodies to validate, in the fewest bytes: refused quickly, and without much memory.
 
-A list with a million mistakes was once answered after two minutes and four gigabytes: each mistake was told, and of a
-field that may be several things, once for each.
+A list with a million errors was once answered after two minutes and four gigabytes: each error was reported, and for a
+field of several types once for each type.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ JSON = {"content-type": "application/json"}
 
 
 def repeated(field: str, item: str, path: str = "/v1/completions", front: str = '"prompt": "a"') -> tuple[str, bytes]:
-    """A body with a list of so many."""
+    """A body with a list of this length."""
     return path, f'{{{front}, "{field}": [{",".join([item] * MANY)}]}}'.encode()
 
 
 def named(field: str, value: str, path: str = "/v1/completions", front: str = '"prompt": "a"') -> tuple[str, bytes]:
-    """A body with an object of so many."""
+    """A body with an object of this size."""
     inner = ",".join(f'"{number}": {value}' for number in range(MANY))
     return path, f'{{{front}, "{field}": {{{inner}}}}}'.encode()
 
@@ -93,7 +93,7 @@ def client(emulated: LiveServer) -> Iterator[Any]:
 def test_the_most_expensive_bodies_are_refused_quickly(client: Any, emulated: LiveServer, name: str) -> None:
     path, body = COSTLY[name]
     worker = Path(f"/proc/{emulated.children()['worker 0']}")
-    (worker / "clear_refs").write_text("5")  # the highest mark of memory is that of now
+    (worker / "clear_refs").write_text("5")  # resets the mark of the highest memory use
     before_kb = memory_kb(worker)
     began_s = time.monotonic()
     answer = client.post(path, content=body, headers=JSON)
@@ -106,7 +106,7 @@ def test_the_most_expensive_bodies_are_refused_quickly(client: Any, emulated: Li
 
 
 def memory_kb(process: Path) -> int:
-    """The most that it had since the mark was set."""
+    """The highest memory use of the worker since the mark was set, in kB."""
     (line,) = [line for line in (process / "status").read_text().splitlines() if line.startswith("VmHWM:")]
     return int(line.split()[1])
 

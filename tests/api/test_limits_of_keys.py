@@ -1,4 +1,4 @@
-"""What a key may use: rates, quotas, answers at once; a file of keys that changes; what was used."""
+"""Limits of a key: rates, quotas, concurrent answers; a file of keys that changes; the recorded use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Clock:
 
 
 def refused(usage: UsageCounter, allowance: Allowance, **more: Any) -> float:
-    """After how many seconds to come again."""
+    """Seconds after which a refused request may be repeated."""
     with pytest.raises(ApiError) as caught:
         usage.admit("alice", allowance, more.get("prompt_tokens", 1), more.get("answers", 1))
     assert caught.value.status == 429
@@ -48,9 +48,9 @@ def test_requests_a_minute(tmp_path: Path) -> None:
     assert refused(usage, allowance) == pytest.approx(0.1)
     clock.now_s += 0.2
     usage.admit("alice", allowance, 1, 1)
-    clock.now_s -= 3600.0  # a clock that goes back gives nothing
+    clock.now_s -= 3600.0  # a clock that goes back adds nothing
     refused(usage, allowance)
-    clock.now_s += 3600.0 + 3600.0  # and a long time no more than a minute's
+    clock.now_s += 3600.0 + 3600.0  # a long time adds no more than a minute does
     for _ in range(3):
         usage.admit("alice", allowance, 1, 1)
     refused(usage, allowance)
@@ -68,7 +68,7 @@ def test_less_than_one_request_a_minute_is_possible(tmp_path: Path) -> None:
 def test_tokens_a_minute_are_prompts_at_once_and_answers_at_their_end(tmp_path: Path) -> None:
     clock = Clock(NOON)
     usage, allowance = UsageCounter(tmp_path / "usage", clock), Allowance(tokens_per_minute=600)
-    over = usage.admit("alice", allowance, 1000, 1)  # one may go below zero: else a long prompt never could
+    over = usage.admit("alice", allowance, 1000, 1)  # the balance may go below zero: long prompts are admitted
     assert refused(usage, allowance) == pytest.approx(40.1)
     clock.now_s += 41.0
     usage.admit("alice", allowance, 1, 1)
@@ -143,7 +143,7 @@ def test_a_file_that_changed_is_read_again(tmp_path: Path, caplog: pytest.LogCap
 
     assert tenants() == ["alice", None]
     written(path, ALICE, BOB + "\nanswers_max = 5")
-    assert keys.tenant_of("Bearer sk-bob-bob-bob-bob-bob") is None  # it was looked at less than a second ago
+    assert keys.tenant_of("Bearer sk-bob-bob-bob-bob-bob") is None  # the file was read less than a second ago
     assert tenants() == ["alice", "bob"]
     assert (keys.allowance("bob"), keys.allowance("alice")) == (Allowance(answers_max=5), UNLIMITED)
     path.write_text("[[keys]]\ntenant = 'alice'\nkey = 'short'\n")
@@ -174,7 +174,7 @@ def test_invalid_limits(tmp_path: Path, keys: list[str], said: str) -> None:
 
 
 def test_a_server_keeps_to_them(tmp_path: Path) -> None:
-    """Two keys of one server: one of them is limited, and later not any more."""
+    """Two keys of one server: one of them is limited, and is unlimited later."""
     path = tmp_path / "keys.toml"
     written(path, ALICE + "\nrequests_per_minute = 2\nanswers_max = 1", BOB)
     settings = ("--api-keys", str(path), "--usage-dir", str(tmp_path / "usage"), "--shutdown-s", "0")
@@ -191,7 +191,7 @@ def test_a_server_keeps_to_them(tmp_path: Path) -> None:
 
         both = complete("alice", n=2)
         assert (both.status_code, "open answers" in both.json()["error"]["message"]) == (429, True)
-        assert complete("alice", max_tokens=10**6).status_code == 400  # and so is not counted
+        assert complete("alice", max_tokens=10**6).status_code == 400  # a refused request is not counted
         assert [complete("alice").status_code for _ in range(3)] == [200, 200, 429]
         late = complete("alice")
         assert 1 <= int(late.headers["Retry-After"]) <= 30

@@ -150,7 +150,7 @@ def test_requests_wait_while_memory_is_released(emulated: Operated) -> None:
     asking = threading.Thread(target=lambda: found.append(emulated.ask("wait for me")))
     asking.start()
     until(lambda: emulated.order("/get_server_info")[1]["state"]["waiting"] == 1)
-    assert emulated.order("/update_weights_from_disk", {"model_path": "x"})[0] == 400  # their memory is released
+    assert emulated.order("/update_weights_from_disk", {"model_path": "x"})[0] == 400  # memory of weights is released
     assert emulated.order("/resume_memory_occupation", {"tags": ["weights"]})[0] == 200
     assert not found
     assert emulated.order("/wake_up")[0] == 200

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 AIPERF = os.environ.get("LOCKSTEP_AIPERF") or shutil.which("aiperf")
-"""The program: it is 1.2 GB with what it needs, so it has an environment of its own (benchmarks/load_generators.py)."""
+"""The program: it requires 1.2 GB, so it has an environment of its own (benchmarks/load_generators.py)."""
 
 
 @pytest.mark.skipif(AIPERF is None, reason="needs aiperf; LOCKSTEP_AIPERF may name the program")

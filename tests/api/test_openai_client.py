@@ -67,7 +67,7 @@ def test_a_stream_equals_the_whole_answer(client: Any) -> None:
     assert {chunk.id for chunk in chunks} == {first.id}
     spoken = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
     assert spoken == whole.choices[0].message.content
-    assert middle  # it came piece by piece
+    assert middle  # the text came in several pieces
 
 
 def test_greedy_and_seeded_answers_can_be_had_again(client: Any) -> None:

@@ -76,7 +76,7 @@ def test_one_socket_on_loopback_a_folder_for_the_owner_and_an_end_in_order(serve
     assert listening({server.process.pid, *children.values()}) == [("tcp", f"0100007F:{port:04X}")]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     names = {path.name for path in folder.iterdir() if ".sqlite" not in path.name}
-    assert names == {"engine", "worker-0", "ready-0", "settings.json", "journal", "kept"}
+    assert names == {"engine", "worker-0", "ready-0", "settings.json", "journal", "kept", "files"}
     stored = list(folder.glob("*.sqlite*"))
     assert {path.name.partition(".")[0] for path in stored} == {"responses", "conversations"}
     for path in stored:

@@ -316,7 +316,7 @@ def test_answers_in_progress_are_not_removed(tmp_path: Path) -> None:
     assert there("late") == [False]
     assert not store.put("b", under_way("late"), [], over=False)  # each tenant has its own limits
     now_s[0] += 1000.0
-    assert there("slow", "slow2", "slow3") == [True, True, True]  # the time counts from the end
+    assert there("slow", "slow2", "slow3") == [True, True, True]  # the time to live begins at the end
     store.change("a", under_way("slow", status="completed"), over=True)
     now_s[0] += 59.0
     assert there("slow") == [True]
@@ -368,13 +368,13 @@ def test_no_answer_is_begun_in_the_background_for_which_there_is_no_place(tmp_pa
     async def accepted() -> None:
         pass
 
-    async def nobody_leaves() -> None:
+    async def never_disconnects() -> None:
         await asyncio.Event().wait()
 
     generation: Any = SimpleNamespace(accepted=accepted, cancel=lambda: cancelled.append("later"))
     shape: Any = SimpleNamespace(response=lambda status: under_way("later", status=status))
     server: Any = SimpleNamespace(responses=store, background=set())
-    request: Any = SimpleNamespace(receive=nobody_leaves)
+    request: Any = SimpleNamespace(receive=never_disconnects)
     call = Call(request, ResponseBody(input="a"), "a", 0.0)
     assert not store.put("a", under_way("now"), [], over=False)
     with pytest.raises(ApiError, match=r"`background`: .* 1 answers are in progress, .*stored_responses") as caught:
@@ -412,7 +412,7 @@ def test_answers_in_progress_in_a_worker_that_ended_have_failed(tmp_path: Path) 
     assert (found.over, found.response["status"]) == (True, "failed")
     stored.change("", {"id": "r", "status": "completed"}, over=True)  # too late
     assert stored.get("", "r") == found
-    assert not stored.put("", {"id": "another", "status": "queued"}, [], over=False)  # in the place of what failed
+    assert not stored.put("", {"id": "another", "status": "queued"}, [], over=False)  # in place of the failed one
     assert stored.get("", "r") is None
     mine = stored.get("", "mine")
     assert mine is not None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +18,16 @@ import pytest
 pytest.importorskip("fastapi", reason="the server is not installed")
 httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
-from tests.support.live_server import EMULATED, LiveServer, metric, running, serving, until  # noqa: E402
+from lockstep.api.endpoints.kept_answers import KeptAnswers, KeptRequest  # noqa: E402
+from tests.support.live_server import (  # noqa: E402
+    EMULATED,
+    LiveServer,
+    children_of_journal,
+    metric,
+    running,
+    serving,
+    until,
+)
 
 LONG = {"prompt": "hello", "max_tokens": 1500, "ignore_eos": True, "seed": 7, "stream": True}
 RESUMABLE = {"X-Resumable": "1"}
@@ -294,6 +305,103 @@ def test_streams_continue_after_the_end_of_their_worker_or_server(tmp_path: Path
             assert "0 of them were not submitted again" in server.text()
     finally:
         server.end()
+
+
+def test_a_kept_stream_outlives_an_engine_that_is_given_up(tmp_path: Path) -> None:
+    """The server ends with its engine; the next server on the same journal continues the answers."""
+    arguments = (*EMULATED, "--journal", str(tmp_path / "run"), "--shutdown-s", "1")
+    server = LiveServer(*arguments, "--restarts", "0", log=tmp_path / "log")
+    try:
+        with httpx2.Client(base_url=server.url, timeout=120) as client:
+            name, before = begun(client, "/v1/completions", LONG, 3)
+        os.kill(server.children()["engine"], signal.SIGKILL)
+        assert server.process.wait(60) == 1
+    finally:
+        server.end()
+    with serving(tmp_path / "log2", *arguments) as server, httpx2.Client(base_url=server.url, timeout=120) as client:
+        after = rest(client, name, before[-1][0])
+        assert [number for number, _ in before + after] == list(range(len(before) + len(after)))
+        assert texts_of(before + after) == whole(client)
+
+
+def test_an_engine_killed_while_it_waits_for_the_workers_of_a_new_server_is_restarted(tmp_path: Path) -> None:
+    """The worker is stopped until the engine was killed, so the engine still waits for the worker's requests."""
+    arguments = (*EMULATED, "--journal", str(tmp_path / "run"), "--shutdown-s", "0")
+    server = LiveServer(*arguments, log=tmp_path / "log")
+    with httpx2.Client(base_url=server.url, timeout=120) as client:
+        name, before = begun(client, "/v1/completions", {**LONG, "max_tokens": 20_000}, 3)
+    for pid in [*server.children().values(), server.process.pid]:
+        os.kill(pid, signal.SIGKILL)
+    server.end()
+
+    def disturb() -> None:
+        until(lambda: "worker 0" in children_of_journal(tmp_path / "run"), 60)
+        worker = children_of_journal(tmp_path / "run")["worker 0"]
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            until(lambda: "emulated, ready" in (tmp_path / "log2").read_text(), 60)
+            os.kill(children_of_journal(tmp_path / "run")["engine"], signal.SIGKILL)
+        finally:
+            os.kill(worker, signal.SIGCONT)
+
+    disturbing = threading.Thread(target=disturb)
+    disturbing.start()
+    with serving(tmp_path / "log2", *arguments) as server, httpx2.Client(base_url=server.url, timeout=120) as client:
+        disturbing.join()
+        after = rest(client, name, before[-1][0])
+        assert [number for number, _ in before + after] == list(range(len(before) + len(after)))
+        assert after[-1][1] == "[DONE]"
+        assert "the engine ended with signal SIGKILL" in server.text()
+
+
+def test_requests_of_an_earlier_server_are_continued_by_every_generation(tmp_path: Path) -> None:
+    """All open requests come from the server before, and the engine is killed twice."""
+    arguments = (*EMULATED, "--speed", "0.2", "--journal", str(tmp_path / "run"), "--shutdown-s", "0")
+    server = LiveServer(*arguments, log=tmp_path / "log")
+    with httpx2.Client(base_url=server.url, timeout=120) as client:
+        name, before = begun(client, "/v1/completions", {**LONG, "max_tokens": 3000}, 3)
+    for pid in [*server.children().values(), server.process.pid]:
+        os.kill(pid, signal.SIGKILL)
+    server.end()
+    with serving(tmp_path / "log2", *arguments) as server, httpx2.Client(base_url=server.url, timeout=120) as client:
+        for generation in (1, 2):
+            until(lambda: running(server) == 1)
+            os.kill(server.children()["engine"], signal.SIGKILL)
+            until(lambda wanted=f"engine {generation}: recovered": wanted in server.text())
+        after = rest(client, name, before[-1][0])
+        assert [number for number, _ in before + after] == list(range(len(before) + len(after)))
+        assert after[-1][1] == "[DONE]"
+        recovered = [line for line in server.text().splitlines() if "recovered 1 requests" in line]
+        assert len(recovered) == 3
+        assert all("0 of them were not submitted again" in line for line in recovered), recovered
+
+
+def test_an_answer_is_never_seen_without_its_lock_and_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that starts looks for answers without a writer at every step of another one that begins an answer."""
+    limits = {"most": 10, "bytes_max": 2**20, "kept_s": 60.0}
+    beginning, starting = KeptAnswers(tmp_path, **limits), KeptAnswers(tmp_path, **limits)
+    flock, looks = fcntl.flock, []
+
+    def look(*_: Any) -> None:
+        with monkeypatch.context() as undone:
+            undone.setattr(fcntl, "flock", flock)
+            looks.append([one.name for one in starting.abandoned()])
+
+    def locked(descriptor: int, how: int) -> None:
+        look()
+        flock(descriptor, how)
+        look()
+
+    monkeypatch.setattr(fcntl, "flock", locked)
+    request = KeptRequest("/x", "", b"", b"", (), b"", time.time())
+    answer = beginning.begin("ans_0123456789", request)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert looks == [[], []]
+    assert answer is not None
+    assert answer.path.exists()
+    assert answer.records() == [request]
+    assert beginning.begin("ans_0123456789", request) is None
+    assert [one.name for one in answer.path.parent.iterdir()] == ["ans_0123456789.open"]
 
 
 def test_stored_responses_survive_a_restart(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ ONLY_WITH_A_CALIBRATION = {"lockstep_batch_seconds_total", "lockstep_batch_predi
 
 
 def complete(url: str, label: str, **headers: str) -> dict[str, str]:
-    """Ask for a completion, and return the headers of its answer."""
+    """Request a completion, and return the headers of its answer."""
     body = {"prompt": "a prompt of a few words", "max_tokens": 6, "ignore_eos": True, "stream": True}
     headers |= {"Content-Type": "application/json", "X-Request-Id": label}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
@@ -150,7 +150,7 @@ def test_with_keys_the_page_requires_one(tmp_path: Path) -> None:
 
 @pytest.fixture
 def collector() -> Iterator[tuple[str, list[bytes]]]:
-    """A collector's address, and what was posted to it."""
+    """The address of a collector, and the list of bodies posted to it."""
     posted: list[bytes] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -179,7 +179,7 @@ def test_each_request_is_a_span_below_that_of_its_client(collector: tuple[str, l
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     with serving(tmp_path / "log", *EMULATED, "--otlp-endpoint", endpoint, "--shutdown-s", "1") as server:
         complete(server.url, "traced", traceparent=f"00-{trace}-{parent}-01")
-        get(f"{server.url}/v1/models")  # never comes to the engine, and has no span
+        get(f"{server.url}/v1/models")  # no request of the engine: has no span
     found = {}
     for data in posted:
         message = ExportTraceServiceRequest.FromString(data)

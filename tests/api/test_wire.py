@@ -1,4 +1,4 @@
-"""Messages between processes: whole, typed, bounded; and each has somebody who knows what to do with it."""
+"""Messages between processes: whole, typed, bounded; and each type has a handler."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_every_message_survives_a_round_trip() -> None:
 def test_every_message_has_one_handler() -> None:
     assert set(engine_process.HANDLERS) == set(get_args(wire.EngineMessage)) == {type(one) for one in TO_ENGINE}
     assert set(bridge.HANDLERS) == set(get_args(wire.WorkerMessage)) == {type(one) for one in TO_WORKER}
-    handled = {*routing.HANDLERS, wire.StopRouter}  # which ends the thread that handles
+    handled = {*routing.HANDLERS, wire.StopRouter}  # ends the thread that handles the others
     assert handled == set(get_args(wire.RouterMessage)) == {type(one) for one in TO_ROUTER}
 
 
@@ -113,11 +113,11 @@ def test_every_message_has_one_handler() -> None:
         (b"\x93\xa9Overthrow\x01\x02", "the engine got a message 'Overthrow'"),
         (wire.encode(wire.Hello(0, 1))[:-1], "bytes that are not a message"),
         (b"\x93\xa6Cancel\x01\xa1x", "a message 'Cancel'.*Expected `int`, got `str`"),
-        (b"\x94\xa6Cancel\x01\x02\x03", "a message 'Cancel'"),  # a field more than there is
+        (b"\x94\xa6Cancel\x01\x02\x03", "a message 'Cancel'"),  # a field too many
         (b"\x91\xa6Cancel", "a message 'Cancel'"),
         (b"", "0 bytes that are not a message"),
         (b"\x91" * 5000, "bytes that are not a message"),
-        (wire.encode(wire.EngineGone(0, "x")), "a message 'EngineGone'"),  # for a worker
+        (wire.encode(wire.EngineGone(0, "x")), "a message 'EngineGone'"),  # a message for a worker
     ],
 )
 def test_unreadable_messages_are_named(frame: bytes, said: str) -> None:

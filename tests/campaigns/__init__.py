@@ -1,1 +1,1 @@
-"""Long runs against a live server: what it promises, at a volume that no test has time for."""
+"""Long runs against a live server: its guarantees, at a volume that exceeds the time of a test."""

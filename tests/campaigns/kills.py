@@ -1,4 +1,4 @@
-"""Kill the engine of a live server again and again, below streams whose every token is known.
+"""Kill the engine of a live server again and again, during streams with known tokens.
 
     python -m tests.campaigns.kills                    1,000 kills, 32 streams
     python -m tests.campaigns.kills --kills 200
@@ -10,8 +10,8 @@ The tokens of an emulated engine follow from prompt, seed and position. Those of
 answers that the server gave before the first kill: completions and chats with logprobs, usage and grammars.
 
 After ten kills in a row without a token the campaign waits for one: where recovery takes longer than the gaps, no token
-would ever be sent. It prints what was lost, doubled or wrong (nothing may be) and how long recovery took. Exit status 1
-after any fault.
+would ever be sent. It prints the lost, doubled or wrong tokens (there must be none) and the recovery times. Exit status
+1 after any fault.
 """
 
 from __future__ import annotations

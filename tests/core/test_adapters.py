@@ -1,4 +1,4 @@
-"""Facts about adapters that cannot be."""
+"""Impossible facts about adapters are refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_load_that_was_not_ordered_is_refused_and_changes_nothing(event: Adapter
 
 
 def test_name_with_a_zero_character_is_refused() -> None:
-    """It separates the version of the weights from what the core adds to a namespace."""
+    """The character separates the version of the weights from the parts that the core adds to a namespace."""
     (answer,) = Engine(SchedConfig(max_loras=2)).step(ControlRequested(0, 0, LoadAdapterControl("a\0", 1))).commands
     assert answer == ControlAnswered(
         0, False, "`adapter` holds a zero character, which separates it from what the core adds"

@@ -1,4 +1,4 @@
-"""Budgets of admission that stories show less well than arithmetic."""
+"""Budgets of admission, compared with arithmetic where a scenario would show less."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Requests = list[tuple[int, int]]  # tokens left to sample, tokens held
 
 
 def least_left_over(requests: Requests, free: int) -> int:
-    """Tokens over at the scarcest end, less one for each still there: all write a token at a time, and free it all."""
+    """Free tokens at the scarcest end, less one per remaining request: each writes a token at a time and frees all."""
     running = [[left, held] for left, held in requests if left > 0]
     least = free
     while running:
@@ -28,7 +28,7 @@ def least_left_over(requests: Requests, free: int) -> int:
 @given(st.lists(st.tuples(st.integers(-2, 12), st.integers(0, 12)), min_size=1, max_size=8), st.integers(-5, 120))
 @example([(0, 7)], -3)
 @example([(3, 1), (3, 1), (9, 4)], 20)
-@example([(1, 0), (9, 0), (9, 0)], 21)  # what the first wrote comes back, too
+@example([(1, 0), (9, 0), (9, 0)], 21)  # tokens that the first request wrote are freed too
 def test_memory_lasts_if_every_end_leaves_a_token_each_over(requests: Requests, free: int) -> None:
     left = np.array([left for left, _ in requests], np.float64)
     held = np.array([held for _, held in requests], np.int32)

@@ -47,14 +47,14 @@ def test_replicas_leave_late_the_emptiest_first_and_only_when_they_are_empty() -
         assert told.at(time_us, 3, 2, 5) == []  # the cooldown looks back to the load before
     assert told.at(50, 3, 2, 5) == [(1, "draining"), (0, "draining")]
     assert told.at(52, 3, 0, 5) == [(1, "down")]
-    assert told.at(60, 3, 0, 17) == [(0, "up")]  # needed again, and there already
+    assert told.at(60, 3, 0, 17) == [(0, "up")]  # needed again while it is still there
     assert told.scaler.paid_us(60) == 60 + 42 + 50
 
 
 def test_one_that_is_not_needed_any_more_before_it_is_ready_is_given_back() -> None:
     told = Told(start_us=1_000, cooldown_us=0)
     told.at(10, 20)
-    assert told.at(20, 3) == []  # the router never heard of it
+    assert told.at(20, 3) == []  # the router has no record of it
     assert told.scaler.state == ["up", "off", "off", "off"]
     assert told.scaler.paid_us(100) == 100 + 10
 

@@ -1,4 +1,4 @@
-"""What SchedConfig refuses, and in which words; the profiles."""
+"""Settings that SchedConfig refuses, with the messages; the profiles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_OPTIONS = {
         "dp_rank",
         "base_beside_loras",
         "tables_append_only",
-    },  # options of their own, or what follows from others
+    },  # fields with options of their own, and fields that are derived from others
     RouterConfig: {"policy"},  # `--router`
 }
 

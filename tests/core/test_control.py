@@ -1,4 +1,4 @@
-"""Every control in any state, each against each, each twice: all are answered once, and everything ends (L8)."""
+"""Every control in any state, each against each, each twice: all are answered once, and all requests end (L8)."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_restart_between_two_controls_loses_no_answer(first: Control) -> None:
 
 
 def test_every_control_that_is_served_is_asked_here_or_by_the_swarm() -> None:
-    asked = {type(control) for control in (*CONTROLS, *ASKED)} | {CancelMany}  # which the driver asks with live ids
+    asked = {type(control) for control in (*CONTROLS, *ASKED)} | {CancelMany}  # which the driver submits with live ids
     assert HANDLERS.keys() <= asked
     assert GetState in asked
 
@@ -183,7 +183,7 @@ def test_an_answer_to_something_else_is_refused() -> None:
 
 
 def test_kv_of_older_weights_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the weight version in the key, the next request reads KV of older weights, and the device reports it."""
+    """Without the weight version in the key, a request would read KV of older weights, which the device reports."""
     monkeypatch.setattr(Memory, "keyed", lambda memory, namespace: namespace)
     driver = driver_in("running")
     driver.control.ask(UpdateWeights(1, "w", "in_place"))

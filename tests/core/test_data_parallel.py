@@ -15,7 +15,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "distributed.md"
 
 
 def told() -> str:
-    """What the guide must show."""
+    """The text that the guide must contain."""
     return f"<!-- DELAYER -->\n{table_text()}\n\n```mermaid\n{diagram()}\n```\n"
 
 

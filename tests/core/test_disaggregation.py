@@ -16,7 +16,7 @@ TABLES = {"SENDER": SENDER, "RECEIVER": RECEIVER}
 
 
 def told(name: str) -> str:
-    """What the guide must show of a table."""
+    """The text that the guide must contain for a table."""
     return f"<!-- {name} -->\n{table_text(TABLES[name])}\n\n```mermaid\n{diagram(TABLES[name])}\n```\n"
 
 

@@ -1,4 +1,4 @@
-"""The queue in front of the router: no request is in two places, shares are fair, what an engine lost is sent again."""
+"""The queue in front of the router: one place per request, fair shares, requests of a lost engine are sent again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TENANTS = ("a", "b", "c")
 
 
 class Told:
-    """A dispatcher and a short way of telling it things; ids and times count up."""
+    """A dispatcher with short methods for its facts; ids and times count up."""
 
     def __init__(self, engines: int = 2, **config: object):
         shares = (EngineShare(),) * engines
@@ -53,7 +53,7 @@ class Told:
         return self.step(ProbeAnswered, engine=engine, well=well)
 
 
-# ------------------------------------------------------------------------------------------------------------- as told
+# ------------------------------------------------------------------------------------------------------------ examples
 
 
 def test_without_a_limit_no_request_waits() -> None:
@@ -75,7 +75,7 @@ def test_a_tenant_that_floods_the_line_delays_itself() -> None:
     for _ in range(4):
         told.offer("flood")
     told.offer("polite")
-    assert told.end(0) == [(4, 0, "policy")]  # `flood` was given the more
+    assert told.end(0) == [(4, 0, "policy")]  # `flood` had received the larger share
 
 
 def test_shares_are_by_weight() -> None:
@@ -111,7 +111,7 @@ def test_by_priority_the_highest_of_a_tenant_goes_first_and_shares_do_not_change
     told.offer("a")
     for priority in (1, None, 5, 1, 5):
         told.offer("a", priority=priority)
-    told.offer("b")  # which was given nothing yet
+    told.offer("b")  # a tenant that has received nothing yet
     assert told.offer("a", priority=0) == [(2, None, "line_full"), (7, None, "waits")]  # a tenant without one goes last
     order = [told.end(request)[0][0] for request in (0, 6, 3, 5, 1, 4)]
     assert order == [6, 3, 5, 1, 4, 7]
@@ -149,7 +149,7 @@ def test_probes_remove_and_restore_an_engine_unless_it_was_taken_down() -> None:
     told = Told(unhealthy_after=2, healthy_after=2)
     told.offer()
     assert told.probe(0, well=False) == []
-    told.probe(0, well=True)  # in a row, it says
+    told.probe(0, well=True)  # successful probes in a row
     assert told.probe(0, well=False) == []
     assert told.probe(0, well=False) == [(0, 1, "policy")]
     assert told.dispatcher.router.state[0] == "down"
@@ -199,7 +199,7 @@ def test_facts_that_cannot_be_are_refused() -> None:
             told.dispatcher.step(impossible)
 
 
-# --------------------------------------------------------------------------------------------------------------- always
+# ----------------------------------------------------------------------------------------------------------- invariants
 
 
 @st.composite
@@ -307,7 +307,7 @@ def fact_of(
 def follow(
     routed: RequestRouted, where: dict[int, int | str], sends: dict[int, int], state: list[str], config: DispatchConfig
 ) -> None:
-    """Take in one decision: it must be about a request that is nowhere, or that waits."""
+    """Take in one decision: its request must be new or waiting."""
     request = routed.request_id
     assert where[request] in ("new", "lost", "waits"), routed
     if routed.engine is not None:
@@ -334,11 +334,11 @@ def follow(
 def test_tenants_that_wait_all_the_time_are_given_alike(
     offers: list[tuple[str, int]], open_max: int, weights: dict[str, float], random: object
 ) -> None:
-    """Over any time in which two both wait, what they are given per weight differs by a request of each at most."""
+    """Over any time in which two tenants both wait, their shares per weight differ by at most one request of each."""
     dispatcher = Dispatcher(DispatchConfig(open_max=open_max, tenant_weights=weights), RouterConfig(), (EngineShare(),))
     router = dispatcher.router
     given_to = dict.fromkeys(TENANTS, 0.0)
-    since: dict[tuple[str, str], tuple[float, float]] = {}  # what both had when both began to wait
+    since: dict[tuple[str, str], tuple[float, float]] = {}  # shares of both at the time when both began to wait
     most = dict.fromkeys(TENANTS, 0.0)
     coming = iter(enumerate(offers))
     time_us = 0
@@ -355,7 +355,7 @@ def test_tenants_that_wait_all_the_time_are_given_alike(
         elif router.open:
             request = random.choice(sorted(router.open))  # type: ignore[attr-defined]
             expected = router.open[request].tokens - offers[request][1]
-            fact = RequestEnded(time_us=time_us, request_id=request, output_tokens=expected)  # nothing to put right
+            fact = RequestEnded(time_us=time_us, request_id=request, output_tokens=expected)  # no error to correct
         else:
             break
         for routed in dispatcher.step(fact):

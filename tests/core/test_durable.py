@@ -1,4 +1,4 @@
-"""A journal that begins segments with snapshots: wherever it breaks off, the engine is picked up as it stood there."""
+"""A journal that begins segments with snapshots: from any torn tail, the engine is restored to its state there."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_an_engine_begins_where_the_one_before_stopped(tmp_path: Path) -> None:
     for event in (arrival, LaneReady(6)):
         journal.append(event, engine.step(event).digest)
     journal.flush()
-    journal.writer._release()  # it dies
+    journal.writer._release()  # the process dies
 
     keeper = Keeper(tmp_path, death="crashed")
     again, _ = keeper.begin(header)
@@ -163,7 +163,7 @@ class Asked:
 
 
 def test_suspects_that_leave_before_they_are_tried_leave_the_limit_as_it_was(tmp_path: Path) -> None:
-    """The engine that let one run at a time was killed, its suspects left, and the next one went on like that."""
+    """The engine was killed while it ran one request at a time; its suspects were cancelled, and the limit stayed."""
     header = JournalHeader(config=SchedConfig(pages=64, page_size=2))
     arrivals = [
         RequestArrived(5, request_id=number, prompt=TokenIds(bytes(16)), max_new_tokens=4, origin=f"server/0/{number}")
@@ -172,9 +172,9 @@ def test_suspects_that_leave_before_they_are_tried_leave_the_limit_as_it_was(tmp
     host = Asked(*Keeper(tmp_path).begin(header))
     at_once = host.engine.config.max_running_requests
     assert at_once > 1
-    host.ask(SetState("max_running_requests", at_once - 1))  # an operator's wish
+    host.ask(SetState("max_running_requests", at_once - 1))  # the limit set by an operator
     host.fold(*arrivals, LaneReady(6))
-    host.journal.writer._release()  # it dies
+    host.journal.writer._release()  # the process dies
 
     for _ in range(2):
         keeper = Keeper(tmp_path, death="crashed")

@@ -67,7 +67,7 @@ def fold(engine: Engine, kv: TaggedKv, event: Observed) -> Step:
 
 
 def run_to_end(engine: Engine, kv: TaggedKv) -> list[Step]:
-    """Launch while it launches, then collect, until nothing is in flight."""
+    """Launch as long as batches are launched, then collect, until nothing is in flight."""
     steps = []
     for _ in range(1000):
         steps.append(fold(engine, kv, LaneReady(engine.now_us)))
@@ -79,7 +79,7 @@ def run_to_end(engine: Engine, kv: TaggedKv) -> list[Step]:
     raise AssertionError("the run did not come to an end")
 
 
-# ------------------------------------------------------------------------------------------- facts that cannot be
+# ----------------------------------------------------------------------------------------------- impossible facts
 
 TWO_TOKENS = np.zeros(2, np.int32).tobytes()
 
@@ -138,7 +138,7 @@ def test_late_cancel_of_an_unknown_id_is_ignored() -> None:
 
 
 def test_namespace_with_a_zero_character_is_rejected() -> None:
-    """It would reach into what the core appends to a namespace, such as the version of the weights."""
+    """It would change the parts that the core appends to a namespace, such as the version of the weights."""
     (rejected,) = Engine(CONFIG).step(arrived(0, namespace="x\0001")).decided
     assert isinstance(rejected, RequestRejected)
     assert rejected.reason == "bad_request"
@@ -149,7 +149,7 @@ def test_namespace_with_a_zero_character_is_rejected() -> None:
 
 
 def test_refused_admission_leaves_no_trace() -> None:
-    """An engine that refuses r2, whose prefix is cached, stays equal to one to which r2 never came."""
+    """An engine that refuses r2, whose prefix is cached, stays equal to one that never received r2."""
     config = SchedConfig(page_size=2, pages=8, overlap_depth=0)
     cached = TokenIds(np.array([1, 2, 3, 4], np.int32).tobytes())  # the prompt of r0
     engines = []
@@ -172,7 +172,7 @@ def test_refused_admission_leaves_no_trace() -> None:
 
 
 def traces(engine: Engine) -> list[object]:
-    """All that an admission changes."""
+    """All state that an admission changes."""
     return [
         engine.memory.pool.dump(),
         engine.memory.radix.dump(),
@@ -307,14 +307,14 @@ def test_last_request_that_outgrows_the_pool_ends_with_out_of_kv() -> None:
     engine, kv = Engine(config), TaggedKv(config)
     fold(engine, kv, arrived(0, prompt=2, max_new=12))
     fold(engine, kv, LaneReady(0))
-    engine.memory.pool.alloc(6)  # as if entry had checked against a larger pool
+    engine.memory.pool.alloc(6)  # as if the check at entry had assumed a larger pool
     reasons = [
         event.reason for step in run_to_end(engine, kv) for event in step.decided if isinstance(event, RequestFinished)
     ]
     assert reasons == ["out_of_kv"]
     assert not engine.requests
 
-    fold(engine, kv, arrived(1, prompt=2, max_new=2))  # and the engine lives
+    fold(engine, kv, arrived(1, prompt=2, max_new=2))  # the engine continues
     steps = run_to_end(engine, kv)
     assert any(isinstance(command, FinishRequest) for step in steps for command in step.commands)
 
@@ -355,7 +355,7 @@ def events_of_a_busy_run() -> tuple[SchedConfig, list[Observed]]:
         (AdmissionDeferred(5, 1, "prefix", behind=4), {"limit": 64}, {"behind": -1}),
     ],
 )
-def test_a_field_that_only_tells_why_leaves_the_digest_alone(
+def test_a_field_that_is_only_a_reason_leaves_the_digest_unchanged(
     event: RequestRetracted | AdmissionDeferred, telling: dict[str, int], deciding: dict[str, int]
 ) -> None:
     def digest(decided: RequestRetracted | AdmissionDeferred) -> bytes:

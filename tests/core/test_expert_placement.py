@@ -1,4 +1,4 @@
-"""Placing experts by their load: what holds of every placement, and how near to the best one it is."""
+"""Placing experts by their load: properties of every placement, and its distance from the optimum."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lockstep.core.scheduler.engine import Engine
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[np.ndarray, int, int, int, int]:
-    """Loads with ties and zeros, and a layout they fit: loads, slots, gpus, nodes, groups."""
+    """Loads with ties and zeros, and a layout that fits them: loads, slots, gpus, nodes, groups."""
     nodes = draw(st.sampled_from([1, 1, 2, 3]))
     gpus = nodes * draw(st.integers(1, 3))
     groups = nodes * draw(st.integers(1, 3))
@@ -45,7 +45,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, int, int, int, int]:
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_of_every_placement(case: tuple[np.ndarray, int, int, int, int]) -> None:
-    """Slots are filled, no expert is left out, groups keep to a node, no layer is worse off, all repeatably."""
+    """Slots are filled, no expert is left out, groups stay on a node, no layer is worse off; results are repeatable."""
     loads, slots, gpus, nodes, groups = case
     experts = loads.shape[1]
     placement = balance(loads, slots=slots, gpus=gpus, nodes=nodes, groups=groups)
@@ -135,7 +135,7 @@ def test_renamed_gpus_fetch_no_more_and_nothing_if_nothing_changed() -> None:
     shuffled = before.reshape(6, 4, -1)[:, [2, 0, 3, 1]].reshape(6, -1)
     assert (settled(before, shuffled, 4) == before).all()
     assert fetched(before, before, 4).sum() == 0
-    inside = settled(before, shuffled, 4, nodes=2)  # GPUs keep to their node
+    inside = settled(before, shuffled, 4, nodes=2)  # GPUs stay on their node
     assert (np.sort(inside[:, :20], 1) == np.sort(shuffled[:, :20], 1)).all()
 
 

@@ -1,4 +1,4 @@
-"""Grammar libraries behind one interface, matchers by row, and grammars that are tried where they can do no harm."""
+"""Grammar libraries behind one interface, matchers by row, and trials of grammars in a process of their own."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def test_a_matcher_follows_its_answer_to_the_end(compiled: CompiledGrammars, wor
         assert token in may
         assert not may & {END, OTHER_END}
         assert matchers.ended(3, token) == (i == len(answer) - 1)
-        assert allowed(matchers, 3) == may  # looking did not move it
+        assert allowed(matchers, 3) == may  # computing the mask did not move the matcher
         matchers.advance(7, 1, [token])
-    assert len(allowed(matchers, 3)) == VOCABULARY  # never moved again, as where min_new_tokens holds the end back
+    assert len(allowed(matchers, 3)) == VOCABULARY  # not moved again, as if min_new_tokens held back the end
     matchers.advance(7, 1, answer)
     assert matchers.ended(3, answer[0])
 
@@ -86,12 +86,12 @@ def test_any_end_token_ends_where_the_grammar_may(compiled: CompiledGrammars, wo
     assert {a, END, OTHER_END} <= allowed(matchers, 0)
     assert matchers.ended(0, OTHER_END)
     assert not matchers.ended(0, a)
-    matchers.advance(1, 1, [OTHER_END])  # ignore_eos: it is drawn, and nothing is asked of the grammar any more
+    matchers.advance(1, 1, [OTHER_END])  # ignore_eos: the end token is drawn, and the grammar is not used any more
     assert matchers.ended(0, a)
 
 
 def test_what_is_forced_is_all_that_masks_admit(compiled: CompiledGrammars, words: Any) -> None:
-    """Token by token: forced are those, and only those, whose mask has no other; none of them ends the grammar."""
+    """Token by token: a token is forced if and only if its mask has no other; none of them ends the grammar."""
     fields = {"verdict": {"enum": ["approved", "rejected"]}, "reviewer_name": {"enum": ["Alice Liddell"]}}
     schema = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
     matchers = GrammarMatchers(compiled, VOCABULARY, (END, OTHER_END))
@@ -105,7 +105,7 @@ def test_what_is_forced_is_all_that_masks_admit(compiled: CompiledGrammars, word
     ):
         matchers.take_row(taken(0, number, make_grammar(kind, source)))  # type: ignore[arg-type]
         answer: list[int] = []
-        forced: list[int] = []  # what is to come
+        forced: list[int] = []  # forced tokens that follow
         while True:
             may = allowed(matchers, 0)
             assert not forced or may == {forced[0]}
@@ -117,7 +117,7 @@ def test_what_is_forced_is_all_that_masks_admit(compiled: CompiledGrammars, word
                 break
             told = matchers.forced(0, token)
             assert told == forced[1:] or not forced[1:]
-            assert len(allowed(matchers, 0)) == len(may)  # looking did not move it
+            assert len(allowed(matchers, 0)) == len(may)  # computing the mask did not move the matcher
             forced = told
             found += bool(told)
             matchers.advance(number, 1, [token])
@@ -136,7 +136,7 @@ def test_rows_change_hands_and_older_epochs_reach_no_row(compiled: CompiledGramm
     matchers.take_row(taken(1, 2, cd))
     matchers.advance(1, 1, [a])
     assert allowed(matchers, 0) == {b, q}
-    matchers.take_row(taken(1, 1, ab, epoch=2))  # retracted, and back in another row, at its start
+    matchers.take_row(taken(1, 1, ab, epoch=2))  # retracted, and admitted into another row, at its start
     matchers.take_row(taken(0, 2, cd, epoch=2))
     matchers.advance(1, 1, [a])
     matchers.advance(2, 1, [c])
@@ -189,7 +189,7 @@ def hands() -> Iterator[GrammarCompilers]:
 def verdict(hands: GrammarCompilers, kind: Any, source: str) -> str:
     answers: queue.Queue[str] = queue.Queue()
     hands.compiler(CompileGrammar(make_grammar(kind, source)), answers.put)
-    return answers.get(timeout=300)  # of CPU time it may take half a second, and a new process some more
+    return answers.get(timeout=300)  # it may take half a second of CPU time, and a new process takes some more
 
 
 def branching(width: int, depth: int) -> str:

@@ -11,14 +11,14 @@ ROUNDS = 20_000
 
 
 def test_waiting_for_microseconds_ends() -> None:
-    """CPython's SimpleQueue waits for ever here, sooner or later: a server stood still because of it."""
+    """CPython's SimpleQueue may wait without end here: a server once stopped because of it."""
     inbox: Inbox[int] = Inbox()
     over = threading.Event()
 
     def take() -> None:
         for number in range(ROUNDS):
             inbox.put(number)
-            assert inbox.get_nowait() == number  # leaves the bell open
+            assert inbox.get_nowait() == number  # leaves the event set
             with pytest.raises(Empty):
                 inbox.get(1e-6)
         over.set()

@@ -10,7 +10,7 @@ from lockstep.core.scheduler.intake import InputBlocker, ReceiveSkipper
 
 
 def looks(interval: int, launched: list[Mode | None]) -> list[int]:
-    """Passes in which the skipper looks."""
+    """Passes in which the skipper reads the socket."""
     skipper = ReceiveSkipper(interval)
     return [i for i, mode in enumerate(launched) if skipper.due(mode)]
 
@@ -56,7 +56,7 @@ def test_requests_held_while_blocked_leave_in_order_once_every_rank_opens() -> N
     blocker = InputBlocker[str]()
     blocker.block()
     assert blocker.take("ab") == []
-    assert blocker.ranks_agreed(True) == []  # this rank was not asked to open
+    assert blocker.ranks_agreed(True) == []  # this rank is still blocked
     blocker.unblock()
     assert blocker.take("c") == []
     assert blocker.ranks_agreed(False) == []

@@ -1,4 +1,4 @@
-"""Each kind of damage to an engine is seen by `invariants.check`, and named by the property it breaks."""
+"""Each kind of damage to an engine is found by `invariants.check`, with the name of the violated property."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def assert_named(engine: Engine, damage: Damage, said: str) -> None:
 
 
 def engine_with_blocks() -> Engine:
-    """Two requests decode, with windows and states; a prompt that ended is cached, its checkpoint with it."""
+    """Two requests decode, with windows and states; a prompt that has ended is cached with its checkpoint."""
     hybrid = HybridMemory(window_tokens=5, window_pages=30, state_slots=9, checkpoint_tokens=2)
     driver = Driver(SchedConfig(page_size=2, pages=40, hybrid=hybrid))
     for base, tokens, max_new in ((500, 7, 1), (1, 9, 30), (900, 5, 30)):
@@ -311,7 +311,7 @@ def test_damage_to_windows_and_states_is_named(said: str, damage: Damage) -> Non
 
 
 def engine_storing_blocks() -> Engine:
-    """A prompt with its checkpoint has come to the host and is being stored, another is looked for in storage."""
+    """A prompt with its checkpoint is on the host and is being stored; another is searched for in storage."""
     hybrid = HybridMemory(state_slots=9, checkpoint_tokens=2)
     tiers = CacheTiers(host_pages=20, storage=True, prefetch_tokens_min=1, prefetch_policy="wait_complete")
     driver = Driver(SchedConfig(page_size=2, pages=40, hybrid=hybrid, tiers=tiers))
@@ -388,7 +388,7 @@ FETCHED = {
 
 @pytest.mark.parametrize("said", FETCHED)
 def test_blocks_that_were_not_ordered_are_refused_and_change_nothing(said: str) -> None:
-    """Of three pages two have come; there is room for one state."""
+    """Two of three pages have arrived; there is room for one state."""
     engine = engine_storing_blocks()
     before = snapshot.dump(engine)
     with pytest.raises(ContractError, match=f"^{re.escape(said)}"):

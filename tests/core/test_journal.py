@@ -346,7 +346,7 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 
 
 class FullDisk(JournalWriter):
-    """A disk with room for so many bytes, which then takes part of a write and refuses the rest."""
+    """A disk with room for this number of bytes, which then accepts part of a write and refuses the rest."""
 
     room_bytes = 0
 
@@ -371,7 +371,7 @@ def test_short_writes_are_completed(tmp_path: Path) -> None:
     assert events_of(tmp_path) == EVENTS
 
 
-@pytest.mark.parametrize("room_bytes", range(150, 1350, 37))  # behind the header, and not even two events at first
+@pytest.mark.parametrize("room_bytes", range(150, 1350, 37))  # after the header, and at first for fewer than two events
 def test_full_disk_stops_the_journal_at_its_last_whole_record(tmp_path: Path, room_bytes: int) -> None:
     FullDisk.room_bytes = 1 << 20
     writer = FullDisk.create(tmp_path, HEADER)
@@ -545,7 +545,7 @@ def test_fsync_that_failed_while_another_one_waited_is_not_tried_again(tmp_path:
     BadDisk.tried = 0
     writer.append(EVENTS[0], bytes(16))
     writer.flush()
-    _wait_for(lambda: BadDisk.tried == 1)  # the thread is in its fsync, which fails once this one waits
+    _wait_for(lambda: BadDisk.tried == 1)  # the thread is in its fsync, which fails once this thread waits
     with pytest.raises(JournalError, match="cannot sync"):
         writer.sync()
     assert BadDisk.tried == 1
@@ -576,7 +576,7 @@ def test_nothing_is_written_behind_a_failed_fsync_not_even_the_end(tmp_path: Pat
 
 
 class WatchedDisk(JournalWriter):
-    """Notes every fsync: of the folder, with the names that are in it then, or of a file."""
+    """Records every fsync: of the folder, with the names that are in it at that time, or of a file."""
 
     synced: ClassVar[list[set[str] | str]] = []
 
@@ -625,7 +625,7 @@ def test_run_folder_is_synced_behind_the_new_journal_folder(tmp_path: Path, monk
     JournalWriter.create(tmp_path / "a", HEADER, durability="group").close()
     assert synced == [(tmp_path / "a", True)]
     JournalWriter.create(tmp_path / "b", HEADER).close()
-    assert len(synced) == 1  # "none" promises nothing
+    assert len(synced) == 1  # "none" guarantees nothing
 
 
 def test_repair_syncs_the_cut_file_and_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -702,7 +702,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", program]).returncode == -9
     assert [event.time_us for event in events_of(tmp_path)] == list(range(701))
-    JournalWriter.resume(tmp_path).close()  # the dead writer's lock went with it
+    JournalWriter.resume(tmp_path).close()  # the lock of the dead writer is gone
 
 
 # ------------------------------------------------------------------------------------------------------------- refusal

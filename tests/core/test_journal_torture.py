@@ -91,7 +91,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Found:
-    """What a reader made of a damaged journal. Exactly one of tail, corrupt and refused is set."""
+    """The result of reading a damaged journal. Exactly one of tail, corrupt and refused is set."""
 
     records: list[Record]
     tail: Tail | None = None
@@ -150,7 +150,7 @@ def _kind(error: JournalError) -> dict[str, JournalError]:
 
 
 def assert_prefix(found: Found, written: Written, count: int | None = None) -> None:
-    """What came back is the first records as they were written, `count` of them if it is given."""
+    """The records that were read are the first ones as they were written, `count` of them if it is given."""
     if not found.records and count is None:
         return
     expected = written.records[: len(found.records)]
@@ -159,7 +159,7 @@ def assert_prefix(found: Found, written: Written, count: int | None = None) -> N
 
 
 def assert_torn(found: Found, written: Written, boundary: int) -> None:
-    """All records before number `boundary` came back; the rest is a torn tail there, or the header itself is lost."""
+    """All records before number `boundary` were read; the rest is a torn tail there, or the header itself is lost."""
     if boundary == 0:
         assert found.refused is not None, found
         assert "does not begin with a whole header record of format version 1" in str(found.refused)
@@ -270,7 +270,7 @@ def test_every_dropped_record(written: Written) -> None:
         found = read(written, b"".join(pieces))
         if number < last:
             assert_corrupt(found, written, written.bounds[number], {"gap"})
-        else:  # nothing tells this from a writer that died before its end record
+        else:  # indistinguishable from a writer that died before its end record
             assert found.tail is not None
             assert (found.tail.verdict, found.tail.closed) == ("clean", False)
             assert_prefix(found, written, last)
@@ -281,7 +281,7 @@ def test_every_record_doubled_at_every_place(written: Written) -> None:
     for number, place in itertools.product(range(count), range(count + 1)):
         pieces = written.pieces
         pieces.insert(place, written.piece(number))
-        # Put right before itself or right after, the bytes are the same: the second one is the double.
+        # Inserted right before or right after the original, the bytes are the same: the second one is the double.
         at = place + 1 if place == number else place
         reasons = {"duplicate"} if number < at else {"gap"}
         assert_corrupt(read(written, b"".join(pieces)), written, written.bounds[at], reasons)
@@ -298,7 +298,7 @@ def test_every_record_of_another_run_in_its_place(tmp_path: Path) -> None:
     written = write(tmp_path / "a")
     other = write(tmp_path / "b", first_label="one!")
     assert other.bounds == written.bounds
-    for number in range(2, len(written.pieces)):  # from the second event on, what came before differs
+    for number in range(2, len(written.pieces)):  # from the second event on, the chain differs
         pieces = written.pieces
         pieces[number] = other.piece(number)
         assert_corrupt(read(written, b"".join(pieces)), written, written.bounds[number], {"chain"})
@@ -314,7 +314,7 @@ def test_bytes_inserted_between_records(written: Written) -> None:
 
 
 def record_with_length(written: Written, number: int, length: int) -> bytes:
-    """Record `number` claiming another length, its header checksum made right again."""
+    """Record `number` with a wrong length and a correct header checksum."""
     piece = written.piece(number)
     head = piece[:4] + struct.pack("<I", length) + piece[8 : HEADER_BYTES - 4]
     return head + struct.pack("<I", zlib.crc32(head)) + piece[HEADER_BYTES:]
@@ -358,7 +358,7 @@ def test_last_checksum_is_over_header_and_payload(written: Written) -> None:
 
 
 def test_torn_record_that_contains_a_whole_one_is_reported_not_cut(tmp_path: Path) -> None:
-    # Whether the inner record was ever a record of this file cannot be told, so the careful verdict wins.
+    # It cannot be determined whether the inner record was ever a record of this file, so the safer verdict applies.
     inner = write(tmp_path / "inner").piece(3)
     with JournalWriter.create(tmp_path / "outer", HEADER) as writer:
         writer.append(BatchFinished(1, 0, logprobs=inner + bytes(100)), bytes(16))
@@ -409,7 +409,7 @@ def segmented(tmp_path: Path) -> Written:
 
 
 def small_segment(tmp_path: Path) -> int:
-    """Bytes of a segment that holds its header, however large that has become, and a few events."""
+    """Bytes of a segment that holds its header, of any size, and a few events."""
     return write(tmp_path / "probe").bounds[1] + 380
 
 

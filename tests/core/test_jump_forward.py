@@ -1,4 +1,4 @@
-"""Jump-forward: what a grammar forces is computed at once, and everything else stays what it is."""
+"""Jump-forward: tokens that a grammar forces are computed at once, and all answers stay the same."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def ids(*tokens: int) -> bytes:
 
 
 def running(max_new: int = 12, **settings: Any) -> Engine:
-    """One request under a grammar, with one token."""
+    """One request with a grammar and one output token."""
     fields = {name: settings.pop(name) for name in ("stop_texts", "stop_token_ids") if name in settings}
     engine = Engine(SchedConfig(**{"page_size": 4, "pages": 16, "jump_forward_tokens": 8, **settings}))
     engine.step(
@@ -104,7 +104,7 @@ def test_forced_tokens_are_one_launch_and_one_result() -> None:
         ({"jump_forward_tokens": 2}, [8, 9, 10, 11], [6]),  # as many as a launch may compute
         ({"max_new": 4}, [8, 9, 10, 11], [6]),  # the last token is sampled, and never fed back
         ({"stop_token_ids": (9,)}, [8, 9, 10], [5]),  # it may end the answer
-        ({"stop_texts": ("x",)}, [8, 9, 10], [4]),  # the host looks at each token by itself
+        ({"stop_texts": ("x",)}, [8, 9, 10], [4]),  # the host examines each token by itself
     ],
 )
 def test_fewer_are_computed_where_they_must_not_or_cannot(
@@ -123,7 +123,7 @@ def test_fewer_are_computed_where_pages_lack() -> None:
     plan, _ = launch(engine)
     assert plan.request_ids.tolist() == [0, 1]
     engine.step(BatchFinished(0, plan.batch_id, ids(7, 6)))
-    force(engine, *range(8, 14))  # six would open two pages, and there is one
+    force(engine, *range(8, 14))  # six would open two pages, and one is free
     assert launch(engine)[0].stops.tolist() == [7, 8]
 
 
@@ -164,7 +164,7 @@ def test_tokens_that_were_forced_to_be_others_are_refused() -> None:
         engine.step(BatchFinished(0, plan.batch_id, ids(8, 10, 11), accepted=ids(3)))
     with pytest.raises(ContractError, match="reports 2 tokens of sampling row 0, which samples 3 to 3"):
         engine.step(BatchFinished(0, plan.batch_id, ids(8, 9), accepted=ids(2)))
-    waiting = running(overlap_depth=1)  # the next token is in flight, and was to be what is forced
+    waiting = running(overlap_depth=1)  # the next token is in flight, and it is also the forced one
     plan, _ = launch(waiting)
     force(waiting, 8, 9)
     with pytest.raises(ContractError, match="which was forced to be"):
@@ -180,7 +180,7 @@ def test_of_requests_that_have_ended_nothing_is_forced() -> None:
     assert not engine.requests
 
 
-def test_settings_say_nothing_of_it_unless_it_is_on() -> None:
+def test_settings_omit_it_unless_it_is_on() -> None:
     assert SchedConfig(jump_forward_tokens=0) == SchedConfig()
     assert b"jump" not in msgspec.msgpack.encode(SchedConfig())
     with pytest.raises(ConfigError, match="`jump_forward_tokens` must be a whole number from 0 to 64, got `65`"):

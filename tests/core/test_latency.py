@@ -1,4 +1,4 @@
-"""The online fit of what passes take, and the chunk it allows."""
+"""The online fit of the duration of passes, and the chunk that it allows."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_passes_are_counted_exactly() -> None:
 # ---------------------------------------------------------------------------------------------------- in the engine
 
 
-def engine_that_knows(**settings: object) -> Engine:
+def engine_with_a_fit(**settings: object) -> Engine:
     defaults = {"page_size": 16, "pages": 4096, "context_tokens_max": 65_536, "overlap_depth": 0, "radix_cache": False}
     engine = Engine(SchedConfig(**{**defaults, **settings}))
     engine.latency = fitted(*VARIED)
@@ -129,25 +129,25 @@ def first_chunk(engine: Engine, prompt: int) -> int:
 
 
 def test_a_chunk_stays_under_the_target() -> None:
-    chunk = first_chunk(engine_that_knows(chunk_target_us=2000), 8000)
+    chunk = first_chunk(engine_with_a_fit(chunk_target_us=2000), 8000)
     assert took_us(a_pass((0, chunk))) <= 2000 < took_us(a_pass((0, chunk + 16)))
 
 
 def test_a_chunk_is_never_lengthened() -> None:
-    assert first_chunk(engine_that_knows(chunk_target_us=10**9, chunked_prefill_size=512), 8000) == 512
+    assert first_chunk(engine_with_a_fit(chunk_target_us=10**9, chunked_prefill_size=512), 8000) == 512
 
 
 def test_a_target_that_cannot_be_met_leaves_one_page_a_pass() -> None:
-    assert first_chunk(engine_that_knows(chunk_target_us=1), 8000) == 16
+    assert first_chunk(engine_with_a_fit(chunk_target_us=1), 8000) == 16
 
 
 def test_a_split_is_aligned_under_a_target_too() -> None:
-    assert first_chunk(engine_that_knows(chunk_target_us=1, truncation_align_size=64), 8000) == 64
+    assert first_chunk(engine_with_a_fit(chunk_target_us=1, truncation_align_size=64), 8000) == 64
 
 
 def test_decodes_beside_a_chunk_are_charged_once() -> None:
-    """Their time is in the target already; they must not shorten the chunk by their number as well."""
-    engine = engine_that_knows(chunk_target_us=2000, batching="mixed", max_running_requests=300)
+    """Their time is already part of the target; their number must not shorten the chunk as well."""
+    engine = engine_with_a_fit(chunk_target_us=2000, batching="mixed", max_running_requests=300)
     for request_id in range(50):
         engine.step(RequestArrived(time_us=0, request_id=request_id, prompt=TokenRuns((1, 16)), max_new_tokens=1000))
     plan = engine.step(LaneReady(0)).launched()

@@ -1,4 +1,4 @@
-"""The rooms of the core lie in layers: a module imports its own room and rooms below it, TYPE_CHECKING included.
+"""The packages of the core form layers: a module imports its own package and packages below it, TYPE_CHECKING included.
 
 Imports inside functions count, too. Each rule is tried on a planted violation.
 """
@@ -12,7 +12,10 @@ from pathlib import Path
 CORE = Path(__file__).parents[2] / "packages/sched-core/src/lockstep/core"
 
 LAYERS = ("contract", "cluster", "requests", "kv", "features", "admin", "scheduler", "journal")
-"""From the lowest room to the highest. Modules outside of rooms (invariants.py, command.py) may import every room."""
+"""From the lowest package to the highest.
+
+Modules outside of them (invariants.py, command.py) may import every package.
+"""
 
 
 def imports(source: str) -> Iterator[str]:
@@ -27,7 +30,7 @@ def imports(source: str) -> Iterator[str]:
 
 
 def violations(module: str, source: str) -> list[str]:
-    """Imports of a module, as `room.name`, that lead upwards."""
+    """Imports of a module, as `package.name`, that lead upwards."""
     own = LAYERS.index(module.partition(".")[0])
     found = []
     for name in imports(source):

@@ -1,4 +1,4 @@
-"""Microbatches: settings, places of requests, what reaches all of them, chunks that take as long as the first."""
+"""Microbatches: settings, places of requests, events that concern all of them, chunks as long as the first."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_statistic_of_decode_launches_is_that_of_all_microbatches() -> None:
 
 
 class Played:
-    """An engine, and what it launched."""
+    """An engine, and the batches that it launched."""
 
     def __init__(self, **settings: Any) -> None:
         self.engine = Engine(SchedConfig(**{**TWO, **settings}))
@@ -124,7 +124,7 @@ def test_one_stage_is_written_as_it_always_was() -> None:
     ],
 )
 def test_setting_under_which_nothing_could_run_is_refused_at_start(settings: dict[str, Any], message: str) -> None:
-    """A15 (SG#23799): microbatches without a place were accepted, and everything waited for ever."""
+    """A15 (SG#23799): microbatches without a place were accepted, and all requests waited without end."""
     with pytest.raises(ConfigError, match=re.escape(message)):
         SchedConfig(**settings)
 
@@ -180,7 +180,7 @@ def test_a_request_decodes_in_one_microbatch_until_its_end() -> None:
 
 
 def test_chunk_waits_for_its_own_microbatch_where_the_other_has_no_place() -> None:
-    """C4 (SG#23006): a prompt that has a place needs no other to go on."""
+    """C4 (SG#23006): a prompt that has a place needs no other one to continue."""
     played = Played(pp_max_micro_batch_size=1, chunked_prefill_size=2, max_prefill_tokens=2)
     one = played.arrive(2, 9)
     assert played.ready(1) is not None
@@ -208,7 +208,7 @@ def test_requests_beyond_the_places_wait_with_a_reason() -> None:
     assert played.engine.deferred == (4, "microbatch")
 
 
-# ------------------------------------------------------------------------------------- what reaches every microbatch
+# --------------------------------------------------------------------------------------- events for every microbatch
 
 
 def _three_decode() -> Played:
@@ -274,7 +274,7 @@ def test_restart_voids_every_microbatch() -> None:
 
 
 def test_windows_that_another_microbatch_will_let_go_of_are_none_to_start_with() -> None:
-    """Its next decode lets go of a window, once it is launched: a prompt had taken the page that this one needs now."""
+    """Its next decode frees a window once it is launched: a prompt had taken the page that this request needs now."""
     config = SchedConfig(
         page_size=2,
         pages=33,
@@ -312,7 +312,7 @@ def test_random_histories(seed: int) -> None:
 
 
 def test_tokens_are_those_of_one_running_batch() -> None:
-    """Only times and batches differ: each request gets the tokens and the end that it gets with one running batch."""
+    """Only times and batches differ: each request gets the same tokens and end as with one running batch."""
     rng = random.Random(3)
     actions: list[Action] = [("arrive", 1 + 7 * i, rng.randint(1, 30), rng.randint(1, 20), {}) for i in range(30)]
     drivers = []
@@ -332,7 +332,7 @@ def test_tokens_are_those_of_one_running_batch() -> None:
 
 
 def _fitted(per_token_us: float, per_pair_us: float) -> ExtendLatency:
-    """A fit to passes that take exactly so long."""
+    """A fit to passes of exactly this duration."""
     latency = ExtendLatency()
     for tokens, context in [(64, 0), (128, 0), (256, 512), (512, 64), (300, 1000), (77, 3), (900, 40), (10, 700)]:
         plan = BatchPlan(

@@ -1,4 +1,4 @@
-"""The waiting line: policies as functions, what is remembered of a pass, the bypass limit, policies of packages."""
+"""The waiting queue: policies as functions, data remembered from a pass, the bypass limit, policies of packages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.driver.run import run_actions
 
 
 def waiting_engine(count: int, **settings_: object) -> Engine:
-    """An engine in which r0 runs and so many wait: prompts of 8 to 11 tokens, with 2 to 5 outputs."""
+    """An engine in which r0 runs and this number of requests wait: prompts of 8 to 11 tokens, with 2 to 5 outputs."""
     config: dict[str, object] = {"page_size": 2, "pages": 4096, "overlap_depth": 0, "max_running_requests": 1}
     engine = Engine(SchedConfig(**(config | settings_)))  # type: ignore[arg-type]
     for i in range(count + 1):
@@ -131,7 +131,7 @@ def test_a_shuffle_favours_no_request() -> None:
     assert counts.max() < 600, counts
 
 
-# ---- what is remembered
+# ---- remembered data
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULE_POLICIES if name != "fcfs"])
@@ -274,7 +274,7 @@ def test_no_request_is_bypassed_more_often_because_its_media_were_encoded_again(
 
 
 def test_a_request_that_waits_for_its_encoding_again_is_counted_at_its_place_in_the_queue() -> None:
-    """A sample is retracted, its image has left the encoder's cache, and another image is in its way until 18 us."""
+    """A sample is retracted, its image has left the encoder's cache, and another one occupies the encoder to 18 us."""
     image = PromptSpan(start=1, stop=2, kind="image", digest=bytes(32), encoder_tokens=3)
     other = PromptSpan(start=1, stop=2, kind="image", digest=bytes(32), encoder_tokens=5)
     config = SchedConfig(page_size=64, pages=8, retract_every=3, encoder_cache_tokens=8)

@@ -1,4 +1,4 @@
-"""The page pool: which pages are given, and that no page is lost."""
+"""The page pool: the pages that it allocates, and that no page is lost."""
 
 from __future__ import annotations
 

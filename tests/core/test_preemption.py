@@ -1,4 +1,4 @@
-"""Which requests make room, and exactly how many pages come back, where a scenario would not show it as well."""
+"""Victims of preemption, and the exact number of freed pages, where a scenario would not show it as well."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_fewest_is_minimal_and_a_beginning_whatever_each_gives() -> None:
 @pytest.mark.parametrize("overlap_depth", [0, 1, 2])
 @pytest.mark.parametrize("radix_cache", [False, True])
 def test_freed_memory_equals_the_projection(overlap_depth: int, radix_cache: bool) -> None:
-    """Retract some members for real, deliver all that is in flight, and count."""
+    """Retract some members for real, collect all batches in flight, and count."""
     rng = random.Random(overlap_depth)
     looked = 0
     for seed in range(60):
@@ -67,7 +67,7 @@ def test_freed_memory_equals_the_projection(overlap_depth: int, radix_cache: boo
             driver.do(action)
         engine = driver.engine
         if engine.running_batch.size < 2 or any(batch.plan.mode != "decode" for batch in engine.in_flight):
-            continue  # an extend that is delivered publishes its prompt, and may find it twice
+            continue  # an extend that is collected publishes its prompt, and may find it cached already
         leaving = rng.sample(range(engine.running_batch.size), rng.randint(0, engine.running_batch.size))
         members = [engine.running_batch.requests[i] for i in leaving]
         back = engine.memory.returning_once_delivered(
@@ -110,7 +110,7 @@ def test_state_slots_and_window_pages_are_projected_as_admission_then_finds_them
             driver.do(action)
         engine = driver.engine
         if engine.running_batch.size < 2 or any(batch.plan.mode != "decode" for batch in engine.in_flight):
-            continue  # an extend that is delivered publishes its prompt, and may find it twice
+            continue  # an extend that is collected publishes its prompt, and may find it cached already
         if not engine.waiting or engine.prefilling is not None:
             continue
         request = engine.waiting[0]

@@ -1,7 +1,7 @@
-"""The core is a function of its journal: no clock, no I/O, no randomness, no order that a hash decides.
+"""The core is a function of its journal: no clock, no I/O, no randomness, no order that depends on a hash.
 
-These rules are checked on the source, because a violation would show only as a replay that differs some day. Each rule
-is tried on a planted violation, so that a checker gone blind fails too.
+These rules are checked on the source, because a violation would show only as a later replay that differs.
+Each rule is tried on a planted violation, so that a checker that finds nothing fails too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 CORE = Path(__file__).parents[2] / "packages/sched-core/src/lockstep/core"
 
-# The modules that decide nothing, and what each may use all the same. Clocks and randomness are granted to no module.
+# The modules that decide nothing, and the names that each may use. Clocks and randomness are granted to no module.
 GRANTED = {
     "journal/records.py": {"pathlib", "importlib"},  # names of files, and the version of the package
     "journal/segments.py": {"os", "pathlib", "fcntl"},  # the folder and its lock
@@ -25,13 +25,13 @@ GRANTED = {
     "journal/salvage.py": {"pathlib", "shutil"},  # copies of files
     "journal/reader.py": {"os", "pathlib", "open"},  # files
     "command.py": {"os", "pathlib", "importlib", "print"},  # the command line
-    "contract/policies.py": {"importlib"},  # which policies are installed
-    "__init__.py": {"importlib"},  # public names that load their module when first asked for
+    "contract/policies.py": {"importlib"},  # the list of installed policies
+    "__init__.py": {"importlib"},  # public names that load their module at first use
 }
 
 THIRD_PARTY = {"numpy", "msgspec"}
 
-# Clocks, randomness, the outside world, threads, and what runs data as code.
+# Clocks, randomness, I/O, threads, and functions that run data as code.
 FORBIDDEN_MODULES = set(
     "time datetime sched calendar random secrets uuid "
     "os io pathlib tempfile shutil glob fileinput logging sqlite3 mmap platform getpass locale warnings "
@@ -53,7 +53,7 @@ FORBIDDEN_NAMES = {
     "__import__": "hides an import",
 }
 
-# Consumers whose result does not depend on the order in which they see a set. `sum` is not one: floats.
+# Consumers with a result that does not depend on the order of a set. `sum` is not one: floats.
 ORDER_FREE = {"sorted", "set", "frozenset", "len", "min", "max", "any", "all"}
 # Consumers that turn the order of a set into data.
 ORDER_TAKING = {"list", "tuple", "iter", "enumerate", "zip", "map", "filter", "sum", "reversed", "dict", "deque"}
@@ -113,7 +113,7 @@ def _numpy_random(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def _set_orders(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Places where the order of a set becomes the order of something else.
 
-    What is a set is read off displays, `set(...)`, set operators, annotations and assignments. Names are taken per
+    Sets are recognised by displays, `set(...)`, set operators, annotations and assignments. Names are taken per
     file, not per scope: two meanings of one name in one file may cost a false alarm, and a rename.
     """
     message = "takes the order of a set, which hashes decide: sort it, or keep a dict"

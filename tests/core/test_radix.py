@@ -1,4 +1,4 @@
-"""The radix cache: one short test for each rule, then any history against a model that keeps single pages."""
+"""The radix cache: one short test for each rule, then any history against a model of single pages."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_each_handle_is_given_back_once() -> None:
     cache.lock_node(lower)
     cache.unlock(upper)
     with pytest.raises(LockError, match="no handle"):
-        cache.unlock(upper)  # the locks below are not its own
+        cache.unlock(upper)  # the locks below belong to other handles
     cache.check([lower, lower])
 
 
@@ -222,7 +222,7 @@ def test_the_least_recently_used_leaf_goes_first_from_its_tail() -> None:
 
 def test_a_parent_outlives_its_children() -> None:
     cache = cache_of(tokens(1, 2, 3), tokens(9), tokens(1, 2, 4))
-    assert cache.evict(5).tolist() == [2, 3, 4, 1, 0]  # 3; 9; then 4 and only then what it stood on
+    assert cache.evict(5).tolist() == [2, 3, 4, 1, 0]  # 3; 9; then 4 and only then its parent
 
 
 def test_only_the_used_part_of_an_edge_becomes_recent() -> None:
@@ -304,14 +304,14 @@ NAMESPACES = ("", "tenant")
 
 @dataclass
 class Held:
-    """A handle and the pages' keys it must keep: one key per page, the whole prefix up to the page's end."""
+    """A handle and the keys of the pages that it must keep: one key per page, the whole prefix up to the page's end."""
 
     number: int
     path: list[tuple[str, bytes]]
 
 
 class PageModel:
-    """The cache as a plain dictionary of single pages. Slow, and plainly right."""
+    """The cache as a plain dictionary of single pages. Slow, and obviously correct."""
 
     def __init__(self, page_tokens: int) -> None:
         self.page_bytes = 4 * page_tokens

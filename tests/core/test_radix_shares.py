@@ -1,4 +1,4 @@
-"""Guaranteed parts of the radix cache: prefixes of a tenant within its part outlive any use by other tenants."""
+"""Guaranteed parts of the radix cache: prefixes of a tenant within its part survive any use by other tenants."""
 
 from __future__ import annotations
 

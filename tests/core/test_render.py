@@ -1,4 +1,4 @@
-"""The words of render.py, for every decided event and command; scenarios show the rest."""
+"""The texts of render.py, for every decided event and command; scenarios show the rest."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_numbers_are_shown_as_runs_and_long_lists_are_cut() -> None:
     assert runs(range(0, 100, 2)) == "0 2 4 6 8 10 12 14 and 42 more"
 
 
-# ------------------------------------------------------------------------------------------------- watch it think
+# ------------------------------------------------------------------------------------------------------ debug log
 
 
 def engine_with(*requests: RequestArrived) -> tuple[Engine, list[str]]:

@@ -38,7 +38,7 @@ class Tickets(Resource):
     def __init__(self, view: Any) -> None:
         super().__init__(view)
         self.rows: set[int] = set()
-        self.given = 0  # in all
+        self.given = 0  # in total
 
     def fits(self, share: ExtendShare) -> Deferral | None:
         if len(self.rows) < QUOTA:
@@ -72,7 +72,7 @@ class LeakyTickets(Tickets):
 
 @pytest.fixture
 def with_resource(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Resource]], None]:
-    """Engines built from here on have this resource as well: the one line that a new resource takes."""
+    """Engines built from here on have this resource as well: the single line that a new resource requires."""
 
     def add(kind: type[Resource]) -> None:
         at = admission.RESOURCES.index(admission.RequestRows)
@@ -133,7 +133,7 @@ def test_a_new_resource_is_part_of_snapshots(with_resource: Callable[[type[Resou
     assert of_kind(restored, Tickets).rows == of_kind(engine, Tickets).rows != set()
     invariants.check(restored)
     assert b"tickets" in image
-    assert b"resources" not in plain  # the snapshot of an engine without it stays what it was
+    assert b"resources" not in plain  # the snapshot of an engine without it is unchanged
 
 
 def test_a_new_resource_passes_random_histories(with_resource: Callable[[type[Resource]], None]) -> None:

@@ -1,4 +1,4 @@
-"""The router: which engine takes which request, and what holds after every fact."""
+"""The router: the engine that it chooses for each request, and the invariants after every fact."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lockstep.core.contract.errors import ConfigError, ContractError
 
 
 class Told:
-    """A router and a short way of telling it things; ids and times count up."""
+    """A router with short methods for its facts; ids and times count up."""
 
     def __init__(self, policy: str = "least_requests", engines: int | tuple[EngineShare, ...] = 3, **settings: object):
         shares = (EngineShare(),) * engines if isinstance(engines, int) else engines
@@ -36,7 +36,7 @@ class Told:
         self.next_id = 0
 
     def offer(self, prompt: str = "", tokens: int = 100, session: str = "", **more: object) -> RequestRouted:
-        """A prompt is spelt with a letter per block."""
+        """A prompt is spelt with one letter per block."""
         self.time_us += 1
         keys = tuple(int.from_bytes(prompt[:stop].encode(), "big") for stop in range(1, len(prompt) + 1))
         offered = RequestOffered(
@@ -71,7 +71,7 @@ class Told:
         self.router.step(EngineChanged(time_us=self.time_us, engine=engine, state=state))  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------------------------------------------- policies, as told
+# -------------------------------------------------------------------------------------------------- policies by example
 
 
 def test_round_robin_goes_round_and_weights_interleave() -> None:
@@ -144,7 +144,7 @@ def test_prefix_affinity_drops_blocks_that_the_engine_must_have_evicted_ends_fir
     told.end(0)
     assert told.offer("xy").engine == 1
     told.end(1)
-    assert told.offer("abq").matched_tokens == 512  # on 0, which now forgets d: the end of what was used longest ago
+    assert told.offer("abq").matched_tokens == 512  # to 0, which now forgets d, the end of the oldest used prompt
     told.end(2)
     assert told.offer("abcd").matched_tokens == 768
 
@@ -179,9 +179,9 @@ def test_total_requests_uses_the_last_report_and_requests_sent_since() -> None:
     assert told.engines(3) == [1, 1, 0]
     told.report(1, requests=9, measured_us=told.time_us - 1)  # the last two offers are not in it
     assert [told.router.load_requests(engine) for engine in (0, 1)] == [6, 9]
-    told.report(1, requests=0, measured_us=0)  # overtaken on its way: ignored
+    told.report(1, requests=0, measured_us=0)  # an older report that arrived late: ignored
     assert told.router.load_requests(1) == 9
-    told.end(0), told.end(1)  # an end is known when the engine says so, not before
+    told.end(0), told.end(1)  # an end counts when the engine reports it, not before
     assert [told.router.load_requests(engine) for engine in (0, 1)] == [6, 9]
     told.change(1, "down")
     told.change(1, "up")
@@ -219,7 +219,7 @@ def test_a_room_leads_to_the_same_engine_from_both_sides() -> None:
     assert (gone.engine, gone.reason) == (None, "engine_not_up")
 
 
-# -------------------------------------------------------------------------------------------------- engines come and go
+# -------------------------------------------------------------------------------------------- engines added and removed
 
 
 @pytest.mark.parametrize("policy", ROUTER_POLICIES)
@@ -243,7 +243,7 @@ def test_an_engine_that_went_down_is_empty_when_it_comes_back() -> None:
     assert told.router.open_requests[0] == 0
     assert told.router.open_tokens[0] == 0
     told.change(0, "up")
-    told.end(0)  # the echo of a request that was lost: ignored
+    told.end(0)  # the end of a request that was lost: ignored
     assert told.router.open_requests == [0, 2]
     assert told.offer("ab").matched_tokens == 0  # 1 is over the bound, and 0 lost its cache
 
@@ -280,7 +280,7 @@ def test_weights_must_be_above_zero_and_finite(weight: float) -> None:
         EngineShare(weight=weight)
 
 
-# --------------------------------------------------------------------------------------------------------------- always
+# ----------------------------------------------------------------------------------------------------------- invariants
 
 
 @st.composite
@@ -322,7 +322,7 @@ def histories(draw: st.DrawFn) -> tuple[RouterConfig, tuple[EngineShare, ...], l
 def test_histories_keep_counts_and_bounds(
     history: tuple[RouterConfig, tuple[EngineShare, ...], list[RouterFact]],
 ) -> None:
-    """Counts equal a plain recount; the bound is never exceeded; sticky sessions stay; facts decide alike twice."""
+    """Counts equal a plain recount; the bound is never exceeded; sessions stay; equal facts give equal decisions."""
     config, shares, facts = history
     router, again = Router(config, shares), Router(config, shares)
     up = [True] * len(shares)
@@ -386,7 +386,7 @@ def test_keys_depend_on_all_that_came_before_and_on_the_order() -> None:
 
 
 def test_keys_are_the_same_in_every_process() -> None:
-    """A router's journal is replayed elsewhere: nothing of a key may depend on the process or the machine."""
+    """A router's journal is replayed elsewhere: a key may not depend on the process or the machine."""
     assert prefix_keys(np.arange(8, dtype=np.int32), 4, "t") == KEYS
 
 

@@ -1,4 +1,4 @@
-"""A corrupt journal: the hint at the start of an engine, and the copy of what is before the corruption."""
+"""A corrupt journal: the hint at the start of an engine, and the copy of the records before the corruption."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "plain"
 
 @pytest.fixture
 def corrupt(tmp_path: Path) -> Path:
-    """A run whose journal has a changed bit behind its middle."""
+    """A run with a journal that has a changed bit behind its middle."""
     run = tmp_path / "run"
     shutil.copytree(GOLDEN, run)
     segment = sorted((run / "journal").glob("*.log"))[-1]

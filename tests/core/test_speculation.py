@@ -1,4 +1,4 @@
-"""Speculative decoding: for any drafts and any accepted numbers, each request gets the tokens that it gets without."""
+"""Speculative decoding: for any drafts and accepted numbers, each request gets the tokens of a run without drafts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SEEDS = 25
 
 
 def workload(rng: random.Random) -> list[Moment]:
-    """Requests with shared beginnings, stop tokens anywhere, minima, all cadences, over time."""
+    """Requests with shared beginnings, stop tokens at any output, minima, all cadences, spread over time."""
     timeline: list[Moment] = []
     most = rng.choice([5, 20, 60])
     for key in range(rng.randint(3, 9)):
@@ -154,7 +154,7 @@ def finish(engine: Engine, batch_id: int, tokens: list[int], accepted: list[int]
 
 
 def test_drafts_get_pages_ahead_and_pages_of_wrong_drafts_are_freed() -> None:
-    """Retracting or forgetting what lies beyond the newest page is how SG#14180 and VL#57104 broke."""
+    """Retracting for, or forgetting, pages beyond the newest one caused SG#14180 and VL#57104."""
     engine = engine_of(num_speculative_tokens=7, overlap_depth=0)
     arrive(engine, tokens=4, max_new=40)
     finish(engine, launch(engine).batch_id, [1], [])
@@ -225,19 +225,19 @@ def test_a_request_watched_token_by_token_has_no_drafts() -> None:
     assert plan.speculation.draft_lengths.tolist() == [3, 0]
 
 
-def test_drafts_are_as_many_as_results_say_are_worth_it() -> None:
+def test_the_number_of_drafts_follows_from_results() -> None:
     config = SchedConfig(speculative_method="eagle", num_speculative_tokens=7, speculative_min_chance=0.3)
     chances, eight = Chances(), np.full(8, 7, np.int32)
-    assert chances.worth_drafting(config, 8) == 7  # nothing is known yet
+    assert chances.worth_drafting(config, 8) == 7  # no acceptance was observed yet
     for _ in range(20):
         chances.observe(eight, np.array([0, 0, 0, 0, 1, 1, 2, 7], np.int32))  # 1/2, then 1/2 of those, then 1/2
     assert chances.worth_drafting(config, 8) == 1
     for _ in range(200):
         chances.observe(np.ones(8, np.int32), np.array([1] * 7 + [0], np.int32))
-    assert chances.worth_drafting(config, 8) > 1  # it is worth trying more again
+    assert chances.worth_drafting(config, 8) > 1  # more drafts are worth trying again
     for _ in range(200):
         chances.observe(eight, np.zeros(8, np.int32))
-    assert chances.worth_drafting(config, 8) == 1  # never none, or no chance would be measured
+    assert chances.worth_drafting(config, 8) == 1  # never none, since no acceptance would be measured
     alone = replace(config, speculative_max_batch_size=4)
     assert [alone.drafts_max, chances.worth_drafting(alone, 5), chances.worth_drafting(alone, 4)] == [7, 0, 1]
 
@@ -266,7 +266,7 @@ def test_several_decodes_of_one_launch_are_refused() -> None:
         SchedConfig(speculative_method="mtp", speculative_min_chance=1.0)
 
 
-def test_settings_say_nothing_of_drafts_unless_there_are_any() -> None:
+def test_settings_omit_drafts_unless_there_are_any() -> None:
     assert SchedConfig(speculative_method="none") == SchedConfig()
     assert b"speculative" not in msgspec.msgpack.encode(SchedConfig())
     config = msgspec.msgpack.decode(msgspec.msgpack.encode(SchedConfig(speculative_method="mtp")), type=SchedConfig)

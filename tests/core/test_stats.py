@@ -35,7 +35,7 @@ def arrived(request_id: int, prompt: int, time_us: int = 0) -> RequestArrived:
 
 
 def test_a_long_prompt_in_chunks_of_a_second_is_well() -> None:
-    """One prompt of 100 chunks emits nothing for 100 s, and is well all the time (SG#22511)."""
+    """One prompt of 100 chunks emits nothing for 100 s, and is reported as healthy all the time (SG#22511)."""
     engine = Engine(SchedConfig(page_size=2, pages=200, chunked_prefill_size=2, overlap_depth=0))
     engine.step(arrived(0, 200))
     watched, now_us = watch(None, engine.stats(), 0), 0

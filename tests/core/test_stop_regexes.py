@@ -1,4 +1,4 @@
-"""Regular expressions that end an answer: where a match is, which tokens wait for one, what a pattern may contain."""
+"""Regular expressions that end an answer: the place of a match, tokens that are held back, and the allowed patterns."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_texts_and_regexes_hold_back_what_either_needs() -> None:
 
 
 def test_random_patterns_find_the_first_end_of_a_match_as_re_does() -> None:
-    """The reference asks `re` for each prefix of the text whether any part that ends there matches."""
+    """The reference applies `re` to each prefix of the text, for any part that ends there."""
     rng = random.Random(5)
     parts = ["a", "b", "[ab]", ".", r"\d", "(?:a|bc)", "(ab)?", "b*", "c+", "[^a]", "a{2,3}", "(?:a|b)*?c"]
     for _ in range(300):
@@ -86,7 +86,7 @@ def test_random_patterns_find_the_first_end_of_a_match_as_re_does() -> None:
 
 
 def test_held_text_is_what_a_match_may_begin_with() -> None:
-    """A character is released only once no match can contain it, and every match is held from its start on."""
+    """A character is released only once no match can contain it, and every match is held back from its start on."""
     rng = random.Random(7)
     for _ in range(100):
         text = "".join(rng.choice("ab1") for _ in range(20))
@@ -135,4 +135,4 @@ def test_a_pattern_that_makes_backtracking_exponential_reads_each_character_once
     began_s = time.process_time()
     assert not any(stopped for stopped, _ in push(stops, "a" * 3000 + "c"))
     assert len(automaton._states) < 16
-    assert time.process_time() - began_s < 30.0  # `re` would need longer than the universe has existed
+    assert time.process_time() - began_s < 30.0  # `re` would not finish in any realistic time

@@ -65,7 +65,7 @@ def test_a_suppressed_stop_text_may_begin_a_longer_one() -> None:
 @pytest.mark.parametrize("count", [1, 16])
 @pytest.mark.parametrize("length", [1, 500])
 def test_work_per_token_depends_on_neither_number_nor_length_of_stop_texts(count: int, length: int) -> None:
-    """Stop texts that a text nearly contains everywhere are the worst case."""
+    """Stop texts with which a text nearly agrees everywhere are the worst case."""
     text = "a" * 20_000
     search = StopSearch(["a" * length + chr(200 + number) for number in range(count)])
     search.follow(text)

@@ -1,4 +1,4 @@
-"""What becomes of an arrival: its namespace, its samples, what is cut off."""
+"""The effects of an arrival: its namespace, its samples, the truncation of its prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of rows grows with the requests that run, and loses nothing by it."""
+"""The table of rows grows with the running requests, and keeps all values."""
 
 from __future__ import annotations
 

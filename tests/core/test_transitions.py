@@ -1,4 +1,4 @@
-"""The lifecycle of a request, exhaustively: every pair of state and decided event either moves or raises."""
+"""The lifecycle of a request, exhaustively: every pair of state and decided event either has a new state or raises."""
 
 from __future__ import annotations
 

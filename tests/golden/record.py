@@ -3,11 +3,11 @@
     python tests/golden/record.py                  record what is missing
     python tests/golden/record.py NAME...          record these again, deliberately: read docs/journal.md first
     python tests/golden/record.py --words          write the words anew, of journals that replay as recorded
-    python tests/golden/record.py --list           what there is, and what each shows
+    python tests/golden/record.py --list           the journals, and what each shows
 
 A folder holds `journal/`, as any run does, and `decisions.txt`: the words of every decision, so that a divergence can
-say what was decided then. A change of behaviour comes with a flag, under which old journals still replay, and adds
-journals.
+be reported with the recorded decision. A change of behaviour comes with a flag, under which old journals still replay,
+and adds journals.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "policy-lpm": ("longest cached prefix first", _simulated(**TIGHT, schedule_policy="lpm")),
     "policy-dfs-weight": ("branch by branch of the radix tree", _simulated(**TIGHT, schedule_policy="dfs-weight")),
     "policy-lof": ("longest output first", _simulated(**TIGHT, schedule_policy="lof")),
-    "policy-random": ("a shuffled line", _simulated(**TIGHT, schedule_policy="random", schedule_seed=5)),
+    "policy-random": ("waiting queue in random order", _simulated(**TIGHT, schedule_policy="random", schedule_seed=5)),
     "policy-hrrn": ("highest response ratio", _simulated(**TIGHT, schedule_policy="hrrn", bypass_limit=3)),
     "no-radix-cache": ("nothing is shared", _simulated(**TIGHT, radix_cache=False)),
     "reserve-full": ("all that starts can end", _simulated(**TIGHT, reserve="full")),
@@ -107,26 +107,26 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
     ),
     "chunk-target": ("chunks by a latency target", _simulated(chunk_target_us=1_400)),
     "limits": (
-        "timeouts, a short line, messages of several tokens",
+        "timeouts, a short waiting queue, messages of several tokens",
         _simulated(max_running_requests=2, waiting_timeout_us=60_000, running_timeout_us=90_000, max_queued_requests=5,
                    stream_interval=4, force_stream_interval=6),
     ),
     "tiers": ("written through, stored, fetched and loaded again", _told("tiers/storage")),
     "tiers-write-back": ("written back when evicted, in part", _told("museum/e16_write_back_fails_in_part")),
-    "hybrid": ("windows and states: slid, evicted, given back by a retraction", _told("hybrid/retraction")),
+    "hybrid": ("windows and states: slid, evicted, freed by a retraction", _told("hybrid/retraction")),
     "hybrid-states": ("two that start as copies of one state", _told("hybrid/copy_on_write")),
-    "hybrid-preempted": ("more important ones make room in windows", _told("hybrid/preempted_for_windows")),
+    "hybrid-preempted": ("a preemption for window pages", _told("hybrid/preempted_for_windows")),
     "hybrid-shared": ("a state shared before it is computed, and its batch fails", _told("hybrid/shared_batch_fails")),
     "hybrid-drafts": ("a state behind each draft", _told("hybrid/drafts")),
     "hybrid-several-decodes": ("windows under three decodes in a launch", _told("hybrid/several_decodes")),
-    "hybrid-tiers": ("windows and states go down with their pages, and come back", _told("tiers/windows_and_states")),
+    "hybrid-tiers": ("windows and states copied to the host and loaded again", _told("tiers/windows_and_states")),
     "hybrid-storage": ("windows stored with pages, fetched and loaded again", _told("tiers/windows_from_storage")),
     "hybrid-ranks": (
         "a rank with windows and states of its own, and the delayer: chunks that are cut, no slot, a restart",
         record_hybrid_rank,
     ),
-    "preemption": ("a more important request makes room for itself", _told("preemption/makes_room")),
-    "preemption-fewest": ("as few victims as will do", _told("preemption/fewest_victims")),
+    "preemption": ("a more important request preempts another", _told("preemption/makes_room")),
+    "preemption-fewest": ("no more victims than needed", _told("preemption/fewest_victims")),
     "priority-ageing": ("priorities that age", _told("ordering/priority_with_ageing")),
     "routing-key": ("ordered by routing key", _told("ordering/routing_key")),
     "shortest-prefill": ("the shortest prompt first", _told("ordering/shortest_prefill_first")),
@@ -138,7 +138,7 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
             folder, JUMPING, grammar_forces="0.5x5", **TIGHT, jump_forward_tokens=8, retract_every=9
         ),
     ),
-    "required-call": ("answers that must be calls, by grammars that come of tool_choice", record_required_call),
+    "required-call": ("answers that must be tool calls, by grammars of tool_choice", record_required_call),
     "fewer-bits": (
         "a model with weights, rows and KV in fp8: chunks, a prefix found in the cache",
         partial(record_model, asked=PROMPTS, kind="fp8", kv_cache_dtype="fp8_e4m3", fp8_activations="on",
@@ -166,21 +166,21 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
             speculative_method="eagle", speculative_min_chance=0.3, **TIGHT,
         ),
     ),
-    "grammar-line": ("requests held for their grammars", _told("grammar/order_of_the_line")),
+    "grammar-line": ("requests that wait for their grammars", _told("grammar/order_of_the_waiting_queue")),
     "structured-output": ("schemas, expressions, grammars and tags, compiled, refused, retracted", _brought),
     "sessions": ("turns that wait for each other", _told("sessions/turns_wait")),
-    "sessions-yield": ("sessions that give their KV up", _told("sessions/yields_to_admission")),
-    "sessions-branch": ("a session that begins as another stands", _told("sessions/branch")),
+    "sessions-yield": ("sessions that yield their KV", _told("sessions/yields_to_admission")),
+    "sessions-branch": ("a session that begins with the tokens of another", _told("sessions/branch")),
     "lora": ("adapters loaded and evicted", _told("lora/least_recently_used_is_evicted")),
     "lora-bypass": ("requests that wait for an adapter are bypassed, boundedly", _told("lora/bounded_bypass")),
     "media": ("images, encoded first and shared", _told("media/same_content_is_shared")),
     "media-budget": ("an encoder with a budget: queued, cancelled, dropped", _told("media/encoder_budget_cancelled")),
     "samples": ("several samples of one prompt", _told("samples/share_their_prompt")),
-    "cancel": ("clients that leave at every stage", _told("museum/g5_everybody_leaves_at_once")),
-    "pause": ("a pause that gives pages back", _told("control/pause_retract_twice")),
+    "cancel": ("cancels in every state", _told("museum/g5_all_clients_leave_at_once")),
+    "pause": ("a pause that retracts", _told("control/pause_retract_twice")),
     "flush-drain": ("a flush that waits, a drain", _told("control/flush_waits_for_flight")),
-    "memory": ("device memory given back and taken again", _told("control/release_memory")),
-    "embedding": ("requests that want no token", _told("kinds/embedding")),
+    "memory": ("device memory released and resumed", _told("control/release_memory")),
+    "embedding": ("requests without output", _told("kinds/embedding")),
     "prompt-logprobs": ("logprobs of the prompt, over chunks", _told("kinds/prompt_logprobs_over_chunks")),
     "text-held-back": ("tokens that may begin a stop text", _told("streaming/text_held_back_across_a_retraction")),
     "weights": ("new weights below running requests", _told("control/update_in_place")),
@@ -197,19 +197,19 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
         "samples, a turn, an adapter, media, a grammar, an embedding; then it becomes a decode engine",
         partial(record_kinds, name="p0"),
     ),
-    "handover-kinds-decode": ("the other side of it, which becomes a prefill engine", partial(record_kinds, name="d0")),
-    "handover-decode": ("what came of them: prebuilt rows, quarantine, recomputing", partial(record_fleet, name="d0")),
+    "handover-kinds-decode": ("its decode engine, which becomes a prefill engine", partial(record_kinds, name="d0")),
+    "handover-decode": ("its decode engine: prebuilt rows, quarantine, recomputing", partial(record_fleet, name="d0")),
     "handover-hybrid-prefill": (
-        "the same of a model with windows and states",
+        "a prefill engine of a model with windows and states",
         partial(record_fleet, name="p0", **HANDED_OVER),
     ),
-    "handover-hybrid-decode": ("the other side of it", partial(record_fleet, name="d0", **HANDED_OVER)),
+    "handover-hybrid-decode": ("its decode engine", partial(record_fleet, name="d0", **HANDED_OVER)),
 }  # fmt: skip
-"""Name: what it shows, and how it was recorded. Names are never used again for something else."""
+"""Name: what it shows, and how it was recorded. A name is never used again for another journal."""
 
 
 def record(name: str) -> int:
-    """Record one feature, in place of what is there. Returns its bytes."""
+    """Record one feature, replacing an existing journal. Returns its bytes."""
     folder = FOLDER / name
     if FEATURES[name][1] is _brought:
         _brought(folder)

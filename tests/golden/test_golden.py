@@ -1,4 +1,4 @@
-"""Golden journals: what was decided once is decided again, or the first differing decision is named."""
+"""Golden journals: recorded decisions are decided again, or the first differing decision is named."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep.tools.strict import DECISIONS, diverged_step
 from tests.golden.record import FEATURES, FOLDER, record
 
 NAMES = sorted(path.name for path in FOLDER.iterdir() if (path / "journal").is_dir())
-BYTES_MAX = 1_500_000  # of all together
+BYTES_MAX = 1_500_000  # of all journals together
 
 POLICY = """golden journal {name} is decided otherwise than when it was recorded:
 
@@ -49,7 +49,7 @@ def test_is_decided_as_it_was_recorded(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_words_say_what_was_decided(name: str) -> None:
+def test_texts_are_those_of_the_decisions(name: str) -> None:
     """If this fails and the test above does not, only the words changed: `record.py --words` writes them anew."""
     walk = Walk(FOLDER / name)
     text = decisions_text(decision_of(number, event, step, walk.names) for number, event, step in walk)
@@ -76,7 +76,7 @@ def test_features_are_different_runs() -> None:
 
 
 def last_of_equals_first(keys: Sequence[float]) -> list[int]:
-    """A policy's tie-break, turned round."""
+    """A policy with its tie-break reversed."""
     return sorted(range(len(keys)), key=lambda at: (keys[at], at), reverse=True)
 
 
@@ -122,7 +122,7 @@ def test_verify_names_both_decisions_and_without_their_words_what_the_journal_sh
     assert "  then  only its digest is stored; the next result in the journal is b14 with 2 tokens" in result.stderr
 
 
-def test_a_step_that_raises_now_is_told_with_what_it_decided_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_raises_now_is_reported_with_its_recorded_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: object) -> int:
         raise InvariantError("no victim")
 

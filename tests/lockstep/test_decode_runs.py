@@ -1,4 +1,4 @@
-"""A stretch of decode taken by a DecodeRun is, to the digest and the dumped byte, the stretch taken step by step."""
+"""A stretch of decodes taken by a DecodeRun equals, in digest and dumped bytes, the stretch taken step by step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Run:
         self.longest = longest
         self.plans: list[BatchPlan] = []  # in flight
         self.seen: list[tuple[Observed, bytes]] = []
-        self.taken = 0  # launches taken by runs
+        self.taken = 0  # launches that were taken by runs
 
     def launch_all(self) -> None:
         for launch in range(LAUNCHES):
@@ -59,7 +59,7 @@ class Run:
 
 
 class RunInStretches(Run):
-    """The same, but pairs of result and launch go to a DecodeRun whenever one may begin."""
+    """A run in which pairs of result and launch go to a DecodeRun whenever one may begin."""
 
     run: DecodeRun | None = None
 

@@ -1,4 +1,4 @@
-"""A journal is picked up from its newest snapshot: the restored engine goes on, decision for decision."""
+"""A journal is resumed from its newest snapshot: the restored engine makes the same decisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A journal that `lockstep serve` wrote under load is decided again to the last digest, also when it was killed."""
+"""A journal that `lockstep serve` wrote under load is replayed to the last digest, also when the server was killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.live_server import EMULATED, LiveServer, serving, until
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 CLIENTS = 6
-REQUESTS = 4  # of each
+REQUESTS = 4  # of each client
 TIGHT = [f"--set={setting}" for setting in ("reserve=on_demand", "max_running_requests=8", "chunked_prefill_size=64")]
 KINDS = {
     "emulated": ("qwen3-0.6b", (*EMULATED, "--speed", "0.5", "--set=pages=36")),
@@ -39,14 +39,14 @@ KINDS = {
 
 
 class Load:
-    """Clients that ask one thing after another until they are done or the server is gone. Some leave in the middle.
+    """Clients that send one request after another until they are done or the server is gone. Some disconnect early.
 
-    With `endless` they are done when it is over.
+    With `endless` they are done when the load is closed.
     """
 
     def __init__(self, url: str, model: str, tokens: int, *, endless: bool = False) -> None:
         self._url, self._model, self._tokens, self._endless = url, model, tokens, endless
-        self.ended: list[str] = []  # in which way each
+        self.ended: list[str] = []  # how each request ended
         self._over = threading.Event()
         self._threads = [threading.Thread(target=self._client, args=(number,)) for number in range(CLIENTS)]
 
@@ -71,7 +71,7 @@ class Load:
                 self.ended.append(f"lost: {error}")
 
     def leave_one(self) -> None:
-        """One more client that leaves in the middle, or, where it is late, behind the end."""
+        """One more client that disconnects in the middle, or, if it is late, after the end."""
         self.ended.append(self._ask(CLIENTS - 1, 2))
 
     def _ask(self, client: int, number: int) -> str:
@@ -91,13 +91,13 @@ class Load:
             for seen, line in enumerate(answer):
                 if number % 3 == 2 and seen > 8:
                     return "left"
-                if line.startswith(b'data: {"error":'):  # and not a word of the model
+                if line.startswith(b'data: {"error":'):  # and not a token of the model's text
                     return line.decode()
         return "answered"
 
 
 def steps_of(run: Path) -> int:
-    """Events that are on disk; a writer may be at work."""
+    """Number of events on disk; a writer may be active."""
     with contextlib.suppress(Exception):
         return read_journal(run).tail.steps
     return 0
@@ -110,7 +110,7 @@ def under_way(run: Path) -> int:
 
 
 def cancelled(run: Path) -> bool:
-    """Whether the cancel of a client that left is on disk; a writer may be at work."""
+    """Whether the cancel of a client that disconnected is on disk; a writer may be active."""
     with contextlib.suppress(Exception):
         return any(isinstance(record.event, RequestCancelled) for record in read_journal(run).events())
     return False
@@ -118,7 +118,7 @@ def cancelled(run: Path) -> bool:
 
 @pytest.fixture(params=KINDS)
 def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[LiveServer, str, Path]]:
-    """A server with a pool that is too small for what is to come, its model's name, its run folder."""
+    """A server with a pool that is too small for the load, the name of its model, its run folder."""
     if request.param == "model":
         pytest.importorskip("torch", reason="the GPU runtime is not installed")
     model, arguments = KINDS[request.param]
@@ -132,7 +132,7 @@ def test_a_served_journal_under_load_replays_strictly(loaded: tuple[LiveServer, 
     with Load(server.url, model, tokens=60) as load:
         pass
     ends_s = time.monotonic() + 300
-    while not cancelled(run):  # all clients that left may have been so late that there was nothing to cancel
+    while not cancelled(run):  # all clients that disconnected may have been so late that nothing was left to cancel
         assert time.monotonic() < ends_s, "no client's leaving is noticed"
         load.leave_one()
     ended = Counter(load.ended)
@@ -158,7 +158,7 @@ def test_a_journal_whose_engine_was_killed_replays_to_its_last_whole_record(
         engine = server.children()["engine"]
 
         def stopped_in_the_middle() -> bool:
-            """No process writes while it is copied: what a kill leaves is what lies there now."""
+            """No process writes during the copy: a kill would leave exactly these files."""
             if steps_of(run) <= 150:
                 return False
             os.kill(engine, signal.SIGSTOP)
@@ -179,5 +179,5 @@ def test_a_journal_whose_engine_was_killed_replays_to_its_last_whole_record(
     assert done.tail.closed is False
     assert done.steps > 150
     assert done.batches > 50
-    assert under_way(dead) > 0  # it died in the middle
-    assert replay(run).steps >= done.steps  # and so it stands where the server left it
+    assert under_way(dead) > 0  # the engine died with open requests
+    assert replay(run).steps >= done.steps  # replay continues to the point that the server reached

@@ -1,4 +1,4 @@
-"""A journal written by the simulator replays decision for decision, and is the same journal wherever it is written."""
+"""A journal written by the simulator replays decision for decision, and is the same journal on every machine."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def scenario(settings: dict[str, Any], **more: Any) -> Scenario:
 
 
 def measured_again(folder: Path, pages: int) -> RunData:
-    """The metrics of a journal, from nothing but the journal."""
+    """The metrics of a journal, computed from the journal alone."""
     metrics = MetricsFold(kv_pages=pages)
     for event, step in fold(folder):
         metrics.observe(event, step)
@@ -80,7 +80,7 @@ def test_simulated_runs_replay_strictly(name: str, tmp_path: Path) -> None:
     if name.startswith("timeouts"):
         assert requests["failed"] > 0
 
-    # What a fold over the journal measures is what was measured live, but for what only the host knows.
+    # A fold over the journal measures the same as the live metrics, except for facts that only the host has.
     again = measured_again(tmp_path, run.setup.config.pages).summary
     for part in ("requests", "latency", "throughput", "cache", "device"):
         assert again[part] == run.data.summary[part]
@@ -98,7 +98,7 @@ def test_a_run_without_a_journal_decides_and_measures_the_same(name: str, tmp_pa
         first, second = getattr(kept.data.requests, column), getattr(unkept.data.requests, column)
         np.testing.assert_array_equal(first, second, err_msg=column)
 
-    # Engines stand where the others stand, too, and say the same, but for the digest.
+    # Engines are in the same state as those of the other run, and give the same outputs, except for the digest.
     digesting, plain = Engine(setup.config), Engine(setup.config, digests=False)
     for event, step in fold(tmp_path):
         expected, said = digesting.step(event), plain.step(event)

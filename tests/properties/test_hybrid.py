@@ -1,8 +1,8 @@
-"""Pools beside full attention: every token is what one plain engine says, and no pool gives what another one lacks.
+"""Pools beside full attention: every token is that of one plain engine, and every pool gives only blocks that all have.
 
-The driver holds every streamed token against a pure function of request and position, and what a batch reads, cells of
-full pages and of windows and states, against the prefix it must hold; invariants over all pools are checked after each
-event. So a history that ends well here equals that of one plain engine.
+The driver compares every streamed token with a pure function of request and position, and every cell and state that a
+batch reads with the prefix it must hold; invariants over all pools are checked after each event. So a history that ends
+well here equals that of one plain engine.
 """
 
 from __future__ import annotations
@@ -72,21 +72,21 @@ def test_tokens_windows_states_and_books_hold_in_every_pool() -> None:
 
 
 def test_the_last_token_needs_no_window_page() -> None:
-    """A history in which a cohort was promised a page for it, and the prompt that completed beside it was not."""
+    """A history in which the running batch was promised a page for it, and a prompt completed beside it was not."""
     config, actions = hybrid_history(random.Random(3007), pairs=False)
     assert config.reserve == "full"
     run_actions(config, actions)
 
 
 def test_a_page_that_a_newcomer_shares_is_not_counted_as_coming_free() -> None:
-    """A history in which a decode was about to let go of a page that a newcomer's match had just locked."""
+    """A history in which a decode was about to free a page that a newcomer's match had just locked."""
     config, actions = hybrid_history(random.Random(5167), pairs=False)
     assert config.batching == "running_first"
     run_actions(config, actions)
 
 
 def over_storage(seed: int) -> tuple[SchedConfig, list[Action]]:
-    """A history of prompts that come again, with pools beside full attention, over host memory and storage."""
+    """A history of repeated prompts, with pools beside full attention, over host memory and storage."""
     rng = random.Random(f"storage {seed}")
     config, actions = returning(rng)
     config, actions = tiered(rng, config), moving(rng, actions)
@@ -95,7 +95,7 @@ def over_storage(seed: int) -> tuple[SchedConfig, list[Action]]:
 
 
 def serve_over_storage(seeds: range) -> Counter[str]:
-    """What was seen in these histories."""
+    """The marks that these histories reached."""
     marks: Counter[str] = Counter()
     for seed in seeds:
         marks.update(run_actions(*over_storage(seed), replay=seed % 4 == 0).marks)
@@ -169,7 +169,7 @@ def _counted_on_without_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_planted_bug_of_storage_is_found(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises((InvariantError, KvError, HybridError)):
-        serve_over_storage(range(30, 90))  # the rarest shows in one of sixty
+        serve_over_storage(range(30, 90))  # the rarest mark shows in one of sixty
 
 
 def admitted(engine: Engine, prompt: tuple[int, ...], request_id: int) -> RequestAdmitted:
@@ -188,8 +188,8 @@ def admitted(engine: Engine, prompt: tuple[int, ...], request_id: int) -> Reques
     return found[0]
 
 
-def test_a_match_ends_where_a_list_of_windows_and_states_says() -> None:
-    """Beside full pages that never run out, against a model that keeps what is cached as plain lists."""
+def test_a_match_ends_where_a_list_of_windows_and_states_ends() -> None:
+    """Beside full pages that never run out, compared with a model that keeps cached blocks as plain lists."""
     rng = random.Random(11)
     settings = HybridMemory(window_tokens=5, window_pages=24, state_slots=9, checkpoint_tokens=4)
     engine = Engine(SchedConfig(page_size=2, pages=5000, overlap_depth=0, chunked_prefill_size=8, hybrid=settings))
@@ -213,8 +213,8 @@ def test_a_match_ends_where_a_list_of_windows_and_states_says() -> None:
     assert shorter > 5, "no match was cut short"
 
 
-def test_a_request_goes_on_from_where_lists_of_device_and_host_say() -> None:
-    """Pages of a path and of its companions are on the device, on the host, on both or nowhere."""
+def test_a_request_continues_where_lists_of_device_and_host_end() -> None:
+    """Pages of a path and their window and state blocks are on the device, on the host, on both or nowhere."""
     rng = random.Random(5)
     settings = HybridMemory(window_tokens=5, window_pages=200, state_slots=200, checkpoint_tokens=2)
     config = SchedConfig(page_size=2, pages=200, chunked_prefill_size=8, hybrid=settings)
@@ -250,8 +250,8 @@ def test_a_request_goes_on_from_where_lists_of_device_and_host_say() -> None:
     assert loaded > 100
 
 
-def test_storage_brings_what_lists_of_what_it_has_say() -> None:
-    """Pages, windows and states are in storage, above it or nowhere; what comes is what one end lacks, and no more."""
+def test_storage_brings_the_blocks_of_lists_of_its_content() -> None:
+    """Pages, windows and states are in storage, above it or nowhere; a prefetch brings missing ones, and no more."""
     rng = random.Random(17)
     brought = Counter[str]()
     for _ in range(600):
@@ -288,7 +288,7 @@ def test_storage_brings_what_lists_of_what_it_has_say() -> None:
 
 
 def test_what_a_decode_holds_of_windows_does_not_grow_with_its_length() -> None:
-    """Each decode at most `row_pages_max` window pages, once the batch of its prompt is collected."""
+    """A decode has at most `row_pages_max` window pages, once the batch of its prompt is collected."""
     settings = HybridMemory(window_tokens=20, window_pages=64)
     config = SchedConfig(page_size=4, pages=2000, overlap_depth=2, radix_cache=False, hybrid=settings)
     engine, in_flight, most = Engine(config), list[Any](), 0
@@ -309,7 +309,7 @@ def test_what_a_decode_holds_of_windows_does_not_grow_with_its_length() -> None:
 
 @pytest.mark.parametrize("launches", [{"overlap_depth": 1}, {"overlap_depth": 0, "pp_size": 2}])
 def test_windows_of_chunks_in_flight_come_back_once(launches: dict[str, int]) -> None:
-    """A decode that lacks a page waits for what is coming back: of two chunks both were counted from the first on."""
+    """A decode that lacks a page waits for pages in flight: of two chunks both were counted from the first on."""
     settings = HybridMemory(window_tokens=3, window_pages=20)
     engine = Engine(
         SchedConfig(page_size=2, pages=40, chunked_prefill_size=8, radix_cache=False, hybrid=settings, **launches)
@@ -326,7 +326,7 @@ def test_windows_of_chunks_in_flight_come_back_once(launches: dict[str, int]) ->
 
 
 def test_a_newcomer_is_charged_what_it_opens_and_not_a_window() -> None:
-    """A7: two windows of pages, one of them held by a decode; a request that opens two pages starts beside it."""
+    """A7: two windows of pages, one of them of a decode; a request that opens two pages starts beside it."""
     settings = HybridMemory(window_tokens=32, window_pages=18)
     engine = Engine(SchedConfig(page_size=4, pages=400, overlap_depth=0, reserve="full", hybrid=settings))
     for request_id, (prompt, new) in enumerate(((32, 60), (8, 4))):

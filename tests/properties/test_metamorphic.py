@@ -1,8 +1,8 @@
-"""What is around a request changes when it is served, never what it is answered.
+"""The surroundings of a request change when it is served, never its answer.
 
-A timeline of arrivals and passes of the host's loop is changed in a way that must not matter: a stranger joins,
-arrivals of one instant change places, one batch of arrivals becomes two. Every request must get what it alone asks
-for.
+A timeline of arrivals and passes of the host's loop is changed in a way that must not matter: a further request joins,
+arrivals of one instant change places, one batch of arrivals becomes two. Every request must get the answer that its own
+fields determine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Instant = list[Asked]
 
 @st.composite
 def requested_of(draw: st.DrawFn, key: int) -> Asked:
-    """One request; the first tokens of its prompt are likely another's too."""
+    """One request; the first tokens of its prompt may also begin other prompts."""
     base = draw(st.sampled_from([100, 200]))
     max_new = draw(st.integers(1, 12))
     return Asked(
@@ -39,7 +39,7 @@ def requested_of(draw: st.DrawFn, key: int) -> Asked:
 
 @st.composite
 def instants(draw: st.DrawFn) -> list[Instant]:
-    """Batches of arrivals, each known to the host at one instant."""
+    """Batches of arrivals, each observed by the host at one instant."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     keys = iter(range(sum(sizes)))
     return [[draw(requested_of(next(keys))) for _ in range(size)] for size in sizes]
@@ -47,7 +47,7 @@ def instants(draw: st.DrawFn) -> list[Instant]:
 
 @st.composite
 def configs(draw: st.DrawFn) -> SchedConfig:
-    """Any schedule, with a pool that is ample or as small as lets each request run alone."""
+    """Any schedule, with a pool that is ample or just large enough for each request alone."""
     page_size = draw(st.sampled_from([1, 2, 4]))
     radix = draw(st.booleans())
     smallest = -(-22 // page_size)  # the longest prompt and output of `requested_of`
@@ -69,7 +69,7 @@ def configs(draw: st.DrawFn) -> SchedConfig:
 
 
 def timeline(batches: list[Instant], passes: int) -> list[Moment]:
-    """So many passes after each batch."""
+    """Passes of the host's loop after each batch."""
     moments: list[Moment] = []
     for batch in batches:
         moments += [*batch, *[None] * passes]
@@ -77,7 +77,7 @@ def timeline(batches: list[Instant], passes: int) -> list[Moment]:
 
 
 def answers(served: Served) -> dict[int, Answer]:
-    """What all but the stranger got."""
+    """The answers of all requests but the one that joins."""
     return {key: answer for key, answer in served.answers.items() if key != STRANGER}
 
 
@@ -90,7 +90,7 @@ passes = st.integers(1, 4)
 
 @given(configs(), instants(), passes, requested_of(STRANGER), st.data())
 @settings(max_examples=60)
-def test_a_stranger_changes_nobodys_tokens(
+def test_a_further_request_changes_no_tokens(
     config: SchedConfig, batches: list[Instant], passes: int, stranger: Asked, data: st.DataObject
 ) -> None:
     moments = timeline(batches, passes)
@@ -101,7 +101,7 @@ def test_a_stranger_changes_nobodys_tokens(
 
 @given(configs(), instants(), passes, st.randoms(use_true_random=False))
 @settings(max_examples=60)
-def test_the_order_within_an_instant_changes_nobodys_tokens(
+def test_the_order_within_an_instant_changes_no_tokens(
     config: SchedConfig, batches: list[Instant], passes: int, random: Random
 ) -> None:
     shuffled = [random.sample(batch, len(batch)) for batch in batches]
@@ -110,7 +110,7 @@ def test_the_order_within_an_instant_changes_nobodys_tokens(
 
 @given(configs(), instants(), passes, st.data())
 @settings(max_examples=60)
-def test_splitting_an_instant_changes_nobodys_tokens(
+def test_splitting_an_instant_changes_no_tokens(
     config: SchedConfig, batches: list[Instant], passes: int, data: st.DataObject
 ) -> None:
     split: list[Moment] = []
@@ -122,10 +122,10 @@ def test_splitting_an_instant_changes_nobodys_tokens(
 
 @given(configs(), instants(), passes)
 @settings(max_examples=30)
-def test_an_ample_pool_and_no_sharing_changes_nobodys_tokens(
+def test_an_ample_pool_and_no_sharing_change_no_tokens(
     config: SchedConfig, batches: list[Instant], passes: int
 ) -> None:
-    """The plainest engine there is answers alike."""
+    """The plainest engine gives the same answers."""
     plain = SchedConfig(page_size=1, pages=4096, radix_cache=False, overlap_depth=0, chunked_prefill_size=None)
     moments = timeline(batches, passes)
     assert serve(config, moments).answers == serve(plain, moments).answers

@@ -1,7 +1,7 @@
-"""Cache tiers below the device: whatever moves, fails or comes late, every token is what an engine without them says.
+"""Cache tiers below the device: with any move, failure or delay, every token is that of an engine without them.
 
-The driver holds every streamed token against a pure function of request and position, and every KV cell that a batch
-reads against the prefix it must hold, wherever that was loaded from; invariants over both tiers are checked after each
+The driver compares every streamed token with a pure function of request and position, and every KV cell that a batch
+reads with the prefix it must hold, wherever that was loaded from; invariants over both tiers are checked after each
 event. So a history that ends well under tiers equals that of one plain engine.
 """
 
@@ -60,7 +60,7 @@ FAULTY = (
 
 
 def history(seed: int) -> tuple[SchedConfig, list[Action]]:
-    """Settings and actions of one seed: mostly prompts that come again, now and then whatever the swarm does."""
+    """Settings and actions of one seed: mostly repeated prompts, sometimes any actions of the swarm."""
     rng = random.Random(seed)
     if seed % 4:
         config, actions = returning(rng)
@@ -83,7 +83,7 @@ def test_tokens_cells_and_books_hold_over_tiers_whatever_fails() -> None:
 
 
 def test_hits_of_both_tiers_are_those_of_one_exact_lru_cache_as_large_as_the_host() -> None:
-    """Prompts one at a time, written through: the device has the newest of what the host has, so the host decides."""
+    """Prompts one at a time, written through: the device has the newest pages of the host, so the host decides."""
     rng = random.Random(5)
     for _ in range(2):
         host_pages, prompts = rng.randint(60, 150), [one_of_a_tree(rng) for _ in range(200)]
@@ -115,7 +115,7 @@ def one_of_a_tree(rng: random.Random) -> tuple[int, ...]:
 
 
 def served_at_once(engine: Engine, arrived: RequestArrived) -> RequestAdmitted:
-    """Serve one request by a host that does everything in an instant, whole. Returns its admission."""
+    """Serve one request with a host that completes every order at once. Returns its admission."""
     events: deque[Observed] = deque([arrived, LaneReady(arrived.time_us)])
     admitted: RequestAdmitted | None = None
     while events:
@@ -182,7 +182,7 @@ def test_tiers_need_a_radix_cache_above_them() -> None:
 
 
 def test_what_a_batch_in_flight_is_still_to_compute_is_written_no_sooner() -> None:
-    """A completed prompt may find another page in its place, of a request with a batch in flight."""
+    """A completed prompt may take over another page for its place, of a request with a batch in flight."""
     config = SchedConfig(
         page_size=1,
         pages=89,

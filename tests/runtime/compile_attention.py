@@ -1,4 +1,4 @@
-"""Compile the attention kernels for GPUs that need not be there; prints a JSON line for each.
+"""Compile the attention kernels for GPUs that this machine need not have; prints a JSON line for each.
 
     python -m tests.runtime.compile_attention 80 90 100
 
@@ -30,7 +30,7 @@ STRIDES = "query_token query_head key_token key_head value_token value_head".spl
 def compile_kernel(
     name: str, capability: int, dtype: torch.dtype, head_dim: int, numerics: Numerics, fp8: bool = False
 ) -> dict[str, object]:
-    """What came out: shared memory in bytes, bytes of PTX and of machine code, layouts and instructions of products.
+    """The kernel: shared memory in bytes, bytes of PTX and of machine code, layouts and instructions of products.
 
     Args:
         fp8: KV lies in it.

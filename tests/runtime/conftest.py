@@ -1,6 +1,6 @@
 """Without a GPU, Triton kernels run in Triton's interpreter; it must be asked for before `triton` is imported.
 
-One thread of torch: the models here are tiny, and threads that wait for one another make a busy machine twice as slow.
+Torch uses one thread: the models are tiny, and threads that wait for one another make a busy machine twice as slow.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 
 try:
     import torch
-except ModuleNotFoundError:  # the tests here skip, each saying so
+except ModuleNotFoundError:  # the tests here are skipped, each with this reason
     pass
 else:
     torch.set_num_threads(1)

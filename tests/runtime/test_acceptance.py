@@ -1,4 +1,4 @@
-"""What a model's drafts brought, as the journal, the figures and the simulator say it."""
+"""The accepted drafts of a model, in the journal, in the figures and in the simulator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DRAFTS = 3
 
 
 def test_the_simulator_predicts_the_accepted_length_that_a_run_measures(tmp_path: Path) -> None:
-    """Chances from a journal, given to `simulate --acceptance`, bring the length of that run, on another schedule."""
+    """Chances from a journal, given to `simulate --acceptance`, yield the length of that run on another schedule."""
     prompts = [f"page {n % 5} is free. page {n % 7} is free. page {n} is" for n in range(24)]
     params = [Params(max_new_tokens=32, temperature=0.3 * (n // 2 % 2), seed=n) for n in range(24)]
     with LLM(device="cpu", speculative_method="ngram", num_speculative_tokens=DRAFTS, journal=tmp_path / "run") as llm:

@@ -35,7 +35,7 @@ def random_requests() -> list[tuple[list[int], int]]:
 
 
 class Reference(NamedTuple):
-    """A model that transformers saved, and what it says itself."""
+    """A model that transformers saved, and its own answers."""
 
     folder: Path
     answers: list[list[int]]
@@ -63,7 +63,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.mark.parametrize("sharing", [False, True], ids=["", "same-step sharing"])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_greedy_tokens_are_those_of_transformers(reference: Reference, depth: int, sharing: bool) -> None:
-    """With chunks, cached prefixes, and somebody retracted every few decodes."""
+    """With chunks, cached prefixes, and a retraction every few decodes."""
     decided: list[Any] = []
     with LLM(reference.folder, overlap_depth=depth, same_step_sharing=sharing, **STIRRED) as llm:
         llm.host.observe = lambda _, step: decided.extend(step.decided)

@@ -1,4 +1,4 @@
-"""Attention backends: the reference against torch's own, who is chosen, and what FlashInfer is told."""
+"""Attention backends: the reference against torch's attention, the choice of a backend, and the calls of FlashInfer."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ def test_reference_does_not_run_in_a_graph():
         ReferenceAttention(made.pool).plan(made.batch, graph=True)
 
 
-# Who is chosen. What is installed and what the device is are pretended.
+# The choice of a backend. Installed packages and the device are simulated.
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine with a Hopper GPU and everything installed; a test takes away what it is about."""
+    """A machine with a Hopper GPU and everything installed; a test removes the part that it concerns."""
     here = types.SimpleNamespace(
         installed={"flashinfer", "flashinfer_jit_cache", "triton"},
         flashinfer="0.6.18.post1",
@@ -196,12 +196,12 @@ def test_choosing_imports_neither_triton_nor_flashinfer():
     assert done.stdout.strip() == "[]", done.stdout
 
 
-# FlashInfer has no kernels for a CPU. What it is told is checked with wrappers that do in torch what its documentation
-# says; that the calls fit the real signatures, where it is installed.
+# FlashInfer has no kernels for a CPU. Its calls are checked with wrappers that compute in torch what its documentation
+# describes; where it is installed, the calls are also checked against the real signatures.
 
 
 class Wrapper:
-    """Plans and runs like both of FlashInfer's paged wrappers."""
+    """Plans and runs like the two paged wrappers of FlashInfer."""
 
     decode = True
 
@@ -260,7 +260,7 @@ def flashinfer(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", module)
 
     class Event:
-        """Happens when somebody waits for it."""
+        """An event that happens when it is waited for."""
 
         waited = 0
         recorded = False
@@ -282,10 +282,10 @@ def test_flashinfer_receives_the_scales_of_kv_in_fp8(flashinfer):
         old = one.pool
         one.pool = KvPool(1, old.pages, 16, 2, 16, torch.float32, CPU, [(0.5, 0.125)])
         one.pool.keys[0], one.pool.values[0] = to_fp8(old.keys[0] / 0.5), to_fp8(old.values[0] / 0.125)
-    want = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
+    expected = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
     backend = make("flashinfer", made.pool, 4)
     backend.plan(made.batch)
-    torch.testing.assert_close(backend.run(0, made.query, made.key, made.value, made.batch), want)
+    torch.testing.assert_close(backend.run(0, made.query, made.key, made.value, made.batch), expected)
     assert backend.decode.options["kv_data_type"] == torch.float8_e4m3fn
 
 
@@ -295,7 +295,7 @@ def test_kv_in_fp8_is_tried_and_has_a_gpu_that_can(trial, machine, flashinfer, m
     assert choose("triton", Needs(CUDA, torch.bfloat16, 128, 16, kv_fp8=True)).name == "triton"
     right = Wrapper.run
     monkeypatch.setattr(Wrapper, "run", lambda self, query, paged, *, out, **_: right(self, query, paged, out=out))
-    choice = choose("auto", Needs(CUDA, torch.bfloat16, 128, 16, kv_fp8=True))  # a wrapper that passes over the scales
+    choice = choose("auto", Needs(CUDA, torch.bfloat16, 128, 16, kv_fp8=True))  # a wrapper that ignores the scales
     assert (choice.name, "KV in fp8 gives wrong results" in choice.reason) == ("triton", True)
     machine.capability = (8, 0)
     choice = choose("auto", Needs(CUDA, torch.bfloat16, 128, 16, kv_fp8=True))
@@ -308,11 +308,11 @@ def test_flashinfer_receives_the_pages_of_each_row(flashinfer, extend_rows, page
     spans = [(0, 5), (16, 32), (63, 64), (0, 1)]
     spans = [span if row < extend_rows else (span[1] - 1, span[1]) for row, span in enumerate(spans)]
     made, twin = (make_pass(spans, extend_rows=extend_rows, page_size=page_size) for _ in range(2))
-    want = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
+    expected = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
     backend = make("flashinfer", made.pool, 4)
     backend.plan(made.batch)
     out = backend.run(0, made.query, made.key, made.value, made.batch)
-    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(out, expected)
     if extend_rows:
         assert backend.prefill.options["causal"] is True
     if extend_rows < 4:
@@ -363,7 +363,7 @@ def test_flashinfer_plans_never_share_a_pinned_buffer_that_may_still_be_read(fla
         (16, 1, 2, 267),  # a trial with 16 heads per KV head
     ],
 )
-def test_flashinfer_gets_the_workspace_that_its_plans_ask_for(heads, kv_heads, rows, mib):
+def test_flashinfer_gets_the_workspace_that_its_plans_require(heads, kv_heads, rows, mib):
     assert flashinfer_backend.workspace_needed(heads, kv_heads, 128, rows, 132) == mib << 20
 
 
@@ -393,13 +393,13 @@ def test_flashinfer_numerics(flashinfer, numerics, heads, options, tensor_cores)
 
 @pytest.fixture
 def trial(monkeypatch):
-    """The trial as it is, on a CPU, where the machine is pretended: to be asked for behind `machine`."""
+    """The real trial of a kernel, on a CPU, with a simulated machine: request it after `machine`."""
     real = attention._flashinfer_fails
     return lambda: monkeypatch.setattr(attention, "_flashinfer_fails", lambda needs: real(replace(needs, device=CPU)))
 
 
 def test_auto_passes_over_a_flashinfer_without_the_kernels(trial, machine, flashinfer, monkeypatch, caplog):
-    """The packages are there; what they hold was compiled for another dtype."""
+    """The packages are installed, with kernels that were compiled for another dtype."""
     trial()
 
     class MissingJITCacheError(RuntimeError):
@@ -429,7 +429,7 @@ def test_auto_passes_over_a_flashinfer_without_the_kernels(trial, machine, flash
 
 
 def test_a_flashinfer_that_cannot_be_imported_is_passed_over(trial, machine, monkeypatch):
-    """As without its package apache-tvm-ffi."""
+    """As without the package apache-tvm-ffi."""
     trial()
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     choice = choose("auto", Needs(CUDA, torch.bfloat16, 128, 16))
@@ -455,7 +455,7 @@ def test_what_is_not_requested_is_not_tried(machine, monkeypatch):
 
 
 def test_calls_fit_the_signatures_of_an_installed_flashinfer():
-    with warnings.catch_warnings(action="ignore"):  # its own, while it is imported
+    with warnings.catch_warnings(action="ignore"):  # warnings of its own during its import
         real = pytest.importorskip("flashinfer", reason="flashinfer is not installed")
     options = {"sm_scale": 0.1, "q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16, "disable_split_kv": True}
     ints = torch.zeros(2, dtype=torch.int32)
@@ -510,11 +510,11 @@ def test_backends_equal_the_reference_on_a_gpu(name, numerics):
     spans = [(start, start + count) for start, count in zip(starts, new, strict=True)]
     options = {"heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16, "device": "cuda"}
     made, twin = (make_pass(spans, extend_rows=5, **options) for _ in range(2))
-    want = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
+    expected = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
     backend = make(name, made.pool, 32, numerics=numerics)
     backend.plan(made.batch)
     out = backend.run(0, made.query, made.key, made.value, made.batch)
-    torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.gpu
@@ -526,7 +526,7 @@ def test_decodes_replay_in_a_graph_with_other_lengths(name, numerics):
     made, twin = (make_pass([(2999, 3000), (40, 41), (700, 701)], extend_rows=0, **options) for _ in range(2))
     backend = make(name, made.pool, 32, numerics=numerics)
     backend.plan(made.batch, graph=True)
-    backend.run(0, made.query, made.key, made.value, made.batch)  # compiles what is not compiled yet
+    backend.run(0, made.query, made.key, made.value, made.batch)  # compiles missing kernels
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -541,8 +541,8 @@ def test_decodes_replay_in_a_graph_with_other_lengths(name, numerics):
             one.batch.slots.copy_(pages.long() * 16 + last % 16)
         backend.plan(made.batch, graph=True)
         graph.replay()
-        want = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
-        torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
+        expected = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
+        torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
         if numerics == "invariant":  # a graph changes nothing
             backend.plan(made.batch)
             assert torch.equal(out, backend.run(0, made.query, made.key, made.value, made.batch))

@@ -22,7 +22,7 @@ from lockstep.sim.metrics.fold import MetricsFold
 
 
 class Run:
-    """Tells a timer what happened."""
+    """Passes the events of a run to a timer."""
 
     def __init__(self) -> None:
         self.timer = BubbleTimer()
@@ -47,7 +47,7 @@ def test_time_without_a_batch_while_a_request_waits_is_a_bubble() -> None:
     run = Run()
     run.arrive(100)  # 100 .. 150 and 200 .. 230 idle
     run.ran(150, 200, 205)
-    run.ran(230, 300, 310, ends=True)  # and 10 until it was noticed
+    run.ran(230, 300, 310, ends=True)  # and 10 more until its end was detected
     assert run.timer.read() == DeviceTime(work_us=210, busy_us=120, bubble_us=90)
     run.arrive(1000, samples=2)
     run.ran(1000, 1100, 1100)

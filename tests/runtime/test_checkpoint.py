@@ -1,4 +1,4 @@
-"""Folders of the Hugging Face layout: what is read, what is refused, and that one error tells all of it."""
+"""Folders of the Hugging Face layout: what is read, what is refused, and that one error reports all problems."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONFIG = {
 
 
 def tensors_of(config: dict[str, Any], seed: int = 1) -> dict[str, Any]:
-    return {want.name: want.into.clone() for want in build_model(config, random_weights_seed=seed).tensors()}
+    return {tensor.name: tensor.into.clone() for tensor in build_model(config, random_weights_seed=seed).tensors()}
 
 
 def write(folder: Path, tensors: dict[str, Any], config: dict[str, Any] = CONFIG) -> Path:
@@ -60,7 +60,7 @@ def write_sharded(folder: Path, tensors: dict[str, Any]) -> Path:
 
 
 def same(model: Any, tensors: dict[str, Any]) -> bool:
-    return all(torch.equal(want.into, tensors[want.name].to(want.into.dtype)) for want in model.tensors())
+    return all(torch.equal(tensor.into, tensors[tensor.name].to(tensor.into.dtype)) for tensor in model.tensors())
 
 
 def refusal(folder: Path, **settings: Any) -> CheckpointError:

@@ -70,7 +70,7 @@ def test_it_continues_with_words_of_its_text(committed: tuple[Decoder, Any]) -> 
         words = re.findall(r"[a-z]{2,}", (prompt + text).lower())
         assert len(words) >= 8, text
         assert len(set(words)) >= 5, text
-        # The last may have been cut short.
+        # The last word may have been cut short.
         assert sum(word in known for word in words[:-1]) >= 0.9 * (len(words) - 1), text
 
 
@@ -81,7 +81,7 @@ def test_it_answers_a_question_and_ends_its_turn(committed: tuple[Decoder, Any])
     assert tokenizer.token_to_id(TURN_END) in written, tokenizer.decode(written)
 
 
-def test_it_knows_its_text_far_better_than_chance(committed: tuple[Decoder, Any]) -> None:
+def test_its_text_is_predicted_far_better_than_by_chance(committed: tuple[Decoder, Any]) -> None:
     model, tokenizer = committed
     text = "Return True if the object is a class, False otherwise. If the argument is not a string, raise TypeError."
     ids = tokenizer.encode(text).ids

@@ -1,4 +1,4 @@
-"""Drafts on the device: who is right, what comes of it, and that nobody's answer is another for it."""
+"""Drafts on the device: which are right, their effect on positions, and that no answer changes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_every_request_is_answered_as_if_there_were_no_drafts(name: str, canary:
 
 
 def drafts_of(tokens: list[int], drafts: int) -> list[int]:
-    """What is drafted by n-grams, in plain Python."""
+    """Drafts by n-grams, in plain Python."""
     last = len(tokens) - 1
     best, place = 0, last
     for at in range(last):
@@ -134,7 +134,7 @@ def test_ngrams_are_those_of_plain_python(words: int) -> None:
         drafter.observe_batch(SimpleNamespace(token_ids=torch.tensor(tokens[:-1], dtype=torch.int64), slots=slots))
     stands = torch.tensor([len(tokens) - 1 for tokens in texts])
     newest = torch.tensor([tokens[-1] for tokens in texts])
-    for most in (39, 45):  # the most that anybody can stand at may be more than anybody does
+    for most in (39, 45):  # the upper bound of all positions may exceed every actual position
         five, host = np.full(24, 5, np.int32), np.full(24, most, np.int32)
         found = drafter.draft(torch.arange(24), stands, newest, table, five, stands + 5, host)
         assert found.tolist() == [drafts_of(tokens, 5) for tokens in texts]
@@ -148,7 +148,7 @@ def test_a_draft_counts_if_all_before_it_do() -> None:
     valid = torch.zeros(9, dtype=torch.bool)
     assert right_ones(tokens, valid, fed, places, there).tolist() == [3, 1, 1, 2]
     invalid = valid.clone()
-    invalid[[0, 2, 8]] = True  # a row whose first is no number is reported by that; what is behind waits for its turn
+    invalid[[0, 2, 8]] = True  # a row with an invalid first token is reported by it; the tokens behind it are void
     assert right_ones(tokens, invalid, fed, places, there).tolist() == [2, 1, 1, 1]
 
 
@@ -177,7 +177,7 @@ def test_a_journal_replays_strictly_and_its_plans_run_again(depth: int, tmp_path
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_plans_of_a_run_whose_drafts_were_others_run_too(depth: int, tmp_path: Path) -> None:
-    """Rows go on where the journal says, whatever is right here; of what they read then, nothing was never written."""
+    """Rows start at the journal's positions, whichever drafts are right here; every slot that they read was written."""
     settings: dict[str, Any] = {**NGRAM, "overlap_depth": depth}
     config = small_config(**settings)
     with JournalWriter.create(tmp_path, JournalHeader(config=config, host={"kind": "runtime"})) as journal:
@@ -247,7 +247,7 @@ def test_what_is_no_number_behind_a_draft_ends_its_request_where_it_would_have_w
 
 
 class Until:
-    """Ends a text behind a token, and sees each token once, in order."""
+    """Ends a text behind a token, and receives each token once, in order."""
 
     def __init__(self, prompt: list[int], last: int) -> None:
         self.tokens, self.last, self.prompt = [], last, prompt
@@ -282,7 +282,7 @@ def test_rows_with_stop_texts_go_on_token_by_token_beside_the_others(depth: int)
 
 
 def test_an_llm_drafts_beside_rows_under_grammars_and_with_stop_texts(tmp_path: Path) -> None:
-    """Neither of the two has drafts, each says what it says without, and the journal replays."""
+    """Neither of the two kinds has drafts, each gets its answer of a run without them, and the journal replays."""
     pytest.importorskip("llguidance", reason="no grammar backend is installed")
     listed = "page one is free. page two is free. page three is free. page"
     each = [Params(max_new_tokens=64, ignore_eos=True)]
@@ -301,7 +301,7 @@ def test_an_llm_drafts_beside_rows_under_grammars_and_with_stop_texts(tmp_path: 
 
 
 def _drafted(folder: Path) -> list[tuple[Any, int]]:
-    """Steps that launched drafts, and whose."""
+    """Steps that launched drafts, with the requests of the drafts."""
     found = []
     for _, step in fold(folder):
         plan = step.launched()
@@ -336,7 +336,7 @@ PHRASES = [
 
 
 def said(params: Params, **settings: Any) -> tuple[list[tuple[list[int], list[float] | None]], DraftCounts]:
-    """What the demo model answers, and how drafts fared."""
+    """The answers of the demo model, and the counts of its drafts."""
     with LLM(device="cpu", max_running_requests=6, dtype="float32", **settings) as llm:
         prompts = [f"{phrase} {number}" * 2 for number in range(2) for phrase in PHRASES]
         answers = llm.generate(prompts, params)
@@ -375,7 +375,7 @@ def test_a_model_that_drafts_for_itself_is_right_and_one_that_reports_something_
     folder = demo_model_folder()
     drafted, counts = said(params, draft_model=folder, **settings)
     assert [tokens for tokens, _ in drafted] == [tokens for tokens, _ in plain]
-    assert counts.acceptance_ratio > 0.99  # all but where two tokens all but tie
+    assert counts.acceptance_ratio > 0.99  # all but those where two tokens almost tie
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     tensors = load_file(other / "model.safetensors")
@@ -394,7 +394,7 @@ def test_a_model_that_drafts_for_itself_is_right_and_one_that_reports_something_
         ({"draft_model": "x", "tp": 2}, "`draft_model` is x, but `tp` is 2"),
     ],
 )
-def test_who_cannot_draft_is_one_error(settings: dict[str, Any], message: str) -> None:
+def test_a_model_that_cannot_draft_is_one_error(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(device="cpu", **settings)
 
@@ -428,7 +428,7 @@ class Markov:
 
 
 def test_drawn_tokens_have_the_models_chances() -> None:
-    """Chi-square of 2,000 seeds: of each token behind each other one, with drafts of which many are right."""
+    """Chi-square over 2,000 seeds: of each pair of consecutive tokens, with many right drafts."""
     chances = np.array([[0.1, 0.6, 0.2, 0.1], [0.5, 0.1, 0.1, 0.3], [0.25, 0.25, 0.25, 0.25], [0.05, 0.05, 0.1, 0.8]])
     runtime = SmallRuntime(
         check=False, canary=False, max_running_requests=200, pages=2000, overlap_depth=1, num_speculative_tokens=5,

@@ -1,4 +1,4 @@
-"""What lies between the products of a layer: our kernels against torch, interpreted here and compiled for GPUs."""
+"""Operations between the matrix products of a layer: our kernels against torch, interpreted and compiled for GPUs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def try_all(device: str, dtypes: Iterable[Any] = tuple(TOLERANCE)) -> None:
                 expected = elementwise.add_rms_norm_reference(residual, more, weight, 1e-6)
                 for one, other in zip(found, expected, strict=True):
                     close(one, other, dtype)
-                if device == "cuda" or dtype != torch.bfloat16:  # the interpreter cuts bits off instead of rounding
+                if device == "cuda" or dtype != torch.bfloat16:  # the interpreter truncates bits instead of rounding
                     assert torch.equal(found[0], expected[0]), "the sum is not what torch adds up"
 
             qkv = normal(tokens, (heads + 2 * kv_heads) * head_dim)
@@ -81,7 +81,7 @@ def try_all(device: str, dtypes: Iterable[Any] = tuple(TOLERANCE)) -> None:
 
 
 def compile_all(capability: int) -> None:
-    """To machine code, for a GPU that need not be there."""
+    """To machine code, for a GPU that this machine need not have."""
     from triton import compile as build
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

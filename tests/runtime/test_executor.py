@@ -1,4 +1,4 @@
-"""Plans by hand: what the executor does with them, what it refuses, and what the canary finds."""
+"""Plans by hand: their execution, the refused ones, and the errors that the canary finds."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def deltas(*runs: tuple[int, int, Sequence[int]], opened: Sequence[tuple[int, in
 
 
 def plan(batch_id: int, mode: Any, spans: Sequence[tuple[int, int, int, int]], **more: Any) -> BatchPlan:
-    """Spans are (row, request, start, stop). Every row samples unless told otherwise; extend rows find their prompt."""
+    """Spans are (row, request, start, stop). Every row samples unless given otherwise; extend rows get their prompt."""
     rows, ids, starts, stops = zip(*spans, strict=True) if spans else ((), (), (), ())
     extending = {"extend": len(rows), "decode": 0}.get(mode, more.pop("extend_rows", 0))
     prompts = [token for _, one, start, stop in spans[:extending] for token in PROMPTS[one][start:stop]]
@@ -78,7 +78,7 @@ def executor(run_at: WhenToRun = "launch", *, canary: bool = True, **settings: A
 
 
 def contexts_of(arrivals: Mapping[RequestId, RequestArrived]) -> ContextOf:
-    """What a host would tell of requests that are as they came."""
+    """The contexts that a host would pass for requests without further fields."""
 
     def context(taken: RowTaken) -> RowContext:
         event = arrivals[taken.request_id]
@@ -101,7 +101,7 @@ EXTEND = plan(0, "extend", [(3, 0, 0, 5), (1, 1, 0, 2)], rows_taken=BOTH, deltas
 
 @pytest.mark.parametrize("run_at", ["launch", "collection"])
 def test_a_decode_reads_tokens_that_are_not_known_when_it_is_launched(run_at: WhenToRun) -> None:
-    """Three batches are launched before anything comes back; the rows of a mixed batch come in any order."""
+    """Three batches are launched before any result; the rows of a mixed batch come in any order."""
     first, second = alone(PROMPTS[0], 4), alone(PROMPTS[1], 4)
     decode = plan(1, "decode", [(1, 1, 2, 3), (3, 0, 5, 6)])
     mixed = plan(
@@ -133,7 +133,7 @@ def test_a_chunk_before_the_last_samples_nothing() -> None:
 
 
 def test_a_row_that_changes_hands_starts_anew() -> None:
-    """Nothing of its page table and newest token is left, and the tables grow with a long request."""
+    """Nothing of the row's page table and newest token remains, and the tables grow with a long request."""
     device = executor(context_tokens_max=96, page_size=4)
     run(device, EXTEND)
     long = list(range(80))
@@ -155,7 +155,7 @@ def test_of_two_entries_for_one_place_the_later_wins() -> None:
 
 
 WRONG: dict[str, tuple[BatchPlan, str]] = {
-    "nobody": (
+    "no request": (
         plan(1, "decode", [(2, 2, 6, 7)]),
         "batch 1 runs r2 in row 2, which no request holds",
     ),
@@ -179,7 +179,7 @@ WRONG: dict[str, tuple[BatchPlan, str]] = {
         plan(1, "decode", [(3, 0, 5, 6)], deltas=deltas((3, 2, [64]))),
         "batch 1 gives out pages outside 0 to 63: 64",
     ),
-    "a table of nobody": (
+    "a table without a request": (
         plan(1, "decode", [(3, 0, 5, 6)], deltas=deltas((5, 2, [6]))),
         "batch 1 changes the page table of row 5, which no request holds",
     ),
@@ -263,7 +263,7 @@ def test_nothing_behind_a_batch_that_waits_to_be_sampled_runs_before_it(run_at: 
 
 SHARED = plan(
     1, "extend", [(0, 2, 4, 6)], rows_taken=(RowTaken(0, 2, 0),), deltas=deltas((0, 0, [9]), (0, 1, [31]))
-)  # r2 begins as r0 does, for a page
+)  # r2 begins as r0 does, for one page
 
 
 def test_a_prefix_that_is_shared_is_found_in_order() -> None:
@@ -332,7 +332,7 @@ def test_changes_of_a_batch_that_failed_early_are_made_before_anything_else_runs
 
 
 def test_kv_of_another_namespace_is_not_its_own() -> None:
-    """The core puts the version of the weights into the namespace as well."""
+    """The core includes the version of the weights in the namespace."""
     device = executor()
     device.launch(EXTEND, contexts=contexts_of(ARRIVALS))
     device.collect()
@@ -341,7 +341,7 @@ def test_kv_of_another_namespace_is_not_its_own() -> None:
         device.collect()
 
 
-def test_tags_tell_sequences_apart_by_every_token_and_place() -> None:
+def test_tags_distinguish_sequences_by_every_token_and_place() -> None:
     canary = Canary(2, 4, 4, 16, CPU)
     tags = set()
     for tokens in ([1, 2, 3], [2, 1, 3], [1, 2, 4], [0, 2, 3], [3, 2, 1]):
@@ -353,13 +353,13 @@ def test_tags_tell_sequences_apart_by_every_token_and_place() -> None:
 
 
 def test_a_page_freed_too_early_by_the_scheduler_is_found() -> None:
-    """A planted bug: a page goes to a second request while another reads it. Nothing else would say so."""
+    """A planted bug: a page is given to a second request while another reads it. No other check would report it."""
     runtime = SmallRuntime(check=False, pages=64)
     memory = runtime.engine.memory
     stolen: list[int] = []
 
     class Forgetful:
-        """The page pool, which once gives out a page that is still read."""
+        """A page pool that once gives out a page that is still read."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(pool, name)
@@ -386,7 +386,7 @@ def test_tables_that_are_as_wide_as_they_can_be_never_grow() -> None:
 
 
 def test_tables_with_more_places_than_int32_counts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Places in a page table travel as int32, and would come out negative."""
+    """Places in a page table are int32, and would become negative."""
     with pytest.raises(ConfigError) as raised:
         check_page_table(4096, 1 << 20, 1)
     first, hint = str(raised.value).splitlines()
@@ -399,7 +399,7 @@ def test_tables_with_more_places_than_int32_counts_are_refused(monkeypatch: pyte
     monkeypatch.setattr(tables_module, "ENTRIES_MAX", 16 * (FIRST_WIDTH + 4))
     with pytest.raises(ConfigError, match="is a page table of more than 320 places"):
         DeviceTables(16, 8, 4, CPU, context_tokens=4 * FIRST_WIDTH + 20)
-    tables = DeviceTables(15, 64, 4, CPU)  # and one that grows, does so as far as it goes
+    tables = DeviceTables(15, 64, 4, CPU)  # and one that grows, up to the limit
     tables.take_in(plan(0, "decode", [(3, 0, 4 * FIRST_WIDTH, 4 * FIRST_WIDTH + 1)]))
     assert tables.width == FIRST_WIDTH + 4
     with pytest.raises(PlanError, match="batch 1 needs 21 pages of a row, but tables have 20 at most"):

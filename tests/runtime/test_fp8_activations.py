@@ -1,4 +1,4 @@
-"""Rows in fp8 that meet weights in fp8: rounded as the checkpoint means it, by torch and our kernels; who decides."""
+"""Rows in fp8 for weights in fp8: rounded as the checkpoint specifies, by torch and our kernels; the choice of both."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FORMATS = {
     "tensors": WeightFormat(**FP8),
 }
 
-# What a byte of e4m3 is, by its definition: sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinities.
+# The value of a byte of e4m3, by its definition: sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinities.
 E4M3 = np.array(
     [
         (m / 8 * 2.0**-6 if not e else (1 + m / 8) * 2.0 ** (e - 7))
@@ -53,7 +53,7 @@ E4M3 = np.array(
 
 
 def nearest(values: Any) -> Any:
-    """Each number as the nearest of e4m3, of two equally near that with the even code."""
+    """Each number as the nearest one of e4m3; of two equally near ones that with the even code."""
     sizes = np.minimum(np.abs(values), 448.0)[..., None]
     far = np.abs(sizes - E4M3)
     codes = far.argmin(-1)
@@ -75,7 +75,7 @@ def made(kind: str, sizes: list[int], inputs: int, groups: int, activations: Any
 
 
 def some_rows(count: int, inputs: int) -> Any:
-    """Of very different sizes, one of zeros."""
+    """Rows of very different sizes, one of them zeros."""
     rows = torch.randn(count, inputs, generator=torch.Generator().manual_seed(count))
     rows *= torch.logspace(-6, 3, count)[:, None]
     rows[count // 2] = 0.0
@@ -107,7 +107,7 @@ def test_the_reference_rounds_by_the_definition(kind: str, activations: Any, run
     found = one.linear(rows, bias).double().numpy()
     each = np.abs(expected).max(-1, keepdims=True) + np.abs(bias.numpy()).max()
     assert (np.abs(found - expected - bias.double().numpy()) <= 1e-5 * each).all()
-    widened = rows.double() @ one.widened(torch.float32).double().t()  # what it would be without
+    widened = rows.double() @ one.widened(torch.float32).double().t()  # the result without rounding
     assert np.abs(widened.numpy() - expected).max() > 1e-3 * np.abs(expected).max()
 
 
@@ -156,7 +156,7 @@ def test_a_model_with_rows_in_fp8_is_near_the_one_without(kind: str, dense: Path
 
 
 def test_ranks_round_what_one_rank_rounds(tmp_path: Path) -> None:
-    """Runs of 32 inputs lie within the parts of both ranks, so that their scales are the same."""
+    """Runs of 32 inputs lie within the parts of both ranks, so their scales are the same."""
     model, meeting = folder_of(tmp_path / "model", QWEN3 | {"intermediate_size": 128}), Ranks(2)
     folder = write(model, "fp8, small blocks", tmp_path / "stored")
     expected = logits(build_model(folder, torch.float32, fp8_activations="on"))
@@ -190,7 +190,7 @@ def test_a_static_checkpoint_without_its_scales_is_refused_where_they_are_wanted
         build_model(folder, torch.float32, fp8_activations="on")
 
 
-# ---------------------------------------------------------------------------------------------------------- who decides
+# ----------------------------------------------------------------------------------------------- the choice of rounding
 
 
 def test_what_checkpoints_report_of_their_activations() -> None:
@@ -251,7 +251,7 @@ def test_a_run_that_a_gpu_cannot_multiply_is_named_or_widened() -> None:
     with pytest.raises(ConfigError, match="is on, but on this rank 16 inputs of `o_proj` share a scale"):
         _OnGpu(*place, torch.device("cuda"), stored, RowRounding("dynamic", required=True))
     dynamic = RowRounding("dynamic")
-    assert _OnGpu(*place, torch.device("cuda"), stored, dynamic).activations == ""  # auto: these are widened
+    assert _OnGpu(*place, torch.device("cuda"), stored, dynamic).activations == ""  # auto: these weights are widened
     assert _OnGpu(*place, torch.device("cuda"), WeightFormat(**FP8), dynamic).activations == "dynamic"
 
 
@@ -265,7 +265,7 @@ class _OnGpu(Fp8Matrices):
 
 
 def test_an_engine_with_rows_in_fp8(tmp_path: Path) -> None:
-    """On a CPU auto leaves rows as they are, and journals too; on rounds them, and says so in the header."""
+    """On a CPU auto leaves rows as they are, and journals too; on rounds them, which the header records."""
     folder = write(demo_folder(), "fp8", tmp_path / "stored")
     params = Params(max_new_tokens=8, ignore_eos=True, logprobs=0)
     prompts = ["def f(", "The list is", "import "]
@@ -317,7 +317,7 @@ def try_all(device: str, dtypes: Any) -> None:
     from lockstep.runtime.quantized.fp8_kernels import rounded_rows, scaled_linear
 
     fp8_kernels.FEW_ROWS, fp8_kernels.MORE_ROWS = 8, 40  # all kinds of tiles by few rows
-    torch.utils.deterministic.fill_uninitialized_memory = True  # NaN in memory that is not written shows
+    torch.utils.deterministic.fill_uninitialized_memory = True  # NaN in unwritten memory would show
     torch.use_deterministic_algorithms(True, warn_only=True)
     for number, (kind, count, sizes, inputs, of_groups) in enumerate(SHAPES):
         dtype = dtypes[number % len(dtypes)]
@@ -328,12 +328,12 @@ def try_all(device: str, dtypes: Any) -> None:
         found, by = rounded_rows(rows, weights.run, weights.input_scale)
         assert torch.allclose(by, scale, rtol=1e-6), kind
         ours, theirs = found.float(), codes.float()
-        # The interpreter (Triton 3.7) loses the carry where a number is rounded up to a power of two, and cuts off
-        # those below the smallest normal one.
+        # The interpreter (Triton 3.7) loses the carry if a number is rounded up to a power of two, and truncates
+        # numbers below the smallest normal one.
         known = ((theirs.abs().log2() % 1 == 0) | (theirs.abs() < 2.0**-6)) & (device == "cpu")
         unlike = (ours != theirs) & ~known
         asked = (rows.float().view(*scale.shape, -1) / scale[..., None]).view(rows.shape)
-        middle = ((ours + theirs) / 2 - asked).abs() <= 1e-5 * asked.abs()  # of two: either will do
+        middle = ((ours + theirs) / 2 - asked).abs() <= 1e-5 * asked.abs()  # two are equally near: either is fine
         assert not bool((unlike & ~middle).any()), kind
         assert bool(((ours - theirs).abs() <= 0.5 * theirs.abs() + 2.0**-9).all()), kind
         ends = torch.tensor(of_groups, device=device).cumsum(0).int() if of_groups else None

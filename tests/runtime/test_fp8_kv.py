@@ -1,4 +1,4 @@
-"""KV in fp8: what lies in the pool, what attention makes of it, and the scales that a checkpoint brings."""
+"""KV in fp8: the contents of the pool, the result of attention, and the scales of a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOLERANCE = 0.15
 
 
 class Rounded(KvPool):
-    """In float32, with numbers rounded as fp8 would."""
+    """In float32, with numbers rounded as in fp8."""
 
     def write(self, layer: int, key: Any, value: Any, batch: Any) -> None:
         scales = (1 / 16, 1 / 16)
@@ -38,7 +38,7 @@ class Rounded(KvPool):
 
 
 class Fp8Passes(Passes):
-    """Passes over another pool."""
+    """Passes over a pool in fp8."""
 
     def __init__(self, model: Any, scales: list[tuple[float, float]] | None, kind: type[KvPool] = KvPool) -> None:
         super().__init__(model)
@@ -87,7 +87,7 @@ def test_logits_stay_within_what_fp8_rounds(folder: Path) -> None:
     assert 1e-4 < error < TOLERANCE, f"{error:.4f}"
     chunks = Fp8Passes(model, [(1 / 16, 1 / 16)] * model.layers)
     cut = torch.cat([chunks.run({1: prompt[a:b]})[1] for a, b in ((0, 3), (3, 4), (4, 17), (17, 25))])
-    assert (cut - found).abs().max() < 0.02 * found.abs().max()  # own tokens are read as the others will read them
+    assert (cut - found).abs().max() < 0.02 * found.abs().max()  # own tokens are read as other rows will read them
 
 
 @pytest.mark.parametrize("names", [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale")])

@@ -1,4 +1,4 @@
-"""`make gpu-check` on a machine without a GPU: every section runs, at sizes at which no figure means anything."""
+"""`make gpu-check` on a machine without a GPU: every section runs, at sizes that allow no conclusions on times."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def section(name: str, folder: Path, small: bool = True, limit_s: float = 100.0)
 
 
 def reported(*sections: Section) -> dict[str, Any]:
-    """What the whole run would have gathered."""
+    """The report of a whole run."""
     found = {one.name: json.loads(one.part.read_text()) for one in sections}
     return {"commit": "abc", "device": "cpu", "small": True, "budget_s": 530.0, "seconds": 1.0, "sections": found}
 
@@ -52,7 +52,7 @@ def test_a_section_runs_without_a_gpu(name: str, tmp_path: Path, monkeypatch: py
 
 
 def test_the_engine_is_held_against_the_reference(tmp_path: Path) -> None:
-    """Tokens that are not the best by the truth's own logits are found."""
+    """Tokens that are not the best by the reference's logits are found."""
     from benchmarks.gpu_check.engine import regret
     from lockstep.runtime.models import build_model
 
@@ -96,7 +96,7 @@ def test_a_section_that_is_stopped_keeps_what_it_found(tmp_path: Path) -> None:
 
 
 def test_every_section_gets_a_fair_share_of_the_time() -> None:
-    """Even if each takes all it may; the first, which are worth most, get their most."""
+    """Even if each takes its maximum; the first sections, which are the most valuable, get their maximum."""
     names = [name for name in SECTIONS if name not in IF_ASKED]
     left_s, shares = BUDGET_S, {}
     for number, name in enumerate(names):
@@ -110,7 +110,7 @@ def test_every_section_gets_a_fair_share_of_the_time() -> None:
 
 
 def test_no_launch_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mode is on during launches and samples, off elsewhere and behind one that failed."""
+    """The mode is on during launches and samples, off elsewhere and after a failed one."""
     from benchmarks.gpu_check.engine import forbid_waits
 
     modes: list[str] = []
@@ -205,7 +205,7 @@ def test_the_idle_target_is_held_against_kernels_where_there_was_a_profile(tmp_p
 
 
 def test_decodes_in_the_middle_of_a_run_are_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch's real profiler, on what a CPU has instead of kernels: not the first decodes, and so many of them."""
+    """With torch's real profiler, on CPU operations in place of kernels: the planned decodes, not the first ones."""
     from benchmarks.gpu_check.served import serve
     from lockstep.runtime.models import build_model
 
@@ -231,7 +231,7 @@ def test_decodes_in_the_middle_of_a_run_are_profiled(tmp_path: Path, monkeypatch
 
 
 def test_a_trace_is_added_up_by_kind(tmp_path: Path) -> None:
-    """Two steps of two streams; a copy runs beside a product, and a tenth of the time nothing does."""
+    """Two steps of two streams; a copy runs beside a product, and for a tenth of the time nothing runs."""
     trace = {
         "traceEvents": [
             {"cat": "kernel", "name": "nvjet_hsh_64x8", "ts": 100.0, "dur": 40.0},
@@ -294,7 +294,7 @@ def test_the_command_gathers_sections(tmp_path: Path) -> None:
 
 
 def test_what_lacks_is_reported_before_anything_runs(tmp_path: Path) -> None:
-    """In one message, with how to carry it; also where a package is there and cannot be loaded."""
+    """In one message, with the remedy; also if a package is installed and cannot be loaded."""
     (tmp_path / "msgspec.py").write_text("raise ImportError('msgspec._core is of another Python')")
     (tmp_path / "tokenizers.py").write_text("import no_such_thing")
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--small", "--out", tmp_path / "out"]
@@ -312,7 +312,7 @@ def test_what_lacks_is_reported_before_anything_runs(tmp_path: Path) -> None:
 
 
 def test_the_packages_that_are_requested_are_those_that_are_imported() -> None:
-    """All of the sections, in a Python of their own; what is installed beside them is not counted."""
+    """All sections, in a Python of their own; packages that are installed in addition do not count."""
     from benchmarks.gpu_check import needs
 
     code = f"""
@@ -353,7 +353,7 @@ def test_the_simulator_takes_the_tables(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_decode_is_timed_over_enough_memory(tmp_path: Path) -> None:
-    """The shapes from config.json alone are those of the model."""
+    """The shapes from config.json alone equal those of the model."""
     from lockstep.runtime.models import build_model
 
     one = section("tables", tmp_path)

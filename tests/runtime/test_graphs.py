@@ -1,7 +1,7 @@
-"""Decodes padded to the sizes of graphs give what unpadded ones give, and a replay depends on nothing but its buffers.
+"""Decodes padded to the sizes of graphs equal unpadded ones, and a replay depends on its buffers alone.
 
-There is no GPU here. `EagerGraphs` runs the padded pass; `TracedGraphs` goes further: it records the tensor operations
-of one pass, with the tensors at their places, and replays those. Whatever Python computed is frozen, as in a graph.
+Without a GPU, `EagerGraphs` runs the padded pass; `TracedGraphs` goes further: it records the tensor operations of one
+pass, with the tensors at their places, and replays those. Values that Python computed are constants, as in a graph.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 
 
 class TracedGraphs:
-    """Records the tensor operations of one call, and calls those, as a CUDA graph would."""
+    """Records the tensor operations of one call, and repeats them, as a CUDA graph would."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], object]:
         run()
@@ -75,7 +75,7 @@ def test_sizes_are_those_of_the_field() -> None:
 @pytest.mark.parametrize("recorder", RECORDERS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_request_is_answered_as_if_it_were_alone(name: str, recorder: str) -> None:
-    """With the canary on, in any setting of the scheduler: mixed batches between, several steps, retractions."""
+    """With the canary on, in any setting of the scheduler: mixed batches in between, several steps, retractions."""
     runtime = SmallRuntime(graphs=RECORDERS[recorder](), eos_token_ids=(5,), **SETTINGS[name])
     requests = random_requests(len(name), 14)
     answers = [runtime.submit(prompt, count) for prompt, count in requests]
@@ -128,7 +128,7 @@ def test_what_comes_beside_tokens_is_the_same(recorder: str) -> None:
 
 
 def test_padding_writes_to_the_scratch_page_only() -> None:
-    """Three rows in a graph of eight, after one of eight: every other slot keeps what it had."""
+    """Three rows in a graph of eight, after one of eight: every other slot keeps its content."""
     runtime = SmallRuntime(graphs=TracedGraphs(), graph_sizes=(8,))
     executor = runtime.executor
     graphs, tables, pool = executor.graphs, executor.tables, executor.attention.pool  # type: ignore[attr-defined]
@@ -136,7 +136,7 @@ def test_padding_writes_to_the_scratch_page_only() -> None:
     tables.page_table[:8, :2] = torch.arange(16, dtype=torch.int32).view(8, 2)
     for rows, stops in ((np.arange(8), np.arange(1, 9)), (np.array([6, 0, 3]), np.array([5, 8, 2]))):
         one = ForwardPass(
-            rows.astype(np.int32), (stops - 1).astype(np.int32), stops.astype(np.int32), 0, *_nobody(rows)
+            rows.astype(np.int32), (stops - 1).astype(np.int32), stops.astype(np.int32), 0, *_no_extends(rows)
         )
         tensors = _on_device(one)
         pool.values[0].fill_(-1.0)
@@ -149,7 +149,7 @@ def test_padding_writes_to_the_scratch_page_only() -> None:
         assert written == slots | padded
 
 
-def _nobody(rows: Any) -> tuple[Any, Any]:
+def _no_extends(rows: Any) -> tuple[Any, Any]:
     return np.empty(0, np.int32), np.arange(len(rows), dtype=np.int32)
 
 
@@ -162,7 +162,7 @@ def _on_device(one: ForwardPass) -> Any:
 
 
 def test_a_page_table_that_grew_ends_the_graphs(caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody reads the old one: decodes go on without graphs, and the log says so once."""
+    """No graph reads the old table: decodes continue without graphs, and the log reports it once."""
     runtime = SmallRuntime(graphs=TracedGraphs())
     first = [runtime.submit(prompt, count) for prompt, count in random_requests(3, 4)]
     runtime.run()
@@ -182,7 +182,7 @@ def test_a_page_table_that_grew_ends_the_graphs(caplog: pytest.LogCaptureFixture
 
 def test_a_capture_that_fails_reports_what_to_do() -> None:
     class Full:
-        """Has room for two."""
+        """Graphs with room for two sizes."""
 
         left = 2
 
@@ -222,7 +222,7 @@ SMALL: dict[str, Any] = {"page_size": 4, "pages": 160, "chunked_prefill_size": 1
 
 
 def hidden_states(config: dict[str, Any], backend: str, sizes: tuple[int, ...]) -> list[Any]:
-    """Of two batches in a row, of other rows and lengths, over a pool that is full of something."""
+    """Hidden states of two consecutive batches, of different rows and lengths, over a pool with arbitrary content."""
     torch.manual_seed(0)
     model = build_model(config, torch.float32, random_weights_seed=3)
     pool = make_pool(model, 40, 4)
@@ -238,7 +238,7 @@ def hidden_states(config: dict[str, Any], backend: str, sizes: tuple[int, ...]) 
     found = []
     for rows, stops in (([4, 0, 2, 5], [9, 1, 14, 20]), ([1, 2, 0], [16, 15, 2])):
         ends = np.array(stops, np.int32)
-        one = ForwardPass(np.array(rows, np.int32), ends - 1, ends, 0, *_nobody(rows))
+        one = ForwardPass(np.array(rows, np.int32), ends - 1, ends, 0, *_no_extends(rows))
         with torch.inference_mode():
             found.append(graphs.run(one, _on_device(one)).clone())
     return found
@@ -297,7 +297,7 @@ def test_graphs_of_a_model_depend_on_their_buffers_only(folder: Path) -> None:
     """The operations of the whole model, traced, with an attention of fixed width."""
 
     class FixedWidth:
-        """Every row gathers its whole page table, and sees what lies below its length."""
+        """Every row gathers its whole page table, and reads the positions below its length."""
 
         name, graphs = "fixed width", True
 

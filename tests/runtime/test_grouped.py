@@ -62,7 +62,7 @@ def test_torch_takes_the_same_groups() -> None:
 def test_our_kernel_under_the_interpreter() -> None:
     """In a process of its own: whether a kernel is interpreted is decided when its module is imported.
 
-    Without bfloat16, whose bits Triton's interpreter multiplies as if they were whole numbers.
+    Without bfloat16: Triton's interpreter multiplies its bits as if they were whole numbers.
     """
     run = subprocess.run(
         [sys.executable, "-c", "import tests.runtime.test_grouped as this; this.try_all('cpu', this.INTERPRETED)"],
@@ -78,7 +78,7 @@ def test_our_kernel_under_the_interpreter() -> None:
 def try_all(device: str, dtypes: Iterable[Any] = TOLERANCE) -> None:
     from lockstep.runtime.models import grouped_kernel
 
-    # NaN in memory that is not written shows.
+    # NaN in unwritten memory would show.
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     for counts, inputs, outputs in CASES:
@@ -111,7 +111,7 @@ for dtype in ("bf16", "fp16", "fp32"):
 def test_torch_multiplies_where_its_kernel_is_compiled_for(
     capability: tuple[int, int], torchs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Capabilities do not order what kernels run on: those of 9.0 and 10.0 do not run on 12.0."""
+    """Capabilities do not order the kernels that run on them: those of 9.0 and 10.0 do not run on 12.0."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     rows, weights = torch.zeros(3, 16, dtype=torch.bfloat16), torch.zeros(2, 24, 16, dtype=torch.bfloat16)
     assert has_torch_kernel(rows, weights) is torchs

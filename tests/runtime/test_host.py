@@ -1,4 +1,4 @@
-"""The loop with a device in it: what comes out is what each request alone would be answered."""
+"""The loop with a device: each request gets the answer that it would get alone."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_deadline_ends_a_request_that_runs() -> None:
 
 
 def test_a_deadline_passes_while_nothing_runs() -> None:
-    """The host wakes by itself: nobody sends anything any more."""
+    """The host wakes by itself: no further message arrives."""
     runtime = SmallRuntime(max_running_requests=1, waiting_timeout_us=20_000)
     runtime.host.ask(Pause())
     answer = runtime.submit([1, 2, 3], 4)
@@ -323,8 +323,8 @@ def test_samples_of_one_prompt_have_a_stream_each() -> None:
         runtime.host.submit(request([1, 2, 3], 4, parallel_samples=3), Ends(Answer()))
 
 
-def test_what_a_request_wants_beside_tokens_comes_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over chunks, retractions and batches in flight: each position once, and equal to what it is alone."""
+def test_results_beside_tokens_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over chunks, retractions and batches in flight: each position once, and equal to the result alone."""
     prompt = list(range(20))
     served = []
     for settings in ({}, {"retract_every": 2, "overlap_depth": 2, "chunked_prefill_size": 8}):
@@ -365,7 +365,7 @@ def test_prompts_alone_are_pooled_or_judged() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_fails_in_a_batch_no_other_reads_wrong_kv(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches fail before their changes are folded, while they are, or behind. The canary sees every read."""
+    """Batches fail before their changes are folded, during it, or after it. The canary checks every read."""
     rng = random.Random(seed)
     runtime = SmallRuntime(
         run_at=rng.choice(["launch", "collection"]),
@@ -424,21 +424,21 @@ def test_scores_of_a_batch_are_one_product(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Alternating:
-    """A grammar of even tokens behind odd ones and odd behind even, that ends with a multiple of ten."""
+    """A grammar of even tokens behind odd ones and odd behind even, which ends with a multiple of ten."""
 
     def __init__(self) -> None:
         self.seen: dict[int, list[int]] = {}
-        self.whose: dict[int, tuple[int, int]] = {}
+        self.owners: dict[int, tuple[int, int]] = {}
 
     def take_row(self, taken: RowTaken) -> None:
         self.seen.pop(taken.row, None)
-        self.whose[taken.row] = (taken.request_id, taken.epoch)
+        self.owners[taken.row] = (taken.request_id, taken.epoch)
         if taken.grammar is not None:
             self.seen[taken.row] = []
 
     def advance(self, request_id: int, epoch: int, tokens: Sequence[int]) -> None:
-        for row, whose in self.whose.items():
-            if whose == (request_id, epoch):
+        for row, owner in self.owners.items():
+            if owner == (request_id, epoch):
                 self.seen[row] += tokens
 
     def allowed(self, rows: Int32s) -> Int32s:
@@ -482,7 +482,7 @@ def test_a_batch_under_a_grammar_samples_behind_its_mask(depth: int, run_at: Any
     assert served == [served[0]] * 4
 
 
-def test_who_no_longer_waits_for_an_answer_ends_nothing() -> None:
+def test_a_cancelled_future_ends_no_host() -> None:
     """A future that was cancelled cannot take an answer; the control is not performed."""
     runtime = SmallRuntime()
     gone, there = runtime.host.ask(Pause()), runtime.host.ask(GetState())
@@ -558,7 +558,7 @@ def test_all_requests_are_informed_of_the_end_although_one_cannot_be() -> None:
 
 
 def test_the_device_is_not_idle_while_more_and_more_is_sent() -> None:
-    """Every arrival brings the next one: the host must launch before it has seen the last of them."""
+    """Every arrival causes the next one: the host must launch before the last of them."""
     runtime = SmallRuntime(max_running_requests=8)
     step, sent, launched_at = runtime.engine.step, [0], list[int]()
 
@@ -579,7 +579,7 @@ def test_the_device_is_not_idle_while_more_and_more_is_sent() -> None:
 
 
 def test_the_event_that_broke_the_engine_is_in_the_journal(tmp_path: Path) -> None:
-    """Whatever it raised: a mistake of ours is what one wants to look at."""
+    """With any exception: an error of our own is what the journal must show."""
     with JournalWriter.create(tmp_path, JournalHeader(config=small_config())) as journal:
         runtime = SmallRuntime(journal=journal)
         step = runtime.engine.step
@@ -593,14 +593,14 @@ def test_the_event_that_broke_the_engine_is_in_the_journal(tmp_path: Path) -> No
         runtime.submit([1, 2, 3], 4)
         with pytest.raises(KeyError):
             runtime.run()
-        read = read_journal(tmp_path)  # before it is closed: it left the process
+        read = read_journal(tmp_path)  # before it is closed: the event is on disk
     unsealed = [record for record in read.records() if isinstance(record, UnsealedRecord)]
     assert [type(record.event) for record in unsealed] == [BatchFinished]
 
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_no_hidden_states_come_of_positions_behind_the_end(steps: int) -> None:
-    """A launch of several decodes goes on behind an end token, of which nobody shall hear."""
+    """A launch of several decodes continues behind an end token; nothing behind the end may be reported."""
     prompt = [1, 2, 3]
     said = alone(prompt, 10)
     end = said[5]
@@ -614,7 +614,7 @@ def test_no_hidden_states_come_of_positions_behind_the_end(steps: int) -> None:
 
 
 def test_an_engine_that_is_ended_from_outside_ends_all_requests_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A watcher ends it in the midst of requests that come and go in the engine's own thread."""
+    """A watchdog ends it while requests arrive and end in the engine's own thread."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

@@ -76,7 +76,7 @@ def test_answers_are_those_without(
         assert mine.token_ids == other.token_ids
         assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-3)  # of forced tokens too
         assert [list(tops) for tops in mine.top_logprobs] == [list(tops) for tops in other.top_logprobs]
-    assert stats.drafts.forced > 40  # each one a row less that is computed
+    assert stats.drafts.forced > 40  # each of them saves a row
     if settings == {"overlap_depth": 0}:
         assert not stats.drafts.verifications
     events = [record.event for record in read_journal(tmp_path / "run").records() if hasattr(record, "event")]

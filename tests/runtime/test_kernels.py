@@ -1,4 +1,4 @@
-"""Triton's attention kernels: equal to the reference in the interpreter, compiled for GPUs that are not there."""
+"""Triton's attention kernels: equal to the reference in the interpreter, and compiled for GPUs of other machines."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.support.passes import Pass, make_pass  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-MANY = 16  # multiprocessors to pretend, so that a few rows are shared out between programs
+MANY = 16  # simulated multiprocessors, so that a few rows are divided among programs
 
 
 def expected(made: Pass) -> torch.Tensor:
-    """What the reference says, on a pool of its own."""
+    """The results of the reference, on a pool of its own."""
     keys, values = made.pool.keys[0].clone(), made.pool.values[0].clone()
     reference = ReferenceAttention(made.pool)
     reference.plan(made.batch)
@@ -55,11 +55,11 @@ def run(made: Pass, backend: TritonAttention, sms: int, graph: bool = False) -> 
 
 def agree(made: Pass, sms: int = 1, **options: object) -> TritonAttention:
     """Run both; outputs and pools must be equal."""
-    want = expected(made)
+    reference = expected(made)
     backend = TritonAttention(made.pool, made.query.shape[1], **options)
     out = run(made, backend, sms)
     tolerance = TOLERANCE[made.query.dtype]
-    torch.testing.assert_close(out, want, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(out, reference, atol=tolerance, rtol=tolerance)
     return backend
 
 
@@ -91,7 +91,7 @@ def rows(draw: st.DrawFn) -> tuple[list[tuple[int, int]], int]:
 @example(([(0, 1)], 1), (2, 1), 1, 16, "fast", 1)  # one token, nothing before it
 @example(([(0, 64), (16, 32)], 2), (2, 1), 16, 16, "fast", 1)  # pages full to the last slot
 @example(([(30, 34), (62, 70)], 2), (2, 1), 16, 16, "fast", 1)  # the first tile ends between the new tokens
-@example(([(60, 68)], 1), (2, 1), 16, 16, "invariant", 1)  # a piece that the first tokens do not see
+@example(([(60, 68)], 1), (2, 1), 16, 16, "invariant", 1)  # a piece that is outside the first tokens' view
 @example(([(63, 64), (64, 65), (127, 128)], 0), (4, 2), 64, 16, "invariant", MANY)  # ends of pages and pieces
 @settings(max_examples=8)
 def test_kernels_equal_the_reference(spans, heads, page_size, head_dim, numerics, sms):
@@ -124,7 +124,7 @@ def test_a_decode_shared_out_between_programs_is_merged():
     assert (backend.programs, backend.most) == (5, 5)
     made = make_pass([(0, 1), (300, 301)], extend_rows=0, page_size=16, device=DEVICE)
     backend = agree(made, 2, numerics="invariant", piece=64)
-    assert (backend.programs, backend.most) == (2, 5)  # pieces in turn
+    assert (backend.programs, backend.most) == (2, 5)  # pieces one after the other
 
 
 def test_new_keys_and_values_go_to_their_slots_and_nowhere_else():
@@ -137,7 +137,7 @@ def test_new_keys_and_values_go_to_their_slots_and_nowhere_else():
 
 
 def in_fp8(made: Pass, key_scale: float, value_scale: float, *, exact: bool = True) -> Pass:
-    """The same pass with KV in fp8; new keys and values are such as fp8 has, unless they need not be."""
+    """The same pass with KV in fp8; new keys and values are exact in fp8, unless `exact` is false."""
     old = made.pool
     sizes = (1, old.pages, old.page_size, old.kv_heads, old.head_dim)
     made.pool = KvPool(*sizes, old.dtype, torch.device(DEVICE), [(key_scale, value_scale)])
@@ -171,7 +171,7 @@ def test_what_is_written_to_fp8_is_rounded_and_never_more_than_its_largest():
     )
     for a, b, scale, new in zip(found, expected, (0.5, 0.25), (mine.key, mine.value), strict=True):
         assert a.abs().max() <= 448
-        # Triton's interpreter rounds ties elsewhere, and loses the carry of what is rounded up to a power of two.
+        # Triton's interpreter rounds ties differently, and loses the carry if a number is rounded up to a power of two.
         sure = (b.abs() > 2**-6) & ((b.to(torch.float8_e4m3fn).view(torch.uint8) & 7) != 0)
         assert sure.sum() > 100
         assert torch.allclose(a[sure], b[sure], rtol=0.13)
@@ -181,18 +181,18 @@ def test_what_is_written_to_fp8_is_rounded_and_never_more_than_its_largest():
 def test_views_of_one_projection_need_no_copy():
     spans = [(2, 9), (15, 16)]
     made = make_pass(spans, extend_rows=1, device=DEVICE)
-    want = expected(made)
+    reference = expected(made)
     together = torch.cat([made.query, made.key, made.value], 1)
     made.query, made.key, made.value = together.split([4, 2, 2], 1)
     assert not made.query.is_contiguous()
-    torch.testing.assert_close(run(made, TritonAttention(made.pool, 4), 1), want, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(run(made, TritonAttention(made.pool, 4), 1), reference, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("sms", [1, MANY])
 def test_padding_rows_of_a_graph_are_harmless(sms):
-    """Two padding rows compute a token at position 0 of the scratch page, NaN before; the others do not notice."""
+    """Two padding rows compute a token at position 0 of the scratch page, NaN before; the other rows are unaffected."""
     made = make_pass([(37, 38), (5, 6)], extend_rows=0, page_size=16, device=DEVICE)
-    want = expected(made)
+    reference = expected(made)
     batch, pool = made.batch, made.pool
     scratch_row = torch.full_like(batch.page_table[:1], pool.scratch_page)
     batch.page_table = torch.cat([batch.page_table, scratch_row])
@@ -205,7 +205,7 @@ def test_padding_rows_of_a_graph_are_harmless(sms):
     batch.lengths_host = np.concatenate([batch.lengths_host, [1, 1]]).astype(np.int32)
     made.query, made.key, made.value = (torch.cat([one, one]) for one in (made.query, made.key, made.value))
     out = run(made, TritonAttention(pool, 4), sms, graph=True)
-    torch.testing.assert_close(out[:2], want, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(out[:2], reference, atol=2e-6, rtol=2e-6)
 
 
 def test_what_a_graph_launches_depends_on_rows_alone():
@@ -249,7 +249,7 @@ def test_invariant_rows_have_the_same_bits_alone_and_in_a_batch():
 
 
 def test_invariant_tokens_have_the_same_bits_decoded_and_in_chunks_of_any_size():
-    """What a retraction relies on: the KV of output that is recomputed by an extend equals what decodes had written."""
+    """A retraction relies on this: KV of output that is recomputed by an extend equals the KV written by decodes."""
     whole = make_pass([(0, 100)], extend_rows=1, page_size=16, device=DEVICE)
     out = run(whole, TritonAttention(whole.pool, 4, numerics="invariant", piece=64), 1)
     for start, stop, extend_rows, sms in ((61, 67, 1, 1), (99, 100, 0, 1), (99, 100, 0, MANY), (70, 71, 0, MANY)):
@@ -298,7 +298,7 @@ def test_every_kernel_compiles_without_a_gpu(capability):
 
 
 def test_where_a_part_of_a_plan_lies_compiles_nothing_anew() -> None:
-    """Its parts lie end to end, so any of these pointers is a multiple of 16 in some batches and not in others."""
+    """The parts of a plan lie end to end, so each pointer is a multiple of 16 in some batches and not in others."""
     program = (
         "from lockstep.runtime.attention import kernels as attention\n"
         "from lockstep.runtime.sampling import kernels as sampling\n"

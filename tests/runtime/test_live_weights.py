@@ -1,7 +1,7 @@
-"""Other weights below running requests, and memory given back: every token is of one version, and nothing is left over.
+"""Weights changed below running requests, and memory released: every token is of one version, and nothing is left over.
 
-What a version says is taken from a model that has no other weights, token by token: the likeliest behind everything
-that stands before it, or, as sums of a CPU depend on the batch in their last bits, one that is as likely.
+The tokens of a version come from a model that has no other weights, token by token: the likeliest one behind all tokens
+before it, or, as sums of a CPU depend on the batch in their last bits, one that is as likely.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def judges(folders: list[Path]) -> Iterator[list[LLM]]:
 
 
 def judge(judges: list[LLM], answers: list[RequestOutput], folder_of: Callable[[int], int]) -> None:
-    """Every token of every answer is what its version says behind what stands before it."""
+    """Every token of every answer is that of its version behind the tokens before it."""
     for number, llm in enumerate(judges):
         wanted = []
         for answer in answers:
@@ -92,9 +92,9 @@ def judge(judges: list[LLM], answers: list[RequestOutput], folder_of: Callable[[
 
 
 class Gate(SimpleQueue[Any]):
-    """Takes tokens of streams; the engine stands still with so many of them until it has been asked for something.
+    """Takes tokens of streams; the engine stops with this number of them until it has received a control.
 
-    So whatever it is asked for finds it in the midst of these streams, also where whoever asks is late.
+    So every control arrives in the midst of these streams, also if its sender is late.
     """
 
     def __init__(self, llm: LLM, tokens: int) -> None:
@@ -109,7 +109,7 @@ class Gate(SimpleQueue[Any]):
 
     @contextmanager
     def open_when_asked(self, kind: type) -> Iterator[None]:
-        """Around what asks for it."""
+        """Open the gate once the control of this block was received."""
 
         def ask(control: Any, *more: Any) -> Any:
             answer = self._ask(control, *more)
@@ -144,7 +144,7 @@ def test_under_32_streams_every_token_is_of_one_version(folders: list[Path], jud
             assert ((number, number + 1) in seen) == (mode in ("retract", "in_place")), (mode, seen)
             assert ((number + 1,) in seen) == (mode != "cancel"), (mode, seen)
             assert {answer.finish_reason for answer in answers} == ({"cancelled"} if mode == "cancel" else {"length"})
-            if mode == "in_place":  # these go on with KV of both, and nobody says what that says
+            if mode == "in_place":  # these continue with KV of both versions, so their tokens are undefined
                 mixed += [answer for answer in answers if len(answer.weights) > 1]
             judge(judges, [one for one in answers if one not in mixed], lambda version: version % 3)
         new = [llm.generate([prompts[0]], params)[0] for _ in range(2)]
@@ -303,7 +303,7 @@ def test_tensors_come_over_a_group(judges: list[LLM]) -> None:
             llm.update_weights(Group("weights", *told, shapes))
         llm.join_group("weights", "127.0.0.1", port, 1, 2)
         with pytest.raises(ConfigError, match=r"embed_tokens.weight: expected"):
-            llm.update_weights(Group("weights", *told, ((1,), *shapes[1:])))  # before anything is received
+            llm.update_weights(Group("weights", *told, ((1,), *shapes[1:])))  # before any data is received
         llm.update_weights(Group("weights", *told, shapes))
         llm.leave_group("weights")
         left.set()
@@ -323,7 +323,7 @@ def test_a_group_over_nccl_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_group_over_nccl_meets_sends_and_receives_as_one_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What NCCL itself does is `gpu_check`'s to show; here gloo stands in for it."""
+    """NCCL itself is tested by `gpu_check`; here gloo takes its place."""
 
     def stand_in(store: Any, end: WeightsGroup, address: str, timeout: Any) -> Any:
         gloo = dist.ProcessGroupGloo._Options()
@@ -374,7 +374,7 @@ def test_an_engine_that_begins_again_has_the_weights_of_its_journal(
 
 
 class Doubles:
-    """Hands that note what they are told."""
+    """A host's loaders that record their orders."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -382,14 +382,14 @@ class Doubles:
     def load_weights(self, version: int, source: str) -> None:
         self.told.append((version, source))
         if source == "broken":
-            raise RuntimeError("nobody knows what the device holds")
+            raise RuntimeError("the contents of the device are unknown")
 
     def switch_memory(self, tags: tuple[str, ...], *, released: bool) -> None:
         self.told.append((tags, released))
 
 
 def test_an_order_that_was_not_answered_is_given_again_behind_a_restart(tmp_path: Path) -> None:
-    """And its answer does not reach whoever asks something new under the same number."""
+    """Its answer does not reach a later order under the same number."""
     header = JournalHeader(config=small_config())
     engine, journal = Keeper(tmp_path).begin(header)
     ordered = ControlRequested(5, 0, UpdateWeights(3, "there"))
@@ -414,9 +414,9 @@ def test_an_order_that_was_not_answered_is_given_again_behind_a_restart(tmp_path
 def test_an_engine_whose_weights_are_unknown_ends() -> None:
     runtime = SmallRuntime(device=DeviceServices(weight_loader=Doubles()))
     asked = runtime.host.ask(UpdateWeights(1, "broken"))
-    with pytest.raises(RuntimeError, match="nobody knows"):
+    with pytest.raises(RuntimeError, match="the contents of the device"):
         runtime.host.run()
-    assert "nobody knows" in str(asked.exception(timeout=0))
+    assert "the contents of the device" in str(asked.exception(timeout=0))
 
 
 def test_requests_come_and_go_while_weights_are_loaded() -> None:
@@ -440,7 +440,7 @@ def test_requests_come_and_go_while_weights_are_loaded() -> None:
 
 
 class OtherRanks:
-    """Other ranks, of which one says an error at a word."""
+    """Other ranks, one of which reports an error at a given order."""
 
     def __init__(self, fails_at: str) -> None:
         self.told: list[str] = []
@@ -498,4 +498,4 @@ def test_a_log_of_weights_follows_what_took_effect(folders: list[Path]) -> None:
     assert not log.fold(engine, WeightsSwapped(0, 3, "torn"))  # type: ignore[arg-type]
     engine.memory.weights_version = 3
     assert log.fold(engine, WeightsSwapped(0, 3))  # type: ignore[arg-type]
-    assert log.of(7) == ((0, 0), (3, 3))  # none was drawn with the second
+    assert log.of(7) == ((0, 0), (3, 3))  # no token was drawn with the second version

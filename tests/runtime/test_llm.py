@@ -1,4 +1,4 @@
-"""Real models through the whole engine: their tokens are those of transformers, one request at a time."""
+"""Real models through the whole engine: their tokens equal those of transformers, one request at a time."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def random_requests(count: int) -> list[tuple[list[int], int]]:
 
 @pytest.fixture(scope="module")
 def expected(trained: tuple[Path, Any]) -> list[list[int]]:
-    """What transformers generates greedily for each request, one by one."""
+    """The greedy answers of transformers for each request, one by one."""
     _, model = trained
     answers = []
     for prompt, count in random_requests(64):
@@ -201,7 +201,7 @@ def test_an_end_token_that_the_model_does_not_have_fails_no_request(
 
 
 def test_several_answers_to_one_prompt_share_its_kv(folder: Path) -> None:
-    """Each is what one request with that seed is answered."""
+    """Each answer equals that of one request with its seed."""
     prompt = list(range(40, 61))
     drawn = Params(n=3, max_new_tokens=8, temperature=1.0, seed=7, ignore_eos=True, logprobs=0)
     with LLM(folder, random_weights=3, **SMALL) as llm:
@@ -246,7 +246,7 @@ def test_end_tokens_are_those_of_both_files(folder: Path, tmp_path: Path) -> Non
 
 
 def test_a_request_reports_which_tokens_may_be_drawn(trained: tuple[Path, Any], tmp_path: Path) -> None:
-    """Over chunks and retractions, beside rows that say nothing of it."""
+    """Over chunks and retractions, beside rows without such fields."""
     path, model = trained
     allowed, prompts = list(range(40, 60)), [[9, 8, 7, 10 + n] * 6 for n in range(4)]
     params = [Params(max_new_tokens=10, allowed_token_ids=allowed, ignore_eos=True), Params(max_new_tokens=10)] * 2
@@ -319,13 +319,13 @@ def test_logprobs_and_vectors_come_with_answers(llm: LLM) -> None:
 def test_the_likeliest_in_place_of_each_prompt_token(
     trained: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    """Those of the model's softmax, over chunks and retractions, beside rows that want fewer, none, or only output."""
+    """The likeliest of the model's softmax, over chunks and retractions, beside rows with fewer or without them."""
     monkeypatch.setattr(executor, "JUDGED_AT_ONCE", 7)
     path, model = trained
     prompts = [[9, 8, 7, 11 + n] * (6 + n) + [20 + n] for n in range(4)]
     counts = (3, None, 0, 5)
     with LLM(path, **SMALL, **settings) as llm:
-        llm.generate(prompts)  # they lie in the cache from here on
+        llm.generate(prompts)  # the prompts are in the cache from here on
         params = [Params(max_new_tokens=8, prompt_logprobs=count, ignore_eos=True) for count in counts]
         answers = llm.generate(prompts, params)
         late = llm._request(prompts[3], params[3], "generate")
@@ -387,7 +387,7 @@ def test_vectors_are_those_of_the_reference(trained: tuple[Path, Any], tmp_path:
     folder = pooling_folder(path, tmp_path, config) if config else path
     prompts = [[9, 8, 7, 6] * 9 + [10 + n] * (n + 1) for n in range(4)] + [[5]]
     with LLM(folder, **SMALL, **options) as llm:
-        llm.generate(prompts)  # they lie in the cache from here on
+        llm.generate(prompts)  # the prompts are in the cache from here on
         decoding = [llm.ask([4, 5, n], Params(max_new_tokens=20, ignore_eos=True)) for n in range(3)]
         answers = llm.embed(prompts)
         for one in decoding:
@@ -468,7 +468,7 @@ def test_labels_that_cannot_be_are_reported_by_name(llm: LLM) -> None:
 @pytest.mark.parametrize("named", ["Qwen3Model", "Qwen3ForCausalLM"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_folder_without_a_head_gives_vectors(tmp_path: Path, named: str, tied: bool) -> None:
-    """As embedding models are saved: by transformers' base model, whatever `architectures` says."""
+    """As embedding models are saved: by transformers' base model, with any `architectures`."""
     transformers = pytest.importorskip("transformers", reason="the reference implementation is not installed")
     torch.manual_seed(4)
     config = transformers.Qwen3Config(**(SMALL_QWEN3 | {"tie_word_embeddings": tied}), initializer_range=0.3)
@@ -493,7 +493,7 @@ def test_a_folder_without_a_head_gives_vectors(tmp_path: Path, named: str, tied:
 
 
 def test_logprobs_of_a_row_that_ends_before_the_last_step_of_a_launch(folder: Path) -> None:
-    """The others, which did not ask, go on alone."""
+    """The other rows, without logprobs, continue alone."""
     with LLM(folder, random_weights=1, decode_steps_per_launch=3, **SMALL) as llm:
         prompts: list[Any] = [[5, 6, 7], [8, 9]]
         asking, silent = Params(max_new_tokens=3, logprobs=2), Params(max_new_tokens=7, ignore_eos=True)
@@ -550,7 +550,7 @@ def test_an_engine_that_fails_ends_the_waiting_requests(folder: Path) -> None:
 
 
 def admitted(llm: LLM) -> int:
-    """Requests that the engine took in so far."""
+    """Requests that the engine has accepted so far."""
     answered = llm.host.ask(GetState()).result(timeout=120)
     assert answered.stats is not None
     return answered.stats.counts.admitted
@@ -568,7 +568,7 @@ def test_nothing_is_sent_before_all_of_it_is_known_to_be_a_request(llm: LLM) -> 
 
 
 def test_whole_numbers_among_the_parameters_are_read_back_as_they_were_written() -> None:
-    """Ranks compare the bytes of plans, and 1 is not written as 1.0 is."""
+    """Ranks compare the bytes of plans, and 1 has other bytes than 1.0."""
     given = Params(temperature=1, top_p=1, repetition_penalty=2, logit_bias={3: 1})
     written = msgspec.msgpack.encode(sampling_of(given))
     assert msgspec.msgpack.encode(msgspec.msgpack.decode(written, type=SamplingParams)) == written
@@ -596,7 +596,7 @@ def test_parameters_that_no_journal_can_hold_are_refused_and_the_engine_goes_on(
 
 @pytest.mark.parametrize("numerics", ["fast", "invariant"])
 def test_numerics_and_backend_reach_every_pass(folder: Path, monkeypatch: pytest.MonkeyPatch, numerics: Any) -> None:
-    """That which measures memory included: what it runs must be what will run."""
+    """The pass that measures memory included: it must run what serving will run."""
     made: list[tuple[str, Any]] = []
 
     def recording(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -613,7 +613,7 @@ def test_numerics_and_backend_reach_every_pass(folder: Path, monkeypatch: pytest
     assert made == [("reference", numerics)] * 2
 
 
-def test_memory_is_measured_with_rows_that_ask_for_every_step_of_sampling(
+def test_memory_is_measured_with_rows_that_use_every_step_of_sampling(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[SamplingTable] = []
@@ -669,14 +669,14 @@ def test_memory_is_accounted_for_with_pages_given_too(folder: Path, caplog: pyte
 
 
 def memory(**sizes: Any) -> MemoryBudget:
-    """So much as the longest request needs."""
+    """Memory for the longest request."""
     return MemoryBudget(0, 0, 0, 0, 0, sizes["page_bytes"], sizes["pages_least"])
 
 
 def test_an_engine_is_put_together_with_its_device_as_the_current_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of several GPUs; kernels would be launched on the first otherwise."""
+    """With several GPUs; kernels would be launched on the first one otherwise."""
     made: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: made.append(device) or nullcontext())
     with assembly.current(torch.device("cuda", 1)), assembly.current(torch.device("cpu")):
@@ -699,7 +699,7 @@ def test_an_engine_is_put_together_with_its_device_as_the_current_one(
 def test_what_the_device_keeps_is_made_on_the_stream_that_uses_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory goes back to the stream that it was made on: another one may give it out while this one still reads."""
+    """Memory is returned to the stream that allocated it: another stream may reuse it while this one reads it."""
 
     class Watched(CpuLane):
         inside = False
@@ -789,7 +789,7 @@ def test_a_wrong_line_is_named_and_the_others_go_on(folder: Path) -> None:
     assert "7 of 10 lines have an `error`" in result.stderr
 
 
-def test_a_line_that_asks_for_several_answers_has_them_in_one_object(folder: Path) -> None:
+def test_a_line_for_several_answers_has_them_in_one_object(folder: Path) -> None:
     lines = [
         json.dumps({"prompt": [5, 6], "n": 3, "temperature": 1.0, "max_new_tokens": 4, "ignore_eos": True}),
         json.dumps({"prompt": [5, 6], "n": 0}),
@@ -835,7 +835,7 @@ def test_one_prompt_is_answered_as_text(folder: Path, tmp_path: Path) -> None:
 
 
 def test_an_answer_that_failed_reports_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that raises is no empty answer with exit status 0."""
+    """A model that raises must not yield an empty answer with exit status 0."""
 
     def fail(self: Any, *_: Any) -> Any:
         raise RuntimeError("no such kernel\nsecond line")

@@ -96,7 +96,7 @@ def test_stop_texts_hold_back_what_may_begin_one(folder: Path) -> None:
 
 
 def byte_fallback(folder: Path) -> Text:
-    """A tokenizer as Llama 2 has one: bytes stand for what has no token, and the first space is stripped."""
+    """A tokenizer like that of Llama 2: bytes stand for missing tokens, and the first space is stripped."""
     from tokenizers import Tokenizer, decoders, models
 
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "é"]
@@ -110,7 +110,7 @@ def byte_fallback(folder: Path) -> Text:
 
 
 def test_no_sequence_of_tokens_is_too_odd_for_a_stream_of_text(tmp_path: Path) -> None:
-    """Bytes that were a character may be none with what follows: tokenizers' own stream gives up there."""
+    """Bytes that formed a character may form none with the bytes behind them: streams of tokenizers fail there."""
     text = byte_fallback(tmp_path)
     for seed in range(40):
         rng = random.Random(seed)

@@ -1,7 +1,7 @@
-"""LoRA: an adapter says what the model says with the adapter merged into it, whoever runs beside it.
+"""LoRA: an adapter gives the answers of the model with the adapter merged into it, whatever rows run beside it.
 
 Tolerance: in float32 logprobs differ by less than 1e-3 from those of the merged model, whose sums have another order;
-so greedy tokens are the same, or behind the same tokens as likely.
+so greedy tokens are the same, or equally likely behind the same tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def greedy(adapter: str = "", tokens: int = 8) -> Params:
 
 
 def same(answer: RequestOutput, expected: RequestOutput) -> None:
-    """Equal, up to the first place where two tokens all but tie."""
+    """Equal, up to the first place where two tokens almost tie."""
     assert not answer.error
     assert len(answer.token_ids) == len(expected.token_ids)
     pairs = zip(answer.token_ids, expected.token_ids, answer.logprobs, expected.logprobs, strict=True)
@@ -58,7 +58,7 @@ def same(answer: RequestOutput, expected: RequestOutput) -> None:
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of several ranks, of all matrices or some."""
+    """Adapters of several ranks, of all matrices or some."""
     where = tmp_path_factory.mktemp("adapters")
     return {
         "all": write_adapter(where / "all", 1),
@@ -69,7 +69,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def expected(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RequestOutput]]:
-    """What the merged models say, and the model alone."""
+    """The answers of the merged models, and of the model alone."""
     where, said = tmp_path_factory.mktemp("merged"), {}
     for name, folder in {"": None, **adapters}.items():
         with LLM(merged(where / name, folder) if folder else demo_folder(), **CPU) as llm:
@@ -90,7 +90,7 @@ def test_adapters_report_what_merged_models_report_alone_and_in_one_batch(
         for answer, name, prompt in zip(together, names, prompts, strict=True):
             same(answer, expected[name][PROMPTS.index(prompt)])
     said = {tuple(token for answer in answers for token in answer.token_ids) for answers in expected.values()}
-    assert len(said) == len(expected)  # or all of it shows nothing
+    assert len(said) == len(expected)  # otherwise the comparison shows nothing
     assert replay(tmp_path).steps
 
 
@@ -113,7 +113,7 @@ def test_sixteen_adapters_in_four_slots_answer_like_merged_models_and_no_request
 
 
 def most_passed(run: Path) -> int:
-    """How many started before a request that came before them, for the one of which most did."""
+    """The largest number of later arrivals that started before one request."""
     engine, came, started = Engine(read_journal(run).header.config), list[int](), dict[int, int]()
     for record in read_journal(run).events():
         if isinstance(record.event, RequestArrived):
@@ -146,7 +146,7 @@ def test_adapters_come_and_go_while_others_stream(
                 for answer, other in zip(llm.generate(PROMPTS, greedy("few")), expected["few"], strict=True):
                     same(answer, other)
                 going = llm.ask(PROMPTS[0], greedy("few"))
-                llm.unload_adapter("few")  # returns when nobody uses it
+                llm.unload_adapter("few")  # returns when no request uses the adapter
                 assert going.over.is_set()
                 same(llm.wait(going), expected["few"][0])
                 (refused,) = llm.generate(PROMPTS[0], greedy("few"))
@@ -270,14 +270,14 @@ def test_an_engine_that_begins_again_has_the_adapters_that_it_had(
     (gone / "adapter_model.safetensors").unlink()
     keeper = Keeper(tmp_path / "run", death="killed")
     with LLM(lora={"all": adapters["all"]}, max_loras=3, keeper=keeper, **CPU) as llm:
-        assert sorted(llm.adapters()) == ["few", "gone"]  # what was unloaded since the server began stays so
+        assert sorted(llm.adapters()) == ["few", "gone"]  # adapters that were unloaded stay unloaded
         (answer,) = llm.generate(PROMPTS[0], greedy("few"))
         same(answer, expected["few"][0])
         (lost,) = llm.generate(PROMPTS[0], greedy("gone"))
         assert lost.finish_reason == "error"
         assert "have changed since the adapter was loaded" in lost.error
     with LLM(lora={"all": adapters["all"]}, max_loras=3, keeper=Keeper(tmp_path / "run"), **CPU) as llm:
-        assert sorted(llm.adapters()) == ["all", "few", "gone"]  # a server that begins anew has what it names
+        assert sorted(llm.adapters()) == ["all", "few", "gone"]  # a restarted server has the adapters of its settings
         (answer,) = llm.generate(PROMPTS[0], greedy("all"))
         same(answer, expected["all"][0])
     assert replay(tmp_path / "run").steps
@@ -306,7 +306,7 @@ REPEATING = ["the end of the end of the", "one two three one two three one two",
 def test_drafts_change_no_token_of_an_adapter(
     adapters: dict[str, Path], drafts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows on adapters and on the model alone, verified in one pass. Adapters are laid out once for each pass."""
+    """Rows on adapters and on the model alone, verified in one pass. Adapters are laid out once per pass."""
     settings: dict[str, Any] = {"lora": adapters, "max_loras": 4, "max_running_requests": 8, "dtype": "float32"}
     asked = [(prompt, name) for name in ("", *adapters) for prompt in REPEATING]
     params = [Params(max_new_tokens=24, ignore_eos=True, adapter=name) for _, name in asked]

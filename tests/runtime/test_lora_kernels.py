@@ -1,4 +1,4 @@
-"""What adapters add: our kernels against the reference, and the reference against one token after the other."""
+"""The products of adapters: our kernels against the reference, and the reference against one token after the other."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_tiles_hold_every_token_of_an_adapter_once() -> None:
 def try_all(device: str, dtypes: Iterable[Any] = TOLERANCE) -> None:
     from lockstep.runtime.lora.kernels import add_lora_triton
 
-    torch.utils.deterministic.fill_uninitialized_memory = True  # NaN in memory that is not written shows
+    torch.utils.deterministic.fill_uninitialized_memory = True  # NaN in unwritten memory would show
     torch.use_deterministic_algorithms(True, warn_only=True)
     for case in range(len(CASES)):
         for dtype in dtypes:
@@ -93,7 +93,7 @@ def try_all(device: str, dtypes: Iterable[Any] = TOLERANCE) -> None:
 def test_our_kernels_under_the_interpreter() -> None:
     """In a process of its own: whether a kernel is interpreted is decided when its module is imported.
 
-    Without bfloat16, whose bits Triton's interpreter multiplies as if they were whole numbers.
+    Without bfloat16: Triton's interpreter multiplies its bits as if they were whole numbers.
     """
     pytest.importorskip("triton", reason="Triton is not installed")
     run = subprocess.run(

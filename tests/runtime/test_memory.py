@@ -1,4 +1,4 @@
-"""How large the pool is, and what is said where there is no room. Numbers are given, not measured: no GPU here."""
+"""The size of the pool, and the errors if there is no room. Numbers are given, not measured: no GPU here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our models against transformers: same random weights, same logits, however the tokens are split over passes."""
+"""Our models against transformers: same random weights, same logits, with tokens split over passes in any way."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
 LLAMA3 |= {"original_max_position_embeddings": 16}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
-# What is special in each: the class of transformers' config, and its settings.
+# For each model: the class of transformers' config, and its settings.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"rope_theta": 500.0}),
     "llama, tied": ("LlamaConfig", {"tie_word_embeddings": True}),
@@ -65,7 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=CASES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Decoder]:
-    """A model of transformers with random weights, and ours, loaded from what it saved."""
+    """A model of transformers with random weights, and ours, loaded from its saved folder."""
     folder = tmp_path_factory.mktemp("model")
     theirs = save_model(folder, request.param)
     return theirs, build_model(folder, torch.float32)
@@ -78,7 +78,7 @@ def save_model(folder: Path, case: str, shard_size: str = "1GB") -> Any:
     config = getattr(transformers, config_class)(**(SMALL | special))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():  # which they start at 0 or 1, where a mistake would hide
+        for name, parameter in model.named_parameters():  # parameters that start at 0 or 1 would hide an error
             if "bias" in name or "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(folder, max_shard_size=shard_size)
@@ -198,16 +198,16 @@ def test_ranks_together_give_what_one_gives(case: str, ranks: int, tmp_path: Pat
 
 def test_random_weights_do_not_depend_on_the_ranks() -> None:
     config = SMALL | {"architectures": ["LlamaForCausalLM"]}
-    whole = {want.name: want.into for want in build_model(config, random_weights_seed=3).tensors()}
+    whole = {tensor.name: tensor.into for tensor in build_model(config, random_weights_seed=3).tensors()}
     meeting = Ranks(2)
     for rank in range(2):
         part = build_model(config, random_weights_seed=3, parallel=meeting.parallel(rank))
-        for want in part.tensors():
-            full = whole[want.name]
-            if want.split.dim is not None:
-                kept = want.split.shard(want.shape[want.split.dim], rank, 2)
-                full = full.narrow(want.split.dim, kept.start, kept.stop - kept.start)
-            assert torch.equal(want.into[: full.shape[0]], full), want.name
+        for tensor in part.tensors():
+            full = whole[tensor.name]
+            if tensor.split.dim is not None:
+                kept = tensor.split.shard(tensor.shape[tensor.split.dim], rank, 2)
+                full = full.narrow(tensor.split.dim, kept.start, kept.stop - kept.start)
+            assert torch.equal(tensor.into[: full.shape[0]], full), tensor.name
 
 
 def test_heads_that_ranks_cannot_share_are_refused() -> None:
@@ -354,7 +354,7 @@ def test_a_value_that_cannot_be_is_named_in_the_one_error(problem: str, settings
 
 
 def test_yarn_extends_the_context_that_the_folder_names() -> None:
-    """Qwen's folders keep the original context in `max_position_embeddings`, and add `rope_scaling` by hand."""
+    """Qwen's folders keep the original context in `max_position_embeddings`; users add `rope_scaling` by hand."""
 
     def context(**settings: Any) -> int:
         config = SMALL | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, **settings}

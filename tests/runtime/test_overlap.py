@@ -1,6 +1,6 @@
-"""When a device's batches ended, by the clock of the host; and uploads whose copies are late.
+"""The end times of a device's batches on the clock of the host; and uploads with late copies.
 
-With events, staging memory and copies that only look like CUDA's, and once more on a GPU where there is one.
+With events, staging memory and copies that imitate those of CUDA, and once more on a GPU where there is one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Host:
 
 
 class Event:
-    """A moment, on a device whose clock is off by so much."""
+    """A point in time on a device with a clock that is off by this much."""
 
     def __init__(self, happens_us: int, off: float, host: Host) -> None:
         self.happens_us, self._off, self._host = happens_us, off, host
@@ -44,10 +44,10 @@ class Event:
 
 
 def served(off: float, *, looks_us: int | None, hours: int = 3) -> list[tuple[int, int, int, int]]:
-    """Batches for hours, each collected once it is ready: begun and ended, in truth and as dated.
+    """Batches for hours, each collected once it is ready: true and dated times of their beginnings and ends.
 
     Args:
-        looks_us: how long before its end the host sees that a batch runs on; None: it comes too late for that.
+        looks_us: how long before its end the host sees that a batch runs on; None: the host is too late for that.
     """
     host, found = Host(), []
     times = EventTimes(host, Event(0, off, host))
@@ -75,7 +75,7 @@ def test_times_do_not_drift_though_there_is_no_wait(off: float) -> None:
 
 
 @pytest.mark.parametrize("off", [50e-6, -50e-6])
-def test_a_host_that_is_always_late_knows_when_it_launched(off: float) -> None:
+def test_launches_bound_the_times_of_a_host_that_is_always_late(off: float) -> None:
     dates = served(off, looks_us=None)
     assert all(ended_us - 20_050 <= finished_us <= ended_us + 300 for _, ended_us, _, finished_us in dates)
 
@@ -103,13 +103,13 @@ def test_a_device_that_is_lost_reports_it_when_it_is_looked_at() -> None:
 
 
 class SlowCopies:
-    """Pinned memory in which copies to the device wait, and which is given out again, newest first, once none does.
+    """Pinned memory in which copies to the device wait; it is given out again, newest first, when no copy waits in it.
 
-    That is what torch's caching host allocator does with memory that nobody holds any more.
+    Torch's caching host allocator does the same with memory that is no longer referenced.
     """
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[Any, Any]] = []  # block, and where on the device it is to go
+        self.waiting: list[tuple[Any, Any]] = []  # block, and its target on the device
         self.free: list[Any] = []
         self.blocks = 0
 
@@ -121,7 +121,7 @@ class SlowCopies:
         return Staging(self, self.free.pop())
 
     def run(self) -> None:
-        """The device gets to its copies."""
+        """The device carries out its copies."""
         for block, target in self.waiting:
             target.copy_(block)
             self.free.append(block)
@@ -129,7 +129,7 @@ class SlowCopies:
 
 
 class Staging:
-    """A tensor in such memory."""
+    """A tensor in pinned memory."""
 
     def __init__(self, copies: SlowCopies, block: Any) -> None:
         self.copies, self.block = copies, block
@@ -144,7 +144,7 @@ class Staging:
 
 
 def test_c14_uploads_back_to_back_have_staging_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MS#103: the next launch packed its numbers where the copy of the one before had still to read its own."""
+    """MS#103: the next launch wrote its numbers where the copy of the previous one had not read them yet."""
     copies = SlowCopies()
     monkeypatch.setattr(overlap, "torch", SimpleNamespace(from_numpy=torch.from_numpy, empty=copies.empty))
     lane = CudaLane.__new__(CudaLane)
@@ -164,7 +164,7 @@ def test_c14_uploads_back_to_back_have_staging_memory_of_their_own(monkeypatch: 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_c14_uploads_behind_a_busy_device_arrive_as_they_were() -> None:
-    """The same on a GPU, which is kept busy for some 50 ms in front of the copies."""
+    """On a GPU that is kept busy for some 50 ms before the copies."""
     lane = CudaLane(torch.device("cuda"), lambda: time.monotonic_ns() // 1000)
     packed = np.zeros(1_000_000, np.int32)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Traces between launches: what is in them, when they begin and end, and that serving never depends on them."""
+"""Traces between launches: their contents, their beginning and end, and that serving never depends on them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_cannot_be_recorded_is_reported_by_name(llm: LLM, tmp_path: Path) -
 
 def test_a_trace_that_cannot_be_written_ends_nothing_but_itself(llm: LLM, tmp_path: Path) -> None:
     llm.start_profile(tmp_path / "traces", steps=1)
-    (tmp_path / "traces").write_text("")  # where the folder was to be made
+    (tmp_path / "traces").write_text("")  # a file in place of the folder
     (answer,) = llm.generate([[3, 6, 7]], FOUR)
     assert len(answer.token_ids) == 4
     with pytest.raises(ConfigError, match="the profile failed: lost a recording: FileExistsError"):
@@ -142,7 +142,7 @@ def test_the_command_reports_where_traces_are_and_how_long_the_device_waited(tmp
     assert llm_quiet.stderr == ""
 
 
-def test_stats_tell_of_engine_and_device(llm: LLM) -> None:
+def test_stats_describe_engine_and_device(llm: LLM) -> None:
     before = llm.stats()
     llm.generate([[5, 6, 9]], FOUR)
     after = llm.stats()

@@ -1,4 +1,4 @@
-"""Weights in fewer bits: every layout says what the same checkpoint says when it was widened before."""
+"""Weights in fewer bits: every layout gives the answers of the same checkpoint that was widened before."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder_of(path: Path, config: dict[str, Any]) -> Path:
     """A checkpoint of random values, large enough that a wrong one shows."""
     path.mkdir()
     model = build_model(config, torch.float32, random_weights_seed=5)
-    tensors = {want.name: want.into * (1.0 if want.initial else 12.0) for want in model.tensors()}
+    tensors = {tensor.name: tensor.into * (1.0 if tensor.initial else 12.0) for tensor in model.tensors()}
     save_file(tensors, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
     return path
@@ -61,7 +61,7 @@ def test_logits_are_those_of_the_widened_checkpoint(kind: str, dense: Path, tmp_
     assert expected.abs().max() > 0.5
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     unquantised = logits(build_model(dense, torch.float32))
-    assert (unquantised - expected).abs().max() > 1e-3 * expected.abs().max()  # or it would agree whatever is read
+    assert (unquantised - expected).abs().max() > 1e-3 * expected.abs().max()  # otherwise any values would agree
     assert stored.weight_bytes < (0.62 if "fp8" in kind or "tensors" in kind or kind == "modelopt" else 0.5) * (
         widened.weight_bytes
     )
@@ -176,7 +176,7 @@ def test_random_weights_of_a_quantised_config_spread_like_others() -> None:
             assert abs(weight.mean()) < 0.003
 
 
-# -------------------------------------------------------------------------------------------------------- what is wrong
+# --------------------------------------------------------------------------------------------------------------- errors
 
 COMPRESSED = KINDS["compressed-tensors"][0]
 GROUP = COMPRESSED["config_groups"]["group_0"]

@@ -42,7 +42,7 @@ SHAPES: list[tuple[int, list[int], int, list[int]]] = [  # rows, outputs of part
 
 
 def made(kind: str, sizes: list[int], inputs: int, groups: int, dtype: Any, device: str, seed: int) -> Quantized:
-    """Matrices with values in all of their range, the smallest numbers of e4m3 among them."""
+    """Matrices with values of their whole range, the smallest numbers of e4m3 among them."""
     parts = [StoredMatrix(f"part{number}", size, inputs) for number, size in enumerate(sizes)]
     stored, generator = FORMATS[kind], torch.Generator().manual_seed(seed)
     where = torch.device(device)
@@ -63,7 +63,7 @@ def made(kind: str, sizes: list[int], inputs: int, groups: int, dtype: Any, devi
 def try_all(device: str, dtypes: Iterable[Any] = TOLERANCE, *, in_turn: bool = False) -> None:
     """Args: in_turn: each format in every other case, and each of these in one of the dtypes."""
     dtypes = list(dtypes)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # NaN in memory that is not written shows
+    torch.utils.deterministic.fill_uninitialized_memory = True  # NaN in unwritten memory would show
     torch.use_deterministic_algorithms(True, warn_only=True)
     for number, kind in enumerate(FORMATS):
         for case, (count, sizes, inputs, of_groups) in enumerate(SHAPES):
@@ -98,7 +98,7 @@ def compare(weights: Quantized, count: int, of_groups: list[int], dtype: Any, de
 def test_our_kernels_under_the_interpreter() -> None:
     """In a process of its own: whether a kernel is interpreted is decided when its module is imported.
 
-    Without bfloat16, whose bits Triton's interpreter multiplies as if they were whole numbers.
+    Without bfloat16: Triton's interpreter multiplies its bits as if they were whole numbers.
     """
     pytest.importorskip("triton", reason="Triton is not installed")
     call = "import tests.runtime.test_quantized_kernels as this; this.try_all('cpu', this.INTERPRETED, in_turn=True)"

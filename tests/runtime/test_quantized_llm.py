@@ -1,4 +1,4 @@
-"""A whole engine over weights and KV in fewer bits: the tokens of a widened copy, whatever runs beside."""
+"""A whole engine over weights and KV in fewer bits: the tokens of a widened copy, whatever rows run beside."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_memory_table_has_the_smaller_weights_and_pages(folders: Folders) ->
             return llm.memory
 
     plain, fp8 = memory(demo_folder()), memory(folders["fp8"][0], kv_cache_dtype="fp8_e4m3")
-    layers = plain.weights - 2 * 2048 * 192  # what is not the embeddings, nearly all of it matrices
+    layers = plain.weights - 2 * 2048 * 192  # weights other than the embeddings, nearly all of them matrices
     assert plain.weights - fp8.weights == pytest.approx(layers / 2, rel=0.01)
     assert fp8.page * 2 == plain.page
     assert fp8.pages == pytest.approx(2 * plain.pages, rel=0.01)
@@ -107,14 +107,14 @@ def test_the_memory_table_has_the_smaller_weights_and_pages(folders: Folders) ->
 
 
 def test_kv_in_fp8_answers_alike(tmp_path: Path) -> None:
-    """Logprobs of the tokens that are said stay close; most tokens are those that are said without."""
+    """Logprobs of the sampled tokens stay close; most tokens equal those without fp8."""
     params = Params(max_new_tokens=12, ignore_eos=True, logprobs=0)
     with LLM(**CPU) as llm:
         expected = llm.generate(PROMPTS[:16], params)
-    # Padded as in a graph; every slot is looked at before it is read.
+    # Padded as in a graph; every slot is verified before it is read.
     with LLM(kv_cache_dtype="fp8_e4m3", cuda_graphs="eager", journal=tmp_path / "run", debug=True, **CPU) as llm:
         found = llm.generate(PROMPTS[:16], params)
-        again = llm.generate(PROMPTS[:16], params)  # with what lies in the cache by now
+        again = llm.generate(PROMPTS[:16], params)  # with the contents of the cache by now
     assert read_journal(tmp_path / "run").header.host["kv_cache_dtype"] == "fp8_e4m3"
     same, errors = 0, []
     for ours, theirs in zip(found, expected, strict=True):

@@ -1,4 +1,4 @@
-"""One journal, two hosts: plans that the simulator's scheduler made run on the executor, and answers are right."""
+"""One journal, two hosts: plans of the simulator's scheduler run on the executor, with the right answers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class SomeTime:
-    """A cost model: batches take about as long as they have tokens."""
+    """A cost model: the time of a batch follows from its number of tokens."""
 
     def batch_us(self, shape: BatchShape) -> Duration:
         return Duration(500.0 + 10.0 * (shape.extend_tokens + shape.decode_rows), 0.0)
@@ -72,7 +72,7 @@ class SomeTime:
 
 
 class Unmeasured:
-    """Nobody measures."""
+    """A cost model without measurements."""
 
     def observe(self, *_: Any) -> None: ...
 
@@ -82,7 +82,7 @@ class Unmeasured:
 
 
 def simulated(folder: Path, spec: str = CHAT, **settings: Any) -> SchedConfig:
-    """A simulated run's journal."""
+    """The journal of a simulated run."""
     config = small_config(**{**TIGHT, **settings})
     with JournalWriter.create(folder, JournalHeader(config=config, host={"kind": "simulator"})) as journal:
         env = Environment()
@@ -97,7 +97,7 @@ def simulated(folder: Path, spec: str = CHAT, **settings: Any) -> SchedConfig:
 
 
 def reached(folder: Path) -> tuple[int, int, int]:
-    """Retractions; requests that began behind cached tokens, and those that began behind cached answers."""
+    """Counts of retractions, of requests that began behind cached tokens, and of answered tokens in later prompts."""
     retracted = hits = quoted = 0
     answered: set[int] = set()
     for event, step in fold(folder):
@@ -135,8 +135,8 @@ def test_plans_of_a_simulator_answer_every_request_as_if_it_were_alone(name: str
     assert sum(len(answer.tokens) for answer in answers) > 100
 
 
-def test_the_executor_is_reported_what_it_was_told_when_the_journal_was_written(tmp_path: Path) -> None:
-    """Samples, turns of a session, prompts that were cut, end tokens that are banned at first, output that was kept."""
+def test_the_executor_receives_the_same_requests_as_when_the_journal_was_written(tmp_path: Path) -> None:
+    """Samples, turns of a session, truncated prompts, end tokens that are banned at first, output that was kept."""
     config = small_config(truncate_input="left", max_input_tokens=20, eos_token_ids=(5,), retract_every=4)
     with JournalWriter.create(tmp_path, JournalHeader(config=config, host={"kind": "runtime"})) as journal:
         runtime = SmallRuntime(journal=journal, **{name: getattr(config, name) for name in config.__struct_fields__})

@@ -1,4 +1,4 @@
-"""Sampling: distributions against a numpy reference, changes of logits exactly, and what a draw depends on."""
+"""Sampling: distributions against a numpy reference, exact changes of logits, and the inputs of a draw."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def logits_of(seed: int, vocab: int = VOCAB, spread: float = 2.0) -> Any:
 def sample(
     table: SamplingTable, logits: Any, rows: Any, positions: Any, allowed: Any = None, **settings: Any
 ) -> Sampled:
-    """One call, of logits [samples, vocab] or of [vocab] for everybody."""
+    """One call, of logits [samples, vocab] or of [vocab] for all samples."""
     rows = np.asarray(rows, np.int32)
     positions = torch.as_tensor(np.broadcast_to(positions, rows.shape).astype(np.int64))
     logits = torch.as_tensor(logits, dtype=torch.float32).expand(len(rows), -1).clone()
@@ -68,7 +68,7 @@ def test_a_row_that_is_refused_is_invalid_and_its_neighbours_are_not() -> None:
 
 
 def probabilities(logits: Any, params: SamplingParams) -> Any:
-    """What `params` make of the logits, by the definitions, in float64."""
+    """The probabilities under `params`, by their definitions, in float64."""
     logits = logits.numpy().astype(np.float64)
     p = np.exp((logits - logits.max()) / params.temperature)
     p /= p.sum()
@@ -348,7 +348,7 @@ def test_only_allowed_tokens_are_drawn() -> None:
 
 
 def test_a_row_draws_only_what_its_request_allows() -> None:
-    """Each row by itself, and of a grammar's mask what both allow; a row that changes hands keeps nothing of it."""
+    """Each row by itself, with a grammar's mask the intersection of both; nothing of it remains for later requests."""
     table = SamplingTable(4, VOCAB, "cpu")
     table.take_row(0, SamplingParams(temperature=5, allowed_token_ids=(0, 31, 32, 36)))
     table.take_row(1, SamplingParams(temperature=5))
@@ -661,7 +661,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 class OnlyOdd:
-    """A processor as a package would bring it."""
+    """A processor as a package would provide it."""
 
     def __init__(self, vocab: int, device: Any) -> None:
         self.even = torch.arange(vocab, device=device) % 2 == 0

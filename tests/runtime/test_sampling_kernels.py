@@ -27,7 +27,7 @@ INSIDE = "SAMPLING_KERNELS_INSIDE"
 inside = os.environ.get(INSIDE)
 interpreted = pytest.mark.skipif(inside != "1", reason="runs in the interpreter's process")
 compiled = pytest.mark.skipif(inside != "0", reason="runs in the compiler's process")
-# Infinities are meant; numpy, which runs the interpreter, warns of inf - inf where a kernel then looks the other way.
+# Infinities are intended; numpy, which runs the interpreter, warns of inf - inf in values that a kernel then ignores.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 
 
@@ -90,7 +90,7 @@ def setup(vocab: int, samples: int, seed: int) -> tuple[SamplingTable, Any, Any,
 
 
 def same(got: Any, expected: Any) -> None:
-    """Equal to the bit, of NaN only that it is one."""
+    """Equal to the bit; NaN equals NaN."""
     nan = expected.isnan()
     assert bool((got.isnan() == nan).all())
     assert bool((got.view(torch.int32) == expected.view(torch.int32))[~nan].all())
@@ -183,7 +183,7 @@ def test_block_sizes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     module = kernels()
     table = SamplingTable(3, 333, "cpu")
     table.take_row(0, SamplingParams(temperature=1, top_k=30, top_p=0.8))
-    table.take_row(1, SamplingParams(temperature=1, top_p=0.9))  # its answer is among the candidates ...
+    table.take_row(1, SamplingParams(temperature=1, top_p=0.9))  # its token is among the candidates ...
     table.take_row(2, SamplingParams(temperature=0.02, top_k=40))  # ... and this one's is not
     table.flush()
     rows, positions = torch.arange(3, dtype=torch.int32), torch.tensor([5, 6, 7])

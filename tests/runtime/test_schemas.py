@@ -15,7 +15,7 @@ TIGHT = {"page_size": 4, "pages": 48, "context_tokens_max": 128, "schedule_conse
 
 
 def test_every_answer_validates_against_its_schema() -> None:
-    """Weights are random, batches overlap, and the pool is so small that some answers are retracted in the middle."""
+    """Weights are random, batches overlap, and the pool is so small that some answers are retracted midway."""
     schemas = draw_schemas(24, seed=5)
     with LLM(device="cpu", random_weights=3, overlap_depth=1, **TIGHT) as llm:
         outcome = judge(llm, schemas, tokens=80, seed=1)

@@ -1,6 +1,6 @@
-"""A row says nothing of who had it before: whatever that request wanted, the next one gets what it gets alone.
+"""A row keeps nothing of its previous request: with any fields of that request, the next one gets its answer alone.
 
-There is one row, so everybody takes it after the one before.
+There is one row, so all requests take it one after another.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def fresh(folder: Path) -> list[Any]:
-    """What plain requests get as the first of an engine."""
+    """The answers of plain requests that are the first of an engine."""
     answers = []
     for params in (PLAIN, DRAWN):
         with engine(folder) as made:
@@ -61,7 +61,7 @@ def fresh(folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", SPECIAL)
-def test_who_comes_next_gets_what_it_gets_alone(llm: LLM, fresh: list[Any], name: str) -> None:
+def test_the_next_request_gets_its_answer_alone(llm: LLM, fresh: list[Any], name: str) -> None:
     special = Params(**{"max_new_tokens": 12, "temperature": 1.0, "seed": 1, **SPECIAL[name]})
     for params, expected in zip((PLAIN, DRAWN), fresh, strict=True):
         before = llm.generate([[9, 9, 9]], special)[0]

@@ -1,7 +1,7 @@
-"""One engine over several ranks: the same tokens as one rank, and an end with one sentence when a rank is lost.
+"""One engine over several ranks: the tokens of one rank, and an end with one sentence when a rank is lost.
 
-Ranks are processes on the CPU that sum over gloo. Starting one takes seconds, so engines are shared: first each answers
-as a single rank does, then each is lost in its own way.
+Ranks are processes on the CPU that sum over gloo. Starting one takes seconds, so engines are shared: first the answers
+of each are compared with those of a single rank, then each is lost in its own way.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from tests.support.small_runtime import VOCABULARY, SmallRuntime, alone, make_ex
 
 T = TypeVar("T")
 
-# Mistakes planted in workers: at these prompts, and while a model is filled with random weights of this seed.
+# Errors planted in workers: at these prompts, and while a model is filled with random weights of this seed.
 RAISE, MISDRAW, CANNOT_BEGIN, CHOOSES_OTHERWISE = [11] * 7, [13] * 7, 4711, 4712
 PLANTED = f"""
 import sys
@@ -97,7 +97,7 @@ if "lockstep.runtime.worker" in sys.orig_argv:
     memory.CPU_KV_BYTES //= 2
 """
 
-# Rank 0 is held, as by a kernel that never ends, when its worker is killed. It would end with status 0 otherwise.
+# Rank 0 is blocked, as by a kernel that never ends, when its worker is killed. It would end with status 0 otherwise.
 HELD = """
 import os, signal, sys, time
 from lockstep.runtime import LLM, Params, llm, ranks
@@ -164,10 +164,10 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     wanted = build_model(MOE, random_weights_seed=0).tensors()
     save_file(
         {
-            want.name: torch.ones(want.shape)
-            if want.initial
-            else torch.empty(want.shape).normal_(0, 0.3, generator=made)
-            for want in wanted
+            tensor.name: torch.ones(tensor.shape)
+            if tensor.initial
+            else torch.empty(tensor.shape).normal_(0, 0.3, generator=made)
+            for tensor in wanted
         },
         folder / "model.safetensors",
     )
@@ -176,7 +176,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the commands below."""
+    """The folder of the commands below."""
     made: Path = tmp_path_factory.mktemp("shells")
     (made / "tmp").mkdir()
     return made
@@ -184,7 +184,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shells(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """`lockstep generate --tp 2`, twice, and HELD, waiting for their input while the other tests run."""
+    """`lockstep generate --tp 2`, twice, and HELD, which wait for their input while the other tests run."""
     if not entry_points(group="lockstep.commands", name="generate"):  # the runtime is on the path, but not installed
         about = folder / "lockstep_planted-0.dist-info"
         about.mkdir()
@@ -224,7 +224,7 @@ def shells(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def busy(process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
-    """Give it more to do than it will have done when it ends, and wait for its first answer."""
+    """Submit more work than the engine can finish before its end, and wait for the first answer."""
     line = {"prompt": [5, 6, 7], "ignore_eos": True}
     lines = [line | {"max_new_tokens": 1}] + [line | {"max_new_tokens": 500}] * 300
     assert process.stdin is not None
@@ -239,13 +239,13 @@ def busy(process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever says why a rank is lost may be heard late."""
+    """Allow for late reports about the loss of a rank."""
     monkeypatch.setattr(ranks_module, "CAUSE_S", 60.0)
     monkeypatch.setattr(ranks_module, "LAST_WORD_S", 60.0)
 
 
 class Engines:
-    """Engines of two ranks, made when first asked for."""
+    """Engines of two ranks, made at first use."""
 
     def __init__(self, experts: Path, journals: Path) -> None:
         self.experts, self.journals = experts, journals
@@ -278,7 +278,7 @@ def engines(experts: Path, shells: Any, tmp_path_factory: pytest.TempPathFactory
 
 
 def some_requests(count: int, vocabulary: int = 300) -> list[tuple[list[int], Params]]:
-    """Prompts that begin alike, in groups; some are sampled, some penalised, some want logprobs."""
+    """Prompts that begin alike, in groups; some are sampled, some penalised, some with logprobs."""
     rng = random.Random(5)
     beginnings = [[rng.randrange(3, vocabulary) for _ in range(rng.randrange(24))] for _ in range(4)]
     kinds: list[dict[str, Any]] = [
@@ -302,7 +302,7 @@ def answered(llm: LLM) -> list[RequestOutput]:
 
 
 def lost(llm: LLM, prompt: Sequence[int] = (5, 6, 7)) -> str:
-    """What somebody is told who asks an engine that is, or gets, lost; some time, not never."""
+    """The error that a request gets from an engine that is, or becomes, lost; it must come in finite time."""
     began = time.monotonic()
     with pytest.raises(EngineStopped) as said:  # noqa: PT012  what a rank said may be heard behind an answer
         while time.monotonic() - began < 120:
@@ -366,7 +366,7 @@ def test_a_worker_that_is_killed_while_nothing_runs_ends_the_engine(engines: Eng
     llm = engines("depth 1, retractions, shared in the same step")
     assert llm.group is not None
     (worker,) = llm.group._workers
-    until(lambda: not worker.launched, 120)  # the last that was launched may be there still when all have their answers
+    until(lambda: not worker.launched, 120)  # the last launched batch may still be there when all answers have arrived
     os.kill(worker_of(llm), signal.SIGKILL)
     until(lambda: bool(llm.host.failure), 120)
     said = lost(llm)
@@ -439,7 +439,7 @@ def test_workers_end_when_rank_0_is_killed(shells: list[subprocess.Popen[bytes]]
 def test_a_lost_device_ends_the_command_with_one_sentence(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of one rank: the same end."""
+    """A lost device with one rank: the same end."""
 
     def lose(*_: Any) -> None:
         raise DeviceLost("cuda:0 does not work any more: planted")
@@ -454,7 +454,7 @@ def test_a_lost_device_ends_the_command_with_one_sentence(
 
 
 def test_a_worker_that_cannot_begin_reports_why(engines: Engines, experts: Path) -> None:
-    """Rank 0 is fine, so that what is said must come from the worker."""
+    """Rank 0 has no error, so the message must come from the worker."""
     with pytest.raises(
         RankLost, match=r"rank 1 \(process \d+\) failed while loading the model: OSError: planted"
     ) as said:
@@ -466,7 +466,7 @@ def test_ranks_that_chose_different_backends_end_before_any_pass(engines: Engine
     began = time.monotonic()
     with pytest.raises(ConfigError, match="came to reference with 0 graphs on rank 0 and to triton with 2 graphs on"):
         LLM(experts, tp=2, device="cpu", random_weights=CHOOSES_OTHERWISE, **SMALL)
-    assert time.monotonic() - began < 300  # a worker of it would take an hour
+    assert time.monotonic() - began < 300  # one of its workers would take an hour
 
 
 @pytest.mark.parametrize(
@@ -547,11 +547,11 @@ def test_a_plan_of_another_digest_is_refused(wrong: str) -> None:
         worker.verify(arrived[1])
 
 
-# ---------------------------------------------------------------------- all that executors are told, without processes
+# ------------------------------------------------------------------------------ orders of executors, without processes
 
 
 class Inbox:
-    """`worker.Orders` of a thread: the process lives on when they end."""
+    """`worker.Orders` of a thread: the process survives their end."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -566,11 +566,11 @@ class Inbox:
 
 
 NOTHING_LIVE: Any = SimpleNamespace(version=0, model=SimpleNamespace(device=torch.device("cpu")))
-"""A model of which neither weights, memory nor adapters change."""
+"""A model with fixed weights, memory and adapters."""
 
 
 class OneThread:
-    """`RankGroup` with one worker, a thread that has the whole model: what is compared is what it is told."""
+    """`RankGroup` with one worker, a thread that has the whole model: the orders that it receives are compared."""
 
     def __init__(self, runtime: SmallRuntime, run_at: Any) -> None:
         ends = socket.socketpair()
@@ -640,7 +640,7 @@ def test_workers_sample_under_the_masks_of_rank_0(depth: int, run_at: Any) -> No
 
 
 class Counting(Alternating):
-    """Behind a multiple of three the two numbers behind it must follow."""
+    """A grammar in which a multiple of three is followed by its two successors."""
 
     def forced(self, row: int, token: int) -> list[int]:
         following = [token + 1, token + 2]

@@ -1,4 +1,4 @@
-"""Whether Triton works is seen once, by everybody who has kernels of it; and which GPU is meant is settled once."""
+"""Whether Triton works is tried once for all modules with kernels of it; and the GPU is determined once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ON_GPU: Any = SimpleNamespace(device=CUDA, dtype=torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def untried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(triton_trial, "find_spec", lambda name: name)  # installed, whether it is or not
+    monkeypatch.setattr(triton_trial, "find_spec", lambda name: name)  # reported as installed in any case
     triton_trial._tried.cache_clear()
     yield
     triton_trial._tried.cache_clear()
@@ -89,7 +89,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_device_has_a_number(four_gpus: None) -> None:
-    """So that nothing depends on which device is the current one later."""
+    """So that nothing depends on the current device later."""
     assert [choose_device(name) for name in ("auto", "cuda", "cuda:0", "cuda:3")] == [
         torch.device("cuda", number) for number in (2, 2, 0, 3)
     ]

@@ -1,4 +1,4 @@
-"""The warm-up runs what serving runs, leaves nothing behind, and fails where serving would."""
+"""The warm-up runs the code of serving, leaves no state behind, and fails where serving would."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_size_and_every_step_of_sampling_runs(
 
 
 def test_it_leaves_nothing_behind(seen: dict[str, list[Any]], tmp_path: Path) -> None:
-    """Answers, journal and statistics are those of an engine that did not warm up; `debug` watches rows and slots."""
+    """Answers, journal and statistics equal those of an engine without warm-up; `debug` checks rows and slots."""
     prompts = [[5, 6, 7], list(range(40)), [9]]
     with LLM(warm_up=False, **SETTINGS) as llm:
         cold = [answer.token_ids for answer in llm.generate(prompts, DRAWN)]
@@ -123,8 +123,8 @@ def test_a_step_that_fails_is_named_and_the_others_are_served(
 @pytest.mark.parametrize("numerics", ["fast", "invariant"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_prompts_of_the_warm_up_ask_for_every_tile_of_an_extend(head_dim: int, dtype: str, numerics: Any) -> None:
-    """However many query heads share a KV head, and however many new tokens a request has."""
+def test_prompts_of_the_warm_up_use_every_tile_of_an_extend(head_dim: int, dtype: str, numerics: Any) -> None:
+    """With any number of query heads per KV head, and any number of new tokens of a request."""
     pytest.importorskip("triton", reason="its kernels need triton")
     from lockstep.runtime.attention.triton_backend import extend_tiling
 

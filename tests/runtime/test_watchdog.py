@@ -1,4 +1,4 @@
-"""A device that never answers: nobody waits for ever."""
+"""A device that never answers: no request waits without end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.small_runtime import SmallRuntime  # noqa: E402
 
 
 class Hangs:
-    """Results of a kernel that never ends, or not before it is let go."""
+    """Results of a kernel that does not end before it is released."""
 
     def __init__(self, download: Any, let_go: threading.Event, waited_for: threading.Event) -> None:
         self._download, self._let_go, self._waited_for = download, let_go, waited_for
@@ -39,7 +39,10 @@ class Hangs:
 
 
 def hang(executor: Any, let_go: threading.Event, *, after: int) -> threading.Event:
-    """Let what the lane computes never come back, after so many batches. Returns what is set once it is waited for."""
+    """Let the results of the lane never arrive, after this number of batches.
+
+    Returns an event that is set when a missing result is waited for.
+    """
     download, done, waited_for = executor.lane.download, [], threading.Event()
 
     def slow(*given: Any) -> Any:
@@ -57,7 +60,7 @@ def test_a_batch_that_never_comes_back_ends_the_engine() -> None:
     answer = runtime.submit([1, 2, 3], 20)
     thread = threading.Thread(target=runtime.host.run)
     thread.start()
-    assert hangs.wait(120)  # the batches before have all the time that they need
+    assert hangs.wait(120)  # the batches before it may take as long as they need
     watchdog = Watchdog(runtime.host.oldest_batch, runtime.host.fail, 0.3)
     assert answer.over.wait(120)
     assert answer.reason == "the engine failed: batch 3 did not come back in 0.3 s; a kernel may never end"
@@ -73,7 +76,7 @@ def test_a_batch_that_never_comes_back_ends_the_engine() -> None:
 def test_batches_that_come_back_in_time_may_go_on_for_longer_than_one_may_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And an engine with nothing to do waits for nobody."""
+    """An idle engine has no batch that could be late."""
     looks = itertools.count()
     monkeypatch.setattr(watchdog_module, "time", SimpleNamespace(monotonic=lambda: 0.01 * next(looks)))
     batches = iter([0] * 40 + [1] * 40 + [None] * 60 + [2] * 40)
@@ -87,7 +90,7 @@ def test_batches_that_come_back_in_time_may_go_on_for_longer_than_one_may_take(
         return batch  # type: ignore[return-value]
 
     watchdog = Watchdog(oldest, reports.append, 1.0)
-    watchdog._look_s = 0.005  # and by the clock above 10 ms: 40 looks, which are 0.4 s, for each batch
+    watchdog._look_s = 0.005  # and by the clock above 10 ms: 40 checks, which are 0.4 s, for each batch
     assert ends.wait(120)
     watchdog.close()
     assert not reports
@@ -100,7 +103,7 @@ def test_an_llm_whose_device_hangs_reports_it_and_closes(monkeypatch: pytest.Mon
     let_go = threading.Event()
     llm = LLM(batch_timeout_s=0.5, pages=64)
     hangs = hang(llm.host.executor, let_go, after=2)
-    llm._watchdog._oldest = lambda: llm.host.oldest_batch() if hangs.is_set() else None  # those before have time
+    llm._watchdog._oldest = lambda: llm.host.oldest_batch() if hangs.is_set() else None  # earlier ones have time
     with pytest.raises(EngineStopped, match=r"batch 2 did not come back in 0\.5 s"):
         llm.generate([[5, 6, 7]], Params(max_new_tokens=9, ignore_eos=True))
     llm.close()

@@ -1,4 +1,4 @@
-"""Every simulation that a test here writes to a folder is replayed strictly before the test goes on."""
+"""Every simulation that a test here writes to a folder is replayed strictly before the test continues."""
 
 from __future__ import annotations
 

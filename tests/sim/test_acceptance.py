@@ -1,4 +1,4 @@
-"""Accepted length: what a run measured, beside what the simulator says of the same verifications."""
+"""Accepted length: measured in a run, beside the simulator's prediction for the same verifications."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORKLOAD = "gen:n=40,rate=50,input=uniform:20:60,output=uniform:30:90,grammars=0
 
 
 def test_a_simulated_run_is_measured_as_it_was_drawn(tmp_path: Path) -> None:
-    """The rates that a run was given are found in its journal; forced tokens beside the drafts are none of them."""
+    """The rates that a run was given are found in its journal; forced tokens beside the drafts do not count."""
     settings = {"speculative_method": "mtp", "num_speculative_tokens": 3, "jump_forward_tokens": 8}
     scenario = Scenario(
         model="qwen3-0.6b",
@@ -45,7 +45,7 @@ def test_a_simulated_run_is_measured_as_it_was_drawn(tmp_path: Path) -> None:
 
 
 def test_the_model_is_off_where_requests_differ() -> None:
-    """Half of the requests are always right and half never: in the mean the chances say so, by position they do not."""
+    """Half of the requests are always right and half never: the fit keeps the mean, not their differences."""
     requests = np.repeat(np.arange(40), 20)
     right = np.where(requests % 4 < 2, 3, 0)
     seen = Verifications("ngram", requests, np.full(800, 3), right)
@@ -64,7 +64,7 @@ def test_the_command_reports_it_to_people_and_machines(tmp_path: Path) -> None:
     found = json.loads(CliRunner().invoke(calibrate, ["acceptance", str(tmp_path), "--json"]).output)
     assert f"--speculative-method ngram --acceptance {found['acceptance']}" in told.output
     assert found["accepted_length_predicted"] == pytest.approx(found["accepted_length"], rel=0.01)
-    assert found["accepted_length_usual"] == pytest.approx(found["accepted_length"], rel=0.1)  # it drew by these
+    assert found["accepted_length_usual"] == pytest.approx(found["accepted_length"], rel=0.1)  # the rates of the draws
 
 
 def test_a_run_without_drafts_is_one_error(tmp_path: Path) -> None:

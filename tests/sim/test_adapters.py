@@ -1,4 +1,4 @@
-"""Adapters (LoRA) in the simulator: what their products cost, what slots weigh, who loads and who waits."""
+"""Adapters (LoRA) in the simulator: the cost of their products, the size of slots, loads and waits."""
 
 from __future__ import annotations
 
@@ -243,8 +243,8 @@ def test_each_tenant_may_have_its_own() -> None:
 def test_digest_names_the_adapters() -> None:
     turns = turns_of()
     assert workload_digest(with_adapters(turns, parse_adapters("0.01x3"), seed=7)) != workload_digest(turns)
-    nobody = replace(turns, adapter=np.zeros(len(turns), np.int32), adapters=("",))
-    assert workload_digest(nobody) == workload_digest(turns)
+    unused = replace(turns, adapter=np.zeros(len(turns), np.int32), adapters=("",))
+    assert workload_digest(unused) == workload_digest(turns)
     one = with_adapters(turns, parse_adapters("3"), seed=7)
     assert one.head(10)[9].adapter == one[9].adapter == one.take(np.array([9]))[0].adapter
 
@@ -253,7 +253,7 @@ def test_digest_names_the_adapters() -> None:
 
 
 class Noting:
-    """A cost model that notes what it is asked."""
+    """A cost model that records the shapes it receives."""
 
     def __init__(self, cost: CostModel) -> None:
         self.cost, self.asked = cost, list[BatchShape]()
@@ -267,7 +267,7 @@ class Noting:
 
 
 class Expecting:
-    """What plans should cost by, counted row by row; and what there is of adapters in the facts."""
+    """Expected costs of plans, counted row by row; and the adapters in the facts."""
 
     def __init__(self) -> None:
         self.slots: dict[int, int] = {}
@@ -328,7 +328,7 @@ def test_passes_cost_by_the_rows_in_them(seed: int, settings: dict[str, Any]) ->
     setup = assemble(asked(f"{share}5", seed=seed, settings=settings), {})
     _, cost, observer = noted(setup)
     launches = [(shape.adapter_tokens, shape.adapters) for shape in cost.asked]
-    if "speculative_method" in settings:  # a drafter asks for itself as well
+    if "speculative_method" in settings:  # a drafter has shapes of its own
         launches = [pair for pair in launches if pair in set(observer.expected)]
     assert Counter(launches) >= Counter(observer.expected)
     assert max(adapters for _, adapters in launches) <= 3
@@ -366,7 +366,7 @@ def test_without_adapters_nothing_is_reported_of_them(tmp_path: Path) -> None:
     assert "adapters" not in plain.metrics()
     assert "adapters" not in plain.about()
     assert "lora" not in plain.about()["cost_model"]
-    with_slots = ran(None, settings={"max_loras": 3})  # that nobody uses
+    with_slots = ran(None, settings={"max_loras": 3})  # slots that no request uses
     assert with_slots.data.summary == plain.data.summary
     assert "--adapters" not in plain.setup.scenario.command()
 
@@ -407,7 +407,7 @@ def test_a_closed_loop_a_cluster_and_engines_by_role_have_adapters_too() -> None
     assert done.exit_code == 0, done.output
     told = msgspec.json.decode(done.stdout)["adapters"]
     assert told["requests"] == 60
-    assert told["loads"] >= 12  # each engine for itself
+    assert told["loads"] >= 12  # of each engine separately
 
 
 def test_a_plan_prices_adapters_and_reports_how_they_are_served() -> None:

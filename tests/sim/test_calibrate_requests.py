@@ -206,7 +206,7 @@ def test_a_closed_loop_is_that_of_the_file(tmp_path: Path) -> None:
     written(tmp_path, json.dumps(summary), "profile_export_aiperf.json")
     run = read(path).runs[0]
     assert (run.concurrency, run.facts.model) == (3, "m")
-    assert read(tmp_path).runs[0].requests.ttft_s.tolist() == run.requests.ttft_s.tolist()  # the folder is the file
+    assert read(tmp_path).runs[0].requests.ttft_s.tolist() == run.requests.ttft_s.tolist()  # given the folder
 
 
 def test_a_rate_without_times_of_sending_gives_means(tmp_path: Path) -> None:

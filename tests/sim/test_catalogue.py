@@ -1,4 +1,4 @@
-"""The catalogue: every derived figure exact, every refusal names its field, every number has a source."""
+"""The catalogue: every derived figure is exact, every refusal names its field, every number has a source."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TINY: dict[str, Any] = {
 
 @pytest.fixture
 def published_models() -> Path:
-    """Configs with parameter counts worked out independently of this code."""
+    """Configs with parameter counts computed independently of this code."""
     data = os.environ.get("LOCKSTEP_DATA")
     if not data or not (Path(data) / "models").is_dir():
         pytest.skip("LOCKSTEP_DATA is not set or has no models/: derived figures not compared")

@@ -1,4 +1,4 @@
-"""`lockstep simulate` and `lockstep demo`: what they print, write, refuse, and how they end."""
+"""`lockstep simulate` and `lockstep demo`: their output, their files, their refusals, and their ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> Result:
 
 
 def refused(*arguments: str, env: dict[str, str] | None = None) -> str:
-    """The message of a command line that cannot work."""
+    """The error message of an invalid command line."""
     result = run(*arguments, env=env)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -377,7 +377,7 @@ def test_a_full_disk_is_one_message_and_a_journal_up_to_its_last_whole_record(tm
     )
     assert done.returncode == 1, done.stderr
     assert done.stdout == ""
-    errors = done.stderr.splitlines()[2:]  # behind what was about to run
+    errors = done.stderr.splitlines()[2:]  # after the lines about the run to come
     assert errors[0].startswith("JournalError: cannot write ")
     assert "Traceback" not in done.stderr
     replayed = replay(out)
@@ -399,7 +399,7 @@ def test_the_demo_prints_table_answer_and_report(tmp_path: Path, monkeypatch: py
     lines = result.stdout.splitlines()
     assert lines[-3].startswith("engine: vllm ")
     answered = "Meets the SLO up to 4 req/s (ttft_p99=500ms and tpot_p99=40ms)"
-    assert lines[-2] == f"{answered}; range, coverage not tested: 4 req/s"  # no point of vLLM is of an H200
+    assert lines[-2] == f"{answered}; range, coverage not tested: 4 req/s"  # vLLM has no point measured on an H200
     assert lines[-1] == f"report: {out / 'report.html'}"
     assert (out / "report.html").stat().st_size > 10_000
     for rate in ("04-per-s", "60-per-s"):
@@ -444,7 +444,7 @@ def test_the_demo_reports_between_what_its_answer_lies(
         return SimpleNamespace(data=SimpleNamespace(summary={"slos": [{"met": met}]}), setup=setup)
 
     runs = {rate: run(rate <= 24) for rate in (8, 24, 32, 36)}
-    # Whatever else is asked for is a KeyError: nothing is simulated that cannot change the answer.
+    # Any other name is a KeyError: only options that can change the answer are simulated.
     monkeypatch.setattr(demo_module, "_meets_at", lambda runs, rate, factor: met_at_ends[rate, factor])
     assert demo_module._how_sure(runs) == said
 

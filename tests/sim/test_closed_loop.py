@@ -1,4 +1,4 @@
-"""Closed loops: as many sessions at a time as were asked for, whoever breaks off, and what is measured of them."""
+"""Closed loops: the requested number of concurrent sessions, with any cancellations, and their measures."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ def run(workload: str, concurrency: int, **changes: object) -> Run:
 
 
 def played(loop: ConcurrentSessions, service_us: int, *, breaks_off: int = 0) -> tuple[list[RequestArrived], list[int]]:
-    """Answer every request after `service_us`; every so many break off. Returns arrivals, and how many were open or
-    thought about just after each."""
+    """Answer every request after `service_us`, except each `breaks_off`-th, which is cancelled.
+
+    Returns the arrivals, and after each the number of requests that were open or in think time.
+    """
     arrivals: list[RequestArrived] = []
     in_progress = []
     answers: list[tuple[int, int]] = []
@@ -122,7 +124,7 @@ def test_no_session_stands_behind_the_prompt_that_ends_it() -> None:
     loop = ConcurrentSessions(turns, 200, 200, 3, prompt_tokens_max=8192)
     first = [loop.take(None) for _ in range(200)]
     lengths = [loop.open_turns[event.request_id].prompt_tokens for event in first]
-    assert 9 * 920 > max(lengths) > 8192  # up to the one that is turned away, and no further
+    assert 9 * 920 > max(lengths) > 8192  # up to the turn that is refused, and no further
     assert min(lengths) == 900
     assert len(set(lengths)) == 9
 

@@ -1,4 +1,4 @@
-"""Clusters: engines that run ahead on clocks of their own do what they would do side by side, event for event."""
+"""Clusters: engines that run ahead on clocks of their own decide like engines that run side by side, event by event."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# ------------------------------------------------------------------------------------------------------- same as if ...
+# --------------------------------------------------------------------------------------------------------- equivalences
 
 
 def test_a_cluster_of_one_is_the_engine_alone() -> None:
     before = gc.get_threshold()
     alone = simulate(assemble(BASE))
-    assert gc.get_threshold() == before  # looked for garbage seldom, and left the interpreter as it was
+    assert gc.get_threshold() == before  # garbage was collected seldom, and the interpreter's settings were restored
     together = run(replicas=1)
     assert together.data.summary == alone.data.summary
     for name, column in alone.data.requests.columns().items():
@@ -82,14 +82,14 @@ def test_a_cluster_of_one_is_the_engine_alone() -> None:
             {},
             {"overlap_depth": 0},
             {"batching": "mixed", "chunked_prefill_size": 128},
-            {"pages": 90, "reserve": "on_demand", "context_tokens_max": 1024},  # who runs must be retracted
+            {"pages": 90, "reserve": "on_demand", "context_tokens_max": 1024},  # running requests must be retracted
             {"max_running_requests": 3, "waiting_timeout_us": 400_000},
             {"decode_steps_per_launch": 4},
         ]
     ),
     seed=st.integers(0, 5),
 )
-@example(  # an idle lane slept past an arrival that another lane's answer brought about
+@example(  # an idle lane missed an arrival that was caused by the answer of another lane
     policy="round_robin", replicas=2, hop_us=0, think="fixed:0us", output="fixed:1", rate="5", scheduler={}, seed=1
 )
 def test_engines_that_run_ahead_do_what_they_do_side_by_side(
@@ -103,7 +103,7 @@ def test_engines_that_run_ahead_do_what_they_do_side_by_side(
     scheduler: dict[str, Any],
     seed: int,
 ) -> None:
-    """Every journal, engines' and router's, to the byte, against advancing every engine at every arrival."""
+    """Every journal, of engines and router, to the byte, compared with advancing every engine at every arrival."""
     spec = f"gen:n=50,rate={rate},turns=uniform:1:3,think={think},input=uniform:1:700,output={output}"
     scenario = replace(BASE, workload=spec, seed=seed, settings=scheduler)
     cluster = {"replicas": replicas, "router": RouterConfig(policy=policy), "hop_us": hop_us}  # type: ignore[arg-type]
@@ -195,11 +195,11 @@ def test_the_journal_command_verifies_a_whole_cluster(tmp_path: Path) -> None:
     assert shown.stdout.count("equal") == 3
 
 
-# ---------------------------------------------------------------------------------------------------- what it is worth
+# ------------------------------------------------------------------------------------------------------------- effects
 
 
 def test_affinity_finds_more_prefixes_than_a_router_that_does_not_look() -> None:
-    """Sessions come back to the engine that has their history."""
+    """The turns of a session go to the engine that has their history."""
     hits = {
         policy: run(replicas=4, router=RouterConfig(policy=policy)).data.summary["cache"]["hit_ratio"]  # type: ignore[arg-type]
         for policy in ("round_robin", "prefix_affinity", "session_sticky")
@@ -356,9 +356,9 @@ def test_the_command_line_writes_a_run_folder_that_its_own_command_repeats(tmp_p
     assert re.search(r"^  2: 1 x H200-SXM .* [0-9.]+ %\s*$", shown.stdout, re.MULTILINE)  # to its last column
     page = (tmp_path / "a" / "report.html").read_text()
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
-    assert data["first"] == 0  # all engines
+    assert data["first"] == 0  # of all engines
     assert data["compare"]["headings"] == ["all", "engine 0", "engine 1", "engine 2"]
-    assert data["compare"]["x_label"] == "run"  # engines are no loads of a sweep
+    assert data["compare"]["x_label"] == "run"  # engines are not loads of a sweep
     assert "The whole and its parts" in page
     assert not re.search("up to engine|How load changes latency", page)
 
@@ -379,7 +379,7 @@ def test_a_report_of_very_many_engines_shows_the_fullest_and_the_emptiest(tmp_pa
     router = RouterConfig(policy="prefix_affinity", load_floor=30)
     done = run(scenario, replicas=40, router=router, folder=tmp_path)
     arrived = [one.data.summary["requests"]["arrived"] for one in done.engines]
-    assert sum(count > 0 for count in arrived) > 16  # what makes this test one
+    assert sum(count > 0 for count in arrived) > 16  # the premise of this test
     write_cluster_run(tmp_path, done, trace=False, requests=False)
     page = (tmp_path / "report.html").read_text()
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])

@@ -1,4 +1,4 @@
-"""Clusters whose replicas come and go, whose engines report late, and whose requests wait at the router."""
+"""Clusters with replicas that are added and removed, engines that report late, and requests that wait at the router."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def facts(folder: Path, kind: str) -> list[dict[str, Any]]:
     admission=st.sampled_from([None, "open=2", "open=3,waiting=4"]),
     reports=st.sampled_from([(0, 0), (50_000, 0), (50_000, 120_000)]),
 )
-@example(  # a lane that ran ahead by a hop reported what it did behind the moment of its report
+@example(  # a lane that ran ahead by a hop reported a time after its report
     policy="total_requests",
     replicas=2,
     hop_us=700,
@@ -78,7 +78,7 @@ def test_engines_that_run_ahead_do_what_they_do_side_by_side(
     admission: str | None,
     reports: tuple[int, int],
 ) -> None:
-    """To the byte, whatever comes and goes or waits; and every request ends in one place."""
+    """To the byte, with replicas added and removed and requests waiting; and every request ends in one place."""
     spec = f"gen:n=40,rate=40,turns=uniform:1:3,think={think},input=uniform:1:700,output=uniform:1:40"
     reporting = policy.startswith("total_")
     cluster = {
@@ -126,7 +126,7 @@ def test_replicas_come_with_the_load_and_cost_less_than_all_of_them_all_the_time
 
 
 def test_a_replica_that_comes_back_has_an_empty_cache_and_replays(tmp_path: Path) -> None:
-    """Bursts of equal prompts with pauses: a replica that went and came back computes them anew."""
+    """Bursts of equal prompts with pauses: a replica that was removed and added again computes them anew."""
     burst = "gen:n=60,rate=40,input=fixed:600,output=uniform:1:90,turns=fixed:3,think=fixed:8s"
     scaling = parse_scaling("open_requests=3,minimum=1,start=0s,interval=50ms,window=0s,cooldown=0s")
     run(replace(BASE, workload=burst), replicas=3, folder=tmp_path, scaling=scaling)
@@ -171,7 +171,7 @@ def test_reports_report_what_engines_had_when_they_were_made(tmp_path: Path) -> 
         moment, engine = report["measured_us"], report.get("engine", 0)
         had = sum(time_us < moment and at == engine for time_us, at in sent)
         had -= sum(time_us < moment and at == engine for time_us, at in ended)
-        assert had - 3 <= report["requests"] <= had  # who came while its lane was busy it does not know yet
+        assert had - 3 <= report["requests"] <= had  # those that arrived while its lane was busy are not in it yet
         exact += report["requests"] == had
         assert (report["tokens"] > 0) == (report["requests"] > 0) or report["requests"] <= 1
     assert exact > 0.9 * len(reports)

@@ -1,4 +1,4 @@
-"""`lockstep compare`: what it finds between run folders, what it says of it, and what it refuses."""
+"""`lockstep compare`: the differences between run folders, their texts, and the refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHAT = "gen:n=40,rate=60,input=lognormal:300:0.8,output=lognormal:40:0.5"
 SESSIONS = "gen:n=40,rate=60,turns=uniform:1:3,think=fixed:20ms,input=lognormal:300:0.8,output=fixed:20"
 EVIL = '</script><img src=x onerror="alert(1)">'
 
-# Every run of these tests: name, and what its command line has beside model, GPU and --no-trace --no-report.
+# Every run of these tests: name, and its options besides model, GPU and --no-trace --no-report.
 RUNS = {
     "base": ["--workload", CHAT, "--slo", "ttft_p99=500ms", "--slo", "tpot_p99=40ms"],
     "narrow": ["--workload", CHAT, "--slo", "ttft_p99=500ms", "--slo", "tpot_p99=40ms", "--max-running-requests", "2"],
@@ -87,7 +87,7 @@ def edited(folder: Path, name: str, edit: Any) -> Path:
     return copy
 
 
-# ------------------------------------------------------------------------------------------------------- what is found
+# --------------------------------------------------------------------------------------------------------- differences
 
 
 def test_only_settings_that_differ_are_named(folder: Path) -> None:
@@ -166,7 +166,7 @@ def test_pairs_agree_with_a_join_of_the_tables(folder: Path) -> None:
 def test_turns_of_sessions_are_matched_by_label_because_their_ids_differ_between_runs(folder: Path) -> None:
     first, other = (pl.read_csv(folder / name / "requests.csv") for name in ("sessions", "few-sessions"))
     ids = first.join(other, on="request_id")
-    assert (ids["label"] != ids["label_right"]).any()  # what makes this test one
+    assert (ids["label"] != ids["label_right"]).any()  # the premise of this test
     pairs = found(folder, "sessions", "few-sessions").pairs[0]
     assert pairs is not None
     assert (pairs.matched_by, pairs.completed_in_both) == ("label", 40)
@@ -239,7 +239,7 @@ def test_runs_without_intervals_report_so(folder: Path) -> None:
     assert "unknown" in found(folder, "loose", "loose2").intervals_note
 
 
-# ----------------------------------------------------------------------------------------------------------- is it fair
+# ------------------------------------------------------------------------------------------------------ comparable runs
 
 
 @pytest.mark.parametrize(

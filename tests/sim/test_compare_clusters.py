@@ -1,4 +1,4 @@
-"""`lockstep compare` of clusters: the whole of each, its router, and how evenly its engines worked."""
+"""`lockstep compare` of clusters: the whole of each, its router, and the balance of its engines."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_two_routers_are_distinguished_and_their_engines_stand_side_by_side(fold
 def test_balance_follows_from_the_engines(folder: Path) -> None:
     metrics = json.loads((folder / "two-kinds" / "metrics.json").read_text())
     weights = [engine["weight"] for engine in metrics["about"]["engines"]]
-    assert len(set(weights)) == 2  # what makes this test one
+    assert len(set(weights)) == 2  # the premise of this test
     arrived = [engine["requests"]["arrived"] for engine in metrics["engines"]]
     fair = [60 * weight / sum(weights) for weight in weights]
     ratios = [count / share for count, share in zip(arrived, fair, strict=True)]

@@ -1,4 +1,4 @@
-"""The cost model: sums that add up, more work never faster, figures near those others published."""
+"""The cost model: sums are consistent, more work is never faster, figures are near published ones."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from lockstep.sim.cost import (
 from lockstep.sim.cost.roofline import Graphs
 from tests.support.shapes import shapes
 
-# One of each kind of attention and feed-forward.
+# One model of each kind of attention and feed-forward.
 KINDS = ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-120b", "qwen3-next-80b-a3b", "gemma-3-27b")
 MODELS: dict[str, RooflineModel] = {name: roofline_model(load_model(name), load_gpu("h200")) for name in KINDS}
-CAPACITY_ERROR_MAX = 0.05  # largest seen: 3.1 % (RTX 4090), 1.4 % on H100
+CAPACITY_ERROR_MAX = 0.05  # largest found: 3.1 % (RTX 4090), 1.4 % on H100
 
 
 @given(st.sampled_from(KINDS), shapes(), st.integers(1, 5000), st.integers(0, 50_000))
@@ -69,7 +69,7 @@ def test_terms_sum_to_the_batch(name: str, shape: BatchShape) -> None:
 
 @given(st.sampled_from(KINDS), shapes(), st.sampled_from((1, 2, 4)))
 def test_more_ranks_compute_less_and_talk_more(name: str, shape: BatchShape, tp: int) -> None:
-    # From Hopper on, switches add up themselves: eight GPUs reduce 64 MB faster than four, in the public tables, too.
+    # From Hopper on, switches compute sums: eight GPUs reduce 64 MB faster than four, in the public tables, too.
     model, gpu = load_model(name), load_gpu("a100")
     silent = replace(shape, sampled_rows=0)
     few, many = (roofline_model(model, gpu, ranks).terms_us(silent) for ranks in (tp, 2 * tp))
@@ -141,13 +141,13 @@ def test_linear_attention_decodes_from_a_fixed_state() -> None:
 
 
 def linear_us(shape: BatchShape, gpu: str = "h100", model: str = "qwen3-next-80b-a3b") -> float:
-    """Linear attention of one layer."""
+    """Time of linear attention of one layer."""
     spec = load_model(model)
     return roofline_model(spec, load_gpu(gpu)).terms_us(shape)["linear_attention"] / spec.linear_layers
 
 
 def prompts(rows: int, tokens: int) -> BatchShape:
-    """So many prompts of so many tokens each."""
+    """This number of prompts of this number of tokens each."""
     pairs = rows * tokens * (tokens + 1) // 2
     return BatchShape(extend_rows=rows, extend_tokens=rows * tokens, extend_pairs=pairs, sampled_rows=rows)
 
@@ -203,8 +203,8 @@ def test_latent_decodes_have_a_latency_and_a_rate_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b", "gpt-oss-120b", "gemma-3-27b"])
-def test_other_models_know_nothing_of_latents_and_states(name: str) -> None:
-    """That their times are what they were is in test_parallel.py, to the last bit."""
+def test_other_models_have_no_cost_of_latents_and_states(name: str) -> None:
+    """Their times are compared to the last bit with earlier ones in test_parallel.py."""
     constants = roofline_model(load_model(name), load_gpu("h100")).constants
     assert not [constant for constant in constants if constant.startswith(("latent", "delta"))]
 
@@ -252,7 +252,7 @@ def test_fp8_weights_that_are_widened_take_the_bytes_of_fp8_and_the_flops_of_bf1
 
 
 def test_a_checkpoint_of_fp8_weights_alone_is_priced_as_the_runtime_runs_it(tmp_path: Path) -> None:
-    """By the rule that the runtime asks: what config.json says of activations, and whether the GPU has fp8."""
+    """By the runtime's rule: the activations in config.json, and whether the GPU has fp8."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64, "vocab_size": 1000}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
     config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **sizes, **heads}

@@ -1,4 +1,4 @@
-"""Calibrations: files that say what they are, corrections that never turn more work into less time, fits."""
+"""Calibrations: files that describe themselves, corrections under which more work is never faster, fits."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_more_work_is_never_faster_whatever_the_correction(
 
 
 def test_more_work_is_never_faster_while_launches_take_longest() -> None:
-    """Collectives corrected to less than kernels were taken off a time that does not grow with them: by 0.1 %."""
+    """Collectives corrected to less than the kernels were taken off a time that does not grow with them: by 0.1 %."""
     cost = calibration(correction=Correction(kernels=1.0, collectives=0.0)).cost_model(BASES["gpt-oss-120b", 8])
     one = BatchShape(extend_rows=1, extend_tokens=1, extend_pairs=1, sampled_rows=1)
     assert cost.batch_us(replace(one, decode_rows=1)).mean_us >= cost.batch_us(one).mean_us
@@ -235,7 +235,7 @@ def test_draws_are_stratified_and_depend_on_their_seed_alone() -> None:
     draws = found.factors(200, seed=7, model="qwen3-0.6b")
     assert np.array_equal(draws, found.factors(200, seed=7, model="qwen3-0.6b"))
     assert not np.array_equal(draws, found.factors(200, seed=8, model="qwen3-0.6b"))
-    # One from each half percent: quantiles of the draws are those of the table, whatever the seed.
+    # One draw from each half percent: quantiles of the draws are those of the table, under any seed.
     for probability, ratio in ((0.05, 0.9), (0.5, 1.0), (0.95, 1.2)):
         assert np.quantile(draws, probability) == pytest.approx(ratio, rel=0.01)
     assert np.corrcoef(np.arange(200), draws)[0, 1] < 0.3  # in random order
@@ -250,10 +250,10 @@ def test_models_that_were_not_seen_have_residuals_of_their_own() -> None:
     assert found.interval("ttft", 0.9, "qwen3-0.6b") == pytest.approx((0.7, 2.0))
     unseen = found.interval("time", 0.9, "qwen3-32b")
     assert unseen[0] < 0.9
-    assert found.interval("time", 0.9) == unseen  # no model said: none that was seen
-    assert found.interval("ttft", 0.9, "qwen3-32b") == pytest.approx((0.7, 2.0))  # none but those of seen models
+    assert found.interval("time", 0.9) == unseen  # no model given: like an unseen one
+    assert found.interval("ttft", 0.9, "qwen3-32b") == pytest.approx((0.7, 2.0))  # points of seen models only
     without = calibration(residuals=(residuals(), *UNSEEN_MODELS))
-    assert without.interval("ttft", 0.9, "qwen3-0.6b") == pytest.approx((0.9, 1.2))  # time stands for it
+    assert without.interval("ttft", 0.9, "qwen3-0.6b") == pytest.approx((0.9, 1.2))  # the time takes its place
     assert found.doubts("qwen3-0.6b", "H200-SXM", overlap_depth=0) == []
     assert len(found.doubts("qwen3-32b", "H100-SXM", overlap_depth=1)) == 2
 
@@ -261,7 +261,7 @@ def test_models_that_were_not_seen_have_residuals_of_their_own() -> None:
 def test_nothing_is_reported_of_intervals_where_there_are_none() -> None:
     found, split = calibration(cpu="included"), Parallelism(tp=2, ep=2)
     said = [found.doubts("qwen3-32b", "H100-SXM", 0, split, has_intervals=both) for both in (True, False)]
-    assert [len(lines) for lines in said] == [4, 4]  # what a correction does not cover is said all the same
+    assert [len(lines) for lines in said] == [4, 4]  # parts without correction are reported too
     assert sum("interval" in line for line in said[0]) == 3
     assert not any("interval" in line for line in said[1])
     assert not any("  " in line or line.endswith(";") for line in said[1])
@@ -310,7 +310,7 @@ def test_nonnegative_least_squares_is_optimal(seed: int, columns: int, more_rows
     x = nonnegative_least_squares(matrix, target)
     assert (x >= 0.0).all()
     gradient = matrix.T @ (matrix @ x - target)
-    assert (gradient >= -1e-6).all()  # nothing is gained by more of anything,
+    assert (gradient >= -1e-6).all()  # no improvement by more of any term,
     assert np.abs(gradient * x).max() <= 1e-6 * (1.0 + np.abs(x).max())  # nor by less
 
 
@@ -335,7 +335,7 @@ def test_few_points_stay_near_no_correction() -> None:
     base = BASES["qwen3-8b", 1]
     features = np.array([batch_features(base, decode_shape(8, 1000))])
     kernels, collectives, *_ = fit_weights(features, features @ np.array([1.3, 1.0, 0.0, 0.0, 0.0]))
-    assert 1.0 < kernels < 1.3  # the rest could as well be the engine's own time
+    assert 1.0 < kernels < 1.3  # the rest could also be the engine's own time
     assert collectives == pytest.approx(1.0)
 
 
@@ -455,7 +455,7 @@ def test_a_calibration_is_found_by_name() -> None:
 
 
 def recorded(folder: Path, correction: Correction, spread: float = 0.0) -> Path:
-    """The run folder of a simulation whose batches take what a correction says."""
+    """The run folder of a simulation with batch times that a correction gives."""
     calibration(correction=correction, spread=spread).save(folder / "planted.json")
     workload = "gen:n=60,rate=30,input=lognormal:300:0.8,output=uniform:20:80"
     arguments = ["--model", "qwen3-0.6b", "--gpu", "h200", "--workload", workload, "--no-intervals"]
@@ -472,7 +472,7 @@ def test_a_journal_gives_back_the_correction_that_made_it(tmp_path: Path) -> Non
     assert result.exit_code == 0, result.output
     found = Calibration.load(tmp_path / "c.json")
     assert found.correction.kernels == pytest.approx(1.3, rel=0.02)
-    # A row of a prompt and the tokens in it look much alike, and the prior keeps `kernels` near 1.
+    # A row of a prompt and the tokens in it are nearly collinear, and the prior keeps `kernels` near 1.
     assert found.correction.step_us == pytest.approx(500.0, rel=0.07)
     assert found.correction.row_us == pytest.approx(20.0, rel=0.05)
     assert found.correction.weight("prompt_us") < 25.0
@@ -485,7 +485,7 @@ def test_a_journal_gives_back_the_correction_that_made_it(tmp_path: Path) -> Non
     assert 0.98 < low <= high < 1.02
 
 
-def test_a_journal_tells_the_spread_of_its_batches(tmp_path: Path) -> None:
+def test_a_journal_shows_the_spread_of_its_batches(tmp_path: Path) -> None:
     base = roofline_model(load_model("qwen3-0.6b"), load_gpu("h200"))
     run_folder = recorded(tmp_path, Correction(), spread=0.05)
     batches = timed_batches(of_journal(run_folder), base, run_folder)

@@ -1,4 +1,4 @@
-"""Serving points: read as their file says, played in a closed loop, predicted in the right order."""
+"""Serving points: read as their file describes them, run in a closed loop, predicted in the right order."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def point(**fields: Any) -> ServingPoint:
 
 
 def fitted(engine: str) -> Calibration:
-    """The correction that all published points of an engine gave."""
+    """The correction from all published points of an engine."""
     correction = json.loads(RESULTS.read_text())["fits"][engine]["correction"]
     residuals = Residuals(
         metric="time", population="seen", method="none", count=3, probabilities=(0.1, 0.9), ratios=(0.9, 1.1)
@@ -130,7 +130,7 @@ def test_a_column_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 def test_experts_and_kv_are_as_the_engine_has_them(tmp_path: Path) -> None:
-    """Laid out by the column `ep` unless that is not wanted; KV of TensorRT-LLM as wide as its weights."""
+    """Laid out by the column `ep` unless switched off; KV of TensorRT-LLM as wide as its weights."""
     header = HEADER.replace("tp,dp", "tp,ep,dp")
     qwen = ROW.replace("Qwen/Qwen3-32B,H100,2,", "Qwen/Qwen3-235B-A22B-FP8,H100,4,4,").replace("bf16", "fp8")
     path = write(tmp_path, qwen, qwen.replace("vllm", "trtllm"), header=header)
@@ -171,7 +171,7 @@ def test_users_send_one_request_after_another_of_the_lengths_that_are_known() ->
     assert {turn.prompt_tokens for turn in spread} == {512}
     assert {80, 120} <= {turn.output_tokens for turn in spread}
     firsts = [turn.prompt[0] for turn in spread]
-    assert len(set(firsts)) == len(firsts)  # nobody shares a prefix
+    assert len(set(firsts)) == len(firsts)  # no prefix is shared
 
 
 @pytest.mark.parametrize("engine", sorted(ENGINES))
@@ -209,7 +209,7 @@ def test_more_users_are_never_served_faster(engine: str, model: str) -> None:
 @pytest.mark.parametrize("engine", sorted(ENGINES))
 @pytest.mark.parametrize(("model", "least"), [("llama-3.1-8b", 1), ("qwen3-32b", 2), ("llama-3.1-70b", 4)])
 def test_more_gpus_never_serve_slower(engine: str, model: str, least: int) -> None:
-    """True of these models on NVLink; a model small enough would lose more to collectives than it gains."""
+    """True of these models on NVLink; a small enough model would lose more to collectives than it gains."""
     spec, calibration = load_model(model), fitted(engine)
     for concurrency in (1, 16, 128):
         played = [
@@ -226,7 +226,7 @@ def test_more_gpus_never_serve_slower(engine: str, model: str, least: int) -> No
 
 
 def invented(noise: float) -> PointTrials:
-    """Points of two models whose engine takes what a planted correction says, give or take."""
+    """Points of two models on an engine with the times of a planted correction, with noise."""
     rng = np.random.default_rng(7)
     weights = np.array([1.1, 1.5, 900.0, 25.0, 4.0])
     points, played = [], []
@@ -274,7 +274,7 @@ def test_every_published_point_of_a_known_model_is_read() -> None:
     later = {point.row for point in points if point.model.name == "minimax-m2.5"}
     assert len(points) - len(later) == figures["points"] == 120
     assert {row for rows in figures["left_out"].values() for row in rows} == later.union(*left_out.values())
-    assert not any("suspect" in why for why in left_out)  # the file marks none
+    assert not any("suspect" in why for why in left_out)  # the file marks none of them
 
 
 @needs_data

@@ -1,4 +1,4 @@
-"""Operator tables: rows come back as they are, what lies between them in proportion, and what lies beyond is said."""
+"""Operator tables: measured rows are returned as they are, values between them interpolated, values beyond reported."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ GPU = load_gpu("h100")
 def write_tables(
     folder: Path, base: RooflineModel, *, gemm: float = 2.0, decode: float = 3.0, prefix: str = ""
 ) -> Path:
-    """Tables of a card on which everything takes a multiple of the roofline."""
+    """Tables of a card on which every kernel takes a multiple of the roofline."""
     folder.mkdir(exist_ok=True)
     rows = ["gemm_dtype,m,n,k,latency"]
     for m in 2.0 ** np.arange(0, 15):
@@ -94,7 +94,7 @@ def test_what_lies_beyond_the_tables_is_reported(tmp_path: Path, base: RooflineM
     assert measured.extrapolated == set()
 
 
-def test_what_no_batch_of_a_run_asks_is_not_noted(tmp_path: Path, base: RooflineModel) -> None:
+def test_shapes_outside_a_run_are_not_noted(tmp_path: Path, base: RooflineModel) -> None:
     measured = MeasuredModel(base, read_operator_tables(write_tables(tmp_path, base), GPU))
     measured.batch_us(extend_shape(40_000))
     before = measured.extrapolated.copy()
@@ -103,7 +103,7 @@ def test_what_no_batch_of_a_run_asks_is_not_noted(tmp_path: Path, base: Roofline
             asked.batch_us(decode_shape(8, 60_000))
             assert measured.extrapolated > before
         assert measured.extrapolated == before
-    measured.batch_us(decode_shape(8, 60_000))  # a batch that asks for the same is
+    measured.batch_us(decode_shape(8, 60_000))  # a batch with this shape is
     assert measured.extrapolated > before
 
 
@@ -137,7 +137,7 @@ def test_files_of_other_gpus_are_passed_over(tmp_path: Path, base: RooflineModel
     with pytest.raises(CatalogueError, match="no operator table of H100-SXM"):
         read_operator_tables(tmp_path, GPU)
     write_tables(tmp_path, base, prefix="h100_sxm__mine__")
-    tables = read_operator_tables(tmp_path / ".", GPU)  # another path, since folders are remembered
+    tables = read_operator_tables(tmp_path / ".", GPU)  # another path, since folders are cached by path
     assert {table.operator for table in tables.files} == {"gemm", "generation_attention"}
     assert all(table.file.startswith("h100_sxm__") for table in tables.files)
     with pytest.raises(CatalogueError, match="tables are of H100-SXM, the model runs on H200-SXM"):
@@ -184,13 +184,13 @@ def test_calibrating_from_tables_finds_how_much_slower_the_card_is(tmp_path: Pat
     result = CliRunner().invoke(calibrate, [*arguments, "--out", str(tmp_path / "c.json")])
     assert result.exit_code == 0, result.output
     found = Calibration.load(tmp_path / "c.json")
-    assert 1.25 < found.correction.kernels < 1.4  # not quite: norms, sampling and prefill have no table here
+    assert 1.25 < found.correction.kernels < 1.4  # not exactly: norms, sampling and prefill have no table here
     assert found.correction.step_us == found.correction.row_us == 0.0
     assert [source.kind for source in found.sources] == ["operator_tables"] * 2
 
 
 def test_attention_takes_rows_of_the_models_heads(tmp_path: Path) -> None:
-    """A table may have a pair of dtypes for other heads only, whose kernel is another one."""
+    """A table may have a pair of dtypes for other heads only, with another kernel."""
     base = roofline_model(load_model("qwen3-8b"), GPU, kv_dtype="fp8")
     rows = ["batch_size,isl,num_heads,num_key_value_heads,head_dim,attn_dtype,kv_cache_dtype,latency"]
     for attn, head_dim, times in (("bfloat16", 512, 9.0), ("fp8", 512, 8.0), ("fp8", 128, 2.0)):
@@ -239,7 +239,7 @@ SIZES = [2**power for power in range(8, 28)]
 def write_collectives(folder: Path, *, named: bool, gpus: int = 4) -> Path:
     """NCCL rows of four operations that take multiples of the roofline's lines; sizes count elements of two bytes.
 
-    Where they are named, their dtype is that of activations, otherwise that of the same size that NCCL's tests have.
+    If operations are named, their dtype is that of activations, otherwise that of the same size in NCCL's tests.
     """
     folder.mkdir(exist_ok=True)
     base = roofline_model(load_model("deepseek-v3"), GPU, Parallelism(tp=gpus, attention_dp=gpus))
@@ -290,7 +290,7 @@ def test_rows_of_an_operation_no_table_names_are_one_error(tmp_path: Path) -> No
 @needs_data
 @pytest.mark.parametrize("gpu", ["h200", "l40s"])
 def test_the_fourth_operation_of_the_public_tables_is_the_all_reduce(gpu: str) -> None:
-    """What tells: an engine's own all-reduce leaves large messages to NCCL. And physics: it moves twice what others do.
+    """The evidence: an engine's own all-reduce leaves large messages to NCCL, and it moves twice as much as the others.
 
     Not on L40S: over PCIe its two files differ by up to two fifths.
     """

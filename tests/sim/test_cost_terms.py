@@ -72,7 +72,7 @@ BUILT: dict[str, Any] = {name: build() for name, build in COSTS.items()}
 
 
 def check_sum(cost: Any, shape: BatchShape) -> None:
-    """Compare the breakdown, whose terms are evaluated one by one, with `batch_us`, which remembers sums."""
+    """Compare the breakdown, with terms evaluated one by one, with `batch_us`, which caches sums."""
     terms: dict[str, float] = cost.terms_us(shape)
     assert sum(terms.values()) == pytest.approx(cost.batch_us(shape).mean_us, rel=1e-9), shape
     assert all(us >= 0.0 for us in terms.values()), terms
@@ -165,7 +165,7 @@ def test_tables_replace_terms_by_name() -> None:
 
 
 def test_every_builder_of_terms_is_listed() -> None:
-    """A builder is a function or method whose name ends with `_terms` and that is annotated as making cost terms."""
+    """A builder is a function or method with a name that ends with `_terms` and cost terms as its annotated result."""
     makes = ("Iterable[CostTerm]", "Iterator[CostTerm]")
     places = [vars(roofline_module), vars(RooflineModel)]
     found = [one for place in places for name, one in place.items() if name.endswith("_terms") and callable(one)]
@@ -196,7 +196,7 @@ def test_a_term_left_out_is_noticed_by_the_sum(name: str, where: str, monkeypatc
         check_sum(cost, MIXED)
 
 
-# ----------------------------------------------------------------------------------------------------- what a list is
+# ----------------------------------------------------------------------------------------------------- lists of terms
 
 
 def test_names_of_terms_differ_and_scopes_are_known() -> None:
@@ -225,7 +225,7 @@ def test_terms_have_their_own_constants_and_the_model_has_all_of_them() -> None:
 
 
 def test_a_term_of_tokens_depends_on_numbers_of_tokens_alone() -> None:
-    """Sums of these terms are remembered by the number of tokens: other sums of a shape must not change them."""
+    """Sums of these terms are cached by the number of tokens: other sums of a shape must not change them."""
     for name, cost in BUILT.items():
         for term in cost.terms if isinstance(cost, TermSum) else ():
             if term.scope == "tokens":

@@ -200,7 +200,7 @@ def test_drafts_are_verified_by_all_ranks() -> None:
 
 
 def test_passes_of_a_drafter_cost_what_the_rows_of_all_do() -> None:
-    """Its experts see them all: with one rank's rows each, eight ranks cost more than one, less than eight alone."""
+    """Its experts receive all rows: eight ranks with one rank's rows each cost more than one, less than eight alone."""
     drafter = ModelDraftCost(MODEL, layers=61)
     one = [decode_shape(32, 1000), *[BatchShape()] * 7]
     all_of_them = [decode_shape(32, 1000)] * 8
@@ -222,14 +222,14 @@ def test_ranks_sample_under_grammars(tmp_path: Path) -> None:
     first, *others = [one.data.batches for one in made.engines]
     assert all(other.started_us.tolist() == first.started_us.tolist() for other in others), "passes begin together"
     ends = np.max([one.finished_us for one in (first, *others)], axis=0)
-    assert (first.started_us[1:] >= ends[:-1]).all(), "and nobody begins before all have sampled"
+    assert (first.started_us[1:] >= ends[:-1]).all(), "no pass begins before all have sampled"
     verified = CliRunner().invoke(journal, ["verify", str(tmp_path)])
     assert verified.exit_code == 0, verified.output
 
 
 @pytest.mark.parametrize(("moved_us", "end_us"), [(None, None), (300, 1_500), (1_400, 1_500), (1_700, 1_800)])
 def test_rank_that_waits_for_its_mask_ends_later(moved_us: int | None, end_us: int | None) -> None:
-    """Of 500 us that begin at 1,000, 100 are sampling; who waits for nothing has its tokens at 1,500."""
+    """Of 500 us that begin at 1,000, 100 are sampling; a rank that waits for no mask has its tokens at 1,500."""
 
     def share(batch_id: int, after: int | None) -> Share:
         no = np.empty(0, np.int32)
@@ -303,7 +303,7 @@ def test_router_in_front_of_ranks_takes_every_policy(policy: Any) -> None:
     assert (sent == [10] * 4) == (policy == "round_robin")
 
 
-def test_router_may_know_only_what_ranks_reported_a_while_ago(tmp_path: Path) -> None:
+def test_router_may_see_only_older_reports_of_ranks(tmp_path: Path) -> None:
     policy = RouterConfig(policy="total_tokens")
     fresh = run(cluster(ROUTED, router=policy))
     stale = cluster(ROUTED, router=policy, report_interval_us=400_000, report_delay_us=20_000)
@@ -318,7 +318,7 @@ def test_router_may_know_only_what_ranks_reported_a_while_ago(tmp_path: Path) ->
 
 
 def test_ranks_have_host_memory_each_and_storage_together(tmp_path: Path) -> None:
-    """A conversation that comes to another rank finds in storage what the first one wrote."""
+    """A conversation that arrives at another rank finds in storage the pages that the first rank wrote."""
     tiers = {"host_cache_gb": 0.1, "storage_gb": 10.0, "prefetch_tokens_min": 16}
     workload = "gen:n=30,rate=20,turns=uniform:2:3,think=lognormal:200ms:1,input=lognormal:600:0.3,output=uniform:4:8"
     scenario = cluster(
@@ -364,15 +364,16 @@ def test_prefill_ranks_hand_over_to_decode_ranks(tmp_path: Path) -> None:
     assert made.data.requests.output_tokens.sum() == made.setup.workload.turns.output_tokens.sum()
     prefill, decode = summary["ranks_prefill"], summary["ranks_decode"]
     assert prefill["passes_extending"] == prefill["passes"]
-    assert (decode["passes_extending"], decode["graph_share"]) == (0, 1.0), "nobody extends who only joins"
+    assert (decode["passes_extending"], decode["graph_share"]) == (0, 1.0), "a rank that only joins does not extend"
     verified = CliRunner().invoke(journal, ["verify", str(tmp_path)])
     assert verified.exit_code == 0, verified.output
 
 
 @pytest.fixture
 def tokens_in_time(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Holds every pass of ranks in stages against when the newest tokens of who decodes in it were sampled. Returns
-    the number of rows that were, as it grows.
+    """Compares the start of every pass of ranks in stages with the sampling of the newest tokens of its decodes.
+
+    Returns the number of rows that were compared, as it grows.
     """
     sampled: dict[tuple[int, int, int], int] = {}  # by group, rank and row
     held = [0]
@@ -442,8 +443,8 @@ def test_ranks_with_microbatches_keep_stages_busier() -> None:
     assert two["ranks"]["exchanges"] < 1.2 * two["ranks"]["passes"], "turns are seldom passed on for nothing"
 
 
-def test_who_comes_while_one_microbatch_is_in_flight_enters_the_other() -> None:
-    """Its turn is not passed on while nobody needs that: the second request would wait for the first one's pass."""
+def test_a_request_that_arrives_while_one_microbatch_is_in_flight_enters_the_other() -> None:
+    """Its turn is not passed on while no rank needs that: the second request would wait for the first one's pass."""
     made = run(cluster("gen:n=2,rate=400,input=fixed:900,output=fixed:1", pp=2, settings={"pp_size": 2}))
     times = made.engines[0].data.stages
     assert times is not None
@@ -452,7 +453,7 @@ def test_who_comes_while_one_microbatch_is_in_flight_enters_the_other() -> None:
 
 
 def test_ranks_in_stages_sample_under_grammars(tokens_in_time: list[int], tmp_path: Path) -> None:
-    """A pass waits in the last stage until every rank has sampled; the forwards behind it go on."""
+    """A pass waits in the last stage until every rank has sampled; the forwards behind it continue."""
     settings = {"pp_size": 2, "overlap_depth": 1, "pages": 40_000}
     made = run(cluster(STRUCTURED, pp=2, settings=settings), tmp_path, check_every=40)
     assert made.data.requests.output_tokens.sum() == made.setup.workload.turns.output_tokens.sum()

@@ -1,4 +1,4 @@
-"""What a calibration learns of an engine around its batches: its CPU lane, and the front end that a client sees."""
+"""The engine costs around batches in a calibration: the CPU lane, and the front end between engine and client."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def served(folder: Path, cpu: CpuModel = LANE, **changes: Any) -> dict[str, tupl
 
 
 def client_of(folder: Path, frontend_us: float, *, clock_us: int = 0, skipped: int = 0) -> ClientRun:
-    """Return the client of a served run, which measured `frontend_us` more than the engine."""
+    """Return the client of a served run, with times `frontend_us` longer than the engine's."""
     turns, answers = open_workload(WORKLOAD, seed=3).turns, EngineRun.read(folder).answers
     rows = np.arange(skipped, len(turns))
     values = np.array([answers[label] for label in turns.labels(rows)])
@@ -117,7 +117,7 @@ def test_the_front_end_is_what_the_client_measured_beyond_the_engine(tmp_path: P
 
 
 def test_the_requests_of_the_engine_alone_count_from_when_they_came(tmp_path: Path) -> None:
-    """An engine that records arrivals between batches would else seem faster than it is."""
+    """An engine that records arrivals between batches would seem faster than it is otherwise."""
     answers = served(tmp_path)
     twin = Twin.of_engine(EngineRun.read(tmp_path), roofline_model(load_model(MODEL), load_gpu(GPU)), LANE)
     assert twin.frontend_us == 0.0
@@ -213,7 +213,7 @@ def test_a_journal_is_a_workload_and_a_run_of_it_is_a_simulation(tmp_path: Path)
 
 
 def test_batches_far_faster_than_the_named_device_are_fitted_all_the_same(tmp_path: Path) -> None:
-    """The least weight of kernels remains; the other terms have the time."""
+    """The least weight of kernels remains; the other terms cover the time."""
     record(tmp_path / "own")
     out = tmp_path / "mine.json"
     words = ("--from", tmp_path / "own", "--model", "llama-3.1-70b", "--date", "2026-11-26", "--out", out)
@@ -233,7 +233,7 @@ def test_the_lane_of_a_calibration_is_simulated(tmp_path: Path) -> None:
 
 
 def test_a_journal_may_have_any_number_of_labels() -> None:
-    """Request ids of vLLM have nothing in common that could be stored once; 40,000 are less than an hour's."""
+    """Request ids of vLLM have no common part that could be stored once; 40,000 are fewer than an hour has."""
     builder = TurnsBuilder()
     for number in range(40_000):
         label = TurnLabel(*label_parts(f"cmpl-{number:016x}"))

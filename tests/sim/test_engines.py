@@ -1,4 +1,4 @@
-"""Engines: what they add to kernels, how they are named, and how their errors are estimated."""
+"""Engines: the costs that they add to kernels, their names, and the estimates of their errors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_breakdown_of_an_engine_sums_to_its_batches() -> None:
 
 @pytest.mark.parametrize("name", EngineCosts.__struct_fields__)
 def test_each_cost_adds_to_batches_as_documented(name: str) -> None:
-    """Every cost changes the batches it is about, by the documented amount, and no cost is without effect."""
+    """Every cost changes its batches by the documented amount, and no cost is without effect."""
     usual = EngineCosts()
     cost, plain = model_of(costs=msgspec.structs.replace(usual, **{name: getattr(ALL, name)})), model_of(costs=usual)
     decode = decode_shape(8, 700)
@@ -262,7 +262,7 @@ DENSE = [cost.name for cost in COSTS].index("dense")
 
 
 def trial_of(weights: np.ndarray[Any, Any], noise: float = 0.0) -> EngineTrial:
-    """Points that an engine with these weights would have measured."""
+    """Points that an engine with these weights would have."""
     points = [
         replace(point(engine, model, tp, users), gpu=load_gpu(gpu))
         for engine, gpu in (("vllm", "h100"), ("sglang", "h100"), ("sglang", "h200"))
@@ -342,7 +342,7 @@ def test_the_catalogues_entry_has_the_costs_of_the_fit() -> None:
 
 
 def test_features_times_costs_are_the_times_of_the_engine_model() -> None:
-    """What a fit multiplies is what a simulation adds: the same schedule, timed by columns and by an EngineModel."""
+    """The features of a fit equal the terms of a simulation: one schedule, timed by columns and by an EngineModel."""
     one = point("vllm", "qwen3-30b-a3b", 2, 4)
     trial = EngineTrial.of([one])
     costs = EngineCosts(**{cost.name: cost.usual for cost in COSTS})
@@ -377,7 +377,7 @@ def test_a_prediction_does_not_depend_on_the_points_of_its_own_group() -> None:
     )
     after = left_out(changed, group_of, whole)
     for i, one in enumerate(trial.points):
-        if one.model.name == "qwen3-8b":  # a third of the measurement moves; the prediction does not
+        if one.model.name == "qwen3-8b":  # a third of the measured points changes; the prediction does not
             assert after["time"][i] == pytest.approx(3 * before["time"][i], rel=0.01)
     others = [i for i, one in enumerate(trial.points) if one.model.name != "qwen3-8b"]
     assert any(after["time"][i] != pytest.approx(before["time"][i]) for i in others)

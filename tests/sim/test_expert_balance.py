@@ -1,4 +1,4 @@
-"""Experts placed by load: a fullest rank that is less full, more weights, experts that move."""
+"""Experts placed by load: a smaller largest load, more weights, and moves of experts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def drawn_fullest(shape: float, ranks: int) -> float:
 
 
 def test_the_load_of_the_fullest_rank_is_that_of_drawn_assignments_on_placed_experts() -> None:
-    """Against drawing popularities, placing them and drawing every assignment."""
+    """Compared with drawing popularities, placing the experts and drawing every assignment."""
     experts = MODEL.experts
     assert experts is not None
     drift = 0.2
@@ -64,7 +64,7 @@ def test_balanced_experts_are_faster_need_memory_and_moving_them_costs_time() ->
     assert terms[1]["experts"] < terms[2]["experts"] < terms[0]["experts"]
     for cost, parts in zip((plain, eplb, drifting), terms, strict=True):
         assert sum(parts.values()) == pytest.approx(cost.batch_us(PREFILL).mean_us)
-    assert "expert_moves" not in terms[0] | terms[1]  # what does not change stays where it is
+    assert "expert_moves" not in terms[0] | terms[1]  # unchanged experts stay in place
     described = drifting.describe()["eplb"]
     bytes_us = drifting.constants["send_gbs"].value * 1e3
     assert terms[2]["expert_moves"] == pytest.approx(drifting.moved_bytes / bytes_us / 1_000)

@@ -1,4 +1,4 @@
-"""A plain run as machine code is the core's run: every launch, message, gauge, interval and end of random ones."""
+"""A plain run in machine code equals the core's run: launches, messages, gauges, intervals and ends of random runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def base() -> Setup:
 
 
 def turns_of(arrival_us: np.ndarray, prompts: np.ndarray, outputs: np.ndarray) -> Turns:
-    """Requests that share nothing."""
+    """Requests without shared prefixes."""
     builder = TurnsBuilder()
     for index, (at, prompt, output) in enumerate(
         zip(*(c.tolist() for c in (arrival_us, prompts, outputs)), strict=True)
@@ -81,7 +81,7 @@ def setup_of(turns: Turns, sched: Mapping[str, Any], **scenario: Any) -> Setup:
 
 @st.composite
 def schedulers(draw: st.DrawFn) -> dict[str, Any]:
-    """Settings that plain runs follow, and some that they need not ask about."""
+    """Settings that plain runs follow, and some that have no effect on them."""
     page_size = draw(st.sampled_from((1, 4, 16)))
     radix_cache = draw(st.booleans())
     of_the_cache = {
@@ -116,8 +116,8 @@ class Load(NamedTuple):
     prompt_tokens_max: int
     output_tokens_max: int
     gap_us: float
-    bursts: float  # the share that comes together with the one before
-    round_to: int  # prompts have a multiple of so many tokens, so that decodes open pages together
+    bursts: float  # the share that arrives together with the previous one
+    round_to: int  # prompt lengths are multiples of this, so that decodes open pages together
     warm_up: int
 
     def setup(self, sched: Mapping[str, Any]) -> Setup:
@@ -145,7 +145,7 @@ LOADS = st.builds(
 
 
 def assert_equal(ours: RunData, theirs: RunData) -> None:
-    """All that two runs measured is the same."""
+    """All measures of two runs are equal."""
     assert ours.summary == theirs.summary
     for mine, other in ((ours.requests, theirs.requests), (ours.series, theirs.series)):
         for name, column in other.columns().items():
@@ -160,7 +160,7 @@ def assert_equal(ours: RunData, theirs: RunData) -> None:
 
 @pytest.fixture
 def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured is taken over every few batches."""
+    """Measures are taken over every few batches."""
     for name, rows in (("FLUSH_ROWS", 20), ("FLUSH_ROWS_MIN", 5), ("FLUSH_ROWS_ALL", 40), ("GAPS", 1)):
         monkeypatch.setattr(fast_path, name, rows)
 
@@ -217,7 +217,7 @@ def test_every_number_of_a_plain_cluster_is_the_cores(
 
     questions: list[list[list[int]]] = []
     theirs, ours = run(compiled=False), run(compiled=True)
-    assert questions[0] == questions[1][-len(questions[0]) :]  # behind those of a run that turned out not to be plain
+    assert questions[0] == questions[1][-len(questions[0]) :]  # after those of a run that was found not to be plain
     assert_equal(ours.data, theirs.data)
     for mine, other in zip(ours.engines, theirs.engines, strict=True):
         assert_equal(mine.data, other.data)
@@ -227,7 +227,7 @@ def test_every_number_of_a_plain_cluster_is_the_cores(
 
 
 def steady(requests: int = 200, sched: Mapping[str, Any] = MappingProxyType({}), **scenario: Any) -> Setup:
-    """Requests that keep an engine at work, and never lack pages."""
+    """Requests that keep an engine busy, and never lack pages."""
     rng = np.random.default_rng(7)
     arrival_us = np.cumsum(rng.exponential(20_000, requests)).astype(np.int64)
     turns = turns_of(arrival_us, rng.integers(1, 400, requests), rng.integers(1, 80, requests))
@@ -241,7 +241,7 @@ def compiled_run(setup: Setup) -> Run:
 
 
 class Jittery:
-    """A cost model that draws what batches take."""
+    """A cost model with random batch times."""
 
     def __init__(self, cost: CostModel) -> None:
         self.cost = cost
@@ -273,7 +273,7 @@ def test_a_front_end_and_a_lane_without_costs() -> None:
         assert_equal(compiled_run(one).data, simulate(one, compiled=False).data)
 
 
-def test_who_lacks_pages_is_left_to_the_core() -> None:
+def test_a_run_that_lacks_pages_is_left_to_the_core() -> None:
     setup = steady(sched={"pages": 60, "reserve": "on_demand", "context_tokens_max": 900})
     assert simulate_module._run_compiled(setup, None, always=True) is None
     ours, theirs = (simulate(setup, compiled=compiled) for compiled in (True, False))
@@ -281,7 +281,7 @@ def test_who_lacks_pages_is_left_to_the_core() -> None:
     assert_equal(ours.data, theirs.data)
 
 
-def test_an_interrupted_run_reports_what_it_knows() -> None:
+def test_an_interrupted_run_reports_its_results_so_far() -> None:
     setup = steady(3_000)
     metrics = MetricsFold(kv_pages=setup.config.pages)
     plain = fast_run_of([setup], [metrics], on_finish=lambda ended: setattr(plain, "stop_requested", ended > 500))
@@ -315,7 +315,7 @@ def test_a_run_that_turns_out_not_to_be_plain_while_it_is_interrupted(monkeypatc
 
 
 def test_decodes_that_sit_out_and_a_head_that_waits_for_pages() -> None:
-    """Both are rare, and random loads hardly ever have them: here decodes open pages together, of a small pool."""
+    """Both are rare in random loads: here decodes open pages of a small pool together."""
     skipped = waits = 0
     for seed, batching in product(range(40), ("mixed", "running_first")):
         rng, requests, page_size = np.random.default_rng(seed), 60, 16
@@ -333,7 +333,7 @@ def test_decodes_that_sit_out_and_a_head_that_waits_for_pages() -> None:
     assert waits > 0
 
 
-# One setting each that a plain run does not follow.
+# One setting each that rules a plain run out.
 NOT_FOLLOWED: dict[str, Any] = {
     "radix_capacity_pages": 100,
     "max_queued_requests": 10,

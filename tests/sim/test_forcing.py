@@ -1,4 +1,4 @@
-"""Tokens that grammars force, in a simulation: the same texts in fewer launches, and what cannot be asked for."""
+"""Tokens that grammars force, in a simulation: the same texts in fewer launches, and the refused settings."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_how_often_is_read_and_kept_to() -> None:
     found = Forcing.of("0.25x2", seed=1)
     stops = [found.runs(9).stop_behind(output) for output in range(300)]
     again = found.runs(9)
-    assert [again.stop_behind(output) for output in range(300)] == stops  # wherever one begins to look
+    assert [again.stop_behind(output) for output in range(300)] == stops  # whatever was queried before
     forced = sum(stop > output + 1 for output, stop in enumerate(stops))
     assert 60 < forced < 140  # 0.25 x 2 of 1 + 0.25 x 2 tokens
 

@@ -1,4 +1,4 @@
-"""Generated workloads: what a spec means, what is refused, and what holds for every spec and seed."""
+"""Generated workloads: the meaning of a spec, refusals, and invariants for every spec and seed."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_a_wrong_spec_is_refused_with_a_way_out(spec: str, says: str) -> None:
     assert says in refusal(spec)
 
 
-# --- what always holds
+# --- invariants
 
 
 @st.composite
@@ -248,7 +248,7 @@ def test_every_workload_is_consistent(
 
 
 def check_turn(workload: Workload, turn: Turn) -> int:
-    """Check one turn against the one it follows; return the tokens of their common history, 0 for a first turn."""
+    """Compare a turn with the one before it; return the tokens of their common history, 0 for a first turn."""
     assert sum(turn.prompt[1::2]) == turn.prompt_tokens
     assert all(count > 0 for count in turn.prompt[1::2])
     assert max(turn.prompt[::2]) < 2**31

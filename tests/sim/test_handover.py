@@ -1,4 +1,4 @@
-"""Prefill and decode engines in the simulator: links, what clients see, what a run folder holds, what is refused."""
+"""Prefill and decode engines in the simulator: links, the client's measures, the run folder, refusals."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(scenario: ClusterScenario, folder: Path | None = None) -> ClusterRun:
 
 
 def ends_of(flows: list[tuple[int, int, int, float]], out: list[float], into: list[float]) -> list[int]:
-    """When each flow (start, source, target, bytes) is through."""
+    """The end time of each flow (start, source, target, bytes)."""
     env = Environment()
     links = Links(env, out, into)
     ends = [0] * len(flows)
@@ -81,7 +81,7 @@ def test_flow_that_comes_later_slows_what_is_under_way() -> None:
     assert ends_of([(0, 0, 1, 1000.0), (50, 0, 1, 250.0)], [10.0] * 2, [10.0] * 2) == [125, 100]
 
 
-# ---------------------------------------------------------------------------------------------------- what clients see
+# ----------------------------------------------------------------------------------------------- the client's measures
 
 
 def test_answers_are_as_long_as_those_of_mixed_engines() -> None:
@@ -94,7 +94,7 @@ def test_answers_are_as_long_as_those_of_mixed_engines() -> None:
 
 
 def test_slow_link_is_seen_in_the_first_token_and_nowhere_else() -> None:
-    """One request: TTFT grows by what its bytes take longer, and by three more ways of the messages before."""
+    """One request: TTFT grows by the longer time of its bytes and by the latency of messages; later times do not."""
     fast, slow = (
         run(cluster("gen:n=1,rate=1,input=fixed:1024,output=fixed:16", link_gbs=gbs, link_latency_us=latency))
         for gbs, latency in ((1000.0, 0), (1.0, 1000))
@@ -109,7 +109,7 @@ def test_slow_link_is_seen_in_the_first_token_and_nowhere_else() -> None:
 
 
 def test_chunks_travel_while_the_next_is_computed() -> None:
-    """Of a prompt in eight chunks only the last part is waited for, where the link is as fast as the engine."""
+    """Of a prompt in eight chunks only the last part is waited for, if the link is as fast as the engine."""
     whole, parts = (
         run(
             cluster(

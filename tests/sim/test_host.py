@@ -1,4 +1,4 @@
-"""The simulated host: facts in order, one batch at a time on the device, and the tokens the workload says."""
+"""The simulated host: facts in order, one batch at a time on the device, and the tokens of the workload."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ from lockstep.sim.workload.workload import open_workload
 
 
 class Clockwork:
-    """A cost model with numbers to check by head: 1,000 us and 10 us per token. It remembers what it was asked."""
+    """A cost model with numbers for mental arithmetic: 1,000 us and 10 us per token.
+
+    It records the shapes it receives.
+    """
 
     def __init__(self, spread_us: float = 0.0) -> None:
         self.spread_us = spread_us
@@ -59,7 +62,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.events: list[Observed] = []
-        self.measured: list[Observed] = []  # the same, as the metrics are told of them
+        self.measured: list[Observed] = []  # the same, as the metrics receive them
         self.steps: list[Step] = []
         self.digests: list[bytes] = []
         self.cpu: list[tuple[int, int, str]] = []
@@ -89,7 +92,7 @@ class Recorder:
         return [c.plan for step in self.steps for c in step.commands if isinstance(c, LaunchBatch)]
 
     def tokens(self) -> dict[int, list[int]]:
-        """What each request was sent, in order."""
+        """The tokens that each request was sent, in order."""
         sent: dict[int, list[int]] = {}
         for step in self.steps:
             for command in step.commands:
@@ -274,7 +277,7 @@ def test_a_host_that_seldom_looks_sees_arrivals_after_so_many_decodes_or_after_a
     kinds = [type(event) for event in recorder.events]
     at = [i for i, kind in enumerate(kinds) if kind is RequestArrived][1]
     decodes = [plan.mode for step in recorder.steps[:at] if (plan := step.launched()) is not None].count("decode")
-    assert decodes == 8  # it came during the fourth, and the extend before them had looked
+    assert decodes == 8  # it arrived during the fourth, and the host had read its socket before the extend
     launched = [step.launched() for step in recorder.steps[at:]]
     assert next(plan for plan in launched if plan is not None).mode == "extend"
     assert recorder.events[at].time_us > 5_500
@@ -358,7 +361,7 @@ def test_a_rejected_turn_ends_its_session() -> None:
     assert list(recorder.finished()) == [1]
 
 
-def test_who_cancels_goes_at_the_given_time_and_sends_no_more() -> None:
+def test_a_cancelled_turn_ends_at_the_given_time_and_its_session_sends_no_more() -> None:
     turns = [turn(0, output_tokens=100), turn(1, after=0), turn(2)]
     host, recorder = play(turns, cancel_after_us={0: 5500})
     assert recorder.of(RequestCancelled) == [RequestCancelled(5500, 0)]
@@ -410,7 +413,7 @@ def test_answers_longer_than_their_limit_are_cut() -> None:
     assert (recorder.finished()[0].reason, recorder.finished()[0].output_tokens) == ("length", 10)
 
 
-def test_turns_that_want_no_token_end_when_their_prompt_is_computed() -> None:
+def test_turns_without_output_end_when_their_prompt_is_computed() -> None:
     turns = [turn(0, output_tokens=0), turn(1, output_tokens=3), turn(2, output_tokens=0, after=0)]
     _, recorder = play(turns, max_new_tokens=10, eos_token_ids=(EOS_TOKEN_ID,))
     assert [finish.reason for _, finish in sorted(recorder.finished().items())] == ["computed", "stop", "computed"]
@@ -436,7 +439,7 @@ def test_spread_is_drawn_from_seed_engine_and_batch_alone() -> None:
     assert durations(1, "a")[:50] != durations(1, "b")[:50]
     assert min(durations(1, "a", spread_us=5000.0)) == 1  # no batch takes no time
 
-    # Another load: batch 0 has another length, but the same luck.
+    # Another load: batch 0 has another length, but the same draw.
     one, many = [play(turns, cost=Clockwork(50.0), seed=3)[1] for turns in ([turn(0)], [turn(0), turn(1)])]
     lengths = [recorder.of(BatchFinished)[0].finished_us for recorder in (one, many)]
     assert lengths[1] - lengths[0] == 1000
@@ -490,20 +493,20 @@ def test_two_engines_share_one_clock() -> None:
 
 
 def test_deferred_batch_is_sampled_when_the_result_before_it_was_taken_in() -> None:
-    """b1's forward runs behind b0 at once; its sampling waits until the lane is through with b0's result."""
+    """b1's forward runs right behind b0; its sampling waits until the lane has taken in b0's result."""
     cpu = CpuModel(plan_fixed_us=0, plan_row_us=0, result_fixed_us=1500, result_row_us=0, arrival_us=0)
     _, recorder = play([turn(0, output_tokens=4, grammar="json")], cpu=cpu, overlap_depth=1)
     (ready,) = recorder.of(GrammarReady)
     assert ready.time_us == 50_000
     spans = [(event.started_us - 50_000, event.finished_us - 50_000) for event in recorder.of(BatchFinished)]
     # Forwards of 1,000 us and 10 per token. The lane takes in b0 until 3,500 and b1 until 5,000, and then launches two:
-    # b2 knows all it needs, b3 waits until b2, finished at 6,010, is taken in.
+    # b2 can sample at once, b3 waits until b2, finished at 6,010, is taken in.
     assert spans == [(0, 2000), (2000, 3500), (5000, 6010), (6010, 7510)]
     assert recorder.tokens() == {0: [1_500_000 + i for i in range(4)]}
 
 
 def test_constrained_and_plain_requests_share_batches_under_overlap() -> None:
-    """Whatever is deferred, everybody gets the tokens of the workload, and no batch ends before the one before it."""
+    """With any deferral, all requests get the tokens of the workload, and batches end in order."""
     turns = workload("gen:n=60,rate=200,input=uniform:10:60,output=uniform:1:30,grammars=0.4x3")
     assert {turn.grammar for turn in turns} == {"", "grammar0", "grammar1", "grammar2"}
     for depth in range(3):
@@ -519,7 +522,7 @@ def test_constrained_and_plain_requests_share_batches_under_overlap() -> None:
 
 
 class OnAdapters(Arrivals):
-    """Loads two adapters before anything else; every other request comes for one of them."""
+    """Loads two adapters before anything else; every other request uses one of them."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         super().__init__(turns)

@@ -1,4 +1,4 @@
-"""Hybrid models in the simulator: what a token and a request weigh, how memory is shared out, and equal answers."""
+"""Hybrid models in the simulator: bytes of a token and of a request, the split of memory, and equal answers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def asked(model: str, tp: int, given: dict[str, object]) -> Run:
 
 
 @pytest.mark.parametrize("model", WEIGHS)
-def test_pools_are_of_the_sizes_that_layers_and_ratios_say(model: str) -> None:
+def test_sizes_of_pools_follow_from_layers_and_ratios(model: str) -> None:
     window, full, sliding, state = WEIGHS[model]
     setup = assemble(Scenario(model=model, gpu="h200", tp=2, workload=AGAIN, tiers={"hybrid_memory": "on"}), environ={})
     kv, hybrid = setup.kv, setup.config.hybrid
@@ -245,7 +245,7 @@ def test_prompts_with_few_window_pages_left_do_not_cause_a_storm_of_retractions(
 
 
 @pytest.mark.parametrize("batching", ["prefill_first", "mixed"])
-def test_the_bounds_of_quality_tell_a_storm_of_retractions(batching: str, tmp_path: Path) -> None:
+def test_the_bounds_of_quality_show_a_storm_of_retractions(batching: str, tmp_path: Path) -> None:
     """Chunks of any size, as before the decision, break the bounds that hold for every history of the swarm."""
     setup = overloaded(batching)
     hybrid = msgspec.structs.replace(setup.config.hybrid, chunk_tokens_min=msgspec.UNSET)

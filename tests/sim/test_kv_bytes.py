@@ -1,4 +1,4 @@
-"""KV bytes of a token against those that others published, of latent and hybrid models too."""
+"""KV bytes of a token compared with published figures, of latent and hybrid models too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PRECISIONS = {"bf16_fp16": "bf16", "fp8_int8": "fp8"}
 
 
 def test_kv_bytes_of_a_token_are_those_published() -> None:
-    """Those of layers with full attention: the state of linear attention does not grow, and is not in them."""
+    """Bytes of layers with full attention: the state of linear attention does not grow, and is not included."""
     data = os.environ.get("LOCKSTEP_DATA")
     path = Path(data or ".") / "published" / "kvcache_ai_bytes_per_token.json"
     if data is None or not path.exists():

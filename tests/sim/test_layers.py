@@ -1,8 +1,8 @@
-"""Imports between the rooms of the simulator run one way, and no modules of it import each other in a circle.
+"""Imports between the packages of the simulator run one way, and no modules of it import each other in a cycle.
 
-A room is a package under `lockstep.sim`. Imports under TYPE_CHECKING and inside functions count like any other: a name
-that a signature needs is a dependency. A new import that this test refuses has three ways out: move what is imported
-to a lower room, pass it in as a value, or, if the layers themselves change, add the pair to ALLOWED.
+Imports under TYPE_CHECKING and inside functions count like any other: a name that a signature needs is a dependency. A
+new import that this test refuses has three solutions: move the imported name to a lower package, pass it in as a value,
+or, if the layers themselves change, add the pair to ALLOWED.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import lockstep.sim.cost
 PACKAGE = "lockstep.sim"
 ROOT = Path(lockstep.sim.cost.__file__).parents[1]
 
-# Each room with the rooms that it may import, lowest first: a room may import rooms above its own line only.
+# Each package with the packages that it may import, lowest first: a package may import only packages above its own
+# line.
 ALLOWED = {
     "cost": set[str](),
     "catalogue": {"cost"},
@@ -67,7 +68,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def room_of(module: str) -> str:
-    """The room of a module; empty for the package of all rooms."""
+    """The package of a module; empty for `lockstep.sim` itself."""
     return module.removeprefix(PACKAGE).removeprefix(".").partition(".")[0]
 
 
@@ -104,7 +105,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         apart = [module for module, found in left.items() if not found & left.keys() or module not in imported]
         if not apart:
             break
-        for module in apart:  # it imports nothing of what is left, or nothing left imports it: it is in no circle
+        for module in apart:  # it imports none of the rest, or none of the rest imports it: it is in no cycle
             del left[module]
         for found in left.values():
             found &= left.keys()

@@ -1,4 +1,4 @@
-"""Machine code is made once, kept where only its user may write, and made again when what was kept cannot be used."""
+"""Machine code is made once, kept where only its user may write, and made again when the kept file cannot be used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ define i64 @lockstep_advance(i64 %table, double %took_us) {
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Two places to keep it in, and something that is made fast."""
+    """Two folders for it, and a small function that is compiled."""
     places = [tmp_path / "first", tmp_path / "second"]
     monkeypatch.setattr(machine_code, "_folders", lambda: places)
     monkeypatch.setattr(machine_code, "_made", lambda: TEXT)
@@ -28,7 +28,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def load() -> int:
-    """What the machine code says, loaded as by a new process."""
+    """The output of the machine code, loaded as by a new process."""
     return machine_code.load.__wrapped__()(0, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Media in the simulator: what encoders make of them and in which time, which turns have them, who waits."""
+"""Media in the simulator: tokens and times of encoders, turns with media, and the requests that wait."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def ran(media: str | None = IMAGES, folder: Path | None = None, **fields: Any) -
 @pytest.mark.parametrize(
     ("model", "params", "kinds"),
     [
-        # 8.29 billion in all, 7.62 of them the language model's; 8.77 billion and 8.19 of Qwen3-VL.
+        # 8.29 billion in total, 7.62 of them the language model's; 8.77 billion and 8.19 of Qwen3-VL.
         ("qwen2.5-vl-7b", 676_550_144, ("image", "video")),
         ("qwen3-vl-8b", 576_388_336, ("image", "video")),
         # SigLIP-So400m, 417 million, and the matrix behind it; Whisper large-v3's encoder, 637 million, likewise.
@@ -145,7 +145,7 @@ def test_heads_that_cannot_be_split_are_refused_with_the_way_out() -> None:
     assert EncoderCost(found, load_gpu("h100"), 8, "data").single_us(found.sound(5)) > 0
 
 
-# ------------------------------------------------------------------------------------------------------ which turns
+# ------------------------------------------------------------------------------------------------- turns with media
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ def test_a_cluster_adds_up_what_its_engines_did() -> None:
     assert summary["media"]["encoder_busy_us"] > alone["encoder_busy_us"]
 
 
-def test_a_plan_knows_media_and_reports_that_they_are_simulated_only() -> None:
+def test_a_plan_has_media_and_reports_that_they_are_simulated_only() -> None:
     words = "--model qwen2.5-vl-7b --gpus h100 --slo ttft_p99=2s --rate 2 --quick --requests 20 --jobs 1".split()
     words += ["--workload", "gen:input=fixed:64,output=fixed:4", "--media", "image=1:640x480/4"]
     done = CliRunner().invoke(plan, words)

@@ -1,9 +1,9 @@
-"""Media where engines share work: on data-parallel ranks, whose requests and encoders are their own, in pipelines,
-whose first stage encodes, and where prompts are computed on other engines than they are continued on.
+"""Media on several engines: ranks, pipelines, and separate prefill and decode engines.
 
-Whatever the engines, a client gets the tokens and the end that one plain engine gives it; what was asked of encoders is
-what they did, once for each content that a cache has room for; and nobody is lost who cancels, or whose media cannot
-be encoded.
+Data-parallel ranks have requests and encoders of their own; in pipelines the first stage encodes. In every layout a
+client gets the tokens and the end that one plain engine gives it; the orders of encoders equal their work, once for
+each content that a cache has room for; and requests that are cancelled, or with media that cannot be encoded, end
+properly.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def scenario(**fields: Any) -> Scenario:
 
 
 def answers_of(folders: Sequence[Path]) -> Answers:
-    """What clients got: by label how the request ended, and its tokens."""
+    """The answers of clients: by label the finish reason, and the tokens."""
     found: Answers = {}
     for folder in folders:
         labels: dict[int, str] = {}
@@ -85,7 +85,7 @@ def answers_of(folders: Sequence[Path]) -> Answers:
 
 
 def plain_answers(folder: Path, **fields: Any) -> Answers:
-    """Of one engine on which nothing is shared out."""
+    """The answers of one engine without sharing."""
     simulate(assemble(scenario(**fields), {}), folder=folder)
     return answers_of([folder])
 
@@ -98,7 +98,7 @@ def distinct(run: ClusterRun, engine: int) -> int:
 
 
 def assert_work_is_conserved(run: ClusterRun, *, all_fit: bool) -> None:
-    """Encoders did what they were asked for; where nothing is evicted, each content once for each cache."""
+    """Encoders computed the ordered items; where nothing is evicted, each content once per cache."""
     tables = []
     for engine, one in enumerate(run.engines):
         media, table = one.data.summary.get("media"), one.data.encoder
@@ -212,7 +212,7 @@ def test_ranks_encode_side_by_side_and_the_next_pass_waits_for_all_of_them(stage
 
 
 def test_a_rank_has_the_encoder_on_its_own_gpus() -> None:
-    """Of four GPUs with one rank each has it whole; with two ranks it is split over two, or whole on each of these."""
+    """On four GPUs a rank has it whole; of two ranks with two GPUs, each has it split, or whole on both GPUs."""
     setups = {
         (ranks, mode): assemble_cluster(
             ClusterScenario(base=scenario(**{**RANKS, "attention_dp": ranks}, mm_encoder_tp_mode=mode)), {}
@@ -310,7 +310,7 @@ def test_later_stages_go_on_while_the_first_one_encodes() -> None:
 
 
 def test_the_first_stage_has_the_encoder_beside_its_layers() -> None:
-    """It has less room for KV then, and what is left in the others is what it was."""
+    """The first stage then has less room for KV; the room of the others is unchanged."""
     seen, apart, text = (staged(**fields).setup for fields in ({}, {"encoder_gpus": 1}, {"media": None}))
     assert seen.encoding is not None
     encoders, kvs = seen.encoding.cost.encoders, [one.kv for one in (seen, apart, text)]
@@ -333,7 +333,7 @@ def test_the_first_stage_has_the_encoder_beside_its_layers() -> None:
 
 
 def roles(counts: tuple[int, int], scheduler: dict[str, Any], **fields: Any) -> ClusterSetup:
-    """So many prefill and decode engines."""
+    """The roles of this number of prefill and decode engines."""
     groups = tuple(
         EngineGroup(count=number, gpu="h200", settings={"role": role, **scheduler})
         for role, number in zip(("prefill", "decode"), counts, strict=True)
@@ -384,7 +384,7 @@ def test_prefill_and_decode_engines_answer_as_one_and_prefill_engines_encode(
 
 
 def test_a_decode_engine_encodes_what_it_computes_itself(tmp_path: Path) -> None:
-    """Of whoever is retracted there the prompt is computed again, and so are its media."""
+    """The prompt of a request that is retracted there is computed again, and so are its media."""
     setup = roles(
         (1, 1),
         {"retract_every": 5, "pages": 1500},
@@ -405,11 +405,11 @@ def test_a_decode_engine_encodes_what_it_computes_itself(tmp_path: Path) -> None
     assert together["reused"] == prefill["reused"] == 8
 
 
-# ------------------------------------------------------------------------------------------------ who leaves, who fails
+# ------------------------------------------------------------------------------------------- cancellations and failures
 
 
 def refusing(monkeypatch: pytest.MonkeyPatch, one_in: int) -> set[bytes]:
-    """Encoders that fail for some contents; returns which they were asked for."""
+    """Encoders that fail for some contents; returns the contents that they were ordered."""
     refused: set[bytes] = set()
     take = EncoderLane.take
 
@@ -433,7 +433,7 @@ def made(setup: ClusterSetup) -> Any:
 
 
 def cancelling(cluster: Any, after_us: Sequence[int]) -> Counter[str]:
-    """Have clients leave so long after they came, the n-th after the n-th of these. Counts what happened."""
+    """Cancel requests this long after their arrival, the n-th after the n-th duration. Counts the outcomes."""
     happened: Counter[str] = Counter()
     waits = {turn.label: us for turn, us in zip(cluster.setup.workload.turns, cycle(after_us), strict=False)}
     route = cluster.clock._route
@@ -456,8 +456,8 @@ def cancelling(cluster: Any, after_us: Sequence[int]) -> Counter[str]:
     return happened
 
 
-def assert_nobody_is_lost(cluster: Any) -> None:
-    """Everybody has ended, and nothing is held, encoded or kept for anybody."""
+def assert_no_request_is_lost(cluster: Any) -> None:
+    """All requests have ended, and nothing is held, encoded or kept for any."""
     for host in cluster.clock.hosts:
         engine = host.engine
         assert not engine.requests
@@ -490,7 +490,7 @@ def test_no_request_on_a_rank_is_lost_by_leaving_or_by_media_that_cannot_be_enco
         cluster = made(setup)
         cancelling(cluster, after_us)
         cluster.run()
-    assert_nobody_is_lost(cluster)
+    assert_no_request_is_lost(cluster)
     data = cluster.result(False, 0.0).data
     ends = Counter(data.requests.finish_reason.tolist())
     assert sum(ends.values()) == 24
@@ -501,7 +501,7 @@ def test_no_request_on_a_rank_is_lost_by_leaving_or_by_media_that_cannot_be_enco
         assert ends["rejected_media"] == needing
 
 
-@example(  # an end that the router learns of after a later arrival
+@example(  # the router received an end after a later arrival
     scheduler={},
     failure="fail",
     allocation="early",
@@ -536,7 +536,7 @@ def test_no_request_between_engines_is_lost_by_leaving_or_by_media_that_cannot_b
         cluster = made(setup)
         cancelling(cluster, after_us)
         cluster.run()
-    assert_nobody_is_lost(cluster)
+    assert_no_request_is_lost(cluster)
     assert not cluster.fabric.rooms
     ends = Counter(cluster.result(False, 0.0).data.requests.finish_reason.tolist())
     assert sum(ends.values()) == 24

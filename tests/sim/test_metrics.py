@@ -48,7 +48,7 @@ def int32s(values: Iterable[int]) -> np.ndarray:
 
 
 class Run:
-    """Tells a fold what happened, one short line per event."""
+    """Passes events to a fold, one short line per event."""
 
     def __init__(self, *, kv_pages: int | None = None) -> None:
         self.fold = MetricsFold(kv_pages=kv_pages)
@@ -167,8 +167,8 @@ def test_tokens_sent_again_after_a_restart_count_once_and_when_first_seen() -> N
     run.arrive(0, 1)
     run.arrive(0, 2)
     run.stream(100, {1: (0, 2), 2: (0, 1)})
-    run.stream(200, {1: (0, 1)})  # nothing new
-    run.stream(300, {1: (1, 3)})  # output 1 was seen; 2 and 3 are new
+    run.stream(200, {1: (0, 1)})  # no new token
+    run.stream(300, {1: (1, 3)})  # output 1 was sent before; 2 and 3 are new
     run.stream(310, {2: (1, 1)})
     run.finish(310, 1)
     run.finish(310, 2)
@@ -253,7 +253,7 @@ def test_rates_run_from_first_arrival_to_last_finish() -> None:
     assert throughput["requests_per_s"] == 1.0
     assert throughput["output_tokens_per_s"] == 2.0
     assert throughput["total_tokens_per_s"] == 12.0  # and two prompts of 10
-    assert throughput["goodput_requests_per_s"] is None  # without SLOs there is none
+    assert throughput["goodput_requests_per_s"] is None  # without SLOs it is absent
 
 
 def test_goodput_counts_requests_that_meet_every_slo() -> None:
@@ -359,10 +359,10 @@ def test_an_slo_holds_up_to_its_bound() -> None:
     assert data.measured_us(Slo("ttft", 50.0, 1)) == 25.0
     assert data.meets(Slo("ttft", 50.0, 25))
     assert not data.meets(Slo("ttft", 50.0, 24))
-    assert data.meets(Slo("ttft", None, 40))  # without a percentile it is about every request
+    assert data.meets(Slo("ttft", None, 40))  # without a percentile the SLO is about every request
     assert not data.meets(Slo("ttft", None, 39))
     assert data.measured_us(Slo("tpot", 99.0, 1)) is None
-    assert data.meets(Slo("tpot", 99.0, 1)) is None  # no data is no yes
+    assert data.meets(Slo("tpot", 99.0, 1)) is None  # without data there is no verdict
 
 
 def test_a_failed_request_is_infinitely_late() -> None:
@@ -371,7 +371,7 @@ def test_a_failed_request_is_infinitely_late() -> None:
         run.answer(request_id, 0, [10])
     assert run.result().meets(Slo("ttft", 99.0, 10))
     run.arrive(0, 100)
-    run.reject(1, 100, "too_long")  # the client's mistake
+    run.reject(1, 100, "too_long")  # an error of the client
     assert run.result().meets(Slo("ttft", None, 10))
     run.arrive(0, 101)
     run.reject(1, 101, "queue_full")  # 101 requests: the 99th percentile is the 100th of them
@@ -388,7 +388,7 @@ def test_a_failed_request_is_infinitely_late() -> None:
 
 
 def test_bubbles_are_idle_time_while_a_request_is_open() -> None:
-    # open    0 .......... 100           200 ..... 300      two requests, nobody there between them
+    # open    0 .......... 100           200 ..... 300      two requests with a gap between them
     # device     20 .. 60 70 ... 110         230 .. 290     a discarded batch outlives the first by 10
     run = Run()
     run.arrive(0, 1)
@@ -595,7 +595,7 @@ def stories(draw: st.DrawFn) -> list[Story]:
 
 
 def tell(told: list[Story], finish_order: Sequence[int]) -> RunData:
-    """Fold the stories: arrivals in order, one StreamTokens per instant, finishes at the end in the order given."""
+    """Fold the requests: arrivals in order, one StreamTokens per instant, finishes at the end in the order given."""
     fold = MetricsFold()
     order = sorted(range(len(told)), key=lambda i: told[i].arrival_us)
     for request_id in order:
@@ -682,25 +682,25 @@ def test_the_order_in_which_requests_finish_does_not_matter(told: list[Story], d
 def test_slos_agree_with_the_percentiles_of_the_summary(told: list[Story]) -> None:
     finished = [story for story in told if story.reason in ("length", "stop", "cancelled")]
     run = tell(finished, range(len(finished)))
-    for percentile in (50, 90, 99):  # with no failures both say the same
+    for percentile in (50, 90, 99):  # equal without failures
         for metric in ("ttft", "tpot", "itl", "e2e"):
             measured_us = run.measured_us(Slo(metric, float(percentile), 1))
             assert measured_us == pytest.approx(run.summary["latency"][f"{metric}_us_p{percentile}"], abs=1e-3)
 
 
-# ------------------------------------------------------------------------------------- what is settled along the way
+# ----------------------------------------------------------------------------------------------------- early results
 
 Told = tuple[str, tuple[Any, ...]]  # the name of a method of MetricsFold, and its arguments
 
 
 class Historian:
-    """Invents a run with everything in it: retractions, repeats after a restart, lost batches and late results."""
+    """Makes up a run with every kind of event: retractions, repeats after a restart, lost batches and late results."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
         self.told: list[Told] = []
         self.time_us = 0
-        self.sent: dict[int, int] = {}  # of who is open: where the output that the client has seen ends
+        self.sent: dict[int, int] = {}  # by open request: the end of the output that the client has received
         self.next_batch = 1
         self.in_flight: list[int] = []
 
@@ -714,7 +714,7 @@ class Historian:
         self.told.append(("observe", (event, Step(decided=list(decided), commands=list(commands)))))
 
     def arrive(self) -> None:
-        """Somebody new, perhaps under the id of one that ended."""
+        """A new request arrives, perhaps under the id of one that ended."""
         request_id = self.random.choice([i for i in range(len(self.sent) + 3) if i not in self.sent])
         self.sent[request_id] = 0
         arrival = RequestArrived(
@@ -786,7 +786,7 @@ class Historian:
 
 
 def folded(told: Sequence[Told], disturb: Callable[[MetricsFold], object] = lambda fold: None) -> RunData:
-    """The measured run; `disturb` is called before everything that is told."""
+    """The measured run; `disturb` is called before each event."""
     fold = MetricsFold(kv_pages=100)
     for name, arguments in told:
         disturb(fold)
@@ -823,7 +823,7 @@ def test_settling_at_any_points_changes_no_answer(random: Random, actions: int) 
     assert_equal_runs(folded(told, ask), at_the_end)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fold_module, "COMPACT_RESULTS_MIN", 1)  # it does so by itself
-        patch.setattr(fold_module, "COMPACT_RESULTS_MAX", random.choice((1, 3)))  # and soon gives batches up for lost
+        patch.setattr(fold_module, "COMPACT_RESULTS_MAX", random.choice((1, 3)))  # and soon counts batches as lost
         assert_equal_runs(folded(told), at_the_end)
         assert_equal_runs(folded(told, compact), at_the_end)
 
@@ -848,7 +848,7 @@ def test_a_long_run_keeps_no_more_than_open_requests() -> None:
     assert data.requests.output_tokens.tolist() == [3] * 2_000
 
 
-def test_who_has_ended_is_sent_nothing_more_and_may_not_arrive_twice() -> None:
+def test_an_ended_request_is_sent_nothing_more_and_may_not_arrive_twice() -> None:
     for settle in (False, True):
         run = Run()
         run.answer(1, 0, [10])

@@ -1,4 +1,4 @@
-"""Microbatches in the simulator: busier stages, the same answers, the timeline, clusters, what is refused."""
+"""Microbatches in the simulator: busier stages, the same answers, the timeline, clusters, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An option of the simulator is one field of `Scenario`: whatever reads options has it.
+"""An option of the simulator is one field of `Scenario`: all code that reads options then has it.
 
 The field is added to a copy of the package, and the copy is run.
 """

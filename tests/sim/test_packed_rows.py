@@ -1,4 +1,4 @@
-"""Packed rows give back the integers they were given, in a fraction of the memory."""
+"""Packed rows return the integers that were stored, in a fraction of the memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_each_part_takes_the_smallest_types_that_hold_it() -> None:
     for number in range(1000):
         rows.recent.extend((10**15 + 60 * number, number % 3, -7))
     rows.pack()
-    assert rows.nbytes == 1000 * 3 * 8  # too few to be worth it
+    assert rows.nbytes == 1000 * 3 * 8  # too few rows to save memory
     rows.pack(rows_min=1000)
     assert rows.nbytes == 1000 * (2 + 1 + 0)
     rows.recent.extend((2**62, 0, 0))

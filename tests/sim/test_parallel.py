@@ -1,4 +1,4 @@
-"""Layouts of an engine over GPUs: nothing is lost between ranks, plain ones cost what they did, batches keep order."""
+"""Layouts of an engine over GPUs: nothing is lost between ranks, plain layouts cost as before, batches keep order."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ LAYOUTS = (
     Parallelism(tp=8, ep=8, moe_a2a=True),
 )
 GPU = load_gpu("h200")
-ALL_REDUCES_BEFORE = {  # of the catalogue when the figures were taken, which read sizes of tables as bytes
+ALL_REDUCES_BEFORE = {  # of the catalogue at the time of the figures, when sizes of tables were read as bytes
     "h200": {2: (2.62, 157.0, 12.4, 276.0), 8: (4.24, 98.8, 13.8, 318.0)},
     "l40s": {2: (5.61, 9.82, 19.1, 22.4)},
 }
@@ -80,13 +80,13 @@ MODELS: dict[tuple[str, Parallelism], RooflineModel] = {
 any_layout = st.sampled_from(sorted(MODELS, key=str))
 
 
-# -------------------------------------------------------------------------------------------------- as it was before
+# --------------------------------------------------------------------------------------------------- earlier figures
 
 
 def test_tensor_parallelism_alone_costs_what_it_did_to_the_last_bit() -> None:
-    """Against figures of the release that knew nothing else, but where attention got constants of its own since.
+    """Compared with figures of the release without other layouts, except where attention has its own constants since.
 
-    Batches of deepseek-v3 and qwen3-next-80b-a3b are of the day on which latents and the delta rule did.
+    Batches of deepseek-v3 and qwen3-next-80b-a3b are compared with the first release with latents and the delta rule.
     """
     before = json.loads((Path(__file__).parent / "cost_before_layouts.json").read_text())
     asked = [
@@ -264,7 +264,7 @@ def test_shards_do_not_share_kv() -> None:
     assert 5 < apart.tokens / alike.tokens < 8  # attention's weights are on every rank now
     used = apart.weights_bytes + apart.activation_bytes + apart.runtime_bytes + apart.state_bytes + apart.kv_bytes
     assert 0 <= apart.usable_bytes - used < apart.kv_bytes_per_token * apart.page_tokens
-    # Grouped-query attention with a KV head per rank loses nothing either way but the weights.
+    # Grouped-query attention with a KV head per rank loses only the weights in either layout.
     model = load_model("qwen3-next-80b-a3b")
     heads, shards = (kv_capacity(model, GPU, Parallelism(tp=2, attention_dp=dp)) for dp in (1, 2))
     assert 2 * heads.kv_bytes_per_token == shards.kv_bytes_per_token
@@ -296,7 +296,7 @@ def test_terms_sum_to_the_batch(layout: tuple[str, Parallelism], shape: BatchSha
 def test_more_rows_are_never_faster(
     layout: tuple[str, Parallelism], extends: int, decodes: int, tokens: int, one_extend: bool
 ) -> None:
-    """Of equal length: a shape holds sums, so shards take rows as equally long."""
+    """Rows of equal length: a shape holds sums, so shards assume rows of equal length."""
     cost = MODELS[layout]
 
     def rows(extends: int, decodes: int) -> BatchShape:
@@ -314,7 +314,7 @@ def test_the_fullest_shard_has_its_share_of_rows_and_tokens(shape: BatchShape, s
     assert own.extend_rows == ceil_div(shape.extend_rows, shards)
     assert own.decode_rows == ceil_div(shape.decode_rows, shards)
     for name in BatchShape.__struct_fields__:
-        if name == "own":  # a rank's share, once it is known and not estimated
+        if name == "own":  # a rank's share, when it is known and not estimated
             continue
         assert getattr(shape, name) <= shards * getattr(own, name), name
         assert getattr(own, name) <= getattr(shape, name), name
@@ -356,7 +356,7 @@ def test_describe_names_the_layout_and_its_constants() -> None:
     assert set(described["all_gather"]) == {"2", "8"}
 
 
-# ------------------------------------------------------------------------------------------------------ what cannot be
+# ------------------------------------------------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize(
@@ -447,13 +447,13 @@ def test_a_batch_alone_takes_its_stages_and_sends(shape: BatchShape, pp: int) ->
     assert alone == pytest.approx(
         sum(cost.stage_us(shape)) + (pp - 1) * cost.send_us(shape.extend_tokens + shape.decode_rows)
     )
-    assert alone >= whole * (1 - 1e-9)  # the same work, and the way between stages
+    assert alone >= whole * (1 - 1e-9)  # the same work, and the transfers between stages
     assert max(cost.stage_us(shape)) >= whole / pp * 0.98
     assert cost.scaled(1.5).batch_us(shape).mean_us == pytest.approx(1.5 * alone)
 
 
 class Watched(PipelinedDevice):
-    """Remembers what it was given and when it ran."""
+    """Records its shapes and the start of each run."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -504,12 +504,12 @@ def test_batches_keep_the_order_of_stages_and_of_tokens(
         tokens = shape.extend_tokens + shape.decode_rows
         needed_us = [ready_us.get(row, 0) for row in plan.rows[plan.extend_rows :].tolist()]
         assert begun_us >= handed_over_us
-        assert begun_us >= max(needed_us, default=0)  # the newest token of everyone who decodes was there
+        assert begun_us >= max(needed_us, default=0)  # the newest token of every decoding row was sampled
         assert begun_us >= free_us[0] - 1
         assert finished_us >= free_us[2]
         overlapping += begun_us < free_us[2] - 1
         took_us = cost.stage_us(shape)
-        # The shortest way there is: nobody in the way, and for several decodes as many times through.
+        # The shortest way: no other batch in the stages, and for several decodes as many passes through them.
         assert finished_us - begun_us >= plan.steps * sum(took_us) + (plan.steps - 1) * cost.send_us(tokens) - 2
         free_us = [begun_us + plan.steps * took_us[0], 0.0, finished_us]
         for row in plan.rows[plan.sample_rows].tolist():
@@ -539,8 +539,8 @@ def test_decodes_of_the_same_rows_leave_stages_idle_and_that_is_reported() -> No
     run = simulate(assemble(scenario))
     device = run.data.summary["device"]
     told = device["pipeline"]
-    assert device["busy_fraction"] > 0.95  # some stage always has the batch
-    assert 0.2 < told["stage_busy_share"] < 0.3  # a quarter of them, that is
+    assert device["busy_fraction"] > 0.95  # in each stage-time some stage has the batch
+    assert 0.2 < told["stage_busy_share"] < 0.3  # a quarter each
     idle_us = 4 * device["busy_us"] - sum(told["stage_busy_us"])
     assert told["pipeline_bubble_us"] == pytest.approx(idle_us, abs=4)
     assert any(line.startswith("pp 4: at most 2 batches") for line in run.remarks())
@@ -695,7 +695,7 @@ def test_a_plan_names_the_flags_of_its_layout(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert (
         "serve:    lockstep serve --model FOLDER --set batching=mixed " in done.output
-    )  # what `lockstep` is a name of
+    )  # the settings of the profile `lockstep`
     assert "          not supported there yet: tp 2, ep 2, pp 2\n" in done.output
     assert "emulate:  lockstep serve --emulate qwen3-30b-a3b@h100 --tp 2\n" in done.output
     assert "          not supported there yet: ep 2, pp 2\n" in done.output

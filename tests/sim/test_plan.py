@@ -1,4 +1,4 @@
-"""Plans: what is searched, how sure an answer is, and that the same question has the same answer, byte for byte."""
+"""Plans: the searched configurations, the confidence of an answer, and equal answers to equal questions."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def planned(asked: Question, ledger: TrialStore | None = None) -> answers.PlanAn
     return answers.PlanAnswer(question=asked, candidates=candidates, workload_line="a workload")
 
 
-# ----------------------------------------------------------------------------------------------------- what is searched
+# ----------------------------------------------------------------------------------------------------------- the search
 
 
 def test_a_search_is_every_combination_in_the_order_given() -> None:
@@ -161,7 +161,7 @@ def test_student_t_is_that_of_the_tables(probability: float, freedom: int, value
     assert student_t(probability, freedom) == pytest.approx(value, rel=1e-4)
 
 
-def test_intervals_cover_as_often_as_they_say() -> None:
+def test_intervals_cover_as_often_as_stated() -> None:
     draws = random.Random(3)
     covered = predicted = 0
     for _ in range(400):
@@ -222,7 +222,7 @@ def trial(**changes: Any) -> Trial:
 
 
 def test_giving_up_changes_no_verdict() -> None:
-    """It stops early exactly where the whole run misses the SLO."""
+    """A run stops early exactly where the whole run misses the SLO."""
     verdicts = []
     for rate in (5.0, 25.0, 40.0):
         long = trial(rate=rate, workload="gen:n=300,input=fixed:2000,output=fixed:20", limit=300)
@@ -265,7 +265,7 @@ def test_the_largest_rate_is_sustained_and_the_next_is_not() -> None:
     assert candidate.best is not None
     assert candidate.missed is not None
     assert 1 < candidate.missed.load / candidate.best.load <= 1.15 * 1.01
-    assert candidate.best.load < candidate.estimated_load  # nothing beats the best case
+    assert candidate.best.load < candidate.estimated_load  # the estimate is an upper bound
     for slo, interval in zip(SLOS, candidate.best.intervals, strict=True):
         assert interval.value <= interval.high <= slo.bound_us
     assert f"sustains {candidate.best.load:g}/s" in found.headline
@@ -278,14 +278,14 @@ def test_the_cheapest_for_a_rate_is_found_and_one_replica_less_does_not_do() -> 
     assert winner.configuration.gpu == "h100"
     assert winner.best is not None
     assert winner.best.replicas > 1
-    fewest = math.ceil(60.0 / (winner.estimated_load * PRUNE_MARGIN))  # by the estimate alone
+    fewest = math.ceil(60.0 / (winner.estimated_load * PRUNE_MARGIN))  # decided by the estimate alone
     assert winner.missed.replicas == winner.best.replicas - 1 if winner.missed else winner.best.replicas == fewest
     other = found.candidates[1].best
     assert other is not None
     assert found.candidates[1].cost_per_hour(other.replicas) > winner.cost_per_hour(winner.best.replicas)
 
 
-def test_who_is_worse_whatever_long_runs_report_is_not_confirmed() -> None:
+def test_a_candidate_that_is_worse_under_any_long_runs_is_not_confirmed() -> None:
     asked = question(gpus=("h100", "h200"), rate=60.0, prices={"h100": 1.0, "h200": 10.0})
     found = planned(asked)
     assert found.candidates[1].pruned == "costs more than #1"
@@ -371,7 +371,7 @@ def test_a_plan_names_its_engine_and_draws_its_error() -> None:
 
 
 def test_no_configuration_is_left_out_for_the_sake_of_itself() -> None:
-    """Whatever its short runs found, a configuration alone on its GPUs is confirmed."""
+    """Whatever its short runs found, a configuration that is the only one on its GPUs is confirmed."""
     for met, missed in ((10.0, 11.0), (10.0, None), (10.0, 2.0)):
         asked = question()
         (one,) = asked.configurations()
@@ -384,7 +384,7 @@ def evaluation(load: float, replicas: int = 1) -> Evaluation:
     return Evaluation(load=load, replicas=replicas, status="met", intervals=(), results=(), first_trial=trial())
 
 
-def test_who_was_left_out_for_more_than_the_other_one_confirms_is_confirmed_after_all() -> None:
+def test_a_candidate_left_out_for_more_than_the_other_one_confirms_is_confirmed_after_all() -> None:
     asked = question(search=(("overlap_depth", (0, 1)),))
     made = [
         Candidate(configuration=one, question=asked, setup=object(), narrow_met=met, narrow_missed=missed)  # type: ignore[arg-type]
@@ -394,7 +394,7 @@ def test_who_was_left_out_for_more_than_the_other_one_confirms_is_confirmed_afte
     assert [bool(candidate.pruned) for candidate in made] == [True, False]
     made[1].best = evaluation(19.0)
     assert pruned_too_early(asked, made) == []
-    made[1].best = evaluation(9.0)  # its long runs met less than the short ones of the other
+    made[1].best = evaluation(9.0)  # its long runs had a lower result than the short ones of the other
     assert pruned_too_early(asked, made) == [made[0]]
     assert not made[0].pruned
     made[0].pruned = "serves less than #2 on the same GPUs"
@@ -418,7 +418,7 @@ def test_the_load_of_a_closed_loop_is_sessions_at_a_time() -> None:
     assert candidate.best is not None
     assert candidate.missed is not None
     assert candidate.best.load == int(candidate.best.load)
-    assert candidate.missed.load == candidate.best.load + 1  # so few that there is nothing between
+    assert candidate.missed.load == candidate.best.load + 1  # so few that no load lies between them
     assert candidate.best.first_trial.base.concurrency == candidate.best.load
     assert candidate.best.first_trial.base.rate is None
     assert len(candidate.best.results) >= 2  # other seeds, other orders of sessions
@@ -474,11 +474,11 @@ def test_what_load_a_workload_has_by_nature(tmp_path: Path) -> None:
     assert natural_load(AGENTS) == "rate"
 
 
-# ------------------------------------------------------------------------------------------------------- who runs what
+# ------------------------------------------------------------------------------------------------------------- workers
 
 
 class ManyWorkers:
-    """Runs everything it is given, the last one first."""
+    """Runs all trials that it is given, the last one first."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -510,7 +510,7 @@ def test_any_number_of_workers_in_any_order_gives_the_same_answer(asked: Questio
         workers = ManyWorkers(size)
         run_plan(asked, candidates, workers, TrialStore(None))
         assert answers.PlanAnswer(question=asked, candidates=candidates, workload_line="a workload").to_json() == alone
-        assert len({trial.key for trial in workers.given}) == len(workers.given)  # nothing twice
+        assert len({trial.key for trial in workers.given}) == len(workers.given)  # no trial twice
         given.append(len(workers.given))
     assert given == sorted(given)
 
@@ -595,7 +595,7 @@ def simplest() -> Candidate:
 
 
 def test_lockstep_serve_takes_the_emulated_winner() -> None:
-    """Whatever a plan prints is a line that runs: settings as that command reads them."""
+    """Each printed command line is valid: settings as that command reads them."""
     serve = pytest.importorskip("lockstep.api.serve", reason="the server is not installed").serve
     settings = {
         "schedule_policy": "lpm",
@@ -617,7 +617,7 @@ def test_lockstep_serve_takes_the_emulated_winner() -> None:
     assert "--fp8-activations off" in emulated.line
     assert "--fp8-activations off" in served.line
     assert "tp 2" in served.lacks
-    assert "--set batching=running_first" in served.line  # of the profile, which only an emulated server knows by name
+    assert "--set batching=running_first" in served.line  # of the profile, which only an emulated server accepts
     words = shlex.split(emulated.line)
     assert words[:2] == ["lockstep", "serve"]
     shown = CliRunner().invoke(serve, [*words[2:], "--dry-run"])
@@ -747,7 +747,7 @@ def test_what_cannot_be_planned_is_reported_before_anything_is_simulated(
     (tmp_path / "file").touch()
     (tmp_path / "empty.csv").touch()
     (tmp_path / "one.csv").write_text("arrival_s,input_tokens,output_tokens\n0,500,20\n")
-    # Where the last of several counts, this one does; those that may be repeated are not among ARGUMENTS' own.
+    # If the last of several values counts, this one does; options that may be repeated are not among ARGUMENTS' own.
     basic = [word for word in ARGUMENTS[:-2] if word != "--search"]
     shown = CliRunner().invoke(
         plan, [*basic, "--jobs", "1", *(word.replace("FOLDER", str(tmp_path)) for word in arguments)]
@@ -798,7 +798,7 @@ def test_a_host_that_never_answers_is_given_up_after_the_time_out(monkeypatch: p
 def test_a_listener_that_is_no_ray_is_found_out_before_ray_is_called(
     greeting: bytes | None, timeout_s: float, message: str
 ) -> None:
-    """Ray itself would try for minutes. A socket that never answers accepts connections all the same."""
+    """Ray itself would try for minutes. A socket that never answers still accepts connections."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -828,7 +828,7 @@ def test_a_listener_that_is_no_ray_is_found_out_before_ray_is_called(
 def test_a_cluster_that_no_worker_can_join_is_one_message(
     program: str, timeout_s: float, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray ends the process in which it gives up, so another one tries."""
+    """Ray ends the process when it gives up, so another process tries."""
     monkeypatch.setattr("lockstep.sim.plan.workers.JOIN", program)
     with pytest.raises(ConfigError, match=f"no Ray cluster at `10.0.0.1:6379`: {message}\nhint: start it"):
         check_joins("10.0.0.1:6379", timeout_s)
@@ -841,7 +841,7 @@ def test_what_a_process_reported_that_could_not_join_in_time_is_part_of_the_mess
 ) -> None:
     program = "import sys, time; print('not yours', file=sys.stderr, flush=True); time.sleep(3600)"
     monkeypatch.setattr("lockstep.sim.plan.workers.JOIN", program)
-    for timeout_s in (1, 5, 25, 125):  # until it is enough for an interpreter to start and to say something
+    for timeout_s in (1, 5, 25, 125):  # until the time is enough for an interpreter to start and to print
         with pytest.raises(ConfigError, match=f"no process could join within {timeout_s} s") as raised:
             check_joins("10.0.0.1:6379", timeout_s)
         if "not yours" in str(raised.value):
@@ -850,7 +850,7 @@ def test_what_a_process_reported_that_could_not_join_in_time_is_part_of_the_mess
 
 
 def test_a_process_that_dies_is_one_message_and_not_a_wait_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the system's killer ends whoever takes too much memory."""
+    """Like the system's killer of processes with too much memory."""
     monkeypatch.setattr("lockstep.sim.plan.workers.run_encoded", die)
     shown = invoke("--jobs", "2")
     assert shown.exit_code == 1
@@ -865,7 +865,7 @@ def die(_: bytes) -> bytes:
 
 
 def test_whatever_decides_a_simulation_is_in_its_key(tmp_path: Path) -> None:
-    """Contents of files, also of those in a folder or a mix: edited, they must not be answered from before."""
+    """Contents of files, also of those in a folder or a mix: after an edit, a stored answer must not be used."""
     (tmp_path / "tables").mkdir()
     (tmp_path / "model").mkdir()
     for name in ("tables/gemm.csv", "model/config.json", "a.csv", "b.csv"):
@@ -894,7 +894,7 @@ def test_ctrl_c_ends_a_plan_and_the_same_command_ends_as_if_it_had_not(tmp_path:
     while len(list(folder.glob("simulations/*.json"))) < 2:
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
-    process.send_signal(signal.SIGSTOP)  # so that nothing is done while it is looked at how far it is
+    process.send_signal(signal.SIGSTOP)  # so that nothing runs while its progress is read
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     in_the_middle = len(list(folder.glob("simulations/*.json"))) < of_all
     if in_the_middle:
@@ -977,7 +977,7 @@ def test_a_configurations_name_reports_what_was_chosen() -> None:
     assert name == "h200 tp=2 radix_cache=no chunked_prefill_size=none mem_fraction=0.85"
 
 
-# ------------------------------------------------------------------------------------------- replicas that come and go
+# ------------------------------------------------------------------------------------------ replicas added and removed
 
 
 def test_a_plan_pays_for_replicas_that_come_and_go_only_while_they_are_there() -> None:

@@ -1,4 +1,4 @@
-"""Plans over prefill and decode engines: what splits there are, what each side does, and what is not simulated."""
+"""Plans over prefill and decode engines: the possible splits, the work of each side, and the splits not simulated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.sim.plan.trial import Trial, TrialResult, run_trial
 from lockstep.sim.plan.workers import Alone
 
 TINY = replace(QUICK, long=Length(40, 40, 0.0), short=Length(30, 30, 0.0), replications_min=2, replications_max=3)
-PROMPTS = "gen:input=uniform:1000:4000,output=uniform:5:15"  # which a decode engine has little to do for
+PROMPTS = "gen:input=uniform:1000:4000,output=uniform:5:15"  # outputs that give a decode engine little work
 
 
 def question(*search: str, **changes: Any) -> Question:
@@ -50,7 +50,7 @@ def words(splits: Any) -> list[str]:
     return [str(split) for split in splits]
 
 
-# ----------------------------------------------------------------------------------------------------- what splits are
+# -------------------------------------------------------------------------------------------------------------- splits
 
 
 def test_a_split_is_written_as_it_is_read() -> None:
@@ -68,7 +68,7 @@ def test_every_way_to_share_out_gpus_is_there_once() -> None:
     assert words(all_splits(16, 4, (4, 8), 1)) == ["1:3", "2:2", "3:1", "2xtp4:1xtp8"]
     assert words(all_splits(16, 8, (4, 8), 1)) == ["1xtp8:2xtp4", "1:1"]
     assert words(all_splits(16, 2, (2,), 2)) == ["1:3", "2:2", "3:1"]
-    assert words(all_splits(16, 3, (3,), 1)) == ["1:4", "2:3", "3:2", "4:1"]  # and one GPU is left over
+    assert words(all_splits(16, 3, (3,), 1)) == ["1:4", "2:3", "3:2", "4:1"]  # with one GPU left over
     assert not words(all_splits(4, 4, (4,), 1))
 
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_handed_over_is_refused_before_anything_is_simulated() ->
 
 
 def test_a_plan_without_splits_has_the_trials_that_it_had() -> None:
-    """Nothing is written of splits, so keys and with them kept simulations stay what they are."""
+    """Without splits nothing about them is written, so keys and with them stored simulations stay the same."""
     (candidate,), _ = prepare(question("tp=1"))
     assert candidate.trial is not None
     written = candidate.trial.record()
@@ -153,15 +153,15 @@ def test_the_best_split_is_found_and_what_cannot_be_best_is_not_simulated(tmp_pa
     simulated = [json.loads(path.read_bytes())["trial"] for path in (tmp_path / "kept" / "simulations").iterdir()]
     assert {trial.get("prefill_decode", "mixed") for trial in simulated} == {"mixed", "2:1"}
 
-    everybody = planned(replace(asked, confirm_all=True))
-    assert everybody.winner is not None
+    confirmed = planned(replace(asked, confirm_all=True))
+    assert confirmed.winner is not None
     assert found.winner is not None
-    assert everybody.winner.configuration == found.winner.configuration
-    loads = {str(c.split): c.best.load for c in everybody.candidates if c.best is not None}
+    assert confirmed.winner.configuration == found.winner.configuration
+    loads = {str(c.split): c.best.load for c in confirmed.candidates if c.best is not None}
     assert loads["1:2"] < loads["2:1"]
     for candidate in (mixed, two):
         assert candidate.best is not None
-        assert candidate.best.load == everybody.candidates[candidate.configuration.number - 1].best.load  # type: ignore[union-attr]
+        assert candidate.best.load == confirmed.candidates[candidate.configuration.number - 1].best.load  # type: ignore[union-attr]
 
 
 def test_a_looser_bound_is_never_met_by_less() -> None:
@@ -211,7 +211,7 @@ def test_the_winners_command_repeats_its_run_and_reports_that_it_is_only_simulat
     assert any("10 GB/s per GPU and way, 50.0 us" in line for line in found.remarks())
 
 
-# ------------------------------------------------------------------------------------------------- what each side does
+# ------------------------------------------------------------------------------------------------------- the two sides
 
 
 def trial(**more: Any) -> Trial:

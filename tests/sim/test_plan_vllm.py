@@ -13,7 +13,7 @@ from tests.sim.test_plan import planned, question
 
 
 def test_a_calibration_of_vllm_gives_the_command_of_vllm() -> None:
-    """Sizes are options of vLLM; the other settings are read by lockstep.vllm as they are printed."""
+    """Sizes become options of vLLM; lockstep.vllm reads the other settings as they are printed."""
     settings = {
         "page_size": 32,
         "pages": 8000,
@@ -30,7 +30,7 @@ def test_a_calibration_of_vllm_gives_the_command_of_vllm() -> None:
     command = vllm_command(winner)
     assert command is not None
     words = shlex.split(command.line)
-    assert words[:3] == ["vllm", "serve", "MODEL"]  # the catalogue's name is none of a checkpoint
+    assert words[:3] == ["vllm", "serve", "MODEL"]  # the catalogue's name is not that of a checkpoint
     given = dict(pairwise(words))
     assert given["--max-num-seqs"] == "16"
     assert given["--max-num-batched-tokens"] == "512"

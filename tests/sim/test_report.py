@@ -1,4 +1,4 @@
-"""The HTML report: what it says, what it must never do, and that it stays small."""
+"""The HTML report: its contents, what it must never contain, and that it stays small."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_report_without_runs_is_refused() -> None:
 
 
 def unpack(column: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """What charts.js does."""
+    """The function of charts.js."""
     raw = np.frombuffer(base64.b64decode(column["b64"]), "<" + column["dtype"]).astype(np.float64)
     return column["first"] + np.cumsum(raw) if "first" in column else raw
 
@@ -348,7 +348,7 @@ def test_browser_draws_every_chart_without_a_complaint(tmp_path: Path, requests:
 
 
 def test_names_that_cannot_be_seen_are_spelt_out_on_every_page() -> None:
-    """Pages take text in by one function, which leaves nothing in it that orders or turns around what stands beside."""
+    """Pages insert text through one function, which leaves no characters that reorder or reverse text beside them."""
     assert escape("a\x1b[2J<\x9b\u202eb\u2066\x7f\u2028") == "a\\x1b[2J&lt;\\x9b\\u202eb\\u2066\\x7f\\u2028"
     assert escape("é 日本 שלום\nb") == "é 日本 שלום\nb"
     root = Path(__file__).parents[2]

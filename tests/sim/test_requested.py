@@ -1,4 +1,4 @@
-"""Every option of `lockstep simulate` is kept by the command line that a run folder has, and read back from it."""
+"""Every option of `lockstep simulate` is kept by the command line in a run folder, and read back from it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NEW = {
         f"{CLUSTER} --router session_sticky",
     ),
 }  # fmt: skip
-"""Options that go with others, by name: a command line with it, and the same without."""
+"""Options that require others, by name: a command line with the option, and the same without it."""
 TIER_VALUES = {"duration": "3ms", float: "2.5", int: "3"}
 NOT_KEPT = tuple(options_of(RunOptions))
 VALUES = {"float": "2.5", "integer": "3", "duration": "3ms", "text": "word"}
@@ -118,7 +118,7 @@ def command_lines(name: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", sorted(set(OPTIONS) - set(NOT_KEPT)))
-def test_what_an_option_asks_for_comes_back_from_the_command_that_a_run_keeps(name: str) -> None:
+def test_the_value_of_an_option_is_read_back_from_the_command_of_a_run(name: str) -> None:
     for with_it, without in command_lines(name):
         asked = requested_by_command(with_it)
         assert asked != requested_by_command(without), with_it
@@ -128,7 +128,7 @@ def test_what_an_option_asks_for_comes_back_from_the_command_that_a_run_keeps(na
 
 def test_options_of_a_run_alone_are_not_kept() -> None:
     assert set(NOT_KEPT) < set(OPTIONS)
-    for name in NOT_KEPT:  # the same is simulated with any value
+    for name in NOT_KEPT:  # the simulation is the same with any value
         option = OPTIONS[name]
         words = option.opts[0] if option.is_flag else f"{option.opts[0]} 7"
         assert requested_by_command(f"{PLAIN} {words}") == requested_by_command(PLAIN)

@@ -1,4 +1,4 @@
-"""Results: tables to be read without colour, JSON without NaN, null for what did not happen, a trace that loads."""
+"""Results: tables that are legible without colour, JSON without NaN, null for absent values, a trace that loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests with several answers (n, best_of) in the simulator: whose tokens are whose, what is shared, who goes on."""
+"""Requests with several answers (n, best_of) in the simulator: the owner of each token, shared pages, continuations."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ran(samples: str | None = "0.6x2..5", folder: Path | None = None, **fields: 
 
 
 class Streamed:
-    """Tokens by request, and arrivals, as the engine tells them."""
+    """Tokens by request, and arrivals, from the engine's steps."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
@@ -73,7 +73,7 @@ def test_each_answer_has_tokens_of_its_own_and_a_session_goes_on_with_the_first(
 ) -> None:
     setup = assemble(asked(seed=seed, settings=settings), {})
     told = Streamed()
-    run = simulate(setup, observer=told, check_every=10)  # so it is told of every decode
+    run = simulate(setup, observer=told, check_every=10)  # so that it receives every decode
     turns, by_label = setup.workload.turns, {turn.label: turn for turn in setup.workload.turns}
     assert turns.samples is not None
     assert run.data.summary["requests"]["completed"] == int(turns.samples.sum()) > len(turns)
@@ -88,7 +88,7 @@ def test_each_answer_has_tokens_of_its_own_and_a_session_goes_on_with_the_first(
             first = sample_first_token(turn, sample)
             assert told.tokens[event.request_id + sample] == list(range(first, first + turn.output_tokens))
             seen.update(range(first, first + turn.output_tokens))
-    assert set(seen.values()) == {1}  # and no prompt has them but those that go on
+    assert set(seen.values()) == {1}  # and no prompt has them but those that continue
     ids = {token for turn in turns for token in turn.prompt[::2]}
     assert not {turn.samples_first_token for turn in turns if turn.samples > 1} & ids
 

@@ -1,4 +1,4 @@
-"""Sessions that the server keeps, in the simulator: turns bring what is new, and KV is held between them."""
+"""Sessions that the server keeps, in the simulator: turns carry only new tokens, and KV is held between them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ran(folder: Path | None = None, **fields: Any) -> Run:
 
 
 class Noting:
-    """Facts of sessions, and the most that they held."""
+    """Counts of sessions, and the maximum that they held."""
 
     def __init__(self) -> None:
         self.open: dict[str, int] = {}
@@ -132,9 +132,9 @@ def test_an_edited_history_is_kept_up_to_where_it_was_edited() -> None:
         )
 
     append(0, -1, [0, 50], 50)
-    edited = [0, 30, 100, 40]  # 30 tokens as they were
+    edited = [0, 30, 100, 40]  # 30 unchanged tokens
     append(1, 0, edited, 200)
-    again = [0, 30, 100, 40]  # nothing is new: the last token is brought
+    again = [0, 30, 100, 40]  # no new token: the last one is sent
     append(2, 1, again, 300)
     append(3, -1, [400, 9], 409)
     turns = with_server_sessions(builder.build())
@@ -174,7 +174,7 @@ def test_a_run_is_read_back_and_clusters_keep_turns_where_their_session_is(tmp_p
         assemble_cluster(ClusterScenario(base=asked(), replicas=2), {})
 
 
-def test_a_plan_may_ask_for_sessions() -> None:
+def test_a_plan_may_have_a_load_of_sessions() -> None:
     words = "--model qwen3-8b --gpus h200 --slo ttft_p99=2s --load sessions --sessions 3 --quick --jobs 1".split()
     words += ["--requests", "20", "--workload", CHAT, "--server-sessions"]
     done = CliRunner().invoke(plan, words)

@@ -1,4 +1,4 @@
-"""Drafts in the simulator: how many are right follows from the request alone, and costs what it says."""
+"""Drafts in the simulator: the number of right ones follows from the request alone, and costs are as documented."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ def test_drafting_and_verifying_cost_what_they_run() -> None:
     plain = BatchShape(decode_rows=8, decode_context_tokens=8000, sampled_rows=8)
     verify = BatchShape(decode_rows=8, decode_context_tokens=8000, sampled_rows=32, draft_tokens=24)
     alone, drafted = cost.batch_us(plain).mean_us, cost.batch_us(verify).mean_us
-    assert alone < drafted < 1.1 * alone  # eight rows wait for the weights, not for arithmetic
+    assert alone < drafted < 1.1 * alone  # eight rows are bound by the weights, not by arithmetic
     crowd = BatchShape(decode_rows=512, decode_context_tokens=512_000, sampled_rows=2048, draft_tokens=1536)
     few = BatchShape(decode_rows=512, decode_context_tokens=512_000, sampled_rows=512)
-    assert cost.batch_us(crowd).mean_us > 1.5 * cost.batch_us(few).mean_us  # five hundred do not
+    assert cost.batch_us(crowd).mean_us > 1.5 * cost.batch_us(few).mean_us  # five hundred are not
     assert sum(cost.terms_us(verify).values()) == pytest.approx(drafted)
     head = ModelDraftCost(cost, 36)
     assert head.draft_us(verify, 0) == 0.0
@@ -155,7 +155,7 @@ def test_the_last_of_several_stages_drafts(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("method", ["eagle", "draft_model"])
 def test_the_last_of_several_stages_has_the_drafter(method: str) -> None:
-    """What fits is what the stage with the least room has. Of equal stages it is the last one, with the drafter."""
+    """The capacity is that of the stage with the least room. Of equal stages it is the last one, with the drafter."""
     model = load_model("qwen3-8b")
     more: dict[str, Any] = {"draft_model": "qwen3-0.6b"} if method == "draft_model" else {}
     asked = Scenario(
@@ -172,7 +172,7 @@ def test_the_last_of_several_stages_has_the_drafter(method: str) -> None:
     assert drafting.stages_weights_bytes[0] == first
     taken = drafting.stages_weights_bytes[1] - last
     one = Parallelism()
-    if method == "eagle":  # a layer's share of all weights, and an embedding: the model's own is on the first stage
+    if method == "eagle":  # a layer's share of all weights, and an embedding: that of the model is on the first stage
         embedding = 2 * model.vocab * model.hidden
         assert taken == pytest.approx(model.weights_bytes("bf16", one) / model.layers + embedding, abs=2)
         kv_per_token = model.kv_bytes_per_token("bf16", one) // model.layers
@@ -232,7 +232,7 @@ def test_a_partition_that_is_not_one_is_refused(layout: dict[str, Any], message:
 
 @pytest.mark.parametrize("method", ["ngram", "eagle"])
 def test_microbatches_verify_drafts_and_give_the_same_answers(tmp_path: Path, method: str) -> None:
-    """Each stage is busier than with one running batch, and whoever replays the run finds the same batches."""
+    """Each stage is busier than with one running batch, and a replay of the run finds the same batches."""
     # Kernels alone: the costs of an engine's scheduler would be those of the first stage.
     stages = {"pp": 2, "engine": "none", "workload": "gen:n=40,rate=inf,input=fixed:300,output=fixed:64"}
     settings = {"speculative_method": method, "max_running_requests": 16}

@@ -20,7 +20,7 @@ from lockstep.tools.replay import replay
 DENSE = ["--model", "qwen3-0.6b"]
 WORKLOAD = "gen:n=8,rate=40,input=fixed:64,output=fixed:8"
 
-# What an engine may have beside the usual, and the group of metrics.json that tells of it.
+# Features that an engine may have in addition, and the group of metrics.json about them.
 KINDS: dict[str, tuple[list[str], str]] = {
     "pp": ([*DENSE, "--pp", "2"], "device"),
     "pp_size": ([*DENSE, "--pp", "2", "--pp-size", "2"], "device"),

@@ -51,7 +51,7 @@ def run(tiers: dict[str, object], folder: Path | None = None, **settings: object
 
 
 def answers(run: Run) -> list[tuple[str, int, int, str]]:
-    """What every turn came to, in the order of their names: that of arrivals follows from when answers end."""
+    """The answers of all turns, in the order of their names: the order of arrivals follows from the ends of answers."""
     requests = run.data.requests
     columns = (requests.label, requests.prompt_tokens, requests.output_tokens, requests.finish_reason)
     return sorted(zip(*(column.tolist() for column in columns), strict=True))
@@ -146,7 +146,7 @@ POOLED = {"hybrid_memory": "on", "host_cache_gb": 200.0}
 def test_windows_and_states_are_loaded_and_carried_with_their_bytes(
     model: str, tp: int, policy: str, tmp_path: Path
 ) -> None:
-    """What the host gives back is used though layers differ, and lanes carry what events say, of one GPU each."""
+    """Pages of the host are used although layers differ; lanes transfer the bytes of the events, of one GPU each."""
     ratio = {"mamba_full_memory_ratio": 0.05} if tp > 1 else {}
     base = Scenario(model=model, gpu="h200", tp=tp, workload=AGAIN, settings=SMALL, seed=3)
     plain = simulate(assemble(replace(base, tiers={"hybrid_memory": "on", **ratio}), {}))
@@ -180,7 +180,7 @@ def test_host_memory_holds_pages_with_their_share_of_windows_and_states(model: s
 
 @pytest.mark.parametrize(("model", "tp"), [("gpt-oss-20b", 1), ("qwen3-next-80b-a3b", 2)])
 def test_windows_and_states_come_back_from_storage_with_their_bytes(model: str, tp: int, tmp_path: Path) -> None:
-    """A host that holds little of what was said: storage gives it back, companions and all."""
+    """A host that holds few pages: storage returns the others, with their window and state blocks."""
     ratio = {"mamba_full_memory_ratio": 0.05} if tp > 1 else {}
     base = Scenario(model=model, gpu="h200", tp=tp, workload=AGAIN, settings=SMALL, seed=3)
     small = {"hybrid_memory": "on", **ratio, "host_cache_gb": 3.0}

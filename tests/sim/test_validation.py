@@ -1,4 +1,4 @@
-"""Simulated runs against a real one, request by request. docs/validation.md says how true they are."""
+"""Simulated runs compared with a real one, request by request. docs/validation.md reports their errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOLDER = Path(os.environ.get("LOCKSTEP_DATA", "/nowhere"), "published", "llmserv
 
 @pytest.fixture(scope="module")
 def truth() -> ModuleType:
-    """As a script has it, which finds what lies beside it."""
+    """Imported like a script, with the modules beside it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SCRIPT.parent))
         return importlib.import_module(SCRIPT.stem)

@@ -1,4 +1,4 @@
-"""Counted values have the statistics of the full list, whatever the portions it came in."""
+"""Counted values have the statistics of the full list, with any sizes of portions."""
 
 from __future__ import annotations
 

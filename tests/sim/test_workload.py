@@ -1,4 +1,4 @@
-"""Traces become turns: identity of tokens, counts on real data, and every way in which a file can be wrong."""
+"""Traces become turns: identity of tokens, counts on real data, and every kind of invalid file."""
 
 from __future__ import annotations
 

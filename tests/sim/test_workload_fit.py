@@ -44,7 +44,7 @@ def rows_of(trace: Turns, model: WorkloadModel, seed: int) -> dict[str, Row]:
 
 
 def assert_within(rows: dict[str, Row], tolerances: dict[str, float]) -> None:
-    """Each tolerance holds for every row whose name begins so; the longest beginning counts."""
+    """Each tolerance holds for every row whose name begins with it; the longest beginning counts."""
     for what, row in rows.items():
         matching = [begin for begin in tolerances if what.startswith(begin)]
         assert matching, f"no tolerance for {what}"
@@ -52,7 +52,7 @@ def assert_within(rows: dict[str, Row], tolerances: dict[str, float]) -> None:
         assert abs(row.off or 0.0) <= tolerances[max(matching, key=len)], row
 
 
-# --- how like the trace
+# --- resemblance to the trace
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -96,7 +96,7 @@ def test_the_chosen_arrivals_are_the_simplest_that_are_good_enough(data: Path) -
     good = [row for row in model.evidence if float(row["error"]) <= 0.15]
     assert model.chosen == min(good, key=lambda row: float(row["numbers"]))["tried"]
     poisson = next(row for row in model.evidence if row["tried"] == "exponential")
-    assert float(poisson["error"]) > 2  # which is why this is not simply a Poisson process
+    assert float(poisson["error"]) > 2  # so a plain Poisson process would not do
 
 
 def test_poisson_arrivals_are_found_to_be_poisson() -> None:
@@ -134,7 +134,7 @@ def test_sessions_of_a_model_go_on_where_they_were(model_file: Path) -> None:
     assert len(followed) > 300
     for turn in followed:
         before = turns[turn.after or 0]
-        assert turn.prompt_tokens > before.prompt_tokens + before.output_tokens  # as in the spec it was fitted to
+        assert turn.prompt_tokens > before.prompt_tokens + before.output_tokens  # as in the spec of the fit
         assert turn.prompt[0] == before.prompt[0]
 
 
@@ -237,7 +237,7 @@ def test_hits_at_finite_capacities_are_those_of_the_published_oracles(data: Path
     checked = 0
     for row in rows:
         if row["leaf_first"] and row["capacity_blocks"]:
-            # Those count blocks of 512 tokens, also the last one of a prompt, which is not full.
+            # The published values count blocks of 512 tokens, also a last one of a prompt that is not full.
             assert hit_ratio(turns, 512 * row["capacity_blocks"]) == pytest.approx(row["token_hit_ratio"], abs=0.004)
             checked += 1
     assert checked >= 5
@@ -253,7 +253,7 @@ def test_a_cache_evicts_what_was_not_used_for_longest_and_ends_first(tmp_path: P
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     turns = open_workload(str(path), seed=1).turns
     assert hit_ratio(turns, 7) == pytest.approx(7 / 14)
-    assert hit_ratio(turns, 5) == pytest.approx((2 + 1) / 14)  # 1 and 2 were left of the first, then 5 of the second
+    assert hit_ratio(turns, 5) == pytest.approx((2 + 1) / 14)  # 1 and 2 remained of the first, then 5 of the second
     assert hit_ratio(turns, 3) == 0
 
 

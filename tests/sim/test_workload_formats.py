@@ -1,4 +1,4 @@
-"""Agentic sessions, ServeGen clients, ShareGPT token ids, plain rows: what they become, and what is refused of each."""
+"""Agentic sessions, ServeGen clients, ShareGPT token ids, plain rows: the resulting turns, and the refusals of each."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_block_ids_mean_the_same_within_a_session_only(tmp_path: Path) -> None:
     first, second, helper, other, other_second = (
         set(prompt_ids(turn.prompt).tolist()) for turn in open_text(tmp_path, TWO_SESSIONS).turns
     )
-    assert len(first & second) == 128  # two blocks of 64; the 2 tokens behind them belong to nobody else
+    assert len(first & second) == 128  # two blocks of 64; the 2 tokens behind them are shared with no other
     assert len(other & other_second) == 128
     assert not (first | second | helper) & (other | other_second)
 
@@ -125,7 +125,7 @@ def test_the_agentic_trace_is_read_whole(data: Path) -> None:
         assert sum(turn.prompt[1::2]) == turn.prompt_tokens == row["in"]
         if row["think_time"] is not None and turn.after is not None:
             assert turn.think_us == round(row["think_time"] * 1e6)
-    # What an unbounded cache hits is what the file says, in whole blocks.
+    # The hits of an unbounded cache equal those in the file, in whole blocks.
     hits = sum(64 * row["hit_blocks"] for row in rows) / sum(row["in"] for row in rows)
     assert workload.summary().sharing_ratio == pytest.approx(hits, abs=1e-9)
 
@@ -155,7 +155,7 @@ def test_servegen_windows_of_rate_zero_are_silent(tmp_path: Path) -> None:
     workload = servegen(tmp_path)
     assert workload.notes == ("drawn from 4 rate windows of 1 clients, 2 of them silent",)
     first_us = workload.turns.arrival_us
-    # Time 0 is the first arrival, soon after 600 s; nothing comes between 1,200 and 1,800 s of the record.
+    # Time 0 is the first arrival, soon after 600 s; the record has no arrivals between 1,200 and 1,800 s.
     early, late = first_us[first_us < 600e6], first_us[first_us >= 600e6]
     assert late.min() >= 1_170e6
     assert len(early) == pytest.approx(1200, abs=150)

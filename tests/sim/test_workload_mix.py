@@ -250,7 +250,7 @@ def test_a_turn_takes_forty_bytes_and_going_through_them_keeps_none() -> None:
         assert turn.prompt_tokens == 512
     grown, peak = (bytes_now - before for bytes_now in tracemalloc.get_traced_memory())
     tracemalloc.stop()
-    assert grown < 400_000  # the row numbers of those that arrive by the clock, which are kept
+    assert grown < 400_000  # the row numbers of turns that arrive by the clock, which are kept
     assert peak < 4_000_000
 
 

@@ -27,20 +27,20 @@ GEMM = "gemm_dtype,m,n,k,latency\nbfloat16,16,64,64,0.01\n"
 
 
 def bad(old: str, new: str) -> str:
-    """A file with one serving point, in which something was replaced."""
+    """A file with one serving point, in which one part was replaced."""
     return f"{POINTS_HEADER}\n{POINT.replace(old, new)}"
 
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with a file that is in the way, where relative paths of the arguments lead to."""
+    """A working folder with a file where the arguments expect a folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "folder").mkdir()
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 2) -> str:
-    """What a command says that cannot be carried out."""
+    """The error message of an invalid command."""
     assert main(list(arguments)) == status
     said = capsys.readouterr()
     assert said.out == ""
@@ -50,7 +50,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 2
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    """As with `| head -1`. The points are of one model on one GPU, which is what most people have."""
+    """As with `| head -1`. The points are of one model on one GPU, which is the usual case."""
     points = [POINT.replace(",8,1,", f",8,{users},") for users in (1, 2, 3, 4)]
     Path("points.csv").write_text("\n".join([POINTS_HEADER, *points]))
     program = "import sys; from lockstep.core.command import main; sys.exit(main())"
@@ -67,7 +67,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert "one row left out" in Path("c.json").read_text()
 
 
-# --------------------------------------------------------------------------------------------------- where to write to
+# ------------------------------------------------------------------------------------------------------ output folders
 
 
 @pytest.mark.parametrize("out", ["file/run", "file/a/b", "/proc/nobody/run"])
@@ -79,7 +79,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused_before_the_run(
     assert said.startswith(f"ConfigError: `--out`: `{out}` cannot be written: ")
     assert said.endswith("hint: choose another place\n")
     assert ("`file` is a file" in said) == out.startswith("file")
-    assert "seed" not in said  # which is the first thing that a run says
+    assert "seed" not in said  # the first line of a run
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_values_that_cannot_be_simulated(
     Path("binary").write_bytes(bytes(range(128, 256)))
     Path("list").write_text("[]")
     assert message in refused(capsys, *SIMULATE, *arguments, "--out", "run")
-    assert not Path("run").exists()  # a folder left behind would refuse the command once it is mended
+    assert not Path("run").exists()  # a folder left behind would refuse the corrected command
 
 
 def test_steps_of_a_cluster_are_not_printed_and_that_is_reported(
@@ -207,7 +207,7 @@ def test_too_little_memory_is_reported(capsys: pytest.CaptureFixture[str], monke
 def test_an_interrupt_behind_the_run_keeps_the_run_and_reports_what_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str]
 ) -> None:
-    monkeypatch.setattr(intervals, "_summary_at", lambda setup, factor: None)  # as it is after a Ctrl-C
+    monkeypatch.setattr(intervals, "_summary_at", lambda setup, factor: None)  # as after a Ctrl-C
     arguments = [word for word in SIMULATE if word != "--no-intervals"]
     assert main([*arguments, *more, "--out", "run"]) == 130
     assert "interrupted while the intervals were worked out: the run is complete" in capsys.readouterr().err
@@ -216,7 +216,7 @@ def test_an_interrupt_behind_the_run_keeps_the_run_and_reports_what_is_missing(
     assert "intervals" not in metrics
 
 
-# Before that, Ctrl-C would find an interpreter that is no command of ours yet.
+# Before that, Ctrl-C would reach an interpreter that does not run the command yet.
 SAYS_WHEN_IT_IS_UP = """
 import sys
 from lockstep.core.command import main

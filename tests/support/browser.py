@@ -1,4 +1,4 @@
-"""A page as a browser makes it."""
+"""A page as a browser renders it."""
 
 from __future__ import annotations
 

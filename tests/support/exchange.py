@@ -45,7 +45,7 @@ class Exchange:
         self.restart()
 
     def restart(self) -> None:
-        """All begin again. What was agreed before may still arrive, but does not here."""
+        """All begin again. Earlier agreements may still arrive, but do not here."""
         self.generation += 1
         self.round = 0
         self.proposals: dict[str, ProposeBatch] = {}

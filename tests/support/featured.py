@@ -6,7 +6,7 @@ and checked where it is read (`tagged_kv.py`), and optionally invariants after e
 
     place = Solo(config)         or Handover([prefill], [decode], ranks=False), or Abreast([config, config])
     play(place, timeline, later)
-    place.answers[ask.key]
+    place.answers[one.key]
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def mark(marks: Counter[str], engine: Engine, kv: TaggedKv, step: Step) -> None:
 
 
 def _reads_ahead(kv: TaggedKv) -> bool:
-    """Whether the newest batch extends behind pages of a prompt that another one in flight is still to write."""
+    """Whether the newest batch extends behind pages of a prompt that another batch in flight has yet to write."""
     if len(kv.stream) < 2:
         return False
     page_size, (*ahead, newest) = kv.config.page_size, kv.stream
@@ -222,7 +222,7 @@ class Place(Protocol):
         """Submit a control to every engine."""
 
     def enter(self, ask: Ask) -> None:
-        """A request comes."""
+        """A request arrives."""
 
     def turn(self) -> None:
         """Every host goes once round its loop."""
@@ -411,7 +411,7 @@ class Handover(Fleet):
                 for number in range(1, member.config.microbatches):
                     while self.fold(member, LaneReady(self.now_us, number)).launched() is not None:
                         pass
-            for name in [*self.exchanges] * 2:  # a second time what was agreed behind a verdict
+            for name in [*self.exchanges] * 2:  # a second time the agreement that follows a verdict
                 while self.hear(name):
                     pass
         for name in self.members:
@@ -469,7 +469,7 @@ class Abreast(RankGroup):
         for _ in range(max(member.config.launches_max for member in self.members)):
             for member in self.members:
                 self.ready(member.rank)
-            for member in self.members * 2:  # a second time what was agreed behind a verdict
+            for member in self.members * 2:  # a second time the agreement that follows a verdict
                 while self.hear(member.rank):
                     pass
         for member in self.members:

@@ -1,4 +1,4 @@
-"""What a page of docs explains as an installed package: its blocks are the files. docs/policies.md has a policy."""
+"""An installed package that a page of docs explains: its blocks are the files. docs/policies.md has a policy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def block(language: str, page: Path = GUIDE) -> str:
 
 
 def install(folder: Path, *, page: Path = GUIDE, name: str = "", version: str = "", source: str = "") -> None:
-    """Lay a page's package out in `folder` as an installer would; what is given replaces the page's own."""
+    """Lay a page's package out in `folder` as an installer would; given files replace those of the page."""
     project = tomllib.loads(block("toml", page))["project"]
     name, version = name or project["name"], version or project["version"]
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"

@@ -1,4 +1,4 @@
-"""Prefill and decode engines over small pools, and what tests of their transfers do with them."""
+"""Prefill and decode engines over small pools, and the common steps of tests of their transfers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def hear(made: Fleet, status: str, name: str) -> None:
 
 
 def to_receiving(made: Fleet, one: Asked) -> None:
-    """A prompt of one batch is computed, and nothing of it has moved."""
+    """A prompt of one batch is computed, and no part of it has moved."""
     made.arrive(one)
     hear(made, "accepted", "p0")
     assert made.ready("p0")
@@ -62,7 +62,7 @@ def ranks(**settings: Any) -> Fleet:
 
 
 def offer(made: Fleet, engine: str) -> list[str]:
-    """A slot for every rank of an engine. Returns the modes of what they run."""
+    """Offer a slot to every rank of an engine. Returns the modes of their batches."""
     names = [name for name in made.members if name[0] == engine]
     for name in names:
         made.ready(name)

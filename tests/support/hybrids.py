@@ -37,13 +37,13 @@ OFF: dict[str, dict[str, Any]] = {
         "jump_forward_tokens": UNSET,
     },
 }
-"""By feature beside pools of their own: what turns it off."""
+"""By feature beside pools of their own: the setting that turns it off."""
 
 
 def hybrid(rng: random.Random, config: SchedConfig, *, pairs: bool = True) -> SchedConfig:
     """Return the settings with sliding windows, linear attention or both; without `pairs`, other features are off."""
     own = random.Random()
-    own.setstate(rng.getstate())  # beside the others, which stay what they were
+    own.setstate(rng.getstate())  # beside the others, which stay the same
     pair = own.random()
     config = splitting(config)
     for name, off in OFF.items():
@@ -65,7 +65,7 @@ def splitting(config: SchedConfig) -> SchedConfig:
 
 
 def pools(rng: random.Random, config: SchedConfig, tokens: int, *, states: bool) -> HybridMemory:
-    """Of the smallest sizes that work, or of roomy ones. `tokens`: of a window, 0 for none."""
+    """Pools of the smallest sizes that work, or roomy ones. `tokens`: of a window, 0 for none."""
     sizes = HybridMemory(window_tokens=tokens, window_pages=1, state_slots=0) if tokens else None
     least = sizes.row_pages_max(config.page_size, config.positions_ahead) if sizes is not None else 0
     least += -(-config.split_tokens // config.page_size)
@@ -90,7 +90,7 @@ def hybrid_history(rng: random.Random, *, pairs: bool = True) -> tuple[SchedConf
     else:
         config = random_config(rng)
         actions = random_actions(rng, rng.choice([100, 300]), adapters=config.max_loras is not None)
-    stages = random.Random(f"stages {kind}")  # of its own: what else is drawn is as it was without
+    stages = random.Random(f"stages {kind}")  # a generator of its own: all other draws stay the same
     if pairs and stages.random() < PIPELINED_SHARE:
         config = pipelined(stages, config)
     return hybrid(rng, config, pairs=pairs), actions

@@ -1,4 +1,4 @@
-"""Streams whose every token is known in advance, over an engine that is killed.
+"""Streams with tokens that are known in advance, over an engine that is killed.
 
 An emulated engine's answer follows from prompt, seed and position, so a client can compute it: a token that is lost,
 doubled or wrong is detected. Kinds of requests differ in what must continue exactly after a restart: greedy and drawn
@@ -31,15 +31,15 @@ MEAN_TOKENS = 60
 ARGUMENTS = ("--emulate", "qwen3-0.6b@h200", "--answer-tokens", str(MEAN_TOKENS), "--shutdown-s", "1")
 WORDS = Vocabulary(first=FIRST_WORD, count=VOCABULARY - FIRST_WORD, end=END, mean_tokens=MEAN_TOKENS)
 KINDS = ("greedy", "greedy", "drawn", "samples", "stop", "min_tokens")
-TIMEOUT_S = 120.0  # without a line
-DRAINED_S = 0.05  # what a dead engine had sent has arrived by then
+TIMEOUT_S = 120.0  # without a line of the stream
+DRAINED_S = 0.05  # messages of the dead engine have arrived by then
 POLL_S = 0.02  # between two reads of /metrics
-IN_A_ROW = 10  # kills without a token between them; a starved machine could otherwise get nothing said for minutes
+IN_A_ROW = 10  # kills without a token between them; a slow machine could otherwise emit no token for minutes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A request, and what must come of it."""
+    """A request, and its expected answer."""
 
     body: dict[str, Any]
     texts: list[str]  # by sample
@@ -79,7 +79,7 @@ def ask(rng: random.Random, name: str, tokens: tuple[int, int], kinds: tuple[str
 
 
 def _answer(ids: Any, seed: int | None, most: int, least: int, *, ends: bool) -> tuple[str, str]:
-    """The text of an answer, and why it ends."""
+    """The text of an answer, and its finish reason."""
     key = WORDS.key(ids, seed)
     length = max(WORDS.length(key), least + 1)
     words = [f" w{word}" for word in WORDS.tokens_of(np.array([key], np.uint64).repeat(most), np.arange(most)).tolist()]
@@ -92,18 +92,18 @@ def _answer(ids: Any, seed: int | None, most: int, least: int, *, ends: bool) ->
 
 @dataclass
 class Tally:
-    """What became of all requests."""
+    """The outcomes of all requests."""
 
     requests: int = 0
     tokens: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     first: list[str] = field(default_factory=list)  # the first of them, in words
-    heard_s: float = 0.0  # when the newest token came
+    heard_s: float = 0.0  # time of the newest token
     streams_begun: int = 0  # streams with at least one token, in `serve_one`
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fault(self, kind: str, what: str) -> None:
-        """Note that something was not as it must be."""
+        """Record a fault."""
         with self.lock:
             self.faults[kind] += 1
             if len(self.first) < 10:
@@ -111,7 +111,7 @@ class Tally:
 
 
 def serve_one(url: str, asked: Asked, tally: Tally) -> None:
-    """Send a request, read its stream to the end, and hold it against what it must be."""
+    """Send a request, read its stream to the end, and compare it with the expected answer."""
     host = url.removeprefix("http://")
     texts, reasons, begun, over = [""] * len(asked.texts), [""] * len(asked.texts), False, False
     connection = http.client.HTTPConnection(host, timeout=TIMEOUT_S)
@@ -150,21 +150,20 @@ def serve_one(url: str, asked: Asked, tally: Tally) -> None:
         tally.tokens += sum(text.count(" w") for text in asked.texts)
     for sample, (got, wanted) in enumerate(zip(texts, asked.texts, strict=True)):
         if got != wanted:
-            tally.fault(_kind(got, wanted), f"sample {sample} of {asked.body}: {_difference(got, wanted)}")
+            kind, what = difference_of(got, wanted)
+            tally.fault(kind, f"sample {sample} of {asked.body}: {what}")
         elif reasons[sample] != asked.reasons[sample]:
             tally.fault("reason", f"{reasons[sample]}, not {asked.reasons[sample]}, for {asked.body}")
 
 
-def _kind(got: str, wanted: str) -> str:
+def difference_of(got: str, wanted: str) -> tuple[str, str]:
+    """Return the kind of a fault, and where a text differs from what it must be."""
     words, expected = re.findall(r" w\d+", got), re.findall(r" w\d+", wanted)
-    if len(words) > len(expected) or len(set(words)) < len(words):
-        return "doubled"
-    return "lost" if set(words) < set(expected) else "wrong"
-
-
-def _difference(got: str, wanted: str) -> str:
     at = next((i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), min(len(got), len(wanted)))
-    return f"{len(got)} characters for {len(wanted)}, from {at} on {got[at : at + 40]!r} for {wanted[at : at + 40]!r}"
+    what = f"{len(got)} characters for {len(wanted)}, from {at} on {got[at : at + 40]!r} for {wanted[at : at + 40]!r}"
+    if len(words) > len(expected) or len(set(words)) < len(words):
+        return "doubled", what
+    return "lost" if set(words) < set(expected) else "wrong", what
 
 
 Client = Callable[[random.Random, str, Tally], None]
@@ -263,8 +262,8 @@ def campaign(
 class Awaited:
     """The first token of an engine after its kill.
 
-    With one engine that is the first token of any stream. Of several engines the others go on, so the tokens of the
-    killed engine are counted: the server's counter of tokens by engine, read at most every `POLL_S`.
+    With one engine that is the first token of any stream. With several engines the others continue, so the tokens of
+    the killed engine are counted: the server's counter of tokens by engine, read at most every `POLL_S`.
     """
 
     def __init__(self, server: LiveServer, name: str, tally: Tally) -> None:

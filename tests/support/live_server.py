@@ -50,6 +50,8 @@ class LiveServer:
         found = re.fullmatch(r"serving at (http://\S+)\n", line)
         if found is None:
             self.process.kill()
+            self.process.wait(END_S)
+            self.process.stdout.close()
             raise AssertionError(f"no server: {line!r}\n{self.text()}")
         self.url = found[1]
 
@@ -69,22 +71,11 @@ class LiveServer:
 
     def children(self) -> dict[str, int]:
         """Process ids by name: `fork_server`, `engine`, `worker 0`, ...; with several engines `engine 1`, ..."""
-        found = {}
-        table = _processes()
-        for pid, (parent, words) in table.items():
-            if parent == self.process.pid and "lockstep.api.processes.fork_server" in words:
-                at = words.index("lockstep.api.processes.fork_server")
-                number = f" {words[at + 3]}" if Path(words[at + 1]).parent.name.startswith("lockstep-") else ""
-                found[f"fork_server{number}"] = pid
-                for child in (child for child, (grown, _) in table.items() if grown == pid):
-                    found[f"engine{number}"] = child
-            if parent == self.process.pid and "lockstep.api.worker" in words:
-                found[f"worker {words[words.index('lockstep.api.worker') + 2]}"] = pid
-        return found
+        return children_of(self.process.pid)
 
     def folder(self) -> Path:
-        """Where its sockets are, of one engine."""
-        words = _processes()[self.children()["fork_server"]][1]
+        """The folder of the sockets of one engine."""
+        words = processes()[self.children()["fork_server"]][1]
         return Path(words[words.index("lockstep.api.processes.fork_server") + 1])
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
@@ -99,8 +90,36 @@ class LiveServer:
                 self.process.stdout.close()
 
 
-def _processes() -> dict[int, tuple[int, list[str]]]:
-    """Of all there are: their parent, and the words they were started with."""
+def children_of(launcher: int) -> dict[str, int]:
+    """Process ids of the children of a launcher, by name."""
+    found = {}
+    table = processes()
+    for pid, (parent, words) in table.items():
+        if parent == launcher and "lockstep.api.processes.fork_server" in words:
+            at = words.index("lockstep.api.processes.fork_server")
+            number = f" {words[at + 3]}" if Path(words[at + 1]).parent.name.startswith("lockstep-") else ""
+            found[f"fork_server{number}"] = pid
+            for child in (child for child, (grown, _) in table.items() if grown == pid):
+                found[f"engine{number}"] = child
+        if parent == launcher and "lockstep.api.worker" in words:
+            found[f"worker {words[words.index('lockstep.api.worker') + 2]}"] = pid
+    return found
+
+
+def launcher_of_journal(journal: Path | str) -> int:
+    """Return the process id of the server with this journal, which may be starting; 0 for none."""
+    known = processes()
+    return next((pid for pid, (_, words) in known.items() if str(journal) in words and "serve" in words), 0)
+
+
+def children_of_journal(journal: Path | str) -> dict[str, int]:
+    """Process ids by name of the children of the server with this journal, which may be starting."""
+    launcher = launcher_of_journal(journal)
+    return children_of(launcher) if launcher else {}
+
+
+def processes() -> dict[int, tuple[int, list[str]]]:
+    """All processes: their parents, and the words with which they were started."""
     found = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -116,7 +135,7 @@ def _processes() -> dict[int, tuple[int, list[str]]]:
 
 @contextmanager
 def serving(log: Path, *arguments: str) -> Iterator[LiveServer]:
-    """A server that takes requests, and is gone afterwards."""
+    """A server that takes requests, and is ended afterwards."""
     server = LiveServer(*arguments, log=log)
     try:
         assert server.status_of("/ready") == 200, f"it said that it serves, and does not\n{server.text()}"

@@ -23,7 +23,7 @@ class Passes:
             model.layers, rows * pages_each, page_size, model.kv_heads, model.head_dim, model.dtype, model.device
         )
         for kept in (*self.pool.keys, *self.pool.values):
-            kept.fill_(float("nan"))  # what was never written must not be read
+            kept.fill_(float("nan"))  # unwritten slots must not be read
         pages = np.random.default_rng(seed).permutation(rows * pages_each).reshape(rows, pages_each)
         self.table = torch.from_numpy(pages.astype(np.int32))
         self.lengths = [0] * rows

@@ -1,4 +1,4 @@
-"""Streams of the torch demo model, compared with what the same server answered before any engine was killed.
+"""Streams of the torch demo model, compared with answers of the same server before any engine was killed.
 
 The expected tokens come from the model, so wrong KV, wrong rows and wrong matcher states after a recovery change an
 answer. Each request is answered alone and again beside all others; a request whose answers differ has a near tie that
@@ -56,7 +56,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """Everything that a stream contained."""
+    """The content of a stream."""
 
     choices: dict[int, Choice] = field(default_factory=dict)
     usage: dict[str, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""A pytest plugin, `-p tests.support.no_runtime`: the GPU runtime and what only it needs seem not to be installed."""
+"""A pytest plugin, `-p tests.support.no_runtime`: the GPU runtime and its requirements seem not to be installed."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def await_asked(server: str, count: int) -> None:
 
 @contextmanager
 def null_server() -> Iterator[str]:
-    """It in a process of its own: the address."""
+    """The server in a process of its own: its address."""
     words = [sys.executable, "-m", "tests.support.null_server"]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as done:
         assert done.stdout is not None

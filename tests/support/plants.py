@@ -66,7 +66,7 @@ def _replaced(owner: type | ModuleType, name: str, bug: Callable[..., object]) -
 
 
 def gate_off_by_a_page() -> Plant:
-    """Admission requires a page more than the entry check promised: a lone request waits for ever (SG#28530)."""
+    """Admission requires a page more than the check at entry promised: a lone request waits without end (SG#28530)."""
 
     def bug(
         examine: Original, planner: PrefillPlanner, request: Request, budget: PrefillBudget, parts: int
@@ -85,7 +85,7 @@ def gate_off_by_a_page() -> Plant:
 
 
 def hold_forgotten() -> Plant:
-    """A candidate's cached prefix still counts as evictable for those admitted behind it (BI#748)."""
+    """A candidate's cached prefix still counts as evictable for candidates after it (BI#748)."""
     return _replaced(PrefillBudget, "hold", lambda original, budget, tokens: None)
 
 
@@ -133,7 +133,7 @@ def skipped_reversed() -> Plant:
 
 
 def whole_prompt_matched() -> Plant:
-    """The longest prefix is compared with the token counted that must always be computed anew (VL#53706)."""
+    """The longest prefix is compared including the token that must always be computed anew (VL#53706)."""
 
     def bug(matched: Original, request: Request, radix: RadixCache) -> Found:
         found = radix.find(request.namespace, request.tokens, len(request.tokens) // 4 // radix.page_tokens)
@@ -196,7 +196,7 @@ def lone_decoder_ended() -> Plant:
 
 
 def output_cursor_reset() -> Plant:
-    """A retracted request starts over, but the outputs sent so far are counted no more (SG#39645)."""
+    """A retracted request starts over, but the outputs sent so far are no longer counted (SG#39645)."""
 
     def bug(retract: Original, engine: SchedulerState, request: Request, *rest: object, **options: object) -> None:
         retract(engine, request, *rest, **options)
@@ -267,7 +267,7 @@ def early_free() -> Plant:
 
 
 def duplicates_not_deferred() -> Plant:
-    """Pages given up for the cache's own are free while a launched batch still reads them (VA#14055)."""
+    """Pages replaced by those of the cache are free while a launched batch still reads them (VA#14055)."""
     return _replaced(Memory, "_free_behind", lambda original, memory, row, pages: memory.pool.free(pages))
 
 
@@ -289,7 +289,7 @@ def plan_mutated_after_launch() -> Plant:
 
 
 def published_at_launch() -> Plant:
-    """A prompt's KV is shared as soon as its extend is planned: others hit what is not computed yet (VL#37152)."""
+    """A prompt's KV is shared as soon as its extend is planned: others hit KV that is not computed yet (VL#37152)."""
 
     def bug(
         extend_to: Original, planner: PrefillPlanner, request: Request, stop: int, parts: list[Any], step: Step
@@ -365,7 +365,7 @@ def dead_matcher() -> Plant:
 
 
 def node_keeps_a_view() -> Plant:
-    """A node keeps a view of the caller's array, which the caller goes on using (MS#94fe255)."""
+    """A node keeps a view of the caller's array, which the caller changes later (MS#94fe255)."""
 
     def bug(
         insert: Original, radix: RadixCache, namespace: str, tokens: bytes, pages: Int32s, **options: object
@@ -379,7 +379,7 @@ def node_keeps_a_view() -> Plant:
 
 
 def evictable_drifts() -> Plant:
-    """The counter of evictable pages takes those above a locked node for evictable; the evictor cannot (SG#30532)."""
+    """The counter of evictable pages includes those above a locked node; the evictor cannot free them (SG#30532)."""
 
     def bug(lock_node: Original, radix: RadixCache, node: RadixNode) -> None:
         before = radix.locked_pages
@@ -434,7 +434,7 @@ def drafts_without_pages() -> Plant:
 
 
 def stop_among_drafts_missed() -> Plant:
-    """Of several tokens accepted at once only the last is looked at for the end (SG#28802)."""
+    """Of several tokens accepted at once only the last is tested for the end (SG#28802)."""
 
     def bug(stopped: Original, batch: InFlight, tokens: Int32s) -> tuple[list[int], Int32s]:
         ends, counts = stopped(batch, tokens)
@@ -448,8 +448,7 @@ def stop_among_drafts_missed() -> Plant:
 
 
 def window_let_go_to_the_token() -> Plant:
-    """Windows are let go of up to the token, not to the last page boundary: what is cached then ends in a tombstone
-    (SG#22470)."""
+    """Windows are freed up to the token, not to the last page boundary: cached pages then end in a hole (SG#22470)."""
 
     def bug(first_seen: Original, window: WindowPool, pages: Any) -> Any:
         return first_seen(window, pages + 1)
@@ -458,12 +457,12 @@ def window_let_go_to_the_token() -> Plant:
 
 
 def tombstone_matched() -> Plant:
-    """A match goes on behind pages whose windows are gone (SG#29860)."""
+    """A match continues behind pages without window blocks (SG#29860)."""
     return _replaced(WindowPool, "usable", lambda original, window, path: np.ones(path.size, np.bool_))
 
 
 def window_read_in_flight() -> Plant:
-    """A decode that opens a page lets go of what a prompt in flight still reads (VL#45357)."""
+    """A decode that opens a page frees a window that a prompt in flight still reads (VL#45357)."""
 
     def bug(
         slides: Original, window: WindowPool, running_batch: RunningBatch, positions: Int32s, busy: list[Int32s]
@@ -474,7 +473,7 @@ def window_read_in_flight() -> Plant:
 
 
 def window_lock_leak() -> Plant:
-    """Every fifth time that a row lets go of its windows, the last one stays locked (SG#20049)."""
+    """Every fifth time that a row frees windows, the last one stays locked (SG#20049)."""
     calls = 0
 
     def bug(unlock: Original, window: WindowPool, pages: Int32s) -> None:
@@ -495,7 +494,7 @@ def window_of_headroom() -> Plant:
 
 
 def state_of_another_boundary() -> Plant:
-    """A match ends where pages do, with or without a state there (VL#53706)."""
+    """A match ends at any page boundary, with or without a state there (VL#53706)."""
 
     def bug(continued: Original, hybrid: Hybrid, *rest: object) -> Any:
         states, hybrid.states = hybrid.states, None
@@ -508,7 +507,7 @@ def state_of_another_boundary() -> Plant:
 
 
 def checkpoint_written_again() -> Plant:
-    """A request that starts from a checkpoint computes in its very slot, from which others start too (SG#23346)."""
+    """A request that starts from a checkpoint computes in that same slot, from which others start too (SG#23346)."""
 
     def bug(take_row: Original, states: StatePool, row: int, path: Int32s, step: Step) -> None:
         take_row(states, row, path, step)
@@ -530,7 +529,7 @@ def slot_of_state_leaks() -> Plant:
 
 
 def other_microbatches_not_searched() -> Plant:
-    """A request that leaves is searched in the microbatch that is launched next, and in no other (SG#29405)."""
+    """A cancelled request is searched in the microbatch that is launched next, and in no other (SG#29405)."""
 
     def bug(states_of: Original, several: Microbatches, requests: list[Request]) -> list[RunningState]:
         return [running for running in states_of(several, requests) if running is several.current]
@@ -538,7 +537,7 @@ def other_microbatches_not_searched() -> Plant:
     return _replaced(Microbatches, "states_of", bug)
 
 
-def chunk_wants_a_place() -> Plant:
+def chunk_needs_a_place() -> Plant:
     """The next chunk of a prompt requires a place although the prompt has one (SG#23006)."""
     return _replaced(
         Microbatches, "has_place", lambda original, several, request=None: several.places[several.at] < several.size
@@ -558,18 +557,18 @@ def place_kept_by_the_first() -> Plant:
 
 
 def checkpoint_not_passed() -> Plant:
-    """What drafts that were wrong left behind is kept as the state of the right ones (VL#39273)."""
+    """The state that wrong drafts left behind is kept as the state of the right ones (VL#39273)."""
     return _replaced(StatePool, "verified", lambda original, states, batch: None)
 
 
-FOUND_BY_STORY: dict[str, str] = {
-    # Nothing breaks, it is only slower, or waits for ever where all run.
+FOUND_BY_SCENARIO: dict[str, str] = {
+    # No state breaks: the engine is only slower, or waits without end where all requests run.
     "key_from_the_prompt_only": "museum/d7_second_turn_hits_prompt_and_output",
     "window_of_headroom": "museum/a7_short_resume_at_two_windows",
     # Random histories find them, but seldom.
     "checkpoint_not_passed": "hybrid/drafts",
     "dead_matcher": "grammar/cancelled_before_sampling",
-    "hold_forgotten": "admission/held_prefix_counts_for_those_behind",
+    "hold_forgotten": "admission/locked_prefix_counts_for_later_candidates",
     "lone_decoder_ended": "retraction/last_decoder_and_a_split_prompt",
     "preempted_for_nothing": "preemption/fewest_victims",
     "compiled_grammar_counts_as_held": "grammar/queue_limit",
@@ -577,7 +576,7 @@ FOUND_BY_STORY: dict[str, str] = {
     "stop_among_drafts_missed": "museum/g13_stop_token_among_drafts",
     "whole_batch_must_fit": "museum/b2_the_rest_must_fit_not_the_whole",
 }
-"""The bugs that random histories find seldom or never, and the scenario that tells each from the truth."""
+"""The bugs that random histories find seldom or never, and the scenario that detects each."""
 
 OF_HYBRIDS = frozenset(
     "checkpoint_written_again slot_of_state_leaks state_of_another_boundary tombstone_matched "
@@ -587,7 +586,7 @@ OF_HYBRIDS = frozenset(
 """The bugs that only histories with windows or states can show."""
 
 OF_MICROBATCHES = frozenset(
-    "chunk_wants_a_place microbatch_place_not_released other_microbatches_not_searched place_kept_by_the_first".split()
+    "chunk_needs_a_place microbatch_place_not_released other_microbatches_not_searched place_kept_by_the_first".split()
 )
 """The bugs that only histories with several microbatches can show."""
 
@@ -685,7 +684,7 @@ def encoder_room_not_released() -> Plant:
     return _replaced(EncoderCache, "release", lambda original, cache, request_id, free_after=None: None)
 
 
-# -------------------------------------------------------------------------------------- what no digest and no story saw
+# -------------------------------------------------------------------------- bugs that neither digest nor scenario shows
 
 
 def tiers_never_wake() -> Plant:
@@ -736,7 +735,7 @@ def grammar_timeout_forgotten() -> Plant:
 
 
 def compiled_grammar_counts_as_held() -> Plant:
-    """A request whose grammar is compiled is refused because others wait for theirs."""
+    """A request whose grammar is compiled is refused because other requests wait for theirs."""
 
     def bug(refuse: Original, own: grammars.Grammars, event: RequestArrived, *rest: Any) -> None:
         known = own.known.get(event.grammar.digest) if event.grammar is not None else None
@@ -762,7 +761,7 @@ def uses_counted_double() -> Plant:
     return _replaced(Tiers, "used", bug)
 
 
-# ------------------------------------------------------------------------------------------- what no state is wrong of
+# ----------------------------------------------------------------------------------- bugs that leave every state sound
 
 
 def cancel_of_a_split_prompt_lost() -> Plant:
@@ -801,7 +800,7 @@ def no_preemption_for_a_place() -> Plant:
 
 
 def fenced_pages_not_counted() -> Plant:
-    """Pages of requests that have left come back with a batch in flight, and others are retracted all the same."""
+    """Pages of requests that have left come back with a batch in flight, and others are still retracted."""
 
     def bug(returning_pages: Original, memory: Memory) -> int:
         rows, memory.deferred.rows = memory.deferred.rows, []
@@ -814,8 +813,8 @@ def fenced_pages_not_counted() -> Plant:
     return _replaced(Memory, "returning_pages", bug)
 
 
-def evicts_all_it_wants() -> Plant:
-    """An allocation evicts all the pages that it wants, not those that the free list lacks."""
+def evicts_the_whole_allocation() -> Plant:
+    """An allocation evicts all the pages that it needs, not only those that the free list lacks."""
 
     def bug(alloc: Original, memory: Memory, pages: int, reason: Any, step: Step) -> Int32s:
         if pages > memory.pool.free_count and memory.radix.evictable_pages:
@@ -829,7 +828,7 @@ def evicts_all_it_wants() -> Plant:
 
 
 def prefetch_not_cancelled() -> Plant:
-    """A prefetch goes on although no request waits for it any more."""
+    """A prefetch continues although no request waits for it any more."""
     return _replaced(Tiers, "_give_up", lambda original, tiers, number, step: None)
 
 
@@ -858,7 +857,7 @@ PLANTS: dict[str, Callable[[], Plant]] = {
         adapter_evicted_in_use,
         checkpoint_not_passed,
         checkpoint_written_again,
-        chunk_wants_a_place,
+        chunk_needs_a_place,
         dead_matcher,
         discard_is_a_flag,
         double_free,
@@ -929,13 +928,13 @@ UNSEEN: dict[str, Callable[[], Plant]] = {
         uses_counted_double,
     )
 }
-"""Mistakes of which an earlier version of the tests noticed nothing."""
+"""Mistakes that an earlier version of the tests did not detect."""
 
 OBLIGATIONS: dict[str, Callable[[], Plant]] = {
     plant.__name__: plant
     for plant in (
         cancel_of_a_split_prompt_lost,
-        evicts_all_it_wants,
+        evicts_the_whole_allocation,
         fenced_pages_not_counted,
         min_tokens_ignored,
         no_preemption_for_a_place,

@@ -1,4 +1,4 @@
-"""Endpoints and fields of OpenAI, Anthropic, vLLM and SGLang, read from what they publish, beside those of this server.
+"""Endpoints and fields of OpenAI, Anthropic, vLLM and SGLang, as published, beside those of this server.
 
     python -m tests.support.published_apis --vllm WHEEL --sglang WHEEL     reads them again: tests/data/apis.json
     python -m tests.test_apis_page                                         writes docs/apis.md from that file
@@ -32,6 +32,7 @@ LIBRARIES = {
         "CompletionBody": "openai.types.completion_create_params:CompletionCreateParamsBase",
         "ResponseBody": "openai.types.responses.response_create_params:ResponseCreateParamsBase",
         "EmbeddingBody": "openai.types.embedding_create_params:EmbeddingCreateParams",
+        "BatchBody": "openai.types.batch_create_params:BatchCreateParams",
     },
     "anthropic": {
         "MessageBody": "anthropic.types.beta.message_create_params:MessageCreateParamsBase",
@@ -63,7 +64,7 @@ WHEELS = {
         "NativeSampling": ("sglang/srt/sampling/sampling_params.py", "SamplingParams"),
     },
 }
-"""Wheel -> our body -> file and class of theirs."""
+"""Wheel -> our body -> file and class of the wheel."""
 
 METHODS = ("get", "post", "delete", "put", "patch")
 INTERNAL = re.compile(r"_.*|model_config|routed_dp_rank|is_normalized")

@@ -1,14 +1,14 @@
 """Quality of a run: bounds that a sound engine can break only by deciding badly, per run and per request.
 
 No state is wrong in a storm of retractions, or while a request waits beside free memory. `Quality` follows an engine
-step by step and measures how much work is lost or put off; `BOUNDS` has the most of each measure and the reason.
+step by step and measures lost and deferred work; `BOUNDS` has the most of each measure and the reason.
 
     quality = Quality(engine.config)
     before = quality.before(engine, event)          # what the step is compared with
     quality.observe(engine, event, step, before)
     quality.worst()                                 # by measure; `quality.broken()` names what is out of bounds
 
-A measure is bounded only where the settings do not ask for the opposite (`Bound.holds`): a pool that is overcommitted
+A measure is bounded only where the settings do not cause the opposite (`Bound.holds`): a pool that is overcommitted
 on purpose (`schedule_conservativeness` 0.02) has retractions.
 """
 
@@ -39,7 +39,7 @@ from lockstep.core.scheduler.engine import Engine
 
 
 class Before(NamedTuple):
-    """What the measures of a step need of the state in front of it."""
+    """State before a step that its measures need."""
 
     may_launch: bool  # a launch slot was offered that is free, and nothing forbids a launch
     decoding: int  # members of the running batch whose slot it is
@@ -89,7 +89,7 @@ def _whole_chunks(config: SchedConfig) -> bool:
 
 @dataclass
 class _Story:
-    """One request: what was spent on it, and what it waits for."""
+    """One request: the work spent on it, and its waits."""
 
     retractions: int = 0
     lost: bool = False  # it was retracted for pages and has not started again

@@ -3,7 +3,7 @@
 The hosts do what docs/contract.md requires of hosts, and nothing more. A proposal is sent to every rank; once all have
 proposed a round, each receives the same RanksAgreed, at any later time. Batches are collectives: one ends only when
 every rank has launched it, and then on all ranks, though each rank collects it at its own time. So a rank with a launch
-that the others do not have waits for ever, and `settle` reports it (L11).
+that the others do not have waits without end, and `settle` reports it (L11).
 
     group = RankGroup([config of rank 0, config of rank 1])
     group.arrive(0, asked)                 at one rank
@@ -85,7 +85,7 @@ ROUNDS_MAX = 20_000
 
 @dataclass
 class Member:
-    """One rank, with its device and its host's books."""
+    """One rank, with its device and the records of its host."""
 
     rank: int
     config: SchedConfig
@@ -95,15 +95,15 @@ class Member:
     asked: list[Asked] = field(default_factory=list)  # by request id
     launched: list[Ranks] = field(default_factory=list)  # of this generation, in order
     delivered: int = 0  # of these
-    agreed: list[RanksAgreed] = field(default_factory=list)  # not heard yet
+    agreed: list[RanksAgreed] = field(default_factory=list)  # not received yet
     on_device: InFlight | None = None  # proposed, and on the tagged stream already
     controls: dict[int, ControlAnswered | None] = field(default_factory=dict)
     orders: list[WeightsSwapped] = field(default_factory=list)  # answers to come
     events: list[tuple[Observed, bytes]] = field(default_factory=list)
-    compiling: list[Grammar] = field(default_factory=list)  # asked for and not answered
-    grammars: dict[int, tuple[str, int | None]] = field(default_factory=dict)  # by request: its name, when it ends
+    compiling: list[Grammar] = field(default_factory=list)  # ordered and not answered
+    grammars: dict[int, tuple[str, int | None]] = field(default_factory=dict)  # by request: its grammar, its end
     invalid: set[str] = field(default_factory=set)  # grammars that do not compile
-    late_us: int = 0  # its clock is so much behind the others
+    late_us: int = 0  # its clock is behind the others by this much
 
     @property
     def rounds(self) -> Rounds:
@@ -152,9 +152,9 @@ class RankGroup:
     # --------------------------------------------------------------------------------------------------------- clients
 
     def arrive(self, rank: int, asked: Asked, *, grammar: str = "", ends: int | None = None, **more: Any) -> int:
-        """A request comes to a rank. Returns its id there.
+        """A request arrives at a rank. Returns its id there.
 
-        `grammar`: what it is under, `ends`: outputs behind which that admits nothing.
+        `grammar`: its grammar, `ends`: the outputs after which that admits nothing.
         """
         member = self.members[rank]
         member.asked.append(asked)
@@ -178,7 +178,7 @@ class RankGroup:
         return event.request_id
 
     def cancel(self, rank: int, request_id: int) -> None:
-        """A client leaves."""
+        """A request is cancelled."""
         member = self.members[rank]
         if request_id in member.engine.requests:
             self.cancelled.add(member.asked[request_id].key)
@@ -191,8 +191,10 @@ class RankGroup:
     # ----------------------------------------------------------------------------------------------------------- hosts
 
     def ready(self, rank: int, further: int = 0) -> None:
-        """Offer a launch slot, once what was ordered of the host is done: of the microbatch that the round is about, or
-        of one so much further, whose turn it is not."""
+        """Offer a launch slot, once the orders of the host are done.
+
+        It is a slot of the microbatch of this round, or of one that is `ahead` further and not yet due.
+        """
         member = self.members[rank]
         while member.orders:
             self.fold(member, msgspec.structs.replace(member.orders.pop(0), time_us=self._now(member)))
@@ -488,7 +490,7 @@ TROUBLES = (
     *("cancel", "restart", "raise", "error", "clock", "late clock", "pause", "resume", "weights", "straggler"),
     "grammar",
 )
-"""What a history may have beside requests; each seed leaves some out, for they hide one another."""
+"""What a history may have beside requests; each seed leaves some out, since they hide one another."""
 
 EXPECTED_MARKS = (
     *(f"ended ({reason})" for reason in ("length", "stop", "cancelled", "error")),
@@ -515,14 +517,14 @@ EXPECTED_MARKS = (
     "an idle batch among those of every microbatch",
     "ran passes of a drafter for others",
 )
-"""What a campaign must reach, or its histories are too tame."""
+"""Marks that a campaign must reach, or its histories are too tame."""
 
 
 PIPELINED_SHARE = 0.25  # of these histories have microbatches
 
 
 def random_group(rng: random.Random, ranks: int = 4) -> RankGroup:
-    """Ranks small enough that everything is short now and then."""
+    """Ranks so small that every resource is short now and then."""
     page_size = rng.choice([1, 2, 4])
     delayer: dict[str, Any] = {}
     if rng.random() < 0.6:
@@ -532,7 +534,7 @@ def random_group(rng: random.Random, ranks: int = 4) -> RankGroup:
             "prefill_delayer_max_delay_us": rng.choice([200, 5_000_000]),
             "prefill_delayer_token_usage_low_watermark": rng.choice([None, None, 0.3]),
         }
-        own = random.Random()  # of its own: what else is drawn is as it was without
+        own = random.Random()  # a generator of its own: all other draws stay the same
         own.setstate(rng.getstate())
         if own.random() < 0.5:
             delayer["prefill_delayer_slots"] = True
@@ -555,12 +557,12 @@ def random_group(rng: random.Random, ranks: int = 4) -> RankGroup:
         dp_ranks=ranks,
         **delayer,
     )
-    if "prefill_delayer_queue_min_ratio" in delayer:  # a share of few is none
+    if "prefill_delayer_queue_min_ratio" in delayer:  # a share of few requests is none
         config = msgspec.structs.replace(config, max_running_requests=6)
     config = drafting(rng, config, 0.2)
     if config.speculates and config.overlap_depth != 1:
         config = msgspec.structs.replace(config, speculative_method="mtp")
-    stages = random.Random(f"stages {config!r}")  # of its own: what else is drawn is as it was without
+    stages = random.Random(f"stages {config!r}")  # a generator of its own: all other draws stay the same
     if stages.random() < PIPELINED_SHARE:
         config = pipelined(stages, config)
     if config.radix_cache and rng.random() < 0.5:
@@ -569,7 +571,7 @@ def random_group(rng: random.Random, ranks: int = 4) -> RankGroup:
         host_pages, policy = rng.choice([2, 16]), rng.choice(get_args(WritePolicy))
         tiers = CacheTiers(host_pages=host_pages, write_policy=policy, load_tokens_min=1)
         config = msgspec.structs.replace(config, tiers=tiers)
-    pools = random.Random()  # of its own, too
+    pools = random.Random()  # a generator of its own, too
     pools.setstate(rng.getstate())
     if pools.random() < 0.4:
         config = hybrid(pools, config)
@@ -582,8 +584,8 @@ def run_history(seed: int, steps: int = 600) -> RankGroup:
     group = random_group(rng)
     troubles = [trouble for trouble in TROUBLES if rng.random() < 0.4]
     arrivals = rng.choice([0.02, 0.1])
-    skewed = rng.random() < 0.3  # all requests come to one rank
-    structured = random.Random(f"{seed} grammars")  # of its own: what else happens is as it would be without
+    skewed = rng.random() < 0.3  # all requests arrive at one rank
+    structured = random.Random(f"{seed} grammars")  # a generator of its own: everything else happens as without it
     share = structured.choice([0.0, 0.3, 1.0])
     group.slow_results = structured.random() < 0.5
     if group.members[0].config.ranks_tell_more and structured.random() < 0.7:

@@ -51,7 +51,7 @@ def record_model(
 
 
 def record_required_call(folder: Path) -> Path:
-    """Answers that must be calls of tools: grammars that come of `tool_choice`."""
+    """Answers that must be tool calls: grammars derived from `tool_choice`."""
     from lockstep.api.endpoints.chat_tools import Tools
     from lockstep.api.settings import Limits
 
@@ -78,8 +78,8 @@ def record_run(folder: Path, run: Run) -> Path:
     return folder
 
 
-def record_story(folder: Path, text: str) -> Path:
-    """Play a scenario's text and write it as a journal; what it prints is not looked at."""
+def record_text(folder: Path, text: str) -> Path:
+    """Play a scenario's text and write it as a journal, without comparing its output."""
     run = Run()
     play(parse(text), run)
     return record_run(folder, run)
@@ -87,7 +87,7 @@ def record_story(folder: Path, text: str) -> Path:
 
 def record_scenario(folder: Path, name: str) -> Path:
     """Record the run of a file in tests/scenarios, such as `admission/running_limit`."""
-    return record_story(folder, (SCENARIOS / f"{name}.txt").read_text())
+    return record_text(folder, (SCENARIOS / f"{name}.txt").read_text())
 
 
 def record_simulation(
@@ -116,7 +116,7 @@ def waited_by(story: RequestTimeline) -> Waited:
     """Return the waits before the first token, by cause, as a request timeline reports them."""
     first_us = story.first_token_us
     before = [wait for i, wait in enumerate(story.waits) if not i or first_us < 0 or wait.start_us < first_us]
-    until_us = first_us if first_us >= 0 else sys.maxsize  # a decode engine's requests may wait on behind it
+    until_us = first_us if first_us >= 0 else sys.maxsize  # a decode engine's requests may continue to wait behind it
     cut = [
         replace(wait, spans=[replace(span, stop_us=min(span.stop_us, until_us)) for span in wait.spans])
         for wait in before

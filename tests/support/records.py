@@ -1,7 +1,7 @@
 """Sequences of events and commands written by hand, field by field.
 
     config page_size=2 pages=16                              and for one of several engines: @prefill role=prefill
-    # What the sequence shows.
+    # The subject of the sequence.
     @decode                                                  the engine of what follows; a single one needs no name
     BatchFinished(time_us=300, batch_id=1, tokens=ids(7, 8), accepted=ids(2))
     ----
@@ -45,7 +45,7 @@ TYPES: dict[str, type[msgspec.Struct]] = {
 
 @dataclass
 class Exchange:
-    """Some observed events of one engine, and what follows from them."""
+    """Some observed events of one engine, and the resulting Steps."""
 
     engine: str
     observed: list[Observed]
@@ -60,7 +60,7 @@ class Sequence:
 
 
 def read(text: str) -> Sequence:
-    """The sequence a file describes. Raises ValueError or TypeError, naming the line, for what is no such value."""
+    """The sequence in a file. Raises ValueError or TypeError, naming the line, for an invalid value."""
     first, _, rest = text.partition("\n")
     if not is_spelt_out(text):
         raise ValueError(f"the first line must be `{CONFIG}NAME=VALUE ...`, got `{first}`")
@@ -93,7 +93,7 @@ def read(text: str) -> Sequence:
 
 
 def _configs(words: list[str]) -> dict[str, SchedConfig]:
-    """By engine: the words in front of the first @name, and behind its own."""
+    """By engine: the words before the first @name, and those after its own."""
     parts: dict[str, list[str]] = {"": []}
     name = ""
     for word in words:

@@ -1,9 +1,9 @@
-"""Scenarios: stories in text about one engine. This file reads them, runs them and says what came out.
+"""Scenarios: tests of one engine as text. This module reads them, runs them and prints their output.
 
-A scenario opens with a comment that says what it shows, then has blocks with blank lines between them. A block is
-commands, a line `----`, and what must be printed. A block without `----` is quiet set-up. Comments stay where they are.
+A scenario opens with a comment that states its subject, then has blocks with blank lines between them. A block is
+commands, a line `----`, and the expected output. A block without `----` is quiet set-up. Comments stay where they are.
 
-    # Both have just filled a page and none is free; b has less to lose.
+    # b has just filled a page and none is free; b has less output than a.
     finish 4
     ----
     retracted b after 5 output tokens, 3 pages back
@@ -18,15 +18,15 @@ Commands that are facts (each is one observed event, and `lockstep.core.invarian
     add a prompt=1..4,50..52 max_new=4 min_new=1 stop=7,8 eos=no stream=no deadline=5ms finish_by=9ms namespace=x
                                   `prompt=a,9` is everything of a so far (prompt and output), then 9; grammar=g names
                                   a grammar by its digest, stop_texts=x,y; other fields of RequestArrived by name
-                                  (tenant=x, adapter=y, ...); kind=embed and kind=score want no token; n=3 are the
+                                  (tenant=x, adapter=y, ...); kind=embed and kind=score have no output; n=3 are the
                                   samples a, a.1 and a.2; types=0011; hidden=yes; spans=2:5:image:cat:3,... is [2:5)
                                   of an image called cat, 3 encoder tokens
-    encoded cat [error|late]      MediaEncoded, that it cannot be, or that it was before the restart
+    encoded cat [error|late]      MediaEncoded: done, failed, or done before the restart
     step [1], steps 3             LaneReady; of microbatch 1, or of the one behind that which was offered a slot last
     collect [RESULT]              the oldest batch in flight is delivered
     finish [N] [RESULT]           collect, then step, as a host does; N times
     run [N]                       steps while they launch, then collect, until nothing is left; N rounds at most
-    grammar g [ERROR ...]         GrammarReady: g compiled, or did not for the reason given
+    grammar g [ERROR ...]         GrammarReady: g compiled, or failed for the given reason
     cancel a, cancel r17          RequestCancelled, of the newest request of that name or of an id
     at 5ms, clock 5ms             the next facts happen at 5 ms; the same and a ClockAdvanced
     flush, drain, resume, pause [in_place|retract|cancel]        ControlRequested
@@ -41,9 +41,9 @@ Commands that are facts (each is one observed event, and `lockstep.core.invarian
     moved [3] [pages=2] [error]   a move between cache tiers ends: the oldest or this one; whole, in part or not at all
     restart                       EngineRestarted with the next generation
     stale                         a result of the generation before arrives late
-    snapshot                      the engine is dumped, restored and goes on
+    snapshot                      the engine is dumped, restored and continues
 
-RESULT says what the device answered: `error`, or any of `tokens a=7 b=8`, `text_stop=a`, `invalid=a`,
+RESULT is the answer of the device: `error`, or any of `tokens a=7 b=8`, `text_stop=a`, `invalid=a`,
 `grammar_ended=a` (from this token on), `forced=a:2` (the next two tokens of a are), `held=a:2` (a's two newest tokens
 may begin a stop text), `logprobs` (some bytes of them). A token not given is a pure function of request and
 position: the third token of r0, at position 2, is 1002.
@@ -211,7 +211,7 @@ def unparse(blocks: list[Block]) -> str:
 
 @dataclass
 class Result:
-    """What the device answers for one batch; the rest is made up."""
+    """The device's answer to one batch; missing parts are made up."""
 
     error: bool = False
     tokens: dict[str, int] = field(default_factory=dict)
@@ -224,12 +224,12 @@ class Result:
 
 
 class Run:
-    """One run of a scenario: a host with nothing but a stream of facts."""
+    """One run of a scenario: a host that passes facts from text."""
 
     def __init__(self, *, eager: bool = False, restore: bool = False, script: Run | None = None) -> None:
         self.eager = eager
         self.restore = restore
-        self.script = script  # an earlier run, whose tokens this one gives
+        self.script = script  # an earlier run with the tokens of this one
         self.decisions: list[Decided] = []
         self.transitions: list[tuple[object, type[Decided]]] = []
         self.events: list[Observed] = []
@@ -238,7 +238,7 @@ class Run:
         self.drawn: dict[tuple[RequestId, int], int] = dict(script.drawn) if script is not None else {}
         self.names = Names()
         self.ids: dict[str, RequestId] = {}
-        self.media: dict[str, str] = {}  # what the text forms call it: what the story calls it
+        self.media: dict[str, str] = {}  # name in the output: name in the scenario
         self.now_us = 0
         self.next_request = 0
         self.next_control = 0
@@ -246,7 +246,7 @@ class Run:
         self.voided: list[tuple[BatchPlan, int]] = []
         self.orders: list[Order] = []  # about weights and memory, not answered yet
         self.newest_plan: BatchPlan | None = None
-        self.microbatch = -1  # that was offered a slot last
+        self.microbatch = -1  # the one that was offered a slot last
         self.started = False
 
     def start(self, config: SchedConfig) -> None:
@@ -281,7 +281,7 @@ class Run:
         return step
 
     def _note_transitions(self, states: dict[RequestId, Any], step: Step) -> None:
-        """Which (state, decided event) pairs happened; for the test that all of TRANSITIONS is reached."""
+        """Record the (state, decided event) pairs, for the test that all of TRANSITIONS is reached."""
         from lockstep.core.requests.table import TRANSITIONS, RequestState
 
         for decided in step.decided:
@@ -704,7 +704,7 @@ class Run:
 
 
 def play(blocks: list[Block], run: Run) -> list[list[str]]:
-    """Run all blocks; return what each printed. Raises what went wrong, naming the line."""
+    """Run all blocks; return what each printed. Raises any error, naming the line."""
     printed = []
     for block in blocks:
         lines: list[str] = []
@@ -722,7 +722,7 @@ def play(blocks: list[Block], run: Run) -> list[list[str]]:
 
 
 def check_end(run: Run) -> None:
-    """What must hold after the last block: plans untouched, nothing left at rest, and a second fold that agrees."""
+    """Checks after the last block: plans untouched, nothing held at rest, and a second fold with equal digests."""
     run.kv.check_plans_unchanged()
     if invariants.is_idle(run.engine):
         invariants.check_quiescent(run.engine)
@@ -733,7 +733,7 @@ def check_end(run: Run) -> None:
 
 
 def run_file(path: Path, *, update: bool = False) -> tuple[str, Run]:
-    """Run a scenario in all ways. Returns the difference from what it expects ("" if none) and the first run.
+    """Run a scenario in all ways. Returns the difference from the expected output ("" if none) and the first run.
 
     With `update`, the file is rewritten instead.
     """
@@ -820,7 +820,7 @@ def config_of(words: list[str]) -> SchedConfig:
 
 
 def answer_to(order: Order, time_us: int, error: str = "") -> WeightsSwapped | MemorySwitched:
-    """What a host answers to an order about weights or memory."""
+    """A host's answer to an order about weights or memory."""
     if isinstance(order, SwapWeights):
         return WeightsSwapped(time_us, order.version, error, order.generation)
     return MemorySwitched(time_us, order.tags, isinstance(order, ReleaseDeviceMemory), error, order.generation)
@@ -857,13 +857,13 @@ def result_of(words: list[str]) -> Result:
 
 
 def usage_line(command: FinishRequest, names: Names) -> str:
-    """What the client is charged for."""
+    """The usage that the client is charged for."""
     counts = f"{command.prompt_tokens} prompt, {command.cached_tokens} cached, {command.output_tokens} output"
     return f"usage {names.request(command.request_id)}: {counts}"
 
 
 def digest_of(name: str) -> bytes:
-    """The digest of the media that a story calls by this name."""
+    """The digest of the media with this name in a scenario."""
     return sha256(name.encode()).digest()
 
 

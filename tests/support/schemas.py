@@ -24,7 +24,7 @@ VALUES = st.none() | st.booleans() | st.integers(-999, 10**6) | st.sampled_from(
 
 
 def _of(kind: str, /, *, always: dict[str, Any] | None = None, **fields: Any) -> Schemas:
-    """Schemas of one type: with keywords that are always there, and some of the others."""
+    """Schemas of one type: with its required keywords, and some of the others."""
     return st.fixed_dictionaries({"type": st.just(kind), **(always or {})}, optional=fields)
 
 
@@ -73,7 +73,7 @@ SCHEMAS = _nested(st.recursive(FLAT, _nested, max_leaves=6)) | FLAT
 
 
 CHECKER = FormatChecker(formats=["uuid", "email", "ipv4"])
-"""Formats as the validator has them, and a date that may be of the year 0, as RFC 3339 has it and Python has not."""
+"""Formats of the validator, and a date that may be of the year 0, which RFC 3339 allows and Python does not."""
 
 
 @CHECKER.checks("date", raises=ValueError)
@@ -82,7 +82,7 @@ def _is_date(value: object) -> bool:
 
 
 def draw_schemas(count: int, seed: int) -> list[dict[str, Any]]:
-    """So many different schemas."""
+    """This number of different schemas."""
     found: dict[str, dict[str, Any]] = {}
 
     @hypothesis.seed(seed)
@@ -103,12 +103,12 @@ def draw_schemas(count: int, seed: int) -> list[dict[str, Any]]:
 
 @dataclass
 class Outcome:
-    """What became of the schemas."""
+    """The outcomes of the schemas."""
 
     schemas: int
     valid: int = 0
-    cut: int = 0  # by the length that an answer may have
-    refused: Counter[str] = field(default_factory=Counter)  # by the sentence that said why
+    cut: int = 0  # by the length limit of an answer
+    refused: Counter[str] = field(default_factory=Counter)  # by the sentence with the reason
     faults: list[str] = field(default_factory=list)
     tokens: int = 0
     seconds: float = 0.0
@@ -125,7 +125,7 @@ class Outcome:
 
 
 def judge(llm: LLM, schemas: list[dict[str, Any]], *, tokens: int, seed: int) -> Outcome:
-    """Have a model answer under each schema, and hold the answers against them."""
+    """Let a model answer under each schema, and validate the answers."""
     outcome, began_s = Outcome(len(schemas)), time.monotonic()
     params = [
         Params(max_new_tokens=tokens, temperature=1.0, seed=seed + i, grammar=("json_schema", json.dumps(schema)))

@@ -62,12 +62,12 @@ class Asked:
 
 
 Moment = Asked | None
-"""Of a timeline: a request arrives, or (None) one pass of the host's loop: launch what goes, deliver the oldest."""
+"""A part of a timeline: a request arrives, or (None) one pass of the host's loop: launch a batch or collect one."""
 
 
 @dataclass
 class Served:
-    """One run: what each request got, by key, and how often the rare things happened."""
+    """One run: the answer of each request by key, and counts of rare events."""
 
     answers: dict[int, Answer] = field(default_factory=dict)
     marks: Counter[str] = field(default_factory=Counter)
@@ -142,7 +142,7 @@ class _Host:
             self.arrive(asked)
 
     def offer(self) -> None:
-        """Fill the launch slots; when nothing is launched any more, deliver the oldest batch."""
+        """Fill the launch slots; when nothing is launched any more, collect the oldest batch."""
         while self.fold(LaneReady(0)):
             pass
         if self.kv.stream:
@@ -155,7 +155,7 @@ class _Host:
 def serve(
     config: SchedConfig, timeline: Sequence[Moment], *, later: Iterable[Asked] = (), check: bool = False
 ) -> Served:
-    """Play a timeline, then go on until every request, later turns too, has an answer.
+    """Play a timeline, then continue until every request, later turns too, has an answer.
 
     The tagged KV verifies every plan and cell; with `check`, all invariants are recomputed after every event.
     """

@@ -11,7 +11,7 @@ from lockstep.sim.cost import BatchShape
 def shapes(
     draw: st.DrawFn, extends_max: int = 4, decodes_max: int = 600, context_tokens_max: int = 100_000
 ) -> BatchShape:
-    """The shape of a batch of up to so many rows that extend and that decode."""
+    """The shape of a batch with limits on the rows that extend and that decode."""
     extends = draw(st.lists(st.tuples(st.integers(1, 8192), st.integers(0, context_tokens_max)), max_size=extends_max))
     decodes = draw(st.lists(st.integers(1, context_tokens_max), max_size=decodes_max))
     return BatchShape(

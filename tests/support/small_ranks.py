@@ -1,4 +1,4 @@
-"""Data-parallel ranks over small pools, and what tests of their passes do with them."""
+"""Data-parallel ranks over small pools, and the common steps of tests of their passes."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def deliver(made: RankGroup) -> None:
 
 
 def modes(made: RankGroup) -> list[str]:
-    """What each rank launched last."""
+    """The last launch of each rank."""
     return [member.engine.in_flight[-1].plan.mode for member in made.members]
 
 
 def first_runs(made: RankGroup, passes: int) -> list[str]:
-    """What the first rank runs in so many passes, each delivered before the next."""
+    """The runs of the first rank in this number of passes, each collected before the next."""
     seen = []
     for _ in range(passes):
         offer(made)

@@ -64,7 +64,7 @@ SMALL_QWEN3: dict[str, Any] = {
     "tie_word_embeddings": False,
     "dtype": "float32",
 }
-"""The config.json of a real model that is as small as can be."""
+"""The config.json of a real model of the smallest size."""
 
 
 class SumAttention:
@@ -124,7 +124,7 @@ def next_token(tokens: Sequence[int]) -> int:
 
 
 def alone(prompt: Sequence[int], count: int, stops: Sequence[int] = ()) -> list[int]:
-    """What a request is answered when it is the only one, without any cache: greedy, up to a stop."""
+    """The answer to a request that is the only one, without any cache: greedy, up to a stop."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens))
@@ -187,7 +187,7 @@ class GreedySampler:
 
 @dataclass
 class Answer:
-    """A sink that keeps everything, and refuses what no client should see."""
+    """A sink that keeps all tokens, and refuses tokens that no client may receive."""
 
     request_id: int = -1
     tokens: list[int] = field(default_factory=list)
@@ -229,14 +229,14 @@ class Answer:
 
 
 def request(prompt: Sequence[int], count: int, **more: Any) -> RequestArrived:
-    """A request for so many tokens behind this prompt."""
+    """A request for this number of tokens behind this prompt."""
     return RequestArrived(
         0, request_id=-1, prompt=TokenIds(np.array(prompt, np.int32).tobytes()), max_new_tokens=count, **more
     )
 
 
 def small_config(**settings: Any) -> SchedConfig:
-    """Settings over small ones."""
+    """Settings, with small defaults."""
     small = {"page_size": 4, "pages": 64, "context_tokens_max": 96, "max_running_requests": 8}
     return SchedConfig(**{**small, "chunked_prefill_size": 16, **settings})
 

@@ -10,11 +10,12 @@ with one of the engine types (alone, as a string, or in a union), a variable tha
 class or from another engine expression, and `self.x` where a method of the class assigned an engine expression to it.
 The scope is the function with all functions within it.
 
-**Personal words** make a person of a thing of the program: pronouns such as "who" and "nobody", and the verbs of a
-mind, "know", "want", "wish", "hope", "believe" (`PERSONAL_WORDS`). The verbs of speech, "say", "tell", "ask", "hear"
+**Personal words** make a person of a thing of the program: pronouns such as `who` and `nobody`, and the verbs of a
+mind, `know`, `want`, `wish`, `hope`, `believe` (`PERSONAL_WORDS`). The verbs of speech, `say`, `tell`, `ask`, `hear`
 (`SPEAKING_WORDS`), are counted apart. A docstring, comment or line counts once, however many it contains. Text within
 backticks does not count. `REAL_PERSONS` lists the phrases in which the word is right, since a human being is meant or
-"whose" is the relative pronoun of a thing.
+`whose` is the relative pronoun of a thing. Packages and tools, documents, tests, and the comments of scenarios
+(`tests/scenarios`) have figures of their own; the output that a scenario expects is not read.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import io
 import re
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeGuard
@@ -46,7 +47,7 @@ SPEAKING_WORDS = re.compile(r"\b(says?|tells?|told|asks?|hears?|answers? for)\b"
 REAL_PERSONS = re.compile(
     r"\b(a|the|any) (user|operator|reader|person|newcomer)s? who\b|(?<=[a-z0-9`)\]]),? whose\b", re.IGNORECASE
 )
-"""Phrases that are taken out before `PERSONAL_WORDS` are searched: the word refers to a human being, or "whose" follows
+"""Phrases that are taken out before `PERSONAL_WORDS` are searched: the word refers to a human being, or `whose` follows
 a noun, as a relative pronoun of a thing."""
 
 
@@ -101,6 +102,15 @@ def sources(root: Path) -> list[Source]:
             if module.startswith("lockstep."):
                 text = file.read_text()
                 found.append(Source(str(file.relative_to(root)), module, text, ast.parse(text)))
+    return found
+
+
+def sources_of_tests(root: Path) -> list[Source]:
+    """Every Python file under tests, in the order of their paths."""
+    found = []
+    for file in sorted((root / "tests").rglob("*.py")):
+        path, text = file.relative_to(root), file.read_text()
+        found.append(Source(str(path), ".".join(path.with_suffix("").parts), text, ast.parse(text)))
     return found
 
 
@@ -447,26 +457,45 @@ def class_figures(found: list[Source]) -> Iterator[Figure]:
 
 
 def wording_figures(root: Path, found: list[Source]) -> Iterator[Figure]:
-    """Docstrings, comments and lines of documents with words for persons, and docstrings with verbs of speech."""
-    strings = [place for source in found for place in docstrings(source)]
-    remarks = [place for source in found for place in comments(source)]
+    """Docstrings, comments and lines of documents and scenarios with words for persons, or with verbs of speech."""
+    tests = sources_of_tests(root)
     documents = [*sorted(root.glob("docs/**/*.md")), root / "README.md", root / "ARCHITECTURE.md"]
-    lines = [
-        Place(str(file.relative_to(root)), number, line.strip())
-        for file in documents
-        if file.exists()
-        for number, line in prose_lines(file.read_text())
-    ]
-    for name, meaning, texts, words in (
-        ("personal docstrings", "docstrings with a word for persons", strings, PERSONAL_WORDS),
-        ("personal comments", "comments with a word for persons", remarks, PERSONAL_WORDS),
-        ("personal doc lines", "lines of docs/, README and ARCHITECTURE with one", lines, PERSONAL_WORDS),
-        ("speaking docstrings", "docstrings with a verb of speech", strings, SPEAKING_WORDS),
-        ("speaking comments", "comments with a verb of speech", remarks, SPEAKING_WORDS),
-        ("speaking doc lines", "lines of docs/, README and ARCHITECTURE with one", lines, SPEAKING_WORDS),
+    documents.append(root / "tests" / "README.md")
+    prose: tuple[tuple[str, str, list[Place]], ...] = (
+        ("docstrings", "docstrings", [place for source in found for place in docstrings(source)]),
+        ("comments", "comments", [place for source in found for place in comments(source)]),
+        ("doc lines", "lines of docs/, README and ARCHITECTURE", _lines(root, documents, prose_lines)),
+        ("test docstrings", "docstrings of tests", [place for source in tests for place in docstrings(source)]),
+        ("test comments", "comments of tests", [place for source in tests for place in comments(source)]),
+        (
+            "scenario lines",
+            "lines of comments in scenarios",
+            _lines(root, sorted((root / "tests" / "scenarios").rglob("*.txt")), scenario_lines),
+        ),
+    )
+    for kind, what, words in (
+        ("personal", "a word for persons", PERSONAL_WORDS),
+        ("speaking", "a verb of speech", SPEAKING_WORDS),
     ):
-        places = tuple(place for place in texts if has_word(place.text, words))
-        yield Figure(name, len(places), meaning, places, len(texts))
+        for name, meaning, texts in prose:
+            places = tuple(place for place in texts if has_word(place.text, words))
+            yield Figure(f"{kind} {name}", len(places), f"{meaning} with {what}", places, len(texts))
+
+
+def _lines(root: Path, files: Iterable[Path], prose: Callable[[str], Iterator[tuple[int, str]]]) -> list[Place]:
+    return [
+        Place(str(file.relative_to(root)), number, line.strip())
+        for file in files
+        if file.exists()
+        for number, line in prose(file.read_text())
+    ]
+
+
+def scenario_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a scenario that are comments, with their numbers."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.startswith("#"):
+            yield number, line.lstrip("# ")
 
 
 def prose_lines(text: str) -> Iterator[tuple[int, str]]:

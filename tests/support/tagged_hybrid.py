@@ -1,13 +1,13 @@
-"""Windows and states of a `TaggedKv`: what sliding layers and linear attention would read, held against what is due.
+"""Windows and states of a `TaggedKv`: the reads of sliding layers and linear attention, compared with what is due.
 
-A window page has cells like any other page, and a row reads those of the window in front of its new tokens. A slot of
-state holds the prefix id of the last token that went into it, or `ZEROS`; a row's slot must hold that of the token
-right in front of it. A row that verifies drafts writes a state behind each of them, garbage behind one that is wrong,
-and goes on from that behind the last one that was right. So a window page that was evicted, given to another request or
-never written shows as another prefix where a batch reads it, and so does a copy of the wrong checkpoint, or of one that
-was written again.
+A window page has cells like any other page, and a row reads those of the window before its new tokens. A slot of state
+holds the prefix id of the last token that it includes, or `ZEROS`; a row's slot must hold that of the token right
+before its new ones. A row that verifies drafts writes a state behind each of them, garbage behind a wrong one, and
+continues from that behind the last right one. So a window page that was evicted, given to another request or never
+written shows as another prefix where a batch reads it, and so does a copy of a wrong checkpoint, or of one that was
+overwritten.
 
-Changes come with the plan and hold from it on; what a plan reads is where it was when the plan was launched.
+Changes come with the plan and hold from it on; a plan reads blocks at their places at its launch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.core.contract.commands import BatchPlan, HybridChanges
 from lockstep.core.contract.config import HybridMemory
 
 NOTHING, GARBAGE, ZEROS = -1, -2, -3
-AS_IT_IS = -2  # the source of a slot to which nothing is done
+AS_IT_IS = -2  # the source of a slot that is left unchanged
 NO_CHANGES = HybridChanges()
 
 
@@ -28,7 +28,7 @@ class HybridError(AssertionError):
 
 @dataclass
 class Placed:
-    """Where the layers of one launched plan find what they need."""
+    """The places of the blocks that the layers of one launched plan need."""
 
     windows: dict[int, list[int]] = field(default_factory=dict)  # by row: window page by page index; NOTHING: none
     touched: dict[int, set[int]] = field(default_factory=dict)  # by row: window pages that it reads or writes
@@ -60,19 +60,19 @@ class TaggedHybrid:
         self.clear()
 
     def clear(self) -> None:
-        """All of it is lost."""
+        """All blocks are lost."""
         self.window_of: dict[int, int] = {}  # by full page
         self.full_of: dict[int, int] = {}  # by window page
         self.cells = [[NOTHING] * self.page_size for _ in range(self.settings.window_pages)]
         self.states = [NOTHING] * self.settings.state_slots
         self.slots_of: dict[int, list[int]] = {}  # by row
-        self.stands_in: dict[int, int] = {}  # by row: which of these has its state, as the device knows
+        self.stands_in: dict[int, int] = {}  # by row: the one of these that has its state, according to the device
         self.placed.clear()
 
     # ---- launch
 
     def launch(self, plan: BatchPlan, tables: dict[int, list[int]], stream: list[int]) -> None:
-        """Fold what changes with a plan. `stream`: the batches in front of it that are not delivered."""
+        """Fold the changes of a plan. `stream`: the uncollected batches before it."""
         placed, changes = Placed(), plan.hybrid or NO_CHANGES
         name = f"b{plan.batch_id}"
         for page, window_page in zip(changes.pages.tolist(), changes.window_pages.tolist(), strict=True):
@@ -89,7 +89,7 @@ class TaggedHybrid:
                 self.slots_of[row] = [*self.slots_of[row], slot]
                 continue
             self.slots_of[row] = [slot]
-            if source == slot:  # what a transfer brought stays where it is
+            if source == slot:  # blocks of a transfer stay in place
                 placed.adopted.append(row)
             else:
                 placed.copies.append((source, slot, row))
@@ -151,9 +151,9 @@ class TaggedHybrid:
             self.stands_in[row] = 0
 
     def read(self, plan: BatchPlan, row: int, start: int, expected: list[int], live: bool) -> bool:
-        """A row has in front of it what it must. `expected`: its prefix ids up to `start`.
+        """Check that a row has the required blocks before its new tokens. `expected`: its prefix ids up to `start`.
 
-        Returns: whether it reads what a failed batch left, which only a row whose request has left may do.
+        Returns: whether it reads blocks of a failed batch, which only a row whose request has left may do.
         """
         placed, name = self.placed[plan.batch_id], f"b{plan.batch_id}: row {row}"
         found: list[tuple[int, int, str]] = []
@@ -176,8 +176,9 @@ class TaggedHybrid:
     def write(
         self, plan: BatchPlan, index: int, row: int, start: int, ids: list[int], right: int | None = None
     ) -> None:
-        """A row computed positions from `start` on: prefix ids, or garbage. `right`: of a row that verified drafts,
-        how many were.
+        """A row computed positions from `start` on: prefix ids, or garbage.
+
+        `right`: of a row that verified drafts, the number of right ones.
         """
         placed = self.placed[plan.batch_id]
         if self.settings.window_tokens:
@@ -192,7 +193,7 @@ class TaggedHybrid:
 
     def _write_states(self, placed: Placed, row: int, ids: list[int], right: int | None) -> None:
         slots = placed.slots[row]
-        if placed.used[row] == 1:  # what a grammar forces is right, and its states need no place of their own
+        if placed.used[row] == 1:  # forced tokens are right, and their states need no slots of their own
             self.states[slots[0]], self.stands_in[row] = ids[-1], 0
             return
         assert right is not None
@@ -209,7 +210,7 @@ class TaggedHybrid:
             placed.written[row] &= set(placed.windows[row][start // self.page_size : last])
 
     def spoil(self, plan: BatchPlan, index: int, row: int, start: int, stop: int) -> None:
-        """A batch failed: what a row of it, or of a batch behind it, left is garbage."""
+        """A batch failed: the blocks of a row of it, or of a batch behind it, are garbage."""
         placed = self.placed[plan.batch_id]
         if self.settings.window_tokens:
             for position in range(start, stop):

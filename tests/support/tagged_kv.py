@@ -7,12 +7,12 @@ token. Equal ids mean equal tokens at equal positions behind equal prefixes, whi
 comparison per cell finds pages that are shared wrongly, freed too early, read before they were written, or written by
 two requests.
 
-    launch(plan)     checks what can be checked at once, and queues the plan: the stream
+    launch(plan) checks the plan at once, and queues it: the stream
     advance(command) moves matchers and lets a deferred batch sample
     execute()        runs the oldest queued plan: the device; returns the tokens it sampled
     deliver(id)      the host passes the result to the core: deferred frees of the batch are due
 
-A row under a grammar has a matcher, which here is only the tokens that it has taken in. A row is sampled when its
+A row with a grammar has a matcher, here the list of tokens that it has taken in. A row is sampled when its
 matcher has taken in exactly the output before; no token is taken in twice, and none after the end of its grammar
 (`Story.grammar_ends`).
 
@@ -96,12 +96,12 @@ def pure_token(request_id: RequestId, position: int) -> int:
 
 
 def pure_accept(request_id: RequestId, position: int, drafts: int) -> int:
-    """How many of a row's drafts behind `position` are right: none, some or all, by request and position."""
+    """The number of right drafts of a row behind `position`: none, some or all, by request and position."""
     return min(drafts, (request_id * 7 + position * 5 + position // 3) % 5)
 
 
 def pure_forced(request_id: RequestId, position: int) -> bool:
-    """Whether the grammar of a request admits but one token at a position."""
+    """Whether the grammar of a request admits only one token at a position."""
     return (request_id * 5 + position) % 11 in (2, 3, 4, 7)
 
 
@@ -118,47 +118,47 @@ class Row:
     table: list[int] = field(default_factory=list)
     reach: int = 0  # positions that plans have claimed so far, at most
     least: int = 0  # positions that they have claimed at least
-    stands: int = 0  # the first position that is not computed, as the device has it
+    stands: int = 0  # the first position that is not computed, according to the device
     live: bool = True  # its request has not left yet
-    prefix_ids: list[int] = field(default_factory=list)  # what its cells must hold
+    prefix_ids: list[int] = field(default_factory=list)  # the required content of its cells
     newest: tuple[int, int] | None = None  # position and token of the newest sample
     failed: bool = False  # a batch that named it failed; what it computes from then on is garbage
-    matcher: list[int] | None = None  # the tokens it has seen, for a row under a grammar
+    matcher: list[int] | None = None  # the tokens it has taken in, for a row with a grammar
     hidden_states: bool = False
-    weights: int = 0  # when it was taken; with these or newer ones its media were encoded
+    weights: int = 0  # when the row was taken; its media were encoded with these or newer ones
 
 
 @dataclass
 class Story:
     """The tokens of a request, from the events and from the executor's own samples."""
 
-    namespace: object  # all that sets its KV apart from that of equal tokens
-    tokens: list[Any]  # ids; where a span is, (digest, number of the embedding) instead
+    namespace: object  # the key that separates its KV from that of equal tokens
+    tokens: list[Any]  # ids; in a span (digest, number of the embedding) instead
     prompt_tokens: int
     session: str = ""
     adapter: tuple[str, int] = BASE
     grammar_ends: int | None = None  # output tokens after which its grammar admits nothing more
-    about: list[object] = field(default_factory=list)  # what more its KV depends on, by position of the prompt
+    about: list[object] = field(default_factory=list)  # other inputs of its KV, by position of the prompt
     encoder_digests: set[bytes] = field(default_factory=set)
     pooled: bool = False
     ends_with_prompt: bool = False
     logprobs_wanted: range = range(0)  # positions
     hidden_wanted: bool = False
-    hidden_from: int = 0  # before that is what its session kept
+    hidden_from: int = 0  # the positions before it are those kept by its session
     logprobs: list[int] = field(default_factory=list)  # positions whose prompt logprobs were delivered
     hidden: list[int] = field(default_factory=list)
 
 
 @dataclass
 class Kept:
-    """What a session keeps: the beginning of a Story."""
+    """The part of a session that is kept: the beginning of a Story."""
 
     tokens: list[Any] = field(default_factory=list)
     about: list[object] = field(default_factory=list)
     encoder_digests: set[bytes] = field(default_factory=set)
 
     def first(self, tokens: int | None) -> Kept:
-        """As much of it; None for all."""
+        """Its first tokens; None for all."""
         kept = self.tokens[:tokens]
         digests = {token[0] for token in kept if isinstance(token, tuple)}
         return Kept(kept, self.about[:tokens], self.encoder_digests & digests)
@@ -172,7 +172,7 @@ class Launched:
     copy: bytes
     pages: dict[int, set[int]]  # by row: every page its positions use
     tables: dict[int, list[int]]  # by row: its page table as this plan must see it
-    may_sample: bool = True  # it was not deferred, or its SampleBatch came
+    may_sample: bool = True  # it was not deferred, or its SampleBatch has come
     computed: bool = False  # its forward ran
     fed_back: dict[int, list[int]] = field(default_factory=dict)  # by position in the plan: tokens before the last
     executed: bool = False  # and it was sampled
@@ -180,11 +180,11 @@ class Launched:
     starts: dict[int, int] = field(default_factory=dict)  # by position in the plan: where a verifying row began
     accepted: dict[int, int] = field(default_factory=dict)  # and how many tokens it got
     drafts: dict[int, int] = field(default_factory=dict)  # and how many drafts it verifies
-    most: dict[int, int] = field(default_factory=dict)  # by row: where it stops at most, as far as results say
+    most: dict[int, int] = field(default_factory=dict)  # by row: its last possible position, given the results so far
 
 
 class TaggedKv:
-    """A device for one engine. Feed it every observed event and its Step, in order, with `observe`."""
+    """A device for one engine. `observe` must receive every observed event and its Step, in order."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class TaggedKv:
         self.forwards = 0
         self.rows: dict[int, Row] = {}
         self.stories: dict[RequestId, Story] = {}
-        self.sessions: dict[str, Kept] = {}  # what each open session keeps
+        self.sessions: dict[str, Kept] = {}  # the kept part of each open session
         self.cells: list[list[int]] = []  # by page and place in it: a prefix id
         self.hybrid: TaggedHybrid | None = None
         if config.hybrid is not msgspec.UNSET:
@@ -221,18 +221,18 @@ class TaggedKv:
         self.launched: list[Launched] = []  # all of them, for the comparison at the end
         self.last_batch = -1
         self.versions: dict[str, int] = {}  # of adapters, as a new request gets them
-        self.slots: dict[int, tuple[str, int]] = {}  # what each slot holds, loads under way included
+        self.slots: dict[int, tuple[str, int]] = {}  # the adapter in each slot, loads in progress included
         self.loads: list[LoadAdapter] = []  # not answered yet
         self.ordered = False  # the host works on weights or memory
         self.released: list[str] = []  # memory that is given back
-        self.encoding: dict[bytes, int] = {}  # what an encoder was asked for last, and with which weights
-        self.encoded: dict[bytes, int] = {}  # the encoder output that is there, and with which weights it was made
+        self.encoding: dict[bytes, int] = {}  # what an encoder was ordered last, and with which weights
+        self.encoded: dict[bytes, int] = {}  # the encoder output that exists, and with which weights it was made
         self._interned: dict[tuple[object, ...], int] = {} if interned is None else interned
 
-    # ---- what the host does
+    # ---- actions of the host
 
     def observe(self, event: Observed, step: Step) -> None:
-        """Take in an event the engine has folded, and the Step that followed."""
+        """Take in an event that the engine has folded, and the Step that followed."""
         match event:
             case RequestArrived():
                 for decided in step.decided:
@@ -276,7 +276,7 @@ class TaggedKv:
                     self._session_closed(decided.session)
                 case TransferMoved(request_id=request_id, state="ready"):
                     assert isinstance(event, TransferAdvanced)
-                    self.stories[request_id].tokens.append(event.first_token)  # drawn elsewhere
+                    self.stories[request_id].tokens.append(event.first_token)  # drawn by the other engine
         for command in step.commands:
             match command:
                 case LaunchBatch(plan, sample):
@@ -321,10 +321,10 @@ class TaggedKv:
         del self.sessions[name]
         for story in self.stories.values():
             if story.session == name:
-                story.session = ""  # another session may come to be called so
+                story.session = ""  # another session may get the name
 
     def _turn_started(self, started: TurnStarted) -> None:
-        """A turn's prompt is known: what the session keeps, and its own."""
+        """A turn's prompt is known: the kept part of the session, and its own tokens."""
         story, kept = self.stories[started.request_id], self.sessions[started.session].first(started.kept_tokens)
         story.tokens, story.about = kept.tokens + story.tokens, kept.about + story.about
         story.encoder_digests |= kept.encoder_digests
@@ -335,7 +335,7 @@ class TaggedKv:
             raise KvError(f"r{started.request_id} starts with {started.prompt_tokens} tokens, not {len(story.tokens)}")
 
     def _turn_ended(self, finished: RequestFinished) -> None:
-        """What a completed turn leaves is the session's."""
+        """The tokens of a completed turn are kept by the session."""
         story = self.stories[finished.request_id]
         if story.session in self.sessions and finished.reason in COMPLETED:
             tokens = story.tokens[: story.prompt_tokens + finished.output_tokens]
@@ -374,7 +374,7 @@ class TaggedKv:
         self.loads.append(command)
 
     def loaded(self, event: AdapterLoaded) -> None:
-        """The engine took in that a load ended."""
+        """The engine has processed the end of a load."""
         load = next(load for load in self.loads if (load.adapter, load.version) == (event.adapter, event.version))
         self.loads.remove(load)
         if event.error:
@@ -387,7 +387,7 @@ class TaggedKv:
                 row.live = False
 
     def restart(self, generation: int) -> None:
-        """The device's memory is gone, and what was on the stream with it."""
+        """The memory of the device is lost, and the batches that were on the stream with it."""
         self.generation = generation
         self.rows.clear()
         self.stream.clear()
@@ -446,7 +446,7 @@ class TaggedKv:
             self._run_ahead()
 
     def agreed(self, plan: BatchPlan, *, deferred: bool) -> None:
-        """A plan that is on the stream since a rank proposed it is launched: it may sample, or waits for matchers."""
+        """A proposed plan, already on the stream, is launched: it may sample, or waits for matchers."""
         launched = next(one for one in self.stream if one.plan.batch_id == plan.batch_id)
         settled = {name: getattr(plan, name) for name in ("ranks", "mode", "sample_after")}
         proposed = msgspec.structs.replace(launched.plan, **settled)
@@ -473,7 +473,7 @@ class TaggedKv:
             self._run_ahead()
 
     def _run_ahead(self) -> None:
-        """Run all that can run: up to a batch that may not sample yet, whose forward runs."""
+        """Run all plans that can run: up to a batch that may not sample yet, whose forward runs."""
         for launched in self.stream:
             if not launched.executed:
                 self._compute(launched)
@@ -533,7 +533,7 @@ class TaggedKv:
     def _verify(self, launched: Launched, i: int, row: Row, drafts: int) -> None:
         """Compute a row's newest token and its drafts, from its position; wrong drafts leave garbage."""
         plan, story = launched.plan, self.stories[row.request_id]
-        start = int(plan.starts[i]) if row.failed else row.stands  # a batch that failed did not move it
+        start = int(plan.starts[i]) if row.failed else row.stands  # a failed batch did not move it
         table = launched.tables[int(plan.rows[i])]
         if not int(plan.starts[i]) <= start <= int(plan.stops[i]) - 1 - drafts:
             raise KvError(f"b{plan.batch_id}: r{row.request_id} stands at {start}, its span of {1 + drafts} lies in "
@@ -601,7 +601,7 @@ class TaggedKv:
         return TokensForced(time_us, self.generation, forced) if forced else None
 
     def _forced(self, launched: Launched) -> tuple[tuple[RequestId, int, bytes], ...]:
-        """Requests whose grammars leave no choice behind the token they sample, with what they force."""
+        """Requests whose grammars leave no choice behind the token they sample, with the forced tokens."""
         found: list[tuple[RequestId, int, bytes]] = []
         for i in launched.plan.sample_rows.tolist() if self.config.jumps else ():
             row = self.rows[int(launched.plan.rows[i])]
@@ -609,7 +609,7 @@ class TaggedKv:
             stop = first = 1 + (
                 launched.starts[i] + launched.accepted[i] if i in launched.starts else int(launched.plan.stops[i])
             )
-            ends = stop + 100  # the token that ends a grammar is sampled: its result says so
+            ends = stop + 100  # the token that ends a grammar is sampled: its result reports it
             if story.grammar_ends is not None:
                 ends = story.prompt_tokens + story.grammar_ends - 1
             while row.matcher is not None and stop < ends and self.force(row.request_id, stop):
@@ -631,7 +631,7 @@ class TaggedKv:
         return tuple(ended)
 
     def deliver(self, batch_id: BatchId) -> None:
-        """The engine took in the result of the oldest batch: its fence is lifted."""
+        """The engine has taken in the result of the oldest batch: its deferred frees are done."""
         if not self.stream or self.stream[0].plan.batch_id != batch_id:
             raise KvError(f"b{batch_id} is delivered, but it is not the oldest on the stream")
         delivered, page_size = self.stream.popleft(), self.config.page_size
@@ -651,12 +651,12 @@ class TaggedKv:
                         self.hybrid.narrow(behind.plan.batch_id, index, at_least, behind.most[index])
 
     def check_plans_unchanged(self) -> None:
-        """Every plan still is what it was when it was launched. Call at the end of a run."""
+        """Every plan is unchanged since its launch. Call at the end of a run."""
         for launched in self.launched:
             if snapshot_of(launched.plan) != launched.copy:
                 raise KvError(f"the plan of b{launched.plan.batch_id} changed after its launch")
 
-    # ---- what is checked
+    # ---- checks
 
     def _check_head(self, plan: BatchPlan) -> None:
         if plan.batch_id <= self.last_batch:
@@ -691,7 +691,7 @@ class TaggedKv:
             raise KvError(f"b{plan.batch_id} waits for b{plan.sample_after}; its rows are sampled by {after}")
 
     def _check_matcher(self, request_id: RequestId, row: Row) -> None:
-        """What a matcher has seen is the beginning of the request's output, and not more than the grammar takes."""
+        """A matcher has taken in the beginning of the request's output, and not more than the grammar admits."""
         story, seen = self.stories[row.request_id], row.matcher
         assert seen is not None
         outputs = story.tokens[story.prompt_tokens :]
@@ -714,17 +714,17 @@ class TaggedKv:
             story = self.stories[int(plan.request_ids[span.index])]
             wanted = range(span.start, span.start + len(span.targets))
             if not wanted or wanted.stop > int(plan.stops[span.index]) or set(wanted) & set(story.logprobs):
-                raise KvError(f"b{plan.batch_id} wants logprobs of {wanted}, {story.logprobs} were delivered")
+                raise KvError(f"b{plan.batch_id} requests logprobs of {wanted}, {story.logprobs} were delivered")
             for position, target in zip(wanted, span.targets.tolist(), strict=True):
                 if isinstance(story.tokens[position + 1], int) and story.tokens[position + 1] != target:
-                    raise KvError(f"b{plan.batch_id} wants the logprob of {target} at {position}")
+                    raise KvError(f"b{plan.batch_id} requests the logprob of {target} at {position}")
         for hidden in plan.hidden_spans:
             story = self.stories[int(plan.request_ids[hidden.index])]
             if set(range(hidden.start, int(plan.stops[hidden.index]))) & set(story.hidden):
-                raise KvError(f"b{plan.batch_id} wants hidden states that were delivered, from {hidden.start}")
+                raise KvError(f"b{plan.batch_id} requests hidden states that were delivered, from {hidden.start}")
 
     def _new_tokens(self, plan: BatchPlan, i: int, ids: list[Any]) -> list[Any]:
-        """What the new positions of an extend row are computed from: tokens, and embeddings where spans are."""
+        """The inputs of the new positions of an extend row: tokens, and embeddings in spans."""
         start, story = int(plan.starts[i]), self.stories[int(plan.request_ids[i])]
         for span in plan.media_spans:
             if span.index == i:
@@ -772,7 +772,7 @@ class TaggedKv:
             raise KvError(f"r{finished.request_id} got hidden states of {story.hidden}, wanted {wanted}")
 
     def _check_adapter(self, plan: BatchPlan, taken: RowTaken) -> None:
-        """A row is taken on the adapter its request came for."""
+        """A row is taken on the adapter of its request."""
         adapter = self.stories[taken.request_id].adapter
         if (taken.adapter, taken.adapter_version) != adapter or (adapter == BASE) != (taken.adapter_slot < 0):
             raise KvError(f"b{plan.batch_id}: row {taken.row} is taken on {taken.adapter!r} version "
@@ -804,7 +804,10 @@ class TaggedKv:
             table[index] = page
 
     def _check_row(self, plan: BatchPlan, i: int, row_index: int, request_id: int, start: int, stop: int) -> set[int]:
-        """A row belongs to the plan's request, has a whole page table, goes on where it stood. Returns its pages."""
+        """A row belongs to the plan's request, has a whole page table, and starts at its position.
+
+        Returns its pages.
+        """
         row = self.rows.get(row_index)
         if row is None or row.request_id != request_id or not row.live:
             raise KvError(f"b{plan.batch_id} runs r{request_id} in row {row_index}, which it does not have")
@@ -867,7 +870,7 @@ class TaggedKv:
     def _check_reads(self, plan: BatchPlan, row: Row, table: list[int], stop: int) -> bool:
         """Every cell below `stop` holds exactly this request's prefix.
 
-        Returns: whether it reads what a failed batch left, which only a row whose request has left already may do.
+        Returns: whether it reads cells of a failed batch, which only a row whose request has left already may do.
         """
         page_size = self.config.page_size
         read = table[: -(-stop // page_size)]
@@ -885,7 +888,7 @@ class TaggedKv:
                       f"{table[position // page_size]}, where {what}")  # fmt: skip
 
     def _spoil(self, plan: BatchPlan) -> None:
-        """A batch failed: what its requests computed in it, and in batches behind it, is garbage."""
+        """A batch failed: the KV that its requests computed in it, and in batches behind it, is garbage."""
         failed = set(plan.rows.tolist())
         for row in failed:
             self.rows[row].failed = True
@@ -944,10 +947,10 @@ class TaggedKv:
 
 
 def drafts_of(launched: Launched, row: int) -> int:
-    """Drafts that a plan verifies of a row."""
+    """The drafts of a row that a plan verifies."""
     return sum(drafts for i, drafts in launched.drafts.items() if int(launched.plan.rows[i]) == row)
 
 
 def snapshot_of(plan: object) -> bytes:
-    """All of a plan, or of a part of it, in bytes, to compare it with itself later."""
+    """A plan, or a part of it, in bytes, for a later comparison."""
     return msgspec.msgpack.encode(plan, enc_hook=lambda array: array.tobytes())

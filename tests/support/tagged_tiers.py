@@ -39,7 +39,7 @@ Answer = HostCopyFinished | PrefetchFinished | StorageWritten
 
 
 def number_of(move: Move) -> int:
-    """What its answer names."""
+    """The number of the operation that an answer ends."""
     match move:
         case CopyToHost() | LoadFromHost():
             return move.copy_id
@@ -60,27 +60,27 @@ def _answer(move: Move, time_us: int, pages_done: int, error: str = "") -> Answe
 
 
 class TaggedTiers:
-    """The memory of a host and a storage. Feed it every observed event and its Step, around its `TaggedKv`."""
+    """The memory of a host and a storage. It must receive every observed event and its Step, around its `TaggedKv`."""
 
     def __init__(self, settings: CacheTiers, kv: TaggedKv) -> None:
         self.kv = kv
         self.page_size = kv.config.page_size
         self.host = [self._spoilt() for _ in range(settings.host_pages)]
         self.windows: dict[int, list[int]] = {}  # of host memory, by number: cells as of a window page
-        self.states: dict[int, int] = {}  # the same: the prefix id that a state stands behind
+        self.states: dict[int, int] = {}  # likewise: the prefix id behind which a state stands
         self.storage: dict[bytes, Any] = {}  # cells of pages and window pages, prefix ids of states
         self.moves: dict[int, Move] = {}  # under way
-        self.read: dict[int, list[list[int]]] = {}  # by write: pages that were given up, as they were then
+        self.read: dict[int, list[list[int]]] = {}  # by write: pages that were given up, with their old content
         self.read_beside: dict[int, list[list[Any]]] = {}  # and their window and state blocks, by kind
         self.cancelled: set[int] = set()
         self.begun: set[int] = set()  # operations that the engine has accounted and not ended
-        self.voided: list[Answer] = []  # answers to moves of a generation that is gone
+        self.voided: list[Answer] = []  # answers to moves of an earlier generation
 
     def _spoilt(self) -> list[int]:
         return [GARBAGE] * self.page_size
 
     def found(self, move: Move) -> int:
-        """Pages that a move can bring: of a prefetch those that storage has, as far as a request could go on."""
+        """Pages that a move can bring: of a prefetch those in storage, as far as a request could continue from them."""
         if not isinstance(move, PrefetchFromStorage):
             return len(move.host_pages)
         return in_storage(move, self.storage.__contains__)[0]
@@ -124,7 +124,7 @@ class TaggedTiers:
         return len(move.keys) if isinstance(move, PrefetchFromStorage | WriteToStorage) else len(move.host_pages)
 
     def _blocks(self, write: CopyToHost) -> list[list[Any]]:
-        """What a write reads beside its pages: cells of windows, states."""
+        """The blocks that a write reads beside its pages: cells of windows, states."""
         found: list[list[Any]] = []
         for one in write.blocks:
             assert self.kv.hybrid is not None
@@ -198,7 +198,7 @@ class TaggedTiers:
                     if number in (windows if one.kind == "window" else placed.slots_used):
                         raise KvError(f"S5: load {load.copy_id} fills the {one.kind} {number}, which is in flight")
                 if one.kind == "window":
-                    if number in hybrid.full_of:  # of a page that lost it: what comes back gets it from now on
+                    if number in hybrid.full_of:  # of a page that lost it: the returned block belongs to it from now on
                         del hybrid.window_of[hybrid.full_of.pop(number)]
                     hybrid.cells[number] = self._spoilt()
                 else:
@@ -236,7 +236,7 @@ class TaggedTiers:
                         self._store(f"{one.kind} {place}", key, self._beside(one.kind)[place])
 
     def _store(self, name: str, key: bytes, what: Any) -> None:
-        """S13: under a key there is one thing, and nothing that may not be read."""
+        """S13: each key has one page, and none with content that may not be read."""
         if GARBAGE in (what if isinstance(what, list) else [what]) or self.storage.setdefault(key, what) != what:
             raise KvError(f"S13: {name} is stored as {what}, under its key is {self.storage.get(key)}")
 
@@ -248,5 +248,5 @@ class TaggedTiers:
                 self._beside(found.kind)[place] = self.storage[order.keys[index]]
 
     def _beside(self, kind: str) -> dict[int, Any]:
-        """Companions of a kind in host memory."""
+        """Window or state blocks of a kind in host memory."""
         return self.windows if kind == "window" else self.states

@@ -48,7 +48,7 @@ def moving(rng: random.Random, actions: list[Action]) -> list[Action]:
 
 
 def returning(rng: random.Random) -> tuple[SchedConfig, list[Action]]:
-    """A pool for one or two of a few prompts that come again and again, so that what is evicted is wanted back."""
+    """A pool for one or two of a few prompts that are repeated, so that evicted pages are needed again."""
     page_size = rng.choice([1, 2, 4])
     config = SchedConfig(
         page_size=page_size,

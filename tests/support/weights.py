@@ -1,4 +1,4 @@
-"""Models that differ from the demo model in nothing but their values."""
+"""Models that differ from the demo model in their values alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def other_tensors(seed: int) -> dict[str, Tensor]:
 
 
 def other_weights(folder: Path, seed: int) -> Path:
-    """The demo model's folder with other values, as a trainer would leave it."""
+    """The demo model's folder with other values, as a training step would leave it."""
     shutil.copytree(demo_folder(), folder)
     save_file(other_tensors(seed), folder / "model.safetensors", metadata={"format": "pt"})
     return folder

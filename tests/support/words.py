@@ -1,4 +1,4 @@
-"""A small tokenizer of bytes and a few words, in a folder as models have it: chat template, special tokens."""
+"""A small tokenizer of bytes and a few words, in a folder like that of a model: chat template, special tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WORDS = (" the", " and", " is", "tool", "call", "name", "arguments", "city", " {
 
 
 def word_tokenizer(folder: Path, *, template: str = "", special: Sequence[str] = (), eos: str = "<eos>") -> Path:
-    """Write it. Returns the folder.
+    """Write the tokenizer. Returns the folder.
 
     Args:
         special: tokens that a tokenizer leaves out of text; `eos` is one of them, at the end if it is not named.

@@ -1,4 +1,4 @@
-"""`lockstep bench serve` sends what a simulation of the same words has, and measures it by the same definitions."""
+"""`lockstep bench serve` sends the requests of a simulation with the same arguments, and its measures are the same."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_bench(*arguments: object) -> Result:
 
 
 def sent(number: int, due_us: int, messages: list[tuple[int, int]], **more: Any) -> Sent:
-    """A request that was answered, unless `more` says otherwise; messages are (when, output tokens so far)."""
+    """A request that was answered, unless `more` has other fields; messages are (when, output tokens so far)."""
     one = Sent(f"r{number}", due_us, turn_tokens=10, request_id=number, sent_us=due_us + 100, status=200)
     one.message_us = array("q", [when for when, _ in messages])
     one.message_tokens = array("i", [tokens for _, tokens in messages])
@@ -72,11 +72,11 @@ def test_latencies_are_those_of_the_metrics_page() -> None:
         slos=("ttft=3ms",),
     )
     latency = found["latency"]
-    assert (latency["ttft_us_min"], latency["ttft_us_max"]) == (2_000, 4_000)  # from when it was due
+    assert (latency["ttft_us_min"], latency["ttft_us_max"]) == (2_000, 4_000)  # from its due time
     assert latency["tpot_us_max"] == latency["tpot_us_min"] == 1_000  # (9,000 - 5,000) / (5 - 1)
     assert (latency["itl_us_p50"], latency["itl_us_max"]) == (1_000, 1_000)  # 3 tokens after 3,000 us are 3 gaps
     assert (latency["e2e_us_min"], latency["e2e_us_max"]) == (2_050, 8_050)
-    assert latency["queue_us_p50"] is None  # no client knows it
+    assert latency["queue_us_p50"] is None  # no client can measure it
     assert found["throughput"]["makespan_us"] == 8_050
     assert (found["throughput"]["prompt_tokens"], found["throughput"]["output_tokens"]) == (16, 6)
     assert found["throughput"]["good_requests"] == 1
@@ -106,7 +106,7 @@ def test_errors_count_as_what_they_are() -> None:
     assert (requests["arrived"], requests["completed"], requests["unfinished"]) == (7, 1, 1)
     assert requests["by_reject_reason"] == {"bad_request": 1, "queue_full": 1}
     assert requests["by_finish_reason"] == {"error": 2, "length": 1, "timeout": 1}
-    assert requests["failed"] == 5  # all but the answered one and the client's own mistake
+    assert requests["failed"] == 5  # all but the answered one and the client's own error
     assert {kind: errors["count"] for kind, errors in found["errors"].items()} == {
         "connection": 1, "interrupted": 1, "status 400": 1, "status 500": 1, "status 503": 1, "timeout": 1,
     }  # fmt: skip

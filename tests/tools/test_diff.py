@@ -1,4 +1,4 @@
-"""`lockstep diff` names the first decision in which two journals part, and counts how they drift."""
+"""`lockstep diff` names the first decision in which two journals differ, and counts how they drift."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.core.journal.replay import fold
 from lockstep.core.journal.writer import JournalWriter
 from lockstep.tools.diff import diff
 from lockstep.tools.drift import drift
-from tests.support.recorded import record_simulation, record_story
+from tests.support.recorded import record_simulation, record_text
 
 WORKLOAD = "gen:n=30,rate=400,shared_prefix=64x2,input=lognormal:150:0.8,output=lognormal:30:0.8,max_total=700"
 TIGHT = {"pages": 60, "max_running_requests": 8, "chunked_prefill_size": 128}
@@ -35,7 +35,7 @@ def run_diff(*arguments: object) -> Result:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same load: as it is, under lpm, with a setting that decides nothing, on a clock that is a little later."""
+    """The same load: unchanged, under lpm, with a setting that decides nothing, on a clock that is a little later."""
     folder = tmp_path_factory.mktemp("runs")
     record_simulation(folder / "fcfs", WORKLOAD, **TIGHT)
     record_simulation(folder / "lpm", WORKLOAD, **TIGHT, schedule_policy="lpm")
@@ -87,9 +87,9 @@ def test_other_inputs_are_aligned_by_launch_and_request(runs: Path) -> None:
     assert json.loads(run_diff(runs / "fcfs", runs / "slower", "--json").stdout)["first_differing_input"]["number"] > 0
 
 
-def test_request_that_asks_for_more_is_where_inputs_part_and_its_last_decode_where_launches_do(tmp_path: Path) -> None:
-    first = record_story(tmp_path / "a", STORY.format(about="b wants 2.", policy="fcfs", b=2))
-    other = record_story(tmp_path / "b", STORY.format(about="b wants 4.", policy="fcfs", b=4))
+def test_a_longer_request_is_where_inputs_differ_and_its_last_decode_where_launches_do(tmp_path: Path) -> None:
+    first = record_text(tmp_path / "a", STORY.format(about="b wants 2.", policy="fcfs", b=2))
+    other = record_text(tmp_path / "b", STORY.format(about="b wants 4.", policy="fcfs", b=4))
     found = drift(first, other)
     assert found.input is not None
     assert found.input.number == 1
@@ -121,7 +121,7 @@ def test_what_is_no_journal_is_refused(runs: Path, tmp_path: Path) -> None:
 
 
 def test_runs_of_other_requests_do_not_drift(runs: Path, tmp_path: Path) -> None:
-    """Nothing is called the same where there is nothing to compare."""
+    """Without common requests nothing is reported as the same."""
     other = WORKLOAD.replace("n=30", "n=20,turns=uniform:2:3")
     record_simulation(tmp_path / "other", other, **TIGHT)
     result = run_diff(runs / "fcfs", tmp_path / "other")

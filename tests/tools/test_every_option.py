@@ -154,7 +154,7 @@ LINES: dict[str, tuple[str, str]] = {
     "--pp-dynamic-chunking": (STAGES, ""),
 }
 KINDS = {"integer": "2", "float": "0.5", "duration": "20s"}
-NOT_HERE = {"--out", "--json", "--overwrite"}  # where the run is written, and how it is printed
+NOT_HERE = {"--out", "--json", "--overwrite"}  # the place of the run's files, and the form of its output
 
 
 def line_of(option: click.Parameter) -> str:
@@ -178,7 +178,7 @@ def done(command: click.Command, *words: str) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The run that every other one is compared with."""
+    """The run with which every other one is compared."""
     run = str(tmp_path_factory.mktemp("runs") / "plain")
     done(simulate, *shlex.split(PLAIN), "--no-trace", "--no-report", "--no-intervals", "--out", run)
     return run

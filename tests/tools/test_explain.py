@@ -1,4 +1,4 @@
-"""`lockstep explain` tells of a request, a step and the slowest requests what the core decided, and nothing else."""
+"""`lockstep explain` reports on a request, a step and the slowest requests exactly the decisions of the core."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lockstep.tools.state_at import state_at
 from lockstep.tools.timeline_picture import lanes, picture, text_lines
 from lockstep.tools.why_step import why_step
 from tests.support.fleet.fleet import Fleet
-from tests.support.recorded import SCENARIOS, journal_of, record_rank, record_simulation, record_story
+from tests.support.recorded import SCENARIOS, journal_of, record_rank, record_simulation, record_text
 from tests.support.routed import raw
 from tests.support.scenario import Run, digest_of, parse, play
 from tests.support.served import Asked
@@ -37,8 +37,8 @@ def run_explain(*arguments: object) -> Result:
     return CliRunner().invoke(explain, [str(argument) for argument in arguments])
 
 
-def story_of(folder: Path, name: str) -> tuple[RequestTimeline, Chronicle, str]:
-    """The story of a request, all stories, and the story as text."""
+def timeline_of(folder: Path, name: str) -> tuple[RequestTimeline, Chronicle, str]:
+    """The timeline of a request, all timelines, and its text."""
     request_id = find_request(folder, name)
     chronicle, walk = chronicle_of(folder, [request_id])
     timeline = chronicle.timelines[request_id]
@@ -46,12 +46,12 @@ def story_of(folder: Path, name: str) -> tuple[RequestTimeline, Chronicle, str]:
 
 
 def causes(timeline: RequestTimeline) -> list[tuple[str, int, int, int]]:
-    """What the first wait was for: reason, whom, from, until in ms."""
+    """The causes of the first wait: reason, other request, from, until in ms."""
     spans = timeline.waits[0].spans
     return [(s.cause.reason, s.cause.other, s.start_us // 1000, s.stop_us // 1000) for s in spans]
 
 
-QUEUE = """# Two run at most: c is first in line, d behind it.
+QUEUE = """# Two run at most: c is the head of the waiting queue, d is behind it.
 config page_size=2 pages=64 overlap_depth=0 max_running_requests=2 radix_cache=no
 
 add a prompt=1..4 max_new=4
@@ -74,14 +74,14 @@ run
 
 
 def test_waiting_is_shown_with_its_reason_and_what_made_room(tmp_path: Path) -> None:
-    folder = record_story(tmp_path, QUEUE)
-    c, _, text = story_of(folder, "c")
+    folder = record_text(tmp_path, QUEUE)
+    c, _, text = timeline_of(folder, "c")
     assert causes(c) == [("launch", -1, 2, 5), ("running_limit", -1, 5, 14)]
     assert [(one.request_id, one.how) for one in c.waits[0].made_room] == [(0, "length")]
     assert "3 ms: it was not refused; the next batch was not planned yet" in text
     assert "9 ms: first in the queue, but max_running_requests (2) ran already" in text
     assert "at the end of this time a ended (length)" in text
-    d, _, text = story_of(folder, "d")
+    d, _, text = timeline_of(folder, "d")
     assert causes(d)[:2] == [("launch", -1, 2, 5), ("running_limit", 2, 5, 14)]
     assert "9 ms: behind c, which could not start: max_running_requests (2) ran already" in text
     assert "no tokens were cached (the radix cache is off): 4 tokens to compute" in text
@@ -89,7 +89,7 @@ def test_waiting_is_shown_with_its_reason_and_what_made_room(tmp_path: Path) -> 
 
 
 def test_shared_prefix_names_the_computing_request_and_what_was_hit(tmp_path: Path) -> None:
-    folder = record_story(
+    folder = record_text(
         tmp_path,
         """# b waits for the pages that a computes.
 config page_size=4 pages=64 prefix_deduplication=defer overlap_depth=0
@@ -103,7 +103,7 @@ at 9ms
 run
 """,
     )
-    b, _, text = story_of(folder, "b")
+    b, _, text = timeline_of(folder, "b")
     assert causes(b) == [("prefix", 0, 0, 7)]
     assert "7 ms: a was computing the prefix that they share" in text
     assert "40 of 41 tokens were in the radix cache, 1 was left" in text.replace("were left", "was left")
@@ -121,47 +121,47 @@ at 6ms
 moved
 run
 """
-    folder = record_story(tmp_path, (SCENARIOS / "tiers" / "storage.txt").read_text().rpartition("\nadd c")[0] + again)
-    c, _, text = story_of(folder, "c")
+    folder = record_text(tmp_path, (SCENARIOS / "tiers" / "storage.txt").read_text().rpartition("\nadd c")[0] + again)
+    c, _, text = timeline_of(folder, "c")
     assert causes(c) == [("prefetch", -1, 3, 5), ("load", -1, 5, 6)]
     assert "2 ms: its prefix was being fetched from storage" in text
     assert "1 ms: its prefix was being loaded from host memory to the device" in text
 
 
 def test_grammar_session_adapter_sample_and_pause_are_shown(tmp_path: Path) -> None:
-    grammar = record_story(
+    grammar = record_text(
         tmp_path / "grammar",
         "# g compiles for 5 ms.\nconfig page_size=2 pages=64 overlap_depth=0\n\nadd a prompt=1..4 max_new=2 grammar=g\n"
         "at 5ms\ngrammar g\nat 6ms\nstep\nrun\n",
     )
-    assert causes(story_of(grammar, "a")[0]) == [("grammar", -1, 0, 5), ("launch", -1, 5, 6)]
-    session = record_story(
+    assert causes(timeline_of(grammar, "a")[0]) == [("grammar", -1, 0, 5), ("launch", -1, 5, 6)]
+    session = record_text(
         tmp_path / "session",
         "# b waits for a.\nconfig page_size=2 pages=64\n\nopen s\nadd a prompt=1..4 max_new=1 session=s\n"
         "add b prompt=11..12 max_new=1 session=s\nstep\nat 4ms\ncollect\nat 6ms\nstep\nrun\n",
     )
-    b, _, text = story_of(session, "b")
+    b, _, text = timeline_of(session, "b")
     assert causes(b) == [("session", 0, 0, 4), ("launch", -1, 4, 6)]
     assert "the previous turn of its session, a, had not ended" in text
     assert "a turn of session s, which kept 5 tokens: 7 in all" in text
-    adapter = record_story(
+    adapter = record_text(
         tmp_path / "adapter",
         "# law is loaded.\nconfig page_size=2 pages=64 overlap_depth=0 max_loras=1\n\nload law\n"
         "add a prompt=1..4 max_new=2 adapter=law\nstep\nat 4ms\nloaded law\nat 5ms\nstep\nrun\n",
     )
-    assert causes(story_of(adapter, "a")[0])[0][0] == "adapter"
-    paused = record_story(
+    assert causes(timeline_of(adapter, "a")[0])[0][0] == "adapter"
+    paused = record_text(
         tmp_path / "paused",
         "# Paused for 9 ms.\nconfig page_size=2 pages=64 overlap_depth=0\n\npause\nadd a prompt=1..4 max_new=2\nstep\n"
         "at 9ms\nresume\nstep\nrun\n",
     )
-    assert causes(story_of(paused, "a")[0]) == [("paused", -1, 0, 9)]
-    samples = record_story(
+    assert causes(timeline_of(paused, "a")[0]) == [("paused", -1, 0, 9)]
+    samples = record_text(
         tmp_path / "samples",
         "# a.1 waits for a.\nconfig page_size=2 pages=64\n\nadd a prompt=1..8 max_new=2 n=2\nstep\nat 3ms\n"
         "finish\nrun\n",
     )
-    assert causes(story_of(samples, "a.1")[0])[0][0] in ("sample", "prefix")
+    assert causes(timeline_of(samples, "a.1")[0])[0][0] in ("sample", "prefix")
 
 
 def hear_all(fleet: Fleet) -> None:
@@ -170,7 +170,7 @@ def hear_all(fleet: Fleet) -> None:
 
 
 def test_waits_between_engines_are_shown_on_both_sides(tmp_path: Path) -> None:
-    """The KV of a prompt takes 4 ms; the decode engine runs one request, and another one's stands there for a while."""
+    """The KV of a prompt takes 4 ms; the decode engine runs one request, so the KV of another waits for a while."""
     common: dict[str, Any] = {"page_size": 2, "pages": 40, "max_running_requests": 1, "num_reserved_decode_tokens": 0}
     fleet = Fleet([SchedConfig(role="prefill", **common)], [SchedConfig(role="decode", **common)])
     for key in range(2):
@@ -188,19 +188,19 @@ def test_waits_between_engines_are_shown_on_both_sides(tmp_path: Path) -> None:
     fleet.clock(2_000)
     fleet.settle()
     decode = journal_of(fleet, "d0", tmp_path / "d0")
-    first, _, text = story_of(decode, "r0")
+    first, _, text = timeline_of(decode, "r0")
     assert causes(first)[0][0] == "receiving"
     assert "its KV was being transferred" in text
-    second, _, text = story_of(decode, "r1")
+    second, _, text = timeline_of(decode, "r1")
     assert [cause[0] for cause in causes(second)] == ["receiving", "ready"]
     assert "no row, or no slot for its adapter, was free" in text
-    prefill, _, text = story_of(journal_of(fleet, "p0", tmp_path / "p0"), "r0")
+    prefill, _, text = timeline_of(journal_of(fleet, "p0", tmp_path / "p0"), "r0")
     assert causes(prefill)[0][0] == "bootstrap"
     assert "its decode engine had not allocated pages for it" in text
 
 
 def test_media_are_listed_content_by_content(tmp_path: Path) -> None:
-    folder = record_story(
+    folder = record_text(
         tmp_path,
         """# b needs cat, which is being encoded for a, and dog, which waits for the encoder; c finds both.
 config page_size=2 pages=64 overlap_depth=0 encoder_budget_tokens=4
@@ -219,22 +219,22 @@ run
 """,
     )
     cat, dog = digest_of("cat").hex()[:8], digest_of("dog").hex()[:8]
-    b, chronicle, text = story_of(folder, "b")
+    b, chronicle, text = timeline_of(folder, "b")
     assert causes(b)[0] == ("media", -1, 2, 9)
     assert "7 ms: its media were being encoded" in text
     assert f"image {cat}, 4 tokens: encoded from 0.000 s, for another request, to 0.005 s" in text
     assert f"video {dog}, 4 tokens: encoded from 0.005 s to 0.009 s" in text
     encoder = next(lane for lane in lanes(b, chronicle) if lane.name == "encoder: its media")
     assert encoder.bars == [(2000, 5000), (5000, 9000)]
-    c, chronicle, text = story_of(folder, "c")
+    c, chronicle, text = timeline_of(folder, "c")
     assert f"image {cat}, 4 tokens: encoded already" in text
     assert all(lane.name != "encoder: its media" for lane in lanes(c, chronicle))
 
 
 def test_retraction_is_shown_with_the_requests_that_grew(tmp_path: Path) -> None:
     text = (SCENARIOS / "retraction/least_output_first.txt").read_text()
-    folder = record_story(tmp_path, text)
-    b, _, told_text = story_of(folder, "b")
+    folder = record_text(tmp_path, text)
+    b, _, told_text = timeline_of(folder, "b")
     assert len(b.retractions) == 1
     assert b.retractions[0].gainers == (0,)
     assert (b.retractions[0].event.needed_pages, b.retractions[0].event.available_pages) == (2, 1)
@@ -249,20 +249,20 @@ def test_retraction_is_shown_with_the_requests_that_grew(tmp_path: Path) -> None
 
 
 def test_preemption_names_the_beneficiary(tmp_path: Path) -> None:
-    folder = record_story(tmp_path, (SCENARIOS / "preemption/makes_room.txt").read_text())
-    assert "c has a higher priority and needed the pages" in story_of(folder, "b")[2]
+    folder = record_text(tmp_path, (SCENARIOS / "preemption/makes_room.txt").read_text())
+    assert "c has a higher priority and needed the pages" in timeline_of(folder, "b")[2]
 
 
 @pytest.mark.parametrize(
     "path", sorted(SCENARIOS.glob("[!c]*/*.txt"))[::4], ids=lambda path: f"{path.parent.name}-{path.stem}"
 )
 def test_every_timeline_adds_up(path: Path, tmp_path: Path) -> None:
-    """Of each request of many scenarios: spans tile its waits, and what is chronicle_of is chronicle_of in full."""
+    """For each request of many scenarios: spans tile its waits, and the narration of a timeline is complete."""
     run = Run()
     play(parse(path.read_text()), run)
     engine, names = Engine(run.config), Names()
-    everybody = range(run.next_request + 40)
-    chronicle = Chronicle(everybody)
+    request_ids = range(run.next_request + 40)
+    chronicle = Chronicle(request_ids)
     for number, event in enumerate(run.events):
         step = engine.step(event)
         names.observe(event)
@@ -336,7 +336,7 @@ def test_slowest_are_the_slowest_and_their_waits_are_added_up(crowd: Path, tmp_p
 
 
 def test_step_lists_admitted_and_left_out_requests(tmp_path: Path) -> None:
-    folder = record_story(tmp_path, QUEUE)
+    folder = record_text(tmp_path, QUEUE)
     reason = why_step(folder, 6)
     assert reason.title == "step 6 at 0.005 s: LaneReady, launched b1"
     assert reason.parts["before"][:2] == ["2 waiting: c and d", "2 decoding: a and b"]
@@ -388,7 +388,7 @@ def test_requests_that_left_the_routers_queue_never_reached_an_engine(crowd: Pat
         return result.stderr
 
     def record(*, ends: int) -> None:
-        """Two run, two more may wait, of five that come; who waits longest ends, and then one that ran."""
+        """Two run and two more may wait of five that arrive; the longest waiting one ends, and then a running one."""
         shares = (EngineShare(), EngineShare())
         config, line = RouterConfig(), DispatchConfig(open_max=1, waiting_max=2)
         router = Dispatcher(line, config, shares)
@@ -401,14 +401,14 @@ def test_requests_that_left_the_routers_queue_never_reached_an_engine(crowd: Pat
                 label = label_key(labels[fact.request_id], "") if isinstance(fact, RequestOffered) else ""
                 journal.append_decided(fact, decided, router.digest, label)
 
-    assert "120 requests arrived" in hint()  # at both
+    assert "120 requests arrived" in hint()  # at both engines
     record(ends=0)
     assert "1 request was cancelled or rejected in the router's queue and never reached an engine" in hint()
     record(ends=2)
     assert "3 requests were cancelled or rejected in the router's queue" in hint()  # of both segments
     assert "got `left`" in hint()
     with (tmp_path / "router/00000001.log").open("ab") as file:
-        file.write(b"\xf5LJ")  # a server that was killed
+        file.write(b"\xf5LJ")  # the server was killed
     assert "3 requests were cancelled" in hint()
     result = run_explain(tmp_path, "--request", "gone\x1b")
     assert result.exit_code == 0, result.output
@@ -430,7 +430,7 @@ def test_requests_that_left_the_routers_queue_never_reached_an_engine(crowd: Pat
         in run_explain(tmp_path, "--request", "full", "--html", tmp_path / "page.html").stderr
     )
     assert b"label" in raw(tmp_path)
-    assert b"full" not in raw(tmp_path).replace(b"line_full", b"")  # names cannot be read there
+    assert b"full" not in raw(tmp_path).replace(b"line_full", b"")  # labels cannot be read there
 
 
 def words(text: str) -> str:
@@ -438,11 +438,11 @@ def words(text: str) -> str:
 
 
 def test_numbers_are_those_of_the_table_also_where_engines_have_others(tmp_path: Path) -> None:
-    """Behind a line in front of the router engines number requests as they were sent."""
+    """With a queue before the router engines number requests in the order of sending."""
     trace = tmp_path / "trace.jsonl"
     lines = [{"timestamp": at, "input_length": 90, "output_length": 30, "hash_ids": [at]} for at in range(30)]
     trace.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    mix = ["--workload", f"a={trace}", "--workload", f"b={trace}"]  # in whose turn is another order than arrival
+    mix = ["--workload", f"a={trace}", "--workload", f"b={trace}"]  # with turns in another order than that of arrival
     words_of = ["simulate", "--model", "qwen3-0.6b", "--gpu", "h200", *mix, "--replicas", "2", "--no-intervals"]
     words_of += [
         "--admission",
@@ -471,10 +471,10 @@ def test_numbers_are_those_of_the_table_also_where_engines_have_others(tmp_path:
 
 
 def test_a_label_cannot_give_a_terminal_orders(tmp_path: Path) -> None:
-    """A journal may have such labels: those who write none into it now may have done so before."""
+    """A journal may contain such labels: earlier writers did not refuse them."""
     label = "c\x1b[31m\x07\x7f\x9b2J\u202ed"
     seen = "c\\x1b[31m\\x07\\x7f\\x9b2J\\u202ed"
-    folder = record_story(tmp_path, QUEUE.replace("add c ", f"add {label} "))
+    folder = record_text(tmp_path, QUEUE.replace("add c ", f"add {label} "))
     page = tmp_path / "page.html"
     for asked in (("--request", "r2"), ("--request", label), ("--slowest", "ttft", 3), ("--step", 3)):
         for more in ((), ("--json",)):
@@ -485,7 +485,7 @@ def test_a_label_cannot_give_a_terminal_orders(tmp_path: Path) -> None:
                 assert seen in said.stdout
     assert (
         json.loads(run_explain(folder, "--request", "r2", "--json").stdout)["label"] == label
-    )  # machines get all of it
+    )  # machine-readable output has all of it
     assert f"behind {seen}, which could not start" in run_explain(folder, "--request", "d").stdout
     run_explain(folder, "--request", "r2", "--html", page)
     assert label not in page.read_text()
@@ -534,7 +534,7 @@ finish
 
 
 def test_the_state_at_the_end_has_phases_tokens_pages_and_batches(tmp_path: Path) -> None:
-    folder = record_story(tmp_path, STOPPED)
+    folder = record_text(tmp_path, STOPPED)
     result = run_explain(folder, "--at", "end", "--json")
     assert result.exit_code == 0, result.output
     state = json.loads(result.stdout)
@@ -555,7 +555,7 @@ def test_the_state_at_the_end_has_phases_tokens_pages_and_batches(tmp_path: Path
 
 
 def test_the_state_before_a_step_is_that_of_the_run(tmp_path: Path) -> None:
-    folder = record_story(tmp_path, STOPPED)
+    folder = record_text(tmp_path, STOPPED)
     state = json.loads(run_explain(folder, "--at", "3", "--json").stdout)
     assert (state["step"], [one["label"] for one in state["requests"]]) == (3, ["a", "b"])
     assert (state["last_result"], state["ending"]) == ("", [])
@@ -564,7 +564,7 @@ def test_the_state_before_a_step_is_that_of_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("at", "why"), [("99", "must be at most 8"), ("now", "must be end or the number of a step")])
 def test_a_state_at_no_step_is_refused(at: str, why: str, tmp_path: Path) -> None:
-    result = run_explain(record_story(tmp_path, STOPPED), "--at", at)
+    result = run_explain(record_text(tmp_path, STOPPED), "--at", at)
     assert result.exit_code == 2
     assert why in result.output
 
@@ -585,7 +585,7 @@ def test_the_state_at_every_step_adds_up(crowd: Path) -> None:
             assert one.shared_pages <= one.pages == -(-(one.computed_tokens + one.in_flight_tokens) // page)
 
 
-def test_the_ids_of_vllm_have_the_names_that_its_clients_know() -> None:
+def test_the_ids_of_vllm_have_the_names_of_its_clients() -> None:
     assert clients_ids("cmpl-mine-0-1a2b3c4d") == {"cmpl-mine-0", "cmpl-mine", "mine-0", "mine"}
     assert clients_ids("chatcmpl-a-7-1a2b3c4d") == {"chatcmpl-a-7", "a-7"}
     assert clients_ids("2_chatcmpl-ab-1a2b3c4d") == {"chatcmpl-ab", "ab"}

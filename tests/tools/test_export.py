@@ -1,4 +1,4 @@
-"""`lockstep export` writes what a run decided as tables that can be joined, and that add up to what was measured."""
+"""`lockstep export` writes the decisions of a run as tables that can be joined, and that add up to the measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lockstep journal` says what a journal holds and how it ends, in words, in JSON and in its exit status."""
+"""`lockstep journal` reports the content and the end of a journal, in words, in JSON and in its exit status."""
 
 from __future__ import annotations
 
@@ -336,7 +336,7 @@ def test_old_snapshots_of_a_long_journal_may_be_missing_and_the_newest_two_not(
 
 def test_a_snapshot_of_another_state_than_the_replay_has_is_reported(tmp_path: Path, journal: Lockstep) -> None:
     long_journal(tmp_path, snapshots=2, state_of=lambda state: state[::-1])
-    assert journal("check", tmp_path).exit_code == 0  # the files are what was stored
+    assert journal("check", tmp_path).exit_code == 0  # the stored files are the content
     result = journal("verify", tmp_path)
     many = len(snapshots_of(tmp_path))
     assert (result.exit_code, result.stderr.count(" is of another state")) == (2, many), result.output

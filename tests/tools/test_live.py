@@ -1,4 +1,4 @@
-"""`lockstep replay TRACE --to URL` sends requests at their moments, with the prefixes they share, and tells its lag."""
+"""`lockstep replay TRACE --to URL` sends requests at their times, with the prefixes they share, and reports its lag."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_request_is_sent_at_its_moment_and_answered(server: str, tmp_path:
 
 
 def test_no_request_waits_for_the_answers_of_others(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is answered before all were sent, so that one by one they would never be."""
+    """No request is answered before all were sent, so a client that sends one by one would never end."""
     monkeypatch.setattr(live, "word_of", lambda token: "crowd")
     gen = f"gen:n={CROWD},rate=100,input=fixed:2,output=fixed:2"
     result = run_live(gen, "--to", server, "--timeout", 120, "--json")
@@ -67,7 +67,7 @@ def test_no_request_waits_for_the_answers_of_others(server: str, monkeypatch: py
 
 
 def test_each_request_has_its_label_as_request_id(server: str, tmp_path: Path) -> None:
-    """Servers that keep it, such as vLLM, then name a request as requests.csv does."""
+    """Servers that keep it, such as vLLM, then use the same names as requests.csv."""
     (tmp_path / "two.csv").write_text("arrival_s,input_tokens,output_tokens\n0.0,20,5\n0.0,20,5\n")
     result = run_live(tmp_path / "two.csv", "--to", server, "--json")
     assert result.exit_code == 0, result.output
@@ -84,7 +84,7 @@ def test_one_request_is_a_trace(server: str, tmp_path: Path) -> None:
 def test_nothing_that_was_there_before_is_collected_while_requests_are_due(
     server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looking through all that a process has imported takes 25 ms, five times what a request may be late."""
+    """Garbage collection of all imported modules takes 25 ms, five times the allowed lateness of a request."""
     frozen: list[int] = []
     converse = live.Sender._converse
 
@@ -111,7 +111,7 @@ def test_prompts_share_what_they_shared_and_go_on_from_real_answers(server: str)
     later = asked[number]
     first = next(at for at, word in enumerate(later) if word.startswith("w"))
     before = asked[int(later[first][1:].split("x")[0]) - 1]
-    assert later[:first] == before  # the prompt of the turn before, then its answer as it came
+    assert later[:first] == before  # the prompt of the previous turn, then its answer
     assert [word.split("x")[1] for word in later[first : first + 5]] == ["0", "1", "2", "3", "4"]
     assert not any(word.startswith("w") for word in later[first + 5 :])
 
@@ -131,7 +131,7 @@ def test_speed_divides_gaps_and_a_run_can_be_sent(server: str, tmp_path: Path) -
     due = {one["label"]: one["due_us"] for one in sent}
     turns = [turn for turn in open_workload(SESSIONS, seed=7).turns if turn.after is None]
     for turn in turns:
-        assert abs(due[turn.label] - turn.arrival_us / 4) < 5_000  # a run knows when the host noticed
+        assert abs(due[turn.label] - turn.arrival_us / 4) < 5_000  # a run has the times at which the host noticed
     assert "--speed stretches a run" in run_live(run, "--to", server, "--rate", 3).stderr
 
 
@@ -171,8 +171,8 @@ def test_what_cannot_be_is_refused_by_name(server: str, tmp_path: Path) -> None:
     assert ServerAddress.parse("https://host/base/v1/") == ServerAddress("host", 443, "/base", True)
 
 
-def test_a_kept_connection_that_was_told_to_go_is_replaced() -> None:
-    """A server that closes idle connections may say so first, with a 408 that answers no request."""
+def test_a_kept_connection_that_was_closed_is_replaced() -> None:
+    """A server that closes idle connections may announce it with a 408 that answers no request."""
 
     async def run() -> tuple[int, int, bytes]:
         asked = connected = 0

@@ -1,4 +1,4 @@
-"""`lockstep replay PLANS --on-hardware` runs a journal's batches, and `lockstep calibrate` learns from their times."""
+"""`lockstep replay PLANS --on-hardware` runs a journal's batches, and `lockstep calibrate` fits to their times."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def all_held_out(made: Result) -> tuple[float, float]:
 def test_what_was_measured_makes_predictions_better(run: Path, measured: tuple[Path, Result], tmp_path: Path) -> None:
     head, *lines = measured[0].read_text().splitlines()
     took = [(one := json.loads(line)) | {"took_us": 3 * one["predicted_us"] + 2000} for line in lines]
-    out = tmp_path / "steady.jsonl"  # as on a device that nobody else uses: its times follow from what there is to do
+    out = tmp_path / "steady.jsonl"  # as on an otherwise idle device: its times follow from the work
     out.write_text("\n".join([head, *map(json.dumps, took)]) + "\n")
     made = calibrated("--from", out, "--date", "2026-11-22", "--out", tmp_path / "cpu.json")
     assert made.exit_code == 0, made.output
@@ -131,7 +131,7 @@ def test_the_table_names_kinds_sizes_and_what_ran(run: Path) -> None:
 
 
 def test_a_run_under_grammars_gives_the_same_again_and_so_does_one_with_kv_in_fp8(tmp_path: Path) -> None:
-    """A journal of the runtime itself, deferred sampling and drafts among it: greedy answers are those of the run."""
+    """A journal of the runtime itself, with deferred sampling and drafts: greedy answers equal those of the run."""
     pytest.importorskip("torch", reason="the GPU runtime is not installed")
     pytest.importorskip("llguidance", reason="no library of grammars is installed")
     from lockstep.host.engine_options import RankOptions
@@ -286,7 +286,7 @@ def test_calibrating_from_a_file_finds_what_was_planted_and_reports_how_far_it_w
 
 
 def test_held_out_batches_are_predicted_by_a_fit_that_did_not_see_them(tmp_path: Path) -> None:
-    """One tenth takes ten times as long: were it in its own fit, the fit would come to meet it."""
+    """One tenth takes ten times as long: if it were part of its own fit, the fit would approach it."""
     from lockstep.sim.calibrate.calibrate import held_out, timed_batches
     from lockstep.sim.cost.base_model import base_cost_model
 
@@ -340,14 +340,14 @@ def test_a_damaged_file_is_refused_by_its_line(line: int, text: bytes, message: 
 
 
 def test_a_batch_behind_another_begins_when_that_ends(run: Path) -> None:
-    """With overlap the simulator launches early; what batches took sums up to no more than the time there was."""
+    """With overlap the simulator launches early; batch times sum up to no more than the elapsed time."""
     times = of_journal(run)
     events = [event for event, _ in fold(run)]
     assert sum(one.took_us for one in times.batches) <= events[-1].time_us
     assert not times.left_out
 
 
-def test_the_catalogue_knows_the_demo_model_as_it_is() -> None:
+def test_the_catalogue_has_the_demo_model_as_it_is() -> None:
     demo = pytest.importorskip("lockstep.runtime.demo_model", reason="the GPU runtime is not installed")
     known, real = load_model("demo"), load_model(str(demo.demo_model_folder()))
     for field in real.__slots__:

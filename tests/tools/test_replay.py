@@ -94,7 +94,7 @@ def test_what_is_no_condition_is_refused_at_its_place(text: str, message: str) -
 
 def test_going_back_gives_the_very_state(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stepping, "SNAPSHOT_EVERY", 40)
-    monkeypatch.setattr(stepping, "SNAPSHOTS_MAX", 4)  # so that they are thinned out
+    monkeypatch.setattr(stepping, "SNAPSHOTS_MAX", 4)  # so that some are removed
     stepper = Stepper(run)
     states = {}
     for position in (0, 1, 39, 40, 41, 155, 400):
@@ -128,7 +128,7 @@ def test_a_person_goes_through_a_run(run: Path) -> None:
     assert said.count(f"at the end, {steps:,} steps") == 2
     assert "no command `foo`" in said
     assert "is not a name" in said
-    assert f"before step {steps - 5:,}" not in said  # nothing is done behind `quit`
+    assert f"before step {steps - 5:,}" not in said  # nothing is executed after `quit`
 
 
 def test_hand_shows_what_the_engine_has(run: Path) -> None:

@@ -1,4 +1,4 @@
-"""A router's journal that was cut, altered, doubled or reordered is never called equal, and never a traceback."""
+"""A router's journal that was cut, altered, doubled or reordered is never reported as equal, and never a traceback."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_the_oldest_lives_expire(tmp_path: Path) -> None:
     assert [path.name[7] for path in sorted((tmp_path / "router").iterdir())] == ["2", "3", "4", "5"]
     assert verify_router(tmp_path).facts == 4 * 40
     (tmp_path / "router/00000002.log").unlink()
-    assert verify_router(tmp_path).facts == 3 * 40  # cannot be told from an expired one
+    assert verify_router(tmp_path).facts == 3 * 40  # indistinguishable from an expired one
 
 
 def test_a_life_that_begins_while_the_server_runs_needs_no_new_journal(tmp_path: Path) -> None:

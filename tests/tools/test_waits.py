@@ -1,4 +1,4 @@
-"""What everybody waited for, folded once for all, is what each one's own story says."""
+"""The waits of all requests, folded in one pass, equal those of the timeline of each."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ BUSY = (
 TIGHT = {"pages": 70, "max_running_requests": 8, "chunked_prefill_size": 128}
 
 
-def by_stories(folder: Path) -> Mapping[RequestId, Waited]:
-    """Of everybody in a journal, by the stories of all."""
+def by_timelines(folder: Path) -> Mapping[RequestId, Waited]:
+    """The waits of all requests in a journal, by their timelines."""
     ids = {
         event.request_id + sample
         for _, event, _ in Walk(folder)
@@ -45,7 +45,7 @@ def by_stories(folder: Path) -> Mapping[RequestId, Waited]:
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in GOLDEN.glob("*/journal")))
 def test_it_agrees_with_timelines(name: str) -> None:
-    assert waits_of(GOLDEN / name) == by_stories(GOLDEN / name)
+    assert waits_of(GOLDEN / name) == by_timelines(GOLDEN / name)
 
 
 @pytest.mark.parametrize(
@@ -59,14 +59,14 @@ def test_it_agrees_with_timelines(name: str) -> None:
     ids=["fcfs", "lpm", "retractions", "timeouts"],
 )
 def test_it_gives_the_same_beside_a_simulation(tmp_path: Path, settings: dict[str, object]) -> None:
-    """Steps of uniform decodes, of which it is not told there, have nothing to say."""
+    """Steps of uniform decodes, which the fold does not receive there, change no wait."""
     scenario = Scenario(model="qwen3-0.6b", gpu="h200", workload=BUSY, settings=settings)
     live, without = WaitFold(), WaitFold()
     simulate(assemble(scenario, environ={}), folder=tmp_path / "run", observer=live)
     simulate(assemble(scenario, environ={}), observer=without)
     found = live.close()
     assert without.close() == found
-    assert found == by_stories(tmp_path / "run")
+    assert found == by_timelines(tmp_path / "run")
     assert waits_of(tmp_path / "run") == found
     assert sum(one.queue_us > 0 for one in found.values()) > 20
 

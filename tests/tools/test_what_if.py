@@ -1,4 +1,4 @@
-"""`lockstep replay RUN --what-if` simulates the same requests under other settings and says who felt it, and why."""
+"""`lockstep replay RUN --what-if` simulates the same requests under other settings and reports the changed ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lockstep.tools.recorded import journal_workload
 from lockstep.tools.recorded_waits import RecordedWaits
 from lockstep.tools.replay import replay
 from lockstep.tools.what_if import Base, changed_base, read_base, simulate_base
-from tests.support.recorded import record_story, waited_by
+from tests.support.recorded import record_text, waited_by
 
 WORKLOAD = (
     "gen:n=60,rate=200,turns=uniform:1:3,think=lognormal:50ms:1,shared_prefix=64x3,input=lognormal:120:0.8,"
@@ -65,7 +65,7 @@ def what_if(*arguments: object) -> Result:
 
 
 def rewritten(source: Path, folder: Path, change: object) -> Path:
-    """The journal with each event changed, decided anew; header and folder say nothing of the simulator."""
+    """The journal with each event changed and decided anew; header and folder contain nothing of the simulator."""
     journal = read_journal(source)
     engine = Engine(journal.header.config)
     header = JournalHeader(config=journal.header.config, seed=3, host={"kind": "runtime"})
@@ -77,7 +77,7 @@ def rewritten(source: Path, folder: Path, change: object) -> Path:
 
 
 def spelt_out(event: ObservedEvent) -> ObservedEvent:
-    """Prompts as ids, and all ids others: a bijection, so that what was equal stays equal."""
+    """Prompts as ids, and all ids replaced by a bijection, so that equal prefixes stay equal."""
 
     def other(data: bytes) -> bytes:
         ids = np.frombuffer(data, np.int32).astype(np.int64)
@@ -90,7 +90,7 @@ def spelt_out(event: ObservedEvent) -> ObservedEvent:
     return event
 
 
-# --------------------------------------------------------------------------------------------------- read off a journal
+# -------------------------------------------------------------------------------------------------- read from a journal
 
 
 def test_requests_read_off_a_journal_are_those_that_were_sent(run: Path) -> None:
@@ -108,7 +108,7 @@ def test_requests_read_off_a_journal_are_those_that_were_sent(run: Path) -> None
         assert (mine.after is None) == (turn.after is None)
         if turn.after is not None and mine.after is not None:
             assert turns[mine.after].label == sent[turn.after].label
-            assert mine.think_us >= turn.think_us  # what the lane was late by is in it
+            assert mine.think_us >= turn.think_us  # the lateness of the lane is part of it
             assert mine.think_us - turn.think_us < 10_000
 
 
@@ -196,7 +196,7 @@ def test_more_engines_another_gpu_and_load(run: Path) -> None:
     result = what_if(run, "--replicas", 2, "--router", "prefix_affinity", "--json")
     assert result.exit_code == 0, result.output
     assert [len(each["engines"]) for each in json.loads(result.stdout)["runs"]] == [1, 2]
-    assert json.loads(result.stdout)["warnings"] == []  # that it is two engines is what was asked
+    assert json.loads(result.stdout)["warnings"] == []  # two engines were requested
     why = json.loads(result.stdout)["won_most"][0]["why"]
     assert any(line.startswith("the router of B sent it to engine ") for line in why)
     assert not any("router of A" in line for line in why)
@@ -229,8 +229,8 @@ def test_all_that_was_reported_of_drafts_goes_with_them() -> None:
 
 
 def test_settings_of_a_journal_are_kept_under_any_profile(run: Path, tmp_path: Path) -> None:
-    """The simulator's own profile decides otherwise than the plain defaults; what was recorded stays."""
-    timeline = record_story(
+    """The simulator's own profile differs from the plain defaults; recorded settings stay."""
+    timeline = record_text(
         tmp_path / "plain",
         "# Plain defaults.\nconfig page_size=2 pages=64 overlap_depth=0\n\nadd a prompt=1..4 max_new=2\nstep\nrun\n",
     )
@@ -279,7 +279,7 @@ def simulated(folder: Path, words: str, *, model: str = "qwen3-0.6b", workload: 
 
 
 def differing(result: Result) -> set[str]:
-    """The settings that are not the same in A and B."""
+    """The settings that differ between A and B."""
     assert result.exit_code == 0, result.output
     return {row["name"] for row in json.loads(result.stdout)["settings"]}
 
@@ -410,7 +410,7 @@ def journal_alone(run: Path) -> Base:
 
 
 def check_waits(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What some requests waited for is the same from processes and from here, and by their own stories."""
+    """The causes of waits of some requests are the same from worker processes, from here, and by their timelines."""
     ids = list(range(0, 40, 5))
     with RecordedWaits(cluster) as waits:
         here = waits.of(ids)
@@ -433,7 +433,7 @@ def check_waits(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_kept(run: Path, again: Path) -> None:
-    """What was noted beside a simulation is what its journals say, also where its router turns some away."""
+    """The causes recorded during a simulation equal those of its journals, also if its router rejects some requests."""
     base = read_base(run, {})
     assert base.cluster is not None
     base = replace(base, asked=replace(base.cluster, dispatch=parse_admission("open=2,waiting=3")))

@@ -2,7 +2,7 @@
 
     python -m tests.vllm.families [FAMILY ...] [--loop sync|async] [--requests 200] [--out FILE]
 
-A family is a kind of model, or of what requests ask for. Each runs in two processes, one with vLLM's synchronous loop
+A family is a kind of model, or of fields of requests. Each runs in two processes, one with vLLM's synchronous loop
 and one with its asynchronous loop. A process starts one engine, runs the requests under vLLM's own scheduler, replaces
 the scheduler of the idle engine by Lockstep's, and runs them again: model, weights and workers are the same. The
 requests have mixed lengths and shared prefixes; they arrive over many passes; some clients leave; the KV pool is so
@@ -225,7 +225,7 @@ class Family:
 
     title: str
     options: Callable[[Path], dict[str, Any]]  # of the engine, given a folder for the model
-    requests: Callable[[Path], Request] = lambda _: greedy  # given a folder for what they name
+    requests: Callable[[Path], Request] = lambda _: greedy  # given a folder for the files that they name
     loops: tuple[str, ...] = ("sync", "async")
     why: str = ""  # why a loop is missing
     longest: int = 120  # tokens of a prompt behind its shared prefix
@@ -437,7 +437,10 @@ NAMES = count()
 
 
 def run(llm: Any, asks: list[Ask]) -> list[Answer]:
-    """Return the answers of requests that arrive ARRIVE before each pass. A client that leaves has what came."""
+    """Return the answers of requests that arrive ARRIVE before each pass.
+
+    A client that leaves has its part of the answer.
+    """
     engine = llm.llm_engine
     names = [f"ask-{next(NAMES)}" for _ in asks]
     numbers = {name: i for i, name in enumerate(names)}
@@ -465,7 +468,7 @@ def run(llm: Any, asks: list[Ask]) -> list[Answer]:
 
 
 def is_pooled(ask: Ask) -> bool:
-    """Whether a request asks for a vector."""
+    """Whether a request is for a vector."""
     return type(ask.params).__name__ == "PoolingParams"
 
 

@@ -1,11 +1,11 @@
 """Pipeline stages of vLLM on CPUs: an executor that behaves like two stages, and a worker for two processes.
 
-**One process.** vLLM's engine core launches as many batches as there are stages before it takes the oldest result.
-Here a batch is computed when its result is taken, whole and in the order of the launches, so every batch but the
-oldest was scheduled without the results of those before it. Plans and masks are copied, as they are between
-processes: vLLM fills one buffer of masks again and again. The worker holds the whole model and is the last stage.
-`FirstStage` repeats what the worker of an earlier stage does: it knows the tokens of prompts, and beyond them only
-those that plans bring. Each batch is checked: the first stage must have the tokens that the last stage computes.
+**One process.** vLLM's engine core launches as many batches as there are stages before it takes the oldest result. Here
+a batch is computed when its result is taken, whole and in the order of the launches, so every batch but the oldest was
+scheduled without the results of those before it. Plans and masks are copied, as they are between processes: vLLM fills
+one buffer of masks again and again. The worker holds the whole model and is the last stage. `FirstStage` repeats what
+the worker of an earlier stage does: it has the tokens of prompts, and beyond them only those of plans. Each batch is
+checked: the first stage must have the tokens that the last stage computes.
 
 **Two processes.** vLLM allocates what a later stage receives in a dummy run. Its CPU worker leaves that out if models
 are not compiled, and the first batch fails. `StageWorker` allocates it after loading.

@@ -220,7 +220,7 @@ def _order_of_ends(llm: Any, requests: list[Asked]) -> list[int]:
 
 
 def test_streaming_input_is_refused_and_other_requests_are_served() -> None:
-    """A resumable request, which vLLM's front end uses for streaming input, gets an error; the engine goes on."""
+    """A resumable request, which vLLM's front end uses for streaming input, gets an error; the engine continues."""
     from vllm import SamplingParams
     from vllm.v1.engine import FinishReason
     from vllm.v1.request import Request

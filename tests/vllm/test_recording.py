@@ -1,4 +1,4 @@
-"""The journal of a vLLM engine: whole records, no token ids, and serving that goes on when it cannot be written."""
+"""The journal of a vLLM engine: whole records, no token ids, and serving that continues when it cannot be written."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_full_queue_ends_recording_and_not_serving(
     ]
     gate.open.set()
     served.recording.close()
-    replay(tmp_path)  # what is there is whole
+    replay(tmp_path)  # the records are whole
     assert 4 <= events_of(tmp_path) <= 5
 
 

@@ -1,4 +1,4 @@
-"""What requests of vLLM may ask for, and what its front end does to a running scheduler."""
+"""Fields of vLLM's requests, and the calls of its front end on a running scheduler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_answers_equal_those_of_vllm_whatever_a_request_asks_for(mode: str, tmp_path: Path) -> None:
+def test_answers_equal_those_of_vllm_for_any_fields_of_requests(mode: str, tmp_path: Path) -> None:
     """Priorities, several samples, repetition detection, stop tokens and strings, bad words, logit bias, aborts.
 
     Of a retracted request, asynchronous scheduling drops the sample in flight. vLLM's generators have moved on by then,

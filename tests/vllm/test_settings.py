@@ -170,7 +170,7 @@ def test_start_in_the_name_of_a_folder_is_the_time_of_the_start() -> None:
 def test_a_journal_that_cannot_be_begun_is_refused_with_what_to_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "device_name", lambda: "cpu")  # asks vLLM
+    monkeypatch.setattr(recording, "device_name", lambda: "cpu")  # requires vLLM
     settings = VllmSettings(journal=str(tmp_path / "run"))
     began = begin_recording(settings, SchedConfig(), ranked(0), "0.32.0")
     with pytest.raises(JournalError) as refused:

@@ -63,7 +63,7 @@ SESSIONS = ("s", "t", "u")
 ADAPTERS = ("law", "med", "poem")
 PRIORITIES = (None, 0, 3, 5, 11, 20, 100)
 QUIESCENCE_STEPS_MAX = 20_000
-GRAMMARS = 8  # different ones that requests ask for
+GRAMMARS = 8  # different grammars of requests
 
 
 def output_token(request_id: int, number: int, stops_at: int | None) -> int:

@@ -23,7 +23,7 @@ class GrammarPiece(Piece):
         return {"compiled": self.compiled, "compiled_again": self.compiled_again}
 
     def compiled(self, choice: int, error: str = "") -> None:
-        """The compiler answers for a grammar, perhaps when no request waits for it any more."""
+        """The compiler answers an order, perhaps when no request waits for it any more."""
         if not self.compiling:
             return
         name = self.compiling.pop(choice % len(self.compiling))

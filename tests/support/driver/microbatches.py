@@ -40,7 +40,7 @@ class MicrobatchPiece(Piece):
         victims = [one for one in victims if one.beneficiary not in members]  # the chunked request has a place
         if not victims:
             return
-        for event in step.decided:  # a request that ended before gave its place back
+        for event in step.decided:  # a request that ended before freed its place
             if isinstance(event, RequestFinished):
                 members.pop(event.request_id, None)
         taken = Counter(number for request_id, number in members.items() if request_id not in self._ending)

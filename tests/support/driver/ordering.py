@@ -41,7 +41,7 @@ class QueuePiece(Piece):
         self.bypassed_before = {request_id: self.bypassed.get(request_id, 0) for request_id in admitted}
         behind = self.samples.joined_behind(step)
         turns = [one.request_id for one in step.decided if isinstance(one, TurnStarted)]
-        for request_id in self._held:  # those that are held no more joined before any request left the queue
+        for request_id in self._held:  # those without open prerequisites joined before any request left the queue
             if request_id in behind or request_id in turns or request_id in self.engine.blocked:
                 continue
             if request_id in self.engine.requests:
@@ -52,9 +52,9 @@ class QueuePiece(Piece):
                     front = self.engine.config.retracted_requeue == "front"
                     older = takewhile(lambda other, mine=request_id: other in self.ran and other < mine, queue)
                     queue.insert(len(list(older)) if front else len(queue), request_id)
-                case AdmissionDeferred(_, request_id, "media") if request_id in queue:  # its encoder output is gone
+                case AdmissionDeferred(_, request_id, "media") if request_id in queue:  # its encoder output was evicted
                     queue.remove(request_id)
-                case TurnStarted(_, request_id):  # it was held, and joins the queue in this very Step
+                case TurnStarted(_, request_id):  # its prerequisites are met, and it joins the queue in this Step
                     self._join(queue, request_id)
                 case RequestRejected(_, request_id) | RequestFinished(_, request_id) if request_id in queue:
                     queue.remove(request_id)

@@ -42,7 +42,7 @@ class RecoveryPiece(Piece):
             self.subject.fold(BatchFinished(self.subject.now_us, plan.batch_id, tokens, generation=plan.generation))
 
     def snapshot(self) -> None:
-        """Go on with a restored copy of the engine."""
+        """Continue with a restored copy of the engine."""
         image = snapshot.dump(self.engine)
         self.subject.engine = snapshot.restore(image)
         assert snapshot.dump(self.engine) == image, "a restored engine dumps to other bytes"

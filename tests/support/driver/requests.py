@@ -134,7 +134,7 @@ class RequestPiece(Piece):
         }
 
     def _streamed(self, command: StreamTokens) -> None:
-        """S20: in order, no gap, no duplicate, and the very tokens of the request."""
+        """S20: in order, no gap, no duplicate, and exactly the tokens of the request."""
         at = 0
         for request_id, offset, count in zip(
             command.request_ids.tolist(), command.offsets.tolist(), command.token_counts.tolist(), strict=True

@@ -105,11 +105,11 @@ class Fleet:
         self.check, self.restores = check, restores
         self.now_us = 0
         self.wires: list[Wire] = []
-        self.open: list[Wire] = []  # without a last word
-        self.told: list[Told] = []  # facts that hosts have not heard yet
+        self.open: list[Wire] = []  # without a final fact
+        self.told: list[Told] = []  # facts that hosts have not received yet
         self.stops: list[Wire] = []  # their writers were ordered to stop
         self.heard: list[tuple[str, TransferAdvanced]] = []  # facts that may be repeated
-        self.sent: dict[int, list[int]] = {}  # by key: what the client got
+        self.sent: dict[int, list[int]] = {}  # by key: the tokens that the client got
         self.answers: dict[int, Answer] = {}  # by key
         self.cached_tokens: dict[int, int] = {}  # by key, of those that were not rejected
         self.marks: Counter[str] = Counter()
@@ -126,12 +126,12 @@ class Fleet:
 
     @property
     def prefills(self) -> list[str]:
-        """Those that are prefill engines now."""
+        """Names of the engines that are prefill engines now."""
         return [name for name, member in self.members.items() if member.sends]
 
     @property
     def decodes(self) -> list[str]:
-        """Those that are decode engines now."""
+        """Names of the engines that are decode engines now."""
         return [name for name, member in self.members.items() if not member.sends]
 
     def arrive(
@@ -145,9 +145,9 @@ class Fleet:
         grammar_ends: int | None = None,
         **more: object,
     ) -> Wire:
-        """A request comes to both its engines; to the one called `late` not yet, see `arrive_at`.
+        """A request arrives at both its engines; at the one named `late` later, see `arrive_at`.
 
-        `samples`: more of its prompt. A turn of a session comes to its prefill engine when its prompt is known.
+        `samples`: more of its prompt. A turn of a session arrives at its prefill engine when its prompt is known.
         """
         group: list[Wire] = []
         for one in (asked, *samples):
@@ -163,7 +163,7 @@ class Fleet:
         return group[0]
 
     def arrive_alone(self, asked: Asked, name: str, **more: object) -> Wire:
-        """A request without output comes to a prefill engine, and is not handed over."""
+        """A request without output arrives at a prefill engine, and is not handed over."""
         member = self.members[name]
         wire = Wire(len(self.wires), asked, member, member, about=more, alone=True)
         wire.prompt_tokens, wire.group = len(asked.prompt), [wire]
@@ -173,7 +173,7 @@ class Fleet:
         return wire
 
     def arrive_at(self, wire: Wire, name: str) -> None:
-        """One half of a request comes, with all its samples; the host refuses it for a role its engine has no more."""
+        """One half of a request arrives, with all its samples; the host refuses it for a role that its engine lost."""
         wire = wire.group[0]
         member, asked = self.members[name], wire.asked
         if member.sends != (member is wire.prefill):
@@ -211,14 +211,14 @@ class Fleet:
                 member.kv.stories[one.ids[name]].grammar_ends = one.grammar_ends
 
     def _drop(self, wire: Wire, member: Member) -> None:
-        """A half of a request will not come."""
+        """A half of a request will not arrive."""
         wire.dropped.add(member.name)
         self._end(wire, "failed")
         if member is wire.decode and wire.asked.key not in self.answers:
             self.answers[wire.asked.key] = Answer("transfer", ())
 
     def late_halves(self) -> list[tuple[Wire, str]]:
-        """Halves that have not come yet, and may: a turn's prompt is its prefill engine's once it is known."""
+        """Halves that have not arrived yet, and may: a turn's prompt is its prefill engine's once it is known."""
         return [
             (wire, member.name)
             for wire in self.wires
@@ -267,7 +267,7 @@ class Fleet:
     # --------------------------------------------------------------------------------------------------------- devices
 
     def ready(self, name: str) -> bool:
-        """Offer a launch slot, once what was ordered of the host is done. Returns whether a batch was launched."""
+        """Offer a launch slot, once the orders of the host are done. Returns whether a batch was launched."""
         member = self.members[name]
         while member.orders:
             answer = member.orders.pop(0)
@@ -435,11 +435,11 @@ class Fleet:
         self._end(wire, "failed")
 
     def drop(self, wire: Wire) -> None:
-        """One transfer breaks off."""
+        """One transfer is interrupted."""
         self._end(wire, "link_down")
 
     def link_down(self, prefill: str, decode: str) -> None:
-        """Everything between two engines breaks off."""
+        """Everything between two engines is interrupted."""
         for wire in list(self.open):
             if wire.prefill.name == prefill and wire.decode.name == decode:
                 self._end(wire, "link_down")
@@ -614,7 +614,7 @@ class Fleet:
             self.told.append(Told(wire, wire.decode.name, "offered"))
 
     def _compare(self, wire: Wire) -> None:
-        """KV of another version of the adapter is no good: the hosts do not even begin."""
+        """KV of another version of the adapter cannot be used: the hosts do not begin the transfer."""
         if wire.receive is not None and wire.parts:
             if wire.parts[0].command.adapter_version != wire.receive.adapter_version:
                 self.marks["adapters differ"] += wire.outcome is None
@@ -626,7 +626,7 @@ class Fleet:
         for request_id, offset, count in zip(*columns, strict=True):
             if member.by_id[request_id].decode is not member:
                 at += count
-                continue  # its prefill engine says it too
+                continue  # its prefill engine reports it too
             got = self.sent[member.by_id[request_id].asked.key]
             assert offset == len(got), f"S20: r{request_id} of {member.name}: a gap or a double at output {offset}"
             got += command.tokens[at : at + count].tolist()

@@ -34,10 +34,10 @@ from tests.support.served import Asked
 from tests.support.tagged_kv import COMPLETED
 
 TROUBLES = ("cancel", "repeat", "link_down", "restart", "error", "lose", "clock", "pause", "resume", "weights", "late")
-"""What a history may have beside requests; each seed leaves some out, for they hide one another."""
+"""What a history may have beside requests; each seed leaves some out, since they hide one another."""
 
 KIND_TROUBLES = ("adapter", "unload", "session", "close", "role", "role")
-"""What histories may have that know requests of every kind."""
+"""Further features of histories whose requests are of every kind."""
 
 ADAPTERS = ("law", "med")
 SESSIONS = ("s", "t")
@@ -52,7 +52,7 @@ ENDS = (
     "media",
     "grammar timeout",
 )
-"""How a request may end that did not get all it wanted."""
+"""Finish reasons of a request that did not get its whole answer."""
 
 EXPECTED_MARKS = (
     *(f"cancelled at p while {state}" for state in ("bootstrap", "accepted", "waiting", "sending", "in_flight")),
@@ -85,7 +85,7 @@ EXPECTED_MARKS = (
     "positions of windows moved",
     "states moved",
 )
-"""What a campaign must reach, or its histories are too tame."""
+"""Marks that a campaign must reach, or its histories are too tame."""
 
 TIMEOUTS_US = (None, 1_000, 100_000)
 PREEMPTING = {
@@ -102,10 +102,10 @@ def random_fleet(
     ranks: bool = False,
     beside: random.Random | None = None,
 ) -> Fleet:
-    """Two prefill and two decode engines, small enough that everything is short now and then.
+    """Two prefill and two decode engines, so small that every resource is short now and then.
 
-    `kinds`: draws what requests of every kind need, and nothing else differs by it. `ranks`: they are data-parallel
-    ranks of one prefill and of one decode engine. `beside`: draws pools beside full attention, of one model for all.
+    `kinds`: draws settings for requests of every kind, and changes nothing else. `ranks`: they are data-parallel ranks
+    of one prefill and of one decode engine. `beside`: draws pools beside full attention, of one model for all.
     """
     more: dict[str, Any] = {}
     if kinds is not None:
@@ -150,7 +150,7 @@ def random_fleet(
         )
         own = random.Random()
         own.setstate(rng.getstate())
-        stages = random.Random(f"stages {own.random()}")  # of its own: what else is drawn is as it would be without
+        stages = random.Random(f"stages {own.random()}")  # a generator of its own: all other draws stay the same
         made = drafting(rng, made, 0.3)
         if stages.random() < 0.25:
             made = pipelined(stages, made)
@@ -178,7 +178,7 @@ def random_fleet(
     def engines(role: Role) -> list[SchedConfig]:
         if not ranks:
             return [config(role) for _ in range(2)]
-        one = config(role)  # what all ranks agree on, all must judge alike
+        one = config(role)  # all ranks must decide alike about an agreement
         overlaps = rng.random() < 0.7
         return [msgspec.structs.replace(one, overlap_consecutive_prefills=overlaps or one.pipelines)] * 2
 
@@ -208,7 +208,7 @@ def random_kind(rng: random.Random, prompt_tokens: int) -> dict[str, Any]:
 
 
 def random_arrival(fleet: Fleet, rng: random.Random, asked: Asked, names: tuple[str, str], **more: Any) -> None:
-    """A request of any kind comes: of several samples, a turn, on an adapter, with media, under a grammar, alone."""
+    """A request of any kind arrives: of several samples, a turn, on an adapter, with media, under a grammar, alone."""
     drawn, length = rng.random(), len(asked.prompt)
     if rng.random() < 0.3 and fleet.members[names[0]].config.max_loras:
         more["adapter"] = rng.choice([*ADAPTERS, ""])
@@ -258,7 +258,7 @@ def run_history(
     `ranks`: of one prefill and one decode engine. `hybrid`: with pools beside full attention.
     """
     rng = random.Random(seed)
-    kinds = random.Random(f"{seed} kinds")  # of its own: what else happens is as it would be without
+    kinds = random.Random(f"{seed} kinds")  # a generator of its own: everything else happens as without it
     others = None if plain or seed % 4 == 0 else random.Random(f"{seed} others")
     fleet = random_fleet(rng, others, ranks=ranks, beside=random.Random(f"{seed} beside") if hybrid else None)
     troubles = [trouble for trouble in TROUBLES if rng.random() < 0.5]
@@ -308,7 +308,7 @@ def make_trouble(fleet: Fleet, rng: random.Random, trouble: str) -> None:
             fleet.finish(name, error="the device says no")
         case "lose" if fleet.told:
             told = rng.choice(fleet.told)
-            if told.status in ("accepted", "offered"):  # the last word is repeated until it is heard
+            if told.status in ("accepted", "offered"):  # the final fact is repeated until it is received
                 fleet.told.remove(told)
                 fleet.marks[f"lost ({told.status})"] += 1
         case "clock":
@@ -342,7 +342,7 @@ def make_trouble(fleet: Fleet, rng: random.Random, trouble: str) -> None:
 
 
 def come_to_rest(fleet: Fleet, rng: random.Random) -> None:
-    """No more trouble: pauses end, every half has come, links that lost something go down; then all must end."""
+    """No more trouble: pauses end, every half has arrived, links that lost a message go down; then all must end."""
     for name in fleet.members:
         fleet.control(name, Resume())
     while waiting := fleet.late_halves():

@@ -1,4 +1,4 @@
-"""What a fleet keeps: its members, and per room the wire between a prefill and a decode engine."""
+"""The records of a fleet: its members, and per room the wire between a prefill and a decode engine."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ class Wire:
     asked: Asked
     prefill: Member
     decode: Member
-    ids: dict[str, int] = field(default_factory=dict)  # by name of a member, its request's id
+    ids: dict[str, int] = field(default_factory=dict)  # by name of a member, its id of the request
     parts: list[Sent] = field(default_factory=list)
     moved: int = 0  # parts
     receive: StartTransfer | None = None
-    generation: int = 0  # of the decode engine when it gave pages
-    outcome: Status | None = None  # the last word to both sides; from then on no engine writes
+    generation: int = 0  # of the decode engine when it allocated pages
+    outcome: Status | None = None  # the final fact to both sides; from then on no engine writes
     first_token: int | None = None
     cancelled: bool = False  # its client left
-    about: dict[str, Any] = field(default_factory=dict)  # what more its arrival says, on both engines
+    about: dict[str, Any] = field(default_factory=dict)  # further fields of its arrival, on both engines
     group: list[Wire] = field(default_factory=list)  # the samples of its arrival, itself among them
     prompt_tokens: int = 0
-    turn: TurnStarted | None = None  # of a session, which the prefill engine knows nothing of
+    turn: TurnStarted | None = None  # of a session, of which the prefill engine has no record
     spans: tuple[PromptSpan, ...] = ()  # of that turn's whole prompt
     dropped: set[str] = field(default_factory=set)  # engines to which its half never comes
     alone: bool = False  # it ends with its prompt, and goes to a prefill engine only
@@ -81,7 +81,7 @@ class Wire:
 
 @dataclass
 class Member:
-    """One engine of a fleet, with its device and its host's books."""
+    """One engine of a fleet, with its device and the records of its host."""
 
     name: str
     config: SchedConfig

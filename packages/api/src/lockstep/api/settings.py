@@ -73,6 +73,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     samples_max: int = 128  # n
     stops_max: int = 16
     stop_characters_max: int = 512  # of one stop text
+    bad_words_max: int = 128
     logprobs_max: int = 20
     logit_bias_max: int = 1024
     messages_max: int = 4096
@@ -95,6 +96,12 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     kept_bytes_max: int = 64 * 2**20  # kept answers of one tenant, and one of them
     kept_s: float = 3600.0  # time from the end of a kept answer until it is deleted
     kept_unread_s: float = 300.0  # time after which a kept answer in progress is cancelled if nothing reads it
+    file_bytes_max: int = 64 * 2**20  # of one uploaded file
+    files_bytes_max: int = 256 * 2**20  # files of one tenant, those of batches included
+    file_kept_s: float = 30 * 86_400.0  # time until a file expires
+    batch_requests_max: int = 50_000  # in one batch
+    batch_open_max: int = 32  # requests of one batch at the same time
+    batches_max: int = 16  # batches of one tenant in progress
 
     def __post_init__(self) -> None:
         for one in msgspec.structs.fields(Limits):
@@ -196,6 +203,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
     kept_answers: Annotated[
         int, Option("Answers per tenant that can be taken up again or repeated: docs/serving.md; 0: none.")
     ] = 256
+    stored_files: Annotated[int, Option("Files per tenant, and batches, of /v1/files and /v1/batches; 0: none.")] = 1000
     cors_origins: Annotated[
         tuple[str, ...],
         Option(
@@ -255,6 +263,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
             ("grammar_compile_mb", 1),
             ("stored_responses", 0),
             ("kept_answers", 0),
+            ("stored_files", 0),
         )
         for name, least in (*least_values, *more):
             if getattr(self, name) < least:

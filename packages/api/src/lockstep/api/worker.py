@@ -20,13 +20,15 @@ from typing import Any
 
 import uvicorn
 
-from lockstep.api.endpoints.app import ADMIN_ROUTES, keeping_routes, make_app
+from lockstep.api.endpoints.app import ADMIN_ROUTES, batched_routes, keeping_routes, make_app
+from lockstep.api.endpoints.batch_run import continue_batches
 from lockstep.api.endpoints.kept_answers import KeptAnswers
 from lockstep.api.endpoints.keys import read_keys
 from lockstep.api.endpoints.protocol import bounded_by
 from lockstep.api.endpoints.resumable import continue_answers
 from lockstep.api.endpoints.server import Server
 from lockstep.api.endpoints.stored_conversations import StoredConversations
+from lockstep.api.endpoints.stored_files import StoredFiles
 from lockstep.api.endpoints.stored_responses import StoredResponses
 from lockstep.api.endpoints.usage import UsageCounter
 from lockstep.api.engines import text_of
@@ -90,12 +92,22 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
             bytes_max=limits.kept_bytes_max,
             kept_s=limits.kept_s,
         )
+    files = None
+    if settings.stored_files:
+        files = StoredFiles(
+            answers_folder / "files",
+            most=settings.stored_files,
+            bytes_max=limits.files_bytes_max,
+            kept_s=limits.file_kept_s,
+        )
     processes = TextProcesses(folder, settings.text_processes)
     server = Server(
         *(settings, bridge, text, keys, Metrics(settings.metrics_compat), processes, usage),
         responses=responses,
         answers=answers,
         conversations=conversations,
+        files=files,
+        batched=batched_routes(),
     )
     server.on_ready.append(lambda: children.mark_ready(folder, number))
     log.info("tool calls are read as %s, thoughts as %s", *server.formats.names())
@@ -118,6 +130,9 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
                 bridge.settle()
 
         server.on_ready.append(lambda: continuing.add(asyncio.ensure_future(go_on())))
+
+    if files is not None:
+        server.on_ready.append(lambda: continue_batches(server))
 
     draining: list[asyncio.Task[None]] = []  # kept, since the loop itself keeps no task
 
@@ -151,7 +166,7 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
     finally:
         await serving
         left = [task for one, _ in servers for task in one.server_state.tasks] + list(server.background)
-        left += server.kept_runs
+        left += [*server.kept_runs, *server.batch_runs]
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)

@@ -22,11 +22,14 @@ import numpy as np
 from lockstep.core.contract.commands import RowTaken
 from lockstep.core.contract.errors import ConfigError, LockstepError
 from lockstep.core.contract.events import Grammar, RequestId
+from lockstep.host.bad_words import BadWords
 from lockstep.host.batches import Int32s
 
 log = logging.getLogger("lockstep.host")
 
-Kind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+Kind = Literal["json_schema", "regex", "ebnf", "structural_tag", "bad_words"]
+ENDLESS = "bad_words"
+"""The kind of grammar that never ends an answer, and needs no library."""
 
 FORCED_MAX = 64  # forced tokens that a matcher returns at once: as many as one launch may compute, see SchedConfig
 COMPILED_MAX = 128  # grammars kept; each has a megabyte or two
@@ -104,7 +107,7 @@ class CompiledGrammars:
             if found is not None:
                 self._kept.move_to_end(grammar.digest)
                 return found[0]
-        compiled, size = self._library().compile(grammar), len(grammar.source)
+        compiled, size = self._compile(grammar), len(grammar.source)
         with self._lock:
             if grammar.digest not in self._kept:
                 self._kept[grammar.digest] = compiled, size
@@ -113,6 +116,14 @@ class CompiledGrammars:
                 _, (_, gone) = self._kept.popitem(last=False)
                 self._source_bytes -= gone
         return compiled
+
+    def _compile(self, grammar: Grammar) -> Compiled:
+        if grammar.kind != ENDLESS:
+            return self._library().compile(grammar)
+        try:
+            return BadWords(grammar.source)
+        except ValueError as error:
+            raise GrammarError(str(error)) from error
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -130,10 +141,10 @@ class CompiledGrammars:
 class _Row:
     """The matcher of one row."""
 
-    __slots__ = ("epoch", "matcher", "over", "request_id")
+    __slots__ = ("endless", "epoch", "matcher", "over", "request_id")
 
-    def __init__(self, request_id: RequestId, epoch: int, matcher: Matcher | None) -> None:
-        self.request_id, self.epoch, self.matcher = request_id, epoch, matcher
+    def __init__(self, request_id: RequestId, epoch: int, matcher: Matcher | None, *, endless: bool) -> None:
+        self.request_id, self.epoch, self.matcher, self.endless = request_id, epoch, matcher, endless
         self.over = False  # the answer has ended for the grammar; min_new_tokens or ignore_eos may let it continue
 
 
@@ -172,7 +183,8 @@ class GrammarMatchers:
         except GrammarError as error:  # it was compiled before by another process or within other limits
             message = "r%d ends as invalid: its grammar does not compile any more: %s"
             log.log(self._level, message, taken.request_id, error)
-        self._rows[taken.row] = _Row(taken.request_id, taken.epoch, matcher)
+        endless = taken.grammar.kind == ENDLESS
+        self._rows[taken.row] = _Row(taken.request_id, taken.epoch, matcher, endless=endless)
         self._row_of[taken.request_id] = taken.row
 
     def advance(self, request_id: RequestId, epoch: int, tokens: Sequence[int]) -> None:
@@ -183,7 +195,9 @@ class GrammarMatchers:
         for token in tokens:
             if row.over or row.matcher is None:
                 return
-            if token in self._ends or row.matcher.is_done():
+            if row.endless:
+                row.matcher.accept(token)
+            elif token in self._ends or row.matcher.is_done():
                 row.over = True
             elif not row.matcher.accept(token):
                 log.log(self._level, "r%d ends as invalid: its grammar does not admit token %d", request_id, token)
@@ -211,7 +225,7 @@ class GrammarMatchers:
     def ended(self, row: int, token: int) -> bool:
         """Whether the row's grammar ends with this token. The matcher is not moved."""
         held = self._rows.get(row)
-        if held is None or held.matcher is None:
+        if held is None or held.matcher is None or held.endless:
             return False
         if held.over or token in self._ends:
             return True

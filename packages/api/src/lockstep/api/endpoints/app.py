@@ -11,25 +11,26 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastapi import FastAPI
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, compile_path
 from starlette.routing import Route as StarletteRoute
 
 from lockstep.api.endpoints import (
+    batches_api,
     compat_api,
     control_api,
     control_schemas,
     conversations_api,
     embeddings_api,
+    files_api,
     generate_api,
     messages_api,
     native_api,
@@ -40,6 +41,8 @@ from lockstep.api.endpoints import (
     scoring_api,
     ui,
 )
+from lockstep.api.endpoints.batch_run import ENDPOINTS
+from lockstep.api.endpoints.description import description_of, operation_of
 from lockstep.api.endpoints.errors import CLIENT_LEFT, ApiError
 from lockstep.api.endpoints.fields import name_ignored
 from lockstep.api.endpoints.http import ClientLeft, EventStream, error_response
@@ -62,6 +65,8 @@ LABEL = re.compile(r"[\x21-\x7e]{1,128}")
 """Valid values of X-Request-Id, a client's name for its request. It is returned and logged, and has no other effect."""
 
 
+JSON, EVENTS, HTML = "application/json", "text/event-stream", "text/html"
+
 SMALL_BYTES, OPERATORS_BYTES, ITEMS_BYTES = 64 * 2**10, 2**20, 4 * 2**20
 """Greatest bodies of routes without prompts, and of routes for operators."""
 
@@ -80,24 +85,38 @@ class HttpRoute:
     bytes_max: int | None = None  # of the body; None: the limit of bodies with prompts
     drains: bool = False  # whether the route with a body is served while the server drains
     keeps: bool = False  # whether answers can be kept: `resumable`
+    media: tuple[str, ...] = (JSON,)  # media types of its answers; (): they are empty
+    form: dict[str, Any] | None = None  # schema of a body that the handler reads as a form
 
 
 CONVERSATION = "/v1/conversations/{conversation_id}"
 
 ROUTES = (
-    HttpRoute("GET", "/health", "public", native_api.health),
-    HttpRoute("GET", "/health_generate", "public", native_api.health_generate),
-    HttpRoute("GET", "/ready", "public", native_api.ready),
-    HttpRoute("GET", "/ping", "public", native_api.health),
+    HttpRoute("GET", "/health", "public", native_api.health, media=()),
+    HttpRoute("GET", "/health_generate", "public", native_api.health_generate, media=()),
+    HttpRoute("GET", "/ready", "public", native_api.ready, media=()),
+    HttpRoute("GET", "/ping", "public", native_api.health, media=()),
     HttpRoute("GET", "/version", "user", native_api.server_version),
-    HttpRoute("GET", "/metrics", "user", native_api.metrics),
+    HttpRoute("GET", "/metrics", "user", native_api.metrics, media=("text/plain",)),
     HttpRoute("GET", "/v1/models", "user", openai_api.models),
     HttpRoute("GET", "/v1/models/{name:path}", "user", openai_api.model),
-    HttpRoute("POST", "/v1/completions", "user", openai_api.completions, schemas.CompletionBody, keeps=True),
-    HttpRoute("POST", "/v1/chat/completions", "user", openai_api.chat, schemas.ChatBody, keeps=True),
+    HttpRoute(
+        "POST",
+        "/v1/completions",
+        "user",
+        openai_api.completions,
+        schemas.CompletionBody,
+        keeps=True,
+        media=(JSON, EVENTS),
+    ),
+    HttpRoute(
+        "POST", "/v1/chat/completions", "user", openai_api.chat, schemas.ChatBody, keeps=True, media=(JSON, EVENTS)
+    ),
     HttpRoute("POST", "/v1/embeddings", "user", embeddings_api.embeddings, schemas.EmbeddingBody),
-    HttpRoute("POST", "/v1/responses", "user", responses_api.responses, schemas.ResponseBody, keeps=True),
-    HttpRoute("GET", "/v1/responses/{response_id}", "user", responses_api.response),
+    HttpRoute(
+        "POST", "/v1/responses", "user", responses_api.responses, schemas.ResponseBody, keeps=True, media=(JSON, EVENTS)
+    ),
+    HttpRoute("GET", "/v1/responses/{response_id}", "user", responses_api.response, media=(JSON, EVENTS)),
     HttpRoute("DELETE", "/v1/responses/{response_id}", "user", responses_api.delete_response),
     HttpRoute("POST", "/v1/responses/{response_id}/cancel", "user", responses_api.cancel_response),
     HttpRoute("GET", "/v1/responses/{response_id}/input_items", "user", responses_api.input_items),
@@ -105,6 +124,7 @@ ROUTES = (
         *("POST", "/v1/messages", "user", messages_api.messages, schemas.MessageBody),
         errors="anthropic",
         keeps=True,
+        media=(JSON, EVENTS),
     ),
     HttpRoute(
         *("POST", "/v1/messages/count_tokens", "user", messages_api.count_tokens, schemas.CountBody),
@@ -119,8 +139,10 @@ ROUTES = (
         HttpRoute("POST", path, "user", native_api.not_here, schemas.AnyBody, optional=True, bytes_max=SMALL_BYTES)
         for path in ("/pooling", "/classify", "/v1/moderations")
     ),
-    HttpRoute("POST", "/generate", "user", generate_api.generate, schemas.GenerateBody, keeps=True),
-    HttpRoute("GET", "/v1/streams/{stream_id}", "user", resumable.stream),
+    HttpRoute(
+        "POST", "/generate", "user", generate_api.generate, schemas.GenerateBody, keeps=True, media=(JSON, EVENTS)
+    ),
+    HttpRoute("GET", "/v1/streams/{stream_id}", "user", resumable.stream, media=(JSON, EVENTS)),
     HttpRoute("DELETE", "/v1/streams/{stream_id}", "user", resumable.delete_stream),
     HttpRoute("POST", "/v1/responses/input_tokens", "user", compat_api.count_input_tokens, schemas.ResponseBody),
     HttpRoute(
@@ -138,15 +160,27 @@ ROUTES = (
     ),
     HttpRoute("GET", f"{CONVERSATION}/items/{{item_id}}", "user", conversations_api.item),
     HttpRoute("DELETE", f"{CONVERSATION}/items/{{item_id}}", "user", conversations_api.delete_item),
+    HttpRoute("POST", "/v1/files", "user", files_api.upload, form=files_api.FORM),
+    HttpRoute("GET", "/v1/files", "user", files_api.list_files),
+    HttpRoute("GET", "/v1/files/{file_id}", "user", files_api.file),
+    HttpRoute("DELETE", "/v1/files/{file_id}", "user", files_api.delete_file),
+    HttpRoute("GET", "/v1/files/{file_id}/content", "user", files_api.content, media=("application/octet-stream",)),
+    HttpRoute("POST", "/v1/batches", "user", batches_api.create, schemas.BatchBody, bytes_max=SMALL_BYTES),
+    HttpRoute("GET", "/v1/batches", "user", batches_api.list_batches),
+    HttpRoute("GET", "/v1/batches/{batch_id}", "user", batches_api.batch),
+    HttpRoute("POST", "/v1/batches/{batch_id}/cancel", "user", batches_api.cancel),
     HttpRoute("GET", "/tokenizer_info", "user", compat_api.tokenizer_info),
     *(HttpRoute("GET", path, "user", compat_api.server_info) for path in ("/server_info", "/get_server_info")),
     HttpRoute("GET", "/v1/loads", "user", compat_api.loads),
     HttpRoute("POST", "/encode", "user", compat_api.encode, schemas.EncodeBody),
-    HttpRoute("POST", "/invocations", "user", compat_api.invocations, compat_api.InvocationBody),
+    HttpRoute(
+        *("POST", "/invocations", "user", compat_api.invocations, compat_api.InvocationBody), media=(JSON, EVENTS)
+    ),
     HttpRoute(
         *("POST", "/abort_requests", "user", compat_api.abort_requests, schemas.AbortManyBody),
         bytes_max=SMALL_BYTES,
         drains=True,
+        media=(),
     ),
     HttpRoute(
         *("POST", "/abort_request", "user", native_api.abort_request, schemas.AbortBody),
@@ -166,8 +200,8 @@ ROUTES = (
     HttpRoute("GET", "/load", "user", native_api.load),
     HttpRoute("GET", "/get_load", "user", native_api.load),
     HttpRoute("GET", "/usage", "user", native_api.usage),
-    HttpRoute("GET", "/", "public", ui.home),
-    HttpRoute("GET", "/ui", "public", ui.page),
+    HttpRoute("GET", "/", "public", ui.home, media=(HTML,)),
+    HttpRoute("GET", "/ui", "public", ui.page, media=(HTML,)),
     HttpRoute("GET", "/ui/requests", "user", ui.requests),
     HttpRoute(
         *("POST", "/open_session", "user", control_api.open_session, control_schemas.OpenSessionBody),
@@ -245,32 +279,32 @@ def keeping_routes() -> dict[str, tuple[Handler, type[Body]]]:
     return {one.path: (one.handler, one.body) for one in ROUTES if one.keeps and one.body is not None}
 
 
+def batched_routes() -> dict[str, tuple[Handler, type[Body]]]:
+    """Return the handlers, and the schemas of the bodies, of the routes that batches may call, by path."""
+    return {one.path: (one.handler, one.body) for one in ROUTES if one.path in ENDPOINTS and one.body is not None}
+
+
 def make_app(server: Server, routes: tuple[HttpRoute, ...] = ROUTES) -> FastAPI:
     """Return the application of a table of routes, with /openapi.json, which describes them."""
     app = FastAPI(title="Lockstep", docs_url=None, redoc_url=None, openapi_url=None)
     for route in routes:
-        more: dict[str, Any] = {} if route.body is None else _body_schema(route.body)
-        if named := re.findall(r"{(\w+)", route.path):
-            more["parameters"] = [
-                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in named
-            ]
         app.add_api_route(
             route.path,
             _endpoint(server, route),
             methods=[route.method],
             operation_id=f"{route.method.lower()}_{re.sub(r'[^a-z0-9]+', '_', route.path.lower()).strip('_')}",
             summary=(route.handler.__doc__ or "").partition("\n")[0],
-            openapi_extra=more,
+            openapi_extra=operation_of(route),
             response_model=None,
         )
-        if route.method == "GET" and route.access == "public":  # used by load balancers
+        if _has_head(route):
             app.add_api_route(
                 route.path, _endpoint(server, route), methods=["HEAD"], include_in_schema=False, response_model=None
             )
 
     async def describe(server: Server, call: Call[None]) -> Response:
         """Return the description of these routes."""
-        return Response(_described(app, routes), media_type="application/json")
+        return Response(description_of(app, routes), media_type=JSON)
 
     own = HttpRoute("GET", "/openapi.json", "admin" if routes is ADMIN_ROUTES else "user", describe)
     app.add_api_route(own.path, _endpoint(server, own), methods=[own.method], response_model=None)
@@ -283,7 +317,8 @@ def make_app(server: Server, routes: tuple[HttpRoute, ...] = ROUTES) -> FastAPI:
             if routes is ROUTES and path in OPERATORS_PATHS:
                 message = f"{path} is for operators, and served on --admin-socket only"
         elif error.status_code == 405:
-            message = f"{path} takes {headers.get('Allow', 'other methods')}, not {request.method[:20]}"
+            allowed = ", ".join(methods_of(str(request.scope["path"]), routes))
+            message, headers = f"{path} takes {allowed}, not {request.method[:20]}", {"Allow": allowed}
         response = error_response(ApiError(error.status_code, message))
         response.headers.update(headers)
         return response
@@ -299,6 +334,19 @@ def make_app(server: Server, routes: tuple[HttpRoute, ...] = ROUTES) -> FastAPI:
         )
     refuse_undeclared(app.routes, (*routes, own))
     return app
+
+
+def methods_of(path: str, routes: Iterable[HttpRoute]) -> list[str]:
+    """Return the methods that a path takes, in the order of the tables. A route without variables comes first."""
+    exact = [route for route in routes if route.path == path]
+    found = exact or [route for route in routes if compile_path(route.path)[0].match(path)]
+    methods = [method for route in found for method in (route.method, *(("HEAD",) if _has_head(route) else ()))]
+    return list(dict.fromkeys(methods))
+
+
+def _has_head(route: HttpRoute) -> bool:
+    """Return whether a route also takes HEAD: load balancers use it."""
+    return route.method == "GET" and route.access == "public"
 
 
 def refuse_undeclared(found: list[BaseRoute], declared: tuple[HttpRoute, ...]) -> None:
@@ -419,20 +467,3 @@ def _refuse_foreign_pages(server: Server, request: Request) -> None:
                 f"the header `{header}` is {value[:60]!r}, and without keys only requests from this machine are allowed"
             )
             raise ApiError(403, f"{message}; --allowed-host allows a name")
-
-
-def _body_schema(body: type[Body]) -> dict[str, Any]:
-    reference = {"$ref": f"#/components/schemas/{body.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
-
-
-def _described(app: FastAPI, routes: tuple[HttpRoute, ...]) -> bytes:
-    """Return openapi.json, with the schemas of the bodies."""
-    import msgspec
-
-    described = app.openapi()
-    bodies: list[tuple[type[Body], Literal["validation"]]]
-    bodies = [(route.body, "validation") for route in routes if route.body is not None]
-    _, definitions = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
-    described.setdefault("components", {}).setdefault("schemas", {}).update(definitions.get("$defs", {}))
-    return msgspec.json.encode(described)

@@ -313,7 +313,7 @@ def reading_of(
 
     Args:
         separate: whether thoughts are split off.
-        grammar: grammar of the answer from its first token on. Except with a structural tag, it excludes thoughts.
+        grammar: grammar of the answer from its first token on. Most kinds exclude thoughts.
         continues: the answer continues a message; its thoughts have ended unless they are open.
     """
     form = PLAIN
@@ -322,7 +322,7 @@ def reading_of(
     elif tools.shown and formats.tools is not None:
         form = formats.tools
     plain, thinks = form is PLAIN, False
-    free = grammar is None or grammar.kind == "structural_tag"
+    free = grammar is None or grammar.kind in ("structural_tag", "bad_words")
     if separate and free and formats.thoughts is not None:
         how = opening(formats.thoughts, prompt or "", continues=continues)
         form, thinks = with_thoughts(form, formats.thoughts, how), True

@@ -105,14 +105,20 @@ LISTED, LISTED_MAX = 20, 100
 """Default and largest number of items in one list, as at OpenAI."""
 
 
-def listed(items: list[dict[str, Any]], call: Call[Any], order: str = "desc") -> dict[str, Any]:
-    """Return a page of items by the parameters `order`, `after` and `limit` of the request. Raises ApiError."""
+def listed(
+    items: list[dict[str, Any]], call: Call[Any], order: str = "desc", *, shown: int = LISTED, most: int = LISTED_MAX
+) -> dict[str, Any]:
+    """Return a page of items by the parameters `order`, `after` and `limit` of the request. Raises ApiError.
+
+    Args:
+        shown, most: default and largest number of items in one list.
+    """
     query = call.request.query_params
-    order, after, limit = query.get("order", order), query.get("after"), query.get("limit", str(LISTED))
+    order, after, limit = query.get("order", order), query.get("after"), query.get("limit", str(shown))
     if order not in ("asc", "desc"):
         raise ApiError(400, f"`order` must be asc or desc, got {order[:40]!r}", "order")
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= LISTED_MAX):
-        raise ApiError(400, f"`limit` must be 1 to {LISTED_MAX}, got {limit[:40]!r}", "limit")
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 9 and 1 <= int(limit) <= most):
+        raise ApiError(400, f"`limit` must be 1 to {most}, got {limit[:40]!r}", "limit")
     if order == "desc":
         items = items[::-1]
     if after is not None:
@@ -120,6 +126,6 @@ def listed(items: list[dict[str, Any]], call: Call[Any], order: str = "desc") ->
         if not at:
             raise ApiError(400, f"`after` must be the id of an item, got {after[:80]!r}", "after")
         items = items[at[0] + 1 :]
-    shown = items[: int(limit)]
-    ends = {"first_id": shown[0].get("id"), "last_id": shown[-1].get("id")} if shown else {}
-    return {"object": "list", "data": shown, "has_more": len(items) > len(shown), **ends}
+    page = items[: int(limit)]
+    ends = {"first_id": page[0].get("id"), "last_id": page[-1].get("id")} if page else {}
+    return {"object": "list", "data": page, "has_more": len(items) > len(page), **ends}

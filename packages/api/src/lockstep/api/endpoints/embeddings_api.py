@@ -25,6 +25,8 @@ NOTHING = Sampling()
 async def embeddings(server: Server, call: Call[EmbeddingBody]) -> Response:
     """Compute a vector for each input."""
     body, info = call.body, server.info()
+    if body.input is None:
+        raise ApiError(400, "`input` is missing; it must have at least one text", "input")
     name = server.model(body.model)
     if not info.vector_size:
         raise ApiError(400, "an emulated engine has no hidden states, so it has no embeddings", "model")

@@ -155,6 +155,11 @@ def _session(body: GenerateBody, tenant: str, sampling: list[NativeSampling]) ->
         message = "`logprob_start_len` counts from the start of a session, whose tokens are not sent; leave it out"
         raise ApiError(400, message, "logprob_start_len")
     offset = params.offset
+    if params.replace:
+        if offset not in (None, -1, 0):
+            message = f"`session_params.replace` keeps no token of the session, but `offset` is {offset}"
+            raise ApiError(400, f"{message}; give one of them", "session_params.offset")
+        offset = 0
     return session_name(tenant, params.id), None if offset in (None, -1) else offset
 
 

@@ -96,6 +96,10 @@ class BodyReader:
             raise ApiError(415, f"the body must be application/json, got {kind[:60] or 'no Content-Type'!r}")
         most = self.limits.body_bytes_max
         parts = await self._parts(request, most if bytes_max is None else min(bytes_max, most))
+        return await self.checked(request, parts, schema)
+
+    async def checked(self, request: Request, parts: list[bytes], schema: type[BodyType]) -> BodyType:
+        """Return a body, and record its fields without effect in the request. Raises ApiError, as `read` does."""
         given = await self._parsed(parts, schema)
         if isinstance(given, dict) and len(given) > FIELDS_MAX:
             raise ApiError(400, f"the body has {len(given)} fields, at most {FIELDS_MAX} are allowed")

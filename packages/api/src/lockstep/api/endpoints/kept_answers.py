@@ -17,6 +17,7 @@ import fcntl
 import logging
 import os
 import re
+import secrets
 import struct
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -35,6 +36,8 @@ FRAME = struct.Struct("<II")  # length and checksum of a record
 ID = re.compile(r"[a-z]+_[0-9a-f]{8,64}")
 READ_BYTES = 2**18  # read at once, between which other requests proceed
 LOOK_S = 0.02  # between two looks at a file that another process writes
+FRESH, FRESH_S = ".fresh", 60.0
+"""Suffix of a file that `begin` prepares, and the age in seconds beyond which it was abandoned."""
 STOPS = "the server stops"
 READ_S = 1.0  # between two marks of a reader
 
@@ -188,14 +191,22 @@ class KeptAnswers:
         if (folder / f"{name}.ended").exists():
             return None
         self._make_room(folder, len(request.body))
-        path = folder / f"{name}.open"
+        path, fresh = folder / f"{name}.open", folder / f"{name}.{secrets.token_hex(8)}{FRESH}"
+        # the file has its lock and its request before it has its name, so no other worker takes it for abandoned
+        descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        answer = KeptAnswer(path, descriptor, locked=True)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except FileExistsError:
-            return None
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        answer = self.writing[name] = KeptAnswer(path, descriptor, locked=True)
-        answer.append(request)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            answer.append(request)
+            os.link(fresh, path)
+        except BaseException as error:
+            os.close(descriptor)
+            if isinstance(error, FileExistsError):
+                return None
+            raise
+        finally:
+            fresh.unlink(missing_ok=True)
+        self.writing[name] = answer
         return answer
 
     def _make_room(self, folder: Path, coming: int) -> None:
@@ -239,6 +250,10 @@ class KeptAnswers:
 
     def abandoned(self) -> Iterator[KeptAnswer]:
         """Lock and yield the answers in progress whose worker has ended."""
+        for path in self.folder.glob(f"*/*{FRESH}"):  # left by a worker that ended between two lines of `begin`
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > FRESH_S:
+                    path.unlink(missing_ok=True)
         for path in sorted(self.folder.glob("*/*.open")):
             try:
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ import numpy as np
 from starlette.responses import Response
 
 from lockstep.api.endpoints.answer_run import created_s, new_hex
+from lockstep.api.endpoints.beam_search import BeamShape, beam_parameters, beams_of, check_beams
 from lockstep.api.endpoints.chat_tools import Reading, Tools, reading_of, template_options, tools_of
 from lockstep.api.endpoints.errors import ApiError
 from lockstep.api.endpoints.generation import (
@@ -31,6 +33,7 @@ from lockstep.api.endpoints.generation import (
     check_sampling,
     finish_reason,
     prompts_of,
+    request_of,
     seed_of,
     tokens_of,
     weights_of,
@@ -46,7 +49,7 @@ from lockstep.api.endpoints.schemas import (
     TokenizeBody,
 )
 from lockstep.api.endpoints.server import AT_ONCE_CHARACTERS, Call, Server
-from lockstep.api.endpoints.structured_output import requested_grammar
+from lockstep.api.endpoints.structured_output import bad_words, requested_grammar
 from lockstep.api.processes.wire import EngineInfo
 from lockstep.api.settings import Limits
 from lockstep.api.text.chat_formats.driver import (
@@ -122,6 +125,8 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
         )
     check_prompt_logprobs(body, info, limits)
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if check_beams(server, call):
+        return await _beams(server, call, [await _prompt(server, one, body) for one in given], name, max_tokens)
     if not max_tokens and not body.echo:
         raise ApiError(400, "`max_tokens` is 0, so the answer is empty without `echo`", "max_tokens")
     judged = (body.echo and body.logprobs is not None) or body.prompt_logprobs is not None
@@ -140,6 +145,20 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
     generation = server.generate(call, parameters, prompts)
     shape = CompletionShape(server, body, name, parameters.label, best=(samples, drawn))
     return await _answer(server, call, generation, shape)
+
+
+async def _beams(
+    server: Server, call: Call[Any], prompts: Sequence[Prompt], name: str, max_tokens: int | None
+) -> Response:
+    """Return the answer of a beam search."""
+    body, info, chats = call.body, server.info(), isinstance(call.body, ChatBody)
+    label = label_of(body, "chatcmpl" if chats else "cmpl")
+    shape = BeamShape(server, body, name, label, int(created_s()), chats)
+    for prompt in prompts:  # all are checked before the first one runs
+        request_of(prompt, GenerationRequest(sampling=body, max_tokens=max_tokens), info)
+    parameters = beam_parameters(server, call, salt_of(body), label)
+    found = [(one, await beams_of(server, call, one, max_tokens, parameters)) for one in prompts]
+    return JsonResponse(await shape.whole(found))
 
 
 def check_best_of(body: CompletionBody, samples: int, info: EngineInfo) -> None:
@@ -190,6 +209,8 @@ async def chat(server: Server, call: Call[ChatBody]) -> Response:
     prompt = await chat_prompt(server, call, tools)
     prompt = Prompt(truncated(prompt.ids, body.truncate_prompt_tokens, info), prompt.text)
     completion = body.max_completion_tokens
+    if check_beams(server, call):
+        return await _beams(server, call, [prompt], name, body.max_tokens if completion is None else completion)
     parameters = _parameters(
         server,
         body,
@@ -308,6 +329,14 @@ def truncated(ids: Sequence[int], most: int | None, info: EngineInfo) -> Sequenc
 
 def _parameters(server: Server, body: OpenAI, tenant: str, label: str, **more: Any) -> GenerationRequest:
     requested = requested_grammar(vars(body), server.limits)
+    if body.bad_words:
+        text = server.needs_text("`bad_words`")
+        if not server.info().logprobs:
+            raise ApiError(400, "`bad_words` is set, but an emulated engine has no logits", "bad_words")
+        if requested is not None:
+            message = f"`bad_words` and `{requested.field}` both constrain the answer; give one of them"
+            raise ApiError(400, message, "bad_words")
+        requested = bad_words(body.bad_words, server.limits, partial(text.encode, special=False))
     if requested is not None and "grammar" in more:
         message = f"`{requested.field}` and `{more['grammar_field']}` both constrain the answer; give one of them"
         raise ApiError(400, message, requested.field)

@@ -237,17 +237,23 @@ async def _run(
             answer.append(Submitted(origins))
         submitted()
 
-    run = AnswerRun(request.secret, request.created_s, earlier.cuts, earlier.origins, record_origins)
-    run.leaving = lambda: server.draining
-    RUN.set(run)
     TENANT.set(request.tenant)
-    call = Call(_request(request), body, request.tenant, time.monotonic())
     watching = asyncio.ensure_future(_watch(server, answer, request, asyncio.current_task()))
     ended = False
     try:
-        ended = await _written(server, answer, call, handler, earlier)
+        while True:
+            run = AnswerRun(request.secret, request.created_s, earlier.cuts, earlier.origins, record_origins)
+            run.leaving = lambda: _leaving(server)
+            RUN.set(run)
+            call = Call(_request(request), body, request.tenant, time.monotonic())
+            try:
+                ended = await _written(server, answer, call, handler, earlier)
+                break
+            except _Later as later:
+                submitted()
+                await asyncio.sleep(later.seconds)
     except asyncio.CancelledError:
-        if not server.draining:  # otherwise the next server continues
+        if not _leaving(server):
             answer.discard()
             ended = True
         raise
@@ -266,15 +272,30 @@ async def _run(
             answer.close()
 
 
+class _Later(Exception):
+    """Raised when a later run of an answer in progress is refused for now; it is tried again after `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+
+def _leaving(server: Server) -> bool:
+    """Return whether the server stops, also since its last engine was given up. The next server continues answers."""
+    return server.draining or bool(server.bridge.gone)
+
+
 async def _written(server: Server, answer: KeptAnswer, call: Call[Any], handler: Handler, earlier: Earlier) -> bool:
-    """Run the handler, and write its answer. Returns whether the file was closed. Raises OSError."""
+    """Run the handler, and write its answer. Returns whether the file was closed. Raises OSError, _Later."""
     request = call.request
     try:
         response = await handler(server, call)
     except (ApiError, ClientLeft) as error:
         refused = error if isinstance(error, ApiError) else ApiError(503, "the request was cancelled")
-        if server.draining and refused.status == 503:
+        if _leaving(server) and refused.status == 503:
             return False
+        if refused.status in (429, 503) and earlier.head is not None:  # the client has a part of the answer
+            raise _Later(refused.retry_after_s) from None
         answer.append(Head(refused.status, (("content-type", "application/json"),), False))
         shaped = error_response(refused, "anthropic" if "/messages" in str(request.scope["path"]) else "openai")
         answer.append(Content(bytes(shaped.body)))
@@ -287,6 +308,8 @@ async def _written(server: Server, answer: KeptAnswer, call: Call[Any], handler:
     if earlier.head is None:
         answer.append(Head(response.status_code, headers, stream))
     if not isinstance(response, EventStream):
+        if server.bridge.gone and response.status_code >= 500:
+            return False
         answer.append(Content(bytes(response.body)))
         answer.end()
         return True
@@ -294,6 +317,8 @@ async def _written(server: Server, answer: KeptAnswer, call: Call[Any], handler:
     try:
         async for data in response.events:
             number += 1
+            if server.bridge.gone:  # this event may be the error that its requests have ended with
+                return False
             if number <= earlier.events:
                 continue
             answer.append(Content(data, cut_of(request)))

@@ -74,6 +74,8 @@ def _check_prompts(value: Any) -> str | Sequence[Any]:
     kinds = set(map(type, value)) if isinstance(value, list) else {type(value)}
     if kinds == {int} or (kinds and kinds <= {list, array}):
         return _check_id_lists(value)
+    if dict in kinds:
+        raise ValueError("Objects, such as images, cannot be embedded here: give texts or token ids")
     if not isinstance(value, str) and not (isinstance(value, list) and kinds <= {str}):
         raise ValueError("Input should be a text, a list of texts, token ids, or a list of lists of token ids")
     return value
@@ -134,15 +136,27 @@ Seconds = Annotated[float, Field(gt=0.0, le=1e6)]
 Truncation = Annotated[int, Field(ge=-1, lt=2**31)]
 """Greatest number of tokens of a prompt, whose first tokens are dropped; -1: as many as fit."""
 
+EXPIRES_MIN_S, EXPIRES_MAX_S = 3600, 2_592_000
+"""Bounds of `expires_after` of files, as at OpenAI."""
+
 NOTHING = (None, False, "", 0)
 
 PICKLED = "is a pickle, which may run code; put the tensors into shared memory as safetensors: `shared_memory`"
+NOT_HERE = "which this server does not have"
+EMBEDDED = "is not supported: prompts are tokens, so that a journal can repeat them"
 WHY = {
     "serialized_named_tensors": PICKLED,
     "custom_logit_processor": "is a program, which clients may not send; `logit_processors` selects the operator's",
     "logits_processors": "are programs, which clients may not send; `logit_processors` selects the operator's",
     "response_format": "is a field of chat completions; the field of a response is `text.format`",
     "token_ids_logprob": "is not supported; /score returns the probabilities of chosen tokens after a prompt",
+    "drop_previous_output": "is not supported; `offset` with the `prompt_tokens` of the last answer has this effect",
+    "input_embeds": f"{EMBEDDED}; give `text` or `input_ids`",
+    "prompt_embeds": f"{EMBEDDED}; give `prompt`",
+    "embed_overrides": f"{EMBEDDED}; leave it out",
+    "token_type_ids": f"is for cross-encoders, {NOT_HERE}; /score and /rerank compare vectors",
+    "is_cross_encoder_request": f"is for cross-encoders, {NOT_HERE}; /score and /rerank compare vectors",
+    "messages": f"is for models that embed conversations with images, {NOT_HERE}; give `input`",
     "abort_all": "is for operators: /abort_all on --admin-socket",
 }
 """Known field that is not served -> the text of the error after its name."""
@@ -336,7 +350,9 @@ class OpenAI(Sampling, StructuredOpenAI, Timed):
     extra_key: Name | None = None  # SGLang's further part of `cache_salt`
     routing_key: Name | None = None  # requests with equal keys run together under the policy routing-key
     truncate_prompt_tokens: Truncation | None = None  # vLLM: the prompt's last tokens only
-
+    bad_words: Items[Text] | None = None  # texts that the answer must not contain
+    use_beam_search: bool | None = None  # vLLM: the `n` likeliest answers
+    length_penalty: Annotated[float, Field(ge=-10.0, le=10.0)] | None = None  # of beams
     session_id: Name | None = None  # requests with equal ids run on one engine of several, as with X-Session-Id
 
     COMFORT: ClassVar[frozenset[str]] = (
@@ -345,21 +361,18 @@ class OpenAI(Sampling, StructuredOpenAI, Timed):
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         **ELSEWHERE,
         "truncation_side": ("left",),
-        "bad_words": (),
         "bootstrap_host": (),
         "bootstrap_port": (),
         "bootstrap_room": (),
         "custom_logit_processor": (),
         "guided_whitespace_pattern": (),
         "kv_transfer_params": (),
-        "length_penalty": (1.0,),
         "logits_processors": (),
         "prompt_embeds": (),
         "return_hidden_states": (),
         "return_tokens_as_token_ids": (),
         "session_params": (),
         "thinking_token_budget": (),
-        "use_beam_search": (),
     }
 
 
@@ -481,8 +494,9 @@ class SessionParams(Body):
     id: Name
     # tokens of the session kept before the prompt; -1, None: all
     offset: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    replace: bool | None = None  # true: the turn replaces all earlier ones, so no token of the session is kept
 
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"drop_previous_output": (), "replace": (), "rid": ()}
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"drop_previous_output": (), "rid": ()}
 
 
 INTERNAL = frozenset(
@@ -569,7 +583,7 @@ class EmbeddingBody(Timed):
     """POST /v1/embeddings"""
 
     model: Name | None = None
-    input: Prompts
+    input: Prompts | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     user: Name | None = None
@@ -581,6 +595,8 @@ class EmbeddingBody(Timed):
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "embed_override_token_id": (),
         "embed_overrides": (),
+        "messages": (),
+        "token_type_ids": (),
         "cache_salt": (),
         "padding": (),
         "truncation_side": ("left",),
@@ -918,6 +934,23 @@ class AbortBody(Body):
     rid: Label
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"abort_all": ()}
+
+
+class ExpiresAfter(Body):
+    """When the files of results expire."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=EXPIRES_MIN_S, le=EXPIRES_MAX_S)]
+
+
+class BatchBody(Body):
+    """POST /v1/batches"""
+
+    input_file_id: Name
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+    completion_window: Literal["24h"]
+    metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
 
 
 class AnyBody(Body):

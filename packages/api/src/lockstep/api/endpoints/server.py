@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import nan
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from lockstep.api.endpoints.errors import ApiError
 from lockstep.api.endpoints.fields import ignore
@@ -20,6 +21,7 @@ from lockstep.api.endpoints.kept_answers import KeptAnswers
 from lockstep.api.endpoints.keys import Keys
 from lockstep.api.endpoints.schemas import Body
 from lockstep.api.endpoints.stored_conversations import StoredConversations
+from lockstep.api.endpoints.stored_files import StoredFiles
 from lockstep.api.endpoints.stored_responses import StoredResponses
 from lockstep.api.endpoints.usage import UsageCounter
 from lockstep.api.engines import formats_of
@@ -68,7 +70,11 @@ class Call(Generic[BodyType]):
 
 @dataclass
 class Server:
-    """The state of one worker."""
+    """The state of one worker.
+
+    Attributes:
+        batched: handler and schema of the endpoints that batches may call, by path.
+    """
 
     settings: ServeSettings
     bridge: Engines
@@ -80,6 +86,9 @@ class Server:
     responses: StoredResponses | None = None
     answers: KeptAnswers | None = None
     conversations: StoredConversations | None = None
+    files: StoredFiles | None = None
+    batched: dict[str, tuple[Callable[[Server, Any], Awaitable[Response]], type[Body]]] = field(default_factory=dict)
+    batch_runs: set[asyncio.Task[None]] = field(default_factory=set)  # tasks that run batches
     kept_runs: set[asyncio.Task[None]] = field(default_factory=set)  # tasks that make kept answers
     background: set[asyncio.Task[None]] = field(default_factory=set)  # answers made in the background
     watchers: list[Watcher] = field(default_factory=list)  # called with every request that was answered

@@ -13,7 +13,7 @@ compiles: `lockstep.host.grammar_compiler`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,36 @@ def structural_tag(tag: dict[str, Any]) -> Grammar:
             "at_least_one": the answer has at least one such part; "stop_after_first": it ends after the first part.
     """
     return make_grammar("structural_tag", _json({name: value for name, value in tag.items() if name != "type"}))
+
+
+def bad_words(words: Sequence[str], limits: Limits, encode: Callable[[str], Sequence[int]]) -> OutputConstraint | None:
+    """Return the constraint that forbids these texts; None without texts. Raises ApiError.
+
+    A word is forbidden as the tokens that it has at the start of a text and, where these differ in the first token
+    only, as those that it has after a space. A word in other tokens, as a part of a longer one, is not found.
+
+    Args:
+        encode: tokenises a text, without special tokens.
+    Source: vLLM's `SamplingParams.bad_words`.
+    """
+    if not words:
+        return None
+    if len(words) > limits.bad_words_max:
+        raise ApiError(
+            400, f"`bad_words` has {len(words)} texts, at most {limits.bad_words_max} are allowed", "bad_words"
+        )
+    sequences: list[list[int]] = []
+    for word in words:
+        if not word.strip():
+            raise ApiError(400, "`bad_words` has an empty text; leave it out", "bad_words")
+        if len(word) > limits.stop_characters_max:
+            message = f"`bad_words` has a text of {len(word)} characters, at most {limits.stop_characters_max}"
+            raise ApiError(400, f"{message} are allowed", "bad_words")
+        plain, spaced = (list(map(int, encode(before + word.lstrip()))) for before in ("", " "))
+        sequences.append(plain)
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            sequences.append(spaced)
+    return OutputConstraint("bad_words", make_grammar("bad_words", _json(sequences)))
 
 
 # ---------------------------------------------------------------------------------------------- the fields of a request

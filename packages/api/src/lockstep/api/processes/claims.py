@@ -65,7 +65,8 @@ class Claims:
 
     Args:
         keeper: state recovered from the previous generation; None: nothing was stored.
-        server: prefix of the origins of this server. Requests of another server have no clients here.
+        server: prefix of the origins of this server. Requests of an earlier server that are still open in a later
+            generation were taken over by a worker, which is not known: every worker may submit them again.
         workers: the running workers.
         awaited: workers that may take over requests of an earlier server.
     """
@@ -87,8 +88,8 @@ class Claims:
         if self._recovered is not None:
             for origin, (first, samples) in self._recovered.origins.items():
                 prefix, _, rest = origin.partition("/")
-                if prefix == server and any(first + sample in host.engine.requests for sample in range(samples)):
-                    self.workers.add(int(rest.partition("/")[0]))
+                if any(first + sample in host.engine.requests for sample in range(samples)):
+                    self.workers.update([int(rest.partition("/")[0])] if prefix == server else workers)
             self.workers.intersection_update(workers)
             if host.engine.requests:
                 self.workers.update(awaited)

@@ -165,10 +165,16 @@ class EngineProcess:
                 self._context.destroy(linger=500)
 
     def _await_claims(self) -> None:
-        """Wait for workers to submit their open requests again."""
+        """Wait for workers to submit their open requests again.
+
+        The first generation counts as started meanwhile, so that its end is followed by another one: it has recovered
+        its state, and its workers already accept requests.
+        """
         until_s = time.monotonic() + self._claim_s
         while self._claims.workers and not self.stopping and (left_s := until_s - time.monotonic()) > 0:
-            if self._mailbox.poll(max(1, round(left_s * 1000))):
+            if not self.generation:
+                self._alive()
+            if self._mailbox.poll(min(LOOK_MS, max(1, round(left_s * 1000)))):
                 self.handle(read_by_engine(self._mailbox.recv()))
         self._claims.close()
 

@@ -107,7 +107,7 @@ FLOAT_PARAMETERS = ("temperature", "top_p", "min_p", "frequency_penalty", "prese
 class Grammar(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The grammar that the output must match; compiled by the host, identified in the core by its digest."""
 
-    kind: Literal["json_schema", "regex", "ebnf", "structural_tag"]
+    kind: Literal["json_schema", "regex", "ebnf", "structural_tag", "bad_words"]
     source: str
     digest: bytes
 
