@@ -1,4 +1,4 @@
-"""A client sends its next request when it has received the answer to the last one, front end included."""
+"""Closed loops: the next request is sent after the answer has arrived, front end included."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_clients_of_a_cluster_wait_for_the_front_end(layout: str) -> None:
 
 
 def test_users_of_an_engine_are_never_more_than_its_clients() -> None:
-    """With 64 clients, requests in progress at the engine are 64 times the share of the time that they spend there."""
+    """As clients see them, at most 64 requests of 64 clients are in progress."""
     data = simulate(setup_of("gen:n=640,input=fixed:300,output=fixed:20", 64)).data
     requests = data.requests
     order = np.argsort(requests.arrival_us, kind="stable")
