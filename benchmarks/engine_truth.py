@@ -1,13 +1,14 @@
 """How true an engine of the catalogue is: errors and coverage by groups that were left out of the fit.
 
-Every group of the published serving points (a model, engine, tensor-parallel size, band of concurrency, precision) is
-left out in turn, and predicted by a fit to the rest. Its 90 % interval comes from the rest as well: from the errors of
-the groups of the same kind that are left out of fits to the rest. Beside it stands the uncorrected roofline with its
-own interval, `--engine none`.
+Every group of the serving points of a file (a family of models, GPU, engine, tensor-parallel size, band of concurrency,
+precision) is left out in turn, and predicted by a fit to the rest. Its 90 % interval comes from the errors of the other
+groups of the same kind, each left out of its own fit. Beside it stands the uncorrected roofline with its own interval,
+`--engine none`. Rows with text in the column `aside` are in no fit; they are predicted at the end, as kept aside.
 
-    LOCKSTEP_DATA=... python benchmarks/engine_truth.py [--cache DIR] [--json FILE]
-    LOCKSTEP_DATA=... python benchmarks/engine_truth.py --write DATE       # fit all points, write catalogue/engines
-    python benchmarks/engine_truth.py --points FILE --cache DIR            # other points, by the catalogue's engines
+    python benchmarks/engine_points.py silicon_sample.csv --out engine_points.csv
+    LOCKSTEP_DATA=... python benchmarks/engine_truth.py engine_points.csv --cache DIR [--json FILE]
+    python benchmarks/engine_truth.py engine_points.csv --cache DIR --write DATE   # fit, write catalogue/engines
+    python benchmarks/engine_truth.py other.csv --cache DIR --catalogue            # other points, engines as shipped
 
 Simulated: the figures are the same on every machine. Schedules of points are kept in the cache, so that a change of the
 fit takes seconds. How to read the figures: docs/validation.md, section 10.
@@ -16,6 +17,7 @@ fit takes seconds. How to read the figures: docs/validation.md, section 10.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import sys
@@ -30,26 +32,32 @@ from numpy.typing import NDArray
 import lockstep.sim.catalogue as catalogue
 from lockstep.sim.calibrate.calibrate import sha256_of
 from lockstep.sim.calibrate.engine_fit import (
-    GROUPS_MIN,
+    COSTS,
+    METRICS,
     EngineFacts,
     EngineTrial,
+    Fitted,
+    Ratios,
     engine_of,
-    fit_engine,
-    left_out,
+    fit_trial,
     part_of,
+    predicted_us,
+    release_of,
     residuals_of,
     schedule_of,
 )
-from lockstep.sim.calibrate.serving_points import ServingPoint, base_of, read_serving_points
+from lockstep.sim.calibrate.levels import LevelFit
+from lockstep.sim.calibrate.serving_points import ServingPoint, read_serving_points
 from lockstep.sim.cost import CalibrationError, CapacityError
 from lockstep.sim.cost.calibration import COVERAGE, UNCALIBRATED, CalibrationSource, Metric
-from lockstep.sim.cost.engines import EngineCalibration
+from lockstep.sim.cost.engines import EngineCalibration, GpuCard
 
 Float64s = NDArray[np.float64]
+Rows = NDArray[np.int64]
 Figures = dict[str, Any]
 
 POINTS_MIN = 5  # a group has a row from this number of points on
-FEW = 3
+SAME = 0.03  # relative difference of TPOT up to which two points are one measurement
 TPOT_MAX, TTFT_MAX, RATE_MAX = 0.10, 0.20, 0.10  # bars of median absolute errors; no group above twice that
 COVERED_MIN, COVERED = 0.75, (0.85, 0.95)  # of each group; of all points
 
@@ -81,13 +89,13 @@ KINDS: dict[str, Callable[[ServingPoint], Hashable]] = {
     "engine and model": lambda point: f"{point.engine}, {point.model.name}",
     "cell": lambda point: f"{point.engine} {point.gpu.name} {point.model.name}",
 }
-ENGINES_OWN = ("tp", "concurrency")  # kinds whose errors are those of an engine's own points
+INTERPOLATED = ("tp", "concurrency")  # kinds that a fit interpolates: few groups do not widen their intervals
 LARGE = {"chunked_prefill_size": 8192, "max_prefill_tokens": 8192, "max_running_requests": 256}
 FACTS = {
-    "vllm": EngineFacts(title="vLLM", profile="vllm", release="0.18.0", large_gpu_settings=LARGE),
-    "sglang": EngineFacts(title="SGLang", profile="sglang", release="0.5.1"),
+    "vllm": EngineFacts(title="vLLM", profile="vllm", release="0.19.0", large_gpu_settings=LARGE),
+    "sglang": EngineFacts(title="SGLang", profile="sglang", release="0.5.9"),
     "trtllm": EngineFacts(
-        title="TensorRT-LLM", profile="vllm", release="1.0.0rc3", settings={"reserve": "full"}, large_gpu_settings=LARGE
+        title="TensorRT-LLM", profile="vllm", release="1.2.0", settings={"reserve": "full"}, large_gpu_settings=LARGE
     ),
     "lockstep": EngineFacts(title="Lockstep", profile="lockstep", release="0.1"),
 }
@@ -152,35 +160,36 @@ def uncorrected(trial: EngineTrial) -> Predicted:
     return predicted(trial, trial.kernels_tpot_us, trial.kernels_ttft_us, ends)
 
 
-def without_groups(trial: EngineTrial, kind: str) -> Predicted:
-    """Predict each group by a fit to the other groups, with an interval from the other groups alone."""
+def without_groups(trial: EngineTrial, fitted: Rows, kind: str) -> Predicted:
+    """Predict each group by a fit to the other groups, with an interval from the errors of the other groups.
+
+    Args:
+        fitted: the rows that may be in a fit; other rows are only predicted.
+    """
     group_of = KINDS[kind]
     groups = [group_of(point) for point in trial.points]
     count = len(groups)
-    tpot_us, ttft_us = np.empty(count), np.empty(count)
-    ends: dict[Metric, tuple[Float64s, Float64s]] = {
-        metric: (np.empty(count), np.empty(count)) for metric in ("time", "ttft")
-    }
+    whole = fit_trial(trial, fitted)
+    us = {"time": np.empty(count), "ttft": np.empty(count)}
     for group in dict.fromkeys(groups):
-        held = np.flatnonzero([g == group for g in groups]).tolist()
-        rest = np.flatnonzero([g != group for g in groups])
-        others = part_of(trial, rest)
-        ratios = left_out(others, group_of)
-        for engine in dict.fromkeys(trial.points[i].engine for i in held):
-            rows = np.array([i for i in held if trial.points[i].engine == engine], np.int64)
-            fit = fit_engine(trial, rest, engine)
-            tpot_us[rows], ttft_us[rows] = fit.tpot_us(trial, rows), fit.ttft_us(trial, rows)
-            own = others.rows(engine)
-            several = kind in ENGINES_OWN and len({group_of(others.points[i]) for i in own}) >= GROUPS_MIN
-            kept = own if several else np.arange(len(others.points))
-            number = 0 if kind in ENGINES_OWN else len({group_of(others.points[i]) for i in kept})
-            for metric, (low, high) in ends.items():
-                residuals = residuals_of(ratios[metric][kept], number, metric=metric, method="")
-                low[rows], high[rows] = residuals.at([(1.0 - COVERAGE) / 2.0, (1.0 + COVERAGE) / 2.0])
-    return predicted(trial, tpot_us, ttft_us, ends)
+        held = np.flatnonzero([g == group for g in groups])
+        fit = fit_trial(trial, np.array([i for i in fitted if groups[i] != group], np.int64), whole)
+        for metric in METRICS:
+            us[metric][held] = predicted_us(fit, trial, held, metric)
+    everything = np.arange(count)
+    ratios: Ratios = {metric: trial.measured_us(metric, everything) / us[metric] for metric in METRICS}
+    ends: dict[Metric, tuple[Float64s, Float64s]] = {metric: (np.empty(count), np.empty(count)) for metric in METRICS}
+    for group in dict.fromkeys(groups):
+        held = np.flatnonzero([g == group for g in groups])
+        others = np.array([i for i in fitted if groups[i] != group], np.int64)
+        number = 0 if kind in INTERPOLATED else len({groups[i] for i in others})
+        for metric, (low, high) in ends.items():
+            residuals = residuals_of(ratios[metric][others], number, metric=metric, method="")
+            low[held], high[held] = residuals.at([(1.0 - COVERAGE) / 2.0, (1.0 + COVERAGE) / 2.0])
+    return predicted(trial, us["time"], us["ttft"], ends)
 
 
-def by_catalogue(trial: EngineTrial, cache: Path | None) -> Predicted:
+def by_catalogue(trial: EngineTrial) -> Predicted:
     """Predict points by the engines of the catalogue as they are shipped."""
     count = len(trial.points)
     tpot_us, ttft_us = np.empty(count), np.empty(count)
@@ -189,20 +198,17 @@ def by_catalogue(trial: EngineTrial, cache: Path | None) -> Predicted:
     }
     for i, point in enumerate(trial.points):
         calibration = catalogue_calibration(point)
-        schedule = schedule_of(point, cache)
-        cost = calibration.cost_model(base_of(point))
-        batch_us = np.array([[cost.batch_us(shape).mean_us] for shape in schedule.batch_shapes()])
-        tpot_us[i] = schedule.tpot(batch_us)[0]
-        ttft_us[i] = schedule.ttft(batch_us)[0] + calibration.costs.frontend_us
+        weights = np.array([getattr(calibration.costs, cost.name) for cost in COSTS])
+        tpot_us[i], ttft_us[i] = trial.tpot_columns[i] @ weights, trial.ttft_columns[i] @ weights
         for metric, (low, high) in ends.items():
             low[i], high[i] = calibration.interval(metric, model=point.model.name)
     return predicted(trial, tpot_us, ttft_us, ends)
 
 
 def catalogue_calibration(point: ServingPoint) -> EngineCalibration:
-    """Return the calibration of the catalogue's engine for a point. A release that is not stated is an old one."""
+    """Return the calibration of the catalogue's engine for a point; a release that is not stated is the usual one."""
     spec, _ = catalogue.load_engine(point.engine)
-    return spec.calibration(point.model.name, point.gpu.name, point.weights_dtype, point.engine_version or "0.1")
+    return spec.calibration(point.model.name, point.gpu.name, point.weights_dtype, release_of(point))
 
 
 # ---------------------------------------------------------------------------------------------------------- the report
@@ -232,31 +238,45 @@ def line(title: str, found: Figures) -> str:
     return text
 
 
-def table(trial: EngineTrial, kinds: Sequence[str], engines: Callable[[str], Predicted], limit: int) -> Figures:
-    """Print and return, for every kind of group, each group by an engine and by the roofline alone."""
+def table(trial: EngineTrial, shown: Rows, kinds: Sequence[str], engines: Callable[[str], Predicted]) -> Figures:
+    """Print and return, for every kind, each group of the `shown` points by an engine and by the roofline alone."""
     plain = uncorrected(trial)
     figures: Figures = {}
     for kind in kinds:
         group_of = KINDS[kind]
         groups = [group_of(point) for point in trial.points]
-        if len(set(groups)) == 1:
-            print(f"== by {kind}: all points are of {groups[0]}")
-            continue
         found = engines(kind)
         figures[kind] = {}
         print(f"== by {kind}")
-        for group in sorted(dict.fromkeys(groups), key=str):
-            rows = np.flatnonzero([g == group for g in groups])
-            if len(rows) < limit:
+        for group in [*sorted({groups[i] for i in shown}, key=str), None]:
+            rows = shown if group is None else np.array([i for i in shown if groups[i] == group], np.int64)
+            if len(rows) < POINTS_MIN:
                 continue
-            figures[kind][str(group)] = {"engine": found.figures(rows), "none": plain.figures(rows)}
-            print(line(str(group), found.figures(rows)))
+            title = "all" if group is None else str(group)
+            figures[kind][title] = {"engine": found.figures(rows), "none": plain.figures(rows)}
+            print(line(title, found.figures(rows)))
             print(line("  --engine none", plain.figures(rows)), flush=True)
-        everything = np.arange(len(groups))
-        figures[kind]["all"] = {"engine": found.figures(everything), "none": plain.figures(everything)}
-        print(line("all", found.figures(everything)))
-        print(line("  --engine none", plain.figures(everything)))
     return figures
+
+
+def markdown(figures: Figures) -> str:
+    """Return figures as the table of docs/validation.md: medians of absolute errors, and shares inside intervals."""
+    lines = [
+        "| left out | points | TPOT | kernels | TTFT | kernels | throughput | kernels | inside 90 % | kernels |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for kind, groups in figures.items():
+        for group, both in groups.items():
+            ours, plain = both["engine"], both["none"]
+            errors = " | ".join(
+                f"{100 * one[name]['median']:.1f}" for name in ("tpot", "ttft", "rate") for one in (ours, plain)
+            )
+            inside = " | ".join(
+                f"{100 * one['tpot']['covered']:.0f}, {100 * one['ttft']['covered']:.0f}" for one in (ours, plain)
+            )
+            title = f"all, by {kind}" if group == "all" else group
+            lines.append(f"| {title} | {ours['points']} | {errors} | {inside} |")
+    return "\n".join(lines)
 
 
 def misses(figures: Figures) -> list[str]:
@@ -276,56 +296,144 @@ def misses(figures: Figures) -> list[str]:
     return found
 
 
-def write(trial: EngineTrial, path: Path, left: dict[str, list[int]], date: str) -> None:
-    """Fit every engine to all points, and write the catalogue's entries."""
+NEVER_MEASURED = {
+    "A100-80G-SXM": "kernels and collectives follow public operator tables of this GPU",
+    "L40S": "kernels and collectives follow public operator tables of this GPU",
+    "RTX4090": "rates of products and weights follow public micro-benchmarks, the rest the data sheet",
+}
+"""GPUs that users have and the file lacks, with what their kernels are from."""
+MEASURED_RUN = (
+    "one run of vLLM 0.19 with Llama-3.1-8B, 300 requests under overload, which was not in the fit: "
+    "benchmarks/results/rtx4090_truth.txt"
+)
+
+
+def cards(trial: EngineTrial, fitted: Rows, aside: Sequence[str], fit: LevelFit, engine: str) -> list[GpuCard]:
+    """Return what is known of an engine on each GPU: the points of the fit, and errors of those kept aside."""
+    found = []
+    for gpu in sorted({point.gpu.name for point in trial.points}):
+        own = [i for i, point in enumerate(trial.points) if (point.engine, point.gpu.name) == (engine, gpu)]
+        within = [i for i in own if i in set(fitted.tolist())]
+        models = sorted({f"{trial.points[i].model.name} in {trial.points[i].weights_dtype}" for i in within})
+        kept = np.array([i for i in own if aside[i]], np.int64)
+        errors = "no point was kept aside"
+        if len(kept):
+            median = {
+                metric: np.median(
+                    np.abs(predicted_us(fit, trial, kept, metric) / trial.measured_us(metric, kept) - 1.0)
+                )
+                for metric in METRICS
+            }
+            errors = (
+                f"{len(kept)} points kept aside: median absolute error of TPOT {100 * median['time']:.0f} %, of TTFT "
+                f"{100 * median['ttft']:.0f} %"
+            )
+        few = len(within) < POINTS_MIN
+        found.append(
+            GpuCard(
+                gpu=gpu,
+                fitted_on=f"{len(within)} points: {'; '.join(models)}" if within else "no point of this engine",
+                errors=errors,
+                not_for="promises: too few points" if few else "models that are far from those of the fit",
+            )
+        )
+    for gpu, kernels in NEVER_MEASURED.items():
+        known = MEASURED_RUN if (engine, gpu) == ("vllm", "RTX4090") else "none was measured"
+        found.append(
+            GpuCard(
+                gpu=gpu,
+                fitted_on=f"no point; {kernels}; the engine's costs are those common to all GPUs",
+                errors=known,
+                not_for="promises: intervals are those of GPUs left out of the fit, and called a range",
+            )
+        )
+    return found
+
+
+def write(
+    fitted: Fitted, path: Path, left: dict[str, list[int]], date: str, gpus: Callable[[LevelFit, str], list[GpuCard]]
+) -> None:
+    """Write the catalogue's entries of all engines."""
     folder = Path(catalogue.__file__).parent / "engines"
     for engine, facts in FACTS.items():
-        rows = trial.rows(engine)
         source = CalibrationSource(
             kind="serving_points",
             file=path.name,
             sha256=sha256_of(path),
-            rows_used=len(rows),
+            rows_used=len(fitted.trial.rows(engine)),
             rows_left_out=sum(map(len, left.values())),
             why_left_out="; ".join(f"{len(numbers)}: {why}" for why, numbers in left.items()),
         )
-        spec = engine_of(trial, engine, facts, date=date, sources=[source])
+        own = gpus(fitted.fit, engine) if len(fitted.trial.rows(engine)) else []
+        spec = engine_of(fitted, engine, facts, date=date, sources=[source], gpus=own)
         (folder / f"{engine}.json").write_text(spec.to_json(), encoding="utf-8")
         print(f"{folder.name}/{engine}.json: {spec.costs}")
 
 
+def aside_of(path: Path, points: Sequence[ServingPoint]) -> list[str]:
+    """Return for each point why it is kept aside; empty: it is not."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return [rows[point.row - 2].get("aside") or "" for point in points]
+
+
+def is_published(points: Sequence[ServingPoint]) -> list[bool]:
+    """Return which points are among those of $LOCKSTEP_DATA, to which earlier figures of this table refer."""
+    path = Path(os.environ.get("LOCKSTEP_DATA", "")) / "published" / "serving_points.csv"
+    if not path.is_file():
+        return [False] * len(points)
+    known = {_conditions(point): point.tpot_us for point in read_serving_points(path)[0]}
+    return [abs(known.get(_conditions(point), 0.0) / point.tpot_us - 1.0) < SAME for point in points]
+
+
+def _conditions(point: ServingPoint) -> Hashable:
+    lengths = point.prompt_tokens, point.output_tokens, point.concurrency
+    return point.engine, point.model.name, point.gpu.name, point.split, point.weights_dtype, *lengths
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("points", type=Path, help="file of points, as benchmarks/engine_points.py writes it")
     parser.add_argument("--cache", type=Path, help="folder that keeps the schedules of points")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--write", metavar="DATE", help="fit all points and write the catalogue's engines")
-    parser.add_argument("--points", type=Path, help="test the catalogue's engines on this file of points instead")
+    parser.add_argument("--write", metavar="DATE", help="fit, and write the catalogue's engines")
+    parser.add_argument("--catalogue", action="store_true", help="only test the catalogue's engines as shipped")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of groups (default %(default)s)")
     arguments = parser.parse_args()
-    path = arguments.points or Path(os.environ.get("LOCKSTEP_DATA", "")) / "published" / "serving_points.csv"
-    if not path.is_file():
-        print(f"{path} is no file; set LOCKSTEP_DATA, or give --points FILE", file=sys.stderr)
-        return 1
+    path: Path = arguments.points
     points, left = read_serving_points(path)
     print(f"{len(points)} points; left out: " + "; ".join(f"{len(rows)} rows, {why}" for why, rows in left.items()))
     print(f"{path.name}, SHA-256 {sha256_of(path)}\n")
-    if arguments.points:
-        points = that_fit(points, arguments.cache)
+    points = that_fit(points, arguments.cache)
     trial = EngineTrial.of(points, arguments.cache)
+    aside = aside_of(path, points)
+    kinds = arguments.kinds.split(",")
+    fitted = np.flatnonzero([not one for one in aside])
+    figures: Figures = {}
     if arguments.write:
-        write(trial, path, left, arguments.write)
-        return 0
-    kinds = [kind for kind in arguments.kinds.split(",") if arguments.points or kind != "cell"]
-    if arguments.points:
-        found = by_catalogue(trial, arguments.cache)
-        figures = table(trial, kinds, lambda kind: found, FEW)
-    else:
-        figures = table(trial, kinds, lambda kind: without_groups(trial, kind), POINTS_MIN)
-    missed = misses(figures)
-    print("\nmissed: " + ("; ".join(missed) or "no bar"))
+        left = {**left, "kept aside": [points[i].row for i, one in enumerate(aside) if one]}
+        whole = Fitted.of(part_of(trial, fitted))
+        write(whole, path, left, arguments.write, lambda fit, engine: cards(trial, fitted, aside, fit, engine))
+    elif not arguments.catalogue:
+        shown = {"points of the fit": fitted, "points published before": np.flatnonzero(is_published(points))}
+        predictions = {kind: without_groups(trial, fitted, kind) for kind in kinds}
+        for title, rows in shown.items():
+            print(f"\n==== {title}: {len(rows)}, each group left out of the fit")
+            figures[title] = table(trial, rows, kinds, predictions.__getitem__)
+    found = by_catalogue(trial)
+    for why in ("layout", "cell", *(("",) if arguments.catalogue else ())):
+        rows = np.flatnonzero([one == why for one in aside])
+        title = f"kept aside: {why}" if why else "not kept aside"
+        print(f"\n==== {title}: {len(rows)}, engines as shipped")
+        figures[title] = table(trial, rows, kinds, lambda kind: found) if len(rows) else {}
+    missed = {title: misses(one) for title, one in figures.items()}
+    for title, one in figures.items():
+        print(f"\n{title}\n{markdown(one)}")
+    for title, groups in missed.items():
+        print(f"\nmissed, {title}: " + ("; ".join(groups) or "no bar"))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return 1 if missed else 0
+    return 1 if any(missed.values()) else 0
 
 
 if __name__ == "__main__":

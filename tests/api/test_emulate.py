@@ -14,11 +14,13 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 from click.testing import CliRunner
 
 from lockstep.api.emulate import EmulatedAdapterCache, EmulatedExecutor, EmulatedTimes, Vocabulary, emulated_source
+from lockstep.api.engines import build_engine, check_names
 from lockstep.api.observability.drift import DriftMeter
 from lockstep.api.serve import serve
+from lockstep.api.settings import ServeSettings
 from lockstep.core.contract.commands import FinishRequest, RejectRequest
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.contract.errors import ContractError
+from lockstep.core.contract.errors import ConfigError, ContractError
 from lockstep.core.contract.events import (
     AdapterLoaded,
     BatchFinished,
@@ -31,9 +33,12 @@ from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import AdapterRegistry
 from lockstep.host.loop import DeviceServices, HostClock, ResultExtras, RuntimeHost, TokenLogprobs
-from lockstep.sim.cost import BatchShape, Duration
+from lockstep.sim.catalogue import load_gpu, load_model
+from lockstep.sim.cost import BatchShape, Duration, roofline_model
 from lockstep.sim.host.batch_shapes import RowAdapters
 from lockstep.sim.host.links import Link
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.scenario.scenario import Scenario
 
 WORDS = Vocabulary(first=300, count=700, end=256, mean_tokens=40)
 
@@ -160,6 +165,28 @@ def test_batches_take_the_time_of_the_cost_model(speed: float, depth: int) -> No
     assert all(abs(one - 1010 / speed) <= 1 for one in took[1:])
     assert all(event.time_us >= event.finished_us for event in finished)
     assert all(a.finished_us <= b.started_us for a, b in pairwise(finished))
+
+
+@pytest.mark.parametrize("engine", [None, "sglang", "none"])
+def test_batches_take_the_time_of_an_engine_as_simulated_ones_do(engine: str | None) -> None:
+    unit = build_engine(ServeSettings(emulate="qwen3-32b@h100", tp=2, engine=engine))
+    times = unit.host.executor._times
+    setup = assemble(Scenario(model="qwen3-32b", gpu="h100", tp=2, engine=engine, workload="gen:n=1"), {})
+    shape = BatchShape(decode_rows=16, decode_context_tokens=16_000, sampled_rows=16)
+    assert times._cost.batch_us(shape) == setup.cost.batch_us(shape)
+    kernels = roofline_model(load_model("qwen3-32b"), load_gpu("h100"), 2).batch_us(shape).mean_us
+    assert (
+        times._cost.batch_us(shape).mean_us == kernels
+        if engine == "none"
+        else times._cost.batch_us(shape).mean_us > kernels
+    )
+
+
+def test_an_unknown_engine_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="`engine` must be an engine of the catalogue"):
+        check_names(ServeSettings(emulate="qwen3-8b@h100", engine="nope"))
+    with pytest.raises(ConfigError, match="`engine` is for an emulated engine"):
+        ServeSettings(engine="vllm")
 
 
 def test_adapters_take_the_time_of_the_cost_model() -> None:

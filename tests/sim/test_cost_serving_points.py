@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.sim.calibrate.calibrate import PointTrials, calibration_of_points, fit_points
+from lockstep.sim.calibrate.measured_points import write_points
 from lockstep.sim.calibrate.serving_points import (
     CLIENTS,
     ENGINES,
@@ -308,3 +309,15 @@ def test_the_committed_figures_meet_the_bar() -> None:
         assert half["time"]["p90"] <= 0.25, half["seed"]
         assert half["time"]["covered"] >= 0.80, half["seed"]
         assert half["ttft"]["covered"] >= 0.80, half["seed"]
+
+
+def test_settings_of_a_server_are_read_and_change_the_simulated_point(tmp_path: Path) -> None:
+    path = tmp_path / "points.csv"
+    usual = point(engine="sglang", model=load_model("qwen3-32b"), tp=4, concurrency=8)
+    rare = replace(usual, receive_interval=30, prefill_tokens=1024, overlaps=True)
+    write_points(path, [usual, rare])
+    again, left_out = read_serving_points(path)
+    assert not left_out
+    assert [(p.receive_interval, p.prefill_tokens, p.overlaps) for p in again] == [(1, 0, False), (30, 1024, True)]
+    first, second = (play(p, CLIENTS["spread"]).ttft_us for p in again)
+    assert second > 2 * first  # a request waits for up to 30 passes before the scheduler sees it

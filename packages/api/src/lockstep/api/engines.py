@@ -144,6 +144,12 @@ def check_names(settings: ServeSettings) -> None:
 
             load_calibration(settings.calibration)
     if settings.emulate is not None:
+        with _config_errors("engine"):
+            from lockstep.sim.catalogue import load_engine
+            from lockstep.sim.cost.engines import NONE
+
+            if settings.engine not in (None, NONE):
+                load_engine(settings.engine)
         with _config_errors():
             from lockstep.sim.catalogue import load_gpu, load_model
 
@@ -447,14 +453,14 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         emulated_source,
     )
     from lockstep.api.observability.drift import DriftMeter
-    from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
-    from lockstep.sim.cost import UNCALIBRATED
+    from lockstep.sim.catalogue import load_gpu, load_model
     from lockstep.sim.cost.base_model import base_cost_model
     from lockstep.sim.cost.lora import slot_bytes
     from lockstep.sim.host.adapters import adapter_link
     from lockstep.sim.host.batch_shapes import RowAdapters
     from lockstep.sim.run.adapters import lora_of
     from lockstep.sim.run.assemble import configure
+    from lockstep.sim.run.engine import calibration_of
     from lockstep.sim.scenario.scenario import Scenario
     from lockstep.sim.workload.adapters import RECORDED
 
@@ -476,7 +482,9 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         workload="",
         tp=settings.tp,
         mem_fraction=settings.mem_fraction,
+        engine=settings.engine,
         profile=settings.profile,
+        calibration=settings.calibration,
         settings=scheduler,
         kv_dtype=_kv_dtype(settings),
         fp8_activations=settings.fp8_activations,
@@ -485,7 +493,8 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     )
     config, kv = configure(scenario, model, gpu)
     lora = lora_of(scenario, config)
-    calibration = UNCALIBRATED if settings.calibration is None else load_calibration(settings.calibration)
+    calibration = calibration_of(scenario, model, gpu)
+    log.info("batches take the time of: %s", calibration.line)
     kinds: dict[str, Any] = {"kv_dtype": scenario.kv_dtype, "fp8_activations": scenario.fp8_activations}
     cost = calibration.cost_model(base_cost_model(model, gpu, scenario.parallelism, lora=lora, **kinds))
     clock = HostClock(start_us=keeper.start_us if keeper is not None else 0)

@@ -161,7 +161,14 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
     ] = None
 
     # an emulated engine
-    profile: Annotated[str, Option("Emulated: family of scheduler settings: lockstep, sglang, vllm.")] = "lockstep"
+    engine: Annotated[
+        str | None,
+        Option("Emulated: engine whose costs batches have, vllm by default: docs/serving.md. none: kernels alone."),
+    ] = None
+    profile: Annotated[
+        str | None,
+        Option("Emulated: scheduler settings: lockstep, sglang, vllm; by default those of --engine, else lockstep."),
+    ] = None
     speed: Annotated[float, Option("Emulated: factor by which batches are faster than predicted.")] = 1.0
     answer_tokens: Annotated[int, Option("Emulated: mean tokens of an answer; 0: no answer ends by itself.")] = 256
     answers: Annotated[
@@ -374,7 +381,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                 known_formats = ", ".join(("auto", "none", *formats))
                 raise ConfigError(f"`{name}` must be one of {known_formats}, got `{getattr(self, name)}`")
         if self.emulate is None:
-            for name in ("profile", "speed", "answers", "answer_tokens"):
+            for name in ("engine", "profile", "speed", "answers", "answer_tokens"):
                 if getattr(self, name) != defaults[name]:
                     raise ConfigError(f"`{name}` is for an emulated engine\nhint: drop it, or give emulate")
         else:

@@ -1,14 +1,13 @@
-"""Fits of an engine's costs to serving points, and the errors of points that were left out of a fit.
+"""Fits of engines' costs to serving points, and the errors of points that were left out of a fit.
 
-trial = EngineTrial.of(points, folder)               # every point simulated once; schedules are kept in `folder`
-fit = fit_engine(trial, trial.rows("vllm"))          # costs of one engine, shrunk towards those of the other engines
-fit.tpot_us(trial, rows), fit.ttft_us(trial, rows)   # predictions, for rows the fit need not have seen
-spec = engine_of(trial, "vllm", date="2026-11-26", ...)   # an entry of the catalogue, with left-out errors
+trial = EngineTrial.of(points, folder)      # every point simulated once; schedules are kept in `folder`
+fit = fit_trial(trial, rows)                # costs of all engines, GPUs and models at once (levels.py)
+predicted_us(fit, trial, rows, "ttft")      # for rows the fit need not have seen
+spec = engine_of(trial, "vllm", facts, date="2026-11-26", ...)   # an entry of the catalogue, with left-out errors
 
-A time is linear in the costs (cost/engines.py), so a fit is a nonnegative least squares of relative errors of TPOT and
-TTFT together, with Huber weights. Costs are shrunk twice: the pooled costs of all engines towards PRIORS, those of an
-engine towards the pool of the other engines. Few points change a cost little, and an engine that was never measured has
-the pool.
+A time is a sum of features times costs (cost/engines.py). Costs are fitted in levels: common to all points, of an
+engine, of a GPU, of an engine on a GPU, of a release, of a model, of a precision of weights. LEVELS states how far a
+cost may deviate in each.
 """
 
 from __future__ import annotations
@@ -17,78 +16,123 @@ import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.sim.calibrate.levels import Cost, Level, LevelFit, Measured, PointGroup, fit_levels
 from lockstep.sim.calibrate.schedules import Schedule, record
-from lockstep.sim.calibrate.serving_points import CLIENTS, LoadGenerator, ServingPoint, base_of
+from lockstep.sim.calibrate.serving_points import CLIENTS, FRONTEND_US, LoadGenerator, ServingPoint, base_of
 from lockstep.sim.cost.calibration import UNCALIBRATED, CalibrationSource, Metric, Residuals
 from lockstep.sim.cost.engines import (
     CostsWhen,
     EngineCosts,
     EngineResiduals,
     EngineSpec,
+    GpuCard,
     Unseen,
     expert_token_us,
     release_key,
 )
-from lockstep.sim.cost.fit import nonnegative_least_squares
 from lockstep.sim.cost.model import BatchShape
 from lockstep.sim.cost.tables import BaseModel
+from lockstep.sim.cost.terms import CostTerm
 
 Float64s = NDArray[np.float64]
 Rows = NDArray[np.int64]
 
 
-class Column(NamedTuple):
-    """A weight of a fit: a cost of EngineCosts, or an addition to one under a condition."""
-
-    cost: str
-    mean: float  # before any point: the prior
-    deviation: float
-    engine: str = ""  # only of this engine; empty: of all
-    precisions: tuple[str, ...] = ()  # only with weights of these precisions; empty: with all
-    before: str = ""  # only for releases before this one; empty: for all
-
-    @property
-    def is_addition(self) -> bool:
-        return bool(self.precisions or self.before)
-
-    def applies(self, point: ServingPoint) -> bool:
-        """Whether the column is part of the time of a point."""
-        older = not self.before or release_key(point.engine_version) < release_key(self.before)
-        return (
-            self.engine in ("", point.engine)
-            and older
-            and (not self.precisions or point.weights_dtype in self.precisions)
-        )
-
-
-PRIORS: tuple[Column, ...] = (
-    Column("dense", 1.0, 0.07),  # the roofline's rates are medians over shapes of a table
-    Column("attention", 1.0, 0.12),
-    Column("experts", 1.0, 0.15),  # tables of three engines: 0.75 to 1.3 times the roofline from 16 to 256 tokens
-    Column("experts_prefill", 0.5, 0.5),  # the same tables, 4,096 tokens and more, over two and more ranks: 1.0 to 2.5
-    Column("collectives", 1.2, 0.4),  # measured back to back in a loop; between kernels, ranks also wait for each other
-    Column("collective_us", 3.0, 3.0),  # a kernel's launch
-    Column("step_us", 900.0, 500.0),  # loops of engines take 0.1 to 3 ms
-    Column("row_us", 8.0, 8.0),  # 0.3 to 17 us a row were measured (docs/cost-models.md, section 4)
-    Column("prefill_us", 0.0, 2000.0),
-    Column("moe_layer_us", 15.0, 15.0),  # tables of three engines, 1 to 16 tokens: 5 to 100 us above the roofline
-    Column("frontend_us", 25e3, 40e3),
-    # Before 0.14 the scheduler of vLLM does not run beside the GPU by default.
-    Column("row_us", 20.0, 20.0, engine="vllm", before="0.14"),
+COSTS: tuple[Cost, ...] = (
+    Cost("dense", 1.0, 0.07),  # the roofline's rates are medians over shapes of a table
+    Cost("attention", 1.0, 0.12),
+    Cost("experts", 1.0, 0.15),  # tables of three engines: 0.75 to 1.3 times the roofline from 16 to 256 tokens
+    Cost("experts_prefill", 0.5, 0.8),  # the same tables, 4,096 tokens and more, over two and more ranks: 1.0 to 2.5
+    Cost("collectives", 1.2, 0.35),  # measured back to back in a loop; between kernels, ranks also wait for each other
+    Cost("collective_us", 4.0, 0.8),  # a kernel's launch
+    Cost("step_us", 600.0, 0.8),  # loops of engines take 0.1 to 3 ms
+    Cost("row_us", 10.0, 0.8),  # 0.3 to 17 us a row were measured (docs/cost-models.md, section 4)
+    Cost("prefill_us", 1500.0, 0.8),
+    Cost("moe_layer_us", 15.0, 0.7),  # tables of three engines, 1 to 16 tokens: 5 to 100 us above the roofline
+    Cost("frontend_us", 20e3, 1.0),
 )
-"""The weights of a fit, with what is known before any point: mean and standard deviation."""
+"""The costs of a fit, with what is known before any point."""
 
-MEANS = np.array([column.mean for column in PRIORS])
-DEVIATIONS = np.array([column.deviation for column in PRIORS])
-TPOT_ERROR, TTFT_ERROR = 0.06, 0.15  # typical relative errors of a point that costs cannot explain
-HUBER = 1.5  # typical errors beyond which a point counts less
-ROUNDS = 10  # rounds of reweighting
+FEW = {"step_us": 0.5, "row_us": 0.5, "prefill_us": 0.5, "frontend_us": 0.6}  # of the CPU
+
+
+def _deviations(kernels: Sequence[float], cpu: float) -> dict[str, float]:
+    """Return deviations of a level.
+
+    Args:
+        kernels: of dense, attention, experts, experts_prefill, collectives, collective_us and moe_layer_us.
+        cpu: of the costs of the CPU, as a share of FEW.
+    """
+    names = ("dense", "attention", "experts", "experts_prefill", "collectives", "collective_us", "moe_layer_us")
+    return {**dict(zip(names, kernels, strict=True)), **{name: cpu * value for name, value in FEW.items()}}
+
+
+RELEASES: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "vllm": (("", "0.14"),),
+    "trtllm": (("", "1.1"), ("1.1", "1.2")),
+}
+"""By engine, the releases whose costs are a group of their own: from one on, before another.
+
+Before 0.14 the scheduler of vLLM does not run beside the GPU by default. Points of TensorRT-LLM before 1.1 are those of
+one release candidate; from 1.2 on a pass takes less time.
+"""
+UNSTATED: Mapping[str, str] = {"trtllm": "1.1"}
+"""The release of an engine's points that state none: that of the campaign in the month of their measurement."""
+
+
+def release_of(point: ServingPoint) -> str:
+    """Return the release of a point as costs depend on it; empty for the usual one."""
+    if point.overlaps:
+        return ""
+    return point.engine_version if release_key(point.engine_version) else UNSTATED.get(point.engine, "")
+
+
+def _release(point: ServingPoint) -> PointGroup | None:
+    number = release_key(release_of(point))
+    for since, before in RELEASES.get(point.engine, ()) if number else ():
+        if release_key(since) <= number < release_key(before):
+            return PointGroup(engine=point.engine, releases=(since, before))
+    return None
+
+
+LEVELS: tuple[Level, ...] = (
+    Level("engine", lambda p: PointGroup(engine=p.engine), _deviations((0.05, 0.10, 0.10, 0.3, 0.2, 0.5, 0.4), 1.0)),
+    Level("gpu", lambda p: PointGroup(gpu=p.gpu.name), _deviations((0.06, 0.10, 0.15, 0.3, 0.4, 0.4, 0.3), 0.3)),
+    Level(
+        "engine and gpu",
+        lambda p: PointGroup(engine=p.engine, gpu=p.gpu.name),
+        _deviations((0.03, 0.05, 0.08, 0.2, 0.2, 0.2, 0.2), 0.3),
+    ),
+    Level("release", _release, _deviations((0.04, 0.05, 0.10, 0.2, 0.1, 0.3, 0.3), 1.0)),
+    Level(
+        "model", lambda p: PointGroup(model=p.model.name), _deviations((0.03, 0.08, 0.12, 0.3, 0.05, 0.05, 0.3), 0.15)
+    ),
+    Level(
+        "precision",
+        lambda p: PointGroup(precision=p.weights_dtype),
+        _deviations((0.05, 0.03, 0.12, 0.2, 0.0, 0.0, 0.2), 0.0),
+    ),
+    Level(
+        "gpu and precision",
+        lambda p: PointGroup(gpu=p.gpu.name, precision=p.weights_dtype),
+        _deviations((0.05, 0.03, 0.15, 0.3, 0.0, 0.0, 0.3), 0.0),
+    ),
+    Level(
+        "engine and model",
+        lambda p: PointGroup(engine=p.engine, model=p.model.name),
+        _deviations((0.03, 0.06, 0.12, 0.3, 0.1, 0.2, 0.3), 0.3),
+    ),
+    Level(
+        "cell",
+        lambda p: PointGroup(p.engine, p.gpu.name, p.model.name, p.weights_dtype),
+        _deviations((0.04, 0.08, 0.20, 0.4, 0.30, 0.3, 0.5), 0.4),
+    ),
+)
+"""The levels of a fit. Widths are guesses of how far engines, GPUs and models differ, not fitted."""
 
 
 # ----------------------------------------------------------------------------------------------------------- features
@@ -108,28 +152,41 @@ def client_of(point: ServingPoint) -> LoadGenerator:
     return CLIENTS["waves"] if point.engine == "sglang" else NEARLY_FIXED
 
 
-def batch_columns(base: BaseModel, shapes: Sequence[BatchShape], point: ServingPoint) -> Float64s:
-    """Return the summand of every column per unit of its weight, float64 [batches, columns]."""
+def batch_columns(base: BaseModel, shapes: Sequence[BatchShape]) -> Float64s:
+    """Return the summand of each of COSTS per unit of it, float64 [batches, costs]."""
     model, kinds = base.model, {"attention_decode": "attention", "attention_prefill": "attention", "experts": "experts"}
     names = EngineCosts.__struct_fields__
     place = {name: i for i, name in enumerate(names)}
     found = np.zeros((len(shapes), len(names)))
     token_us = expert_token_us(base) if model.moe_layers else 0.0
-    known: dict[tuple[int, int], Float64s] = {}
-    varying = [term for term in base.terms if term.scope in ("decode", "extend", "rows")]
+    by_tokens: dict[tuple[int, int], Float64s] = {}
+    by_rows: dict[tuple[int, int], Float64s] = {}
+    varying = {scope: [term for term in base.terms if term.scope == scope] for scope in ("decode", "extend", "rows")}
+
+    def summed(terms: Sequence[CostTerm], shape: BatchShape) -> Float64s:
+        parts = np.zeros(len(names))
+        for term in terms:
+            kind = "collectives" if term.is_collective else kinds.get(term.name, "dense")
+            parts[place[kind]] += term.us(shape, shape)
+        return parts
+
+    fixed = [term for term in base.terms if term.scope == "tokens"]
+    of_samples = [term for term in base.terms if term.scope == "sampled"]
     for row, shape in zip(found, shapes, strict=True):
-        key = shape.extend_tokens + shape.decode_rows, shape.sampled_rows
-        if key not in known:
-            fixed = np.zeros(len(names))
-            for term in base.terms:
-                if term.scope == "tokens" or (term.scope == "sampled" and shape.sampled_rows):
-                    kind = "collectives" if term.is_collective else kinds.get(term.name, "dense")
-                    fixed[place[kind]] += term.us(shape, shape)
-            known[key] = fixed
-        row += known[key]
-        for term in varying:
-            if (term.scope != "decode" or shape.decode_rows) and (term.scope != "extend" or shape.extend_tokens):
-                row[place[kinds.get(term.name, "dense")]] += term.us(shape, shape)
+        tokens = shape.extend_tokens + shape.decode_rows, shape.sampled_rows
+        if tokens not in by_tokens:
+            by_tokens[tokens] = summed([*fixed, *(of_samples if shape.sampled_rows else ())], shape)
+        row += by_tokens[tokens]
+        if shape.decode_rows:
+            rows = shape.decode_rows, _coarse(shape.decode_context_tokens)
+            if rows not in by_rows:
+                coarse = BatchShape(decode_rows=rows[0], decode_context_tokens=rows[1], sampled_rows=rows[0])
+                by_rows[rows] = summed(varying["decode"], coarse)
+            row += by_rows[rows]
+        if shape.extend_tokens:
+            row += summed(varying["extend"], shape)
+        if varying["rows"]:
+            row += summed(varying["rows"], shape)
         row[place["dense"]] += base.launching.added_us(shape, float(row.sum()))
         row[place["experts_prefill"]] = shape.extend_tokens * token_us
         row[place["collective_us"]] = base.collectives
@@ -137,8 +194,13 @@ def batch_columns(base: BaseModel, shapes: Sequence[BatchShape], point: ServingP
         row[place["row_us"]] = shape.extend_rows + shape.decode_rows
         row[place["prefill_us"]] = float(shape.extend_tokens > 0)
         row[place["moe_layer_us"]] = model.moe_layers
-    columns = [found[:, place[column.cost]] * column.applies(point) for column in PRIORS]
-    return np.column_stack(columns)
+    return found[:, [place[cost.name] for cost in COSTS]]
+
+
+def _coarse(context_tokens: int) -> int:
+    """Return a number of tokens of KV to two hundredths: terms of decodes are evaluated once for similar batches."""
+    step = 1 << max(0, context_tokens.bit_length() - 7)
+    return (context_tokens + step // 2) // step * step
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +208,7 @@ class EngineTrial:
     """Serving points with the features of their TPOT and TTFT."""
 
     points: Sequence[ServingPoint]
-    tpot_columns: Float64s  # float64 [points, columns]
+    tpot_columns: Float64s  # float64 [points, costs], per unit of each of COSTS
     ttft_columns: Float64s
     kernels_tpot_us: Float64s  # float64 [points], of the roofline alone
     kernels_ttft_us: Float64s
@@ -161,11 +223,11 @@ class EngineTrial:
             folder: where schedules are kept; a schedule that is there already is not simulated again.
         """
         tpot, ttft, kernels = [], [], []
-        front = [i for i, column in enumerate(PRIORS) if column.cost == "frontend_us"]
+        front = [cost.name for cost in COSTS].index("frontend_us")
         for point in points:
             base, schedule = base_of(point), schedule_of(point, folder)
             shapes = schedule.batch_shapes()
-            values = batch_columns(base, shapes, point)
+            values = batch_columns(base, shapes)
             tpot.append(schedule.tpot(values))
             first = schedule.ttft(values)
             first[front] = 1.0
@@ -207,7 +269,7 @@ def part_of(trial: EngineTrial, rows: Rows) -> EngineTrial:
 def schedule_of(point: ServingPoint, folder: Path | None) -> Schedule:
     """Return the schedule of a point under the uncorrected roofline, from `folder` if it is there."""
     client = client_of(point)
-    digest = hashlib.sha256(repr((point.key, point.kv_dtype, client)).encode()).hexdigest()[:20]
+    digest = hashlib.sha256(repr((point.key, point.kv_dtype, client, FRONTEND_US)).encode()).hexdigest()[:20]
     path = None if folder is None else folder / f"{digest}.npz"
     if path is not None and path.is_file():
         return Schedule.load(path)
@@ -221,99 +283,73 @@ def schedule_of(point: ServingPoint, folder: Path | None) -> Schedule:
 # ---------------------------------------------------------------------------------------------------------------- fits
 
 
-@dataclass(frozen=True, eq=False)
-class EngineFit:
-    """The weights of PRIORS."""
-
-    weights: Float64s
-
-    def tpot_us(self, trial: EngineTrial, rows: Rows) -> Float64s:
-        """Return the predicted mean TPOT of points, float64 [rows]."""
-        found: Float64s = trial.tpot_columns[rows] @ self.weights
-        return found
-
-    def ttft_us(self, trial: EngineTrial, rows: Rows) -> Float64s:
-        """Return the predicted mean TTFT of points, float64 [rows]."""
-        found: Float64s = trial.ttft_columns[rows] @ self.weights
-        return found
-
-    def costs(self) -> EngineCosts:
-        """Return the costs without additions, rounded."""
-        values = {c.cost: _rounded(w) for c, w in zip(PRIORS, self.weights, strict=True) if not c.is_addition}
-        return EngineCosts(**values)
-
-    def when(self, engine: str, why: str) -> tuple[CostsWhen, ...]:
-        """Return the additions that apply to `engine`, as costs under conditions."""
-        plain = self.costs()
-        by_condition: dict[tuple[str, tuple[str, ...]], dict[str, float]] = {}
-        for column, weight in zip(PRIORS, self.weights, strict=True):
-            if column.is_addition and column.engine in ("", engine):
-                total = _rounded(getattr(plain, column.cost) + weight)
-                by_condition.setdefault((column.before, column.precisions), {})[column.cost] = total
-        return tuple(
-            CostsWhen(releases=("", before), precisions=precisions, costs=costs, why=why)
-            for (before, precisions), costs in by_condition.items()
-        )
+def fit_trial(trial: EngineTrial, rows: Rows, start: LevelFit | None = None) -> LevelFit:
+    """Return the costs that explain TPOT and TTFT of some points; of no points, those known before any."""
+    points = [trial.points[i] for i in rows]
+    measured = [
+        Measured(trial.tpot_columns[rows], trial.measured_us("time", rows)),
+        Measured(trial.ttft_columns[rows], trial.measured_us("ttft", rows)),
+    ]
+    return fit_levels(points, measured, COSTS, LEVELS, start)
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
+def predicted_us(fit: LevelFit, trial: EngineTrial, rows: Rows, metric: Metric) -> Float64s:
+    """Return the predicted mean TPOT (`time`) or TTFT of points, float64 [rows]."""
+    columns = trial.tpot_columns if metric == "time" else trial.ttft_columns
+    found: Float64s = (columns[rows] * fit.weights([trial.points[i] for i in rows])).sum(axis=1)
+    return found
 
 
-def fit_weights(trial: EngineTrial, rows: Rows, means: Float64s = MEANS) -> Float64s:
-    """Return the weights of PRIORS that explain TPOT and TTFT of `rows`, near `means`; float64 [columns]."""
-    if not len(rows):
-        return means
-    blocks, errors = [], []
-    kinds: tuple[tuple[Metric, Float64s, float], ...] = (
-        ("time", trial.tpot_columns, TPOT_ERROR), ("ttft", trial.ttft_columns, TTFT_ERROR)
-    )  # fmt: skip
-    for metric, columns, error in kinds:
-        measured = trial.measured_us(metric, rows)
-        blocks.append(columns[rows] / measured[:, None] / error)
-        errors.append(np.full(len(rows), 1.0 / error))
-    matrix, target = np.vstack(blocks), np.concatenate(errors)
-    counts, weights = np.ones(len(target)), means
-    for _ in range(ROUNDS):
-        rows_of = np.vstack([matrix * counts[:, None], np.diag(1.0 / DEVIATIONS)])
-        wanted = np.concatenate([target * counts, means / DEVIATIONS])
-        weights = nonnegative_least_squares(rows_of * DEVIATIONS, wanted) * DEVIATIONS
-        misses = np.abs(matrix @ weights - target)
-        counts = 1.0 / np.sqrt(np.maximum(1.0, misses / HUBER))
-    return weights
+Ratios = dict[Metric, Float64s]
 
 
-def fit_engine(trial: EngineTrial, rows: Rows, engine: str) -> EngineFit:
-    """Fit the costs of one engine to its points in `rows`, shrunk towards a fit to the other engines' points."""
-    own = np.array([trial.points[i].engine == engine for i in rows], np.bool_)
-    pool = fit_weights(trial, rows[~own])
-    return EngineFit(fit_weights(trial, rows[own], pool) if own.any() else pool)
+def left_out(trial: EngineTrial, group_of: Callable[[ServingPoint], Hashable], whole: LevelFit) -> Ratios:
+    """Return measured / predicted TPOT and TTFT of every point, by a fit without the points of its group.
 
+    Many groups are left out together, as FOLDS_MAX sets of groups.
 
-def left_out(trial: EngineTrial, group_of: Callable[[ServingPoint], Hashable]) -> dict[str, Float64s]:
-    """Predict every point by a fit without the points of its group, whatever their engine.
-
-    Returns: `time` and `ttft`, measured / predicted of each point, float64 [points].
+    Args:
+        whole: a fit to all points, from which the other fits begin.
     """
     groups = [group_of(point) for point in trial.points]
-    everything = np.arange(len(trial.points))
-    found = {"time": np.empty(len(groups)), "ttft": np.empty(len(groups))}
-    for group in dict.fromkeys(groups):
-        held = np.array([g == group for g in groups], np.bool_)
-        for engine in dict.fromkeys(trial.points[i].engine for i in everything[held]):
-            rows = np.array([i for i in everything[held] if trial.points[i].engine == engine], np.int64)
-            fit = fit_engine(trial, everything[~held], engine)
-            found["time"][rows] = trial.measured_us("time", rows) / fit.tpot_us(trial, rows)
-            found["ttft"][rows] = trial.measured_us("ttft", rows) / fit.ttft_us(trial, rows)
+    order = {group: i for i, group in enumerate(dict.fromkeys(groups))}
+    folds = np.array([order[group] % FOLDS_MAX for group in groups])
+    everything = np.arange(len(groups))
+    found: Ratios = {"time": np.empty(len(groups)), "ttft": np.empty(len(groups))}
+    for fold in range(min(len(order), FOLDS_MAX)):
+        held = folds == fold
+        fit, rows = fit_trial(trial, everything[~held], whole), everything[held]
+        for metric in METRICS:
+            found[metric][rows] = trial.measured_us(metric, rows) / predicted_us(fit, trial, rows, metric)
     return found
 
 
 LEFT_OUT: Mapping[Unseen, tuple[str, Callable[[ServingPoint], Hashable]]] = {
-    "points": ("all points of one model, engine and tp left out", lambda p: (p.model.name, p.engine, p.tp)),
+    "points": (
+        "all points of one model, engine, GPU and tp left out",
+        lambda p: (p.model.name, p.engine, p.gpu.name, p.tp),
+    ),
+    "cell": ("all points of one model, engine and GPU left out", lambda p: (p.model.name, p.engine, p.gpu.name)),
     "model": ("all points of one model left out", lambda p: p.model.name),
+    "gpu": ("all points of one GPU left out", lambda p: p.gpu.name),
     "engine": ("all points of one engine left out", lambda p: p.engine),
 }
 """How errors are estimated, by what a fit lacks."""
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """A fit to all points of a trial, and the errors of points left out, by what the fit lacked."""
+
+    trial: EngineTrial
+    fit: LevelFit
+    ratios: Mapping[Unseen, Ratios]
+
+    @classmethod
+    def of(cls, trial: EngineTrial) -> Fitted:
+        """Fit all points, and the points without each group of LEFT_OUT."""
+        fit = fit_trial(trial, np.arange(len(trial.points)))
+        return cls(trial, fit, {unseen: left_out(trial, group_of, fit) for unseen, (_, group_of) in LEFT_OUT.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,17 +364,26 @@ class EngineFacts:
 
 
 def engine_of(
-    trial: EngineTrial, engine: str, facts: EngineFacts, *, date: str, sources: Sequence[CalibrationSource]
+    fitted: Fitted,
+    engine: str,
+    facts: EngineFacts,
+    *,
+    date: str,
+    sources: Sequence[CalibrationSource],
+    gpus: Sequence[GpuCard] = (),
 ) -> EngineSpec:
     """Return the catalogue's entry of an engine: costs of a fit to all points, and errors of points left out.
 
     An engine without points has the kernels and collectives of the other engines, and the CPU lane of the simulator.
     """
-    fit = fit_engine(trial, np.arange(len(trial.points)), engine)
+    trial, fit = fitted.trial, fitted.fit
     rows = trial.rows(engine)
-    costs, residuals = fit.costs(), engine_residuals(trial, engine)
+    residuals = engine_residuals(fitted, engine)
+    own = fit.groups.get(("engine", PointGroup(engine=engine)))
+    base = [0] if own is None else [0, own]
+    costs, spreads = _values(fit, base), _spreads(fit, base)
     if not len(rows):
-        costs = msgspec.structs.replace(costs, step_us=0.0, row_us=0.0)
+        costs |= {"step_us": 0.0, "row_us": 0.0}
         residuals = tuple(one for one in residuals if one.unseen == "engine")
     return EngineSpec(
         engine=engine,
@@ -349,13 +394,50 @@ def engine_of(
         release=facts.release,
         date=date,
         cpu="included" if len(rows) else "separate",
-        costs=costs,
-        when=fit.when(engine, f"serving points, {date}"),
+        costs=EngineCosts(**costs),
+        spreads=spreads,
+        when=_conditions(fit, engine, f"serving points, {date}"),
         fitted=tuple(sorted({(trial.points[i].model.name, trial.points[i].gpu.name) for i in rows})),
         residuals=residuals,
         card=card_of(trial, rows, residuals),
+        gpus=tuple(gpus),
         sources=tuple(sources) if len(rows) else (),
     )
+
+
+def _values(fit: LevelFit, rows: Sequence[int]) -> dict[str, float]:
+    logs = fit.logs[list(rows)].sum(axis=0)
+    return {cost.name: float(f"{np.exp(log):.4g}") for cost, log in zip(fit.costs, logs, strict=True)}
+
+
+def _spreads(fit: LevelFit, rows: Sequence[int]) -> dict[str, float]:
+    found = fit.spreads(rows).tolist()
+    return {cost.name: round(spread, 3) for cost, spread in zip(fit.costs, found, strict=True)}
+
+
+def _conditions(fit: LevelFit, engine: str, why: str) -> tuple[CostsWhen, ...]:
+    """Return the factors of the groups that apply to an engine; those of one GPU, model or precision together."""
+    together: dict[PointGroup, list[int]] = {}
+    for (name, group), row in fit.groups.items():
+        if name != "engine" and group.engine in ("", engine):
+            together.setdefault(group._replace(engine=""), []).append(row)
+    found = []
+    for group, rows in sorted(together.items()):
+        values, spreads = _values(fit, rows), _spreads(fit, rows)
+        factors = {name: value for name, value in values.items() if abs(value - 1.0) > LEAST_FACTOR}
+        if factors:
+            found.append(
+                CostsWhen(
+                    releases=group.releases,
+                    precisions=(group.precision,) if group.precision else (),
+                    gpus=(group.gpu,) if group.gpu else (),
+                    models=(group.model,) if group.model else (),
+                    factors=factors,
+                    spreads={name: spreads[name] for name in factors},
+                    why=why,
+                )
+            )
+    return tuple(found)
 
 
 def card_of(trial: EngineTrial, rows: Rows, residuals: Sequence[EngineResiduals]) -> dict[str, str]:
@@ -414,19 +496,19 @@ def residuals_of(ratios: Float64s, groups: int, *, metric: Metric, method: str) 
     return Residuals.of(wide, metric=metric, population="seen", method=method)
 
 
-def engine_residuals(trial: EngineTrial, engine: str) -> tuple[EngineResiduals, ...]:
+def engine_residuals(fitted: Fitted, engine: str) -> tuple[EngineResiduals, ...]:
     """Return the errors of an engine's predictions by what the fit lacked.
 
-    Errors for points are those of the engine's own points where it has at least GROUPS_MIN groups, otherwise those of
-    all engines. For a model and an engine, they are those of all engines, since one engine has few groups.
+    Errors for points and cells are those of the engine's own points where it has at least GROUPS_MIN groups, otherwise
+    those of all engines. For a model, a GPU and an engine, they are those of all engines: one engine has few groups.
     """
-    found = []
+    found, trial = [], fitted.trial
     own = trial.rows(engine)
     everything = np.arange(len(trial.points))
     for unseen, (method, group_of) in LEFT_OUT.items():
-        ratios = left_out(trial, group_of)
+        ratios = fitted.ratios[unseen]
         several = len({group_of(trial.points[i]) for i in own}) >= GROUPS_MIN
-        rows = own if unseen == "points" and several else everything
+        rows = own if unseen in ("points", "cell") and several else everything
         groups = len({group_of(trial.points[i]) for i in rows})
         for metric in METRICS:
             few = 0 if unseen == "points" else groups
@@ -445,4 +527,6 @@ def engine_residuals(trial: EngineTrial, engine: str) -> tuple[EngineResiduals, 
 
 
 METRICS: tuple[Metric, ...] = ("time", "ttft")
+LEAST_FACTOR = 0.002  # distance from 1 of the smallest factor that is stated
+FOLDS_MAX = 16  # fits without groups; more groups than that are left out together
 GROUPS_MIN = 3  # groups of an engine from which its errors are its own

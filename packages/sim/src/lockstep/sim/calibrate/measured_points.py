@@ -213,6 +213,8 @@ def write_points(path: Path, points: Sequence[ServingPoint]) -> None:
                     "ttft_ms": f"{point.ttft_us / 1e3:.3f}", "tpot_ms": f"{point.tpot_us / 1e3:.4f}",
                     "engine_version": point.engine_version, "kv_dtype": point.kv_dtype,
                     "attention_backend": point.attention_backend, "ep": point.ep, "length_dist": known,
+                    "prefill_tokens": point.prefill_tokens or "", "receive_interval": point.receive_interval,
+                    "overlap": "yes" if point.overlaps else "",
                 }
             )  # fmt: skip
 

@@ -59,6 +59,12 @@ from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, Turn
 Float64s = NDArray[np.float64]
 
 FREE_CPU = CpuModel(plan_fixed_us=0.0, plan_row_us=0.0, result_fixed_us=0.0, result_row_us=0.0, arrival_us=0.0)
+FRONTEND_US = 20_000
+"""The assumed time from an answer's end to the user's next request, for schedules that are recorded before a fit.
+
+So an arrival falls anywhere in the batch that runs then, as measured ones do, and not just before a launch. 5 to 80 ms
+give the same schedules within the errors of a fit; the fit determines the value.
+"""
 OUTPUT_FIRST_TOKEN = 2**30  # token ids of outputs begin here; prompts have lower ids
 
 
@@ -86,6 +92,9 @@ class ServingPoint:
     ep: int = 1
     kv_dtype: KvDtype = "bf16"
     attention_backend: str = ""  # such as flashinfer; "": unstated
+    prefill_tokens: int = 0  # new tokens of a pass, at most; 0: as its engine usually has
+    receive_interval: int = 1  # passes between two receptions of requests
+    overlaps: bool = False  # the scheduler runs beside the GPU, although the release does not do so by default
 
     @property
     def split(self) -> Parallelism:
@@ -102,6 +111,7 @@ class ServingPoint:
         return (
             self.engine, self.engine_version, self.model.name, self.gpu.name, self.split, self.weights_dtype,
             self.prompt_tokens, self.output_tokens, self.concurrency, self.kv_dtype, self.attention_backend,
+            self.prefill_tokens, self.receive_interval,
         )  # fmt: skip
 
     @property
@@ -112,13 +122,19 @@ class ServingPoint:
 
 
 REQUIRED = ("engine", "model", "gpu", "tp", "precision", "isl", "osl", "concurrency", "ttft_ms", "tpot_ms")
-OPTIONAL = ("engine_version", "kv_dtype", "attention_backend", "dp", "ep", "length_dist", "suspect")
+OPTIONAL = (
+    "engine_version", "kv_dtype", "attention_backend", "dp", "ep", "length_dist", "suspect", "prefill_tokens",
+    "receive_interval", "overlap",
+)  # fmt: skip
 KV_DTYPES: dict[str, KvDtype] = {"bf16": "bf16", "fp16": "bf16", "auto": "bf16", "fp8": "fp8", "fp8_e4m3": "fp8"}
-PRECISIONS: dict[str, WeightsDtype] = {"bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "fp4": "mxfp4", "mxfp4": "mxfp4"}
+PRECISIONS: dict[str, WeightsDtype] = {
+    "bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "fp4": "mxfp4", "mxfp4": "mxfp4", "nvfp4": "nvfp4",
+}  # fmt: skip
 UNIFORM_CAMPAIGN = "InferenceX"  # beginning of `length_dist` in rows of this campaign: lengths uniform in [0.8 N, N]
 UNIFORM_FROM = 0.8
 USERS_MAX = 2**20
 TP_MAX = 1024
+PASSES_MAX = 10_000
 HINT = "hint: docs/cost-models.md, section 6, describes serving points"
 
 
@@ -199,6 +215,9 @@ def _point(row: Mapping[str, str], number: int, where: str, *, experts: bool) ->
         ttft_us=1e3 * _number(row, "ttft_ms", where),
         tpot_us=1e3 * _number(row, "tpot_ms", where),
         ep=int(_number(row, "ep", where, default=1.0)) if experts else 1,
+        prefill_tokens=_whole(row, "prefill_tokens", where, LENGTH_TOKENS_MAX, default=0.0),
+        receive_interval=_whole(row, "receive_interval", where, PASSES_MAX, default=1.0),
+        overlaps=(row.get("overlap") or "").strip().lower() == "yes",
     )
 
 
@@ -223,8 +242,8 @@ def _number(row: Mapping[str, str], column: str, where: str, default: float | No
     return value
 
 
-def _whole(row: Mapping[str, str], column: str, where: str, most: int) -> int:
-    value = _number(row, column, where)
+def _whole(row: Mapping[str, str], column: str, where: str, most: int, default: float | None = None) -> int:
+    value = _number(row, column, where, default)
     if value != int(value) or value > most:
         problem = f"`{column}` must be a whole number from 1 to {most:,}, got `{row[column]}`"
         raise CalibrationError(f"{where}: {problem}\nhint: leave the row out")
@@ -322,12 +341,14 @@ def play(
     """Simulate a point: its users in a closed loop, on the scheduler settings of its engine.
 
     Args:
-        calibration: correction of the cost model; None: no correction.
+        calibration: correction of the cost model and its front end; None: no correction, and FRONTEND_US.
         operators: folder of operator tables, with which the cost model is the measured model; None: the roofline.
     Raises: CalibrationError if a request does not end with its answer.
     """
     base = base_of(point, operators)
-    run, shapes = _simulate(point, client, base if calibration is None else calibration.cost_model(base), seed)
+    cost: CostModel = base if calibration is None else calibration.cost_model(base)
+    frontend_us = FRONTEND_US if calibration is None else round(calibration.correction.frontend_us)
+    run, shapes = _simulate(point, client, cost, seed, frontend_us)
     return _measure(run, shapes, base, point)
 
 
@@ -340,22 +361,28 @@ def base_of(point: ServingPoint, operators: Path | None = None) -> BaseModel:
 
 
 def simulated(
-    point: ServingPoint, client: LoadGenerator, cost: CostModel, seed: int = 7
+    point: ServingPoint, client: LoadGenerator, cost: CostModel, seed: int = 7, frontend_us: int = FRONTEND_US
 ) -> tuple[RunData, list[BatchShape]]:
     """Simulate a point with any cost model. Return the run and the shapes of its batches, in order.
 
+    Args:
+        frontend_us: time from the end of an answer to the arrival of its user's next request. TTFT begins at the
+            engine, without it.
     Raises: CalibrationError if a request does not end with its answer.
     """
-    run, shapes = _simulate(point, client, cost, seed)
+    run, shapes = _simulate(point, client, cost, seed, frontend_us)
     _check_answered(run, point)
     return run, shapes
 
 
 def _simulate(
-    point: ServingPoint, client: LoadGenerator, model: CostModel, seed: int
+    point: ServingPoint, client: LoadGenerator, model: CostModel, seed: int, frontend_us: int
 ) -> tuple[RunData, list[BatchShape]]:
     cost = _Recorder(model)
     settings = ENGINES[point.engine]
+    if point.prefill_tokens:
+        budget = {"chunked_prefill_size": point.prefill_tokens, "max_prefill_tokens": point.prefill_tokens}
+        settings = {**settings, **budget}
     config = SchedConfig(
         context_tokens_max=2 * (point.prompt_tokens + point.output_tokens),
         **{**settings, "max_running_requests": max(point.concurrency, settings.get("max_running_requests", 256))},
@@ -380,7 +407,7 @@ def _simulate(
         FREE_CPU,
         NoJournal(),
         metrics,
-        HostOptions(seed=seed),
+        HostOptions(seed=seed, frontend_us=frontend_us, receive_interval=point.receive_interval),
     )
     host.env.process(host.run())
     host.env.run()

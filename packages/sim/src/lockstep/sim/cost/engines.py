@@ -6,9 +6,9 @@ cost = calibration.cost_model(roofline_model(model, gpu))          # an EngineMo
 calibration.interval("ttft")                            # the spread of predictions that were left out of a fit
 
 An engine has few costs (`EngineCosts`). Factors scale the terms of the roofline; the others are terms of their own,
-`engine_*` in a breakdown. Costs that differ between releases or between precisions of weights are conditions
-(`CostsWhen`), applied in order. Residuals are the ratios of measured to predicted times of points that were left out of
-the fit, by what the fit lacked (`Unseen`). docs/cost-models.md, section 15, describes both.
+`engine_*` in a breakdown. Costs that differ between releases, GPUs, models or precisions of weights are conditions
+(`CostsWhen`), whose factors multiply. Residuals are the ratios of measured to predicted times of points that were left
+out of the fit, by what the fit lacked (`Unseen`). docs/cost-models.md, section 15, describes both.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from lockstep.sim.cost.tables import BaseModel
 from lockstep.sim.cost.terms import CostTerm, TermSum, TermUs
 
 FORMAT = "lockstep-engine"
-VERSION = 1
+VERSION = 2
 NONE = "none"  # the name under which `--engine` has no engine: the lower bound
 DEFAULT = "vllm"  # the engine where none is named
 LARGE_GPU_BYTES = 70 * 2**30  # from this memory on, vLLM and TensorRT-LLM take more new tokens in a pass
-Unseen = Literal["points", "model", "gpu", "engine"]
+Unseen = Literal["points", "cell", "model", "gpu", "engine"]
 """What a fit lacked when it predicted the points of some residuals.
 
 points   other points of the model on the GPU were in the fit, but none with its degree of parallelism
+cell     points of the model and points of the GPU, but none of both together, by this engine
 model    no point of the model
 gpu      no point of the GPU
 engine   no point of the engine: the costs are those of other engines
@@ -70,26 +71,32 @@ class EngineCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 raise CalibrationError(f"`costs.{field}` must be at least {least:g} and finite, got `{value}`")
 
 
-class CostsWhen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Costs that replace others under a condition. An empty condition always holds."""
+class CostsWhen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """Factors of costs under a condition; factors of several conditions multiply. An empty condition always holds."""
 
     releases: tuple[str, str] = ("", "")  # from this release on, before that release; empty: unbounded
     precisions: tuple[str, ...] = ()  # of weights
-    costs: dict[str, float]
+    gpus: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    factors: dict[str, float]
+    spreads: dict[str, float] = {}  # standard deviations of the logarithms of the factors
     why: str  # what the values were fitted to
 
     def __post_init__(self) -> None:
-        for name in self.costs:
+        for name, factor in self.factors.items():
             if name not in EngineCosts.__struct_fields__:
                 known = ", ".join(EngineCosts.__struct_fields__)
-                raise CalibrationError(f"`when.costs` has `{name}`, which is not a cost of an engine: {known}")
+                raise CalibrationError(f"`when.factors` has `{name}`, which is not a cost of an engine: {known}")
+            if not 0.0 < factor < math.inf:
+                raise CalibrationError(f"`when.factors.{name}` must be above 0 and finite, got `{factor}`")
 
-    def holds(self, release: str, precision: str) -> bool:
+    def holds(self, release: str, precision: str, model: str, gpu: str) -> bool:
         """Whether the condition holds. `release` is a version such as `0.18.0`."""
         since, before = self.releases
         number = release_key(release)
         inside = (not since or number >= release_key(since)) and (not before or number < release_key(before))
-        return inside and (not self.precisions or precision in self.precisions)
+        named = ((self.precisions, precision), (self.models, model), (self.gpus, gpu))
+        return inside and all(not values or value in values for values, value in named)
 
 
 class EngineResiduals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -126,6 +133,15 @@ class EngineResiduals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         )
 
 
+class GpuCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is known of an engine on one GPU, in a sentence each."""
+
+    gpu: str
+    fitted_on: str
+    errors: str
+    not_for: str
+
+
 class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An engine of the catalogue: costs, errors and their card."""
 
@@ -140,10 +156,12 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     date: str  # of the fit, given by its author
     cpu: Literal["separate", "included"] = "included"  # included: `costs` have the engine's CPU time
     costs: EngineCosts = EngineCosts()
+    spreads: dict[str, float] = {}  # standard deviations of the logarithms of `costs`, by the fit
     when: tuple[CostsWhen, ...] = ()
     fitted: tuple[tuple[str, str], ...] = ()  # pairs of model and GPU in the fit's data
     residuals: tuple[EngineResiduals, ...]
     card: dict[str, str]  # fitted_on, errors, not_for: one sentence each
+    gpus: tuple[GpuCard, ...] = ()  # the same for single GPUs
     sources: tuple[CalibrationSource, ...] = ()
 
     def __post_init__(self) -> None:
@@ -165,13 +183,22 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Return the text of the file: equal engines give equal bytes."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
 
-    def costs_of(self, precision: str, release: str = "") -> EngineCosts:
-        """Return the costs for a precision of weights and a release; an empty release is that of `release`."""
-        costs = self.costs
+    def costs_of(self, precision: str, release: str = "", *, model: str = "", gpu: str = "") -> EngineCosts:
+        """Return the costs for a precision of weights, a model, a GPU and a release; an empty one is `self.release`."""
+        costs = msgspec.structs.asdict(self.costs)
         for when in self.when:
-            if when.holds(release or self.release, precision):
-                costs = msgspec.structs.replace(costs, **when.costs)
-        return costs
+            if when.holds(release or self.release, precision, model, gpu):
+                for name, factor in when.factors.items():
+                    costs[name] *= factor
+        return EngineCosts(**{name: float(f"{cost:.4g}") for name, cost in costs.items()})
+
+    def card_of(self, gpu: str) -> dict[str, str]:
+        """Return the engine's card, with what is known of it on a GPU."""
+        own = next((card for card in self.gpus if card.gpu == gpu), None)
+        if own is None:
+            return self.card
+        texts = {"fitted_on": own.fitted_on, "errors": own.errors, "not_for": own.not_for}
+        return {**self.card, **{f"{name} {gpu}": text for name, text in texts.items()}}
 
     def unseen(self, model: str, gpu: str) -> Unseen:
         """Return what the fit lacked for a model on a GPU; `engine` if it has no data at all."""
@@ -179,24 +206,28 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             return "engine"
         if (model, gpu) in self.fitted:
             return "points"
-        return "model" if gpu in {gpu for _, gpu in self.fitted} else "gpu"
+        if gpu not in {gpu for _, gpu in self.fitted}:
+            return "gpu"
+        return "cell" if model in {model for model, _ in self.fitted} else "model"
 
     def calibration(self, model: str, gpu: str, precision: str, release: str = "") -> EngineCalibration:
         """Return the calibration of one model, GPU and precision of weights.
 
         Its residuals are those of the population that the model and the GPU belong to (`unseen`), or of the next one,
-        which lacked more, if this engine has none. For a GPU outside the fit the errors in the time of batches of
-        models and of engines that were left out are added in quadrature; the front end is that of the engine.
+        which lacked more, if this engine has none. For a model that the fit lacks on a GPU that it lacks too, the
+        errors of both are added in quadrature.
         """
         unseen = self.unseen(model, gpu)
-        order: tuple[Unseen, ...] = ("points", "model", "engine")
-        lacked = order[order.index("model" if unseen == "gpu" else unseen) :]
         by_key = {(one.metric, one.unseen): one for one in self.residuals}
+        order: tuple[Unseen, ...] = ("gpu", "engine") if unseen == "gpu" else ("points", "cell", "model", "engine")
+        lacked = order[order.index(unseen) :]
         metrics: tuple[Metric, ...] = ("time", "ttft")
         found = [next(by_key[metric, one] for one in lacked if (metric, one) in by_key) for metric in metrics]
-        if unseen == "gpu":
-            found[0] = found[0].beside(by_key["time", "engine"])
-        costs = self.costs_of(precision, release)
+        if unseen == "gpu" and model not in {model for model, _ in self.fitted}:
+            found = [
+                one.beside(by_key[one.metric, "model"]) if (one.metric, "model") in by_key else one for one in found
+            ]
+        costs = self.costs_of(precision, release, model=model, gpu=gpu)
         return EngineCalibration(
             engine=self.engine,
             engine_version=release or self.release,
@@ -209,7 +240,7 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             unseen=unseen,
             residuals=tuple(one.residuals() for one in found),
             sources=self.sources,
-            notes=tuple(f"{name.replace('_', ' ')}: {text}" for name, text in self.card.items()),
+            notes=tuple(f"{name.replace('_', ' ')}: {text}" for name, text in self.card_of(gpu).items()),
         )
 
 
@@ -258,8 +289,9 @@ class EngineCalibration(Calibration, frozen=True, forbid_unknown_fields=True, kw
         lines = []
         lacks = {
             "engine": ("never measured on a GPU", "engines"),
-            "gpu": (f"not measured on {gpu}", "models and engines"),
+            "gpu": (f"not measured on {gpu}", "GPUs"),
             "model": (f"not measured with {model}", "models"),
+            "cell": (f"not measured with {model} on {gpu}", "models on one GPU"),
         }
         if self.unseen in lacks:
             lack, of = lacks[self.unseen]

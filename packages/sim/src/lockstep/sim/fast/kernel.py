@@ -699,7 +699,7 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
             _release(s, a.requests, number)
             if run.routes:
                 unseen = a.unseen[run.unseen]
-                unseen[0], unseen[1] = now_us + run.hop_us, number
+                unseen[0], unseen[1] = now_us + s.frontend_us + run.hop_us, number
                 run.unseen += 1
     s.gaps = at
     _publish(s, a.requests, parts, flight.parts)

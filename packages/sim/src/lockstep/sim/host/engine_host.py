@@ -147,6 +147,7 @@ class EngineHost:
         self._until_check = watch.check_every
         self._on_finish = watch.on_finish
         self._decode_runs = options.decode_runs and watch.check is None
+        self._frontend_us = options.frontend_us
         self._grammar_compile_us = options.grammar_compile_us
         self._compiling: deque[tuple[int, bytes]] = deque()  # grammars being compiled: us when ready, digest
         self._adapter_load_us = options.adapter_load_us
@@ -591,17 +592,22 @@ class EngineHost:
                 self.device.hold_until(held_us)
 
     def _report_end(self, request_id: RequestId, now_us: int, *, answered: bool) -> None:
-        """Report the end of a request to the source of requests; with samples, when the last sample has ended."""
+        """Report the end of a request to the source of requests; with samples, when the last sample has ended.
+
+        The client receives the end after the engine, and its next request reaches the engine after it was sent: the
+        front end takes `frontend_us` for both together.
+        """
         ended = self._samples.ended(request_id, answered=answered)
         if ended is None:
             return
         first, whole = ended
         if self._conversations is not None:
             self._conversations.ended(self.arrivals.open_turns[first], answered=whole)
+        seen_us = now_us + self._frontend_us
         if whole:
-            self.arrivals.answered(first, now_us)
+            self.arrivals.answered(first, seen_us)
         else:
-            self.arrivals.broke_off(first, now_us)
+            self.arrivals.broke_off(first, seen_us)
 
     def _take_row(self, taken: RowTaken) -> None:
         """Assign a row on the device to the turn of its request."""

@@ -69,7 +69,7 @@ class RequestSource(Protocol):
         """Return the event to wait for when nothing more is due; None: there will be no more requests."""
 
     def answered(self, request_id: RequestId, now_us: int) -> None:
-        """Record the end of an answer."""
+        """Record the end of an answer. `now_us` is when its client's next request can reach the engine."""
 
     def broke_off(self, request_id: RequestId, now_us: int) -> None:
         """Record the rejection or the cancel of a request."""

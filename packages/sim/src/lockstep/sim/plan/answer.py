@@ -28,7 +28,7 @@ from lockstep.sim.plan.trial import TrialResult
 from lockstep.sim.plan.vllm_command import ServeCommand, vllm_command
 from lockstep.sim.results.code_version import code_commit, code_version
 from lockstep.sim.results.results import NOTHING, show_rate, show_share, show_us
-from lockstep.sim.run.engine import PROFILE, profile_of
+from lockstep.sim.run.engine import profile_of
 from lockstep.sim.scenario.scenario import names_where, sim_options
 
 # routers that send a turn to the engine with the KV of the previous turn
@@ -48,7 +48,7 @@ OF_MEDIA = ("media", "mm_encoder_tp_mode")
 NOT_EMULATED = "jump_forward_tokens"
 """A setting that a real engine supports. An emulated engine draws each token independently."""
 
-EMULATED = ("tp", "profile")
+EMULATED = ("tp", "engine", "profile")
 """Options that an emulated server takes, and a real one does not yet."""
 
 GOODPUT = (
@@ -219,8 +219,11 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
     served = ["--model", "FOLDER", *common, *_tier_words(tiers), *_set_words(settings)]
     emulated = ["--emulate", f"{base.model}@{base.gpu}", *common]
     for name in EMULATED:
-        if name == "profile":
-            emulated += ["--profile", profile] if profile != PROFILE else []
+        if name == "engine":
+            emulated += ["--engine", base.engine] if base.engine is not None else []
+        elif name == "profile":
+            implied = profile_of(replace(base, profile=None))
+            emulated += ["--profile", profile] if profile != implied else []
         elif name in unlike:
             emulated += [option_of(name), str(getattr(base, name))]
     if base.calibration is not None:

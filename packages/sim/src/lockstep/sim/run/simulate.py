@@ -241,6 +241,7 @@ def host_of(
             name=name,
             max_new_tokens=scenario.max_new_tokens,
             grammar_compile_us=scenario.grammar_compile_us,
+            frontend_us=frontend_us,
             receive_interval=scenario.receive_interval,
             decode_runs=not setup.debug,
             watch=watch,
