@@ -26,8 +26,16 @@ from lockstep.core.contract.text import CONTROLS
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import JournalError, JournalHeader
 from lockstep.core.journal.replay import Divergence, engine_at_start, fold
-from lockstep.host.host_header import HostHeader
-from lockstep.host.router_journal import LeftQueue, has_queue, has_router, label_key, left_in_queue, routes_of
+from lockstep.host.host_header import VLLM, HostHeader
+from lockstep.host.router_journal import (
+    LeftQueue,
+    has_queue,
+    has_router,
+    label_key,
+    left_in_queue,
+    router_parts,
+    routes_of,
+)
 from lockstep.sim.workload.turns import WorkloadError
 
 EXIT_UNREADABLE = 2
@@ -56,6 +64,18 @@ def engine_runs(run: Path) -> list[Path]:
     """Return the folders of a cluster's engines, by number; empty for the run of one engine."""
     engines = [path.parent for path in run.glob("engines/*/journal")] if not (run / "journal").is_dir() else []
     return sorted(engines, key=lambda path: (len(path.name), path.name))
+
+
+def router_runs(run: Path) -> list[Path]:
+    """Return the folders of a cluster's run that hold the journal of a router.
+
+    There are none for the run of one engine, and for the data-parallel engines of a vLLM: its front end sends requests to
+    them and keeps no journal.
+    """
+    engines = engine_runs(run)
+    if not engines or HostHeader.of(read_journal(engines[0]).header).kind == VLLM:
+        return []
+    return router_parts(run)
 
 
 def engine_journal(run: Path) -> Path:
