@@ -33,7 +33,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tests.vllm import features
+from tests.vllm import features, triton_interpreter
 from tests.vllm.features import (
     AUDIO_TOKEN,
     DEMO,
@@ -247,6 +247,7 @@ class Family:
     longest: int = 120  # tokens of a prompt behind its shared prefix
     lockstep: dict[str, Any] = field(default_factory=dict)  # settings of Lockstep
     shows: tuple[str, ...] = USUAL  # counts that must not be 0
+    runner_v2: bool = False  # by vLLM's model runner V2
 
 
 def tiny(family: str, **options: Any) -> Callable[[Path], dict[str, Any]]:
@@ -480,6 +481,30 @@ FAMILIES = {
         shows=("cached_tokens",),
     ),
     "logprobs": Family("log probabilities", on_llama(), always(with_logprobs)),
+    "v2_dense": Family("model runner V2: dense (Llama)", tiny("llama"), runner_v2=True),
+    "v2_structured": Family(
+        "model runner V2: structured output", lambda _: engine_options(DEMO), always(structured), runner_v2=True
+    ),
+    "v2_windows": Family(
+        "model runner V2: sliding windows (Gemma 3)",
+        tiny("gemma3", num_gpu_blocks_override=90),
+        lockstep={"mean_request_tokens": 160},
+        runner_v2=True,
+    ),
+    "v2_logprobs": Family("model runner V2: log probabilities", on_llama(), always(with_logprobs), runner_v2=True),
+    "v2_samples": Family(
+        "model runner V2: n above 1, seeded draws",
+        on_llama(max_num_batched_tokens=4096),
+        always(samples),
+        loops=("sync",),
+        why=DRAWS,
+        runner_v2=True,
+    ),
+    "v2_draft_model": Family(
+        "model runner V2: drafts of a model", drafting("draft_model"), shows=DRAFTS, runner_v2=True
+    ),
+    "v2_eagle": Family("model runner V2: drafts of an EAGLE head", drafting("eagle"), shows=DRAFTS, runner_v2=True),
+    "v2_mtp": Family("model runner V2: drafts of an MTP layer (MiMo)", drafting("mtp"), shows=DRAFTS, runner_v2=True),
 }
 
 
@@ -734,8 +759,9 @@ def row_of(name: str, loop: str, requests: int = REQUESTS) -> Row:
     with tempfile.TemporaryDirectory(prefix="lockstep-vllm-") as folder:
         command = [sys.executable, "-W", "ignore", "-m", "tests.vllm.families", "--one", name, "--loop", loop]
         command += ["--requests", str(requests), "--folder", folder]
+        runner = triton_interpreter.ENVIRONMENT if FAMILIES[name].runner_v2 else {}
         done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=TIMEOUT_S,
+            command, cwd=ROOT, env={**os.environ, **ENVIRONMENT, **runner}, capture_output=True, text=True, timeout=TIMEOUT_S,
             check=False,
         )  # fmt: skip
     if done.returncode:
@@ -782,6 +808,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
+        if FAMILIES[options.one].runner_v2:
+            triton_interpreter.interpret()
         if options.loop == "async":
             make_asynchronous()
         print(json.dumps(asdict(compare(options.one, options.loop, options.folder, options.requests))))
