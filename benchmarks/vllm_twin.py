@@ -7,7 +7,8 @@ PYTHON is the interpreter of an environment with vLLM (`dev.py vllm-test` makes 
 a vLLM of its own, with the demo model on the CPU under lockstep.vllm.Scheduler, and sent by `lockstep bench serve` from
 this machine. `report` calibrates on the journal and the client of the load `fit`, simulates the arrivals of every load
 with that calibration, and compares the latencies of the clients with the simulated ones. Other work on the machine
-during `measure` is in the figures, so there should be none.
+during `measure` is in the figures, so there should be none; `chrt -r 1 python benchmarks/vllm_twin.py measure ...` gives
+server and client a priority above it.
 
 Bars: mean end-to-end time within 5 %, TTFT and TPOT p50 and p90 within 10 % on the three loads that the fit has not
 seen; the printed 90 % interval contains at least 80 % of these figures; the simulated effect of a change of chunks and
@@ -252,7 +253,7 @@ def _figures(loads: Mapping[str, Found], missed: list[str]) -> Iterator[dict[str
     """Print and yield the figures of every load; append what misses its bar."""
     print("\nat pace: simulated with batches as long, on the whole, as those of that run; it shows what is left of the")
     print("error without the drift of the machine, and is no prediction")
-    print(f"\n{'load':9}{'figure':14}{'measured':>11}{'simulated':>11}{'error':>8}{'at pace':>9}   90 % interval")
+    print(f"\n{'load':9}{'figure':14}{'measured':>12}{'simulated':>12}{'error':>8}{'at pace':>9}   90 % interval")
     for name, one in loads.items():
         print(f"{name}: batches took {one.pace:.3f} times as long as simulated")
         for figure, bar in BARS.items():
@@ -264,7 +265,7 @@ def _figures(loads: Mapping[str, Found], missed: list[str]) -> Iterator[dict[str
                 missed.append(f"{name} {figure}: {error:+.1%}, the bar is {bar:.0%}")
             span = f"{low / 1e3:.2f} to {high / 1e3:.2f}{'' if covered else '   not covered'}"
             print(
-                f"{name:9}{figure:14}{real / 1e3:8.2f} ms{twin / 1e3:8.2f} ms{error:+8.1%}{paced / real - 1.0:+9.1%}"
+                f"{name:9}{figure:14}{real / 1e3:9.2f} ms{twin / 1e3:9.2f} ms{error:+8.1%}{paced / real - 1.0:+9.1%}"
                 f"   {span}"
             )
             yield {
