@@ -169,7 +169,7 @@ COMMANDS: dict[str, Command] = {
     "compile json, json_schema": CompileGrammar(Grammar("json_schema", "{}", b"json")),
     "compile 00ff1020, regex": CompileGrammar(Grammar("regex", "a+", b"\x00\xff\x10\x20\x30")),
     "launch b8 decode a[12:13] b[4:5], samples b": LaunchBatch(plan(sample_rows=np.array([1], np.int32))),
-    "launch b8 decode a[12:13] b[4:5], samples nobody": LaunchBatch(plan(sample_rows=np.array([], np.int32))),
+    "launch b8 decode a[12:13] b[4:5], samples none": LaunchBatch(plan(sample_rows=np.array([], np.int32))),
     "stream a 3: 7..8, r2 0: 5": StreamTokens(
         np.array([0, 2], np.int64),
         np.array([3, 0], np.int32),
@@ -298,7 +298,7 @@ def test_debug_levels_add_decisions_then_tables_then_pages() -> None:
 def test_state_of_an_empty_engine_reads_as_empty() -> None:
     engine = Engine(SchedConfig(page_size=2, pages=4))
     assert table_lines(engine, names()) == ["table is empty"]
-    assert queue_line(engine, names()) == "waiting nobody"
+    assert queue_line(engine, names()) == "waiting none"
     assert page_owner_lines(engine, names()) == ["pages of free: 0..3"]
 
 

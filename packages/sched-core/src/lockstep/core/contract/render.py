@@ -256,7 +256,7 @@ def plan_text(plan: BatchPlan, names: Names) -> str:
     if len(plan.sample_rows) == len(plan.rows):
         return text
     samplers = [names.request(ids[i]) for i in plan.sample_rows.tolist()]
-    text = f"{text}, samples {' '.join(samplers) or 'nobody'}"
+    text = f"{text}, samples {' '.join(samplers) or 'none'}"
     completed = [names.request(ids[i]) for i in plan.pooled_rows.tolist()]
     return f"{text}, completes {' '.join(completed)}" if completed else text
 
@@ -350,5 +350,5 @@ def stats_text(stats: Stats) -> str:
         f"{stats.pages_session_held} held by {count(stats.sessions, 'session')}, usage {stats.token_usage:.0%}, "
         f"hits {stats.cache_hit_ratio:.0%}; {count(stats.launches, 'launch', 'launches')}, "
         f"{count(counts.retractions, 'retraction')}, {stats.tokens_discarded} discarded, "
-        f"{counts.pages_evicted} evicted; ended {ended or 'nobody'}"
+        f"{counts.pages_evicted} evicted; ended {ended or 'none'}"
     )

@@ -94,7 +94,7 @@ def queue_line(engine: Engine, names: Names) -> str:
     """The waiting queue in the order of admission; then the accepted requests with an open prerequisite."""
     waiting = [names.request(request.request_id) for request in engine.waiting]
     held = [names.request(request_id) for request_id in engine.blocked]
-    return "waiting " + (" ".join(waiting) or "nobody") + (f", held {' '.join(held)}" if held else "")
+    return "waiting " + (" ".join(waiting) or "none") + (f", held {' '.join(held)}" if held else "")
 
 
 def adapter_lines(adapters: Adapters) -> list[str]:
