@@ -7,8 +7,8 @@ PYTHON is the interpreter of an environment with vLLM (`dev.py vllm-test` makes 
 a vLLM of its own, with the demo model on the CPU under lockstep.vllm.Scheduler, and sent by `lockstep bench serve` from
 this machine. `report` calibrates on the journal and the client of the load `fit`, simulates the arrivals of every load
 with that calibration, and compares the latencies of the clients with the simulated ones. Other work on the machine
-during `measure` is in the figures, so there should be none; `chrt -r 1 python benchmarks/vllm_twin.py measure ...` gives
-server and client a priority above it.
+during `measure` is in the figures, so there should be none; `chrt -r 1 python benchmarks/vllm_twin.py measure ...`
+gives server and client a priority above it.
 
 Bars: mean end-to-end time within 5 %, TTFT and TPOT p50 and p90 within 10 % on the three loads that the fit has not
 seen; the printed 90 % interval contains at least 80 % of these figures; the simulated effect of a change of chunks and
@@ -42,8 +42,8 @@ READY_S = 180.0
 CONTEXT, PAGE = 4096, 32
 DATE = "2026-11-26"
 
-# The worker runs inside the engine core. vLLM's default on CPUs is a process for each, and the one that waits polls: two
-# cores are busy then, front end and client take their time from the worker, and batches take longer at higher rates.
+# The worker runs inside the engine core. vLLM's default on CPUs is a process for each, and the one that waits polls.
+# Two cores are busy then: front end and client take their time from the worker, and batches take longer at higher rates.
 EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 VLLM_ENVIRONMENT = {
@@ -58,9 +58,9 @@ VLLM_ENVIRONMENT = {
 
 CHAT = "input=lognormal:200:0.7,output=uniform:20:80,max_total=3000"
 LONG = "gen:n=560,rate=9,input=lognormal:600:0.5,output=uniform:10:50,max_total=3000"
-# An overload of 15 s: more than twice what two rows sustain, so that the queue, which a policy orders, has up to hundreds
-# of requests. Waits are then as uncertain as the speed of batches. Close to what is sustained (12 requests/s of these)
-# batches that take 5 % longer change the effect of a policy by 20 to 50 %, in the simulation as in measurements.
+# An overload of 15 s: more than twice what two rows sustain, so that the queue, which a policy orders, has hundreds of
+# requests. Waits are then as uncertain as the speed of batches. Close to what is sustained (12 requests/s of these)
+# batches that take 5 % longer change the simulated effect of a policy by 15 to 30 %.
 OVERLOAD = "gen:n=600,rate=40,input=lognormal:300:0.9,output=uniform:10:70,max_total=3000"
 
 

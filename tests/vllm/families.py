@@ -280,7 +280,7 @@ def audio(folder: Path) -> dict[str, Any]:
 def images(folder: Path) -> dict[str, Any]:
     """Return options of an engine on a small BLIP-2, with passes that split the 32 positions of an image.
 
-    vLLM's modules of most vision models require torchvision, which is absent beside vLLM for CPUs. That of BLIP-2 does not.
+    vLLM's modules of most vision models require torchvision, which is absent beside vLLM for CPUs. BLIP-2's does not.
     """
     return engine_options(blip2(folder), max_num_batched_tokens=100)
 
@@ -759,11 +759,12 @@ def row_of(name: str, loop: str, requests: int = REQUESTS) -> Row:
     with tempfile.TemporaryDirectory(prefix="lockstep-vllm-") as folder:
         command = [sys.executable, "-W", "ignore", "-m", "tests.vllm.families", "--one", name, "--loop", loop]
         command += ["--requests", str(requests), "--folder", folder]
-        runner = triton_interpreter.ENVIRONMENT if FAMILIES[name].runner_v2 else {}
+        environment = {**os.environ, **ENVIRONMENT}
+        if FAMILIES[name].runner_v2:
+            environment |= triton_interpreter.ENVIRONMENT
         done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **ENVIRONMENT, **runner}, capture_output=True, text=True, timeout=TIMEOUT_S,
-            check=False,
-        )  # fmt: skip
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
     if done.returncode:
         raise RuntimeError(f"{name}, {loop}:\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
     return Row(**json.loads(done.stdout.splitlines()[-1]))

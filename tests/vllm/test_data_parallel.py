@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from lockstep.tools.replay import replay
 from tests.vllm.served import serving
 from tests.vllm.support import needs_vllm
 
-pytestmark = [needs_vllm, pytest.mark.long]
+ENGINE = Path(__file__).parent / "twin" / "engine"
 NAMES = [f"stream-{number}" for number in range(12)]
 
 
@@ -24,6 +25,15 @@ def command(what: object, *arguments: object) -> str:
     done = CliRunner().invoke(what, [str(one) for one in arguments])  # type: ignore[arg-type]
     assert done.exit_code == 0, done.output
     return done.output
+
+
+def test_without_vllm_the_run_of_several_engines_is_verified_without_a_router(tmp_path: Path) -> None:
+    for number in range(2):
+        shutil.copytree(ENGINE, tmp_path / "run" / "engines" / str(number))
+    said = command(journal, "verify", tmp_path / "run")
+    assert [line.split(":")[0] for line in said.splitlines()] == ["engine 0", "engine 1"]
+    assert "router" not in command(journal, "check", tmp_path / "run")
+    assert json.loads(command(journal, "verify", tmp_path / "run", "--json").splitlines()[1])["verdict"] == "equal"
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +50,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@needs_vllm
+@pytest.mark.long
 def test_each_engine_has_a_journal_and_they_share_the_requests(run: Path) -> None:
     assert sorted(path.name for path in (run / "engines").iterdir()) == ["0", "1"]
     names: list[set[str]] = []
@@ -52,6 +64,8 @@ def test_each_engine_has_a_journal_and_they_share_the_requests(run: Path) -> Non
     assert names[0] | names[1] == {f"cmpl-{name}" for name in NAMES}
 
 
+@needs_vllm
+@pytest.mark.long
 def test_both_are_verified_and_checked_by_the_name_of_the_run(run: Path) -> None:
     said = command(journal, "verify", run)
     assert [line.split(":")[0] for line in said.splitlines()] == ["engine 0", "engine 1"]
@@ -59,11 +73,15 @@ def test_both_are_verified_and_checked_by_the_name_of_the_run(run: Path) -> None
     assert command(journal, "check", run).count("clean, ended: closed") == 2
 
 
+@needs_vllm
+@pytest.mark.long
 def test_a_request_is_found_in_its_engine(run: Path) -> None:
     for name in NAMES:
         assert name in command(explain, run, "--request", name).splitlines()[0]
 
 
+@needs_vllm
+@pytest.mark.long
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_tools_for_one_engine_take_its_folder(run: Path, number: int, tmp_path: Path) -> None:
     engine = run / "engines" / str(number)
@@ -78,6 +96,8 @@ def test_the_tools_for_one_engine_take_its_folder(run: Path, number: int, tmp_pa
     assert "ttft" in command(replay, engine, *options).lower()
 
 
+@needs_vllm
+@pytest.mark.long
 def test_a_tool_for_one_engine_refuses_the_run_of_two(run: Path) -> None:
     done = CliRunner().invoke(explain, [str(run), "--slowest", "ttft", "3"])
     assert done.exit_code != 0

@@ -69,8 +69,8 @@ def engine_runs(run: Path) -> list[Path]:
 def router_runs(run: Path) -> list[Path]:
     """Return the folders of a cluster's run that hold the journal of a router.
 
-    There are none for the run of one engine, and for the data-parallel engines of a vLLM: its front end sends requests to
-    them and keeps no journal.
+    There are none for the run of one engine, and for the data-parallel engines of a vLLM: its front end distributes the
+    requests and keeps no journal.
     """
     engines = engine_runs(run)
     if not engines or HostHeader.of(read_journal(engines[0]).header).kind == VLLM:
@@ -193,7 +193,6 @@ def _number(name: str) -> int | None:
     return int(digits) if digits.isascii() and digits.isdigit() else None
 
 
-VLLM = "vllm"  # `kind` in the header's `host`
 VLLM_ENDPOINTS = ("chatcmpl", "cmpl", "embd", "pooling", "classify", "score")
 """The first parts of vLLM's request ids; all but those of `chatcmpl` end with the number of the prompt."""
 VLLM_LABEL = re.compile(r"(?:\d+_)?(.+)-[0-9a-f]{8}", re.DOTALL)
