@@ -43,7 +43,7 @@ CONTEXT, PAGE = 4096, 32
 DATE = "2026-11-26"
 
 # The worker runs inside the engine core. vLLM's default on CPUs is a process for each, and the one that waits polls.
-# Two cores are busy then: front end and client take their time from the worker, and batches take longer at higher rates.
+# Two cores are busy then: front end and client take their time from the worker, and batches take longer at high rates.
 EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 VLLM_ENVIRONMENT = {
