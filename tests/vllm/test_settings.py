@@ -339,7 +339,10 @@ REFUSALS: dict[str, dict[str, Any]] = {
     "engines that only encode": {"is_mm_encoder_only": True},
     "MTP with several modules": {"speculative_config": drafts("mtp", multi_module=True)},
     "by batch size": {"speculative_config": drafts(by_batch_size=[(1, 8, 3)])},
-    "VLLM_USE_V2_MODEL_RUNNER=0": {"speculative_config": drafts(), "use_v2_model_runner": True},
+    "drafts of method ngram with model runner V2 (hint: VLLM_USE_V2_MODEL_RUNNER=0)": {
+        "speculative_config": drafts(),
+        "use_v2_model_runner": True,
+    },
     "auxiliary outputs": {"aux_output_config": SimpleNamespace(enabled=True)},
     "sampling masks": {"model_config__return_sampling_mask": True},
     "--prefill-schedule-interval": {"scheduler_config__prefill_schedule_interval": 4},

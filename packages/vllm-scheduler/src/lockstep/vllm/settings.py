@@ -42,6 +42,7 @@ ENVIRONMENT = "LOCKSTEP_VLLM_CONFIG"
 KEY = "lockstep"  # of --additional-config
 START = "{start}"  # in the name of a run folder, the time of the start
 ENGINES = "engines"  # in the run folder of several engines: one folder for each, as in the runs of `lockstep serve`
+V2_DRAFTS = ("draft_model",)  # vLLM's methods of drafting that are tested with its model runner V2
 DATA_PARALLEL_PROCESS = "EngineCore_DP"  # how the names of vLLM's processes of data-parallel engines begin
 
 OF_VLLM = (
@@ -320,8 +321,9 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_s
         "a number of drafts by batch size (num_speculative_tokens_per_batch_size)": bool(
             speculative is not None and speculative.num_speculative_tokens_per_batch_size
         ),
-        "drafts with model runner V2 (hint: VLLM_USE_V2_MODEL_RUNNER=0)": bool(
-            speculative is not None and vllm_config.use_v2_model_runner
+        f"drafts of method {speculative.method if speculative is not None else ''} with model runner V2 "
+        "(hint: VLLM_USE_V2_MODEL_RUNNER=0)": bool(
+            speculative is not None and vllm_config.use_v2_model_runner and speculative.method not in V2_DRAFTS
         ),
         "auxiliary outputs": vllm_config.aux_output_config.enabled,
         "sampling masks": bool(model.return_sampling_mask),
