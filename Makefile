@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm fleet-swarm rank-swarm overload attacks kill-campaign clients schema-campaign bench gpu-check
+.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign clients schema-campaign bench gpu-check
 
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ golden:     ## record missing golden journals; ARGS=NAME records one again, deli
 
 swarm:      ## random histories with every invariant checked; ARGS="--steps 10_000_000"
 	@$(PYTHON) dev.py swarm $(ARGS)
+
+explore:    ## every interleaving of small worlds, each two features together; ARGS="--transitions 4_000 --csv FILE"
+	@$(PYTHON) dev.py explore $(ARGS)
 
 fleet-swarm: ## random histories of prefill and decode engines with a bad network, 10^6 steps; ARGS="--steps 100_000"
 	@$(PYTHON) dev.py fleet-swarm $(ARGS)

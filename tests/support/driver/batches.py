@@ -31,13 +31,17 @@ class BatchPiece(Piece):
         self.offered = 0  # launch slots
 
     def actions(self) -> dict[str, Callable[..., None]]:
-        return {"ready": self.ready, "finish": self.finish, "clock": self.clock, "wait": self.wait}
+        return {"ready": self.ready, "lane": self.lane, "finish": self.finish, "clock": self.clock, "wait": self.wait}
 
     def ready(self, *, in_turn: bool = False) -> None:
         """A launch slot is free: of the next microbatch if `in_turn`, otherwise of one that the clock determines."""
         self.offered += 1
         further = 0 if in_turn else self.subject.now_us // 3
         microbatch = (self.offered + further) % self.engine.config.microbatches
+        self.subject.fold(LaneReady(self.subject.now_us, microbatch))
+
+    def lane(self, microbatch: int) -> None:
+        """A launch slot of a microbatch is free."""
         self.subject.fold(LaneReady(self.subject.now_us, microbatch))
 
     def finish(self, trouble: str = "", choice: int = 0) -> None:

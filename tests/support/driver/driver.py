@@ -49,6 +49,7 @@ class Driver(Subject):
         super().__init__(config, check=check)
         self.steps = 0
         self.events: list[tuple[Observed, bytes]] = []  # with the digest of each Step
+        self.step = Step()  # of the newest event
         self.control = ControlPiece(self)
         self.requests = RequestPiece(self, self.control)
         self.samples = SamplePiece(self)
@@ -108,7 +109,7 @@ class Driver(Subject):
         """Pass one event to the engine; check its Step against the requests, the devices and the invariants."""
         for before in self._before:
             before(event)
-        step = self.engine.step(event)
+        step = self.step = self.engine.step(event)
         self.steps += 1
         self.events.append((event, step.digest))
         for stepped in self._stepped:

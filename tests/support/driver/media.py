@@ -30,7 +30,7 @@ class MediaPiece(Piece):
             self.subject.fold(MediaEncoded(self.subject.now_us, command.digest, message, command.generation))
 
     def commands(self) -> dict[type, Callable[[Any], None]]:
-        return {EncodeMedia: self.encoding.append}
+        return {EncodeMedia: lambda command: self.encoding.append(command)}
 
     def checked(self, event: Observed, step: Step) -> None:
         media = self.engine.media

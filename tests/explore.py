@@ -1,0 +1,164 @@
+"""Small worlds, explored whole: every interleaving of the events of a few requests, every state checked.
+
+    python tests/explore.py                             every feature alone, and every two together
+    python tests/explore.py --alone                     every feature alone
+    python tests/explore.py --world "drafts + cancel, depth 1"
+    python tests/explore.py --transitions 100_000       so many at most of each world; 10^8 in all take a day of CPU
+    python tests/explore.py --plant double_free         prove that planted bugs are found
+
+A failure prints the schedule that leads to it, shortened, and the line that runs the world again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from os import cpu_count
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lockstep.core.contract.events import Observed
+from lockstep.core.contract.render import Names, command_line, decided_line, observed_line
+from lockstep.core.scheduler.engine import Engine
+from tests.support.driver.actions import Action
+from tests.support.driver.driver import Driver
+from tests.support.driver.run import shrunk
+from tests.support.explorer.catalogue import refused, world, worlds
+from tests.support.explorer.search import Explorer, Found
+from tests.support.explorer.world import World
+from tests.swarm import ALL_PLANTS
+
+COLUMNS = ("world", "states", "transitions", "depth", "seconds", "whole", "compared", "found")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line. Returns 1 if something was found, except with --plant, where it is the other way round."""
+    options = _parser().parse_args(arguments)
+    chosen = [world(*_named(options.world))] if options.world else list(worlds(pairs=not options.alone))
+    begun, failure = time.time(), None
+    total = whole = transitions = states = 0
+    rows = []
+    for found in explored(chosen, options.transitions, options.plant, options.jobs):
+        rows.append(row_of(found))
+        total, whole = total + 1, whole + found.is_whole
+        transitions, states = transitions + found.transitions, states + found.states
+        print(f"{total:,} of {len(chosen):,}: {line_of(found)}", flush=True)
+        if found.failure and (failure is None or len(found.actions) < len(failure.actions)):
+            failure = found
+            if not options.all:
+                break
+    print(
+        f"{total:,} worlds, {whole:,} whole, {states:,} states, {transitions:,} transitions in "
+        f"{time.time() - begun:,.0f} s; {len(refused()):,} pairs of features are refused by the core"
+    )
+    if options.csv:
+        with options.csv.open("w", newline="") as file:
+            csv.writer(file).writerows([COLUMNS, *rows])
+    if failure is not None:
+        print(story_of(failure, options.plant))
+    return int((failure is None) == bool(options.plant))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--alone", action="store_true", help="each feature alone, no pairs")
+    parser.add_argument("--world", help='one world by its name, for instance "drafts + cancel, depth 1"')
+    parser.add_argument("--transitions", type=int, help="the most of each world; default: all of them")
+    parser.add_argument("--plant", choices=sorted(ALL_PLANTS), help="plant a bug, which must be found")
+    parser.add_argument("--jobs", type=int, default=cpu_count(), help="processes; default: one per core")
+    parser.add_argument("--all", action="store_true", help="go on after a failure; the shortest one is shown")
+    parser.add_argument("--csv", type=Path, help="write a table of all worlds")
+    return parser
+
+
+def _named(name: str) -> tuple[tuple[str, ...], int]:
+    features, _, depth = name.rpartition(", depth ")
+    return tuple(features.split(" + ")), int(depth)
+
+
+def explored(
+    chosen: Iterable[World], transitions_max: int | None, plant: str | None = None, jobs: int | None = None
+) -> Iterator[Found]:
+    """Explore worlds in processes of their own. Yields what was found, in order."""
+    run = partial(explore, transitions_max=transitions_max, plant=plant)
+    with ProcessPoolExecutor(jobs) as pool:
+        try:
+            yield from pool.map(run, chosen)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def explore(one: World, *, transitions_max: int | None = None, plant: str | None = None) -> Found:
+    """Explore one world, with a planted bug if one is named."""
+    with ALL_PLANTS[plant]() if plant else nullcontext():
+        return Explorer(one).run(transitions_max=transitions_max)
+
+
+def row_of(found: Found) -> list[object]:
+    """The row of a world in the table."""
+    seconds = round(found.seconds, 2)
+    counts = (found.states, found.transitions, found.depth, seconds, found.is_whole, found.compared)
+    return [found.world.name, *counts, found.failure.splitlines()[0] if found.failure else ""]
+
+
+def line_of(found: Found) -> str:
+    """One line about a world."""
+    text = f"{found.world.name}: {found.states:,} states, {found.transitions:,} transitions, depth {found.depth}"
+    text += f", {found.seconds:.1f} s" + ("" if found.is_whole else ", not whole")
+    return f"{text}: FAILED, {found.failure.splitlines()[0]}" if found.failure else text
+
+
+def story_of(found: Found, plant: str | None) -> str:
+    """What broke, the shortest schedule that leads to it, and how to run the world again."""
+    with ALL_PLANTS[plant]() if plant else nullcontext():
+        actions = shrunk(found.world.config, found.actions)
+        lines = _told(found.world, actions)
+    planted = f" --plant {plant}" if plant else ""
+    return "\n".join(
+        [
+            f"\n{found.failure}",
+            f'again: python tests/explore.py --world "{found.world.name}"{planted}',
+            *lines,
+            f"    config = {found.world.config!r}",
+            f"    run_actions(config, {actions!r})",
+        ]
+    )
+
+
+class _Told(Driver):
+    """A driver that writes down each event and what an engine of its own decides on it."""
+
+    def __init__(self, one: World) -> None:
+        super().__init__(one.config)
+        self.lines: list[str] = []
+        self._beside, self._names = Engine(one.config), Names()
+
+    def fold(self, event: Observed) -> None:
+        self._names.observe(event)
+        self.lines.append(f"  {observed_line(event, self._names)}")
+        step = self._beside.step(event)
+        self.lines += [f"      {decided_line(decided, self._names)}" for decided in step.decided]
+        self.lines += [f"      {command_line(command, self._names)}" for command in step.commands]
+        super().fold(event)
+
+
+def _told(one: World, actions: list[Action]) -> list[str]:
+    """Each event of a schedule, and what was decided."""
+    driver = _Told(one)
+    try:
+        for action in actions:
+            driver.do(action)
+    except Exception as error:
+        driver.lines.append(f"  {type(error).__name__}: {error}")
+    return driver.lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Small worlds are explored whole, and planted bugs are found there. All of them: `make explore`."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.core.journal import snapshot
+from tests.explore import explore
+from tests.support.driver.driver import Driver
+from tests.support.explorer import search
+from tests.support.explorer.canonical import canonical
+from tests.support.explorer.catalogue import FEATURES, refused, world
+from tests.support.explorer.copies import restore, save
+from tests.support.explorer.search import Explorer
+from tests.support.explorer.world import Left, moves
+from tests.support.plants import OBLIGATIONS
+
+TRANSITIONS_MAX = 1500  # of one world here
+SHOWN_BY = {
+    "cancel_of_a_split_prompt_lost": ("chunks", "cancel"),
+    "evicts_all_it_wants": ("retraction", "three requests"),
+    "fenced_pages_not_counted": ("retraction", "three requests", "cancel"),
+    "min_tokens_ignored": ("least output",),
+    "no_preemption_for_a_place": ("priority preemption",),
+    "pause_leaves_a_split_prompt": ("chunks", "pause and retract"),
+    "prefetch_not_cancelled": ("cancel", "storage"),
+    "retracts_for_drafts": ("retraction", "drafts"),
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_no_interleaving_breaks_anything(feature: str) -> None:
+    found = explore(world((feature,), 1), transitions_max=TRANSITIONS_MAX)
+    assert not found.failure, f'python tests/explore.py --world "{found.world.name}": {found.failure}'
+
+
+@pytest.mark.parametrize("plant", sorted(OBLIGATIONS))
+def test_a_planted_bug_is_found(plant: str) -> None:
+    failures = [explore(world(SHOWN_BY[plant], depth), plant=plant).failure for depth in (1, 2)]
+    assert any(failures), f"{plant} survived"
+
+
+def test_states_that_are_taken_for_one_have_the_same_futures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "COMPARED_SHARE", 1)
+    found = Explorer(world(("retraction", "cancel"), 1)).run(transitions_max=TRANSITIONS_MAX)
+    assert not found.failure
+
+
+def test_a_canonical_form_that_forgets_too_much_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(driver: Driver, left: Left) -> bytes:
+        state = canonical(driver.engine)
+        return repr((state["waiting"], len(state["in_flight"]), left)).encode()
+
+    monkeypatch.setattr(search, "COMPARED_SHARE", 1)
+    monkeypatch.setattr(search, "key", forgetful)
+    found = Explorer(world(("retraction",), 1)).run()
+    assert "different futures" in found.failure
+
+
+def test_a_restored_driver_goes_on_as_the_one_that_was_saved() -> None:
+    """Every third move is tried and taken back; the decisions behind it are those of a driver that never tried it."""
+    one = world(("storage", "cancel"), 1)
+    tried, plain, left = Driver(one.config), Driver(one.config), Left.all_of(one)
+    for number in range(40):
+        possible = list(moves(one, tried, left))
+        if number % 3 == 0:
+            saved = save(tried)
+            tried.do(possible[0].action)
+            restore(tried, saved)
+        move = possible[number % len(possible)]
+        left = left.after(move)
+        tried.do(move.action)
+        plain.do(move.action)
+        assert snapshot.dump(tried.engine) == snapshot.dump(plain.engine)
+    tried.settle()
+
+
+def test_a_host_that_never_answers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.explorer.world._answers", lambda driver: iter(()))
+    found = explore(world(("grammar",), 0))
+    assert "no idle state is reached" in found.failure
+    assert found.actions[0][0] == "arrive"
+
+
+def test_refused_pairs_have_reasons() -> None:
+    assert all(refused().values())
