@@ -192,22 +192,6 @@ def about_audio(_: Path) -> Request:
     return about("audio", [(clip, 16_000) for clip in clips], AUDIO_TOKEN)
 
 
-def about_images(_: Path) -> Request:
-    """Return a drawer of greedy requests, of which three of four are about one image out of forty."""
-    import numpy as np
-    from PIL import Image
-
-    drawn = np.random.default_rng(0)
-    images = [Image.fromarray(drawn.integers(0, 256, (40, 60, 3), dtype=np.uint8)) for _ in range(40)]
-
-    def request(rng: random.Random, number: int, prompt: dict[str, Any]) -> Ask:
-        if rng.random() < 0.75:
-            prompt["multi_modal_data"] = {"image": rng.choice(images)}
-        return greedy(rng, number, prompt)
-
-    return request
-
-
 def about(kind: str, items: list[Any], token: int) -> Request:
     """Return a drawer of greedy requests about up to three of these items, each in the place of one token."""
 
@@ -275,41 +259,6 @@ def audio(folder: Path) -> dict[str, Any]:
     """Return options of an engine on a small Qwen2-Audio, with passes that split clips."""
     model, limits = qwen2_audio(folder), {"audio": 3}
     return engine_options(model, limit_mm_per_prompt=limits, max_num_batched_tokens=100, max_model_len=1024)
-
-
-def images(folder: Path) -> dict[str, Any]:
-    """Return options of an engine on a small BLIP-2, with passes that split the 32 positions of an image.
-
-    vLLM's modules of most vision models require torchvision, which is absent beside vLLM for CPUs. BLIP-2's does not.
-    """
-    return engine_options(blip2(folder), max_num_batched_tokens=100)
-
-
-def blip2(folder: Path) -> Path:
-    """Save a small BLIP-2, which puts an image in front of the prompt. Returns its folder."""
-    import transformers
-
-    encoder = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    vocabulary = 2049  # the processor adds one token, for images
-    config = transformers.Blip2Config(
-        vision_config=transformers.Blip2VisionConfig(**encoder, image_size=28, patch_size=14),
-        qformer_config=transformers.Blip2QFormerConfig(
-            **encoder, encoder_hidden_size=64, vocab_size=vocabulary, cross_attention_frequency=1
-        ),
-        text_config=transformers.OPTConfig(
-            vocab_size=vocabulary, hidden_size=64, ffn_dim=128, num_hidden_layers=3, num_attention_heads=4,
-            word_embed_proj_dim=64, max_position_embeddings=1024, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        ),
-        num_query_tokens=32,
-        image_token_index=vocabulary - 1,
-    )  # fmt: skip
-    path = features.save_model(folder / "blip2", config, auto="AutoModelForImageTextToText")
-    transformers.Blip2Processor(
-        image_processor=transformers.BlipImageProcessorPil(size={"height": 28, "width": 28}),
-        tokenizer=transformers.AutoTokenizer.from_pretrained(path),
-        num_query_tokens=32,
-    ).save_pretrained(path)
-    return path
 
 
 def drafting(method: str) -> Callable[[Path], dict[str, Any]]:
@@ -440,7 +389,6 @@ FAMILIES = {
         shows=("retracted",),
     ),
     "audio": Family("multimodal (Qwen2-Audio)", audio, about_audio, longest=60),
-    "images": Family("multimodal (BLIP-2)", images, about_images, longest=60),
     "lora": Family(
         "LoRA, three adapters, two at once",
         on_llama(enable_lora=True, max_loras=2, max_lora_rank=8, max_cpu_loras=3),
@@ -482,29 +430,14 @@ FAMILIES = {
     ),
     "logprobs": Family("log probabilities", on_llama(), always(with_logprobs)),
     "v2_dense": Family("model runner V2: dense (Llama)", tiny("llama"), runner_v2=True),
-    "v2_structured": Family(
-        "model runner V2: structured output", lambda _: engine_options(DEMO), always(structured), runner_v2=True
-    ),
-    "v2_windows": Family(
-        "model runner V2: sliding windows (Gemma 3)",
-        tiny("gemma3", num_gpu_blocks_override=90),
-        lockstep={"mean_request_tokens": 160},
-        runner_v2=True,
-    ),
-    "v2_logprobs": Family("model runner V2: log probabilities", on_llama(), always(with_logprobs), runner_v2=True),
-    "v2_samples": Family(
-        "model runner V2: n above 1, seeded draws",
-        on_llama(max_num_batched_tokens=4096),
-        always(samples),
-        loops=("sync",),
-        why=DRAWS,
-        runner_v2=True,
-    ),
     "v2_draft_model": Family(
-        "model runner V2: drafts of a model", drafting("draft_model"), shows=DRAFTS, runner_v2=True
+        "model runner V2: drafts of a model",
+        drafting("draft_model"),
+        loops=("sync",),
+        why="drafts with it and asynchronous scheduling are refused",
+        shows=DRAFTS,
+        runner_v2=True,
     ),
-    "v2_eagle": Family("model runner V2: drafts of an EAGLE head", drafting("eagle"), shows=DRAFTS, runner_v2=True),
-    "v2_mtp": Family("model runner V2: drafts of an MTP layer (MiMo)", drafting("mtp"), shows=DRAFTS, runner_v2=True),
 }
 
 

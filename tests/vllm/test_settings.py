@@ -343,6 +343,11 @@ REFUSALS: dict[str, dict[str, Any]] = {
         "speculative_config": drafts(),
         "use_v2_model_runner": True,
     },
+    "drafts with model runner V2 and asynchronous scheduling (hint: --no-async-scheduling)": {
+        "speculative_config": drafts("draft_model"),
+        "use_v2_model_runner": True,
+        "scheduler_config__async_scheduling": True,
+    },
     "auxiliary outputs": {"aux_output_config": SimpleNamespace(enabled=True)},
     "sampling masks": {"model_config__return_sampling_mask": True},
     "--prefill-schedule-interval": {"scheduler_config__prefill_schedule_interval": 4},

@@ -325,6 +325,9 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_s
         "(hint: VLLM_USE_V2_MODEL_RUNNER=0)": bool(
             speculative is not None and vllm_config.use_v2_model_runner and speculative.method not in V2_DRAFTS
         ),
+        "drafts with model runner V2 and asynchronous scheduling (hint: --no-async-scheduling)": bool(
+            speculative is not None and vllm_config.use_v2_model_runner and scheduler.async_scheduling
+        ),
         "auxiliary outputs": vllm_config.aux_output_config.enabled,
         "sampling masks": bool(model.return_sampling_mask),
         f"{len(groups)} KV cache groups other than one of full attention and those of windows of one length "
