@@ -16,6 +16,7 @@ Sizes (pages, page size, context, requests at once, tokens per pass) are vLLM's 
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import time
@@ -121,8 +122,7 @@ def _is_data_parallel(parallel: ParallelConfig) -> bool:
 
 def _started_s(pid: int) -> float:
     """Return when a process started, in seconds since 1970."""
-    import psutil  # required by vLLM
-
+    psutil: Any = importlib.import_module("psutil")  # required by vLLM, and without types
     return float(psutil.Process(pid).create_time())
 
 
