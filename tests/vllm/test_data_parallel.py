@@ -70,7 +70,7 @@ def test_both_are_verified_and_checked_by_the_name_of_the_run(run: Path) -> None
     said = command(journal, "verify", run)
     assert [line.split(":")[0] for line in said.splitlines()] == ["engine 0", "engine 1"]
     assert said.count(": equal: ") == 2
-    assert command(journal, "check", run).count("clean, ended: closed") == 2
+    assert command(journal, "check", run).count(": clean, closed; ") == 2
 
 
 @needs_vllm
