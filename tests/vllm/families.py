@@ -33,7 +33,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tests.vllm import features
+from tests.vllm import features, triton_interpreter
 from tests.vllm.features import (
     AUDIO_TOKEN,
     DEMO,
@@ -231,6 +231,7 @@ class Family:
     longest: int = 120  # tokens of a prompt behind its shared prefix
     lockstep: dict[str, Any] = field(default_factory=dict)  # settings of Lockstep
     shows: tuple[str, ...] = USUAL  # counts that must not be 0
+    runner_v2: bool = False  # by vLLM's model runner V2
 
 
 def tiny(family: str, **options: Any) -> Callable[[Path], dict[str, Any]]:
@@ -428,6 +429,15 @@ FAMILIES = {
         shows=("cached_tokens",),
     ),
     "logprobs": Family("log probabilities", on_llama(), always(with_logprobs)),
+    "v2_dense": Family("model runner V2: dense (Llama)", tiny("llama"), runner_v2=True),
+    "v2_draft_model": Family(
+        "model runner V2: drafts of a model",
+        drafting("draft_model"),
+        loops=("sync",),
+        why="drafts with it and asynchronous scheduling are refused",
+        shows=DRAFTS,
+        runner_v2=True,
+    ),
 }
 
 
@@ -685,10 +695,12 @@ def row_of(name: str, loop: str, requests: int = REQUESTS) -> Row:
     with tempfile.TemporaryDirectory(prefix="lockstep-vllm-") as folder:
         command = [sys.executable, "-W", "ignore", "-m", "tests.vllm.families", "--one", name, "--loop", loop]
         command += ["--requests", str(requests), "--folder", folder]
+        environment = {**os.environ, **ENVIRONMENT}
+        if FAMILIES[name].runner_v2:
+            environment |= triton_interpreter.ENVIRONMENT
         done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=TIMEOUT_S,
-            check=False,
-        )  # fmt: skip
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
     if done.returncode:
         raise RuntimeError(f"{name}, {loop}:\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
     return Row(**json.loads(done.stdout.splitlines()[-1]))
@@ -733,6 +745,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
+        if FAMILIES[options.one].runner_v2:
+            triton_interpreter.interpret()
         if options.loop == "async":
             make_asynchronous()
         print(json.dumps(asdict(compare(options.one, options.loop, options.folder, options.requests))))

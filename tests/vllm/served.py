@@ -53,6 +53,13 @@ class Server:
                 if line.startswith(b"data: {") and b'"text"' in line:
                     self.streamed[name] += 1
 
+    def join(self, seconds: float = 120.0) -> None:
+        """Wait until every stream has ended. Raises AssertionError if one has not in time."""
+        until = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+            assert not thread.is_alive(), f"a stream has not ended within {seconds:.0f} s"
+
     def engine(self) -> Any:
         """Return the process of the engine core, a psutil.Process."""
         import psutil

@@ -6,7 +6,7 @@ import numpy as np
 
 from lockstep.core.contract.commands import FinishRequest, StreamTokens
 from lockstep.core.contract.events import BatchFinished, RequestArrived, RequestId, TokenIds
-from lockstep.vllm.pseudonyms import MARK, Pseudonyms
+from lockstep.vllm.pseudonyms import MARK, TURN, Pseudonyms
 
 
 def arrived(request_id: RequestId, *ids: int, stops: tuple[int, ...] = (), namespace: str = "") -> RequestArrived:
@@ -97,3 +97,20 @@ def test_ended_requests_are_forgotten() -> None:
     names.forget([FinishRequest(0, "length", 1, 1, 0)])
     (token,) = tokens_of(names.finished(batch(2), [0], []))
     assert token & MARK
+
+
+def test_tokens_that_are_dropped_leave_no_trace_in_what_follows() -> None:
+    """Of three verified tokens the request keeps one; the next batch continues behind that one."""
+    names = Pseudonyms()
+    names.arrived(arrived(0, 5, 6))
+    names.finished(batch(7, 8, 9, accepted=(3,)), [0], [streamed(r0=1)])
+    (following,) = tokens_of(names.finished(batch(10), [0], [streamed(r0=1)]))
+    assert ids_of(names.arrived(arrived(1, 5, 6, 7, 10)))[-1] == following
+
+
+def test_a_long_prompt_is_hashed_in_turns() -> None:
+    pauses: list[None] = []
+    names = Pseudonyms(pause=lambda: pauses.append(None))
+    names.arrived(arrived(0, *range(1_000)))
+    names.finished(batch(*range(24)), [0] * 24, [])
+    assert len(pauses) == 1_024 // TURN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.records import JournalError
 from lockstep.vllm import recording, versions
+from lockstep.vllm import settings as settings_module
 from lockstep.vllm.checks import KINDS, WITHOUT_EFFECT
 from lockstep.vllm.recording import begin_recording
 from lockstep.vllm.settings import (
@@ -157,14 +159,25 @@ def test_what_follows_from_vllm_cannot_be_set(name: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- run folders
 
 
-def test_each_engine_has_a_folder_of_its_own() -> None:
-    folders = [run_folder(VllmSettings(journal="runs/a"), ranked(index)) for index in range(3)]
-    assert folders == [Path("runs/a"), Path("runs/a-1"), Path("runs/a-2")]
+def test_each_data_parallel_engine_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = VllmSettings(journal="runs/a")
+    assert run_folder(settings, ranked(0)) == Path("runs/a")  # one engine
+    assert run_folder(settings, ranked(1)) == Path("runs/a/engines/1")
+    assert run_folder(settings, ranked(0, engines=2)) == Path("runs/a/engines/0")  # experts: the engines run in step
+    monkeypatch.setattr(multiprocessing.current_process(), "name", "EngineCore_DP0")  # dense: vLLM sets the size to 1
+    assert run_folder(settings, ranked(0)) == Path("runs/a/engines/0")
 
 
 def test_start_in_the_name_of_a_folder_is_the_time_of_the_start() -> None:
-    folder = run_folder(VllmSettings(journal="runs/{start}/engine"), ranked(1))
-    assert re.fullmatch(r"runs/\d{8}T\d{6}Z/engine-1", str(folder))
+    folder = run_folder(VllmSettings(journal="runs/{start}/engine"), ranked(0))
+    assert re.fullmatch(r"runs/\d{8}T\d{6}Z/engine", str(folder))
+
+
+def test_data_parallel_engines_have_the_start_of_the_process_that_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=7))
+    monkeypatch.setattr(settings_module, "_started_s", lambda pid: 1e9 + pid)
+    folders = [run_folder(VllmSettings(journal="runs/{start}"), ranked(index, engines=2)) for index in range(2)]
+    assert folders == [Path(f"runs/20010909T014647Z/engines/{index}") for index in range(2)]
 
 
 def test_a_journal_that_cannot_be_begun_is_refused_with_what_to_set(
@@ -185,9 +198,13 @@ def test_a_journal_that_cannot_be_begun_is_refused_with_what_to_set(
         begin_recording(VllmSettings(journal=str(tmp_path / "file/run")), SchedConfig(), ranked(0), "0.32.0")
 
 
-def ranked(index: int) -> Any:
-    """A configuration of data-parallel engine `index`."""
-    config = configuration(parallel_config__data_parallel_index=index, parallel_config__tensor_parallel_size=1)
+def ranked(index: int, engines: int = 1) -> Any:
+    """A configuration of data-parallel engine `index`; of a dense model vLLM sets the number of engines to 1."""
+    config = configuration(
+        parallel_config__data_parallel_index=index,
+        parallel_config__data_parallel_size=engines,
+        parallel_config__tensor_parallel_size=1,
+    )
     config.model_config.model = "demo"
     return config
 
@@ -322,7 +339,15 @@ REFUSALS: dict[str, dict[str, Any]] = {
     "engines that only encode": {"is_mm_encoder_only": True},
     "MTP with several modules": {"speculative_config": drafts("mtp", multi_module=True)},
     "by batch size": {"speculative_config": drafts(by_batch_size=[(1, 8, 3)])},
-    "VLLM_USE_V2_MODEL_RUNNER=0": {"speculative_config": drafts(), "use_v2_model_runner": True},
+    "drafts of method ngram with model runner V2 (hint: VLLM_USE_V2_MODEL_RUNNER=0)": {
+        "speculative_config": drafts(),
+        "use_v2_model_runner": True,
+    },
+    "drafts with model runner V2 and asynchronous scheduling (hint: --no-async-scheduling)": {
+        "speculative_config": drafts("draft_model"),
+        "use_v2_model_runner": True,
+        "scheduler_config__async_scheduling": True,
+    },
     "auxiliary outputs": {"aux_output_config": SimpleNamespace(enabled=True)},
     "sampling masks": {"model_config__return_sampling_mask": True},
     "--prefill-schedule-interval": {"scheduler_config__prefill_schedule_interval": 4},

@@ -43,7 +43,7 @@ from lockstep.core.journal.records import (
 )
 from lockstep.core.journal.replay import Divergence, event_line, replay
 from lockstep.core.journal.salvage import salvaged
-from lockstep.host.router_journal import RouterReader, is_router_folder, router_parts
+from lockstep.host.router_journal import RouterReader, is_router_folder
 from lockstep.tools.runs import (
     EXIT_DIVERGED,
     EXIT_UNREADABLE,
@@ -54,6 +54,7 @@ from lockstep.tools.runs import (
     json_line,
     print_json,
     refusals,
+    router_runs,
 )
 
 EXIT_TORN = 1
@@ -271,7 +272,7 @@ def check(run: Path, repair: bool, as_json: bool) -> None:
     """
     engines = engine_runs(run)
     statuses = [_check_run(engine, repair, as_json, f"engine {engine.name}: ") for engine in engines]
-    statuses += [_check_router(part, repair, as_json) for part in router_parts(run) if engines]
+    statuses += [_check_router(part, repair, as_json) for part in router_runs(run)]
     if status := max(statuses) if engines else _check_run(run, repair, as_json):
         sys.exit(status)
 
@@ -374,18 +375,19 @@ def verify_all(run: Path, until: int | None, as_json: bool) -> int:
     if not engines:
         return verify_run(run, until, as_json)
     statuses = [verify_run(engine, until, as_json, f"engine {engine.name}: ") for engine in engines]
-    if until is None:
-        statuses.append(_verify_routers(run, as_json))
+    routers = router_runs(run) if until is None else []
+    if routers:
+        statuses.append(_verify_routers(run, routers, as_json))
     return max(statuses)
 
 
-def _verify_routers(run: Path, as_json: bool) -> int:
+def _verify_routers(run: Path, routers: Sequence[Path], as_json: bool) -> int:
     """Verify the routers of a cluster's run, and compare them with its engines; return the exit status."""
     from lockstep.host.router_check import RouterDivergence, compare_with_engines, verify_router
 
     status = 0
     try:
-        for part in router_parts(run):
+        for part in routers:
             done = verify_router(part)
             is_open = done.tail is not None and not done.tail.closed
             status = max(status, EXIT_NOT_CLOSED if is_open else 0)

@@ -26,8 +26,16 @@ from lockstep.core.contract.text import CONTROLS
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import JournalCorrupt, JournalError, JournalHeader
 from lockstep.core.journal.replay import Divergence, engine_at_start, fold
-from lockstep.host.host_header import HostHeader
-from lockstep.host.router_journal import LeftQueue, has_queue, has_router, label_key, left_in_queue, routes_of
+from lockstep.host.host_header import VLLM, HostHeader
+from lockstep.host.router_journal import (
+    LeftQueue,
+    has_queue,
+    has_router,
+    label_key,
+    left_in_queue,
+    router_parts,
+    routes_of,
+)
 from lockstep.sim.workload.turns import WorkloadError
 
 EXIT_UNREADABLE = 2
@@ -59,6 +67,18 @@ def engine_runs(run: Path) -> list[Path]:
     """Return the folders of a cluster's engines, by number; empty for the run of one engine."""
     engines = [path.parent for path in run.glob("engines/*/journal")] if not (run / "journal").is_dir() else []
     return sorted(engines, key=lambda path: (len(path.name), path.name))
+
+
+def router_runs(run: Path) -> list[Path]:
+    """Return the folders of a cluster's run that hold the journal of a router.
+
+    There are none for the run of one engine, and for the data-parallel engines of a vLLM: its front end distributes the
+    requests and keeps no journal.
+    """
+    engines = engine_runs(run)
+    if not engines or HostHeader.of(read_journal(engines[0]).header).kind == VLLM:
+        return []
+    return router_parts(run)
 
 
 def engine_journal(run: Path) -> Path:
@@ -176,7 +196,6 @@ def _number(name: str) -> int | None:
     return int(digits) if digits.isascii() and digits.isdigit() else None
 
 
-VLLM = "vllm"  # `kind` in the header's `host`
 VLLM_ENDPOINTS = ("chatcmpl", "cmpl", "embd", "pooling", "classify", "score")
 """The first parts of vLLM's request ids; all but those of `chatcmpl` end with the number of the prompt."""
 VLLM_LABEL = re.compile(r"(?:\d+_)?(.+)-[0-9a-f]{8}", re.DOTALL)

@@ -9,8 +9,9 @@ not stored. A stop token of its own request is kept as it is.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -19,7 +20,9 @@ from lockstep.core.contract.commands import Command, FinishRequest, RejectReques
 from lockstep.core.contract.events import BatchFinished, RequestArrived, RequestId, TokenIds
 
 KEY_BYTES = 32
-STATE_BYTES = 16
+NAMESPACE_BYTES = 16
+TURN = 64
+"""Token ids that are hashed in one turn, about 50 us: the scheduling thread may wait as long for Python's lock."""
 MARK = 1 << 30
 """Set in every pseudonym and in no token id: a pseudonym never equals a stop token."""
 
@@ -27,20 +30,26 @@ MARK = 1 << 30
 class Pseudonyms:
     """Replaces the token ids of events, which must be passed in the order in which the core folds them."""
 
-    def __init__(self, key: bytes | None = None) -> None:
+    def __init__(self, key: bytes | None = None, pause: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            pause: called after each TURN of ids. A thread beside others sleeps there for a moment.
+        """
         self._key = os.urandom(KEY_BYTES) if key is None else key
-        self._states: dict[RequestId, bytes] = {}  # by request, behind its newest token
+        self._pause = pause
+        self._turn = 0  # ids so far
+        self._nothing: Any = blake2b(key=self._key, digest_size=4)  # the hash of no text; copied, never changed
+        self._texts: dict[RequestId, Any] = {}  # by request, the hash of its ids up to the newest
         self._stops: dict[RequestId, tuple[int, ...]] = {}
 
     def arrived(self, event: RequestArrived) -> RequestArrived:
         """Return the arrival with pseudonyms for its prompt and its namespace."""
-        namespace, prompt, state = event.namespace, event.prompt, b""
+        namespace, prompt, text = event.namespace, event.prompt, self._nothing.copy()
         if namespace:
-            namespace = blake2b(namespace.encode(), key=self._key, digest_size=STATE_BYTES).hexdigest()
+            namespace = blake2b(namespace.encode(), key=self._key, digest_size=NAMESPACE_BYTES).hexdigest()
         if isinstance(prompt, TokenIds):
-            ids, state = self._chain(np.frombuffer(prompt.ids, np.int32).tolist())
-            prompt = TokenIds(np.array(ids, np.int32).tobytes())
-        self._states[event.request_id] = state
+            prompt = TokenIds(self._continued(text, prompt.ids))
+        self._texts[event.request_id] = text
         self._stops[event.request_id] = event.stop_token_ids
         return replace(event, prompt=prompt, namespace=namespace)
 
@@ -59,29 +68,41 @@ class Pseudonyms:
                 kept.update(zip(command.request_ids.tolist(), command.token_counts.tolist(), strict=True))
         tokens = np.frombuffer(event.tokens, np.int32).tolist()
         counts = np.frombuffer(event.accepted, np.int32).tolist() if event.accepted else [1] * len(samplers)
-        found: list[int] = []
+        found: list[bytes] = []
         at = 0
         for request_id, count in zip(samplers, counts, strict=True):
-            stops, state = self._stops.get(request_id, ()), self._states.get(request_id, b"")
-            for number, token in enumerate(tokens[at : at + count]):
-                (pseudonym,), state = self._chain([token], state)
-                found.append(token if token in stops else pseudonym)
-                if number < kept.get(request_id, 0):
-                    self._states[request_id] = state
+            stops, text = self._stops.get(request_id, ()), self._texts.get(request_id) or self._nothing.copy()
+            most = kept.get(request_id, 0)
+            for number in range(at, at + count):
+                one = event.tokens[4 * number : 4 * number + 4]
+                if number - at >= most:  # dropped: the text of the request goes on without it
+                    text = text.copy()
+                pseudonym = self._continued(text, one)
+                found.append(one if tokens[number] in stops else pseudonym)
             at += count
-        return replace(event, tokens=np.array(found, np.int32).tobytes())
+        return replace(event, tokens=b"".join(found))
 
     def forget(self, commands: Sequence[Command]) -> None:
         """Keep nothing of requests that these commands end."""
         for command in commands:
             if isinstance(command, FinishRequest | RejectRequest):
-                self._states.pop(command.request_id, None)
+                self._texts.pop(command.request_id, None)
                 self._stops.pop(command.request_id, None)
 
-    def _chain(self, ids: list[int], state: bytes = b"") -> tuple[list[int], bytes]:
-        """Return the pseudonyms of consecutive ids behind `state`, and the state behind the last one."""
-        found, key = [], self._key
-        for token in ids:
-            state = blake2b(state + token.to_bytes(4, "little"), key=key, digest_size=STATE_BYTES).digest()
-            found.append(int.from_bytes(state[:4], "little") & (MARK - 1) | MARK)
-        return found, state
+    def _continued(self, text: Any, ids: bytes) -> bytes:
+        """Add consecutive ids to a text, and return their pseudonyms.
+
+        Args:
+            text: the hash of the ids in front; it is changed.
+            ids: int32 each.
+        Returns: int32 for each id.
+        """
+        update, copied = text.update, text.copy
+        found: list[bytes] = []
+        for at in range(0, len(ids), 4):
+            update(ids[at : at + 4])
+            found.append(copied().digest())
+            self._turn += 1
+            if not self._turn % TURN:
+                self._pause()
+        return (np.frombuffer(b"".join(found), np.int32) & (MARK - 1) | MARK).tobytes()

@@ -16,6 +16,8 @@ Sizes (pages, page size, context, requests at once, tokens per pass) are vLLM's 
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
 import time
 import tomllib
@@ -33,13 +35,16 @@ from lockstep.vllm.groups import divided, divided_by_states, kinds_of, page_toke
 from lockstep.vllm.tiers import cache_tiers, uses_host_tier
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.multimodal.encoder_budget import MultiModalBudget
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 ENVIRONMENT = "LOCKSTEP_VLLM_CONFIG"
 KEY = "lockstep"  # of --additional-config
 START = "{start}"  # in the name of a run folder, the time of the start
+ENGINES = "engines"  # in the run folder of several engines: one folder for each, as in the runs of `lockstep serve`
+V2_DRAFTS = ("draft_model",)  # vLLM's methods of drafting that are tested with its model runner V2
+DATA_PARALLEL_PROCESS = "EngineCore_DP"  # how the names of vLLM's processes of data-parallel engines begin
 
 OF_VLLM = (
     "page_size",
@@ -93,13 +98,32 @@ def read_settings(additional: object, environment: dict[str, str] | os._Environ[
 
 
 def run_folder(settings: VllmSettings, vllm_config: VllmConfig) -> Path:
-    """Return the run folder of this engine: `journal`, and with -i behind it for data-parallel engine i above 0.
+    """Return the run folder of this engine: `journal`, or `engines/I` in it for data-parallel engine I.
 
-    `{start}` in it becomes the time of this start, such as 20261126T022027Z, so that each start has a new folder.
+    `{start}` in it becomes the time of this start, such as 20261126T022027Z, so that each start has a new folder. For
+    data-parallel engines that is the start of the process that has started all of them.
     """
-    name = settings.journal.replace(START, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()))
-    engine = vllm_config.parallel_config.data_parallel_index
-    return Path(f"{name}-{engine}" if engine else name)
+    parallel = vllm_config.parallel_config
+    shared = _is_data_parallel(parallel)
+    parent = multiprocessing.parent_process() if shared else None
+    start = time.gmtime(_started_s(parent.pid) if parent is not None and parent.pid is not None else None)
+    folder = Path(settings.journal.replace(START, time.strftime("%Y%m%dT%H%M%SZ", start)))
+    return folder / ENGINES / str(parallel.data_parallel_index) if shared else folder
+
+
+def _is_data_parallel(parallel: ParallelConfig) -> bool:
+    """Whether this is one of several data-parallel engines.
+
+    In the engines of a dense model vLLM sets the sizes to 1. Of engine 0 there is only the name of its process left.
+    """
+    named = multiprocessing.current_process().name.startswith(DATA_PARALLEL_PROCESS)
+    return named or parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0
+
+
+def _started_s(pid: int) -> float:
+    """Return when a process started, in seconds since 1970."""
+    psutil: Any = importlib.import_module("psutil")  # required by vLLM, and without types
+    return float(psutil.Process(pid).create_time())
 
 
 def not_begun(error: JournalError, settings: VllmSettings) -> JournalError:
@@ -297,8 +321,12 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_s
         "a number of drafts by batch size (num_speculative_tokens_per_batch_size)": bool(
             speculative is not None and speculative.num_speculative_tokens_per_batch_size
         ),
-        "drafts with model runner V2 (hint: VLLM_USE_V2_MODEL_RUNNER=0)": bool(
-            speculative is not None and vllm_config.use_v2_model_runner
+        f"drafts of method {speculative.method if speculative is not None else ''} with model runner V2 "
+        "(hint: VLLM_USE_V2_MODEL_RUNNER=0)": bool(
+            speculative is not None and vllm_config.use_v2_model_runner and speculative.method not in V2_DRAFTS
+        ),
+        "drafts with model runner V2 and asynchronous scheduling (hint: --no-async-scheduling)": bool(
+            speculative is not None and vllm_config.use_v2_model_runner and scheduler.async_scheduling
         ),
         "auxiliary outputs": vllm_config.aux_output_config.enabled,
         "sampling masks": bool(model.return_sampling_mask),
