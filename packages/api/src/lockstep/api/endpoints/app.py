@@ -283,6 +283,8 @@ def keeping_routes() -> dict[str, tuple[Handler, type[Body]]]:
 def batched_routes() -> dict[str, tuple[Handler, type[Body]]]:
     """Return the handlers, and the schemas of the bodies, of the routes that batches may call, by path."""
     return {one.path: (one.handler, one.body) for one in ROUTES if one.path in ENDPOINTS and one.body is not None}
+
+
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
