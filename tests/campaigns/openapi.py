@@ -43,7 +43,7 @@ SCHEMATHESIS = Client("schemathesis", ("schemathesis",), not_attempted)
 
 
 def described(server: LiveServer, folder: Path, *, seed: int, short: bool) -> list[str]:
-    """Let schemathesis make requests of what the server says of itself. Returns what does not hold."""
+    """Run schemathesis on the description that the server serves. Returns the violations."""
     (folder / "schemathesis.toml").write_text(CONFIG)
     asked = [SCHEMATHESIS.program("schemathesis"), "--config-file", str(folder / "schemathesis.toml"), "run"]
     asked += [f"{server.url}/openapi.json", "--header", f"Authorization: Bearer {KEY}", "--no-color"]

@@ -1,4 +1,4 @@
-"""Storage in a folder: pages by key, whatever happens to the folder and whoever else uses it."""
+"""Storage in a folder: pages by key, whatever happens to the folder, and whatever other engines use it."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def write(
 
 
 def silent(line: str) -> None:
-    """Say nothing."""
+    """Print nothing."""
 
 
 @pytest.mark.parametrize("kind", [None, gguf.GGMLQuantizationType.Q4_1], ids=str)

@@ -1,7 +1,7 @@
 """Clients that take up their answers again, below a server of which every process is killed.
 
-Each request has an `Idempotency-Key`, so its answer is kept. A client whose connection breaks, or whose stream ends
-with an error, comes back: with `GET /v1/streams/{id}` and `Last-Event-ID` if it knows the id of its stream, with the
+Each request has an `Idempotency-Key`, so its answer is kept. A client whose connection breaks or stream ends
+with an error, comes back: with `GET /v1/streams/{id}` and `Last-Event-ID` if it has the id of its stream, with the
 same request otherwise. The events that it receives over all connections must have consecutive numbers, and their text
 is compared with what the answer must be. Clients also leave by themselves.
 

@@ -1,7 +1,7 @@
 """vLLM's model runner V2 on a processor: its Triton kernels run in Triton's interpreter.
 
 Runner V2 is vLLM's default on GPUs, and its kernels are written in Triton, which has no backend for processors in its
-wheel. Triton's interpreter runs them with numpy, slowly. vLLM for CPUs has the rest of runner V2, and asks Triton for a
+wheel. Triton's interpreter runs them with numpy, slowly. vLLM for CPUs has the rest of runner V2, and requests a Triton
 backend named "cpu"; `interpret` registers one that is never compiled for.
 """
 
