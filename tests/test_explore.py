@@ -18,7 +18,7 @@ from tests.support.plants import OBLIGATIONS
 TRANSITIONS_MAX = 1500  # of one world here
 SHOWN_BY = {
     "cancel_of_a_split_prompt_lost": ("chunks", "cancel"),
-    "evicts_all_it_wants": ("retraction", "three requests"),
+    "evicts_the_whole_allocation": ("retraction", "three requests"),
     "fenced_pages_not_counted": ("retraction", "three requests", "cancel"),
     "min_tokens_ignored": ("least output",),
     "no_preemption_for_a_place": ("priority preemption",),

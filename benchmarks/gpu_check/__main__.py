@@ -31,8 +31,8 @@ SECTIONS = {  # in order of value, with the most seconds each may take
     "tables": 70.0,
     "start": 60.0,
     "ranks": 40.0,
-    "tiers": 90.0,
-    "peer": 100.0,
+    "tiers": 50.0,
+    "peer": 50.0,
     "tuning": 500.0,
 }
 UNCHECKED = 3  # exit status if nothing failed, but something was not checked

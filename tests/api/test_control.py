@@ -178,7 +178,7 @@ def test_pause_retract_resume_and_abort(server: LiveServer, operator: Post) -> N
     assert operator("/abort_all")[0] == 200
     thread.join(120)
     assert said[0]["choices"][0]["finish_reason"] == "abort"
-    assert operator("/reset_prefix_cache")[0] == 200
+    until(lambda: operator("/reset_prefix_cache")[0] == 200)  # the batch in flight may end after the answer
 
 
 def test_drain_ends_with_the_last_request(server: LiveServer, operator: Post, alice: Any) -> None:

@@ -28,8 +28,8 @@ from lockstep.sim import cost
     ("given", "said"),
     [
         ({"lora": {"law": "/nowhere"}}, "`lora` law: `/nowhere` has no adapter_config.json\nhint: "),
-        ({"draft_model": "/nowhere"}, "`draft_model`: /nowhere has no config.json\nhint: "),
-        ({"model": "/nowhere"}, "`model`: /nowhere has no config.json\nhint: "),
+        ({"draft_model": "/nowhere"}, "`draft_model`: there is no folder /nowhere\nhint: "),
+        ({"model": "/nowhere"}, "`model`: there is no folder /nowhere\nhint: "),
     ],
 )
 def test_folders_that_are_none_are_found_before_anything_starts(given: dict[str, Any], said: str) -> None:
@@ -86,7 +86,10 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ({"storage": "kv"}, r"`storage` requires memory below the device, but `host_cache_gb` is 0"),
         ({"host_cache_gb": 2.0, "storage": "kv"}, r"`storage` is kv, but `storage_gb` is 0\nhint: add --storage-gb"),
         ({"host_cache_gb": 2.0, "emulate": "qwen3-8b@h200"}, r"`host_cache_gb` is for a model"),
-        ({"set": {"hybrid": 1}}, r"`hybrid` .* is simulated only: .*\nhint: drop it, or try lockstep simulate"),
+        (
+            {"set": {"hybrid": 1}},
+            r"`hybrid` follows from the model: .* is simulated only\nhint: drop it, or try lockstep simulate",
+        ),
         ({"set": {"overlap_deph": 1}}, r"no setting `overlap_deph` of the scheduler\nhint: did you mean overlap_depth"),
         ({"set": {"foo": 1}}, r"no setting `foo` of the scheduler\nhint: `lockstep serve --dry-run` prints them all"),
         (
@@ -188,7 +191,7 @@ def test_a_dry_run_prints_the_configuration() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--model", "/nowhere"), "`model`: /nowhere has no config.json"),
+        (("--model", "/nowhere"), "`model`: there is no folder /nowhere"),
         (("--emulate", "qwen9-8b@h200"), r"`emulate`: unknown model `qwen9-8b`"),
         (("--emulate", "qwen3-8b@h900"), r"`emulate`: unknown GPU `h900`"),
         (("--emulate", "qwen3-235b-a22b@h200", "--dry-run"), r"`emulate`: qwen3-235b-a22b does not fit"),

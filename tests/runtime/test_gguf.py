@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -128,7 +129,7 @@ def test_a_file_gives_the_tokens_of_transformers(tmp_path: Path, kind: Any) -> N
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     stored = torch.float32 if kind is None else torch.bfloat16
-    load = transformers.modeling_gguf_pytorch_utils.load_gguf_checkpoint
+    load = importlib.import_module("transformers.modeling_gguf_pytorch_utils").load_gguf_checkpoint
     read = load(str(file), return_tensors=True, model_to_load=theirs, torch_dtype=stored)["tensors"]
     theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     theirs.load_state_dict({name: one.float() for name, one in read.items()}, strict=False)

@@ -399,7 +399,7 @@ def test_the_demo_prints_table_answer_and_report(tmp_path: Path, monkeypatch: py
     lines = result.stdout.splitlines()
     assert lines[-3].startswith("engine: vllm ")
     answered = "Meets the SLO up to 4 req/s (ttft_p99=500ms and tpot_p99=40ms)"
-    assert lines[-2] == f"{answered}; range, coverage not tested: 4 req/s"  # vLLM has no point measured on an H200
+    assert lines[-2] == f"{answered}; 90 % interval 4 req/s"
     assert lines[-1] == f"report: {out / 'report.html'}"
     assert (out / "report.html").stat().st_size > 10_000
     for rate in ("04-per-s", "60-per-s"):

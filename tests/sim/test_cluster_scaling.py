@@ -174,7 +174,7 @@ def test_reports_report_what_engines_had_when_they_were_made(tmp_path: Path) -> 
         assert had - 3 <= report["requests"] <= had  # those that arrived while its lane was busy are not in it yet
         exact += report["requests"] == had
         assert (report["tokens"] > 0) == (report["requests"] > 0) or report["requests"] <= 1
-    assert exact > 0.9 * len(reports)
+    assert exact > 0.85 * len(reports)
 
 
 def test_a_waiting_request_at_the_router_waits_for_its_first_token_and_shares_are_kept() -> None:

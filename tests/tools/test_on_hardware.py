@@ -126,7 +126,7 @@ def test_the_table_names_kinds_sizes_and_what_ran(run: Path) -> None:
     lines = result.stdout.splitlines()
     assert lines[0].split() == ["batches", "count", "measured", "predicted", "ratio", "error", "error", "p95"]
     assert any(line.startswith("extend ") for line in lines)
-    assert lines[-2].startswith("ran     demo on cpu: float32, attention by reference")
+    assert lines[-2].startswith("ran     demo on cpu: float32, attention by cpu")
     assert lines[-1] == "by      demo on cpu-core, not calibrated"
 
 

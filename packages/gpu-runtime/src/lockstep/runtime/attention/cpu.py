@@ -98,23 +98,28 @@ class CpuAttention:
         stored = pool.keys[0].dtype
         self._gathered = [torch.empty(0, dtype=torch.uint8 if pool.fp8 else stored) for _ in range(2)]
         self._widened = [torch.empty(0, dtype=self.dtype) for _ in range(2)]
-        self._plans: dict[int | None, _Plan] = {}
+        self._plans: dict[tuple[bool, int | None], _Plan] = {}  # by pool of pages, and size of window
 
     def plan(self, batch: ForwardBatch, graph: bool = False) -> None:
-        """Group the rows, and find their slots, once per pass and size of window.
+        """Group the rows, and find their slots, once per pass, pool of pages and size of window.
 
         Raises: ValueError if `graph` is set.
         """
         if graph:
             raise ValueError("attention backend `cpu` cannot run in a CUDA graph\nhint: use `triton`")
-        tables = batch.page_table.index_select(0, batch.rows).long()
-        self._plans = {window: self._planned(batch, tables, window) for window in {one.window for one in self.rules}}
+        self._plans = {}
+        for layer, rule in enumerate(self.rules):
+            kind = (layer in self.pool.sliding, rule.window)
+            if kind not in self._plans:
+                view = self.pool.view(layer, batch)
+                tables = view.page_table.index_select(0, view.rows).long()
+                self._plans[kind] = self._planned(batch, tables, rule.window)
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
         """Write the new keys and values to the pool, then attend; see `AttentionBackend.run`."""
         self.pool.write(layer, key, value, batch)
         rule = self.rules[layer]
-        plan = self._plans[rule.window]
+        plan = self._plans[layer in self.pool.sliding, rule.window]
         out = torch.empty_like(query)
         for group in plan.groups:
             self._decode(layer, rule, query, group, out)
