@@ -293,7 +293,9 @@ BOUNDS: dict[str, Bound] = {
         _whole_chunks,
     ),
     "launches that pass a request which fits": Bound(
-        4, "places and pages lie free; an admission may wait for one result and one retry, and not for ends"
+        4,
+        "places and pages lie free; an admission may wait for one result and one retry, and not for ends",
+        lambda config: not config.speculates,  # drafts hold pages that the reserve counts again until their results
     ),
     "launches without the next chunk": Bound(
         8,
