@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 from lockstep.core.contract.events import RequestRetracted  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from tests.runtime.test_models import SMALL, save_model  # noqa: E402
+from tests.support.architectures import greedy_answers  # noqa: E402
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3-moe")
 REQUESTS = 64
@@ -46,14 +47,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """Greedy answers of transformers' `generate`, one request at a time; once for all cells of an architecture."""
     folder = tmp_path_factory.mktemp("model")
     model = save_model(folder, request.param)
-    answers = []
-    for prompt, count in random_requests():
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            said = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
-            )
-        answers.append(said[0, len(prompt) :].tolist())
+    answers = greedy_answers(model, random_requests())
     assert len({token for answer in answers for token in answer}) > 20, (
         "a model that says the same whatever it is asked"
     )

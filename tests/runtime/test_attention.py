@@ -24,6 +24,7 @@ from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.runtime import attention, triton_trial  # noqa: E402
 from lockstep.runtime.attention import Needs, choose, flashinfer_backend, make  # noqa: E402
 from lockstep.runtime.attention.reference import ReferenceAttention, attend  # noqa: E402
+from lockstep.runtime.attention.rules import LayerRules  # noqa: E402
 from lockstep.runtime.kv_pool import KvPool  # noqa: E402
 from lockstep.runtime.quantized.fp8 import to_fp8  # noqa: E402
 from tests.support.passes import Pass, make_pass  # noqa: E402
@@ -247,7 +248,7 @@ class Wrapper:
             keys, values = (one[pages].reshape(-1, kv_heads, head_dim)[:length] for one in paged)
             at = slice(qo_indptr[row], qo_indptr[row + 1])
             sm_scale = self.options["sm_scale"] * k_scale
-            out[at] = attend(query[at], keys.float(), values.float(), sm_scale) * v_scale
+            out[at] = attend(query[at], keys.float(), values.float(), LayerRules(sm_scale)) * v_scale
         return out
 
 

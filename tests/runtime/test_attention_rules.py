@@ -10,55 +10,12 @@ torch = pytest.importorskip("torch", reason="the runtime needs torch")
 
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.runtime.attention import Needs, choose, make  # noqa: E402
-from lockstep.runtime.attention.ruled import RuledAttention  # noqa: E402
+from lockstep.runtime.attention.reference import ReferenceAttention  # noqa: E402
 from lockstep.runtime.attention.rules import LayerRules, names_of  # noqa: E402
 from tests.support.interpreter import mend_products  # noqa: E402
-from tests.support.passes import Pass, make_pass  # noqa: E402
+from tests.support.passes import RULES, Pass, defined, forget_before, make_pass  # noqa: E402
 
-SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0])
-RULES = {
-    "plain": LayerRules(0.3),
-    "window": LayerRules(0.25, window=7),
-    "window of one": LayerRules(0.25, window=1),
-    "cap": LayerRules(0.9, cap=1.5),
-    "sinks": LayerRules(0.25, sinks=SINKS),
-    "all": LayerRules(0.8, window=20, cap=2.0, sinks=SINKS),
-}
 SPANS = [((0, 5), (3, 40), (90, 101)), ((0, 1), (7, 8), (64, 65), (150, 151))]
-
-
-def defined(made: Pass, rule: LayerRules) -> Any:
-    """Attention of each token by itself, in fp64."""
-    heads, kv_heads = made.query.shape[1], made.pool.kv_heads
-    out = []
-    for row, span in enumerate(made.spans()):
-        start = int(made.batch.starts_host[row])
-        keys, values = made.dense_keys[row].double(), made.dense_values[row].double()
-        for number, query in enumerate(made.query[span].double()):
-            own = start + number
-            first = 0 if rule.window is None else max(0, own - rule.window + 1)
-            by_head = []
-            for head in range(heads):
-                kv_head = head * kv_heads // heads
-                scores = keys[first : own + 1, kv_head] @ query[head] * rule.scale
-                if rule.cap is not None:
-                    scores = rule.cap * torch.tanh(scores / rule.cap)
-                weights = scores.exp()
-                total = weights.sum() + (0.0 if rule.sinks is None else rule.sinks[head].double().exp())
-                by_head.append((weights / total) @ values[first : own + 1, kv_head])
-            out.append(torch.stack(by_head))
-    return torch.stack(out)
-
-
-def forget_before(made: Pass, window: int) -> None:
-    """Fill the slots that no token of the pass attends to with NaN, as if their pages were given to others."""
-    for row, table_row in enumerate(made.batch.rows.tolist()):
-        oldest = max(0, int(made.batch.starts_host[row]) - window + 1)
-        size = made.pool.page_size
-        for position in range(oldest):
-            page = int(made.batch.page_table[table_row, position // size])
-            for kept in (made.pool.keys[0], made.pool.values[0]):
-                kept[page, position % size] = torch.nan
 
 
 def passed(spans: Any, **options: Any) -> Pass:
@@ -72,7 +29,7 @@ def test_plain_torch_computes_what_is_defined(rule: LayerRules, spans: Any) -> N
     made = passed(spans)
     if rule.window is not None:
         forget_before(made, rule.window)
-    out = RuledAttention(made.pool, [rule]).run(0, made.query, made.key, made.value, made.batch)
+    out = ReferenceAttention(made.pool, rules=[rule]).run(0, made.query, made.key, made.value, made.batch)
     torch.testing.assert_close(out.double(), defined(made, rule), atol=3e-6, rtol=3e-6)
 
 
@@ -90,7 +47,7 @@ def test_triton_computes_the_same(
     made, twin = passed(spans), passed(spans)
     if rule.window is not None:
         forget_before(made, rule.window)
-    want = RuledAttention(twin.pool, [rule]).run(0, twin.query, twin.key, twin.value, twin.batch)
+    want = ReferenceAttention(twin.pool, rules=[rule]).run(0, twin.query, twin.key, twin.value, twin.batch)
     backend = TritonAttention(made.pool, 4, numerics=numerics, piece=64, rules=[rule])
     backend.sms = sms
     backend.plan(made.batch)
@@ -130,4 +87,4 @@ def test_a_backend_names_the_rules_that_it_lacks() -> None:
     with pytest.raises(ConfigError, match="flashinfer cannot run here: it is not called here with sliding windows, a "):
         choose("flashinfer", needs)
     made = passed(SPANS[0])
-    assert isinstance(make("reference", made.pool, 4, rules=rules), RuledAttention)
+    assert isinstance(make("reference", made.pool, 4, rules=rules), ReferenceAttention)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,10 +156,13 @@ def mixed_prompts() -> list[tuple[list[int], int]]:
     ]
 
 
-def greedy_answers(model: Any) -> list[list[int]]:
-    """Return the answers of transformers' `generate`, one request at a time."""
+def greedy_answers(model: Any, requests: Sequence[tuple[list[int], int]] | None = None) -> list[list[int]]:
+    """Return the answers of transformers' `generate`, one at a time, to prompts with numbers of tokens to draw.
+
+    Without `requests` to `mixed_prompts`.
+    """
     answers = []
-    for prompt, count in mixed_prompts():
+    for prompt, count in mixed_prompts() if requests is None else requests:
         ids = torch.tensor([prompt])
         with torch.inference_mode():
             said = model.generate(

@@ -9,8 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.runtime.attention.rules import LayerRules
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool
+
+SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0])
+RULES = {
+    "plain": LayerRules(0.3),
+    "window": LayerRules(0.25, window=7),
+    "window of one": LayerRules(0.25, window=1),
+    "cap": LayerRules(0.9, cap=1.5),
+    "sinks": LayerRules(0.25, sinks=SINKS),
+    "all": LayerRules(0.8, window=20, cap=2.0, sinks=SINKS),
+}
+"""Attention of a layer by what it shows, for passes of four query heads with a head dimension of any size."""
 
 GARBAGE_PAGE = 1 << 24  # in page tables behind a row's last page: reading there is out of bounds
 
@@ -121,3 +133,34 @@ def moved(made: Pass, device: str) -> Pass:
     made.dense_keys = [one.to(device) for one in made.dense_keys]
     made.dense_values = [one.to(device) for one in made.dense_values]
     return made
+
+
+def defined(made: Pass, rule: LayerRules) -> Tensor:
+    """Return the attention of each token by itself, in float64."""
+    heads, kv_heads = made.query.shape[1], made.pool.kv_heads
+    out = []
+    for row, span in enumerate(made.spans()):
+        start, length = int(made.batch.starts_host[row]), int(made.batch.lengths_host[row])
+        keys = made.dense_keys[row].double().repeat_interleave(heads // kv_heads, 1)
+        values = made.dense_values[row].double().repeat_interleave(heads // kv_heads, 1)
+        scores = torch.einsum("qhd,khd->hqk", made.query[span].double(), keys) * rule.scale
+        if rule.cap is not None:
+            scores = rule.cap * torch.tanh(scores / rule.cap)
+        at, own = torch.arange(length), torch.arange(start, length)[:, None]
+        hidden = at > own if rule.window is None else (at > own) | (at <= own - rule.window)
+        weights = scores.masked_fill(hidden, -torch.inf).exp()
+        total = weights.sum(-1, keepdim=True)
+        if rule.sinks is not None:
+            total = total + rule.sinks.double().exp()[:, None, None]
+        out.append(torch.einsum("hqk,khd->qhd", weights / total, values))
+    return torch.cat(out)
+
+
+def forget_before(made: Pass, window: int) -> None:
+    """Fill the slots that no token of the pass attends to with NaN, as if their pages were given to others."""
+    size = made.pool.page_size
+    for row, table_row in enumerate(made.batch.rows.tolist()):
+        for position in range(max(0, int(made.batch.starts_host[row]) - window + 1)):
+            page = int(made.batch.page_table[table_row, position // size])
+            for kept in (made.pool.keys[0], made.pool.values[0]):
+                kept[page, position % size] = torch.nan

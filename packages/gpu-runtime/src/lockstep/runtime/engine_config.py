@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from lockstep.core.contract.config import SchedConfig, refuse_simulated_only
+from lockstep.core.contract.config import SchedConfig, refuse_in_runtime
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.engine_options import EngineOptions, RankOptions
 from lockstep.host.grammar_compiler import CompileLimits
@@ -91,7 +91,7 @@ def refuse_unknown(sched: Mapping[str, Any]) -> None:
     """Raise ConfigError for a setting that SchedConfig does not have."""
     names = [one.name for one in msgspec.structs.fields(SchedConfig)]
     for name in sched:
-        refuse_simulated_only(name)
+        refuse_in_runtime(name)
         if name not in names:
             near = [RENAMED[name]] if name in RENAMED else get_close_matches(name, names)
             hint = f"did you mean {' or '.join(near)}?" if near else "docs/scheduling.md lists all settings"

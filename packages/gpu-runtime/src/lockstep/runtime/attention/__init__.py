@@ -126,14 +126,10 @@ def make(
         graph_rows: rows of the largest CUDA graph, 0 for none; workspaces are sized for it.
         plans_in_flight: plans that may be made before the first of them is on the device; see `flashinfer_backend`.
     """
-    if name == "reference" and rules:
-        from lockstep.runtime.attention.ruled import RuledAttention
-
-        return RuledAttention(pool, rules)
     if name == "reference":
         from lockstep.runtime.attention.reference import ReferenceAttention
 
-        return ReferenceAttention(pool, scale)
+        return ReferenceAttention(pool, scale, rules)
     if name == "cpu":
         from lockstep.runtime.attention.cpu import CpuAttention
 

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from lockstep.runtime.attention.rules import LayerRules
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool
 
 
 class ReferenceAttention:
-    """Attention that gathers each row's pages into dense keys and values and sums in fp32, for fp64 queries in fp64."""
+    """Attention that gathers the pages of each row that its new tokens attend to, and sums in fp32.
+
+    For fp64 queries it sums in fp64.
+    """
 
     name = "reference"
     graphs = False  # lengths of rows are shapes of its tensors
     exact_lengths = True
 
-    def __init__(self, pool: KvPool, scale: float | None = None) -> None:
-        """Args: scale: factor of the scores before the softmax; head_dim ** -0.5 unless given."""
+    def __init__(self, pool: KvPool, scale: float | None = None, rules: Sequence[LayerRules] = ()) -> None:
+        """Args:
+        scale: factor of the scores before the softmax; head_dim ** -0.5 unless given.
+        rules: attention of each layer, for a model with windows, caps or sinks.
+        """
         self.pool = pool
-        self.scale = pool.head_dim**-0.5 if scale is None else scale
+        self.rules = tuple(rules) or (LayerRules(pool.head_dim**-0.5 if scale is None else scale),) * len(pool.keys)
 
     def plan(self, batch: ForwardBatch, graph: bool = False) -> None:
         """Do nothing: this backend needs no preparation.
@@ -32,25 +41,29 @@ class ReferenceAttention:
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
         """Write the new keys and values to the pool, then attend; see `AttentionBackend.run`."""
         self.pool.write(layer, key, value, batch)
-        tables = batch.page_table.index_select(0, batch.rows)
-        out = torch.empty_like(query)
+        view = self.pool.view(layer, batch)
+        tables = view.page_table.index_select(0, view.rows)
+        out, rule, size = torch.empty_like(query), self.rules[layer], self.pool.page_size
         first = 0
         for row, (start, length) in enumerate(
             zip(batch.starts_host.tolist(), batch.lengths_host.tolist(), strict=True)
         ):
             stop = first + length - start
-            pages = tables[row, : -(-length // self.pool.page_size)].long()
-            keys, values = self.pool.read(layer, pages)
-            out[first:stop] = attend(query[first:stop], keys[:length], values[:length], self.scale)
+            oldest = 0 if rule.window is None else max(start - rule.window + 1, 0)
+            page = oldest // size
+            keys, values = self.pool.read(layer, tables[row, page : -(-length // size)].long())
+            there = slice(oldest - page * size, length - page * size)
+            out[first:stop] = attend(query[first:stop], keys[there], values[there], rule)
             first = stop
         return out
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Compute the attention of one row's last `new` tokens over all of its positions.
+def attend(query: Tensor, key: Tensor, value: Tensor, rule: LayerRules) -> Tensor:
+    """Compute the attention of one row's last `new` tokens over its newest positions.
 
     Args:
-        query: [new, heads, head_dim], of the last `new` positions; key, value: [positions, kv_heads, head_dim].
+        query: [new, heads, head_dim], of the last `new` positions; key, value: [positions, kv_heads, head_dim], at
+            least as many as the first of the tokens attends to.
     Returns: [new, heads, head_dim], of the query's dtype.
     """
     new, heads, head_dim = query.shape
@@ -58,9 +71,19 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     exact = torch.promote_types(query.dtype, torch.float32)
     # Query head h reads KV head h // group: the heads of a group and the tokens are together the rows of one matrix.
     grouped = query.to(exact).view(new, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
-    scores = (grouped @ key.to(exact).permute(1, 2, 0) * scale).view(kv_heads, -1, new, positions)
-    if new > 1:
-        at = torch.arange(positions, device=query.device)
-        scores = scores.masked_fill(at > at[positions - new :, None], float("-inf"))
-    out = scores.softmax(-1).view(kv_heads, -1, positions) @ value.to(exact).transpose(0, 1)
+    scores = (grouped @ key.to(exact).permute(1, 2, 0) * rule.scale).view(kv_heads, -1, new, positions)
+    if rule.cap is not None:
+        scores = (scores / rule.cap).tanh() * rule.cap
+    at = torch.arange(positions, device=query.device)
+    own = at[positions - new :, None]
+    hidden = at > own
+    if rule.window is not None:
+        hidden = hidden | (at <= own - rule.window)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if rule.sinks is not None:
+        sinks = rule.sinks.to(exact).view(kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    out = weights.reshape(kv_heads, -1, positions) @ value.to(exact).transpose(0, 1)
     return out.view(kv_heads, -1, new, head_dim).permute(2, 0, 1, 3).reshape(new, heads, head_dim).to(query.dtype)

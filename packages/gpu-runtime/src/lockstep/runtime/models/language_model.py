@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from lockstep.runtime.models.layers import Maker
 from lockstep.runtime.models.settings import ModelSettings
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(nn.Module, ABC):
     """A causal language model of one rank.
 
     Pool and attention backend need its `layers`, `heads` and `kv_heads` (of this rank), `head_dim`, `scale`, the
@@ -43,19 +44,19 @@ class LanguageModel(nn.Module):
     def prepare(self) -> None:
         """Complete the model when its weights are in place. All ranks call this at the same time."""
 
+    @abstractmethod
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
         """Return the hidden states behind the last norm, [tokens, hidden].
 
         The backend must be planned for this batch.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [samples, vocab] of hidden states [samples, hidden] that `forward` returned.
 
         Raises: ConfigError for any sample, if the model has no output projection.
         """
-        raise NotImplementedError
 
     def take_adapters(self, slots: int, rank: int) -> None:
         """Allocate `slots` adapters of up to `rank`. Called once, before the first pass."""
@@ -63,17 +64,17 @@ class LanguageModel(nn.Module):
         with torch.no_grad():
             self.targets = tuple(self._adapted(slots, rank))
 
+    @abstractmethod
     def _adapted(self, slots: int, rank: int) -> Iterator[LoraTarget]:
         """Allocate adapter slots, and yield the matrices that adapters may change."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tensors(self) -> Iterator[TensorSpec]:
         """Yield the tensors of a checkpoint that fill the model."""
-        raise NotImplementedError
 
+    @abstractmethod
     def surplus(self, name: str) -> bool:
         """Return whether a checkpoint may hold this tensor although it is not read, because it follows from others."""
-        raise NotImplementedError
 
     def named_as(self, stored: Collection[str], wanted: Sequence[TensorSpec]) -> list[TensorSpec]:
         """Return what `tensors` yielded, under the names by which a source stores the tensors.
