@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from lockstep.core.contract.commands import LaunchBatch, ProposeBatch, SampleBatch
-from lockstep.core.contract.config import CacheTiers, SchedConfig, refuse_simulated_only
+from lockstep.core.contract.config import CacheTiers, SchedConfig, refuse_in_runtime
 from lockstep.core.contract.errors import ConfigError, ContractError
 from lockstep.core.contract.events import (
     BatchFinished,
@@ -316,7 +316,7 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: 
 @pytest.mark.parametrize("name", ["dp_ranks", "prefill_delayer", "prefill_delayer_slots", "prefill_full_skip_passes"])
 def test_runtimes_refuse_what_only_ranks_have(name: str) -> None:
     with pytest.raises(ConfigError, match=f"`{name}` is of data-parallel attention, which is simulated only"):
-        refuse_simulated_only(name)
+        refuse_in_runtime(name)
 
 
 def test_role_of_a_rank_cannot_be_switched() -> None:

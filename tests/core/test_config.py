@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from lockstep.core.cluster.router import ROUTER_POLICIES, RouterConfig, policy_settings
-from lockstep.core.contract.config import FLOAT_SETTINGS, CacheTiers, SchedConfig, refuse_simulated_only
+from lockstep.core.contract.config import FLOAT_SETTINGS, CacheTiers, SchedConfig, refuse_in_runtime
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import (
     FLOAT_PARAMETERS,
@@ -115,7 +115,7 @@ def test_the_lockstep_profile_leaves_the_defaults_only_where_it_was_shown_better
 @pytest.mark.parametrize("name", ["encoder_cache_tokens", "encoder_budget_tokens"])
 def test_runtimes_refuse_settings_of_media(name: str) -> None:
     with pytest.raises(ConfigError, match=f"`{name}` is of media, which are simulated only"):
-        refuse_simulated_only(name)
+        refuse_in_runtime(name)
 
 
 def test_a_profile_that_is_none_is_refused() -> None:

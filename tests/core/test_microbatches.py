@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.core import invariants
 from lockstep.core.contract.commands import BatchPlan
-from lockstep.core.contract.config import HybridMemory, SchedConfig, refuse_simulated_only
+from lockstep.core.contract.config import HybridMemory, SchedConfig, refuse_in_runtime
 from lockstep.core.contract.errors import ConfigError, ContractError
 from lockstep.core.contract.events import (
     BatchFinished,
@@ -132,7 +132,7 @@ def test_setting_under_which_nothing_could_run_is_refused_at_start(settings: dic
 @pytest.mark.parametrize("name", ["pp_size", "pp_async_batch_depth", "pp_max_micro_batch_size", "pp_dynamic_chunking"])
 def test_no_runtime_has_stages_yet(name: str) -> None:
     with pytest.raises(ConfigError, match=f"`{name}` is of pipeline stages, which are simulated only"):
-        refuse_simulated_only(name)
+        refuse_in_runtime(name)
 
 
 def test_slot_of_a_microbatch_that_does_not_exist_is_refused_and_changes_nothing() -> None:

@@ -22,7 +22,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.core.cluster.router import RouterConfig
-from lockstep.core.contract.config import refuse_simulated_only
+from lockstep.core.contract.config import refuse_in_runtime
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.options import options_of
 from lockstep.sim.cli.plan import plan, usable_cores
@@ -663,7 +663,7 @@ def test_what_is_simulated_only_is_reported_and_not_in_the_line(
     assert shown.exit_code == 0, shown.output
     real = shlex.split(served.line)
     for name in (real[at + 1].partition("=")[0] for at, word in enumerate(real) if word == "--set"):
-        refuse_simulated_only(name)
+        refuse_in_runtime(name)
     assert ("jump_forward_tokens=8" in served.line) == ("jump_forward_tokens" in settings)
 
 

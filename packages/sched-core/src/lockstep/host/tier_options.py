@@ -44,6 +44,17 @@ def check_tiers(given: EngineTiers, defaults: EngineTiers) -> None:
                     f"`{name}` requires memory below the device, but `host_cache_gb` is 0\n"
                     "hint: add --host-cache-gb, such as 20"
                 )
+    check_values(given)
+    if given.storage is None:
+        for name in OF_STORAGE:
+            if getattr(given, name) != getattr(defaults, name):
+                raise ConfigError(f"`{name}` requires `storage`\nhint: add --storage DIR")
+    elif not given.storage_gb:
+        raise ConfigError(f"`storage` is {given.storage}, but `storage_gb` is 0\nhint: add --storage-gb, such as 200")
+
+
+def check_values(given: TierSizes) -> None:
+    """Raise ConfigError for a value that is out of range by itself."""
     for name, choices in (("host_write_policy", WritePolicy), ("prefetch_policy", PrefetchPolicy)):
         if getattr(given, name) not in get_args(choices):
             *others, last = get_args(choices)
@@ -56,12 +67,6 @@ def check_tiers(given: EngineTiers, defaults: EngineTiers) -> None:
         value = getattr(given, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(f"`{name}` must be a whole number of at least {least}, got `{value}`")
-    if given.storage is None:
-        for name in OF_STORAGE:
-            if getattr(given, name) != getattr(defaults, name):
-                raise ConfigError(f"`{name}` requires `storage`\nhint: add --storage DIR")
-    elif not given.storage_gb:
-        raise ConfigError(f"`storage` is {given.storage}, but `storage_gb` is 0\nhint: add --storage-gb, such as 200")
 
 
 def cache_tiers(given: TierSizes, page_bytes: int) -> CacheTiers:

@@ -586,7 +586,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-def simulated_only(name: str) -> str:
+def runtime_refusal(name: str) -> str:
     """Return why no runtime takes a setting by name, with a hint; "" if a runtime does."""
     if name == "tiers":
         return (
@@ -616,9 +616,9 @@ def simulated_only(name: str) -> str:
     return ""
 
 
-def refuse_simulated_only(name: str) -> None:
+def refuse_in_runtime(name: str) -> None:
     """Raise ConfigError for a setting that no runtime takes by name."""
-    if why := simulated_only(name):
+    if why := runtime_refusal(name):
         raise ConfigError(why)
 
 

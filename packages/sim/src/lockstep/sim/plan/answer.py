@@ -15,7 +15,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from lockstep.core.contract.config import DRAFT_SETTINGS, TRANSFER_SETTINGS, simulated_only
+from lockstep.core.contract.config import DRAFT_SETTINGS, TRANSFER_SETTINGS, runtime_refusal
 from lockstep.core.contract.profiles import profile_settings
 from lockstep.host.engine_options import RankOptions
 from lockstep.host.options import number_word, option_of, options_of
@@ -248,7 +248,7 @@ def _described_vllm(winner: Candidate) -> dict[str, Any] | None:
 
 def _is_served(name: str) -> bool:
     """Return whether `lockstep serve` takes a setting of the scheduler. Its drafts follow from its own options."""
-    return not simulated_only(name) and name not in (*DRAFT_SETTINGS, *TRANSFER_SETTINGS)
+    return not runtime_refusal(name) and name not in (*DRAFT_SETTINGS, *TRANSFER_SETTINGS)
 
 
 def _is_missed(name: str, value: Any) -> bool:

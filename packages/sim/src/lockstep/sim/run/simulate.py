@@ -241,8 +241,7 @@ def host_of(
             name=name,
             max_new_tokens=scenario.max_new_tokens,
             grammar_compile_us=scenario.grammar_compile_us,
-            # A journal has the times of the engine: the front end is part of the times between its turns.
-            frontend_us=0 if setup.workload.format == "journal" else frontend_us,
+            frontend_us=0 if setup.workload.dated_at_engine else frontend_us,
             receive_interval=scenario.receive_interval,
             decode_runs=not setup.debug,
             watch=watch,

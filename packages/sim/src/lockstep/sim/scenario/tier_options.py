@@ -6,14 +6,14 @@ This module imports nothing heavy, so that --help stays fast.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from lockstep.core.contract.config import CacheTiers, PrefetchPolicy, WritePolicy
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.options import Option
-from lockstep.host.tier_options import cache_tiers
+from lockstep.host.tier_options import cache_tiers, check_values
 
 
 class HybridShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,13 +83,7 @@ class HostTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                     f"`{given[0]}` requires a tier below the device, but `host_cache_gb` is 0\n"
                     "hint: add --host-cache-gb, such as 1000"
                 )
-        for name, choices in (("host_write_policy", WritePolicy), ("prefetch_policy", PrefetchPolicy)):
-            if getattr(self, name) not in get_args(choices):
-                *others, last = get_args(choices)
-                raise ConfigError(f"`{name}` must be {', '.join(others)} or {last}, got `{getattr(self, name)}`")
-        for name in ("host_cache_gb", "storage_gb"):
-            if not 0 <= getattr(self, name) < 1e9:
-                raise ConfigError(f"`{name}` must be at least 0 gigabytes and below 1e9, got `{getattr(self, name)}`")
+        check_values(self)
         for name in ("host_link_gbs", "storage_gbs"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e9:

@@ -65,6 +65,11 @@ class Workload:
     notes: tuple[str, ...] = ()  # changes to a trace that are not in its file, one sentence each
     has_clock: bool = True  # whether requests or sessions have start times; otherwise these are drawn
 
+    @property
+    def dated_at_engine(self) -> bool:
+        """Whether the times between a session's turns are those at an engine, with the front end in them."""
+        return self.format == "journal"
+
     def summary(self) -> WorkloadSummary:
         """Return counts, duration, lengths and sharing, computed at each call."""
         return summarize(self.turns)
