@@ -24,13 +24,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import Observed
 from lockstep.core.contract.render import Names, command_line, decided_line, observed_line
 from lockstep.core.scheduler.engine import Engine
 from tests.support.driver.actions import Action
 from tests.support.driver.driver import Driver
 from tests.support.driver.run import shrunk
-from tests.support.explorer.catalogue import refused, world, worlds
+from tests.support.explorer.catalogue import DEPTHS, FEATURES, refused, world, worlds
 from tests.support.explorer.search import Explorer, Found
 from tests.support.explorer.world import World
 from tests.swarm import ALL_PLANTS
@@ -40,8 +41,12 @@ COLUMNS = ("world", "states", "transitions", "depth", "seconds", "whole", "compa
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns 1 if something was found, except with --plant, where it is the other way round."""
-    options = _parser().parse_args(arguments)
-    chosen = [world(*_named(options.world))] if options.world else list(worlds(pairs=not options.alone))
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        chosen = [_named(options.world)] if options.world else list(worlds(pairs=not options.alone))
+    except (ValueError, ConfigError) as error:
+        parser.exit(2, f"{error}\n")
     begun, failure = time.time(), None
     total = whole = transitions = states = 0
     rows = []
@@ -78,9 +83,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _named(name: str) -> tuple[tuple[str, ...], int]:
-    features, _, depth = name.rpartition(", depth ")
-    return tuple(features.split(" + ")), int(depth)
+def _named(name: str) -> World:
+    """Return a world by its name. Raises: ValueError for a name without a world, ConfigError for a refused pair."""
+    listed, _, depth = name.partition(", depth ")
+    features = tuple(listed.split(" + "))
+    if unknown := [one for one in features if one not in FEATURES]:
+        hint = f"features are {', '.join(FEATURES)}"
+        raise ValueError(f'`world` must be "FEATURE + FEATURE, depth 0", got feature `{unknown[0]}`; {hint}')
+    if depth not in map(str, DEPTHS):
+        raise ValueError(f"`world`: depth must be one of {DEPTHS}, got `{depth}`")
+    return world(features, int(depth))
 
 
 def explored(

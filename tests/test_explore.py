@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.core.journal import snapshot
-from tests.explore import explore
+from tests.explore import explore, main
 from tests.support.driver.driver import Driver
 from tests.support.explorer import search
 from tests.support.explorer.canonical import canonical
@@ -84,3 +84,18 @@ def test_a_host_that_never_answers_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 def test_refused_pairs_have_reasons() -> None:
     assert all(refused().values())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("drafts + canccel, depth 1", "got feature `canccel`; features are plain, cancel, "),
+        ("drafts", "`world`: depth must be one of (0, 1, 2), got ``"),
+        ("same-step sharing + no radix cache, depth 1", "`same_step_sharing` is on, but `radix_cache` is off"),
+    ],
+)
+def test_a_wrong_world_is_one_error(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--world", name])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ from lockstep.core.cluster.router import RouterConfig, policy_settings
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.options import options_of
 from lockstep.sim import cost
+
+NO_MODEL = (
+    "`model`: there is no folder /nowhere" if find_spec("torch") else "a model needs the package lockstep-runtime"
+)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +196,10 @@ def test_a_dry_run_prints_the_configuration() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--model", "/nowhere"), "`model`: there is no folder /nowhere"),
+        (
+            ("--model", "/nowhere"),
+            NO_MODEL,
+        ),
         (("--emulate", "qwen9-8b@h200"), r"`emulate`: unknown model `qwen9-8b`"),
         (("--emulate", "qwen3-8b@h900"), r"`emulate`: unknown GPU `h900`"),
         (("--emulate", "qwen3-235b-a22b@h200", "--dry-run"), r"`emulate`: qwen3-235b-a22b does not fit"),

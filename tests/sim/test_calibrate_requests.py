@@ -377,6 +377,11 @@ def test_a_bad_file_is_refused_with_the_place(tmp_path: Path, text: str, message
     assert "\nhint: " in str(caught.value)
 
 
+def test_a_file_that_is_not_there_is_named_with_the_known_formats(tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match=r"missing\.json: there is no such file or folder\nhint: known are"):
+        read(tmp_path / "missing.json")
+
+
 # --- the fit
 
 SCENARIO = Scenario(model="qwen3-8b", gpu="h100", workload="measured", profile="vllm")

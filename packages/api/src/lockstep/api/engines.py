@@ -191,7 +191,8 @@ def _config_errors(setting: str = "emulate") -> Iterator[None]:
         message = str(error)
         for theirs, ours in HINTS.items():
             message = message.replace(theirs, ours)
-        raise ConfigError(f"`{setting}`: {message}") from error
+        named = message if message.startswith(f"`{setting}`") else f"`{setting}`: {message}"
+        raise ConfigError(named) from error
 
 
 def text_of(settings: ServeSettings) -> Texts | None:

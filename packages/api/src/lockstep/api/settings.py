@@ -18,7 +18,7 @@ from lockstep.api.observability.logs import LogFormat
 from lockstep.api.text.chat_formats.tables import THOUGHTS, TOOL_FORMATS
 from lockstep.core.cluster.dispatch import DispatchConfig
 from lockstep.core.cluster.router import RouterConfig, RouterPolicy, policy_settings
-from lockstep.core.contract.config import SchedConfig, refuse_simulated_only
+from lockstep.core.contract.config import SchedConfig, refuse_in_runtime
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.setting import setting_fields
 from lockstep.host.admission_options import parse_admission
@@ -343,7 +343,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
         check_tiers(self, RankOptions())
         known = [one.name for one in msgspec.structs.fields(SchedConfig)]
         for name, value in self.set.items():
-            refuse_simulated_only(name)
+            refuse_in_runtime(name)
             if name not in known:
                 hint = _near(name, known) or "\nhint: `lockstep serve --dry-run` prints them all"
                 raise ConfigError(f"there is no setting `{name}` of the scheduler{hint}")

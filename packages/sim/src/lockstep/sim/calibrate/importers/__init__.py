@@ -63,6 +63,8 @@ def read_measurements(
         if path.is_dir():
             found += _read_folder(path, options, left_out)
             continue
+        if not path.exists():
+            raise CalibrationError(f"{path}: there is no such file or folder\nhint: {KNOWN}")
         text = to_text(path, read_bytes(path))
         if not text.strip():
             raise CalibrationError(f"{path}: the file is empty\nhint: {KNOWN}")
