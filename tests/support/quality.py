@@ -93,6 +93,7 @@ class _Story:
 
     retractions: int = 0
     lost: bool = False  # it was retracted for pages and has not started again
+    resumed_behind: int = 0  # outputs that it had when it started last
     needed_passes: int = 0  # extends that its prompts require, at the length of chunks
     passes: int = 0  # its extends from which decodes were left out
     waits: int = 0  # launches in a row that passed it although it fits
@@ -138,6 +139,8 @@ class Quality:
             return []
         members, positions = engine.all_running
         reserved = int((members.limits - positions).sum()) + 2 * config.page_size * (members.size + 1)
+        if config.reserve == "ratio":  # admission pauses by the whole output of a resumed request
+            reserved += sum(story.resumed_behind for story in self.stories.values())
         room = memory.available_pages * config.page_size - reserved
         ready = [one for one in engine.waiting if one.deferred is None and one.behind < 0]
         most = max((len(one.tokens) // 4 + one.max_new_tokens - one.outputs for one in ready), default=0)
@@ -154,13 +157,15 @@ class Quality:
                     self.stories.setdefault(one, _Story())
                 case RequestAdmitted(request_id=one):
                     started.append(one)
-                    self._admitted(decided)
-                case RequestRetracted(request_id=one, reason="pages"):
+                    self._admitted(decided, engine.requests[one].outputs)
+                case RequestRetracted(request_id=one, reason=reason):
                     story = self.stories[one]
-                    self.retracted += 1
-                    story.retractions += 1
-                    story.lost = True
-                    self._at_most("retractions of a request", story.retractions)
+                    story.resumed_behind = 0
+                    if reason == "pages":
+                        self.retracted += 1
+                        story.retractions += 1
+                        story.lost = True
+                        self._at_most("retractions of a request", story.retractions)
                 case RequestFinished(request_id=one):
                     self._ended(self.stories.pop(one, None))
         if before.may_launch:
@@ -172,8 +177,9 @@ class Quality:
         self.config = config
         self.unbounded |= {name for name, bound in BOUNDS.items() if not bound.holds(config)}
 
-    def _admitted(self, event: RequestAdmitted) -> None:
+    def _admitted(self, event: RequestAdmitted, outputs: int) -> None:
         story = self.stories.setdefault(event.request_id, _Story())
+        story.resumed_behind = outputs
         chunk = min(self.config.chunked_prefill_size or self.config.max_prefill_tokens, self.config.max_prefill_tokens)
         story.needed_passes += 1 + -(-event.new_tokens // chunk)  # what others leave of the first pass, and its own
         if story.lost:
