@@ -114,6 +114,22 @@ def test_a_script_without_a_guard_plans_in_several_processes(tmp_path: Path) -> 
     assert done.stdout == "True\n"
 
 
+def test_the_slowest_requests_are_explained(run: lockstep.Run) -> None:
+    recorded = lockstep.simulate(**SMALL, journal=True, intervals=False)
+    slow = lockstep.explain(recorded, slowest=("ttft", 2))
+    assert "r" in slow.text
+    assert slow.page is not None
+    assert slow._repr_html_().startswith("<iframe ")
+    assert lockstep.explain(recorded, request="r3").text == lockstep.explain(recorded, request=3).text
+    assert lockstep.explain(recorded, at="end").page is None
+    with pytest.raises(ConfigError, match="has no journal\nhint: simulate with journal=True"):
+        lockstep.explain(run, request=3)
+    with pytest.raises(ConfigError, match="Give one of --request"):
+        lockstep.explain(recorded)
+    with pytest.raises(ConfigError, match="r4000"):
+        lockstep.explain(recorded, request="r4000")
+
+
 def test_a_workload_is_a_frame() -> None:
     workload = lockstep.Workload("gen:n=30,rate=2", limit=20)
     assert len(workload) == workload.requests.height == 20

@@ -37,10 +37,11 @@ if TYPE_CHECKING:
     from lockstep.sim.interface.runs import RunFolder as Run
     from lockstep.sim.interface.runs import compare, open_run, simulate
     from lockstep.sim.interface.workloads import WorkloadFrame as Workload
+    from lockstep.tools.interface import Explanation, explain
 
 __all__ = [
-    "simulate", "plan", "compare", "open_run",
-    "Workload", "Run", "Plan", "Comparison", "Report",
+    "simulate", "plan", "compare", "explain", "open_run",
+    "Workload", "Run", "Plan", "Comparison", "Explanation", "Report",
     "LockstepError", "ConfigError",
 ]  # fmt: skip
 
@@ -48,16 +49,18 @@ PLACES = {
     "simulate": "lockstep.sim.interface.runs:simulate",
     "plan": "lockstep.sim.interface.plans:plan",
     "compare": "lockstep.sim.interface.runs:compare",
+    "explain": "lockstep.tools.interface:explain",
     "open_run": "lockstep.sim.interface.runs:open_run",
     "Workload": "lockstep.sim.interface.workloads:WorkloadFrame",
     "Run": "lockstep.sim.interface.runs:RunFolder",
     "Plan": "lockstep.sim.interface.plans:PlanResult",
     "Comparison": "lockstep.sim.interface.runs:ComparedFolders",
+    "Explanation": "lockstep.tools.interface:Explanation",
     "Report": "lockstep.sim.interface.page:HtmlPage",
     "LockstepError": "lockstep.core.contract.errors:LockstepError",
     "ConfigError": "lockstep.core.contract.errors:ConfigError",
 }
-"""Where each public name is defined. Its first use imports it, so `import lockstep.core` does not load the simulator."""
+"""Where each public name is defined. Its first use imports it, so `import lockstep.core` loads no simulator."""
 
 
 def __getattr__(name: str) -> Any:
