@@ -46,9 +46,9 @@ from lockstep.api.endpoints.batch_run import ENDPOINTS
 from lockstep.api.endpoints.description import description_of, operation_of
 from lockstep.api.endpoints.errors import CLIENT_LEFT, ApiError
 from lockstep.api.endpoints.fields import name_ignored
-from lockstep.api.endpoints.http import ClientLeft, EventStream, error_response
+from lockstep.api.endpoints.http import ClientLeft, EventStream, IndexedRequest, error_response
 from lockstep.api.endpoints.schemas import Body
-from lockstep.api.endpoints.server import Call, Server
+from lockstep.api.endpoints.server import GENERATION, Call, Server
 from lockstep.api.observability.logs import EXTRA
 from lockstep.api.observability.served import Served
 from lockstep.api.processes.text_processes import TENANT
@@ -308,7 +308,7 @@ class Application(FastAPI):
         if endpoint is None:
             await super().__call__(scope, receive, send)
         else:
-            response = await endpoint(Request(scope, receive, send))
+            response = await endpoint(IndexedRequest(scope, receive, send))
             await response(scope, receive, send)
 
 
@@ -409,15 +409,11 @@ def _endpoint(server: Server, route: HttpRoute) -> Endpoint:
             if route.body is not None:
                 body = await server.bodies.read(request, route.body, bytes_max=route.bytes_max, optional=route.optional)
             call = Call(request, body, tenant, arrived_s)
-            secret, kept = secrets.token_bytes(32), None
-            if route.keeps and body is not None:
-                kept = resumable.kept_name(server, request, body, tenant, secret)
+            kept = resumable.kept_name(server, request, body, tenant) if route.keeps and body is not None else None
             if kept is None:
                 response = await route.handler(server, call)
             else:
-                response = await resumable.respond_kept(
-                    server, call, route.path, route.handler, name=kept, secret=secret
-                )
+                response = await resumable.respond_kept(server, call, route.path, route.handler, kept)
             status = response.status_code
         except ApiError as error:
             response, status = error_response(error, route.errors), error.status
@@ -426,7 +422,7 @@ def _endpoint(server: Server, route: HttpRoute) -> Endpoint:
         except Exception:  # an error of one request, which is answered; other requests continue
             log.exception("%s %s failed, request %s", route.method, route.path, label)
             response = error_response(ApiError(500, "the server failed; its log has the cause"), route.errors)
-        response.headers["X-Request-Id"] = label
+        response.raw_headers.append((b"x-request-id", label.encode()))
         name_ignored(request, response)
         if server.draining and not isinstance(response, EventStream):
             response.headers["Connection"] = "close"
@@ -444,7 +440,7 @@ def _endpoint(server: Server, route: HttpRoute) -> Endpoint:
                 arrived_s=arrived_s,
                 ended_s=time.monotonic(),
                 headers=request.headers,
-                generation=getattr(request.state, "generation", None),
+                generation=request.scope.get(GENERATION),
             )
             if log.isEnabledFor(logging.INFO):
                 fields = {"method": served.method, "tenant": tenant, **served.row()}

@@ -33,6 +33,7 @@ from lockstep.api.endpoints.server import Call, Server
 from lockstep.api.endpoints.structured_output import requested_grammar
 from lockstep.api.processes.wire import EngineInfo
 from lockstep.api.text.token_names import TokenNames
+from lockstep.core.contract.events import DROP_OUTPUT
 
 HIDDEN_BYTES_MAX = 64 * 2**20
 """Most bytes of hidden states in one answer, float32. They are sent as text, which is about three times as long."""
@@ -160,6 +161,12 @@ def _session(body: GenerateBody, tenant: str, sampling: list[NativeSampling]) ->
             message = f"`session_params.replace` keeps no token of the session, but `offset` is {offset}"
             raise ApiError(400, f"{message}; give one of them", "session_params.offset")
         offset = 0
+    if params.drop_previous_output:
+        if offset not in (None, -1):
+            message = "`session_params.drop_previous_output` keeps all but the last output"
+            field = "replace" if params.replace else "offset"
+            raise ApiError(400, f"{message}; leave `{field}` out", "session_params.drop_previous_output")
+        return session_name(tenant, params.id), DROP_OUTPUT
     return session_name(tenant, params.id), None if offset in (None, -1) else offset
 
 

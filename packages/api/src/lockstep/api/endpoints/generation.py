@@ -18,6 +18,7 @@ from functools import partial
 from hashlib import sha256
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from lockstep.api.endpoints.answer_run import RUN, AnswerRun, Cut, new_seed
@@ -38,6 +39,9 @@ from lockstep.host.stop_regexes import compiled
 REFUSED_WITHIN_S = 0.5
 """Seconds to wait for a refusal, which the engine sends within a step; after that the stream begins."""
 
+FEW_TOKENS = 64
+"""Up to this number of tokens Python's own maximum is found sooner than numpy's."""
+
 COMPILED_WITHIN_S = 5.0
 """The same limit for a request with a grammar, which is refused only after the grammar was compiled."""
 
@@ -53,8 +57,7 @@ class Prompt:
     text: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationRequest:
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The checked parameters of the answers to each prompt."""
 
     sampling: Sampling
@@ -74,7 +77,7 @@ class GenerationRequest:
     kind: RequestKind = "generate"
     prompt_tops: int = 0  # number of likeliest tokens with each logprob of the prompt
     session: str = ""
-    session_start: int | None = None  # tokens of the session kept before the prompt; None: all
+    session_start: int | None = None  # as in RequestArrived
     grammar: Grammar | None = None  # grammar of each answer; made by `structured_output`
     adapter: str = ""  # name of a loaded adapter
     grammar_field: str = "grammar"  # the client's field of the grammar
@@ -192,7 +195,8 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
     if not length:
         raise ApiError(400, f"`{prompt_field}` is empty; it must have at least one token", prompt_field)
     tokens = np.array(ids, "<i4") if isinstance(ids, list) else np.asarray(ids, "<i4")
-    if (largest := int(tokens.max())) >= info.vocabulary:
+    few = isinstance(ids, list) and length <= FEW_TOKENS
+    if (largest := max(ids) if few else int(tokens.max())) >= info.vocabulary:
         message = f"`{prompt_field}` holds token {largest}, but the model has {info.vocabulary} tokens"
         raise ApiError(400, message, prompt_field)
     most = parameters.max_tokens

@@ -150,7 +150,6 @@ WHY = {
     "logits_processors": "are programs, which clients may not send; `logit_processors` selects the operator's",
     "response_format": "is a field of chat completions; the field of a response is `text.format`",
     "token_ids_logprob": "is not supported; /score returns the probabilities of chosen tokens after a prompt",
-    "drop_previous_output": "is not supported; `offset` with the `prompt_tokens` of the last answer has this effect",
     "input_embeds": f"{EMBEDDED}; give `text` or `input_ids`",
     "prompt_embeds": f"{EMBEDDED}; give `prompt`",
     "embed_overrides": f"{EMBEDDED}; leave it out",
@@ -495,8 +494,9 @@ class SessionParams(Body):
     # tokens of the session kept before the prompt; -1, None: all
     offset: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     replace: bool | None = None  # true: the turn replaces all earlier ones, so no token of the session is kept
+    drop_previous_output: bool | None = None  # true: the tokens up to the output of the last completed turn are kept
 
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"drop_previous_output": (), "rid": ()}
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"rid": ()}
 
 
 INTERNAL = frozenset(

@@ -144,9 +144,10 @@ class EngineProcess:
             self._send_to_router()
             self.unit.start()
             self._alive()
+            self._mailbox.set(zmq.SocketOption.RCVTIMEO, LOOK_MS)  # takes half the time of a poll before each message
             turns, reported_s, expired_s = -1, time.monotonic(), time.monotonic()
             while not self.stopping:
-                if self._mailbox.poll(LOOK_MS):
+                with suppress(zmq.Again):  # nothing came within LOOK_MS
                     self.handle(read_by_engine(self._mailbox.recv()))
                 if self.host.failure:
                     raise EngineStopped(self.host.failure)

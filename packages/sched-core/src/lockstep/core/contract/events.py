@@ -112,6 +112,10 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True, gc=False):
     digest: bytes
 
 
+DROP_OUTPUT = -1
+"""Value of `session_start`: the turn keeps the session up to the output of its last completed turn."""
+
+
 class RequestArrived(Observed, frozen=True, gc=False, kw_only=True):
     """A request entered the engine, already tokenised and within the API's own limits."""
 
@@ -139,7 +143,8 @@ class RequestArrived(Observed, frozen=True, gc=False, kw_only=True):
     logprob_start: int | None = None  # logprobs of the prompt tokens behind this position, and of the output
     routing_key: str = ""
     transfer_room: int | None = None  # pairs the prefill and the decode half of a disaggregated request
-    session_start: int | None = None  # tokens of the session to keep in front of `prompt`; None: all of them
+    # tokens of the session to keep in front of `prompt`; None: all of them, DROP_OUTPUT: without the last turn's output
+    session_start: int | None = None
     token_type_ids: bytes = b""  # one byte per prompt token, for models with token types
     return_hidden_states: bool = False  # hidden states of the last layer, of every computed position
     origin: str = ""  # the sender's unique name of the request, which identifies it after a restart
