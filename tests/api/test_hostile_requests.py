@@ -64,6 +64,16 @@ COSTLY = {
         ).encode(),
         *(400, "`json_schema`"),
     ),
+    "a stop expression of empty groups": (
+        "/v1/completions",
+        json.dumps({"prompt": "a", "max_tokens": 1, "stop_regex": "(((()){512}){512}){512}x"}).encode(),
+        *(400, "repeats too much"),
+    ),
+    "stop expressions of many samples": (
+        "/v1/completions",
+        json.dumps({"prompt": "a", "n": 64, "stop_regex": [".{480}" + chr(97 + n) for n in range(16)]}).encode(),
+        *(400, "states over all answers"),
+    ),
     "a message that is too long": (
         "/v1/chat/completions",
         b'{"messages": [{"role": "user", "content": "' + b"a" * 31 * MIB + b'"}]}',

@@ -7,6 +7,7 @@ by comparing paths, so no spelling of a path can avoid the check.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import secrets
@@ -335,9 +336,13 @@ def make_app(server: Server, routes: tuple[HttpRoute, ...] = ROUTES) -> FastAPI:
                 route.path, _endpoint(server, route), methods=["HEAD"], include_in_schema=False, response_model=None
             )
 
+    made: list[asyncio.Future[bytes]] = []
+
     async def describe(server: Server, call: Call[None]) -> Response:
-        """Return the description of these routes."""
-        return Response(description_of(app, routes), media_type=JSON)
+        """Return the description of these routes. It is made once, in a thread, since that takes half a second."""
+        if not made:
+            made.append(asyncio.ensure_future(asyncio.to_thread(description_of, app, routes)))
+        return Response(await asyncio.shield(made[0]), media_type=JSON)
 
     own = HttpRoute("GET", "/openapi.json", "admin" if routes is ADMIN_ROUTES else "user", describe)
     app.add_api_route(own.path, _endpoint(server, own), methods=[own.method], response_model=None)

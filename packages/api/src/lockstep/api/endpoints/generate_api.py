@@ -96,6 +96,7 @@ def _parameters(
     starts = _of_each(body.logprob_start_len, "logprob_start_len", count)
     tops = _of_each(body.top_logprobs_num, "top_logprobs_num", count)
     adapters = _of_each(body.lora_path, "lora_path", count)
+    listed = _listed(body, judged, starts, server)
     hidden = _of_each(body.return_hidden_states, "return_hidden_states", count)
     labels = _labels(body, count)
     each = []
@@ -116,6 +117,7 @@ def _parameters(
             min_tokens=one.min_new_tokens or one.min_tokens or 0,
             samples=one.n,
             tops=most if judged[number] else None,
+            listed=listed[number],
             prompt_logprobs_from=start,
             prompt_tops=most if start is not None else 0,
             session=session,
@@ -133,6 +135,28 @@ def _parameters(
         )
         each.append(parameters)
     return each
+
+
+def _listed(
+    body: GenerateBody, judged: Sequence[bool | None], starts: Sequence[int | None], server: Server
+) -> list[tuple[int, ...]]:
+    """Return the tokens of each prompt whose logprobs the answer lists. Raises ApiError."""
+    name, given, most = "token_ids_logprob", body.token_ids_logprob, server.limits.logprobs_max
+    if given is None or not len(given):
+        return [()] * len(judged)
+    lists = [given] * len(judged) if isinstance(given[0], int | np.integer) else _of_each(given, name, len(judged))
+    for one, wanted, start in zip(lists, judged, starts, strict=True):
+        if not wanted:
+            raise ApiError(400, f"`{name}` needs `return_logprob` to be true", name)
+        if start not in (None, -1):
+            message = f"`{name}` is for the tokens of the answer; leave `logprob_start_len` out"
+            raise ApiError(400, message, name)
+        if len(one) > most:
+            raise ApiError(400, f"`{name}` has {len(one)} ids for a prompt, at most {most} are allowed", name)
+        if len(one) and int(max(one)) >= server.info().vocabulary:
+            message = f"`{name}` holds {max(one)}, but the model has {server.info().vocabulary} tokens"
+            raise ApiError(400, message, name)
+    return [tuple(map(int, one)) for one in lists]
 
 
 def _labels(body: GenerateBody, count: int) -> list[str]:
@@ -244,6 +268,10 @@ class GenerateShape:
         if most:
             found["output_top_logprobs"] = [
                 [self._entry(value, token) for token, value in tops[:most]] for tops in reply.tops[:taken]
+            ]
+        if choice.parameters.listed:
+            found["output_token_ids_logprobs"] = [
+                [self._entry(value, token) for token, value in tops[most:]] for tops in reply.tops[:taken]
             ]
         front = choice.parameters.prompt_logprobs_from
         if reply.ended is not None and not reply.ended.rejected and front is not None:

@@ -65,6 +65,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     samples: int = 1
     tops: int | None = None  # number of likeliest tokens with each logprob; None: no logprobs
+    listed: tuple[int, ...] = ()  # tokens with logprobs of their own beside each token
     prompt_logprobs_from: int | None = None  # first prompt position with logprobs
     seed: int | None = None
     stream: bool = False
@@ -177,6 +178,17 @@ def check_answers(
         raise ApiError(400, message, samples_field)
 
 
+def check_regexes(requests: Sequence[GenerationRequest], limits: Limits) -> None:
+    """Check what each new character of all answers to these requests costs their stop expressions. Raises ApiError."""
+    states = sum(one.samples * sum(compiled(regex).size for regex in one.regexes) for one in requests if one.regexes)
+    if states > limits.regex_states_max:
+        message = (
+            f"`stop_regex` has {states} states over all answers, at most {limits.regex_states_max} are allowed; "
+            "write it shorter, or ask for fewer answers at once"
+        )
+        raise ApiError(400, message, "stop_regex")
+
+
 def check_logprobs(tops: int, name: str, info: EngineInfo, limits: Limits) -> None:
     """Check that the engine supports logprobs, and that their number is within the limit. Raises ApiError."""
     if not info.logprobs:
@@ -256,6 +268,7 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
             allowed_token_ids=tuple(sorted(set(sampling.allowed_token_ids or ()))),
             logit_processors=_processors(sampling),
             prompt_top_logprobs=parameters.prompt_tops,
+            logprob_token_ids=parameters.listed,
         ),
         stop_texts=parameters.stops,
         stop_regexes=parameters.regexes,
@@ -390,6 +403,7 @@ class Generation:
         chosen = list(each) or [self.parameters] * len(self._prompts)
         pairs = list(zip(self._prompts, chosen, strict=True))
         requests = [request_of(prompt, parameters, self.bridge.info) for prompt, parameters in pairs]
+        check_regexes(chosen, limits)
         for name, used in (("stop", "stops"), ("stop_regex", "regexes")):
             if text is None and any(getattr(one, used) for one in chosen):
                 raise ApiError(400, f"`{name}` needs a tokenizer, and this model has none", name)

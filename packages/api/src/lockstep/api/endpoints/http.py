@@ -44,7 +44,7 @@ class ClientLeft(Exception):
 
 
 class Incoming:
-    """What the connection knows about a request that it passes on, beyond ASGI; `protocol.py` makes it.
+    """Facts of a connection about one of its requests, beyond those of ASGI; `protocol.py` records them.
 
     Attributes:
         whole: whether the body has arrived up to its end.
