@@ -157,6 +157,15 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
         str | None, Option("Folder for traces of CPU and GPU that operators request.", metavar="DIR")
     ] = None
 
+    rpc_functions: Annotated[
+        tuple[str, ...],
+        Option(
+            "Function of an installed package that operators may call by /collective_rpc; may be repeated.",
+            flag="--rpc-function",
+            metavar="NAME",
+        ),
+    ] = ()
+
     calibration: Annotated[
         str | None, Option("Predict batch times by it; /metrics reports the deviation. Emulated: it sets batch times.")
     ] = None

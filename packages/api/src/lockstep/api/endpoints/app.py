@@ -262,6 +262,7 @@ ADMIN_ROUTES = (
         optional=False,
     ),
     _admin("/get_weights_by_name", control_api.get_weights_by_name, control_schemas.WeightsByNameBody, optional=False),
+    _admin("/collective_rpc", control_api.collective_rpc, control_schemas.RpcBody, optional=False),
     _admin("/release_memory_occupation", control_api.release_memory, control_schemas.MemoryBody),
     _admin("/resume_memory_occupation", control_api.resume_memory, control_schemas.MemoryBody),
     _admin("/sleep", control_api.release_memory, control_schemas.MemoryBody),
