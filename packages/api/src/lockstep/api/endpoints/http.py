@@ -332,6 +332,9 @@ def named_event(data: dict[str, Any]) -> bytes:
     return b"event: " + str(data["type"]).encode() + b"\n" + event(data)
 
 
+YIELDS_BYTES = 64 * 2**10
+"""After so many bytes of a stream other tasks get their turn: the events of many choices may be ready at once."""
+
 DONE = b"data: [DONE]\n\n"
 
 
@@ -394,8 +397,13 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        unbroken = 0  # bytes since other tasks had their turn
         async for data in self.events:
             self._waits_since = time.monotonic()
             await send({"type": "http.response.body", "body": data, "more_body": True})
             self._waits_since = None
+            unbroken += len(data)
+            if unbroken > YIELDS_BYTES:
+                unbroken = 0
+                await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
