@@ -237,6 +237,17 @@ def test_a_head_beyond_its_limits_is_refused(server: LiveServer, name: str) -> N
     assert status_of(answer) == 400, answer[:200]
 
 
+def test_requests_that_wait_on_a_connection_are_limited(server: LiveServer) -> None:
+    one = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"
+    assert (
+        exchange(server.url, one * 20 + one.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")).count(b" 200 OK")
+        == 21
+    )
+    answer = exchange(server.url, one * 20_000)
+    assert b"HTTP/1.1 400" in answer
+    assert answer.count(b" 200 OK") < 20_000
+
+
 def test_chunks_of_usual_sizes_are_a_body(server: LiveServer) -> None:
     body = b'{"prompt": "a", "max_tokens": 1, "x": "' + b"y" * 20_000 + b'"}'
     for size in (1, 7, 4096):

@@ -84,6 +84,4 @@ assert (refused["custom_id"], refused["response"]["status_code"]) == ("line-1", 
 assert batch.id in [one.id for one in client.batches.list()]
 for one in (stored.id, batch.output_file_id, batch.error_file_id):
     assert client.files.delete(one).deleted
-print(
-    "models, chats, streams, tools, structured output, completions, a background response taken up again, a batch"
-)
+print("models, chats, streams, tools, structured output, completions, a background response taken up again, a batch")

@@ -4,7 +4,7 @@ connection ──head_s──> headers ──body_s──> body ──> the appl
      │                    │                  │     a late head: 408; a late body: 408 by the application, or closed
      │                    │                  │     BODY_GRACE_S later
      │                    │                  └ chunks with more around them than CHUNKS_SPARE allows: 400
-     │                    └ larger than HEAD_BYTES_MAX, no `Host` or several: 400
+     │                    └ larger than HEAD_BYTES_MAX, no `Host` or several, beyond PIPELINED_MAX: 400
      └ beyond connections_max: 503, and closed
 """
 
@@ -26,6 +26,7 @@ HEAD_BYTES_MAX = 64 * 1024  # request line and headers together
 PIECE_BYTES = 4096  # of received bytes that are parsed at once, where what is between bodies is counted
 CHUNKS_SPARE, CHUNK_SPARE = 16 * 1024, 16  # bytes around the chunks of a body, and more for each chunk
 SMALL_CHUNKS_MAX = 65_536  # chunks of less than CHUNK_SPARE bytes on average: each takes the event loop a microsecond
+PIPELINED_MAX = 64  # requests of a connection without a response: each that is read takes the event loop 30 us
 BODY_GRACE_S = 5.0  # time for the application to refuse a late body itself
 
 
@@ -140,6 +141,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse_head(f"Request line and headers are larger than {HEAD_BYTES_MAX} bytes.")
         if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
             self._refuse_head(f"A request has one header `Host`, this one has {hosts}.")
+        if len(self._open) >= PIPELINED_MAX:
+            self._refuse_head(f"More than {PIPELINED_MAX} requests wait on this connection.")
         incoming = Incoming(self.transport.abort, self._join_writes)
         self._open.append(incoming)
         self.scope[INCOMING] = incoming  # type: ignore[literal-required]  # a key of this server's own
