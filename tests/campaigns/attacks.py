@@ -391,7 +391,7 @@ def long_connections(draw: random.Random) -> bytes:
 
 
 def send(url: str, asked: Hostile) -> int:
-    """Send a request, and read its answer for READ_S at most; return its status, 0 if the connection was closed."""
+    """Send a request and read up to READ_S of the response; return its status, 0 if the connection was closed."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
     until_s = time.monotonic() + READ_S
     try:
