@@ -184,8 +184,8 @@ def large_requests(draw: random.Random, size: int) -> Made:
         return "/v1/completions", json.dumps({"prompt": [[17] * 30_000] * 100, "max_tokens": 1}).encode()
     if kind == 3:
         calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" + "[]," * 30_000 + "[]]"}}]
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls}]
-        return "/v1/chat/completions", json.dumps({"messages": messages, "max_tokens": 1}).encode()
+        asked: list[Any] = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls}]
+        return "/v1/chat/completions", json.dumps({"messages": asked, "max_tokens": 1}).encode()
     return "/tokenize", json.dumps({"prompt": text[:MIB], "return_token_strs": True}).encode()
 
 
