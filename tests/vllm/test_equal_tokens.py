@@ -35,9 +35,10 @@ POOLS = {
     "llama": {**SMALL_POOL, "num_gpu_blocks_override": 36},
     "mixtral": {**SMALL_POOL, "num_gpu_blocks_override": 36},
     "deepseek": SMALL_POOL,  # blocks of 16 tokens; vLLM caches no prefixes of MLA on CPUs
-    "gemma3": {**SMALL_POOL, "num_gpu_blocks_override": 36},
+    "gemma3": {**SMALL_POOL, "num_gpu_blocks_override": 36},  # full attention and windows, in one group
+    "mistral": {**SMALL_POOL, "num_gpu_blocks_override": 36},  # windows only
 }
-REQUESTS = {"demo": 100, "llama": 40, "mixtral": 40, "deepseek": 40, "gemma3": 40}
+REQUESTS = {"demo": 100, "llama": 40, "mixtral": 40, "deepseek": 40, "gemma3": 40, "mistral": 40}
 TIES_MAX = 0.05  # share of the requests; vLLM differs from itself about as often under other batch shapes
 
 
