@@ -228,10 +228,12 @@ def test_streaming_input_is_refused_and_other_requests_are_served() -> None:
 
     with engine(model_folder("demo")) as llm:
         scheduler = scheduler_of(llm)
+        scheduler._finished_by_client = {}  # as in a data-parallel engine
         scheduler.add_request(Request("streamed", [5, 6, 7], SamplingParams(max_tokens=4), None, resumable=True))
         assert scheduler.has_requests()
         outputs, _ = llm.llm_engine.engine_core.engine_core.step()
         assert [(one.request_id, one.finish_reason) for one in outputs[0].outputs] == [("streamed", FinishReason.ERROR)]
+        assert outputs[0].finished_requests == {"streamed"}
         (answer,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=4), use_tqdm=False)
         assert len(answer.outputs[0].token_ids) == 4
         assert_idle(llm)
