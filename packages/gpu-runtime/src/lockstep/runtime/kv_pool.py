@@ -10,6 +10,7 @@ from torch import Tensor
 from lockstep.runtime.forward import ForwardBatch, WindowedPages, WindowView
 from lockstep.runtime.quantized.fp8 import to_fp8
 from lockstep.runtime.quantized.fp8_format import FP8
+from lockstep.runtime.states.pool import StatePool
 
 KvScales = Sequence[tuple[float, float]]
 """Scales of keys and of values, by layer: the stored numbers are multiplied by them."""
@@ -24,6 +25,7 @@ class KvPool:
         dtype: dtype of keys and values that are written, and of the stored ones unless `scales` are given.
         scales: with scales, numbers are stored in fp8 (e4m3), divided by them; numbers above the range of fp8 are
             clamped to it.
+        states: of the layers that keep states beside KV; released and allocated again with the pages.
     """
 
     def __init__(
@@ -36,10 +38,11 @@ class KvPool:
         dtype: torch.dtype,
         device: torch.device,
         scales: KvScales | None = None,
+        states: StatePool | None = None,
     ) -> None:
         counted = pages if isinstance(pages, WindowedPages) else WindowedPages(pages)
         self.pages, self.page_size, self.kv_heads, self.head_dim = counted.full, page_size, kv_heads, head_dim
-        self.dtype, self.fp8 = dtype, scales is not None
+        self.dtype, self.fp8, self.states = dtype, scales is not None, states
         self.scales: KvScales = scales or [(1.0, 1.0)] * layers
         assert len(self.scales) == layers, f"{layers} layers, scales of {len(self.scales)}"
         self.sliding, stored = counted.sliding, FP8 if self.fp8 else dtype
@@ -52,12 +55,16 @@ class KvPool:
         """Free the memory; its content is lost."""
         for tensor in (*self.keys, *self.values):
             tensor.untyped_storage().resize_(0)
+        if self.states is not None:
+            self.states.release()
 
     def resume(self) -> None:
         """Allocate the memory again, filled with zeros."""
         for tensor in (*self.keys, *self.values):
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
             tensor.zero_()
+        if self.states is not None:
+            self.states.resume()
 
     @property
     def scratch_page(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,12 +46,14 @@ class CurrentPass:
 
     Args:
         head_dim: of the pool; narrower heads are padded with zeros, which changes neither scores nor sums.
+        places: by number of a layer that attends: its number in the pool, which has no KV of other layers.
     """
 
     batch: ForwardBatch | None = None
     attention: AttentionBackend | None = None
     head_dim: int = 0
     calls: list[AttentionCall] | None = None
+    places: dict[int, int] = field(default_factory=dict)
 
 
 def paged_attention(
@@ -77,7 +79,7 @@ def paged_attention(
     assert batch is not None
     assert attention is not None
     turned, keys, values = (_padded(one[0].transpose(0, 1), current.head_dim) for one in (query, key, value))
-    out = attention.run(module.layer_idx, turned, keys, values, batch)
+    out = attention.run(current.places[module.layer_idx], turned, keys, values, batch)
     return out[None, :, :, : value.shape[-1]].contiguous(), None
 
 
