@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.runtime.attention import make
-from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.forward import ForwardBatch, Int32s
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.models import LanguageModel
 from lockstep.runtime.states.pool import StatePool
@@ -58,7 +58,7 @@ class Passes:
             states=None if self.states is None else self._in_slots(self.states, rows, counts),
         )
 
-    def _in_slots(self, states: StatePool, rows: np.ndarray, counts: np.ndarray) -> StateView:
+    def _in_slots(self, states: StatePool, rows: Int32s, counts: Int32s) -> StateView:
         """The states of a pass: row r has slot r, which holds zeros before its first token."""
         slots = torch.from_numpy(rows.astype(np.int64))
         firsts = np.cumsum(counts) - counts

@@ -201,6 +201,11 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         if slots := settings.sched.get("max_loras"):
             model.take_adapters(slots, settings.max_lora_rank)
         pack_matrices(model)
+    if model.states and mode in ("on", "eager"):
+        raise ConfigError(
+            f"`cuda_graphs` is {mode}, but layers of {model.settings.architecture} keep states, whose slots graphs do "
+            "not follow\nhint: auto, or off"
+        )
     pick = partial(_kernels, model, settings.attention_backend, settings.numerics, mode, graph_rows_max)
     shares = PoolShares(
         settings.swa_full_tokens_ratio,

@@ -67,9 +67,7 @@ class RowStates:
         self.states["conv", state_idx] = joined[..., joined.shape[-1] - width :]
         return joined
 
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
-    ) -> Tensor:
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """Store the state behind the group's last tokens."""
         self.states["recurrent", state_idx] = recurrent_states
         return recurrent_states
