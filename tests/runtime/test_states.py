@@ -83,7 +83,7 @@ def test_with_few_slots_requests_wait(lfm: tuple[Path, list[list[int]]]) -> None
     assert serve(folder, mamba_track_interval=TRACK_INTERVAL, max_mamba_cache_size=4).answers == answers
 
 
-@pytest.mark.parametrize("name", ["LFM2", "Qwen3.5 MoE"])
+@pytest.mark.parametrize("name", ["Jamba", "LFM2", "Qwen3.5 MoE"])
 def test_chunks_of_any_length_leave_the_same_logits(name: str, tmp_path: Path) -> None:
     """Rows of several lengths in a pass, each continued from its state."""
     model = save_architecture(tmp_path, name)
@@ -124,7 +124,7 @@ def test_a_wrong_state_shows_in_the_canary(
         serve(lfm[0], mamba_track_interval=TRACK_INTERVAL)
 
 
-# ------------------------------------------------------------------------------------------------------- sizes, settings
+# ------------------------------------------------------------------------------------------------ sizes and settings
 
 
 def test_slots_and_pages_share_memory(lfm: tuple[Path, list[list[int]]]) -> None:

@@ -22,8 +22,9 @@ class Passes:
     ) -> None:
         self.model = model
         self.pool = KvPool(
-            model.layers, rows * pages_each, page_size, model.kv_heads, model.head_dim, model.dtype, model.device
-        )
+            model.layers, rows * pages_each, page_size, model.kv_heads, model.head_dim, model.dtype, model.device,
+            shared=model.shares_kv,
+        )  # fmt: skip
         self.states = StatePool(model.states, rows, model.device) if model.states else None
         for kept in (*self.pool.keys, *self.pool.values):
             kept.fill_(float("nan"))  # unwritten slots must not be read

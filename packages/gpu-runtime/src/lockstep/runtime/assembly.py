@@ -461,7 +461,7 @@ def make_pool(model: LanguageModel, pages: int | WindowedPages, page_size: int, 
     """Return a pool for the model's KV, with slots for its states if there are any."""
     sizes = (model.layers, pages, page_size, model.kv_heads, model.head_dim)
     states = StatePool(model.states, state_slots, model.device) if state_slots else None
-    return KvPool(*sizes, model.dtype, model.device, model.kv_scales, states)
+    return KvPool(*sizes, model.dtype, model.device, model.kv_scales, states, shared=model.shares_kv)
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,7 +482,7 @@ class PoolShares:
 
     def check(self, config: SchedConfig) -> None:
         """Raise ConfigError for shares of states that cannot be."""
-        if not 0.0 < self.states:
+        if not self.states > 0.0:
             raise ConfigError(f"`mamba_full_memory_ratio` must be above 0, got `{self.states}`")
         if self.checkpoint_tokens < 1 or self.checkpoint_tokens % config.page_size:
             raise ConfigError(
@@ -516,7 +516,7 @@ def page_bytes_of(model: LanguageModel, page_size: int, window_share: float | No
     stored = model.dtype if model.kv_scales is None else FP8
     sliding = 0 if window_share is None else len(sliding_layers(model))
     full, windows = (
-        KvPool.bytes_per_page(layers, page_size, model.kv_heads, model.head_dim, stored)
+        KvPool.bytes_per_page(layers, page_size, model.kv_heads, model.head_dim, stored, shared=model.shares_kv)
         for layers in (model.layers - sliding, sliding)
     )
     return full + math.ceil(windows * (window_share or 0.0))

@@ -777,7 +777,7 @@ def refuse_unknown(plan: BatchPlan) -> None:
 
 
 def refuse_blocks(plan: BatchPlan, *, windows: bool, states: bool) -> None:
-    """Raise PlanError for a plan with states of layers or window pages that the model of this executor does not have."""
+    """Raise PlanError for a plan with states or window pages that the model of this executor does not have."""
     assert plan.hybrid is not None
     if (plan.hybrid.state_rows.size or plan.hybrid.checkpoint_index.size) and not states:
         raise PlanError(f"batch {plan.batch_id} has states of layers, but the model here keeps none")

@@ -25,6 +25,7 @@ class KvPool:
         dtype: dtype of keys and values that are written, and of the stored ones unless `scales` are given.
         scales: with scales, numbers are stored in fp8 (e4m3), divided by them; numbers above the range of fp8 are
             clamped to it.
+        shared: values are the first numbers of keys, and are not stored.
         states: of the layers that keep states beside KV; released and allocated again with the pages.
     """
 
@@ -39,6 +40,8 @@ class KvPool:
         device: torch.device,
         scales: KvScales | None = None,
         states: StatePool | None = None,
+        *,
+        shared: bool = False,
     ) -> None:
         counted = pages if isinstance(pages, WindowedPages) else WindowedPages(pages)
         self.pages, self.page_size, self.kv_heads, self.head_dim = counted.full, page_size, kv_heads, head_dim
@@ -49,22 +52,28 @@ class KvPool:
         counts = [(counted.windows if layer in self.sliding else counted.full) + 1 for layer in range(layers)]
         shapes = [(count, page_size, kv_heads, head_dim) for count in counts]
         self.keys = [torch.zeros(shape, dtype=stored, device=device) for shape in shapes]
-        self.values = [torch.zeros(shape, dtype=stored, device=device) for shape in shapes]
+        self.shared = shared
+        self.values = self.keys
+        if not shared:
+            self.values = [torch.zeros(shape, dtype=stored, device=device) for shape in shapes]
 
     def release(self) -> None:
         """Free the memory; its content is lost."""
-        for tensor in (*self.keys, *self.values):
+        for tensor in self._stored():
             tensor.untyped_storage().resize_(0)
         if self.states is not None:
             self.states.release()
 
     def resume(self) -> None:
         """Allocate the memory again, filled with zeros."""
-        for tensor in (*self.keys, *self.values):
+        for tensor in self._stored():
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
             tensor.zero_()
         if self.states is not None:
             self.states.resume()
+
+    def _stored(self) -> list[Tensor]:
+        return self.keys if self.shared else [*self.keys, *self.values]
 
     @property
     def scratch_page(self) -> int:
@@ -72,9 +81,11 @@ class KvPool:
         return self.pages
 
     @staticmethod
-    def bytes_per_page(layers: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    def bytes_per_page(
+        layers: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, *, shared: bool = False
+    ) -> int:
         """Return the bytes that one page takes in all layers."""
-        return 2 * layers * page_size * kv_heads * head_dim * dtype.itemsize
+        return (1 if shared else 2) * layers * page_size * kv_heads * head_dim * dtype.itemsize
 
     def view(self, layer: int, batch: ForwardBatch) -> WindowView:
         """Return the rows, page table and slots of a pass in the pages of this layer."""
@@ -92,6 +103,8 @@ class KvPool:
                 kept[layer].view(torch.uint8).view(flat).index_copy_(0, slots, bits)
             return
         self.keys[layer].view(flat).index_copy_(0, slots, key.to(self.keys[layer].dtype))
+        if self.shared:
+            return
         self.values[layer].view(flat).index_copy_(0, slots, value.to(self.values[layer].dtype))
 
     def read(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:

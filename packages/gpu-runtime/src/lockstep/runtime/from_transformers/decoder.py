@@ -15,6 +15,7 @@ from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.checkpoint import TensorSpec
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.from_transformers.attending import NAME, CurrentPass, register
+from lockstep.runtime.from_transformers.latent import is_latent, restore, take_latents
 from lockstep.runtime.from_transformers.mixers import take_mixers
 from lockstep.runtime.from_transformers.settings import read_library_model
 from lockstep.runtime.from_transformers.split import Plan, RankLinear, follow, replace_linear
@@ -24,7 +25,6 @@ from lockstep.runtime.lora.slots import LoraTarget
 from lockstep.runtime.models.language_model import LanguageModel
 from lockstep.runtime.models.layers import Maker
 from lockstep.runtime.quantized.activations import choose_activations
-
 
 log = logging.getLogger("lockstep.runtime")
 
@@ -44,6 +44,8 @@ class TransformersDecoder(LanguageModel):
         self.names = CheckpointNames(made, held, self.parallel.rank, self.parallel.ranks)
         follow(made, plan.styles, self.parallel, self.current)
         self.base = made.base_model
+        of_width = make.device.type == "cpu"  # kernels of GPUs have no heads of this width yet
+        self.latents = tuple(take_latents(self.base)) if of_width else ()
         self.mixers = tuple(take_mixers(self.base, self.current))
         self.head: nn.Module | None = None
         self._decoded = _Decoded(self.base)
@@ -63,6 +65,8 @@ class TransformersDecoder(LanguageModel):
 
         Raises: ConfigError, see `trial.try_out`.
         """
+        if self.kv_scales is not None:  # they are of keys and values, not of latents
+            restore(self.latents)
         logits = self.logits if self.settings.generates else None
         with_states = [mixer.layer for mixer in self.mixers]
         calls = try_out(self.base, logits, self.current, self.settings, self.dtype, self.device, with_states)
@@ -82,7 +86,7 @@ class TransformersDecoder(LanguageModel):
             self.uncapturable_because = "its layers keep states, whose slots graphs do not follow"
         self.heads, self.kv_heads = one.heads, one.kv_heads
         self.head_dim = self.current.head_dim = max(one.head_dim, one.value_dim)
-        self.scale = one.rules.scale
+        self.scale, self.shares_kv = one.rules.scale, one.latent
         if any(call.rules.beyond(self.scale) for call in calls):
             self.rules = tuple(call.rules for call in calls)
 
@@ -122,7 +126,10 @@ class TransformersDecoder(LanguageModel):
     def _adapted(self, slots: int, rank: int) -> Iterator[LoraTarget]:
         """Allocate adapter slots, and yield the linear layers that adapters may change."""
         modules = dict(self.base.named_modules())
+        absorbed = {id(module.kv_b_proj) for module in modules.values() if is_latent(module)}
         for name, module in modules.items():
+            if id(module) in absorbed:  # its weights are multiplied elsewhere, which adapters do not follow
+                continue
             if type(module) is nn.Linear:
                 module = RankLinear(module, "", self.parallel, self.current)
                 replace_linear(modules, name, module)

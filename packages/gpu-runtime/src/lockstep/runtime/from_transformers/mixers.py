@@ -162,6 +162,7 @@ class Mixer:
         if not self.parts:
             raise ConfigError(f"{self._named} left no state")
         strict = TOLERANCE.get(hidden.dtype, OTHER_TOLERANCE)
+        self.by_token = False  # a trial has two passes
         self.by_token = self._apart_in(CHUNKS, hidden, wanted, whole, given) > strict
         again = self._apart_in(CHUNKS, hidden, wanted, whole, given) if self.by_token else 0.0
         apart = max(again, self._apart_in(DECODE, hidden, wanted, whole, given))

@@ -108,7 +108,8 @@ def refusals(config: Any) -> Iterator[str]:
         yield "its layers attend to an encoder (cross attention)"
     others = sorted(set(getattr(config, "layer_types", None) or ()) - set(KINDS + OTHER_KINDS))
     if others:
-        yield f"`layer_types` holds {', '.join(f'`{one}`' for one in others)}; only {', '.join(KINDS + OTHER_KINDS)} run here"
+        strange = ", ".join(f"`{one}`" for one in others)
+        yield f"`layer_types` holds {strange}; only {', '.join(KINDS + OTHER_KINDS)} run here"
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", "") == "alibi":
         yield "its scores have biases by distance (ALiBi)"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):

@@ -84,7 +84,7 @@ def try_out(
             f"{name} cannot run by transformers' code here: by the attention interface, {what}; each of its "
             f"{settings.layers} layers must attend once"
         )
-    kinds = {(call.heads, call.kv_heads, call.head_dim, call.value_dim) for call in calls}
+    kinds = {(call.heads, call.kv_heads, call.head_dim, call.value_dim, call.latent) for call in calls}
     if len(kinds) > 1:
         raise ConfigError(f"{name} cannot run by transformers' code here: its layers have heads of {len(kinds)} kinds")
     wanted, found = first[order].float(), second.float()

@@ -32,6 +32,7 @@ class LanguageModel(nn.Module, ABC):
     kv_heads: int
     head_dim: int
     scale: float
+    shares_kv: bool = False  # values are the first numbers of keys, which are stored once
     rules: tuple[LayerRules, ...] = ()  # by layer; empty: every layer attends to all positions with `scale`
     states: tuple[StatePart, ...] = ()  # of layers that keep a state beside KV, or instead of it
     uncapturable_because: str = ""  # why its passes cannot be captured in CUDA graphs; empty: they can

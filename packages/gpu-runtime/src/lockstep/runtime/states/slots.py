@@ -10,7 +10,7 @@ that verified drafts has its state in the slot behind the last right one, which 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
