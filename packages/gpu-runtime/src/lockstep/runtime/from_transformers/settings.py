@@ -57,12 +57,16 @@ def read_library_model(config: Mapping[str, Any]) -> LibraryModel:
             "hint: code in a model's folder is not run; a newer transformers may have the model"
         )
     config_class = CONFIG_MAPPING[model_type]
-    kind = _class_of(config_class, name)
+    text = _class_of_text(config_class, name)
+    kind = text or _class_of(config_class, name)
     problems = list(refusals_of_class(config_class, kind))
     plain = {key: value for key, value in config.items() if key not in ("auto_map", FIELD)}
     made = None
     try:
         made = config_class.from_dict(config_class._decode_special_floats(plain))
+        if text is not None:
+            made, inner = made.get_text_config(), config.get("text_config")
+            config = {**(inner if isinstance(inner, Mapping) else {}), **config}
         problems += refusals(made)
     except Exception as error:  # the library's own checks, of many types
         if not problems:
@@ -73,7 +77,21 @@ def read_library_model(config: Mapping[str, Any]) -> LibraryModel:
         problems.append(f"`{FIELD}`: weights quantised by `{method}` are not read by this model backend")
     if problems:
         raise ConfigError("\n  ".join([f"{kind.__name__} cannot run by transformers' code here:", *problems]))
+    if text is not None:
+        log.warning("%s: only its text is served; pictures, sound and video are refused", name)
     return LibraryModel(made, kind, _settings(made, kind, config))
+
+
+def _class_of_text(config_class: Any, name: str) -> type | None:
+    """Return the library's class for the text of a model with pictures, sound or video, which reads its folder, too.
+
+    None if the model takes text only, or if the library has no such class.
+    """
+    of_text = MODEL_FOR_CAUSAL_LM_MAPPING[config_class] if config_class in MODEL_FOR_CAUSAL_LM_MAPPING else None
+    inner = getattr(config_class, "sub_configs", None) or {}
+    if not isinstance(of_text, type) or not name.endswith("ForConditionalGeneration"):
+        return None
+    return of_text if of_text.config_class in inner.values() else None
 
 
 def _class_of(config_class: Any, name: str) -> type:
