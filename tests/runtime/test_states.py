@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from lockstep.runtime.errors import PlanError  # noqa: E402
 from lockstep.runtime.from_transformers.mixers import RowStates  # noqa: E402
 from lockstep.runtime.models import build_model  # noqa: E402
 from lockstep.runtime.states import slots as slots_module  # noqa: E402
-from lockstep.runtime.states.pool import StatePart, StatePool, slot_bytes_of  # noqa: E402
-from lockstep.runtime.states.slots import StateSlots  # noqa: E402
+from lockstep.runtime.states.pool import StatePart, StateTensors, slot_bytes_of  # noqa: E402
+from lockstep.runtime.states.slots import RowSlots  # noqa: E402
 from lockstep.runtime.tables import ForwardPass, passes_of  # noqa: E402
 from tests.support.architectures import (  # noqa: E402
     HYBRIDS,
@@ -106,20 +107,20 @@ def test_a_wrong_state_shows_in_the_canary(
     what: str, lfm: tuple[Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two rows in one slot, a copy of another checkpoint, a slot that is not cleared."""
-    right = StateSlots.take_in
+    right = RowSlots.take_in
 
-    def wrong(self: StateSlots, plan: BatchPlan) -> slots_module.PlannedStates:
+    def wrong(self: RowSlots, plan: BatchPlan) -> slots_module.PlannedStates:
         planned = right(self, plan)
         nothing = np.empty(0, np.int64)
         if what == "slot":
             planned.slots[plan.rows] = planned.slots[plan.rows[0]]
         elif what == "zeros":
-            planned = slots_module.replace(planned, cleared=nothing)
+            planned = replace(planned, cleared=nothing)
         else:
-            planned = slots_module.replace(planned, sources=(planned.sources + 1) % self.pool.slots)
+            planned = replace(planned, sources=(planned.sources + 1) % self.pool.slots)
         return planned
 
-    monkeypatch.setattr(StateSlots, "take_in", wrong)
+    monkeypatch.setattr(RowSlots, "take_in", wrong)
     with pytest.raises(Exception, match="begins with a state which is not that of its tokens"):
         serve(lfm[0], mamba_track_interval=TRACK_INTERVAL)
 
@@ -198,8 +199,8 @@ def test_convolution_states_are_the_last_inputs() -> None:
     assert kept[0, 0].tolist() == [0, 1, 1, 5]
 
 
-def slots_of(rows: int, by_row: int = 1) -> StateSlots:
-    return StateSlots(StatePool([StatePart(0, "conv", 0, (1,), torch.float32)], 6, CPU), rows, by_row, CPU)
+def slots_of(rows: int, by_row: int = 1) -> RowSlots:
+    return RowSlots(StateTensors([StatePart(0, "conv", 0, (1,), torch.float32)], 6, CPU), rows, by_row, CPU)
 
 
 def plan_of(**changes: Any) -> BatchPlan:

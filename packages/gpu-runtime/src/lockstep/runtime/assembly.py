@@ -45,7 +45,7 @@ from lockstep.runtime.graphs import (
     expected_bytes,
     graph_sizes,
 )
-from lockstep.runtime.kv_pool import KvPool
+from lockstep.runtime.kv_pool import KvPool, LatentPool
 from lockstep.runtime.lora.slots import run_once
 from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
 from lockstep.runtime.models import LanguageModel, Parallel, build_model, stored_dtype
@@ -63,8 +63,8 @@ from lockstep.runtime.sampling import (
     SamplingTable,
     processors,
 )
-from lockstep.runtime.states.pool import StatePool, slot_bytes_of
-from lockstep.runtime.states.slots import StateSlots
+from lockstep.runtime.states.pool import StateTensors, slot_bytes_of
+from lockstep.runtime.states.slots import RowSlots
 from lockstep.runtime.tables import DeviceTables, check_page_table
 from lockstep.runtime.tiers.identity import Identity, random_weights_digest, weights_digest
 from lockstep.runtime.tiers.mover import HostMover
@@ -395,7 +395,7 @@ def make_executor(
             pool = make_pool(model, pages, config.page_size, slots)
         states = None
         if pool.states is not None:
-            states = StateSlots(pool.states, config.rows_max, config.states_per_row, device)
+            states = RowSlots(pool.states, config.rows_max, config.states_per_row, device)
         attention = kernels.attention(
             pool,
             model,
@@ -460,8 +460,11 @@ def weights_of(model: LanguageModel) -> str:
 def make_pool(model: LanguageModel, pages: int | WindowedPages, page_size: int, state_slots: int = 0) -> KvPool:
     """Return a pool for the model's KV, with slots for its states if there are any."""
     sizes = (model.layers, pages, page_size, model.kv_heads, model.head_dim)
-    states = StatePool(model.states, state_slots, model.device) if state_slots else None
-    return KvPool(*sizes, model.dtype, model.device, model.kv_scales, states, shared=model.shares_kv)
+    kind = LatentPool if model.shares_kv else KvPool
+    pool = kind(*sizes, model.dtype, model.device, model.kv_scales)
+    if state_slots:
+        pool.states = StateTensors(model.states, state_slots, model.device)
+    return pool
 
 
 @dataclass(frozen=True, slots=True)

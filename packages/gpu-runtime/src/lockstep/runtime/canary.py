@@ -156,7 +156,7 @@ class Canary:
             self.state_tags[states.copies[1]] = self.state_tags[states.copies[0]]
 
     def take_states(self, cleared: Tensor | None, copied: tuple[Tensor, Tensor] | None) -> None:
-        """Note slots of states that were cleared or copied before a batch; see `StateSlots.fold`."""
+        """Note slots of states that were cleared or copied before a batch; see `RowSlots.fold`."""
         if cleared is not None:
             self.state_tags[cleared] = CLEARED
         if copied is not None:

@@ -49,7 +49,7 @@ from lockstep.runtime.lora.batch import lay_out
 from lockstep.runtime.overlap import POLL_S, Download, StreamLane
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.sampling import Sampled, logprobs_of
-from lockstep.runtime.states.slots import PlannedStates, StateSlots
+from lockstep.runtime.states.slots import PlannedStates, RowSlots
 from lockstep.runtime.tables import (
     NONE,
     DeviceTables,
@@ -166,7 +166,7 @@ class RunnableModel:
     attention: AttentionBackend
     graphs: DecodeGraphs | None = None
     split: bool = False
-    states: StateSlots | None = None
+    states: RowSlots | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from lockstep.runtime.forward import ForwardBatch, WindowedPages, WindowView
 from lockstep.runtime.quantized.fp8 import to_fp8
 from lockstep.runtime.quantized.fp8_format import FP8
-from lockstep.runtime.states.pool import StatePool
+from lockstep.runtime.states.pool import StateTensors
 
 KvScales = Sequence[tuple[float, float]]
 """Scales of keys and of values, by layer: the stored numbers are multiplied by them."""
@@ -25,9 +26,9 @@ class KvPool:
         dtype: dtype of keys and values that are written, and of the stored ones unless `scales` are given.
         scales: with scales, numbers are stored in fp8 (e4m3), divided by them; numbers above the range of fp8 are
             clamped to it.
-        shared: values are the first numbers of keys, and are not stored.
-        states: of the layers that keep states beside KV; released and allocated again with the pages.
     """
+
+    shared: ClassVar[bool] = False  # values are the first numbers of keys, and are not stored
 
     def __init__(
         self,
@@ -39,22 +40,19 @@ class KvPool:
         dtype: torch.dtype,
         device: torch.device,
         scales: KvScales | None = None,
-        states: StatePool | None = None,
-        *,
-        shared: bool = False,
     ) -> None:
         counted = pages if isinstance(pages, WindowedPages) else WindowedPages(pages)
         self.pages, self.page_size, self.kv_heads, self.head_dim = counted.full, page_size, kv_heads, head_dim
-        self.dtype, self.fp8, self.states = dtype, scales is not None, states
+        self.dtype, self.fp8 = dtype, scales is not None
+        self.states: StateTensors | None = None  # of layers that keep them; released and allocated with the pages
         self.scales: KvScales = scales or [(1.0, 1.0)] * layers
         assert len(self.scales) == layers, f"{layers} layers, scales of {len(self.scales)}"
         self.sliding, stored = counted.sliding, FP8 if self.fp8 else dtype
         counts = [(counted.windows if layer in self.sliding else counted.full) + 1 for layer in range(layers)]
         shapes = [(count, page_size, kv_heads, head_dim) for count in counts]
         self.keys = [torch.zeros(shape, dtype=stored, device=device) for shape in shapes]
-        self.shared = shared
         self.values = self.keys
-        if not shared:
+        if not self.shared:
             self.values = [torch.zeros(shape, dtype=stored, device=device) for shape in shapes]
 
     def release(self) -> None:
@@ -115,3 +113,9 @@ class KvPool:
             return keys, values
         key_scale, value_scale = self.scales[layer]
         return keys.float() * key_scale, values.float() * value_scale
+
+
+class LatentPool(KvPool):
+    """One vector of a token in a layer, in place of keys and values: see from_transformers/latent.py."""
+
+    shared = True

@@ -31,7 +31,7 @@ def take_latents(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         if all(hasattr(module, name) for name in NEEDED) and getattr(module.kv_b_proj, "bias", 0) is None:
             setattr(module, EXPANDED, module.expand_kv)
-            module.expand_kv = _latents  # type: ignore[assignment]
+            module.expand_kv = _latents
             yield module
 
 

@@ -24,7 +24,7 @@ from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.runtime.from_transformers.attending import CurrentPass
-from lockstep.runtime.states.pool import StateKind, StatePart, StatePool
+from lockstep.runtime.states.pool import StateKind, StatePart, StateTensors
 from lockstep.runtime.states.view import StateGroup
 
 WRITES = "update_conv_state"
@@ -134,12 +134,12 @@ class Mixer:
             return self._run(hidden, states, given)
         return torch.cat([self._run(token, states, given) for token in hidden.split(1, 1)], 1)
 
-    def _read(self, pool: StatePool, group: StateGroup) -> RowStates:
+    def _read(self, pool: StateTensors, group: StateGroup) -> RowStates:
         return RowStates(
             {(part.kind, part.number): pool.tensors[part.key].index_select(0, group.reads) for part in self.parts}
         )
 
-    def _write(self, pool: StatePool, group: StateGroup, states: RowStates) -> None:
+    def _write(self, pool: StateTensors, group: StateGroup, states: RowStates) -> None:
         for part in self.parts:
             left, there = states.states[part.kind, part.number], pool.tensors[part.key]
             left = left.to(part.dtype)
@@ -220,5 +220,5 @@ def take_mixers(model: nn.Module, current: CurrentPass) -> Iterator[Mixer]:
     for module in model.modules():
         if any(keeps_state(kind) for kind in type(module).__mro__):
             mixer = Mixer(module, current)
-            module.forward = mixer  # type: ignore[method-assign, assignment]
+            module.forward = mixer
             yield mixer

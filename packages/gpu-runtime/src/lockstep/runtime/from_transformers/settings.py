@@ -87,7 +87,7 @@ def _class_of_text(config_class: Any, name: str) -> type | None:
 
     None if the model takes text only, or if the library has no such class.
     """
-    of_text = MODEL_FOR_CAUSAL_LM_MAPPING[config_class] if config_class in MODEL_FOR_CAUSAL_LM_MAPPING else None
+    of_text: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
     inner = getattr(config_class, "sub_configs", None) or {}
     if not isinstance(of_text, type) or not name.endswith("ForConditionalGeneration"):
         return None

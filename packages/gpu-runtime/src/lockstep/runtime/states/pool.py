@@ -46,7 +46,7 @@ def slot_bytes_of(parts: Sequence[StatePart]) -> int:
     return sum(part.bytes for part in parts)
 
 
-class StatePool:
+class StateTensors:
     """States by part and slot: [slots, *shape] each. Slot numbers are those of the plans."""
 
     def __init__(self, parts: Sequence[StatePart], slots: int, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """The slots of each row, as a fold over plans: a row's own slot, those behind its drafts, and checkpoints.
 
 Plans give rows their slots (`HybridChanges`), in launch order. Slots are known on the CPU, with one exception: a row
-that verified drafts has its state in the slot behind the last right one, which only the device knows (`stands_in`).
+that verified drafts has its state in the slot behind the last right one, which only the device has (`stands_in`).
 
     slots[row]      own | behind draft 1 | behind draft 2 ...
     stands_in[row]  0 after every pass without drafts; the number of right drafts after a verification
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lockstep.core.contract.commands import BatchPlan, HybridChanges
 from lockstep.runtime.errors import PlanError
-from lockstep.runtime.states.pool import StatePool
+from lockstep.runtime.states.pool import StateTensors
 from lockstep.runtime.states.view import StateGroup, StateView
 from lockstep.runtime.tables import ForwardPass, PassTensors
 
@@ -59,7 +59,7 @@ class PlannedStates:
         return np.concatenate([*own, kept, self.cleared, self.targets])
 
 
-class StateSlots:
+class RowSlots:
     """The slots of all rows of an engine.
 
     Args:
@@ -67,7 +67,7 @@ class StateSlots:
         by_row: slots of a row, `SchedConfig.states_per_row`.
     """
 
-    def __init__(self, pool: StatePool, rows: int, by_row: int, device: torch.device) -> None:
+    def __init__(self, pool: StateTensors, rows: int, by_row: int, device: torch.device) -> None:
         self.pool, self.by_row = pool, by_row
         self.slots: Int64s = np.full((rows, by_row), NONE, np.int64)  # as of the newest plan that was launched
         self.stands_in: Tensor | None = None
@@ -121,8 +121,16 @@ class StateSlots:
                 forced = frozenset(decoding[plan.speculation.forced_lengths > 0].tolist())
         if any(count >= self.by_row for count in drafted.values()):
             raise PlanError(f"{name} verifies {max(drafted.values())} drafts of a row with {self.by_row} slots")
-        longs = (np.array(one, np.int64) for one in (cleared, sources, targets))
-        return PlannedStates(self.slots.copy(), rows, *longs, kept, drafted, forced)
+        return PlannedStates(
+            slots=self.slots.copy(),
+            rows=rows,
+            cleared=np.array(cleared, np.int64),
+            sources=np.array(sources, np.int64),
+            targets=np.array(targets, np.int64),
+            kept=kept,
+            drafted=drafted,
+            forced=forced,
+        )
 
     # ------------------------------------------------------------------------------------------------- on the device
 
@@ -179,9 +187,9 @@ class StateSlots:
     def _checkpoints(
         self, planned: PlannedStates, one: ForwardPass, tensors: PassTensors, upload: Upload
     ) -> tuple[Tensor, Tensor] | None:
-        """Return the copies of states to checkpoints behind the pass, for rows whose position only the device knows.
+        """Return the copies of states to checkpoints behind the pass, for rows whose position is on the device only.
 
-        A row that does not pass the position leaves any of its states there, which the scheduler drops.
+        Of a row that does not pass the position any state is copied, and the scheduler drops it.
         """
         verifying, there = one.verifying, tensors.verifying
         assert verifying is not None

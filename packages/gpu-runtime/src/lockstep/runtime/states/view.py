@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lockstep.runtime.states.pool import StatePool
+from lockstep.runtime.states.pool import StateTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class StateView:
         copies: sources and targets, int64 [n] each, of copies behind the pass: checkpoints of rows that verify drafts.
     """
 
-    pool: StatePool
+    pool: StateTensors
     begins: Tensor
     groups: list[StateGroup] = field(default_factory=list)
     copies: tuple[Tensor, Tensor] | None = None

@@ -596,8 +596,7 @@ def runtime_refusal(name: str) -> str:
     if name == "hybrid":
         return (
             "`hybrid` follows from the model and from options of the engine\n"
-            "hint: --swa-full-tokens-ratio makes pages of windows; --mamba-full-memory-ratio and "
-            "--mamba-track-interval size states"
+            "hint: --swa-full-tokens-ratio, --mamba-full-memory-ratio, --mamba-track-interval"
         )
     if name in ("dp_ranks", *RANK_SETTINGS, *DELAYER_SETTINGS, *TRIGGER_SETTINGS):
         return (
