@@ -91,7 +91,7 @@ def _class_of_text(config_class: Any, name: str) -> type | None:
     inner = getattr(config_class, "sub_configs", None) or {}
     if not isinstance(of_text, type) or not name.endswith("ForConditionalGeneration"):
         return None
-    return of_text if of_text.config_class in inner.values() else None
+    return of_text if getattr(of_text, "config_class", None) in inner.values() else None
 
 
 def _class_of(config_class: Any, name: str) -> type:
