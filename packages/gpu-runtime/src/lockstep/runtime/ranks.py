@@ -264,9 +264,13 @@ class RankGroup:
         sized = [worker.sized for worker in self._workers if worker.sized is not None]
         pages = min([config.pages, *(one.pages for one in sized)])
         agreed = msgspec.structs.replace(config, pages=pages)
-        if (hybrid := config.hybrid) is not msgspec.UNSET and hybrid.window_pages:
-            fewer = max(1, hybrid.window_pages * pages // config.pages)
-            agreed = msgspec.structs.replace(agreed, hybrid=msgspec.structs.replace(hybrid, window_pages=fewer))
+        if (hybrid := config.hybrid) is not msgspec.UNSET and pages < config.pages:
+            windows = max(1, hybrid.window_pages * pages // config.pages) if hybrid.window_pages else 0
+            slots = max(1 + config.states_per_row, hybrid.state_slots * pages // config.pages)
+            fewer = msgspec.structs.replace(
+                hybrid, window_pages=windows, state_slots=slots if hybrid.state_slots else 0
+            )
+            agreed = msgspec.structs.replace(agreed, hybrid=fewer)
         for worker in self._workers:
             self._send(worker, Start(agreed))
         return agreed

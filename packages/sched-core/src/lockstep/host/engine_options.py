@@ -58,6 +58,20 @@ class RankOptions(ModelOptions, frozen=True, kw_only=True, forbid_unknown_fields
             default="windows use the pages of all layers",
         ),
     ] = None
+    mamba_full_memory_ratio: Annotated[
+        float, Option("Bytes of the states of layers that keep one, as a multiple of the bytes of KV.")
+    ] = 0.9
+    mamba_track_interval: Annotated[
+        int, Option("Tokens between two checkpoints of a state, from which cached prefixes continue.", metavar="TOKENS")
+    ] = 256
+    max_mamba_cache_size: Annotated[
+        int | None,
+        Option(
+            "Slots of states, for running requests and checkpoints.",
+            metavar="SLOTS",
+            default="by the ratio, and with `pages` one or more for each running request",
+        ),
+    ] = None
     mem_fraction: Annotated[float, Option("Share of a GPU's memory that the engine may use, weights included.")] = 0.9
     cuda_graphs: Annotated[GraphMode, Option("Whether decodes replay CUDA graphs.")] = "auto"
     cuda_graph_max_batch: Annotated[
