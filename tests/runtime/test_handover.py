@@ -7,28 +7,37 @@ early, gives other tokens. The canary reads the tag of every slot beside, also o
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.core.journal.records import JournalHeader  # noqa: E402
 from lockstep.core.journal.replay import replay  # noqa: E402
 from lockstep.core.journal.writer import JournalWriter  # noqa: E402
+from lockstep.host.handover.decode import DecodeSide  # noqa: E402
+from lockstep.host.handover.prefill import PrefillSide  # noqa: E402
+from lockstep.runtime import LLM, Params  # noqa: E402
+from lockstep.runtime.llm import demo_folder  # noqa: E402
 from tests.support.pair import Pair, pages_held  # noqa: E402
 from tests.support.small_runtime import alone, small_config  # noqa: E402
 
 NEW = 12
 
 
-def prompts(seed: int, count: int, longest: int = 60) -> list[list[int]]:
+def prompts(seed: int, many: int, longest: int = 60) -> list[list[int]]:
     """Prompts of which many share a beginning."""
     rng = random.Random(seed)
     starts = [[rng.randrange(90) for _ in range(rng.randrange(4, 40))] for _ in range(5)]
     made = []
-    for _ in range(count):
+    for _ in range(many):
         start = rng.choice(starts) if rng.random() < 0.7 else []
         more = [rng.randrange(90) for _ in range(rng.randrange(1, 24))]
         made.append((start + more)[:longest])
@@ -96,3 +105,105 @@ def test_two_hundred_requests_equal_one_engine(name: str, tmp_path: Path) -> Non
     for number, (journal, one) in enumerate(zip(kept, pair.runtimes, strict=True)):
         journal.close()
         assert replay(tmp_path / f"{number}").digest == one.engine.digest
+
+
+# ------------------------------------------------------------------------------------------------------- a real model
+
+SMALL: dict[str, Any] = {"device": "cpu", "grammar_backend": "none", "page_size": 16, "pages": 70}
+SMALL |= {"max_running_requests": 4, "debug": True}
+GREEDY = Params(max_new_tokens=8, ignore_eos=True)
+
+
+def real_prompts(many: int = 24) -> list[list[int]]:
+    rng = random.Random(11)
+    beginnings = [[rng.randrange(3, 2000) for _ in range(rng.randrange(60, 260))] for _ in range(8)]
+    return [rng.choice(beginnings) + [rng.randrange(3, 2000) for _ in range(5)] for _ in range(many)]
+
+
+@contextmanager
+def engines(folder: Path, prefill: dict[str, Any], decode: dict[str, Any], **both: Any) -> Iterator[tuple[LLM, LLM]]:
+    """A prefill and a decode engine of the demo model; requests to the second one use both."""
+    address = f"unix:{folder}/kv"
+    shared = {**SMALL, **both}
+    with (
+        LLM(**shared, **prefill, role="prefill", hand_over=lambda kv: PrefillSide(kv, address)) as first,
+        LLM(**shared, **decode, role="decode", hand_over=lambda kv: DecodeSide(kv, lambda _: address)) as second,
+    ):
+        submit, rooms, side = second.host.submit, count(step=100), second.handover
+        assert isinstance(side, DecodeSide)
+
+        def submit_in_room(request: Any, *sinks: Any) -> int:
+            room = next(rooms)
+            side.route(room, 0)
+            return submit(msgspec.structs.replace(request, transfer_room=room), *sinks)
+
+        second.host.submit = submit_in_room  # type: ignore[method-assign]
+        yield first, second
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    with LLM(**SMALL) as llm:
+        return [answer.token_ids for answer in llm.generate(real_prompts(), GREEDY)]
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "tp 1 to 1": {},
+    "tp 2 to 2": {"prefill": {"tp": 2}, "decode": {"tp": 2}},
+    "tp 2 to 1": {"prefill": {"tp": 2}},
+    "tp 1 to 2": {"decode": {"tp": 2}},
+    "ngram": {"speculative_method": "ngram", "num_speculative_tokens": 3},
+    "draft model": {"speculative_method": "draft_model", "num_speculative_tokens": 3, "draft_model": "demo"},
+    "fp8": {"kv_cache_dtype": "fp8_e4m3"},
+    "host memory": {"host_cache_gb": 0.05},
+    "retraction": {"decode": {"retract_every": 5}},
+}
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_a_model_answers_as_one_engine(name: str, expected: list[list[int]], tmp_path: Path) -> None:
+    both = dict(KINDS[name])
+    prefill, decode = both.pop("prefill", {}), both.pop("decode", {})
+    if "draft_model" in both:
+        both["draft_model"] = str(demo_folder())
+    if name == "fp8":
+        with LLM(**SMALL, **both) as plain:
+            expected = [answer.token_ids for answer in plain.generate(real_prompts(), GREEDY)]
+    with engines(tmp_path, prefill, decode, **both) as (_, second):
+        answers = second.generate(real_prompts(), GREEDY)
+        assert [one.token_ids for one in answers] == expected
+        side = second.handover
+        assert isinstance(side, DecodeSide)
+        assert (side.counts.done, side.counts.failed) == (len(expected), 0)
+
+
+def test_logprobs_hidden_states_and_samples_go_with_the_prompt(tmp_path: Path) -> None:
+    asked = [
+        Params(max_new_tokens=6, logprobs=2, prompt_logprobs=1, ignore_eos=True),
+        Params(max_new_tokens=6, hidden_states=True, ignore_eos=True),
+        Params(max_new_tokens=6, n=3, temperature=0.8, seed=5, ignore_eos=True),
+        Params(max_new_tokens=1, logprobs=1, ignore_eos=True),
+        Params(max_new_tokens=30, stop=["e"]),
+    ]
+    given = real_prompts(len(asked))
+    with LLM(**SMALL) as plain:
+        right = plain.generate(given, asked)
+    with engines(tmp_path, {}, {}) as (_, second):
+        answers = second.generate(given, asked)
+    for one, other in zip(answers, right, strict=True):
+        assert one.token_ids == other.token_ids
+        assert [each.token_ids for each in one.others] == [each.token_ids for each in other.others]
+        assert one.text == other.text
+    assert answers[0].logprobs == pytest.approx(right[0].logprobs, abs=1e-4)
+    assert [sorted(one) for one in answers[0].top_logprobs] == [sorted(one) for one in right[0].top_logprobs]
+    assert answers[0].prompt_logprobs == pytest.approx(right[0].prompt_logprobs, abs=1e-4)
+    states = answers[1].hidden_states, right[1].hidden_states
+    assert states[0] is not None
+    assert states[1] is not None
+    assert states[0].shape == states[1].shape
+    assert states[0] == pytest.approx(states[1], abs=1e-3)
+
+
+def test_an_engine_with_a_role_needs_other_engines() -> None:
+    with pytest.raises(ConfigError, match="lockstep serve --prefill-engines 1 --decode-engines 1"):
+        LLM(**SMALL, role="decode")

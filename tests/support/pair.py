@@ -27,7 +27,7 @@ def pages_of(runtime: SmallRuntime, **more: Any) -> RankPages:
 
 
 class Pair:
-    """Prefill engines and decode engines that know each other.
+    """Prefill engines and decode engines with links between them.
 
     Args:
         settings: of all engines; `prefill` and `decode` add to them.
@@ -94,9 +94,7 @@ class Pair:
         for thread in self._threads:
             thread.start()
 
-    def submit(
-        self, prompt: Sequence[int], count: int, *, prefill: int = 0, decode: int = 0, **more: Any
-    ) -> Answer:
+    def submit(self, prompt: Sequence[int], count: int, *, prefill: int = 0, decode: int = 0, **more: Any) -> Answer:
         """Submit a request to a pair of engines."""
         answer, room = Answer(), self._next_room
         self._next_room += 1

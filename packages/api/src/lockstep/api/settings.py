@@ -141,9 +141,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
         int, Option("Engines that compute prompts, for --decode-engines: docs/distributed.md; 0: engines do both.")
     ] = 0
     decode_engines: Annotated[int, Option("Engines that continue behind the prompts of --prefill-engines.")] = 0
-    prefill_tp: Annotated[
-        int | None, Option("--tp of prefill engines.", metavar="GPUS", default="as --tp")
-    ] = None
+    prefill_tp: Annotated[int | None, Option("--tp of prefill engines.", metavar="GPUS", default="as --tp")] = None
     decode_tp: Annotated[int | None, Option("--tp of decode engines.", metavar="GPUS", default="as --tp")] = None
     router: Annotated[RouterPolicy, Option("Policy that assigns requests to engines: docs/routing.md.")] = (
         USUAL_ROUTER.policy

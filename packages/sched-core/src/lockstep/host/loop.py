@@ -90,7 +90,7 @@ from lockstep.core.journal.sinks import JournalSink
 from lockstep.core.requests.table import Request
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import AdapterLoader, AdaptersLog, KnownAdapters
-from lockstep.host.batches import BatchExecutor, BatchResult, Int32s, RowContext
+from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, RowContext
 from lockstep.host.cache_moves import CacheMoves, PageMover, name_adapter
 from lockstep.host.clock import HostClock as HostClock
 from lockstep.host.drafts import DraftCounts
@@ -662,7 +662,9 @@ class RuntimeHost:
     def take_first_token(self, request_id: RequestId, token: int, results: PromptResults) -> tuple[bool, bool]:
         """Add a token and results of a prompt that another engine computed, before the engine steps them.
 
-        Only for the host's thread. Returns: whether the token's text contains a stop text, and whether it may begin one.
+        Only for the host's thread.
+
+        Returns: whether the token's text contains a stop text, and whether it may begin one.
         """
         opened = self._open.get(request_id)
         if opened is None:

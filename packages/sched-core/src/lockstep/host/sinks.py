@@ -81,9 +81,7 @@ def with_logprobs(event: RequestArrived) -> bool:
     return event.logprob_start is not None or (event.sampling is not None and event.sampling.top_logprobs > 0)
 
 
-def taken_from(
-    kept: dict[int, Kept], offset: int, count: int
-) -> TokenLogprobs | None:
+def taken_from(kept: dict[int, Kept], offset: int, count: int) -> TokenLogprobs | None:
     """Remove and return the logprobs of output tokens [offset:offset + count); None unless all are there."""
     if not all(number in kept for number in range(offset, offset + count)):
         return None

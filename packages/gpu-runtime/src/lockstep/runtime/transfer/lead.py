@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from lockstep.core.contract.errors import ConfigError
-from lockstep.host.handover.kv import Fetch, Int32s, Staged
+from lockstep.host.handover.kv import Fetch, Int32s, PagesStaged
 from lockstep.host.handover.wire import PageLayout, StagingPlace
 from lockstep.runtime.errors import RankLost
 from lockstep.runtime.rank_wire import CloseTransfers, FetchPages, OpenSender, OpenStaging, StagePages, TransferDone
@@ -51,16 +51,16 @@ class EngineTransport:
         if group is not None:
             group.on_transferred = self._answered
 
-    def sender(self, peer: str) -> Sender:
+    def sender(self, peer: str) -> SlotSender:
         """See `KvTransport.sender`."""
         number = self._open(f"lockstep-kv-to-{peer}")
         answers = self._ordered_now(
             number, lambda ticket: OpenStaging(ticket, number), lambda: self._own.open_staging(number)
         )
         places = tuple(one.place for one in answers if one.place is not None)
-        return Sender(self, number, places, self._own.pages_per_slot)
+        return SlotSender(self, number, places, self._own.pages_per_slot)
 
-    def receiver(self, layout: PageLayout, places: tuple[StagingPlace, ...]) -> Receiver:
+    def receiver(self, layout: PageLayout, places: tuple[StagingPlace, ...]) -> SlotReceiver:
         """See `KvTransport.receiver`."""
         number = self._open("lockstep-kv-in")
 
@@ -68,7 +68,7 @@ class EngineTransport:
             self._own.open_sender(number, layout, places)
 
         self._ordered_now(number, lambda ticket: OpenSender(ticket, number, layout, places), own)
-        return Receiver(self, number)
+        return SlotReceiver(self, number)
 
     def close(self) -> None:
         """See `KvTransport.close`."""
@@ -78,13 +78,13 @@ class EngineTransport:
 
     # ------------------------------------------------------------------------------------------------- for the links
 
-    def stage(self, number: int, slot: int, pages: Int32s, done: Callable[[Staged | BaseException], None]) -> None:
+    def stage(self, number: int, slot: int, pages: Int32s, done: Callable[[PagesStaged | BaseException], None]) -> None:
         """Copy pages into a slot on every rank."""
 
         def staged(answers: list[TransferDone]) -> None:
             error = next((one.error for one in answers if one.error), "")
             sums = tuple(one.checksum for one in answers)
-            done(RankLost(error) if error else Staged(sums if any(sums) else ()))
+            done(RankLost(error) if error else PagesStaged(sums if any(sums) else ()))
 
         def run() -> TransferDone:
             return TransferDone(0, 0, checksum=self._own.stage(number, slot, pages))
@@ -192,14 +192,16 @@ class EngineTransport:
         order.done(sorted(order.answers, key=lambda one: one.rank))
 
 
-class Sender:
+class SlotSender:
     """`lockstep.host.handover.kv.KvSender`."""
 
-    def __init__(self, transport: EngineTransport, number: int, places: tuple[StagingPlace, ...], per_slot: int) -> None:
+    def __init__(
+        self, transport: EngineTransport, number: int, places: tuple[StagingPlace, ...], per_slot: int
+    ) -> None:
         self._transport, self._number = transport, number
         self.places, self.pages_per_slot = places, per_slot
 
-    def stage(self, slot: int, pages: Int32s, done: Callable[[Staged | BaseException], None]) -> None:
+    def stage(self, slot: int, pages: Int32s, done: Callable[[PagesStaged | BaseException], None]) -> None:
         """See `KvSender.stage`."""
         self._transport.stage(self._number, slot, pages, done)
 
@@ -208,7 +210,7 @@ class Sender:
         self._transport.release(self._number)
 
 
-class Receiver:
+class SlotReceiver:
     """`lockstep.host.handover.kv.KvReceiver`."""
 
     def __init__(self, transport: EngineTransport, number: int) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.host.engine_options import TransferTransport
 from lockstep.host.handover.kv import Fetch, Int32s
-from lockstep.host.handover.wire import PageLayout, Part, StagingPlace
+from lockstep.host.handover.wire import LayoutPart, PageLayout, StagingPlace
 from lockstep.runtime.tiers.page_parts import WORDS, PageParts
 from lockstep.runtime.transfer.slices import Source, sources_of
 from lockstep.runtime.transfer.transports import (
@@ -156,12 +156,12 @@ class RankPages:
         return torch.from_numpy(pages.astype(np.int64)).to(self._device)
 
 
-def parts_in(pages: PageParts) -> tuple[Part, ...]:
+def parts_in(pages: PageParts) -> tuple[LayoutPart, ...]:
     """Return the parts of a page as a layout contains them. Tensors of KV are [pages, page size, heads, head size]."""
     found = []
     for one in pages.parts:
         heads = one.tensor.shape[2] if one.tensor.dim() == 4 else 0
-        found.append(Part(one.name, str(one.tensor.dtype), one.offset, one.size, heads))
+        found.append(LayoutPart(one.name, str(one.tensor.dtype), one.offset, one.size, heads))
     return tuple(found)
 
 

@@ -1,4 +1,4 @@
-"""Staging memory whose owner sends a slot whenever the other side asks for it, on the same or another machine.
+"""Staging memory whose owner sends a slot on request, on the same or another machine.
 
     receiver ──slot, bytes──> sender          16 bytes, little endian
              <──the bytes────
@@ -54,8 +54,7 @@ class TcpStaging(_Memory):
         except OSError as error:
             self._listener.close()
             raise ConfigError(
-                f"`LOCKSTEP_KV_HOST`: {host} cannot be listened on: {error.strerror}\n"
-                "hint: an address of this machine"
+                f"`LOCKSTEP_KV_HOST`: {host} cannot be listened on: {error.strerror}\nhint: an address of this machine"
             ) from error
         port = self._listener.getsockname()[1]
         self.place = StagingPlace("tcp", f"{host}|{port}|{self._secret.hex()}", slots, slot_bytes)

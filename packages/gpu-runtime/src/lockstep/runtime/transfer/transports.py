@@ -55,7 +55,9 @@ def check_transport(name: str) -> None:
     if name not in MODULES:
         raise ConfigError(f"`transfer_transport` must be {', '.join(get_args(TransferTransport))}, got `{name}`")
     if name == "nixl" and find_spec("nixl") is None:
-        raise ConfigError("`transfer_transport` is nixl, which is not installed\nhint: pip install nixl, or shm, or tcp")
+        raise ConfigError(
+            "`transfer_transport` is nixl, which is not installed\nhint: pip install nixl, or shm, or tcp"
+        )
 
 
 def make_staging(name: TransferTransport, slots: int, slot_bytes: int, device: torch.device) -> Staging:

@@ -1,4 +1,4 @@
-"""Requests handed over from prefill to decode engines, in real hosts: what the hosts say to each other, and when.
+"""Requests handed over from prefill to decode engines, in real hosts: their messages, and the state of each transfer.
 
 wire.py       messages between the two hosts of a link, and their frames
 link.py       a connection between two hosts, whose end ends every transfer on it

@@ -26,20 +26,20 @@ from lockstep.core.contract.errors import ConfigError, ContractError
 from lockstep.core.contract.events import ObservedEvent, RequestArrived, RequestId, TransferAdvanced
 from lockstep.core.contract.samples import sample_count
 from lockstep.host.handover.kv import Fetch, KvReceiver, KvTransport
-from lockstep.host.handover.link import Link, connect
+from lockstep.host.handover.link import PeerLink, connect
 from lockstep.host.handover.wire import (
     PROTOCOL,
     Accept,
-    Hello,
     LinkError,
     Offered,
     Outcome,
     PagesRead,
     PagesReady,
+    PeerHello,
+    PeerWelcome,
     Prefill,
     PromptDone,
     Stop,
-    Welcome,
     read_from_prefill,
 )
 
@@ -53,29 +53,29 @@ Status = Literal["offered", "done", "failed", "link_down"]
 
 
 @dataclass(slots=True)
-class _Room:
+class _ReceivingRoom:
     """One transfer. Guarded by the lock of its side."""
 
     number: int
     request_id: RequestId
-    peer: _Peer
+    peer: _PrefillPeer
     receive: StartTransfer | None = None  # None: no pages yet
     fetching: int = 0  # slots that are copied, or wait for it
     ending: PromptDone | None = None
     stopping: bool = False  # it has failed; a copy may still be under way
-    sent: bool = False  # whether the prefill engine knows the room
+    sent: bool = False  # whether Prefill was sent
 
 
 @dataclass(eq=False, slots=True)
-class _Peer:
+class _PrefillPeer:
     """One prefill engine, by one connection."""
 
     name: str
-    link: Link
+    link: PeerLink
     receiver: KvReceiver | None = None
     fetching: int = 0
     lost: bool = False
-    rooms: dict[int, _Room] = field(default_factory=dict)
+    rooms: dict[int, _ReceivingRoom] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -103,9 +103,9 @@ class DecodeSide:
         self._host: RuntimeHost | None = None
         self._lock = threading.RLock()
         self._routes: dict[int, int] = {}  # first room of a request -> its prefill engine
-        self._peers: dict[int, _Peer] = {}  # by number of the prefill engine
-        self._rooms: dict[int, _Room] = {}
-        self._of_request: dict[RequestId, _Room] = {}
+        self._peers: dict[int, _PrefillPeer] = {}  # by number of the prefill engine
+        self._rooms: dict[int, _ReceivingRoom] = {}
+        self._of_request: dict[RequestId, _ReceivingRoom] = {}
         self._seq = 0
         self.counts = TransferCounts()
 
@@ -144,7 +144,7 @@ class DecodeSide:
                 raise ContractError(f"the request in room {first} has no prefill engine")
             peer = self._peer(prefill)
             for number in range(sample_count(event)):
-                room = _Room(first + number, event.request_id + number, peer)
+                room = _ReceivingRoom(first + number, event.request_id + number, peer)
                 self._rooms[room.number] = self._of_request[room.request_id] = peer.rooms[room.number] = room
 
     def arrived(self, event: RequestArrived, requests: list[RequestId]) -> None:
@@ -188,7 +188,7 @@ class DecodeSide:
 
     # ------------------------------------------------------------------------------------------------------- pages
 
-    def _fetch(self, peer: _Peer, message: PagesReady) -> None:
+    def _fetch(self, peer: _PrefillPeer, message: PagesReady) -> None:
         """Copy the pages of a slot."""
         room = self._rooms.get(message.room)
         if room is None or room.stopping or peer.receiver is None:
@@ -206,7 +206,7 @@ class DecodeSide:
         order = Fetch(message.slot, message.pages, first, into, message.checksums)
         peer.receiver.fetch(order, lambda: room.stopping, partial(self._fetched, room, message.slot, len(into)))
 
-    def _fetched(self, room: _Room, slot: int, pages: int, error: str) -> None:
+    def _fetched(self, room: _ReceivingRoom, slot: int, pages: int, error: str) -> None:
         """Take in the end of a copy. Called from any thread."""
         with self._lock:
             peer = room.peer
@@ -223,12 +223,12 @@ class DecodeSide:
 
     # ----------------------------------------------------------------------------------------------------- the end
 
-    def _stop(self, room: _Room) -> None:
+    def _stop(self, room: _ReceivingRoom) -> None:
         if not room.stopping:
             room.stopping = True
             self._conclude(room)
 
-    def _conclude(self, room: _Room) -> None:
+    def _conclude(self, room: _ReceivingRoom) -> None:
         """End a transfer that has failed, or whose last page has arrived."""
         unsent = not room.sent and not room.peer.lost
         if unsent or room.fetching or self._rooms.get(room.number) is not room or not (room.stopping or room.ending):
@@ -244,7 +244,7 @@ class DecodeSide:
             self.counts.done += 1
             self._tell(room.request_id, room.peer.name, "done", room.ending)
 
-    def _forget(self, room: _Room) -> None:
+    def _forget(self, room: _ReceivingRoom) -> None:
         del self._rooms[room.number]
         del self._of_request[room.request_id]
         room.peer.rooms.pop(room.number, None)
@@ -274,29 +274,29 @@ class DecodeSide:
 
     # ------------------------------------------------------------------------------------- from the links' threads
 
-    def _peer(self, number: int) -> _Peer:
+    def _peer(self, number: int) -> _PrefillPeer:
         """Return the link to a prefill engine; make one if there is none."""
         peer = self._peers.get(number)
         if peer is None:
-            link = Link(
+            link = PeerLink(
                 f"prefill-{number}",
                 lambda: connect(self._address_of(number), self._secret),
                 partial(self._received, number),
                 partial(self._lost, number),
             )
-            peer = self._peers[number] = _Peer(f"engine{number}", link)
-            link.send(Hello(PROTOCOL, self._number, self._kv.layout))
+            peer = self._peers[number] = _PrefillPeer(f"engine{number}", link)
+            link.send(PeerHello(PROTOCOL, self._number, self._kv.layout))
             link.start()
         return peer
 
-    def _received(self, number: int, link: Link, frame: bytes) -> None:
+    def _received(self, number: int, link: PeerLink, frame: bytes) -> None:
         message = read_from_prefill(frame)
         with self._lock:
             peer = self._peers.get(number)
             if peer is None or peer.link is not link:
                 return
             match message:
-                case Welcome():
+                case PeerWelcome():
                     self._welcomed(peer, message)
                 case Offered(room):
                     if (found := self._rooms.get(room)) is not None and not found.stopping:
@@ -313,7 +313,7 @@ class DecodeSide:
                             log.warning("%s does not send the KV of r%d: %s", peer.name, found.request_id, reason)
                         self._stop(found)
 
-    def _welcomed(self, peer: _Peer, message: Welcome) -> None:
+    def _welcomed(self, peer: _PrefillPeer, message: PeerWelcome) -> None:
         refused = message.refused
         if not refused and message.protocol != PROTOCOL:
             refused = f"the prefill engine uses protocol {message.protocol}, the decode engine {PROTOCOL}"
@@ -326,7 +326,7 @@ class DecodeSide:
             log.error("no KV can be received from %s: %s", peer.name, refused)
             raise LinkError(refused)
 
-    def _lost(self, number: int, link: Link, reason: str) -> None:
+    def _lost(self, number: int, link: PeerLink, reason: str) -> None:
         with self._lock:
             peer = self._peers.get(number)
             if peer is None or peer.link is not link:
@@ -339,14 +339,14 @@ class DecodeSide:
                 self._conclude(room)
             self._release(peer)
 
-    def _release(self, peer: _Peer) -> None:
+    def _release(self, peer: _PrefillPeer) -> None:
         """Forget the staging memory of a lost peer, once no copy reads it."""
         if peer.lost and not peer.fetching and peer.receiver is not None:
             peer.receiver.close()
             peer.receiver = None
 
 
-def _accept(room: _Room) -> Accept:
+def _accept(room: _ReceivingRoom) -> Accept:
     assert room.receive is not None
     return Accept(room.number, room.receive.start_tokens, room.receive.adapter_version)
 

@@ -1,7 +1,8 @@
 """The part of a handover that moves bytes. `lockstep.runtime.transfer` implements it for tensors.
 
-The prefill engine copies pages into a slot of staging memory, one memory for each decode engine. The decode engine reads
-the slot and copies it into its pages. So only the process of an engine writes its pages, and knows when nothing does.
+The prefill engine copies pages into a slot of staging memory, one memory for each decode engine. The decode engine
+reads the slot and copies it into its pages. So only the process of an engine writes its pages, and the end of all
+writes is certain.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lockstep.host.handover.wire import PageLayout, StagingPlace
 Int32s = NDArray[np.int32]
 
 
-class Staged(msgspec.Struct, frozen=True):
+class PagesStaged(msgspec.Struct, frozen=True):
     """Pages are in a slot on every rank: the checksum of each rank's bytes, or no checksums."""
 
     checksums: tuple[int, ...] = ()
@@ -48,7 +49,7 @@ class KvSender(Protocol):
     places: tuple[StagingPlace, ...]
     pages_per_slot: int
 
-    def stage(self, slot: int, pages: Int32s, done: Callable[[Staged | BaseException], None]) -> None:
+    def stage(self, slot: int, pages: Int32s, done: Callable[[PagesStaged | BaseException], None]) -> None:
         """Begin to copy pages into a slot; `done` is called once, from any thread. An exception ends the engine."""
 
     def close(self) -> None:

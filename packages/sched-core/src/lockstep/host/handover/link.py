@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import hmac
 import logging
-import os
 import secrets
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from queue import SimpleQueue
 
 from lockstep.core.contract.errors import ConfigError
@@ -57,7 +57,7 @@ def prove(sock: socket.socket, secret: bytes, *, server: bool) -> None:
         raise OSError("the other end does not have the secret of this server")
 
 
-class Link:
+class PeerLink:
     """One end of a connection.
 
     Args:
@@ -70,8 +70,8 @@ class Link:
         self,
         name: str,
         opened: Callable[[], socket.socket],
-        received: Callable[[Link, bytes], None],
-        lost: Callable[[Link, str], None],
+        received: Callable[[PeerLink, bytes], None],
+        lost: Callable[[PeerLink, str], None],
     ) -> None:
         self.name = name
         self._opened, self._received, self._lost = opened, received, lost
@@ -150,7 +150,7 @@ class Listener:
         self._path = place if isinstance(place, str) else None
         if self._path is not None:
             with suppress(FileNotFoundError):
-                os.unlink(self._path)  # of an engine that was killed
+                Path(self._path).unlink()  # of an engine that was killed
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._socket.bind(place)
@@ -168,7 +168,7 @@ class Listener:
         self._socket.close()
         if self._path is not None:
             with suppress(OSError):
-                os.unlink(self._path)
+                Path(self._path).unlink()
 
     def _run(self) -> None:
         while True:

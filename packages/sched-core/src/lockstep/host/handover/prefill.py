@@ -29,22 +29,22 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import BatchId, ObservedEvent, RequestArrived, RequestId, TransferAdvanced
 from lockstep.core.contract.samples import sample_count
 from lockstep.host.errors import EngineStopped
-from lockstep.host.handover.kv import Int32s, KvSender, KvTransport, Staged
-from lockstep.host.handover.link import Link, Listener
+from lockstep.host.handover.kv import Int32s, KvSender, KvTransport, PagesStaged
+from lockstep.host.handover.link import Listener, PeerLink
 from lockstep.host.handover.results import PromptSink, packed
 from lockstep.host.handover.wire import (
     PROTOCOL,
     Accept,
-    Hello,
     LinkError,
     Offered,
     Outcome,
     PagesRead,
     PagesReady,
+    PeerHello,
+    PeerWelcome,
     Prefill,
     PromptDone,
     Stop,
-    Welcome,
     read_from_decode,
 )
 
@@ -61,19 +61,19 @@ Status = Literal["accepted", "done", "failed", "link_down"]
 class _Pages:
     """Pages to be copied into a slot; none: only the end of the prompt is announced behind the pages before."""
 
-    room: _Room
+    room: _SendingRoom
     first_page: int
     pages: Int32s
     ending: PromptDone | None = None  # sent behind these pages
 
 
 @dataclass(slots=True)
-class _Room:
+class _SendingRoom:
     """One transfer. Guarded by the lock of its side."""
 
     number: int
     request_id: RequestId
-    peer: _Peer
+    peer: _DecodePeer
     sink: PromptSink
     accept: Accept | None = None
     parts: deque[StartTransfer] = field(default_factory=deque)  # parts that were not queued for slots
@@ -86,11 +86,11 @@ class _Room:
 
 
 @dataclass(eq=False, slots=True)
-class _Peer:
+class _DecodePeer:
     """One decode engine, by one connection."""
 
     name: str
-    link: Link
+    link: PeerLink
     sender: KvSender | None = None
     free: list[int] = field(default_factory=list)  # slots
     waiting: deque[_Pages] = field(default_factory=deque)
@@ -111,10 +111,10 @@ class PrefillSide:
         self._kv, self._number = kv, number
         self._host: RuntimeHost | None = None
         self._lock = threading.RLock()
-        self._peers: list[_Peer] = []
-        self._rooms: dict[int, _Room] = {}
-        self._of_request: dict[RequestId, _Room] = {}
-        self._behind: dict[BatchId, list[_Room]] = {}
+        self._peers: list[_DecodePeer] = []
+        self._rooms: dict[int, _SendingRoom] = {}
+        self._of_request: dict[RequestId, _SendingRoom] = {}
+        self._behind: dict[BatchId, list[_SendingRoom]] = {}
         self._seq = 0
         self.ended: Callable[[int], object] | None = None  # called with each room that has ended, from any thread
         self._address, self._secret = address, secret
@@ -139,7 +139,7 @@ class PrefillSide:
 
     def accept(self, sock: socket.socket) -> None:
         """Serve a connection of a decode engine."""
-        link = Link("decode", lambda: sock, self._received, self._lost)
+        link = PeerLink("decode", lambda: sock, self._received, self._lost)
         link.start()
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class PrefillSide:
         """Do nothing: the rooms of a request are made when it is submitted."""
 
     def arrived(self, event: RequestArrived, requests: list[RequestId]) -> None:
-        """Do nothing: the decode engine knows that it sent this request."""
+        """Do nothing: this request came from a decode engine."""
 
     def perform(self, command: StartTransfer | CancelTransfer) -> None:
         """Carry out a command of the core."""
@@ -169,7 +169,8 @@ class PrefillSide:
             if isinstance(command, CancelTransfer):
                 self._stop(room, "")
                 return
-            assert command.direction == "send" and command.after_batch is not None, command
+            assert command.direction == "send", command
+            assert command.after_batch is not None, command
             room.parts.append(command)
             self._behind.setdefault(command.after_batch, []).append(room)
             if command.last:
@@ -186,7 +187,7 @@ class PrefillSide:
                     self._end_of_prompt(room, room.parts[room.ready - 1], result)
                 self._queue(room)
 
-    def _end_of_prompt(self, room: _Room, part: StartTransfer, result: BatchResult) -> None:
+    def _end_of_prompt(self, room: _SendingRoom, part: StartTransfer, result: BatchResult) -> None:
         """Store the first token of a room, and the results of its prompt."""
         plan = result.plan
         ids = plan.request_ids[plan.sample_rows]
@@ -203,7 +204,7 @@ class PrefillSide:
 
     # ------------------------------------------------------------------------------------------ pages and slots
 
-    def _queue(self, room: _Room) -> None:
+    def _queue(self, room: _SendingRoom) -> None:
         """Queue the pages of parts that can be sent."""
         if room.accept is None or room.stopping or room.peer.sender is None:
             return
@@ -224,7 +225,7 @@ class PrefillSide:
                 room.peer.waiting.append(_Pages(room, 0, pages[:0], room.ending))
         self._fill(room.peer)
 
-    def _fill(self, peer: _Peer) -> None:
+    def _fill(self, peer: _DecodePeer) -> None:
         """Copy waiting pages into free slots, in order."""
         while peer.waiting and peer.sender is not None and not peer.lost:
             pages = peer.waiting[0]
@@ -244,7 +245,7 @@ class PrefillSide:
             else:
                 return
 
-    def _staged(self, pages: _Pages, slot: int, staged: Staged | BaseException) -> None:
+    def _staged(self, pages: _Pages, slot: int, staged: PagesStaged | BaseException) -> None:
         """Announce pages in a slot. Called from any thread."""
         room, peer = pages.room, pages.room.peer
         if isinstance(staged, BaseException):  # the content of the device is unknown
@@ -266,7 +267,7 @@ class PrefillSide:
 
     # ------------------------------------------------------------------------------------------------- the end
 
-    def _stop(self, room: _Room, reason: str) -> None:
+    def _stop(self, room: _SendingRoom, reason: str) -> None:
         """Send nothing more of a room. The decode engine decides whether everything had arrived before."""
         if room.status:
             return
@@ -275,7 +276,7 @@ class PrefillSide:
         room.ready = 0
         room.peer.link.send(Stop(room.number, reason))
 
-    def _conclude(self, room: _Room) -> None:
+    def _conclude(self, room: _SendingRoom) -> None:
         """Report the end of a room, once it is known and no copy reads its pages."""
         if not room.status or room.copying or self._rooms.get(room.number) is not room:
             return
@@ -286,7 +287,7 @@ class PrefillSide:
         if self.ended is not None:
             self.ended(room.number)
 
-    def _tell(self, room: _Room, status: Status, start_tokens: int = 0) -> None:
+    def _tell(self, room: _SendingRoom, status: Status, start_tokens: int = 0) -> None:
         """Send the core a fact about a room."""
         assert self._host is not None
 
@@ -299,15 +300,15 @@ class PrefillSide:
 
     # ------------------------------------------------------------------------------------- from the links' threads
 
-    def _received(self, link: Link, frame: bytes) -> None:
+    def _received(self, link: PeerLink, frame: bytes) -> None:
         message = read_from_decode(frame)
         with self._lock:
-            if isinstance(message, Hello):
+            if isinstance(message, PeerHello):
                 self._hello(link, message)
                 return
             peer = next((one for one in self._peers if one.link is link), None)
             if peer is None:
-                raise LinkError(f"{type(message).__name__} came before Hello")
+                raise LinkError(f"{type(message).__name__} came before PeerHello")
             match message:
                 case Prefill():
                     self._prefill(peer, message)
@@ -328,12 +329,12 @@ class PrefillSide:
                         self._conclude(room)
                         self._fill(peer)
 
-    def _hello(self, link: Link, message: Hello) -> None:
+    def _hello(self, link: PeerLink, message: PeerHello) -> None:
         name = f"engine{message.number}"
         for earlier in [one for one in self._peers if one.name == name]:
             earlier.link.close()
             self._drop(earlier)  # a new process of the same engine: nothing of the earlier one is under way
-        peer = _Peer(name, link)
+        peer = _DecodePeer(name, link)
         refused = ""
         if message.protocol != PROTOCOL:
             refused = f"the decode engine uses protocol {message.protocol}, the prefill engine {PROTOCOL}"
@@ -345,12 +346,13 @@ class PrefillSide:
                 refused = str(error)
         places = () if peer.sender is None else peer.sender.places
         self._peers.append(peer)
-        link.send(Welcome(PROTOCOL, self._number, self._kv.layout, places, refused))
+        link.send(PeerWelcome(PROTOCOL, self._number, self._kv.layout, places, refused))
 
-    def _prefill(self, peer: _Peer, message: Prefill) -> None:
+    def _prefill(self, peer: _DecodePeer, message: Prefill) -> None:
         """Submit a request of a decode engine to the host."""
         request, host = message.request, self._host
-        assert host is not None and request.transfer_room is not None
+        assert host is not None
+        assert request.transfer_room is not None
         numbers = range(request.transfer_room, request.transfer_room + sample_count(request))
         taken = [number for number in numbers if number in self._rooms]
         if taken:
@@ -365,7 +367,7 @@ class PrefillSide:
                 peer.link.send(Stop(number, str(error)))
             return
         for offset, (number, sink) in enumerate(zip(numbers, sinks, strict=True)):
-            room = _Room(number, first_id + offset, peer, sink)
+            room = _SendingRoom(number, first_id + offset, peer, sink)
             self._rooms[number] = self._of_request[room.request_id] = room
 
     def _refused(self, number: int, reason: str) -> None:
@@ -373,13 +375,13 @@ class PrefillSide:
             if (room := self._rooms.get(number)) is not None:
                 self._stop(room, reason)
 
-    def _lost(self, link: Link, reason: str) -> None:
+    def _lost(self, link: PeerLink, reason: str) -> None:
         with self._lock:
             for peer in [one for one in self._peers if one.link is link]:
                 log.info("the link to %s ended: %s", peer.name, reason)
                 self._drop(peer)
 
-    def _drop(self, peer: _Peer) -> None:
+    def _drop(self, peer: _DecodePeer) -> None:
         """End all transfers with a decode engine whose link has ended."""
         if peer.lost:
             return
@@ -393,12 +395,12 @@ class PrefillSide:
             self._conclude(room)
         self._release(peer)
 
-    def _cancel_unsent(self, room: _Room) -> None:
+    def _cancel_unsent(self, room: _SendingRoom) -> None:
         """Cancel the request of a room whose decode engine has ended, whether or not it has a transfer."""
         assert self._host is not None
         self._host.cancel(room.request_id)
 
-    def _release(self, peer: _Peer) -> None:
+    def _release(self, peer: _DecodePeer) -> None:
         """Release the staging memory of a lost peer, once no copy writes it."""
         if peer.lost and not peer.copying and peer.sender is not None:
             peer.sender.close()

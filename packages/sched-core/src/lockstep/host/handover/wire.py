@@ -1,7 +1,7 @@
 """Messages between the hosts of a prefill and a decode engine: typed, bounded in size, and free of code.
 
-    decode ──Hello──────────────> prefill      once, for each connection
-           <──Welcome────────────
+    decode ──PeerHello──────────────> prefill      once, for each connection
+           <──PeerWelcome────────────
            ──Prefill────────────>              a request, under its room
            ──Accept─────────────>              the decode engine has given pages
            <──Offered────────────              the last part of the prompt was ordered
@@ -37,7 +37,7 @@ class LinkMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid
     """A message between two hosts."""
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class LayoutPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The bytes of one tensor in every page. `heads`: KV heads of this rank; 0: the part is the same on every rank."""
 
     name: str
@@ -64,7 +64,7 @@ class PageLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     page_bytes: int
     ranks: int = 1
     kv_heads: int = 0
-    parts: tuple[Part, ...] = ()
+    parts: tuple[LayoutPart, ...] = ()
 
 
 class StagingPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -86,8 +86,8 @@ class StagingPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 # ------------------------------------------------------------------------------------------- from the decode engine
 
 
-class Hello(LinkMessage, frozen=True):
-    """The first message of a connection: who connects. `number` is that of the engine in its server."""
+class PeerHello(LinkMessage, frozen=True):
+    """The first message of a connection: the number of the decode engine in its server, and its pages."""
 
     protocol: int
     number: int
@@ -124,8 +124,8 @@ class Outcome(LinkMessage, frozen=True):
 # ------------------------------------------------------------------------------------------ from the prefill engine
 
 
-class Welcome(LinkMessage, frozen=True):
-    """Answers Hello: the pages of the prefill engine, and where each of its ranks puts them.
+class PeerWelcome(LinkMessage, frozen=True):
+    """Answers PeerHello: the pages of the prefill engine, and where each of its ranks puts them.
 
     A connection that is refused has the reason in `refused`.
     """
@@ -164,7 +164,7 @@ class PromptResults(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
         top_ids, top_logprobs: int32 and float32, of the likeliest tokens in its place.
         prompt_logprobs: by position.
         prompt_top_logprobs: by position and token.
-        hidden: float32 [positions, hidden], at positions [hidden_start:...).
+        hidden_positions, hidden: int32 [n], and float32 [n, hidden]: hidden states at these positions.
     """
 
     logprob: float | None = None
@@ -194,8 +194,8 @@ class Stop(LinkMessage, frozen=True):
     reason: str = ""
 
 
-FromDecode = Hello | Prefill | Accept | PagesRead | Outcome
-FromPrefill = Welcome | Offered | PagesReady | PromptDone | Stop
+FromDecode = PeerHello | Prefill | Accept | PagesRead | Outcome
+FromPrefill = PeerWelcome | Offered | PagesReady | PromptDone | Stop
 
 encode = msgspec.msgpack.Encoder().encode
 _from_decode: msgspec.msgpack.Decoder[FromDecode] = msgspec.msgpack.Decoder(FromDecode)
