@@ -139,7 +139,7 @@ def build_engine(settings: ServeSettings, place: Place | None = None) -> EngineU
     if settings.emulate is None:
         return _model(settings, keeper, place)
     with _config_errors():
-        return _emulated(settings, keeper)
+        return _emulated(settings, keeper, place)
 
 
 def check_names(settings: ServeSettings) -> None:
@@ -472,7 +472,7 @@ def _matryoshka(folder: Path) -> tuple[int, ...] | None:
 # ------------------------------------------------------------------------------------------------------ an emulated one
 
 
-def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
+def _emulated(settings: ServeSettings, keeper: Keeper | None, place: Place | None) -> EngineUnit:
     from lockstep.api.emulate import (
         EmulatedAdapterCache,
         EmulatedExecutor,
@@ -481,12 +481,15 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         Script,
         emulated_source,
     )
+    from lockstep.api.emulated_transfers import EmulatedTransport
     from lockstep.api.observability.drift import DriftMeter
     from lockstep.sim.catalogue import load_gpu, load_model
     from lockstep.sim.cost.base_model import base_cost_model
+    from lockstep.sim.cost.hardware import NETWORK_GBS
     from lockstep.sim.cost.lora import slot_bytes
     from lockstep.sim.host.adapters import adapter_link
     from lockstep.sim.host.batch_shapes import RowAdapters
+    from lockstep.sim.host.hybrid_memory import TransferBytes
     from lockstep.sim.run.adapters import lora_of
     from lockstep.sim.run.assemble import configure
     from lockstep.sim.run.engine import calibration_of
@@ -499,7 +502,9 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     text = text_of(settings)
     assert text is not None
     vocabulary = _vocabulary(text, model.vocab, settings)
-    scheduler = _scheduler(settings)
+    number = 0 if place is None else place.number
+    settings = msgspec.structs.replace(settings, tp=settings.tp_of(number))
+    scheduler = _scheduler(settings, number)
     if settings.lora:
         scheduler.setdefault("max_loras", LORAS)
     script = None if settings.answers is None else Script.read(Path(settings.answers), text)
@@ -583,6 +588,12 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     if lora is not None:
         size = slot_bytes(model, scenario.parallelism, lora)
         cache = EmulatedAdapterCache(size, adapter_link(gpu), clock, speed=settings.speed)
+    handover = None
+    if settings.hands_over and place is not None:
+        page_bytes = round(TransferBytes.of(model, scenario.kv_dtype, hybrid=False).token * config.page_size)
+        rate_gbs = NETWORK_GBS.value * settings.tp
+        kv_transport = EmulatedTransport(model.name, config.page_size, page_bytes, rate_gbs, speed=settings.speed)
+        handover = _side(settings, place, kv_transport)
     runtime_host = RuntimeHost(
         engine,
         executor,
@@ -590,7 +601,9 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         clock,
         requests=RequestServices(check, watch, None if grammars is None else grammars.compiler),
         device=DeviceServices(
-            weight_loader=EmulatedWeightLoader(executor, weights_bytes, bus_gbs, speed=settings.speed), adapters=cache
+            weight_loader=EmulatedWeightLoader(executor, weights_bytes, bus_gbs, speed=settings.speed),
+            adapters=cache,
+            handover=handover,
         ),
         earlier=EarlierGeneration(weights) if keeper is None else keeper.earlier_generation(),
         observe=observe,
@@ -610,10 +623,17 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
 
     thread = threading.Thread(target=serve, name="lockstep-host", daemon=True)
 
+    def start() -> None:
+        if handover is not None:
+            handover.attach(runtime_host)
+        thread.start()
+
     def close() -> None:
         runtime_host.stop()
         if thread.is_alive():
             thread.join()
+        if handover is not None:
+            handover.close()
         if grammars is not None:
             grammars.compiler.close()
         if journal is not None:
@@ -634,11 +654,12 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         host=runtime_host,
         info=info,
         memory=memory,
-        start=thread.start,
+        start=start,
         close=close,
         keeper=keeper,
         adapters=registry,
         grammars=None if grammars is None else grammars.compiler,
+        handover=handover,
     )
     return unit if meter is None else replace(unit, drift=meter.read)
 

@@ -444,6 +444,11 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                     f"`{name}` is {value}; it must be at least 1, and is for prefill and decode engines\n"
                     "hint: --prefill-engines 1 --decode-engines 1"
                 )
+        if self.emulate is None and self.hands_over and self.swa_full_tokens_ratio is not None:
+            raise ConfigError(
+                f"`swa_full_tokens_ratio` is {self.swa_full_tokens_ratio}, but prefill and decode engines do not hand "
+                "over pages of sliding windows yet\nhint: leave it out"
+            )
         if not self.hands_over:
             for name in ("transfer_transport", "transfer_checksums"):
                 if getattr(self, name) != getattr(RankOptions(), name):
