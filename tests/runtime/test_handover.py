@@ -7,6 +7,8 @@ early, gives other tokens. The canary reads the tag of every slot beside, also o
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -207,3 +209,121 @@ def test_logprobs_hidden_states_and_samples_go_with_the_prompt(tmp_path: Path) -
 def test_an_engine_with_a_role_needs_other_engines() -> None:
     with pytest.raises(ConfigError, match="lockstep serve --prefill-engines 1 --decode-engines 1"):
         LLM(**SMALL, role="decode")
+
+
+# ------------------------------------------------------------------------------------------------------------ failures
+
+
+def spoil(pair: Pair, share: float, seed: int = 1) -> list[int]:
+    """Change a byte of some of the slots behind their checksums. Returns a list that grows with each."""
+    rng, spoiled, own = random.Random(seed), list[int](), pair.transports[0]._own
+    stage = own.stage
+
+    def stage_wrongly(number: int, slot: int, pages: Any) -> int:
+        checksum = stage(number, slot, pages)
+        if rng.random() < share:
+            own._stagings[number].slot(slot)[rng.randrange(8)] ^= 1
+            spoiled.append(slot)
+        return checksum
+
+    own.stage = stage_wrongly  # type: ignore[method-assign]
+    return spoiled
+
+
+@pytest.mark.parametrize("failure", ["recompute", "fail"])
+def test_bytes_that_change_on_the_way_are_found(failure: str, tmp_path: Path) -> None:
+    with Pair(tmp_path, transfer_failure=failure) as pair:
+        spoiled = spoil(pair, 0.2)
+        asked = prompts(3, 60)
+        answers = [pair.submit(prompt, NEW) for prompt in asked]
+        pair.wait(*answers)
+        assert len(spoiled) > 3
+        for one, prompt in zip(answers, asked, strict=True):
+            right = alone(prompt, NEW)
+            assert one.tokens == right or (failure == "fail" and one.reason == "transfer" and not one.tokens)
+        ended = [one.reason for one in answers]
+        assert ("transfer" in ended) == (failure == "fail")
+        assert pair.receivers[0].counts.failed > 3
+        pair.settle()
+    assert [pages_held(one) for one in pair.runtimes] == [0, 0]
+
+
+@pytest.mark.parametrize("failure", ["recompute", "fail"])
+def test_a_link_that_breaks_at_any_time_costs_no_token_and_no_page(failure: str, tmp_path: Path) -> None:
+    rng = random.Random(4)
+    with Pair(tmp_path, prefills=2, decodes=2, transfer_failure=failure) as pair:
+        asked = prompts(5, 120)
+        answers = []
+        for number, prompt in enumerate(asked):
+            answers.append(pair.submit(prompt, NEW, prefill=rng.randrange(2), decode=rng.randrange(2)))
+            if number % 6 == 5:
+                time.sleep(rng.random() * 0.02)
+                for peer in list(pair.receivers[rng.randrange(2)]._peers.values()):
+                    peer.link.close()
+        pair.wait(*answers)
+        broken = 0
+        for one, prompt in zip(answers, asked, strict=True):
+            broken += one.reason == "transfer"
+            assert one.tokens == alone(prompt, NEW) or one.reason == "transfer"
+        assert bool(broken) == (failure == "fail")
+        assert sum(one.counts.failed for one in pair.receivers) > 5
+        pair.settle()
+    assert [pages_held(one) for one in pair.runtimes] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("failure", ["recompute", "fail"])
+def test_a_transfer_that_stalls_ends_by_its_time_limit_and_its_pages_with_the_link(
+    failure: str, tmp_path: Path
+) -> None:
+    limits: dict[str, Any] = {"transfer_timeout_us": 200_000, "transfer_failure": failure}
+    with Pair(tmp_path, decode=limits) as pair:
+        stuck, own = threading.Event(), pair.transports[0]._own
+        stage = own.stage
+        own.stage = lambda *order: stuck.wait(20.0) and stage(*order)  # type: ignore[method-assign, assignment]
+        prompt = prompts(6, 1)[0]
+        answer = pair.submit(prompt, NEW)
+        pair.wait(answer, seconds=10.0)
+        assert (answer.reason, answer.tokens) == (
+            ("length", alone(prompt, NEW)) if failure == "recompute" else ("transfer", [])
+        )
+        assert pair.sides[0].busy, "the prefill engine still reads the pages"
+        assert pair.prefills[0].engine.transfers.all
+        stuck.set()
+        pair.settle()
+    assert [pages_held(one) for one in pair.runtimes] == [0, 0]
+
+
+def test_a_prefill_engine_that_is_not_there_costs_no_token(tmp_path: Path) -> None:
+    with Pair(tmp_path, transfer_failure="recompute") as pair:
+        prompt = prompts(7, 1)[0]
+        answer = pair.submit(prompt, NEW, prefill=9)
+        pair.wait(answer)
+        assert answer.tokens == alone(prompt, NEW)
+        pair.settle()
+
+
+def test_a_room_whose_pages_are_never_taken_ends_by_its_time_limit(tmp_path: Path) -> None:
+    """The decode engine has no pages to give, since one request has all of them for long."""
+    limits: dict[str, Any] = {"bootstrap_timeout_us": 200_000}
+    few: dict[str, Any] = {"pages": 24, "num_reserved_decode_tokens": 0, "transfer_failure": "fail"}
+    with Pair(tmp_path, prefill=limits, decode=few) as pair:
+        first = pair.submit(list(range(20)), 70)
+        second = pair.submit(list(range(30, 80)), 40)
+        pair.wait(second, seconds=20.0)
+        assert (second.reason, second.tokens) in (("transfer", []), ("length", alone(list(range(30, 80)), 40)))
+        pair.wait(first)
+        assert first.tokens == alone(list(range(20)), 70)
+        pair.settle()
+    assert [pages_held(one) for one in pair.runtimes] == [0, 0]
+
+
+def test_engines_of_different_models_hand_nothing_over(tmp_path: Path) -> None:
+    with Pair(tmp_path, transfer_failure="recompute") as pair:
+        own = pair.transports[1]._own
+        own.layout = pair.transports[1].layout = msgspec.structs.replace(own.layout, model="another")
+        prompt = prompts(8, 1)[0]
+        answer = pair.submit(prompt, NEW)
+        pair.wait(answer)
+        assert answer.tokens == alone(prompt, NEW)
+        assert pair.receivers[0].counts.done == 0
+        pair.settle()

@@ -56,17 +56,20 @@ class Pair:
             SmallRuntime(role="decode", journal=kept[prefills + i], **{**both, **(decode or {})})
             for i in range(decodes)
         ]
+        self.transports: list[EngineTransport] = []  # of all engines, in their order
         self.sides: list[PrefillSide] = []
         for number, one in enumerate(self.prefills):
             own = pages_of(one, transport=transport)
             own.pages_per_slot = pages_per_slot
-            side = PrefillSide(EngineTransport(own), f"unix:{folder}/kv-{number}", number=number)
+            self.transports.append(EngineTransport(own))
+            side = PrefillSide(self.transports[-1], f"unix:{folder}/kv-{number}", number=number)
             one.host.handover = side
             self.sides.append(side)
         self.receivers: list[DecodeSide] = []
         for number, one in enumerate(self.decodes):
+            self.transports.append(EngineTransport(pages_of(one, transport=transport)))
             to = DecodeSide(
-                EngineTransport(pages_of(one, transport=transport)),
+                self.transports[-1],
                 lambda prefill: f"unix:{folder}/kv-{prefill}",
                 number=prefills + number,
             )
