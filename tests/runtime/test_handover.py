@@ -21,6 +21,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.events import OpenSession  # noqa: E402
 from lockstep.core.journal.records import JournalHeader  # noqa: E402
 from lockstep.core.journal.replay import replay  # noqa: E402
 from lockstep.core.journal.writer import JournalWriter  # noqa: E402
@@ -28,6 +29,7 @@ from lockstep.host.handover.decode import DecodeSide  # noqa: E402
 from lockstep.host.handover.prefill import PrefillSide  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.llm import demo_folder  # noqa: E402
+from tests.support.adapters import write_adapter  # noqa: E402
 from tests.support.pair import Pair, pages_held  # noqa: E402
 from tests.support.small_runtime import alone, small_config  # noqa: E402
 
@@ -327,3 +329,46 @@ def test_engines_of_different_models_hand_nothing_over(tmp_path: Path) -> None:
         assert answer.tokens == alone(prompt, NEW)
         assert pair.receivers[0].counts.done == 0
         pair.settle()
+
+
+# ----------------------------------------------------------------------------------------------------- kinds of requests
+
+
+def test_turns_of_a_session_are_computed_with_all_of_it(tmp_path: Path) -> None:
+    with Pair(tmp_path) as pair:
+        assert pair.decodes[0].host.ask(OpenSession("s", 90)).result(10.0).ok
+        said: list[int] = []
+        for own in ([3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]):
+            answer = pair.submit(own, NEW, session="s")
+            pair.wait(answer)
+            said += own
+            assert answer.tokens == alone(said, NEW)
+            said += answer.tokens
+        later = [pair.submit(own, 4, session="s") for own in ([1, 2], [3, 4])]  # the second waits for the first
+        pair.wait(*later)
+        for own, answer in zip(([1, 2], [3, 4]), later, strict=True):
+            said += own
+            assert answer.tokens == alone(said, 4)
+            said += answer.tokens
+        pair.settle()
+        assert pair.receivers[0].counts.done == 5
+
+
+def test_adapters_and_grammars_go_over(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter", 3)
+    both: dict[str, Any] = {"lora": {"a": folder}, "grammar_backend": "auto"}
+    asked = [
+        Params(max_new_tokens=8, ignore_eos=True, adapter="a"),
+        Params(max_new_tokens=8, ignore_eos=True),
+        Params(max_new_tokens=12, grammar=("regex", "[0-9]{6}")),
+        Params(max_new_tokens=12, grammar=("regex", "[a-c]")),
+    ]
+    given = real_prompts(len(asked))
+    with LLM(**{**SMALL, **both}) as plain:
+        right = [one.token_ids for one in plain.generate(given, asked)]
+    with engines(tmp_path, {}, {}, **both) as (_, second):
+        answers = second.generate(given, asked)
+        assert [one.token_ids for one in answers] == right
+        side = second.handover
+        assert isinstance(side, DecodeSide)
+        assert (side.counts.done, side.counts.failed) == (4, 0)

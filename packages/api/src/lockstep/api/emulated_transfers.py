@@ -1,4 +1,4 @@
-"""Transfers between emulated engines: no bytes, and as much time as the bytes of the KV would take. Imports no torch."""
+"""Transfers between emulated engines: no bytes, and the time that the bytes of the KV would take. Imports no torch."""
 
 from __future__ import annotations
 

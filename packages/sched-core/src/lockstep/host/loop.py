@@ -541,6 +541,8 @@ class RuntimeHost:
         self._nothing_new = False
         if self.observe is not None:
             self.observe(event, step)
+        if self.handover is not None:
+            self.handover.decided(step)
         for command in step.commands:
             self._perform(command)
         if step.commands and self.performed is not None:

@@ -21,9 +21,16 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from lockstep.core.contract.commands import CancelTransfer, StartTransfer
+from lockstep.core.contract.commands import CancelTransfer, StartTransfer, Step
 from lockstep.core.contract.errors import ConfigError, ContractError
-from lockstep.core.contract.events import ObservedEvent, RequestArrived, RequestId, TransferAdvanced
+from lockstep.core.contract.events import (
+    ObservedEvent,
+    RequestArrived,
+    RequestId,
+    TokenIds,
+    TransferAdvanced,
+    TurnStarted,
+)
 from lockstep.core.contract.samples import sample_count
 from lockstep.host.handover.kv import Fetch, KvReceiver, KvTransport
 from lockstep.host.handover.link import PeerLink, connect
@@ -106,6 +113,7 @@ class DecodeSide:
         self._peers: dict[int, _PrefillPeer] = {}  # by number of the prefill engine
         self._rooms: dict[int, _ReceivingRoom] = {}
         self._of_request: dict[RequestId, _ReceivingRoom] = {}
+        self._turns: dict[RequestId, RequestArrived] = {}  # turns of sessions that have not begun
         self._seq = 0
         self.counts = TransferCounts()
 
@@ -143,6 +151,8 @@ class DecodeSide:
             if prefill is None:
                 raise ContractError(f"the request in room {first} has no prefill engine")
             peer = self._peer(prefill)
+            if event.session:
+                self._turns[event.request_id] = event
             for number in range(sample_count(event)):
                 room = _ReceivingRoom(first + number, event.request_id + number, peer)
                 self._rooms[room.number] = self._of_request[room.request_id] = peer.rooms[room.number] = room
@@ -159,15 +169,44 @@ class DecodeSide:
             for room in there:
                 if room.request_id not in requests:
                     self._forget(room)
-            if not there or not requests:
-                return
-            peer = there[0].peer
-            peer.link.send(Prefill(for_prefill(event)))
-            for room in there:
-                room.sent = True
-                if room.receive is not None:
-                    peer.link.send(_accept(room))
-                self._conclude(room)
+            if there and requests and not event.session:
+                self._send(event, there)
+
+    def decided(self, step: Step) -> None:
+        """Send the turns of sessions that have begun, each with its whole prompt."""
+        if not self._turns:
+            return
+        with self._lock:
+            for event in step.decided:
+                if isinstance(event, TurnStarted) and event.request_id in self._turns:
+                    turn, room = self._turns.pop(event.request_id), self._of_request.get(event.request_id)
+                    if room is not None:
+                        self._send(self._whole(turn, event), [room])
+
+    def _whole(self, turn: RequestArrived, began: TurnStarted) -> RequestArrived:
+        """Return a turn as a request without a session: its prompt begins with the tokens of the session."""
+        assert self._host is not None
+        request = self._host.engine.requests[began.request_id]
+        prompt = bytes(request.tokens[: 4 * began.prompt_tokens])
+        start = turn.logprob_start
+        return msgspec.structs.replace(
+            turn,
+            prompt=TokenIds(prompt),
+            session="",
+            session_start=None,
+            max_new_tokens=began.max_new_tokens,
+            logprob_start=None if start is None else start + began.kept_tokens,
+        )
+
+    def _send(self, event: RequestArrived, rooms: list[_ReceivingRoom]) -> None:
+        """Send a request to its prefill engine, with what the core has ordered for it so far."""
+        peer = rooms[0].peer
+        peer.link.send(Prefill(for_prefill(event)))
+        for room in rooms:
+            room.sent = True
+            if room.receive is not None:
+                peer.link.send(_accept(room))
+            self._conclude(room)
 
     def perform(self, command: StartTransfer | CancelTransfer) -> None:
         """Carry out a command of the core."""
@@ -230,12 +269,13 @@ class DecodeSide:
 
     def _conclude(self, room: _ReceivingRoom) -> None:
         """End a transfer that has failed, or whose last page has arrived."""
-        unsent = not room.sent and not room.peer.lost
+        arriving = self._turns.get(room.request_id) is None and not room.sent
+        unsent = arriving and not room.peer.lost
         if unsent or room.fetching or self._rooms.get(room.number) is not room or not (room.stopping or room.ending):
             return
         self._forget(room)
         failed = room.stopping
-        if not room.peer.lost:
+        if room.sent and not room.peer.lost:
             room.peer.link.send(Outcome(room.number, "failed" if failed else "done"))
         if failed:
             self.counts.failed += 1
@@ -245,6 +285,7 @@ class DecodeSide:
             self._tell(room.request_id, room.peer.name, "done", room.ending)
 
     def _forget(self, room: _ReceivingRoom) -> None:
+        self._turns.pop(room.request_id, None)
         del self._rooms[room.number]
         del self._of_request[room.request_id]
         room.peer.rooms.pop(room.number, None)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import numpy as np
 
-from lockstep.core.contract.commands import CancelTransfer, StartTransfer
+from lockstep.core.contract.commands import CancelTransfer, StartTransfer, Step
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import BatchId, ObservedEvent, RequestArrived, RequestId, TransferAdvanced
 from lockstep.core.contract.samples import sample_count
@@ -156,6 +156,9 @@ class PrefillSide:
 
     def arriving(self, event: RequestArrived) -> None:
         """Do nothing: the rooms of a request are made when it is submitted."""
+
+    def decided(self, step: Step) -> None:
+        """Do nothing: a prefill engine has no sessions."""
 
     def arrived(self, event: RequestArrived, requests: list[RequestId]) -> None:
         """Do nothing: this request came from a decode engine."""

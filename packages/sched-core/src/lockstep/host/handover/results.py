@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lockstep.core.contract.commands import CancelTransfer, FinishRequest, RejectRequest, StartTransfer
+from lockstep.core.contract.commands import CancelTransfer, FinishRequest, RejectRequest, StartTransfer, Step
 from lockstep.core.contract.events import RequestArrived, RequestId
 from lockstep.host.batches import BatchResult
 from lockstep.host.handover.wire import PromptResults
@@ -23,6 +23,9 @@ class Handover(Protocol):
 
     def arriving(self, event: RequestArrived) -> None:
         """Take in a request that the engine steps next, so that its first commands find it."""
+
+    def decided(self, step: Step) -> None:
+        """Take in what the engine decided, before its commands are performed."""
 
     def arrived(self, event: RequestArrived, requests: list[RequestId]) -> None:
         """Take in what the engine did with a request; `requests` are its samples with a transfer."""
