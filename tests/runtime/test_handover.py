@@ -331,7 +331,7 @@ def test_engines_of_different_models_hand_nothing_over(tmp_path: Path) -> None:
         pair.settle()
 
 
-# ----------------------------------------------------------------------------------------------------- kinds of requests
+# ---------------------------------------------------------------------------------------------------- kinds of requests
 
 
 def test_turns_of_a_session_are_computed_with_all_of_it(tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 A GPU copies on a stream of its own, beside the passes. Pages that are sent were computed by batches that have been
 collected; pages that are filled are in no batch before the transfer is done. So no event orders them with the passes.
+
+In a slot the pages of a part lie side by side, so each part is copied once, by the indices of its pages:
+
+    slot with n pages    | keys 0: n pages | values 0: n pages | keys 1: n pages | ...
 """
 
 from __future__ import annotations
@@ -79,16 +83,17 @@ class RankPages:
 
     def stage(self, number: int, slot: int, pages: Int32s) -> int:
         """Copy pages into a slot, and wait for it. Returns the checksum of the bytes; 0 without checksums."""
-        page_bytes = self.layout.page_bytes
-        into = self._stagings[number].slot(slot)[: len(pages) * page_bytes]
+        count = len(pages)
+        into = self._stagings[number].slot(slot)[: count * self.layout.page_bytes]
         with self._copying(), torch.inference_mode():
             at = self._index(pages)
-            if self._stream is None or into.is_cuda:
-                self._pages.gather(at, into.view(len(pages), page_bytes))
-            else:
-                gathered = torch.empty((len(pages), page_bytes), dtype=torch.uint8, device=self._device)
-                self._pages.gather(at, gathered)
-                into.copy_(gathered.view(-1), non_blocking=True)
+            direct = self._stream is None or into.is_cuda
+            gathered = into if direct else torch.empty_like(into, device=self._device)
+            for part in self._pages.parts:
+                some = gathered[part.offset * count :][: part.size * count].view(part.words).view(count, -1)
+                torch.index_select(part.on_device(), 0, at, out=some)
+            if not direct:
+                into.copy_(gathered, non_blocking=True)
             self._wait()
             return crc(into) if self._checksums else 0
 
@@ -109,21 +114,19 @@ class RankPages:
             if order.checksums and crc(got) != order.checksums[source.rank]:
                 raise TransferFailed(f"the bytes of rank {source.rank} have another checksum than those that were sent")
             with self._copying(), torch.inference_mode():
-                given = got.view(order.pages, layout.page_bytes)[order.first :]
-                if self._stream is not None:
-                    given = given.to(self._device, non_blocking=True)
-                at = self._index(order.into)
-                if source.whole:
-                    self._pages.scatter(at, given)
-                else:
-                    self._scatter_heads(at, given, layout, source)
+                given = got if self._stream is None else got.to(self._device, non_blocking=True)
+                self._scatter(given, order, layout, source)
                 self._wait()
 
-    def _scatter_heads(self, at: Tensor, given: Tensor, layout: PageLayout, source: Source) -> None:
-        """Copy some heads of pages, uint8 [n, their page bytes], into pages of this rank, int64 [n]."""
+    def _scatter(self, given: Tensor, order: Fetch, layout: PageLayout, source: Source) -> None:
+        """Copy the bytes of a slot, or some heads of them, into pages of this rank."""
+        at = self._index(order.into)
         for theirs, ours in zip(layout.parts, self._pages.parts, strict=True):
-            some = given[:, theirs.offset : theirs.offset + theirs.size]
-            if theirs.heads:
+            whole = given[theirs.offset * order.pages :][: theirs.size * order.pages].view(order.pages, -1)
+            some = whole[order.first :]
+            if source.whole:
+                ours.on_device().index_copy_(0, at, some.view(ours.words))
+            elif theirs.heads:
                 tensor = ours.tensor
                 words = BY_SIZE[tensor.element_size()]
                 by_head = some.view(words).unflatten(1, (layout.page_size, theirs.heads, -1))
