@@ -3,10 +3,10 @@
     python benchmarks/handover.py [--tokens 4000] [--rounds 5] [--transports shm,tcp]
 
 The pages of a prompt of the demo model (float32, 64 KiB a page) go from one pool into another in one process, as they
-do between two: gathered into slots, read by the other side, and scattered into its pages, slot after slot. Pages lie apart
-in both pools, the slowest case. The rates that they are compared with move as many bytes in one piece: a plain copy
-(memcpy), and a socket on the loopback interface, from one thread to another. All rates are the best of the rounds,
-taken in turn.
+do between two: gathered into slots, read by the other side, and scattered into its pages, slot after slot. Pages lie
+apart in both pools, the slowest case. The rates that they are compared with move as many bytes in one piece: a plain
+copy (memcpy), and a socket on the loopback interface, from one thread to another. All rates are the best of the
+rounds, taken in turn.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ SECTIONS = {  # in order of value, with the most seconds each may take
     "start": 60.0,
     "ranks": 40.0,
     "tiers": 50.0,
+    "transfers": 60.0,
     "peer": 50.0,
     "tuning": 500.0,
 }

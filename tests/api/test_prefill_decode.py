@@ -37,7 +37,7 @@ from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.host.router_check import verify_router  # noqa: E402
 from lockstep.tools.journal import journal  # noqa: E402
 from tests.support.kills import campaign  # noqa: E402
-from tests.support.live_server import LiveServer, serving  # noqa: E402
+from tests.support.live_server import LiveServer, metric, serving  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------------- the router
 
@@ -162,6 +162,7 @@ def test_a_server_with_roles_answers_as_one_engine(transport: str, plain: list[A
     roles = ("--prefill-engines", "1", "--decode-engines", "2", "--journal", str(run))
     with serving(tmp_path / "log", *roles, "--transfer-transport", transport, "--transfer-checksums") as server:
         assert texts(server, BODIES) == plain
+        assert metric(server, "lockstep_transfers_total") == 7, "one of each answer"
         vector = httpx2.post(f"{server.url}/v1/embeddings", json={"input": "hello"}, timeout=60.0).json()
         assert len(vector["data"][0]["embedding"]) > 8
         assert server.end() == 0

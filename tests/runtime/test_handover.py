@@ -372,3 +372,25 @@ def test_adapters_and_grammars_go_over(tmp_path: Path) -> None:
         side = second.handover
         assert isinstance(side, DecodeSide)
         assert (side.counts.done, side.counts.failed) == (4, 0)
+
+
+def test_ranks_connect_again_while_they_work(expected: list[list[int]], tmp_path: Path) -> None:
+    """The other ranks open new staging memory between batches, and the thread of the host does not wait for them."""
+    ranks: dict[str, Any] = {"tp": 2}
+    with engines(tmp_path, ranks, ranks, transfer_failure="recompute") as (_, second):
+        side = second.handover
+        assert isinstance(side, DecodeSide)
+        over = threading.Event()
+
+        def cut() -> None:
+            while not over.wait(0.4):
+                for peer in list(side._peers.values()):
+                    peer.link.close()
+
+        thread = threading.Thread(target=cut)
+        thread.start()
+        found = [answer.token_ids for answer in second.generate(real_prompts(), GREEDY)]
+        over.set()
+        thread.join()
+        assert found == expected
+        assert side.counts.done + side.counts.failed == len(expected)

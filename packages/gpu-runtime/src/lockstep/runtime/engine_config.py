@@ -84,6 +84,12 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True):
         check_fp8_activations(self.fp8_activations)
         check_timeout(self.batch_timeout_s)
         check_tiers(self, RankOptions())
+        for name in ("transfer_transport", "transfer_checksums"):
+            if self.hand_over is None and getattr(self, name) != getattr(RankOptions(), name):
+                raise ConfigError(
+                    f"`{name}` is for prefill and decode engines\n"
+                    "hint: lockstep serve --prefill-engines 1 --decode-engines 1"
+                )
         if self.journal is not None and any((Path(self.journal) / "journal").glob("*.log")):
             raise ConfigError(f"`journal`: {self.journal} already holds a journal\nhint: choose another run folder")
 

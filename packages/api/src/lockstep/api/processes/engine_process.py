@@ -132,6 +132,8 @@ class EngineProcess:
         )
         self.outbox.restarts, self.outbox.drafts = generation, self.host.drafts
         self.outbox.moves = self.host.moves
+        if isinstance(unit.handover, DecodeSide):
+            self.outbox.transfers = unit.handover.counts
         self.host.observe = both(self.host.observe, self.outbox.times.observe)
         # kept open, since a closed socket lingers for half a second only
         self._to_router: zmq.Socket[bytes] | None = None

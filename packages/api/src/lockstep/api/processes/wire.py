@@ -348,6 +348,14 @@ class TierFigures(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     store: tuple[tuple[str, int], ...] = ()  # name and value of each count of the storage; empty without storage
 
 
+class TransferFigures(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Totals of a decode engine since it started; see `lockstep.host.handover.decode.TransferCounts`."""
+
+    done: int
+    failed: int
+    pages: int
+
+
 ITERATION_TOKENS = (1, 8, *(16 * 2**power for power in range(11)))
 """Upper bounds of the buckets in which batches are counted by their tokens, as in vLLM."""
 
@@ -374,6 +382,7 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     drafts: DraftFigures | None = None  # None: the engine verifies no drafts
     forced_tokens: int | None = None  # tokens that grammars forced; None: jump-forward is off
     tiers: TierFigures | None = None  # None: the engine has no memory below the device
+    transfers: TransferFigures | None = None  # None: it receives no KV of other engines
 
 
 class ToWorker(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

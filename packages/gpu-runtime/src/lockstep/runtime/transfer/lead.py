@@ -73,7 +73,7 @@ class EngineTransport:
     def close(self) -> None:
         """See `KvTransport.close`."""
         for thread in self._threads.values():
-            thread.shutdown(wait=True, cancel_futures=True)
+            thread.shutdown(wait=False, cancel_futures=True)  # a copy that stalls ends with the process
         self._own.close_all()
 
     # ------------------------------------------------------------------------------------------------- for the links

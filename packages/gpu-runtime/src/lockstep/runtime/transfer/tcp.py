@@ -101,11 +101,14 @@ class TcpReader(_Memory):
     def __init__(self, place: StagingPlace, device: torch.device) -> None:
         super().__init__(1, place.slot_bytes, device)
         host, port, secret = place.address.split("|")
+        sock: socket.socket | None = None
         try:
-            self._socket = socket.create_connection((host, int(port)), STALL_S)
-            _prepare(self._socket)
-            prove(self._socket, bytes.fromhex(secret), server=False)
+            self._socket = sock = socket.create_connection((host, int(port)), STALL_S)
+            _prepare(sock)
+            prove(sock, bytes.fromhex(secret), server=False)
         except OSError as error:
+            if sock is not None:
+                sock.close()
             raise ConfigError(
                 f"the staging memory of the prefill engine at {host}:{port} cannot be reached: {error}\n"
                 "hint: LOCKSTEP_KV_HOST on its machine is the address for other machines"

@@ -332,13 +332,16 @@ class DecodeSide:
 
     def _received(self, number: int, link: PeerLink, frame: bytes) -> None:
         message = read_from_prefill(frame)
+        receiver = self._welcomed(message) if isinstance(message, PeerWelcome) else None
         with self._lock:
             peer = self._peers.get(number)
             if peer is None or peer.link is not link:
+                if receiver is not None:
+                    receiver.close()
                 return
             match message:
                 case PeerWelcome():
-                    self._welcomed(peer, message)
+                    peer.receiver = receiver
                 case Offered(room):
                     if (found := self._rooms.get(room)) is not None and not found.stopping:
                         self._tell(found.request_id, peer.name, "offered")
@@ -354,18 +357,21 @@ class DecodeSide:
                             log.warning("%s does not send the KV of r%d: %s", peer.name, found.request_id, reason)
                         self._stop(found)
 
-    def _welcomed(self, peer: _PrefillPeer, message: PeerWelcome) -> None:
+    def _welcomed(self, message: PeerWelcome) -> KvReceiver:
+        """Open the staging memory of a prefill engine, without the lock: other ranks may wait for the host's thread.
+
+        Raises: LinkError if that is not possible.
+        """
         refused = message.refused
         if not refused and message.protocol != PROTOCOL:
             refused = f"the prefill engine uses protocol {message.protocol}, the decode engine {PROTOCOL}"
         if not refused:
             try:
-                peer.receiver = self._kv.receiver(message.layout, message.places)
+                return self._kv.receiver(message.layout, message.places)
             except ConfigError as error:
                 refused = str(error)
-        if refused:
-            log.error("no KV can be received from %s: %s", peer.name, refused)
-            raise LinkError(refused)
+        log.error("no KV can be received from engine %d: %s", message.number, refused)
+        raise LinkError(refused)
 
     def _lost(self, number: int, link: PeerLink, reason: str) -> None:
         with self._lock:

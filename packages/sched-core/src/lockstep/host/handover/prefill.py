@@ -305,10 +305,10 @@ class PrefillSide:
 
     def _received(self, link: PeerLink, frame: bytes) -> None:
         message = read_from_decode(frame)
+        if isinstance(message, PeerHello):
+            self._hello(link, message)
+            return
         with self._lock:
-            if isinstance(message, PeerHello):
-                self._hello(link, message)
-                return
             peer = next((one for one in self._peers if one.link is link), None)
             if peer is None:
                 raise LinkError(f"{type(message).__name__} came before PeerHello")
@@ -333,12 +333,9 @@ class PrefillSide:
                         self._fill(peer)
 
     def _hello(self, link: PeerLink, message: PeerHello) -> None:
-        name = f"engine{message.number}"
-        for earlier in [one for one in self._peers if one.name == name]:
-            earlier.link.close()
-            self._drop(earlier)  # a new process of the same engine: nothing of the earlier one is under way
+        """Take in a new link. Staging memory is made without the lock: other ranks may wait for the host's thread."""
+        name, refused = f"engine{message.number}", ""
         peer = _DecodePeer(name, link)
-        refused = ""
         if message.protocol != PROTOCOL:
             refused = f"the decode engine uses protocol {message.protocol}, the prefill engine {PROTOCOL}"
         else:
@@ -348,7 +345,11 @@ class PrefillSide:
             except ConfigError as error:
                 refused = str(error)
         places = () if peer.sender is None else peer.sender.places
-        self._peers.append(peer)
+        with self._lock:
+            for earlier in [one for one in self._peers if one.name == name]:
+                earlier.link.close()
+                self._drop(earlier)  # a new process of the same engine: nothing of the earlier one is under way
+            self._peers.append(peer)
         link.send(PeerWelcome(PROTOCOL, self._number, self._kv.layout, places, refused))
 
     def _prefill(self, peer: _DecodePeer, message: Prefill) -> None:
