@@ -51,8 +51,8 @@ class EmulatedTransport:
 class EmulatedSender:
     """Staging memory without bytes: `lockstep.host.handover.kv.KvSender`."""
 
-    places = (StagingPlace("emulated", "", SLOTS, 0),)
-    pages_per_slot = SLOT_PAGES
+    places: tuple[StagingPlace, ...] = (StagingPlace("emulated", "", SLOTS, 0),)
+    pages_per_slot: int = SLOT_PAGES
 
     def stage(self, slot: int, pages: Int32s, done: Callable[[PagesStaged | BaseException], None]) -> None:
         """See `KvSender.stage`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import time
 from contextlib import suppress
+from importlib import import_module
 from typing import Any
 from uuid import uuid4
 
@@ -30,14 +31,14 @@ STALL_S = 30.0
 def _agent() -> Any:
     """Return a new NIXL agent over UCX. Raises ConfigError."""
     try:
-        from nixl._api import nixl_agent, nixl_agent_config
+        api: Any = import_module("nixl._api")
     except ImportError as error:
         raise ConfigError(
             f"`transfer_transport` is nixl, which cannot be loaded: {error}\n"
             "hint: pip install nixl for the CUDA version of this machine, or shm, or tcp"
         ) from error
     try:
-        return nixl_agent(f"lockstep-{uuid4().hex}", nixl_agent_config(backends=["UCX"]))
+        return api.nixl_agent(f"lockstep-{uuid4().hex}", api.nixl_agent_config(backends=["UCX"]))
     except Exception as error:
         raise ConfigError(f"`transfer_transport` is nixl, whose agent does not start: {error}") from error
 

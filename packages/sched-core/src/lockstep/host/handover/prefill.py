@@ -296,8 +296,8 @@ class PrefillSide:
 
         def make(now_us: int) -> ObservedEvent:
             self._seq += 1
-            about = {"start_tokens": start_tokens} if start_tokens else {}
-            return TransferAdvanced(now_us, room.request_id, room.peer.name, 0, self._seq, status, **about)
+            about = (now_us, room.request_id, room.peer.name, 0, self._seq, status)
+            return TransferAdvanced(*about, start_tokens=start_tokens)
 
         self._host.put_fact(make)
 

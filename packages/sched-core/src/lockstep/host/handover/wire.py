@@ -17,7 +17,7 @@ The frames are those of the ranks' channel: four bytes with the length, little e
 from __future__ import annotations
 
 import struct
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -197,6 +197,8 @@ class Stop(LinkMessage, frozen=True):
 FromDecode = PeerHello | Prefill | Accept | PagesRead | Outcome
 FromPrefill = PeerWelcome | Offered | PagesReady | PromptDone | Stop
 
+AnyMessage = TypeVar("AnyMessage")
+
 encode = msgspec.msgpack.Encoder().encode
 _from_decode: msgspec.msgpack.Decoder[FromDecode] = msgspec.msgpack.Decoder(FromDecode)
 _from_prefill: msgspec.msgpack.Decoder[FromPrefill] = msgspec.msgpack.Decoder(FromPrefill)
@@ -212,7 +214,7 @@ def read_from_prefill(frame: bytes) -> FromPrefill:
     return _read(_from_prefill, frame)
 
 
-def _read(decoder: msgspec.msgpack.Decoder[LinkMessage], frame: bytes) -> LinkMessage:  # type: ignore[misc]
+def _read(decoder: msgspec.msgpack.Decoder[AnyMessage], frame: bytes) -> AnyMessage:
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
