@@ -753,7 +753,7 @@ class RuntimeHost:
                 and with_logprobs(request.event)
             ):
                 first = int(positions[i]) - self._prompt_tokens(plan, number)
-                most = request.event.sampling.top_logprobs if request.event.sampling is not None else 0
+                most = request.event.sampling.logprobs_beside if request.event.sampling is not None else 0
                 for j in range(count):
                     tops: tuple[Int32s | None, Float32s | None] = (None, None)
                     if most and result.top_ids is not None and result.top_logprobs is not None:

@@ -20,7 +20,7 @@ class TokenLogprobs:
     """Logprobs of consecutive output tokens of one request."""
 
     logprobs: Float32s  # [tokens]
-    top_ids: Int32s | None = None  # [tokens, top_logprobs of the request]
+    top_ids: Int32s | None = None  # [tokens, logprobs_beside of the request]
     top_logprobs: Float32s | None = None
 
 
@@ -78,7 +78,7 @@ def drop_behind_the_end(extras: ResultExtras, end: FinishRequest) -> None:
 
 def with_logprobs(event: RequestArrived) -> bool:
     """Whether a request requires logprobs of its output."""
-    return event.logprob_start is not None or (event.sampling is not None and event.sampling.top_logprobs > 0)
+    return event.logprob_start is not None or (event.sampling is not None and event.sampling.logprobs_beside > 0)
 
 
 def taken_from(kept: dict[int, Kept], offset: int, count: int) -> TokenLogprobs | None:
