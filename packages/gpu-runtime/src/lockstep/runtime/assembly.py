@@ -69,6 +69,8 @@ from lockstep.runtime.tables import DeviceTables, check_page_table
 from lockstep.runtime.tiers.identity import Identity, random_weights_digest, weights_digest
 from lockstep.runtime.tiers.mover import HostMover
 from lockstep.runtime.tiers.page_parts import parts_of
+from lockstep.runtime.transfer.rank import RankPages
+from lockstep.runtime.transfer.transports import check_transport
 
 log = logging.getLogger("lockstep.runtime")
 
@@ -157,6 +159,7 @@ class Assembled:
     logit_processors: dict[str, LogitProcessor]
     executor: Executor
     mover: HostMover | None = None  # of pages between the tiers; None: there is only the device
+    transfers: RankPages | None = None  # of pages between engines; None: the engine hands nothing over
 
 
 def assemble(
@@ -242,7 +245,8 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         with executor.lane.stream(), torch.inference_mode():
             run_once(model.targets, executor.lane.upload)
     mover = make_mover(settings, model, config, executor) if settings.host_cache_gb else None
-    return Assembled(model, config, memory, kernels.backend, enabled, executor, mover)
+    transfers = make_transfers(settings, model, config, executor) if config.hands_over else None
+    return Assembled(model, config, memory, kernels.backend, enabled, executor, mover, transfers)
 
 
 def _with_tiers(settings: RankSettings, config: SchedConfig, page_bytes: int, ranks: int) -> SchedConfig:
@@ -285,6 +289,28 @@ def make_mover(settings: RankSettings, model: LanguageModel, config: SchedConfig
         "" if settings.storage is None else f"; storage in {settings.storage}, up to {settings.storage_gb:g} GB",
     )
     return made
+
+
+def make_transfers(settings: RankSettings, model: LanguageModel, config: SchedConfig, executor: Executor) -> RankPages:
+    """Make the transfers of a rank of a prefill or decode engine. Raises ConfigError."""
+    check_transport(settings.transfer_transport)
+    if config.hybrid is not msgspec.UNSET:
+        raise ConfigError(
+            f"`role` is {config.role}, and this model has sliding windows or states in pools of their own, which this "
+            "runtime does not hand over yet\nhint: leave out swa_full_tokens_ratio"
+        )
+    computed = (type(model).__name__, str(model.dtype), model.kv_scales, settings.numerics, executor.attention.name)
+    pages = parts_of(executor.attention.pool, executor.drafter, executor.canary)
+    return RankPages(
+        pages,
+        config.page_size,
+        rank=model.parallel.rank,
+        ranks=model.parallel.ranks,
+        kv_heads=model.settings.kv_heads,
+        model=" ".join(map(str, computed)),
+        transport=settings.transfer_transport,
+        checksums=settings.transfer_checksums or settings.debug,
+    )
 
 
 def check_draft_model(folder: str | Path | None, method: object, ranks: int) -> None:

@@ -60,7 +60,7 @@ from lockstep.runtime.tables import (
     VerifyRows,
 )
 
-MODES = frozenset({"extend", "decode", "mixed", "verify"})
+MODES = frozenset({"extend", "decode", "mixed", "prebuilt", "verify"})
 JUDGED_AT_ONCE = 256  # prompt positions per chunk of logits: [256, vocabulary] float32
 
 

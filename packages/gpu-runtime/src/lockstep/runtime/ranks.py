@@ -66,6 +66,7 @@ from lockstep.runtime.rank_wire import (
     AdapterDone,
     Channel,
     Chosen,
+    CloseTransfers,
     Collect,
     Collected,
     CommandDone,
@@ -92,6 +93,8 @@ from lockstep.runtime.rank_wire import (
     Switch,
     ToLead,
     ToWorker,
+    TransferDone,
+    TransferOrder,
     WorkerSetup,
     drawn_digest,
     in_turn,
@@ -198,6 +201,7 @@ class RankGroup:
         self.failure = ""  # why the group has ended
         self.on_stuck: Callable[[str], None] | None = None
         self.on_moved: Callable[[MoveEnd], None] | None = None  # receives the ends of moves on the workers
+        self.on_transferred: Callable[[TransferDone], None] | None = None  # and of their orders of transfers
         self._kind = ""  # of the failure
         self._lock = threading.Condition()  # guards the fields below, and the workers
         self._failed = threading.Event()
@@ -303,7 +307,10 @@ class RankGroup:
                 worker.launched.append(order.plan.batch_id)
             self._send(worker, sealed)
 
-    def tell(self, message: Mask | Sample | Collect | LackAdapter | ForgetAdapter | Moving) -> None:
+    def tell(
+        self,
+        message: Mask | Sample | Collect | LackAdapter | ForgetAdapter | Moving | TransferOrder | CloseTransfers,
+    ) -> None:
         """Send a message to every worker."""
         for worker in self._workers:
             self._send(worker, message)
@@ -519,6 +526,8 @@ class RankGroup:
             self._compare(worker, batch_id, ours, theirs)
         if isinstance(message, Moved) and self.on_moved is not None:
             self.on_moved(MoveEnd(message.number, message.pages_done, message.error))
+        if isinstance(message, TransferDone) and self.on_transferred is not None:
+            self.on_transferred(message)
         if isinstance(message, Failed):
             log.debug("%s\n%s", worker.described(), message.trace)
             if message.kind == "collective":
