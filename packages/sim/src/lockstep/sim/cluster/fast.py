@@ -109,6 +109,6 @@ def run_compiled(
     setup: ClusterSetup, on_finish: Callable[[int], None] | None, give_up: Callable[[Any], bool] | None, *, always: bool
 ) -> ClusterRun | None:
     """Run a cluster on the fast path. Return None if it is unavailable, unsupported, does not pay, or gave up."""
-    if not is_available() or unsupported_by_cluster(setup) or not (always or pays(len(setup.workload.turns))):
+    if unsupported_by_cluster(setup) or not (always or (is_available() and pays(len(setup.workload.turns)))):
         return None
     return FastCluster(setup, on_finish).run(give_up)

@@ -14,11 +14,11 @@ import numpy as np
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.requests.table import VERSION_MARK
-from lockstep.sim.fast import kernel as kernel
 from lockstep.sim.fast.fast_path import FastEngine, FastLoad, FastRun
 from lockstep.sim.host.device import Device
 from lockstep.sim.host.pipeline import device_type_of
 from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.workload.turns import Turns
 
 if TYPE_CHECKING:
     from lockstep.sim.run.setup import Setup
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 FOLLOWED = frozenset(
     "page_size pages radix_cache same_step_sharing context_tokens_max max_running_requests request_rows "
     "schedule_conservativeness batching max_prefill_tokens chunked_prefill_size chunk_unit reserve "
-    "prefill_max_requests truncation_align_size prefill_decode_interval overlap_depth".split()
+    "prefill_max_requests truncation_align_size prefill_decode_interval overlap_depth waiting_prefix_refresh "
+    "retracted_requeue retracted_kv retraction_policy".split()
 )
 NEVER_READ = frozenset(
-    "retracted_requeue retracted_kv retraction_policy force_stream_interval schedule_seed "
+    "force_stream_interval schedule_seed "
     "schedule_low_priority_values_first default_priority_value bypass_limit session_kv max_sessions "
     "grammar_timeout_us max_input_tokens truncate_input isolate_tenants encoder_cache_tokens "
-    "priority_preemption_threshold waiting_prefix_refresh prefix_deduplication".split()
+    "priority_preemption_threshold prefix_deduplication".split()
 )
 
 
@@ -70,10 +71,44 @@ def unsupported_by(setup: Setup) -> str:
         return "empty prompts or answers"
     if prompts.max() > config.prompt_tokens_max(True) or (prompts + outputs).max() > config.request_tokens_max:
         return "prompts that do not fit"
-    firsts = turns.run_first_token[turns.run_starts]
-    if config.radix_cache and len(np.unique(firsts)) < len(firsts):
-        return "shared prefixes"
+    if config.radix_cache and _share_prefixes(turns):
+        if config.prefix_deduplication != "off":
+            return "shared prefixes with prefix_deduplication"
+        if config.isolate_tenants and len(turns.tenants) > 1:
+            return "shared prefixes with isolate_tenants"
+        if not _are_chained(turns):
+            return "prompts with equal tokens behind different ones"
     return ""
+
+
+def _share_prefixes(turns: Turns) -> bool:
+    """Return whether two prompts begin alike."""
+    firsts = turns.run_first_token[turns.run_starts]
+    return len(np.unique(firsts)) < len(firsts)
+
+
+def _are_chained(turns: Turns) -> bool:
+    """Return whether all occurrences of a token id have the same prefix before them, answers included.
+
+    Each run of consecutive ids must begin behind the same id as all other runs that begin with its first id; and a run
+    that begins inside another one, behind the id before its first.
+    """
+    firsts, counts = turns.run_first_token.astype(np.int64), turns.run_tokens.astype(np.int64)
+    lasts = firsts + counts - 1
+    before = np.concatenate((np.full(1, -1), lasts[:-1]))
+    before[turns.run_starts] = -1
+    answers = turns.output_first_token.astype(np.int64)
+    stops = np.concatenate((firsts + counts, answers + turns.output_tokens))
+    before = np.concatenate((before, lasts[turns.run_stops - 1]))
+    firsts = np.concatenate((firsts, answers))
+    order = np.lexsort((before, firsts))
+    firsts, stops, before = firsts[order], stops[order], before[order]
+    again = firsts[1:] == firsts[:-1]
+    if (before[1:] != before[:-1])[again].any():
+        return False
+    furthest = np.maximum.accumulate(stops)
+    inside = np.append(False, firsts[1:] < furthest[:-1])
+    return not (before != firsts - 1)[inside & np.append(True, ~again)].any()
 
 
 def fast_run_of(
