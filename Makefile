@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign openapi clients schema-campaign bench gpu-check
+.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore kernel-mutants fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign openapi clients schema-campaign bench gpu-check
 
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ swarm:      ## random histories with every invariant checked; ARGS="--steps 10_0
 
 explore:    ## every interleaving of small worlds, each two features together; ARGS="--transitions 4_000 --csv FILE"
 	@$(PYTHON) dev.py explore $(ARGS)
+
+kernel-mutants: ## mutants of the simulator's fast path, and which of them no random run finds; ARGS="--module memory.py"
+	@$(PYTHON) dev.py kernel-mutants $(ARGS)
 
 fleet-swarm: ## random histories of prefill and decode engines with a bad network, 10^6 steps; ARGS="--steps 100_000"
 	@$(PYTHON) dev.py fleet-swarm $(ARGS)

@@ -346,7 +346,6 @@ def test_prompts_that_share_prefixes_only_with_some_settings() -> None:
     for name, value in (("prefix_deduplication", "defer"), ("isolate_tenants", True)):
         reason = f"shared prefixes with {name}"
         assert fast_runs.unsupported_by(setup_of(turns, {"pages": 64, name: value})) == reason
-        assert fast_runs.unsupported_by(setup_of(turns, {"pages": 64, name: value, "radix_cache": False})) == ""
 
 
 def test_prompts_with_equal_tokens_behind_different_ones_are_left_to_the_core() -> None:

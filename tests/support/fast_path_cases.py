@@ -32,7 +32,7 @@ from lockstep.sim.workload.turns import TurnLabel, Turns, TurnsBuilder, TurnStar
 
 LONG_REQUESTS_MAX = 10  # requests of a run with outputs of thousands of tokens
 TOKENS_APART = 50_000  # distance of the token ids of two requests; above the longest prompt with its output
-SHARINGS = ("nothing", "documents", "turns")
+SHARINGS = ("nothing", "documents", "turns", "sessions")
 
 
 @cache
@@ -69,7 +69,8 @@ class Load(NamedTuple):
     bursts: float  # share of the requests that arrive together with the previous one
     round_to: int  # prompt lengths are multiples of this, so that decodes open pages together
     warm_up: int
-    sharing: str = "nothing"  # what prompts have in common, one of SHARINGS
+    sharing: str = "nothing"  # what prompts have in common, one of SHARINGS; turns of sessions also follow answers
+    branches: float = 0.0  # share of the turns that may follow an answer that another turn follows, too
 
     def turns(self, configs: list[SchedConfig]) -> Turns:
         """Return the requests, cut to what engines with these settings accept."""
@@ -83,7 +84,24 @@ class Load(NamedTuple):
         gaps = rng.exponential(self.gap_us, self.requests)
         gaps[rng.random(self.requests) < self.bursts] = 0.0
         arrival_us = np.cumsum(gaps).astype(np.int64)
-        return turns_of(arrival_us, prompts, outputs, self._shared(rng, prompts, outputs))
+        if self.sharing != "sessions":
+            return turns_of(arrival_us, prompts, outputs, self._shared(rng, prompts, outputs))
+        after, followed = np.full(self.requests, -1), set[int]()
+        for index in range(1, self.requests):
+            before = int(rng.integers(max(index - 12, 0), index))
+            if rng.random() < 0.7 and (before not in followed or rng.random() < self.branches):
+                after[index] = before
+                followed.add(before)
+        think_us = rng.exponential(self.gap_us, self.requests).astype(np.int64)
+        return turns_of(arrival_us, prompts, outputs, self._of_sessions(prompts, outputs, after), after, think_us)
+
+    def _of_sessions(self, prompts: Any, outputs: Any, after: Any) -> list[list[int]]:
+        """Return the beginning of each prompt: the prompt and the answer of the turn before it."""
+        beginnings: list[list[int]] = []
+        for prompt, before in zip(prompts.tolist(), after.tolist(), strict=True):
+            whole = whole_of(before, prompts.tolist(), outputs.tolist(), beginnings[before]) if before >= 0 else []
+            beginnings.append(cut(whole, prompt))
+        return beginnings
 
     def _shared(self, rng: np.random.Generator, prompts: Any, outputs: Any) -> list[list[int]]:
         """Return the beginning of each prompt that other prompts have, as runs of token ids; the rest is its own."""
@@ -121,16 +139,28 @@ def whole_of(index: int, prompts: list[int], outputs: list[int], beginning: list
     return runs
 
 
-def turns_of(arrival_us: Any, prompts: Any, outputs: Any, beginnings: list[list[int]] | None = None) -> Turns:
-    """Return requests whose prompts have these beginnings in common, and else nothing."""
+def turns_of(
+    arrival_us: Any,
+    prompts: Any,
+    outputs: Any,
+    beginnings: list[list[int]] | None = None,
+    after: Any = None,
+    think_us: Any = None,
+) -> Turns:
+    """Return requests whose prompts have these beginnings in common, and else nothing.
+
+    Args:
+        after: the request whose answer each one follows, `think_us` later; -1: it is sent by the clock.
+    """
     builder = TurnsBuilder()
     columns = zip(*(column.tolist() for column in (arrival_us, prompts, outputs)), strict=True)
     for index, (at, prompt, output) in enumerate(columns):
         runs = list(beginnings[index]) if beginnings is not None else []
         if own := prompt - sum(runs[1::2]):
             append_run(runs, TOKENS_APART * index, own)
+        before = -1 if after is None else int(after[index])
         builder.append(
-            TurnStart(at),
+            TurnStart(at) if before < 0 else TurnStart(0, before, int(think_us[index])),
             TurnLabel("r{0}", index),
             prompt=runs,
             prompt_tokens=prompt,
@@ -149,6 +179,8 @@ class Case(NamedTuple):
     cpu: CpuModel = CpuModel()
     frontend_us: float = 0.0
     jittery: bool = False
+    concurrency: int | None = None  # sessions in progress, in a closed loop
+    sent: int = 0  # requests of the closed loop
 
     def setup(self) -> Setup:
         """Return the setup of the run."""
@@ -160,7 +192,12 @@ class Case(NamedTuple):
         correction = Correction(frontend_us=self.frontend_us) if self.frontend_us else setup.calibration.correction
         return replace(
             setup,
-            scenario=replace(setup.scenario, warm_up=self.load.warm_up),
+            scenario=replace(
+                setup.scenario,
+                warm_up=self.load.warm_up,
+                concurrency=self.concurrency,
+                limit=self.sent or setup.scenario.limit,
+            ),
             workload=replace(setup.workload, turns=turns),
             config=config,
             cpu=self.cpu,
@@ -243,6 +280,7 @@ def loads(draw: st.DrawFn, context_tokens: int = 1_000, sharings: tuple[str, ...
         round_to=draw(st.sampled_from((1, 16))),
         warm_up=draw(st.sampled_from((0, 10))),
         sharing=draw(st.sampled_from(sharings)),
+        branches=draw(st.sampled_from((0.0, 0.3))),
     )
 
 
@@ -259,12 +297,18 @@ LONG_CONTEXTS = st.just(4 * CLIP_MAX_NEW_TOKENS)
 def cases(draw: st.DrawFn, contexts: st.SearchStrategy[int] = CONTEXTS, sharings: tuple[str, ...] = SHARINGS) -> Case:
     """Draw a run of one engine."""
     context_tokens = draw(contexts)
+    load, concurrency, sent = draw(loads(context_tokens, sharings)), None, 0
+    if load.sharing == "sessions" and draw(st.booleans()):
+        load, concurrency = load._replace(branches=0.0), draw(sizes(1, 40))
+        sent = draw(st.integers(1, 2 * load.requests))
     return Case(
         draw(schedulers(context_tokens)),
-        draw(loads(context_tokens, sharings)),
+        load,
         draw(CPUS),
         draw(st.sampled_from((0.0, 0.0, 1_500.4))),
         draw(st.booleans()),
+        concurrency,
+        sent,
     )
 
 

@@ -10,6 +10,7 @@ simulates the run from the beginning. Each batch is one call of the setup's own 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from lockstep.core.scheduler.ordering import REFRESHED_REQUESTS
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel
 from lockstep.sim.fast import machine_code
 from lockstep.sim.fast import state as arrays_of
+from lockstep.sim.fast.loops import Loop
 from lockstep.sim.host.device import standard_normal
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.metrics.measured import MeasuredRequests, MeasuredRows
@@ -61,6 +63,8 @@ class FastLoad(NamedTuple):
     turns: Turns
     seed: int  # seed of the spread of batch times
     warm_up: int  # requests with an id below this are not measured
+    answer_us: int = 0  # time from the end of an answer to its client, and from there to the engine
+    loop: Loop | None = None  # the requests, if some follow the answers of others; only for one engine
 
 
 class FastRun:
@@ -88,26 +92,31 @@ class FastRun:
         self._load = load
         self._engines = engines
         self._on_finish = on_finish
-        turns, count = load.turns, len(engines)
-        rows = min(max(one.config.max_running_requests for one in engines), len(turns))
+        turns, count, loop = load.turns, len(engines), load.loop
+        turn_of = np.arange(len(turns)) if loop is None else loop.rows  # by request
+        rows = min(max(one.config.max_running_requests for one in engines), len(turn_of))
         slots = max(one.config.launches_max for one in engines)
         nodes = 2 + max(one.config.pages if one.config.radix_cache else 0 for one in engines)
         run = np.zeros(1, arrays_of.RUN)
         run["priced"], run["until_question"] = 1, arrays_of.NONE
-        requests = np.zeros(len(turns), arrays_of.REQUEST)
-        requests["arrival_us"] = turns.arrival_us
-        requests["prompt_tokens"], requests["output_tokens"] = turns.prompt_tokens, turns.output_tokens
-        requests["output_first_token"], requests["run_stop"] = turns.output_first_token, turns.run_stops
-        requests["run_start"], requests["last_batch"], requests["cached_tokens"] = turns.run_starts, arrays_of.NONE, -1
+        requests = np.zeros(len(turn_of), arrays_of.REQUEST)
+        for name in ("arrival_us", "prompt_tokens", "output_tokens", "output_first_token"):
+            requests[name] = getattr(turns, name)[turn_of]
+        requests["run_start"], requests["run_stop"] = turns.run_starts[turn_of], turns.run_stops[turn_of]
+        requests["id"], requests["last_batch"], requests["cached_tokens"] = turn_of, arrays_of.NONE, -1
         for name in ("admitted_us", "first_us", "last_us", "ended_us", "itl_us_max"):
             requests[name] = -1
         flush_rows = max(min(FLUSH_ROWS, FLUSH_ROWS_ALL // count), FLUSH_ROWS_MIN)
         gap_rows = GAPS * flush_rows + rows
         self._state = np.array([_engine(one) for one in engines])
         # Without a router all requests are sent to one engine at the start, which then runs without a pause.
-        requests["next"] = np.append(np.arange(1, len(turns)), arrays_of.NONE)
+        requests["next"] = np.append(np.arange(1, len(turn_of)), arrays_of.NONE)
         self._state["coming"] = 0
-        run["until_us"], run["next_request"] = arrays_of.NEVER_US, len(turns)
+        run["until_us"], run["next_request"] = arrays_of.NEVER_US, len(turn_of)
+        self._turn_of = turn_of
+        thinking = np.zeros(len(turn_of) if loop is not None else 1, np.int32)
+        if loop is not None:
+            self._follow(loop, run, requests, thinking)
         self._arrays = arrays_of.Arrays(
             run=run,
             engines=self._state,
@@ -119,11 +128,13 @@ class FastRun:
             run_first_token=turns.run_first_token,
             run_stop=_run_stops(turns),
             nodes=np.zeros((count, nodes), arrays_of.NODE),
-            buckets=np.zeros((count, 1 << min(nodes, 4 * len(turns)).bit_length()), np.int32),
+            buckets=np.zeros((count, 1 << min(nodes, 4 * len(turn_of)).bit_length()), np.int32),
             heap_ticks=np.zeros((count, nodes), np.int64),
             heap_nodes=np.zeros((count, nodes), np.int32),
             deferred_rows=np.zeros((count, rows * (slots + 1)), arrays_of.DEFERRED_ROW),
             deferred_pages=np.zeros((count, rows * (slots + 1), 2), np.int64),
+            thinking=thinking,
+            sessions=np.zeros(1, np.int32) if loop is None else np.append(loop.sessions, 0).astype(np.int32),
             scratch=np.zeros(REFRESHED_REQUESTS, np.int64),
             unseen=np.zeros((2 * rows, 2), np.int64),
             shape=np.zeros(1, arrays_of.SHAPE),
@@ -137,6 +148,21 @@ class FastRun:
         self._advance = machine_code.bound(self._arrays)
         # Gaps of open requests by engine: request, and length in us.
         self._open_gaps = [(np.empty(0, np.int64), np.empty(0, np.int64))] * count
+
+    def _follow(self, loop: Loop, run: Any, requests: Any, thinking: Any) -> None:
+        """Let requests follow the answers of others."""
+        run["loops"] = 2 if len(loop.sessions) else 1
+        for name in ("arrival_us", "think_us", "key", "shift", "follow", "sibling"):
+            requests[name] = getattr(loop, name)
+        requests["output_first_token"] += loop.shift
+        requests["id"] = requests["next"] = arrays_of.NONE
+        requests["next"][loop.clock[:-1]] = loop.clock[1:]
+        state = self._state
+        state["expected"], state["clock"] = loop.expected, loop.clock[0] if len(loop.clock) else arrays_of.NONE
+        state["answer_us"] = self._load.answer_us
+        first = loop.thinking[np.lexsort((loop.key[loop.thinking], loop.arrival_us[loop.thinking]))]
+        thinking[: len(first)], state["thinking"] = first, len(first)  # a sorted list is a heap
+        state["coming"] = first[0] if len(first) else state["clock"]
 
     def route(self, config: RouterConfig, shares: Sequence[EngineShare], hop_us: int, given: Sequence[int]) -> None:
         """Put a router in front of the engines; no request is sent yet.
@@ -209,6 +235,21 @@ class FastRun:
         """Return the number of requests that have arrived at the router."""
         return int(self._arrays.run["next_request"][0])
 
+    def never_sent(self) -> int:
+        """Return the number of requests that wait for an answer that has not ended."""
+        loop, requests = self._load.loop, self._arrays.requests
+        if loop is None or len(loop.sessions):
+            return 0
+        waits = self._load.turns.after >= 0
+        return int((requests["ended_us"][self._load.turns.after[waits]] < 0).sum())
+
+    def _labels(self, arrived: Int64s, ids: Int64s) -> list[str]:
+        """Return the labels of requests by id, where copies of the workload are numbered."""
+        assert self._load.loop is not None
+        numbers = arrived[ids]
+        labels, copies = self._load.turns.labels(self._turn_of[numbers]), self._load.loop.copy[numbers].tolist()
+        return [f"{label}#{copy + 1}" if copy else label for label, copy in zip(labels, copies, strict=True)]
+
     def _flush(self, engine: int) -> None:
         """Pass the rows of an engine since the last flush to its fold, and free their place."""
         arrays, state = self._arrays, self._state[engine : engine + 1]
@@ -223,7 +264,7 @@ class FastRun:
         ended = arrays.requests["ended_us"][requests] >= 0
         self._open_gaps[engine] = requests[~ended], gaps[~ended]
         if warm_up := self._load.warm_up:
-            ended &= requests >= warm_up
+            ended &= arrays.requests["id"][requests] >= warm_up
         self.metrics[engine].take_measured(
             MeasuredRows(
                 batches=taken["launches"],
@@ -248,6 +289,9 @@ class FastRun:
         for engine, fold in enumerate(self.metrics):
             state = self._state[engine]
             sent = np.flatnonzero(sent_to[: self.routed()] == engine)
+            if self._load.loop is not None:
+                sent = sent[arrays.requests["id"][sent] >= 0]
+                sent = sent[np.argsort(arrays.requests["id"][sent])]
             arrived = sent[: int(state["arrived"])]
             requests = arrays.requests[arrived]
             slots = (state["oldest"] + np.arange(state["in_flight"])) % arrays.flights.shape[1]
@@ -255,7 +299,7 @@ class FastRun:
             columns = ("batch_id", "mode", "launched_us", "rows", "new_tokens", "prefill_tokens", "kv_tokens")
             fold.take_measured_requests(
                 MeasuredRequests(
-                    request_id=arrived,
+                    request_id=requests["id"],
                     arrival_us=requests["arrival_us"] + arrays.run["hop_us"] - state["frontend_us"],
                     prompt_tokens=requests["prompt_tokens"],
                     admitted_us=requests["admitted_us"],
@@ -264,8 +308,8 @@ class FastRun:
                     first_message_us=requests["first_us"],
                     last_message_us=requests["last_us"],
                     itl_us_max=np.where(requests["itl_us_max"] < 0, np.nan, requests["itl_us_max"]),
-                    labels=turns.labels,
-                    tenants=[turns.tenants[code] for code in turns.tenant[arrived].tolist()],
+                    labels=partial(self._labels, arrived) if self._load.loop is not None else turns.labels,
+                    tenants=[turns.tenants[code] for code in turns.tenant[self._turn_of[arrived]].tolist()],
                     last_us=int(state["last_us"]),
                     open_batches={name: flying[name] for name in columns},
                     modes=MODES,

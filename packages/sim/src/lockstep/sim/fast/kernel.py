@@ -171,11 +171,79 @@ def _arrive(a: Arrays, run: Record, s: Record, engine: int) -> None:
     number = s.coming
     request = a.requests[number]
     s.last_us = request.arrival_us + run.hop_us - s.frontend_us
-    s.coming = request.next
+    if run.loops:
+        request.id = s.arrived
+        if number == s.clock:
+            s.clock = request.next
+        else:
+            _pop_thinking(a, s)
+    else:
+        s.coming = request.next
     _wait(s, a.requests, number, s.tail if s.waiting else NONE)
     s.arrived += 1
     s.nothing_new = 0
+    if run.loops:
+        _look_ahead(a, s)
     _spend(s, a.works[engine], s.arrival_us, ARRIVAL)
+
+
+# --------------------------------------------------------------------------------------- requests that follow answers
+
+
+def _answered(a: Arrays, run: Record, s: Record, number: int, seen_us: int) -> None:
+    """Begin the think time of the requests that follow an answer, or the next session, like `Arrivals.answered`."""
+    requests = a.requests
+    follow = requests[number].follow
+    if follow == NONE and run.loops == 2:
+        follow = a.sessions[s.upcoming]
+        s.upcoming += 1
+        _think(a, s, follow, seen_us)
+    else:
+        while follow != NONE:
+            _think(a, s, follow, seen_us + requests[follow].think_us)
+            follow = requests[follow].sibling
+    _look_ahead(a, s)
+
+
+def _look_ahead(a: Arrays, s: Record) -> None:
+    """Find the next request that arrives: by the clock, or after an answer."""
+    s.coming = s.clock
+    if s.thinking and (s.coming == NONE or _before(a, a.thinking[0], s.coming)):
+        s.coming = a.thinking[0]
+    if s.arrived >= s.expected:
+        s.coming = NONE
+
+
+def _before(a: Arrays, one: int, other: int) -> bool:
+    """Return whether a request arrives before another one."""
+    first, second = a.requests[one], a.requests[other]
+    return first.arrival_us < second.arrival_us or (first.arrival_us == second.arrival_us and first.key < second.key)
+
+
+def _think(a: Arrays, s: Record, number: int, arrival_us: int) -> None:
+    """Add a request to the heap of those whose time of arrival is known."""
+    a.requests[number].arrival_us = arrival_us
+    place = s.thinking
+    s.thinking += 1
+    while place and _before(a, number, a.thinking[(place - 1) // 2]):
+        a.thinking[place] = a.thinking[(place - 1) // 2]
+        place = (place - 1) // 2
+    a.thinking[place] = number
+
+
+def _pop_thinking(a: Arrays, s: Record) -> None:
+    """Remove the next request from the heap of those whose time of arrival is known."""
+    s.thinking -= 1
+    number, place = a.thinking[s.thinking], 0
+    while 2 * place + 1 < s.thinking:
+        below = 2 * place + 1
+        if below + 1 < s.thinking and _before(a, a.thinking[below + 1], a.thinking[below]):
+            below += 1
+        if not _before(a, a.thinking[below], number):
+            break
+        a.thinking[place] = a.thinking[below]
+        place = below
+    a.thinking[place] = number
 
 
 def _wait(s: Record, requests: Array, number: int, before: int) -> None:
@@ -557,8 +625,8 @@ def _victim(s: Record, requests: Array, running_batch: Array) -> int:
     first = 0
     for i in range(1, s.decoding):
         one, other = requests[running_batch[i]], requests[running_batch[first]]
-        key = length_key(one.position - one.prompt_tokens, one.prompt_tokens, running_batch[i])
-        if key < length_key(other.position - other.prompt_tokens, other.prompt_tokens, running_batch[first]):
+        key = length_key(one.position - one.prompt_tokens, one.prompt_tokens, one.id)
+        if key < length_key(other.position - other.prompt_tokens, other.prompt_tokens, other.id):
             first = i
     return first
 
@@ -575,7 +643,7 @@ def _retract(s: Record, c: Cache, number: int) -> None:
     before = s.tail if s.waiting else NONE
     if s.to_front:
         before, other = NONE, s.head if s.waiting else NONE
-        while other != NONE and c.requests[other].cached_tokens >= 0 and other < number:
+        while other != NONE and c.requests[other].cached_tokens >= 0 and c.requests[other].id < request.id:
             before, other = other, c.requests[other].behind
     _wait(s, c.requests, number, before)
 
@@ -650,6 +718,8 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
                 unseen = a.unseen[run.unseen]
                 unseen[0], unseen[1] = now_us + s.frontend_us + run.hop_us, number
                 run.unseen += 1
+            if run.loops:
+                _answered(a, run, s, number, now_us + s.answer_us)
     s.gaps = at
     if tokens:
         message = a.messages[engine, s.messages]

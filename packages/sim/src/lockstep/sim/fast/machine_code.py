@@ -206,7 +206,7 @@ def _made() -> str:
     int64, int32 = np.int64, np.int32
 
     def entry(table: Any, took_us: float) -> int:
-        t = carray(table, (24, 5))
+        t = carray(table, (26, 5))
         arrays = kernel_arrays(
             carray(at(t[0, 0]), (t[0, 1],), run_t),
             carray(at(t[1, 0]), (t[1, 1],), engine_t),
@@ -223,15 +223,17 @@ def _made() -> str:
             carray(at(t[12, 0]), (t[12, 1], t[12, 2]), int32),
             carray(at(t[13, 0]), (t[13, 1], t[13, 2]), deferred_t),
             carray(at(t[14, 0]), (t[14, 1], t[14, 2], t[14, 3]), int64),
-            carray(at(t[15, 0]), (t[15, 1],), int64),
-            carray(at(t[16, 0]), (t[16, 1], t[16, 2]), int64),
-            carray(at(t[17, 0]), (t[17, 1],), shape_t),
-            carray(at(t[18, 0]), (t[18, 1], t[18, 2], t[18, 3]), int64),
-            carray(at(t[19, 0]), (t[19, 1], t[19, 2], t[19, 3]), int64),
+            carray(at(t[15, 0]), (t[15, 1],), int32),
+            carray(at(t[16, 0]), (t[16, 1],), int32),
+            carray(at(t[17, 0]), (t[17, 1],), int64),
+            carray(at(t[18, 0]), (t[18, 1], t[18, 2]), int64),
+            carray(at(t[19, 0]), (t[19, 1],), shape_t),
             carray(at(t[20, 0]), (t[20, 1], t[20, 2], t[20, 3]), int64),
             carray(at(t[21, 0]), (t[21, 1], t[21, 2], t[21, 3]), int64),
-            carray(at(t[22, 0]), (t[22, 1], t[22, 2]), int64),
-            carray(at(t[23, 0]), (t[23, 1], t[23, 2]), int64),
+            carray(at(t[22, 0]), (t[22, 1], t[22, 2], t[22, 3]), int64),
+            carray(at(t[23, 0]), (t[23, 1], t[23, 2], t[23, 3]), int64),
+            carray(at(t[24, 0]), (t[24, 1], t[24, 2]), int64),
+            carray(at(t[25, 0]), (t[25, 1], t[25, 2]), int64),
         )
         return int(advance(arrays, took_us))
 

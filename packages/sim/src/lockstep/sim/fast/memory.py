@@ -77,7 +77,7 @@ def token_at(c: Cache, number: int, position: int) -> int:
             high = middle
         else:
             low = middle + 1
-    return c.run_first_token[low] + (position - (c.run_stop[low - 1] if low > request.run_start else 0))
+    return request.shift + c.run_first_token[low] + (position - (c.run_stop[low - 1] if low > request.run_start else 0))
 
 
 def agree(c: Cache, one: int, other: int, pages: int, page_size: int) -> bool:
@@ -299,7 +299,7 @@ def sift_down(s: Record, c: Cache) -> None:
     c.heap_ticks[place], c.heap_nodes[place] = tick, node
 
 
-# ----------------------------------------------------------------------------------------------------- pages of requests
+# ---------------------------------------------------------------------------------------------------- pages of requests
 
 
 def match(s: Record, c: Cache, number: int) -> tuple[int, int, int]:

@@ -1,6 +1,7 @@
 """The state of a run on the fast path, as numbers in arrays.
 
-Names are those of the core. A request is a row of `requests`, and its number is its id.
+Names are those of the core. A request is a row of `requests`, and its number is the row. Requests that follow answers
+have their ids in the order of arrival; other ids are the numbers.
 """
 
 from __future__ import annotations
@@ -60,6 +61,11 @@ ENGINE = np.dtype(
         # the engine
         ("sent", np.int64),  # the last request that the router sent here; requests arrive in the order of sending
         ("coming", np.int64),  # the first request that has not arrived here; `next` links to the one after it
+        ("clock", np.int64),  # of requests that follow answers: the next one that is sent by the clock
+        ("thinking", np.int64),  # requests whose time of arrival is known because an answer has ended
+        ("upcoming", np.int64),  # sessions of a closed loop that have begun because another one ended
+        ("expected", np.int64),  # requests that are sent at all
+        ("answer_us", np.int64),  # time from the end of an answer to the client, and back to the engine
         ("head", np.int64),  # the first waiting request; `behind` links to the one after it
         ("tail", np.int64),  # the last waiting request
         ("waiting", np.int64),
@@ -123,6 +129,9 @@ REQUEST = np.dtype(
         ("last_us", np.int64),  # time of its last message
         ("ended_us", np.int64),
         ("itl_us_max", np.int64),
+        ("id", np.int64),  # in order of arrival; -1: not yet
+        ("key", np.int64),  # order of requests that arrive at the same time
+        ("think_us", np.int64),  # from an answer to this request, which follows it
         ("last_batch", np.int64),  # the batch with which it ends by length, once that is launched
         ("run_start", np.int64),  # its prompt is the runs [run_start:run_stop)
         ("run_stop", np.int64),
@@ -132,6 +141,9 @@ REQUEST = np.dtype(
         ("outputs", np.int32),  # output tokens so far
         ("position", np.int32),  # next position; KV of all positions before it is launched
         ("output_first_token", np.int32),
+        ("shift", np.int32),  # its token ids are those of its runs plus this
+        ("follow", np.int32),  # the first request that follows its answer
+        ("sibling", np.int32),  # the next request that follows the same answer
         ("kept", np.int32),  # output tokens from before a retraction, which are computed again like its prompt
         ("retractions", np.int32),
         ("cached_tokens", np.int32),  # at its first admission; -1: not yet
@@ -207,6 +219,7 @@ SHAPE = np.dtype(
 RUN = np.dtype(
     [
         ("priced", np.int64),  # 1: the time of the newest batch in flight is known
+        ("loops", np.int64),  # 1: requests follow answers; 2: sessions follow sessions, too
         ("until_us", np.int64),  # engines do all work that is due before this time
         ("engine", np.int64),  # the engine that is advanced to `until_us`; engines before it are there
         ("next_request", np.int64),  # the next request to be routed
@@ -245,6 +258,8 @@ class Arrays(NamedTuple):
     heap_nodes: Array  # int32 [engines, nodes]
     deferred_rows: Array  # DEFERRED_ROW [engines, rows]
     deferred_pages: Array  # int64 [engines, entries, 2]: batch, and pages that are freed after it
+    thinking: Array  # int32 [requests]: heap of requests whose time of arrival is known, by time and key
+    sessions: Array  # int32 [sessions]: first request of each further session of a closed loop
     scratch: Array  # int64 [requests]: numbers within one call
     unseen: Array  # int64 [ends, 2]: time at which an end reaches the router, and its request
     shape: Array  # SHAPE [1]: shape of the batch whose time is to be computed

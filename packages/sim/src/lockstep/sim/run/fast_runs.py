@@ -15,14 +15,18 @@ import numpy as np
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.requests.table import VERSION_MARK
 from lockstep.sim.fast.fast_path import FastEngine, FastLoad, FastRun
+from lockstep.sim.fast.loops import Loop, closed_loop, open_loop
+from lockstep.sim.host.closed_loop import ConcurrentSessions
 from lockstep.sim.host.device import Device
 from lockstep.sim.host.pipeline import device_type_of
 from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.run.load import arrivals_of_load
 from lockstep.sim.workload.turns import Turns
 
 if TYPE_CHECKING:
     from lockstep.sim.run.setup import Setup
 
+LOOP_REQUESTS_MAX = 4_000_000  # requests of all sessions that a closed loop may begin
 # Settings that may have any value.
 FOLLOWED = frozenset(
     "page_size pages radix_cache same_step_sharing context_tokens_max max_running_requests request_rows "
@@ -51,7 +55,6 @@ def unsupported_by(setup: Setup) -> str:
     beside = {
         "early ends": scenario.max_new_tokens is not None,
         "receive_interval": scenario.receive_interval != 1,
-        "closed loop": scenario.concurrency is not None or bool((turns.after >= 0).any()),
         "server sessions": scenario.server_sessions,
         "drafts": setup.drafting is not None or setup.forcing is not None,
         "media": setup.encoding is not None or turns.media is not None,
@@ -71,7 +74,11 @@ def unsupported_by(setup: Setup) -> str:
         return "empty prompts or answers"
     if prompts.max() > config.prompt_tokens_max(True) or (prompts + outputs).max() > config.request_tokens_max:
         return "prompts that do not fit"
-    if config.radix_cache and _share_prefixes(turns):
+    if scenario.concurrency is not None:
+        sessions = scenario.concurrency + (len(turns) if scenario.limit is None else scenario.limit)
+        if sessions * int(np.bincount(turns.root()).max()) > LOOP_REQUESTS_MAX:
+            return "many long sessions"
+    if config.radix_cache and (follows_answers(setup) or _share_prefixes(turns)):
         if config.prefix_deduplication != "off":
             return "shared prefixes with prefix_deduplication"
         if config.isolate_tenants and len(turns.tenants) > 1:
@@ -79,6 +86,23 @@ def unsupported_by(setup: Setup) -> str:
         if not _are_chained(turns):
             return "prompts with equal tokens behind different ones"
     return ""
+
+
+def follows_answers(setup: Setup) -> bool:
+    """Return whether requests follow the answers of others: turns of sessions, or a closed loop."""
+    return setup.scenario.concurrency is not None or bool((setup.workload.turns.after >= 0).any())
+
+
+def loop_of(setup: Setup) -> Loop | None:
+    """Return the requests of a setup in which some follow the answers of others; None: none does."""
+    if not follows_answers(setup):
+        return None
+    turns = setup.workload.turns
+    if setup.scenario.concurrency is None:
+        return open_loop(turns)
+    source = arrivals_of_load(setup.scenario, turns, setup.config.prompt_tokens_max(True))
+    assert isinstance(source, ConcurrentSessions)
+    return closed_loop(turns, source)
 
 
 def _share_prefixes(turns: Turns) -> bool:
@@ -119,8 +143,11 @@ def fast_run_of(
     `unsupported_by` must be empty for each setup.
     """
     scenario = setups[0].scenario
+    first = setups[0]
+    frontend_us = round(first.calibration.correction.frontend_us)
+    answer_us = 0 if first.workload.dated_at_engine else frontend_us
     return FastRun(
-        FastLoad(setups[0].workload.turns, scenario.seed, scenario.warm_up),
+        FastLoad(first.workload.turns, scenario.seed, scenario.warm_up, answer_us, loop_of(first)),
         [FastEngine(one.config, one.cost, one.cpu, round(one.calibration.correction.frontend_us)) for one in setups],
         metrics,
         on_finish,

@@ -304,7 +304,7 @@ def _run_compiled(setup: Setup, on_finish: Callable[[int], None] | None, *, alwa
         batches=plain.batches(0),
         clamped=0,
         rejected=Counter(),
-        never_sent=0,
+        never_sent=plain.never_sent(),
         interrupted=plain.stop_requested,
         cpu_s=time.process_time() - began_s,
     )
