@@ -40,7 +40,7 @@ from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.fast import fast_path, kernel, machine_code
 from lockstep.sim.fast.state import Arrays
 from lockstep.sim.run.simulate import simulate
-from tests.support.fast_path_cases import Case, Load, cases, differing, loads, schedulers, sizes
+from tests.support.fast_path_cases import SHARINGS, Case, Load, cases, differing, loads, schedulers, sizes
 
 KNOWN = Path(__file__).resolve().parent / "data" / "kernel_mutants.txt"
 SLOWER = 20  # a mutant may take this many times as long as the kernel, plus a second
@@ -192,7 +192,7 @@ def examples(count: int, number: int) -> list[Example]:
 
     @seed(number)
     @settings(max_examples=count, **options)
-    @given(cases(st.sampled_from((40, 300, 1_000))))
+    @given(cases(st.sampled_from((40, 300, 1_000)), SHARINGS[1:]))
     def engine_cases(case: Case) -> None:
         drawn.append(case)
 

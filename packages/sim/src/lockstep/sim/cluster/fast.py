@@ -17,7 +17,7 @@ from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.fast.fast_path import pays
 from lockstep.sim.fast.machine_code import is_available
 from lockstep.sim.metrics.fold import MetricsFold
-from lockstep.sim.run.fast_runs import fast_run_of, follows_answers, unsupported_by
+from lockstep.sim.run.fast_runs import fast_run_of, follows_answers, share_prefixes, unsupported_by
 from lockstep.sim.run.simulate import Run, collecting_seldom, stopping_on_interrupt
 
 
@@ -93,6 +93,7 @@ def unsupported_by_cluster(setup: ClusterSetup) -> str:
     scenario, turns = setup.scenario, setup.workload.turns
     beside = {
         "closed loop": any(follows_answers(one) for one in setup.engines),
+        "prefixes at the router": scenario.router.policy == "prefix_affinity" and share_prefixes(turns),
         "engines that meet": not setup.each_alone,
         "autoscaling": scenario.scaling is not None,
         "waiting at the router": scenario.dispatch is not None,

@@ -53,7 +53,12 @@ def bound(arrays: Arrays) -> Callable[[float], int]:
     if not is_available():
         return interpreted(arrays)
     advance, table = load(), addresses(arrays)
-    return lambda took_us: advance(table.ctypes.data, took_us)  # the closure keeps the table alive
+    address = table.ctypes.data
+
+    def advance_there(took_us: float, _kept: Int64s = table) -> int:  # the default keeps the table alive
+        return advance(address, took_us)
+
+    return advance_there
 
 
 def interpreted(arrays: Arrays) -> Callable[[float], int]:

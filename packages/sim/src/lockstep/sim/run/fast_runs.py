@@ -78,7 +78,7 @@ def unsupported_by(setup: Setup) -> str:
         sessions = scenario.concurrency + (len(turns) if scenario.limit is None else scenario.limit)
         if sessions * int(np.bincount(turns.root()).max()) > LOOP_REQUESTS_MAX:
             return "many long sessions"
-    if config.radix_cache and (follows_answers(setup) or _share_prefixes(turns)):
+    if config.radix_cache and (follows_answers(setup) or share_prefixes(turns)):
         if config.prefix_deduplication != "off":
             return "shared prefixes with prefix_deduplication"
         if config.isolate_tenants and len(turns.tenants) > 1:
@@ -105,7 +105,7 @@ def loop_of(setup: Setup) -> Loop | None:
     return closed_loop(turns, source)
 
 
-def _share_prefixes(turns: Turns) -> bool:
+def share_prefixes(turns: Turns) -> bool:
     """Return whether two prompts begin alike."""
     firsts = turns.run_first_token[turns.run_starts]
     return len(np.unique(firsts)) < len(firsts)
