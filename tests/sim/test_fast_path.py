@@ -122,7 +122,7 @@ def test_long_outputs_are_reserved_as_the_limit_of_a_reserve(batching: str, spli
     rng = np.random.default_rng(1)
     turns = turns_of(np.arange(6) * 40_000, np.full(6, 200), rng.integers(5_000, 7_000, 6))
     sched = {
-        "pages": 26_000 // 16,
+        "pages": 12_000 // 16,
         "context_tokens_max": 16_384,
         "batching": batching,
         "chunked_prefill_size": 64 if split else 8_192,
