@@ -11,6 +11,7 @@
     python3 dev.py golden ARGS        record missing golden journals, or named ones again
     python3 dev.py swarm ARGS         random histories with every invariant checked; --seconds 600 or --steps 10_000_000
     python3 dev.py explore ARGS       every interleaving of small worlds; --transitions 4_000, --world NAME
+    python3 dev.py kernel-mutants     mutants of the simulator's fast path that no random run finds; --module memory.py
     python3 dev.py fleet-swarm ARGS   random histories of prefill and decode engines with a bad network, 1,000,000 steps
     python3 dev.py rank-swarm ARGS    random histories of four data-parallel ranks; --steps 100_000
     python3 dev.py overload ARGS      overload of a server by all kinds of requests; --short for one minute
@@ -206,6 +207,10 @@ def explore(args):
     return call(PYTHON, "tests/explore.py", *args)
 
 
+def kernel_mutants(args):
+    return call(PYTHON, "tests/kernel_mutants.py", *args)
+
+
 def fleet_swarm(args):
     return call(PYTHON, "tests/fleet_swarm.py", "--steps", "1_000_000", *args)
 
@@ -298,6 +303,7 @@ TASKS = {
     "golden": ("dev", golden),
     "swarm": ("dev", swarm),
     "explore": ("dev", explore),
+    "kernel-mutants": ("dev", kernel_mutants),
     "fleet-swarm": ("dev", fleet_swarm),
     "rank-swarm": ("dev", rank_swarm),
     "attacks": ("dev", attacks),

@@ -290,7 +290,7 @@ def _run(
 
 def _run_compiled(setup: Setup, on_finish: Callable[[int], None] | None, *, always: bool) -> Run | None:
     """Run a setup on the fast path. Return None if it is unavailable, unsupported, does not pay, or gave up."""
-    if not is_available() or unsupported_by(setup) or not (always or pays(len(setup.workload.turns))):
+    if unsupported_by(setup) or not (always or (is_available() and pays(len(setup.workload.turns)))):
         return None
     began_s = time.process_time()
     metrics = MetricsFold(kv_pages=setup.config.pages, warm_up=setup.scenario.warm_up)
@@ -304,7 +304,7 @@ def _run_compiled(setup: Setup, on_finish: Callable[[int], None] | None, *, alwa
         batches=plain.batches(0),
         clamped=0,
         rejected=Counter(),
-        never_sent=0,
+        never_sent=plain.never_sent(),
         interrupted=plain.stop_requested,
         cpu_s=time.process_time() - began_s,
     )
