@@ -400,6 +400,7 @@ def test_machine_code_is_loaded_once_it_is_worth_it(monkeypatch: pytest.MonkeyPa
     runs: list[int] = []
     plain = simulate_module.fast_run_of
     monkeypatch.setattr(fast_path, "_requests", 0)
+    monkeypatch.setattr(fast_path.machine_code, "is_stored", lambda: True)
     monkeypatch.setattr(simulate_module, "fast_run_of", lambda *given: runs.append(len(runs)) or plain(*given))
     half = steady(fast_path.REQUESTS_MIN // 2)
     simulate(half)
@@ -411,3 +412,10 @@ def test_machine_code_is_loaded_once_it_is_worth_it(monkeypatch: pytest.MonkeyPa
     assert runs == [0]
     simulate(steady(5))  # it is loaded now
     assert runs == [0, 1]
+
+
+def test_machine_code_is_compiled_for_many_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_path, "_requests", 0)
+    monkeypatch.setattr(fast_path.machine_code, "is_stored", lambda: False)
+    assert not fast_path.pays(fast_path.REQUESTS_MIN)
+    assert fast_path.pays(fast_path.REQUESTS_MIN_NOT_STORED - fast_path.REQUESTS_MIN)

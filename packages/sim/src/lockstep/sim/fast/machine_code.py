@@ -5,7 +5,7 @@
 
 Without numba, `bound` returns the same functions, interpreted: equal in results and slower than the core, for tests.
 
-Compiling takes some seconds and loading half a second, so the text is stored: in `__pycache__` beside the source or, if
+Compiling takes half a minute and loading a second, so the text is stored: in `__pycache__` beside the source or, if
 that is not writable, in the user's cache folder. It is text, not a pickle, which LLVM parses, verifies and compiles for
 this processor. It is trusted like the compiled Python files in those folders: only if its owner is the user or root,
 and no other user may write to it. Its name follows from the source, the compiler's version and the processor.
@@ -88,7 +88,7 @@ def load() -> Advance:
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    name = f"{SOURCE.stem}-{_digest(llvm)}.ll"
+    name = _name(llvm)
     text = next(filter(None, (_kept(folder / name) for folder in _folders())), None)
     if text is None:
         text = _made()
@@ -106,6 +106,19 @@ def load() -> Advance:
     engine.finalize_object()
     _ENGINES.append(engine)
     return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_double)(engine.get_function_address(ENTRY))
+
+
+@cache
+def is_stored() -> bool:
+    """Return whether the machine code was compiled before. Otherwise the first `load` takes half a minute."""
+    import llvmlite.binding as llvm
+
+    return any(_kept(folder / _name(llvm)) is not None for folder in _folders())
+
+
+def _name(llvm: Any) -> str:
+    """Return the name of the stored file."""
+    return f"{SOURCE.stem}-{_digest(llvm)}.ll"
 
 
 _ENGINES: list[Any] = []  # LLVM's engines own the machine code, so they are kept alive
