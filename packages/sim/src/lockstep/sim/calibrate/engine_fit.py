@@ -146,7 +146,7 @@ NEARLY_FIXED = LoadGenerator("nearly fixed", 10, 0.0, "outputs vary by 32 tokens
 computes all waiting prompts before any decode. Those of vLLM and TensorRT-LLM do not, although their prompts are the
 same. How far out of step they are shows in TTFT under load, which does not depend on the length of answers: Qwen3-32B
 under vLLM 0.12 on two H100 with 128 users has 692, 682 and 652 ms with answers of 128, 512 and 1,024 tokens. With 32
-tokens either way it is 706, 690 and 693 ms; with 16, 839 to 845; with 60, 622 to 682; with a share of 3 %, 1,320 to 699.
+tokens either way it is 706, 690 and 693 ms; with 16, 839 to 845; with 60, 622 to 682; a share of 3 %, 1,320 to 699.
 """
 
 
