@@ -288,7 +288,7 @@ class LoadGenerator:
     output_spread_tokens: int = 0  # the same in tokens, added to the share
 
     def output_range(self, tokens: int) -> tuple[int, int]:
-        """Return the shortest and the longest answer for a nominal number of tokens, where lengths are unknown."""
+        """Return the least and the most output tokens where lengths are not stated: `tokens` and the spread."""
         spread = self.output_spread * tokens + self.output_spread_tokens
         return round(max(tokens - spread, 0.1 * tokens)), round(tokens + spread)
 
