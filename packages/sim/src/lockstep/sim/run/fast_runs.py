@@ -64,6 +64,7 @@ def unsupported_by(setup: Setup) -> str:
         "debugging": bool(setup.debug),
         "tenants": any(VERSION_MARK in name for name in turns.tenants),
         "stages": device_type_of(setup.cost) is not Device,
+        "turns of a journal beside others": 0 < len(setup.workload.tenants_of_engines) < len(set(turns.tenants)),
         "no requests": not len(turns),
     }
     for name, is_there in beside.items():
@@ -145,7 +146,7 @@ def fast_run_of(
     scenario = setups[0].scenario
     first = setups[0]
     frontend_us = round(first.calibration.correction.frontend_us)
-    answer_us = 0 if first.workload.dated_at_engine else frontend_us
+    answer_us = 0 if first.workload.tenants_of_engines else frontend_us
     return FastRun(
         FastLoad(first.workload.turns, scenario.seed, scenario.warm_up, answer_us, loop_of(first)),
         [FastEngine(one.config, one.cost, one.cpu, round(one.calibration.correction.frontend_us)) for one in setups],
