@@ -201,7 +201,7 @@ def _effort(given: PlanOptions) -> Effort:
 def answer_of(question: Question, given: PlanOptions, ledger: TrialStore) -> PlanAnswer:
     """Search, print and write the answer. Raises KeyboardInterrupt if Ctrl-C ended a simulation."""
     from lockstep.sim.plan.answer import PlanAnswer
-    from lockstep.sim.plan.search import prepare, run_plan
+    from lockstep.sim.plan.search import prepare, run_plan, sample_line
     from lockstep.sim.plan.workers import workers_of
     from lockstep.sim.run.run_folder import workload_line
 
@@ -211,7 +211,9 @@ def answer_of(question: Question, given: PlanOptions, ledger: TrialStore) -> Pla
     jobs = usable_cores() if given.jobs is None else given.jobs
     with workers_of(jobs, given.ray_address) as workers, showing_progress(ledger) as progress:
         run_plan(question, candidates, workers, ledger, progress)
-    answer = PlanAnswer(question=question, candidates=candidates, workload_line=line)
+    answer = PlanAnswer(
+        question=question, candidates=candidates, workload_line=line, sample_line=sample_line(question, opened)
+    )
     show(answer)
     write_answer(answer, [*_given(given.json_path), *_given(given.out, "plan.json")])
     write_report(answer, [*_given(given.report_path), *_given(given.out, "plan.html")])

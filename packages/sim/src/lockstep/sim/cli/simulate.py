@@ -69,13 +69,14 @@ def simulate(**options: Any) -> None:
         from lockstep.sim.scenario.scenario import Scenario
 
         scenario = requested_of(options)
+        given.check_slos(scenario.slos if isinstance(scenario, Scenario) else scenario.base.slos)
         if not isinstance(scenario, Scenario):
             from lockstep.sim.cli.cluster import run_cluster
 
             done, cut_short = run_cluster(scenario, given)
             if done.interrupted or cut_short:
                 sys.exit(EXIT_INTERRUPTED)
-            return
+            sys.exit(given.status_of(done.data.summary))
         if given.out is not None:
             prepare_folder(given.out, overwrite=given.overwrite)
         setup = assemble(scenario)
@@ -92,3 +93,4 @@ def simulate(**options: Any) -> None:
         print_no_intervals()
     if run.interrupted or cut_short:
         sys.exit(EXIT_INTERRUPTED)
+    sys.exit(given.status_of(run.data.summary))

@@ -18,6 +18,9 @@ from lockstep.sim.metrics.slo import Slo
 if TYPE_CHECKING:
     from lockstep.sim.cost.parallel import Parallelism
 
+SAMPLES = BEGINNING, SPREAD = ("beginning", "spread")
+"""Values of `sample`."""
+
 SIMULATE = ("simulate",)
 """The command that takes options of a load and of one simulation. A plan varies these options or sets them itself."""
 
@@ -148,7 +151,6 @@ class Scenario:
         SimOption(
             "keep the requests that arrive in this span of recorded time: 600..1200, 10m..1h",
             metavar="FROM..TO",
-            commands=SIMULATE,
             of_load=True,
             sent=True,
         ),
@@ -169,6 +171,13 @@ class Scenario:
         int | None,
         SimOption("keep only the first requests, up to this number", commands=SIMULATE, stored=True, sent=True),
     ] = None
+    sample: Annotated[
+        str,
+        SimOption(
+            "requests of a trace that a limit keeps: beginning, or spread (groups with common prompts from its whole time)",
+            of_load=True,
+        ),
+    ] = SAMPLES[0]
     seed: Annotated[
         int,
         SimOption(

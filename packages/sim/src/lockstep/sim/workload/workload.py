@@ -27,6 +27,7 @@ from lockstep.sim.workload.generate import PREFIX, generate, parse_spec, with_ra
 from lockstep.sim.workload.journal_turns import is_journal, turns_of_journal
 from lockstep.sim.workload.mix import MIX_PREFIX, check_names, mix_turns, parse_mix, seed_of_source
 from lockstep.sim.workload.recording_turns import turns_of_recording
+from lockstep.sim.workload.sampling import spread_sample
 from lockstep.sim.workload.servegen import read_servegen, servegen_files, turns_of_servegen
 from lockstep.sim.workload.summary import LengthSummary, WorkloadSummary, summarize
 from lockstep.sim.workload.token_runs import prompt_ids
@@ -51,6 +52,9 @@ __all__ = [
 ]
 
 _ENDINGS = (".gz", ".zst", ".tar", ".tgz", ".csv", ".json", ".jsonl", ".txt")
+DRAWN = ("generated", "fitted", "servegen")
+"""Formats whose requests are drawn, so that a beginning is like the rest."""
+
 _DIGEST_TURNS = 4_096  # per block of the digest
 
 
@@ -97,10 +101,12 @@ class SourceReading:
         skip_bad_rows: leave bad rows out and count them in `Workload.skipped`, instead of raising.
         recorded_media: media tokens of a trace that separates them from text, such as ServeGen's, become spans of
             prompts; otherwise they are tokens like any other.
+        spread: `limit` keeps a sample of the whole trace instead of its first turns: see sampling.py.
     """
 
     skip_bad_rows: bool = False
     recorded_media: bool = False
+    spread: bool = False
 
 
 STRICT = SourceReading()
@@ -163,8 +169,11 @@ def open_workload(
     turns = content.turns
     if time_window is not None and not content.is_cut:
         turns = _cut_to_window(spec, turns, time_window)
+    if reading.spread and content.format in DRAWN:
+        problem = f"`sample` is spread, which is for recorded requests, and these are {content.format}"
+        raise WorkloadError(spec, problem, "leave out --sample: other requests of a generator are drawn alike")
     if limit is not None and not content.is_cut:
-        turns = turns.head(limit)
+        turns = spread_sample(turns, limit) if reading.spread else turns.head(limit)
     if not content.at_rate:
         turns = turns.at(_rescaled(asked, turns, content.own_rate))
     _check_duration(spec, turns)
@@ -316,7 +325,7 @@ def _open_mix(asked: _Request) -> _Content:
     parts = [workload.turns for workload in opened]
     if asked.time_window is not None:  # sources start together, so each can be cut on its own
         parts = [part.take(_rows_in(part, asked.time_window)) for part in parts]
-    if asked.limit is not None:
+    if asked.limit is not None and not asked.reading.spread:
         parts = [part.head(asked.limit) for part in parts]
     left = [(name, part) for name, part in zip(names, parts, strict=True) if len(part)]
     if not left:
