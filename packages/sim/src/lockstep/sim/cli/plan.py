@@ -16,7 +16,7 @@ import click
 from lockstep.host.options import Option, options_of, take, with_flags
 from lockstep.sim.cli.cluster_options import check_router_options, cluster_given, cluster_options, router_given
 from lockstep.sim.cli.errors import EXIT_INTERRUPTED, refusals
-from lockstep.sim.cli.progress import terminal_bar
+from lockstep.sim.cli.progress import ProgressLines, terminal_bar
 from lockstep.sim.run.out_paths import check_file
 from lockstep.sim.scenario.scenario import sim_options
 from lockstep.sim.scenario.settings import given_settings, scheduler_options, tier_options
@@ -275,12 +275,12 @@ def announce(question: Any, line: str, configurations: int, out: Path | None) ->
 
 @contextmanager
 def showing_progress(ledger: Any) -> Iterator[Progress]:
-    """Show a bar of configurations on stderr, with the number of simulations; nothing if stderr is not a terminal."""
+    """Show a bar of configurations on stderr, with the number of simulations; lines if stderr is not a terminal."""
     from lockstep.sim.plan.search import Progress
 
     with terminal_bar() as bar:
         if bar is None:
-            yield Progress()
+            yield _progress_lines(ledger)
             return
         task = bar.add_task("configurations", total=None)
         stage_name = ""
@@ -294,6 +294,24 @@ def showing_progress(ledger: Any) -> Iterator[Progress]:
             bar.update(task, description=f"configurations, {stage_name}: {ledger.run} simulations")
 
         yield Progress(stage=stage, trial=trial, search=lambda: bar.advance(task))
+
+
+def _progress_lines(ledger: Any) -> Progress:
+    from lockstep.sim.plan.search import Progress
+
+    lines, state = ProgressLines(), {"stage": "", "done": 0, "searches": 0}
+
+    def stage(name: str, searches: int) -> None:
+        state.update(stage=name, searches=searches, done=0)
+
+    def search() -> None:
+        state["done"] = int(state["done"]) + 1
+
+    def trial() -> None:
+        done = f"{state['done']} of {state['searches']} configurations"
+        lines.line(f"{state['stage']}: {done}, {ledger.run} simulations")
+
+    return Progress(stage=stage, trial=trial, search=search)
 
 
 def print_next_commands(ledger: Any, out: Path | None) -> None:

@@ -27,21 +27,20 @@ REQUESTS_MIN = 10  # in the window; with fewer the ratio is mostly chance
 
 
 def describe_steady(requests: Requests, slos: Sequence[Slo]) -> Summary:
-    """Return rates per second in the steady state; None without a steady state: if all
-    requests arrive at once, or too few after the service has filled.
+    """Return rates per second in the steady state; empty without one: if all requests arrive at once, or too few after
+    the service has filled.
 
     Returns: window_us, the length of the window, and requests_per_s, output_tokens_per_s, total_tokens_per_s of
         completed requests, and goodput_requests_per_s of those within every SLO's bound.
     """
-    names = ("window_us", "requests_per_s", "output_tokens_per_s", "total_tokens_per_s", "goodput_requests_per_s")
     window = _window_us(requests)
     if window is None:
-        return dict.fromkeys(names)
+        return {}
     start_us, stop_us, span_us = window
     arrived = (requests.arrival_us >= start_us) & (requests.arrival_us < stop_us)
     ended = requests.completed & (requests.ended_us >= start_us) & (requests.ended_us < stop_us)
     if arrived.sum() < REQUESTS_MIN:
-        return dict.fromkeys(names)
+        return {}
     ones = np.ones(len(arrived))
     outputs = requests.output_tokens.astype(np.float64)
     tokens = outputs + requests.prompt_tokens
@@ -56,13 +55,14 @@ def describe_steady(requests: Requests, slos: Sequence[Slo]) -> Summary:
 
     done = requests.completed
     good = meets_every(slos, requests) if slos else None
-    return {
+    rates = {
         "window_us": stop_us - start_us,
         "requests_per_s": per_s(ones, ended, done),
         "output_tokens_per_s": per_s(outputs, share_in_window, done),
         "total_tokens_per_s": per_s(tokens, share_in_window, done),
         "goodput_requests_per_s": None if good is None else per_s(ones, ended, good),
     }
+    return {name: rate for name, rate in rates.items() if rate is not None}
 
 
 def _window_us(requests: Requests) -> tuple[int, int, float] | None:

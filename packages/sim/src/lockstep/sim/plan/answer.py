@@ -386,7 +386,8 @@ class PlanAnswer:
             )
         prices = sorted({(c.configuration.gpu, c.price_source) for c in self.candidates if c.price_source})
         if all(c.usd_per_gpu_hour is None for c in self.candidates):
-            lines += [f"GPU-hours, no dollars: {why}; --price {gpu}=USD" for gpu, why in prices if "no `" in why]
+            unknown = [(gpu, why) for gpu, why in prices if "has no price" in why]
+            lines += [f"GPU-hours, no dollars: {why}; --price {gpu}=USD" for gpu, why in unknown]
         else:
             lines += [f"Price of {gpu}: {why}" for gpu, why in prices]
         setups += [c.prefill_setup for c in self.candidates if c.prefill_setup is not None]

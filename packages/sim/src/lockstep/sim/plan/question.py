@@ -16,6 +16,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.host.options import options_of
 from lockstep.sim.cluster.scenario import parse_scaling
 from lockstep.sim.cost import GpuSpec
+from lockstep.sim.cost.hardware import PRICE_KINDS
 from lockstep.sim.host.closed_loop import CONCURRENCY_MAX
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan.split import AUTO, MIXED, PREFILL_DECODE, RoleSplit, all_splits, parse_split
@@ -35,7 +36,6 @@ LINK_KEYS = ("link_gbs", "link_latency_us")
 """Options of links between prefill and decode engines."""
 
 YES_NO = {"yes": True, "no": False, "true": True, "false": False}
-PRICE_KINDS = ("rental_3yr", "on_demand_low", "on_demand_high", "owned_neocloud", "owned_hyperscaler")
 
 
 class Length(NamedTuple):
@@ -379,10 +379,13 @@ def price_of(question: Question, name: str, gpu: GpuSpec) -> tuple[float | None,
     """Return the price in USD per GPU-hour and its source; None without a price."""
     if name in question.prices:
         return question.prices[name], "given"
-    known = gpu.usd_per_gpu_hour.get(question.price_kind)
-    if known is None:
-        return None, f"the catalogue has no `{question.price_kind}` price of {gpu.name}"
-    return known.value, f"{question.price_kind}: {known.source}"
+    kinds = [question.price_kind, *(kind for kind in PRICE_KINDS if kind != question.price_kind)]
+    kind = next((kind for kind in kinds if kind in gpu.usd_per_gpu_hour), None)
+    if kind is None:
+        return None, f"the catalogue has no price of {gpu.name}"
+    known = gpu.usd_per_gpu_hour[kind]
+    words = kind if kind == question.price_kind else f"{kind}, for lack of {question.price_kind}"
+    return known.value, f"{words}: {known.source}"
 
 
 def is_drawn(workload: Workload) -> bool:

@@ -130,7 +130,7 @@ class Evaluation:
         Runs without a steady state, such as of arrivals at one instant, count with their mean over the makespan.
         """
         throughputs = [result.summary["throughput"] for result in self.results]
-        rates = [one["steady"][name] if one["steady"][name] is not None else one[name] for one in throughputs]
+        rates = [one["steady"].get(name, one[name]) for one in throughputs]
         known = [rate for rate in rates if rate is not None]
         return math.fsum(known) / len(known) if known else None
 

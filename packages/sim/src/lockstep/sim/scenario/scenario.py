@@ -174,7 +174,7 @@ class Scenario:
     sample: Annotated[
         str,
         SimOption(
-            "requests of a trace that a limit keeps: beginning, or spread (groups with common prompts from its whole time)",
+            "requests of a trace that a limit keeps: beginning, or spread (groups of common prompts, from all of it)",
             of_load=True,
         ),
     ] = SAMPLES[0]
