@@ -145,6 +145,8 @@ def question_of(given: PlanOptions, options: dict[str, Any]) -> Question:
     from lockstep.sim.cluster.scenario import parse_scaling
     from lockstep.sim.metrics.slo import Slo
     from lockstep.sim.plan.question import Question, natural_load, parse_prices, parse_search, split_of
+    from lockstep.sim.workload.logs import LogReading
+    from lockstep.sim.workload.workload import SourceReading
 
     if given.autoscale != "none":
         parse_scaling(given.autoscale)
@@ -160,8 +162,9 @@ def question_of(given: PlanOptions, options: dict[str, Any]) -> Question:
         common.get("tiers", {}).pop(key, None)
     router = RouterConfig(**policy)
     check_router_options(policy, dict(searched).get("router", (router.policy,)))
-    skip = bool(options["skip_bad_rows"])
-    usual_load: Load = "sessions" if given.sessions is not None else natural_load(given.workload, skip_bad_rows=skip)
+    log = LogReading(options["columns"], options["tokenizer"], options["chars_per_token"])
+    reading = SourceReading(bool(options["skip_bad_rows"]), log=log)
+    usual_load: Load = "sessions" if given.sessions is not None else natural_load(given.workload, reading=reading)
     return Question(
         model=given.model,
         gpus=tuple(gpu.strip() for gpu in given.gpus.split(",")),

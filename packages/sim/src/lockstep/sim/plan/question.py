@@ -26,7 +26,7 @@ from lockstep.sim.scenario.settings import field_of, parse_setting, parse_tier
 from lockstep.sim.scenario.tier_options import TIER_KEYS
 from lockstep.sim.workload.generate import PREFIX
 from lockstep.sim.workload.mix import MIX_PREFIX, parse_mix
-from lockstep.sim.workload.workload import SourceReading, Workload, open_workload
+from lockstep.sim.workload.workload import STRICT, SourceReading, Workload, open_workload
 
 CONFIGURATIONS_MAX = 2_000
 OWN_KEYS = (*names_where("searched"), "router", "autoscale", PREFILL_DECODE)
@@ -395,11 +395,11 @@ def is_drawn(workload: Workload) -> bool:
     return not workload.has_clock or workload.format in ("generated", "fitted", "servegen")
 
 
-def natural_load(workload: str, *, skip_bad_rows: bool = False) -> Load:
+def natural_load(workload: str, *, reading: SourceReading = STRICT) -> Load:
     """Return "sessions" for recorded sessions without start times, and "rate" for everything else."""
     if workload.startswith((PREFIX, MIX_PREFIX)) or not Path(workload).is_file():
         return "rate"
-    opened = open_workload(workload, seed=0, rate=math.inf, digest=False, reading=SourceReading(skip_bad_rows))
+    opened = open_workload(workload, seed=0, rate=math.inf, digest=False, reading=reading)
     return "rate" if opened.has_clock or len(opened.turns.by_clock_rows) == len(opened.turns) else "sessions"
 
 

@@ -12,6 +12,7 @@ from lockstep.sim.host.closed_loop import CONCURRENCY_MAX, ConcurrentSessions
 from lockstep.sim.run.encoding import encoders_of
 from lockstep.sim.scenario.scenario import SAMPLES, SPREAD, Scenario
 from lockstep.sim.workload.adapters import describe_adapters, parse_adapters, with_adapters
+from lockstep.sim.workload.logs import LogReading
 from lockstep.sim.workload.media import RECORDED, describe_media, parse_media, with_media
 from lockstep.sim.workload.samples import describe_samples, parse_samples, with_samples
 from lockstep.sim.workload.server_sessions import describe_server_sessions, with_server_sessions
@@ -102,6 +103,7 @@ def open_load(scenario: Scenario) -> Workload:
             scenario.skip_bad_rows,
             recorded_media=scenario.media == RECORDED,
             spread=scenario.sample == SPREAD and not closed,
+            log=LogReading(scenario.columns, scenario.tokenizer, scenario.chars_per_token),
         ),
     )
     if scenario.media is not None:

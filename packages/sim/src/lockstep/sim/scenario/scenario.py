@@ -316,6 +316,20 @@ class Scenario:
     skip_bad_rows: Annotated[
         bool, SimOption("leave out invalid rows instead of failing", stored=True, of_load=True, sent=True)
     ] = False
+    columns: Annotated[
+        str | None,
+        SimOption(
+            "columns of a request log: arrival=ts,input=prompt_tokens,output=128; docs/workloads.md",
+            metavar="ROLE=COLUMN,...",
+            of_load=True,
+        ),
+    ] = None
+    tokenizer: Annotated[
+        str | None, SimOption("folder of a tokenizer that counts the texts of a log", metavar="DIR", of_load=True)
+    ] = None
+    chars_per_token: Annotated[
+        float | None, SimOption("characters per token of the texts of a log, instead of a tokenizer", of_load=True)
+    ] = None
     settings: Annotated[Mapping[str, Any], SimOption("given fields of SchedConfig", stored=True)] = field(
         default_factory=dict
     )

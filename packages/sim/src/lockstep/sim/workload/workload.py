@@ -25,6 +25,7 @@ from lockstep.sim.workload.arrivals import RATE_MIN, TimeWindow, mean_rate, stre
 from lockstep.sim.workload.fitted import WorkloadModel, draw_model, is_model, parse_model, parse_model_spec
 from lockstep.sim.workload.generate import PREFIX, generate, parse_spec, with_rate
 from lockstep.sim.workload.journal_turns import is_journal, turns_of_journal
+from lockstep.sim.workload.logs import LogReading
 from lockstep.sim.workload.mix import MIX_PREFIX, check_names, mix_turns, parse_mix, seed_of_source
 from lockstep.sim.workload.recording_turns import turns_of_recording
 from lockstep.sim.workload.sampling import spread_sample
@@ -33,7 +34,7 @@ from lockstep.sim.workload.summary import LengthSummary, WorkloadSummary, summar
 from lockstep.sim.workload.token_runs import prompt_ids
 from lockstep.sim.workload.trace_files import is_tar, read_bytes, tar_files
 from lockstep.sim.workload.trace_turns import turns_of_trace
-from lockstep.sim.workload.traces import SkippedRows, read_trace
+from lockstep.sim.workload.traces import USUAL_LOG, SkippedRows, read_trace
 from lockstep.sim.workload.turns import TIME_US_MAX, Int64s, Turn, Turns, WorkloadError
 
 __all__ = [
@@ -101,12 +102,14 @@ class SourceReading:
         skip_bad_rows: leave bad rows out and count them in `Workload.skipped`, instead of raising.
         recorded_media: media tokens of a trace that separates them from text, such as ServeGen's, become spans of
             prompts; otherwise they are tokens like any other.
+        log: how a request log is read where its content does not decide.
         spread: `limit` keeps a sample of the whole trace instead of its first turns: see sampling.py.
     """
 
     skip_bad_rows: bool = False
     recorded_media: bool = False
     spread: bool = False
+    log: LogReading = USUAL_LOG
 
 
 STRICT = SourceReading()
@@ -244,7 +247,7 @@ def _open(asked: _Request) -> _Content:
         return _open_servegen(asked, name, tar_files(path, data))
     if is_model(data):
         return _open_model(asked, name, parse_model(asked.spec, data), None, None)
-    trace = read_trace(path, data, skip_bad_rows=asked.reading.skip_bad_rows)
+    trace = read_trace(path, data, skip_bad_rows=asked.reading.skip_bad_rows, log=asked.reading.log)
     turns, notes = turns_of_trace(asked.spec, trace, seed=asked.seed, rate=asked.target_rate)
     at_rate = not trace.has_clock and asked.rate is not None  # drawn at that rate
     return _Content(name, trace.format.name, turns, trace.skipped, notes, at_rate=at_rate, has_clock=trace.has_clock)
@@ -310,7 +313,7 @@ def _open_mix(asked: _Request) -> _Content:
             source.workload,
             seed=seed_of_source(asked.seed, place),
             rate=source.rate,
-            reading=SourceReading(skip_bad_rows=asked.reading.skip_bad_rows),
+            reading=SourceReading(skip_bad_rows=asked.reading.skip_bad_rows, log=asked.reading.log),
             digest=False,
         )
         for place, source in enumerate(sources)
