@@ -16,6 +16,7 @@ import click
 from lockstep.host.options import Option, options_of, take, with_flags
 from lockstep.sim.cli.cluster_options import check_router_options, cluster_given, cluster_options, router_given
 from lockstep.sim.cli.errors import EXIT_INTERRUPTED, refusals
+from lockstep.sim.cli.option_file import FileCommand, with_option_file
 from lockstep.sim.cli.progress import ProgressLines, terminal_bar
 from lockstep.sim.run.out_paths import check_file
 from lockstep.sim.scenario.scenario import sim_options
@@ -100,7 +101,8 @@ def engine_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command(context_settings={"show_default": True, "max_content_width": 120})
+@click.command(cls=FileCommand, context_settings={"show_default": True, "max_content_width": 120})
+@with_option_file
 @with_flags(click.option, options_of(PlanOptions).values())
 @engine_flags
 def plan(**options: Any) -> None:
@@ -109,6 +111,7 @@ def plan(**options: Any) -> None:
     \b
     lockstep plan --model qwen3-8b --gpus h100,h200 --workload gen:turns=uniform:1:3 --slo ttft_p99=500ms --rate 40
     lockstep plan --model qwen3-32b --gpus h200 --search tp=1,2,4 --workload conv.jsonl.gz --slo tpot_p99=50ms
+    lockstep plan question.toml --save again.toml
     lockstep plan --model llama-3.1-70b --gpus h200 --max-gpus 16 --search tp=2,4 --search prefill_decode=auto ...
     """
     given = take(PlanOptions, options)
@@ -302,17 +305,18 @@ def showing_progress(ledger: Any) -> Iterator[Progress]:
 def _progress_lines(ledger: Any) -> Progress:
     from lockstep.sim.plan.search import Progress
 
-    lines, state = ProgressLines(), {"stage": "", "done": 0, "searches": 0}
+    lines, stage_name, done, of = ProgressLines(), "", 0, 0
 
     def stage(name: str, searches: int) -> None:
-        state.update(stage=name, searches=searches, done=0)
+        nonlocal stage_name, done, of
+        stage_name, done, of = name, 0, searches
 
     def search() -> None:
-        state["done"] = int(state["done"]) + 1
+        nonlocal done
+        done += 1
 
     def trial() -> None:
-        done = f"{state['done']} of {state['searches']} configurations"
-        lines.line(f"{state['stage']}: {done}, {ledger.run} simulations")
+        lines.line(f"{stage_name}: {done} of {of} configurations, {ledger.run} simulations")
 
     return Progress(stage=stage, trial=trial, search=search)
 

@@ -12,6 +12,7 @@ import click
 from lockstep.host.options import options_of, take, with_flags
 from lockstep.sim.cli.cluster_options import cluster_options
 from lockstep.sim.cli.errors import EXIT_INTERRUPTED, refusals
+from lockstep.sim.cli.option_file import FileCommand, with_option_file
 from lockstep.sim.cli.run_options import RunOptions
 from lockstep.sim.cli.run_output import announce, print_no_intervals, progress_bar, show
 from lockstep.sim.scenario.scenario import sim_options
@@ -47,7 +48,8 @@ def scenario_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command(context_settings={"show_default": True, "max_content_width": 120})
+@click.command(cls=FileCommand, context_settings={"show_default": True, "max_content_width": 120})
+@with_option_file
 @scenario_flags
 @with_flags(click.option, options_of(RunOptions).values())
 def simulate(**options: Any) -> None:

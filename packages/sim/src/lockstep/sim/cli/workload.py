@@ -95,8 +95,8 @@ def import_(workloads: tuple[str, ...], out: Path, overwrite: bool, **options: A
 
     \b
     lockstep workload import usage.csv -o usage.jsonl.gz
-    lockstep workload import requests.jsonl --columns arrival=ts,input=n_in,output=n_out -o requests.jsonl.gz
-    lockstep workload import chats.json --chars-per-token 4 --rate 2 -o chats.jsonl.gz
+    lockstep workload import log.csv --columns arrival=when:ms,input=n_in,output=n_out -o log.jsonl.gz
+    lockstep workload import chats.jsonl --chars-per-token 4 -o chats.jsonl.gz
     """
     with refusals():
         from lockstep.sim.results.workload_figures import describe, description_lines

@@ -413,5 +413,7 @@ def content_files(question: Question) -> list[Path]:
     models = [question.model, *filter(None, [question.common.get("draft_model")])]
     folders = [*(Path(model, "config.json") for model in models), *(Path(gpu, "gpu.json") for gpu in question.gpus)]
     files += [path for path in folders if path.is_file()]
+    if (tokenizer := question.common.get("tokenizer")) is not None:
+        files += [path for path in (Path(tokenizer), Path(tokenizer, "tokenizer.json")) if path.is_file()]
     operators = question.common.get("operators")
     return files if operators is None else files + sorted(Path(operators).glob("*.csv*"))

@@ -176,6 +176,7 @@ class Scenario:
         SimOption(
             "requests of a trace that a limit keeps: beginning, or spread (groups of common prompts, from all of it)",
             of_load=True,
+            sent=True,
         ),
     ] = SAMPLES[0]
     seed: Annotated[
@@ -322,13 +323,16 @@ class Scenario:
             "columns of a request log: arrival=ts,input=prompt_tokens,output=128; docs/workloads.md",
             metavar="ROLE=COLUMN,...",
             of_load=True,
+            sent=True,
         ),
     ] = None
     tokenizer: Annotated[
-        str | None, SimOption("folder of a tokenizer that counts the texts of a log", metavar="DIR", of_load=True)
+        str | None,
+        SimOption("folder of a tokenizer that counts the texts of a log", metavar="DIR", of_load=True, sent=True),
     ] = None
     chars_per_token: Annotated[
-        float | None, SimOption("characters per token of the texts of a log, instead of a tokenizer", of_load=True)
+        float | None,
+        SimOption("characters per token of the texts of a log, instead of a tokenizer", of_load=True, sent=True),
     ] = None
     settings: Annotated[Mapping[str, Any], SimOption("given fields of SchedConfig", stored=True)] = field(
         default_factory=dict

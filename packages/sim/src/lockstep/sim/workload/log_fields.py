@@ -100,11 +100,9 @@ def recognise(where: str, present: Iterable[str], given: Columns) -> Columns:
 def _present(usual: str, known: list[str]) -> str | None:
     """Return the column with this usual name: whole first, then as the end of a nested one, in any case."""
     wanted = _plain(usual)
-    for matches in (lambda name: _plain(name) == wanted, lambda name: _plain(name).endswith(f".{wanted}")):
-        for name in known:
-            if matches(name):
-                return name
-    return None
+    whole = (name for name in known if _plain(name) == wanted)
+    nested = (name for name in known if _plain(name).endswith(f".{wanted}"))
+    return next(whole, None) or next(nested, None)
 
 
 def _plain(name: str) -> str:

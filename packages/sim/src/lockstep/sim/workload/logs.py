@@ -339,10 +339,10 @@ def _text_of(value: Any) -> str:
         try:
             value = json.loads(value)
         except ValueError:
-            return value
+            return str(value)
     if isinstance(value, list):
         return "".join(f"{_role(one)}: {_words(one)}\n" if isinstance(one, Mapping) else str(one) for one in value)
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return str(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _role(message: Mapping[str, Any]) -> str:
