@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from lockstep.sim.cli.help_groups import FIRST, GROUPS
 from lockstep.sim.cli.plan import plan
 from lockstep.sim.cli.simulate import simulate
 
@@ -102,3 +103,19 @@ def test_a_bad_file_is_one_error_with_its_line(tmp_path: Path, text: str, messag
 def test_a_file_that_is_missing_is_one_error(tmp_path: Path) -> None:
     done = ran(plan, str(tmp_path / "none.toml"))
     assert "cannot be read: No such file or directory\nhint: options begin with --" in done.output
+
+
+# ----------------------------------------------------------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize(("command", "name"), [(plan, "plan"), (simulate, "simulate")])
+def test_help_has_the_options_that_matter_and_help_all_has_each_once_in_a_group(command: Any, name: str) -> None:
+    short, full = ran(command, "--help").stdout, ran(command, "--help-all").stdout
+    assert len(short.splitlines()) < 60
+    assert "--help-all" in short
+    flags = [one.opts[-1] for one in command.params if one.opts[-1].startswith("--")]
+    shown = [line.split()[0].rstrip(",") for line in full.splitlines() if line.startswith("  --")]
+    assert {flag.split("/")[0] for flag in flags} <= {word.split("/")[0] for word in (*shown, "--help")} | {"--out"}
+    for heading in GROUPS:
+        assert full.count(f"{heading}:\n") == 1
+    assert set(FIRST[name]) <= {one.name for one in command.params}

@@ -24,6 +24,8 @@ from typing import Any, NoReturn
 
 import click
 
+from lockstep.sim.cli.help_groups import with_help_all, write_options
+
 TABLES = ("search", "price")
 """Repeated options of NAME=VALUE that may be tables, `[search]` with `tp = [1, 2, 4]`."""
 
@@ -36,11 +38,14 @@ def with_option_file(command: Any) -> Any:
     save = click.option(
         "--save", SAVE, expose_value=False, metavar="FILE.toml", help="write the given options to a file, and go on"
     )
-    return argument(save(command))
+    return argument(save(with_help_all(command)))
 
 
 class FileCommand(click.Command):
-    """A command whose options may also come from a TOML file."""
+    """A command whose options may also come from a TOML file, and whose help is in groups."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        write_options(self, ctx, formatter)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
@@ -50,7 +55,7 @@ class FileCommand(click.Command):
             ctx.default_map = asked
         rest = super().parse_args(ctx, args)
         if isinstance(path := given.get(SAVE), str):
-            names = {one.name for one in self.params if isinstance(one, click.Option)} - {SAVE}
+            names = {one.name for one in self.params if isinstance(one, click.Option)} - {SAVE, "help_all"}
             written = {name: value for name, value in given.items() if name in names and _is_value(value)}
             _save(self, Path(path), asked | written)
         return rest
@@ -83,9 +88,9 @@ def read_options(command: click.Command, ctx: click.Context, path: Path) -> dict
 
 def _options(command: click.Command) -> dict[str, str]:
     """Return the names of the options by their flags without dashes, and by the names themselves."""
-    flags = {}
+    flags: dict[str, str] = {}
     for one in command.params:
-        if isinstance(one, click.Option) and one.name is not None and one.name != SAVE:
+        if isinstance(one, click.Option) and one.name is not None and one.name not in (SAVE, "help_all"):
             flags |= {flag.removeprefix("--"): one.name for flag in one.opts if flag.startswith("--")}
             flags.setdefault(one.name.replace("_", "-"), one.name)
     return flags

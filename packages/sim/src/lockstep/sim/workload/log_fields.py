@@ -46,7 +46,7 @@ TIME_WORDS = re.compile(r"time|date|stamp|created|arriv|^ts$|_ts$|_at$", re.IGNO
 
 
 @dataclass(frozen=True)
-class Columns:
+class LogColumns:
     """The columns of a file by role.
 
     Args:
@@ -62,7 +62,7 @@ class Columns:
         return self.names.get(role)
 
 
-def parse_columns(text: str | None) -> Columns:
+def parse_columns(text: str | None) -> LogColumns:
     """Parse `arrival=ts:ms,input=prompt_tokens,output=128`. Raises: WorkloadError."""
     names: dict[str, str] = {}
     unit = ""
@@ -75,10 +75,10 @@ def parse_columns(text: str | None) -> Columns:
         if role == "arrival" and name.rpartition(":")[2] in UNITS and ":" in name:
             name, _, unit = name.rpartition(":")
         names[role] = name
-    return Columns(names, unit)
+    return LogColumns(names, unit)
 
 
-def recognise(where: str, present: Iterable[str], given: Columns) -> Columns:
+def recognise(where: str, present: Iterable[str], given: LogColumns) -> LogColumns:
     """Return the columns by role: the given ones, and the others by their usual names.
 
     Raises: WorkloadError if a given column is missing.
@@ -94,7 +94,7 @@ def recognise(where: str, present: Iterable[str], given: Columns) -> Columns:
             raise WorkloadError(where, problem, f"columns are {', '.join(known)}; a whole number is a constant")
         if name is not None and name not in found.values():
             found[role] = name
-    return Columns(found, given.unit)
+    return LogColumns(found, given.unit)
 
 
 def _present(usual: str, known: list[str]) -> str | None:

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from lockstep.sim.workload.log_fields import TIME_WORDS, Columns, parse_columns, recognise, time_us, unit_of
+from lockstep.sim.workload.log_fields import TIME_WORDS, LogColumns, parse_columns, recognise, time_us, unit_of
 from lockstep.sim.workload.log_records import Lines, Record, read_records
 from lockstep.sim.workload.trace_formats import FORMATS, TraceFormat, TraceRow, shorten
 from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, WorkloadError
@@ -66,7 +66,7 @@ def read_log(path: Path, data: bytes, reading: LogReading, *, skip_bad_rows: boo
     columns = recognise(f"{path}, line {records[0][0]}", present, given)
     if (name := columns.of("text")) is not None and name.endswith("conversations"):
         records = list(_conversations(records, name))
-        columns = Columns({"text": "prompt", "answer": "answer", "session": "session"}, "")
+        columns = LogColumns({"text": "prompt", "answer": "answer", "session": "session"}, "")
     reader = _Reader(path, kind, columns, reading, records)
     reader.check()
     rows: list[TraceRow] = []
@@ -104,7 +104,7 @@ def _conversations(records: Lines, column: str) -> Iterator[tuple[int, Record]]:
 class _Reader:
     """Reads the rows of one log by its columns."""
 
-    def __init__(self, path: Path, kind: str, columns: Columns, reading: LogReading, records: Lines) -> None:
+    def __init__(self, path: Path, kind: str, columns: LogColumns, reading: LogReading, records: Lines) -> None:
         self._path, self._kind, self._columns, self._records = path, kind, columns, records
         arrival = columns.of("arrival")
         values = [record.get(arrival) for _, record in records] if arrival is not None else []
