@@ -1,4 +1,4 @@
-"""Help in groups: `--help` shows the options that matter first, `--help-all` every option under the heading of its group.
+"""Help in groups: `--help` shows the options that matter first, `--help-all` every option by its group.
 
 The group of an option follows from the struct that declares it.
 """
