@@ -234,6 +234,9 @@ def _open(asked: _Request) -> _Content:
     if asked.spec.startswith(MIX_PREFIX):
         return _open_mix(asked)
     if asked.spec.startswith(PREFIX):
+        if asked.reading.log != USUAL_LOG:
+            problem = "`columns`, `tokenizer` and `chars_per_token` are about files of requests"
+            raise WorkloadError(asked.spec, problem, "leave them out for a generator")
         return _open_generator(asked)
     path = Path(asked.spec)
     if path.is_dir() and (is_journal(path) or has_recording(path)):
@@ -313,7 +316,7 @@ def _open_mix(asked: _Request) -> _Content:
             source.workload,
             seed=seed_of_source(asked.seed, place),
             rate=source.rate,
-            reading=SourceReading(skip_bad_rows=asked.reading.skip_bad_rows, log=asked.reading.log),
+            reading=_reading_of(asked.reading, source.workload),
             digest=False,
         )
         for place, source in enumerate(sources)
@@ -335,6 +338,12 @@ def _open_mix(asked: _Request) -> _Content:
         _raise_empty_window(asked.spec, asked.time_window, max(int(w.turns.arrival_us.max()) for w in opened))
     turns = mix_turns(asked.spec, [name for name, _ in left], [part for _, part in left])
     return _Content("+".join(names), "mix", turns, skipped, notes)
+
+
+def _reading_of(reading: SourceReading, spec: str) -> SourceReading:
+    """Return how a source of a mix is read: options about logs are for those that are files."""
+    log = USUAL_LOG if spec.startswith(PREFIX) else reading.log
+    return SourceReading(skip_bad_rows=reading.skip_bad_rows, log=log)
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
