@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign openapi clients schema-campaign bench gpu-check
+.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign openapi clients schema-campaign bench dist gpu-check
 
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ schema-campaign: ## 1,000 random JSON schemas through the demo model: every answ
 
 bench:      ## the benchmarks
 	@$(PYTHON) dev.py bench $(ARGS)
+
+dist:       ## wheels and sdists in dist/, installed into an empty environment and used there; ARGS=--no-install
+	@$(PYTHON) dev.py dist $(ARGS)
 
 gpu-check:  ## checks on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration; under nine minutes
 	@$(PYTHON) dev.py gpu-check $(ARGS)

@@ -21,6 +21,8 @@
     python3 dev.py clients ARGS       public clients, each in an environment of its own, against a server; --list
     python3 dev.py schema-campaign    1,000 random JSON schemas through the demo model; --schemas 100
     python3 dev.py bench ARGS         the benchmarks
+    python3 dev.py dist ARGS          wheels and sdists in dist/, installed into an empty environment; --no-install
+    python3 dev.py version VERSION    set the version of all distributions, or show it
     python3 dev.py gpu-check ARGS     checks on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration
     python3 dev.py run COMMAND ARGS   any other command in the environment, e.g. `run python`
     python3 dev.py install            only make the environment
@@ -44,6 +46,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 - `python3` may be any version
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -63,7 +66,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 #   runtime  adds the GPU runtime with torch, a gigabyte, which is therefore installed only on request.
 SETS = ("demo", "dev", "runtime")
 PACKAGES = {
-    "demo": ("packages/sched-core", "packages/sim", "tools"),
+    "demo": ("packages/lockstep", "packages/sched-core", "packages/sim", "tools"),
     "dev": ("packages/api", "packages/vllm-scheduler"),
     "runtime": ("packages/gpu-runtime",),
 }
@@ -242,6 +245,29 @@ def bench(args):
     return call(PYTHON, "benchmarks/run.py", *args)
 
 
+def dist(args):
+    return call(PYTHON, "-m", "tests.campaigns.distributions", *args)
+
+
+def version(args):
+    """Show the version of all distributions, or set it where it stands: in every pyproject.toml and its pins."""
+    files = [ROOT / package / "pyproject.toml" for packages in PACKAGES.values() for package in packages]
+    held = {tomllib.loads(path.read_text())["project"]["version"] for path in files}
+    if len(held) > 1:
+        return fail(f"dev.py version: the distributions differ: {', '.join(sorted(held))}", 1)
+    (old,) = held
+    if not args:
+        print(old)
+        return 0
+    if len(args) > 1 or not re.fullmatch(r"[0-9]+\.[0-9]+\.[0-9]+((a|b|rc|\.dev)[0-9]+)?", args[0]):
+        return fail(f"dev.py version takes one version such as 1.2.3 or 1.2.3rc1, got {' '.join(args)}", 2)
+    for path in files:
+        text = path.read_text().replace(f'version = "{old}"', f'version = "{args[0]}"', 1)
+        path.write_text(re.sub(rf'("lockstep-[a-z]+(\[[a-z]+\])?)=={re.escape(old)}"', rf'\1=={args[0]}"', text))
+    print(f"{old} -> {args[0]} in {len(files)} files; CHANGELOG.md is written by hand")
+    return 0
+
+
 def gpu_check(args):
     return call(PYTHON, "-m", "benchmarks.gpu_check", *args)
 
@@ -277,6 +303,8 @@ TASKS = {
     "clients": ("dev", clients),
     "schema-campaign": ("runtime", schema_campaign),
     "bench": ("demo", bench),
+    "dist": ("dev", dist),
+    "version": (None, version),
     "gpu-check": ("runtime", gpu_check),
     "run": ("dev", run),
     "install": ("dev", install),

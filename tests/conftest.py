@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -44,6 +45,6 @@ def pytest_report_header() -> str:
         try:
             parts.append(f"{name} {version(f'lockstep-{name}')}")
         except PackageNotFoundError:
-            parts.append(f"{name} not installed")
+            parts.append(f"{name} {'from its sources' if find_spec(f'lockstep.{name}') else 'not installed'}")
     folders = [f"{name}={os.environ.get(name) or 'unset'}" for name in ("LOCKSTEP_DATA", "LOCKSTEP_PEERS")]
     return f"lockstep: {', '.join(parts)}; {', '.join(folders)}"

@@ -57,9 +57,12 @@ def state(operator: Post) -> Any:
 # ------------------------------------------------------------------------------------------------------------- sessions
 
 
+TURN = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+
 def turn(client: Any, session: str, text: str, **more: Any) -> Any:
-    body = {"text": text, "sampling_params": {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}}
-    offset = {name: more.pop(name) for name in ("offset", "replace") if name in more}
+    body = {"text": text, "sampling_params": TURN}
+    offset = {name: more.pop(name) for name in ("offset", "replace", "drop_previous_output") if name in more}
     return client.post("/generate", json={**body, "session_params": {"id": session, **offset}, **more})
 
 
@@ -72,8 +75,7 @@ def test_a_session_keeps_the_conversation(alice: Any, operator: Post) -> None:
     assert first["meta_info"]["prompt_tokens"] == 5
     assert second["meta_info"]["prompt_tokens"] == 5 + 4 + 6
     whole = [*b"hello", *first["output_ids"], *b" again"]
-    params = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
-    alone = alice.post("/generate", json={"input_ids": whole, "sampling_params": params}).json()
+    alone = alice.post("/generate", json={"input_ids": whole, "sampling_params": TURN}).json()
     assert alone["output_ids"] == second["output_ids"]
     back = turn(alice, session, " again", offset=9).json()
     assert back["output_ids"] == second["output_ids"]
@@ -84,6 +86,18 @@ def test_a_session_keeps_the_conversation(alice: Any, operator: Post) -> None:
     assert state(operator)["sessions"] == 0
     gone = turn(alice, session, "hello")
     assert (gone.status_code, gone.json()["error"]["message"]) == (400, f"`session` is '{session}', which is not open")
+
+
+def test_a_turn_may_drop_the_output_of_the_turn_before(alice: Any) -> None:
+    session = alice.post("/open_session", json={"capacity_of_str_len": 4000}).json()
+    turn(alice, session, "hello")
+    dropped = turn(alice, session, " again", drop_previous_output=True).json()
+    assert dropped["meta_info"]["prompt_tokens"] == 5 + 6
+    whole = alice.post("/generate", json={"input_ids": [*b"hello again"], "sampling_params": TURN}).json()
+    assert dropped["output_ids"] == whole["output_ids"]
+    assert turn(alice, session, "!", drop_previous_output=False).json()["meta_info"]["prompt_tokens"] == 11 + 4 + 1
+    assert turn(alice, session, "?", drop_previous_output=True).json()["meta_info"]["prompt_tokens"] == 11 + 4 + 1 + 1
+    assert alice.post("/close_session", json={"session_id": session}).status_code == 200
 
 
 def test_a_session_is_its_tenants(server: LiveServer, alice: Any) -> None:
@@ -116,7 +130,7 @@ def test_a_session_is_its_tenants(server: LiveServer, alice: Any) -> None:
         ("/generate", {"text": "a", "session_params": {"id": "x"}, "sampling_params": {"n": 2}}, "session_params"),
         (
             "/generate",
-            {"text": "a", "session_params": {"id": "x", "drop_previous_output": True}},
+            {"text": "a", "session_params": {"id": "x", "drop_previous_output": True, "offset": 3}},
             "session_params.drop_previous_output",
         ),
         (

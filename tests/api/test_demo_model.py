@@ -97,6 +97,35 @@ def test_answers_are_those_of_the_model(client: Any, llm: LLM) -> None:
     assert client.completions.create(model="demo", prompt="Return the", **params).choices[0].text == text
 
 
+def test_logprobs_of_listed_tokens(server: LiveServer) -> None:
+    import httpx2
+
+    ids = [300, 5, 17]
+    asked: dict[str, Any] = {"text": "Return the", "return_logprob": True, "top_logprobs_num": 20}
+    asked["sampling_params"] = {"max_new_tokens": 4, "temperature": 0}
+
+    def said(**more: Any) -> dict[str, Any]:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        answer = httpx2.post(f"{server.url}/generate", json=asked | more, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        meta: dict[str, Any] = answer.json()["meta_info"]
+        return meta
+
+    plain, found = said(), said(token_ids_logprob=ids)
+    assert found["output_top_logprobs"] == plain["output_top_logprobs"]
+    assert [[one[1] for one in place] for place in found["output_token_ids_logprobs"]] == [ids] * 4
+    likeliest = [place[0][1] for place in plain["output_top_logprobs"]]
+    again = said(token_ids_logprob=likeliest, top_logprobs_num=0)
+    for number, place in enumerate(again["output_token_ids_logprobs"]):
+        assert place[number][0] == pytest.approx(plain["output_top_logprobs"][number][0][0], abs=1e-5)
+    assert "output_top_logprobs" not in again
+    for wrong in ({"return_logprob": False}, {"logprob_start_len": 0}, {"token_ids_logprob": [10**6]}):
+        more = {"token_ids_logprob": ids, "top_logprobs_num": 0} | wrong
+        headers = {"Authorization": f"Bearer {KEY}"}
+        refused = httpx2.post(f"{server.url}/generate", json=asked | more, headers=headers, timeout=60)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "token_ids_logprob")
+
+
 def test_bad_words_are_left_out_of_an_answer(client: Any, llm: LLM) -> None:
     """The greedy answer without the tokens of words that it would contain; streams are equal."""
     asked = {"model": "demo", "prompt": "Return the", "temperature": 0, "max_tokens": 24}

@@ -214,7 +214,7 @@ def test_each_known_field_is_either_served_or_refused_or_named(body: type[schema
         ("/encode", {"text": "a", "is_cross_encoder_request": True}, "is_cross_encoder_request", "cross-encoders"),
         ("/encode", {"text": "a", "image_data": "x"}, "image_data", "not supported"),
         ("/generate", {"input_embeds": [[0.5]], "text": "a"}, "input_embeds", "prompts are tokens"),
-        ("/generate", {"text": "a", "token_ids_logprob": [1]}, "token_ids_logprob", "/score"),
+        ("/generate", {"text": "a", "token_ids_logprob": [1]}, "token_ids_logprob", "return_logprob"),
         ("/v1/completions", {"prompt": "a", "bad_words": ["b"]}, "bad_words", "no logits"),
         ("/v1/completions", {"prompt": "a", "use_beam_search": True}, "use_beam_search", "no logits"),
     ],

@@ -52,9 +52,12 @@ def test_each_prompt_may_have_parameters_of_its_own(client: Any) -> None:
         ({"return_logprob": [True]}, "return_logprob"),
         ({"return_hidden_states": True}, "return_hidden_states"),
         ({"token_ids_logprob": [1]}, "token_ids_logprob"),
+        ({"token_ids_logprob": [1], "return_logprob": False}, "token_ids_logprob"),
         ({"sampling_params": {"stop_regex": "a("}}, "stop_regex"),
         ({"sampling_params": {"stop_regex": ["a"] * 100}}, "stop_regex"),
         ({"sampling_params": {"stop_regex": "a" * 1000}}, "stop_regex"),
+        ({"sampling_params": {"stop_regex": "((()){512}){512}a"}}, "stop_regex"),
+        ({"sampling_params": {"stop_regex": [".{480}" + one for one in "abcd"], "n": 8}}, "stop_regex"),
     ],
     ids=lambda value: str(value)[:40],
 )

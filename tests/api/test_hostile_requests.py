@@ -64,6 +64,16 @@ COSTLY = {
         ).encode(),
         *(400, "`json_schema`"),
     ),
+    "a stop expression of empty groups": (
+        "/v1/completions",
+        json.dumps({"prompt": "a", "max_tokens": 1, "stop_regex": "(((()){512}){512}){512}x"}).encode(),
+        *(400, "repeats too much"),
+    ),
+    "stop expressions of many samples": (
+        "/v1/completions",
+        json.dumps({"prompt": "a", "n": 64, "stop_regex": [".{480}" + chr(97 + n) for n in range(16)]}).encode(),
+        *(400, "states over all answers"),
+    ),
     "a message that is too long": (
         "/v1/chat/completions",
         b'{"messages": [{"role": "user", "content": "' + b"a" * 31 * MIB + b'"}]}',
@@ -225,6 +235,17 @@ def test_a_head_beyond_its_limits_is_refused(server: LiveServer, name: str) -> N
         assert b"HTTP/1.1 200 OK\r\n" not in answer.partition(b"HTTP/1.1 400")[2]
         return
     assert status_of(answer) == 400, answer[:200]
+
+
+def test_requests_that_wait_on_a_connection_are_limited(server: LiveServer) -> None:
+    one = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"
+    assert (
+        exchange(server.url, one * 20 + one.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")).count(b" 200 OK")
+        == 21
+    )
+    answer = exchange(server.url, one * 20_000)
+    assert b"HTTP/1.1 400" in answer
+    assert answer.count(b" 200 OK") < 20_000
 
 
 def test_chunks_of_usual_sizes_are_a_body(server: LiveServer) -> None:

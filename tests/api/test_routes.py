@@ -100,7 +100,7 @@ STANDS += " /release_memory_occupation /resume_memory_occupation /sleep /wake_up
 STANDS += " /destroy_weights_update_group"
 NEEDS_BODY = "/set_internal_state /update_weights_from_disk /update_weights_from_tensor /get_weights_by_name"
 NEEDS_BODY += " /load_lora_adapter /unload_lora_adapter /v1/load_lora_adapter /v1/unload_lora_adapter"
-NEEDS_BODY += " /init_weights_update_group /update_weights_from_distributed"
+NEEDS_BODY += " /collective_rpc /init_weights_update_group /update_weights_from_distributed"
 EXPECTED_ADMIN = {
     **{("POST", path): (401, 401, 503) for path in STANDS.split()},  # there is no engine
     **{("POST", path): (401, 401, 415) for path in NEEDS_BODY.split()},

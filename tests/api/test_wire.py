@@ -47,6 +47,7 @@ TO_ENGINE = [
     wire.ProfileRequest(1, 9, {"steps": 3, "with_stack": True, "activities": ("cpu",)}),
     wire.ProfileRequest(1, 10, None),
     wire.ReadWeights(1, 11, "model.norm.weight", 3),
+    wire.CallFunction(1, 11, "warm", b'[[1],{"twice":true}]'),
     wire.JoinGroup(1, 12, "weights", "127.0.0.1", 29500, 1, 2),
     wire.LeaveGroup(1, 13, "weights"),
     wire.LoadLora(1, 14, "tone", "/adapters/tone", True),

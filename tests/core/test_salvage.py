@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,25 @@ def test_the_command_prints_what_is_kept(corrupt: Path, tmp_path: Path) -> None:
     again = CliRunner().invoke(journal, ["salvage", str(corrupt), "--out", str(tmp_path / "copy")])
     assert again.exit_code != 0
     assert "is not empty" in again.output
+
+
+def test_stored_answers_are_copied(corrupt: Path, tmp_path: Path) -> None:
+    from lockstep.tools.journal import journal
+
+    kept = corrupt / "answers" / "kept" / "a"
+    kept.mkdir(parents=True)
+    (kept / "ans_1").write_bytes(b"an answer")
+    with closing(sqlite3.connect(corrupt / "answers" / "responses.sqlite")) as base:
+        base.execute("CREATE TABLE responses (tenant TEXT, body TEXT)")
+        base.execute("INSERT INTO responses VALUES ('alice', 'hello')")
+        base.commit()
+    for run, out in ((corrupt, tmp_path / "copy"), (corrupt / "journal", tmp_path / "again")):
+        done = CliRunner().invoke(journal, ["salvage", str(run), "--out", str(out)])
+        assert done.exit_code == 0, done.output
+        assert (out / "answers" / "kept" / "a" / "ans_1").read_bytes() == b"an answer"
+        with closing(sqlite3.connect(out / "answers" / "responses.sqlite")) as base:
+            assert base.execute("SELECT * FROM responses").fetchall() == [("alice", "hello")]
+        assert all(one.stat().st_mode & 0o077 == 0 for one in (out / "answers").rglob("*"))
 
 
 def test_an_intact_journal_is_not_salvaged(tmp_path: Path) -> None:

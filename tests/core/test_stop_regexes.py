@@ -112,6 +112,7 @@ def test_held_text_is_what_a_match_may_begin_with() -> None:
         (r"(a)\1", "reference to a group"),
         ("a{600}", "at most 512"),
         ("(a{30}){30}", f"more than {STATES_MAX} states"),
+        ("(((()){512}){512}){512}x", "repeats too much"),  # items without a state
         ("(?>ab)", "atomic group"),
         ("(" * 2000 + "a" + ")" * 2000, "no regular expression"),
     ],

@@ -489,6 +489,32 @@ def log_softmax(logits: Any) -> Any:
     return logits - np.log(np.sum(np.exp(logits - logits.max()))) - logits.max()
 
 
+def test_listed_tokens_have_logprobs_behind_the_likeliest() -> None:
+    table = SamplingTable(4, VOCAB, "cpu")
+    table.take_row(0, SamplingParams(logprob_token_ids=(5, 2)))
+    table.take_row(1, SamplingParams(top_logprobs=1, logprob_token_ids=(7,)))
+    table.take_row(2, SamplingParams(top_logprobs=4))
+    table.take_row(3, SamplingParams())
+    logits = logits_of(0)
+    own = log_softmax(logits)
+    order = np.argsort(-own)
+    expected = {0: [5, 2], 1: [order[0], 7], 2: [*order[:4]]}
+    for rows in ([0, 1, 2, 3], [3, 1], [0], [2, 0]):
+        out = sample(table, logits, rows, 7)
+        assert out.top_ids is not None
+        assert out.top_logprobs is not None
+        for at, row in enumerate(rows):
+            ids = expected.get(row, [])
+            assert out.top_ids[at, : len(ids)].tolist() == ids
+            np.testing.assert_allclose(out.top_logprobs[at, : len(ids)].numpy(), own[ids], atol=1e-5)
+    table.take_row(0, SamplingParams(top_logprobs=2))  # nothing of the row's earlier request remains
+    out = sample(table, logits, [0], 7)
+    assert out.top_ids is not None
+    assert out.top_ids.tolist() == [order[:2].tolist()]
+    with pytest.raises(ConfigError, match="logprob_token_ids"):
+        table.take_row(0, SamplingParams(logprob_token_ids=(VOCAB,)))
+
+
 def test_logprobs_are_the_models_own_and_reach_the_requesting_rows() -> None:
     table = SamplingTable(4, VOCAB, "cpu")
     table.take_row(

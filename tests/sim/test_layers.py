@@ -38,6 +38,7 @@ ALLOWED = {
         *("cost", "catalogue", "workload", "metrics", "scenario", "results", "report", "run", "calibrate"),
         *("cluster", "plan"),
     },
+    "interface": {"workload", "scenario", "results", "report", "run", "cluster", "plan", "cli"},
 }
 
 

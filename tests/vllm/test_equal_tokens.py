@@ -35,9 +35,10 @@ POOLS = {
     "llama": {**SMALL_POOL, "num_gpu_blocks_override": 36},
     "mixtral": {**SMALL_POOL, "num_gpu_blocks_override": 36},
     "deepseek": SMALL_POOL,  # blocks of 16 tokens; vLLM caches no prefixes of MLA on CPUs
-    "gemma3": {**SMALL_POOL, "num_gpu_blocks_override": 36},
+    "gemma3": {**SMALL_POOL, "num_gpu_blocks_override": 36},  # full attention and windows, in one group
+    "mistral": {**SMALL_POOL, "num_gpu_blocks_override": 36},  # windows only
 }
-REQUESTS = {"demo": 100, "llama": 40, "mixtral": 40, "deepseek": 40, "gemma3": 40}
+REQUESTS = {"demo": 100, "llama": 40, "mixtral": 40, "deepseek": 40, "gemma3": 40, "mistral": 40}
 TIES_MAX = 0.05  # share of the requests; vLLM differs from itself about as often under other batch shapes
 
 
@@ -227,10 +228,12 @@ def test_streaming_input_is_refused_and_other_requests_are_served() -> None:
 
     with engine(model_folder("demo")) as llm:
         scheduler = scheduler_of(llm)
+        scheduler._finished_by_client = {}  # as in a data-parallel engine
         scheduler.add_request(Request("streamed", [5, 6, 7], SamplingParams(max_tokens=4), None, resumable=True))
         assert scheduler.has_requests()
         outputs, _ = llm.llm_engine.engine_core.engine_core.step()
         assert [(one.request_id, one.finish_reason) for one in outputs[0].outputs] == [("streamed", FinishReason.ERROR)]
+        assert outputs[0].finished_requests == {"streamed"}
         (answer,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=4), use_tqdm=False)
         assert len(answer.outputs[0].token_ids) == 4
         assert_idle(llm)

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import UNSET
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.records import JournalError
-from lockstep.vllm import recording, versions
+from lockstep.vllm import groups, recording, versions
 from lockstep.vllm import settings as settings_module
 from lockstep.vllm.checks import KINDS, WITHOUT_EFFECT
 from lockstep.vllm.recording import begin_recording
@@ -74,6 +75,17 @@ def kv_cache(groups: int = 1, **changed: Any) -> Any:
         **changed,
     }  # fmt: skip
     return SimpleNamespace(**values)
+
+
+@pytest.fixture(autouse=True)
+def groups_of_full_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The groups that `kv_cache` makes have full attention. Those of vLLM have the kinds of their specs."""
+    original = groups.kind_of
+
+    def kind_of(spec: Any, *, alone: bool = False) -> groups.Kind:
+        return "full" if isinstance(spec, SimpleNamespace) else original(spec, alone=alone)
+
+    monkeypatch.setattr(groups, "kind_of", kind_of)
 
 
 def connector(name: str, module: str | None = None, **extra: Any) -> Any:
@@ -277,9 +289,7 @@ def one_group() -> Any:
     return kv_cache(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b"])])
 
 
-@needs_vllm
-def test_host_memory_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.vllm.settings.kinds_of", lambda _: ["full"])
+def test_host_memory_in_pages() -> None:
     changed = configuration(kv_transfer_config=connector(*CONNECTOR, host_gb=0.001, write_policy="write_back"))
     config = sched_config(changed, one_group(), VllmSettings(), 16)
     assert (config.tiers.host_pages, config.tiers.write_policy) == (250, "write_back")
@@ -355,9 +365,7 @@ REFUSALS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=needs_vllm) if "HostTier without" in name else name for name in REFUSALS]
-)
+@pytest.mark.parametrize("name", REFUSALS)
 def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=r"lockstep\.vllm does not support: ") as refused:
         sched_config(configuration(**REFUSALS[name]), kv_cache(), VllmSettings(), 16)
@@ -392,11 +400,12 @@ def groups_of(*specs: Any, blocks: int = 501) -> Any:
     return KVCacheConfig(blocks, [], [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)])
 
 
-def attention(block_size: int = 64) -> Any:
+def attention(block_size: int = 64, kind: str = "FullAttentionSpec", **changed: Any) -> Any:
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1 import kv_cache_interface
 
-    return FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    sizes = {"block_size": block_size, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    return getattr(kv_cache_interface, kind)(**sizes, **changed)
 
 
 def state(mode: str = "none", block_size: int = 2048, **changed: Any) -> Any:
@@ -444,6 +453,29 @@ def test_models_with_recurrent_state_that_are_refused(
     plain = configuration(**{"cache_config__enable_prefix_caching": False, **changed})
     (finding,) = unsupported(plain, groups_of(state(mode), attention(attention_block)), block_size)
     assert name in finding
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [
+        ("FullAttentionSpec", {"sliding_window": 128}),  # full attention and windows without vLLM's hybrid manager
+        ("SlidingWindowSpec", {"sliding_window": 128}),
+        ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 128}),
+    ],
+)
+def test_a_group_alone_keeps_all_its_blocks(kind: str, changed: dict[str, Any]) -> None:
+    cache = groups_of(attention(16, kind, **changed))
+    config = sched_config(configuration(), cache, VllmSettings(), 16)
+    assert (config.pages, config.hybrid) == (500, UNSET)
+    made = groups.KvGroups(groups.kinds_of(cache), config.pages)
+    assert made.tables([4, 5], made.windows_of([4, 5])) == ([4, 5],)
+
+
+@needs_vllm
+def test_a_group_whose_blocks_vllm_itself_frees_is_refused() -> None:
+    (finding,) = unsupported(configuration(), groups_of(attention(16, "RSWASpec", rswa_window=128)), 16)
+    assert finding == "a KV cache of kind RSWASpec"
 
 
 def test_all_findings_are_named_at_once() -> None:

@@ -35,6 +35,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **common(head_dim=32), sliding_window=64, query_pre_attn_scalar=32,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
     ),
+    "mistral": lambda: hf.MistralConfig(**common(head_dim=32), sliding_window=64),  # windows in every layer
 }  # fmt: skip
 
 MAMBA = {

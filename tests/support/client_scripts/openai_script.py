@@ -1,6 +1,8 @@
 """OpenAI's library: completions, chats with tools, structured output, responses in the background, models."""
 
+import json
 import sys
+import time
 
 import openai
 from pydantic import BaseModel
@@ -53,4 +55,33 @@ with client.responses.retrieve(first.response.id, stream=True, starting_after=fi
 assert events[-1].response.output_text == "lighthouse"
 assert [one.sequence_number for one in events] == list(range(1, 1 + len(events)))
 assert client.completions.create(model=model, prompt="Say the word", max_tokens=40).choices[0].text
-print("models, chats, streams, tools, structured output, completions, a response in the background taken up again")
+
+lines = [
+    {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    for number, body in enumerate(
+        (
+            {"model": model, "messages": [{"role": "user", "content": "Say the word"}]},
+            {"model": model, "messages": [{"role": "user", "content": "Say the word"}], "max_tokens": 0},
+        )
+    )
+]
+stored = client.files.create(file=("lines.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
+assert stored.id in [one.id for one in client.files.list()]
+batch = client.batches.create(
+    input_file_id=stored.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"of": "the campaign"}
+)
+until_s = time.monotonic() + 60
+while batch.status not in ("completed", "failed", "expired", "cancelled") and time.monotonic() < until_s:
+    time.sleep(0.1)
+    batch = client.batches.retrieve(batch.id)
+counts = batch.request_counts
+assert (batch.status, counts.total, counts.completed, counts.failed) == ("completed", 2, 1, 1), batch
+(answer,) = map(json.loads, client.files.content(batch.output_file_id).text.splitlines())
+assert answer["custom_id"] == "line-0"
+assert answer["response"]["body"]["choices"][0]["message"]["content"] == "lighthouse"
+(refused,) = map(json.loads, client.files.content(batch.error_file_id).text.splitlines())
+assert (refused["custom_id"], refused["response"]["status_code"]) == ("line-1", 400)
+assert batch.id in [one.id for one in client.batches.list()]
+for one in (stored.id, batch.output_file_id, batch.error_file_id):
+    assert client.files.delete(one).deleted
+print("models, chats, streams, tools, structured output, completions, a background response taken up again, a batch")

@@ -132,13 +132,14 @@ class Redaction:
         return found, states
 
 
-def forget_answers(source: Path, tenant: str, out: Path) -> int:
+def forget_answers(source: Path, tenant: str | None, out: Path) -> int:
     """Copy a server's stored answers without those of a tenant. Returns how many files and rows are left out.
 
     Args:
         source, out: `answers` in the run folder of the journal and of its copy. `out` does not exist.
+        tenant: None: nothing is left out.
     """
-    left_out, of_tenant = 0, tenant_folder(tenant)
+    left_out, of_tenant = 0, None if tenant is None else tenant_folder(tenant)
     out.mkdir(mode=0o700)
     for path in sorted(source.iterdir()):
         copy = out / path.name
@@ -157,9 +158,10 @@ def forget_answers(source: Path, tenant: str, out: Path) -> int:
     return left_out
 
 
-def _rows_left_out(path: Path, tenant: str, copy: Path) -> int:
+def _rows_left_out(path: Path, tenant: str | None, copy: Path) -> int:
     """Copy a file of SQLite without the rows of a tenant, in every table with a column `tenant`. Returns their number.
 
+    With `tenant` None it is copied whole.
     Raises: JournalError.
     """
     copy.touch(0o600)
@@ -170,7 +172,8 @@ def _rows_left_out(path: Path, tenant: str, copy: Path) -> int:
         ):
             source.backup(base)
             count = 0
-            for (table,) in base.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+            tables = base.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+            for (table,) in tables if tenant is not None else ():
                 if "tenant" in {row[1] for row in base.execute(f'PRAGMA table_info("{table}")')}:
                     count += base.execute(f'DELETE FROM "{table}" WHERE tenant = ?', (tenant,)).rowcount
             base.commit()

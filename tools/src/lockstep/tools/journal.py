@@ -555,10 +555,17 @@ def convert(run: Path, out: Path | None, model: str | None, gpu: str | None, tp:
 def salvage(run: Path, out: Path, as_json: bool) -> None:
     """Copy the records of a corrupt journal that are before the first corrupt one into a new run folder.
 
-    The journal itself is not changed. A server continues the copy with `--journal DIR`.
+    Stored answers, conversations and files beside the journal are copied, too. The run itself is not changed. A server
+    continues the copy with `--journal DIR`.
     """
+    from lockstep.host.answer_folders import ANSWERS
+    from lockstep.tools.forget import forget_answers
+
     with refusals():
         kept = salvaged(run, out)
+        answers = (run.parent if run.name == "journal" else run) / ANSWERS
+        if answers.is_dir():
+            forget_answers(answers, None, out / ANSWERS)
     tail = read_journal(out).tail
     if as_json:
         print_json({**_tail_json(tail), "dropped_bytes": kept.dropped_bytes, "corrupt": kept.why})

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import numpy as np
 
+from lockstep.api.processes import rpc
 from lockstep.api.processes.wire import BatchDrift, EngineInfo, JoinGroup, LeaveGroup
 from lockstep.api.settings import ServeSettings, for_scheduler
 from lockstep.api.text.chat_formats.tables import ChatFormats, choose
@@ -138,6 +139,7 @@ def build_engine(settings: ServeSettings, place: Place | None = None) -> EngineU
 
 def check_names(settings: ServeSettings) -> None:
     """Check that models, adapters and calibrations named in the settings exist. Starts nothing. Raises ConfigError."""
+    rpc.check_installed(settings.rpc_functions)
     if settings.calibration is not None:
         with _config_errors("calibration"):
             from lockstep.sim.catalogue import load_calibration

@@ -75,6 +75,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     samples_max: int = 128  # n
     stops_max: int = 16
     stop_characters_max: int = 512  # of one stop text
+    regex_states_max: int = 8192  # states of stop expressions times answers, in one request
     bad_words_max: int = 128
     logprobs_max: int = 20
     logit_bias_max: int = 1024
@@ -155,6 +156,15 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
     profile_dir: Annotated[
         str | None, Option("Folder for traces of CPU and GPU that operators request.", metavar="DIR")
     ] = None
+
+    rpc_functions: Annotated[
+        tuple[str, ...],
+        Option(
+            "Function of an installed package that operators may call by /collective_rpc; may be repeated.",
+            flag="--rpc-function",
+            metavar="NAME",
+        ),
+    ] = ()
 
     calibration: Annotated[
         str | None, Option("Predict batch times by it; /metrics reports the deviation. Emulated: it sets batch times.")

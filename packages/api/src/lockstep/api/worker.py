@@ -215,6 +215,7 @@ def _http(app: Any, settings: ServeSettings) -> HttpServer:
             log_config=None,
             log_level="warning",
             access_log=False,
+            proxy_headers=False,  # no address of a client is used
             server_header=False,
             timeout_graceful_shutdown=ceil(settings.shutdown_s) + LAST_ERRORS_S,
         )

@@ -175,8 +175,10 @@ def _source_of(module: str) -> Path | None:
     top, *rest = module.split(".")
     from importlib.util import find_spec
 
-    spec = find_spec(top)
-    for folder in (spec.submodule_search_locations if spec else None) or []:
+    loaded = sys.modules.get(top)  # its path may have more folders than its own, see packages/lockstep
+    spec = None if loaded is not None else find_spec(top)
+    folders = spec.submodule_search_locations if spec else getattr(loaded, "__path__", None)
+    for folder in folders or []:
         base = Path(folder, *rest)
         for candidate in (base.with_name(base.name + ".py"), base / "__init__.py"):
             if candidate.is_file():

@@ -91,7 +91,7 @@ class BatchResult:
     error: str = ""
     tokens: Int32s = field(default_factory=lambda: NONE)  # of all sampling rows, end to end
     logprobs: Float32s | None = None  # [tokens], where any row requested logprobs
-    top_ids: Int32s | None = None  # [tokens, largest number requested]
+    top_ids: Int32s | None = None  # [tokens, largest `logprobs_beside` of a request]
     top_logprobs: Float32s | None = None
     accepted: Int32s | None = None  # [sampling rows] tokens of each row, where drafts were verified
     invalid: tuple[int, ...] = ()  # indices of sampling rows

@@ -109,7 +109,7 @@ class TokenLogprobs:
     """Logprobs of consecutive output tokens of one request."""
 
     logprobs: Float32s  # [tokens]
-    top_ids: Int32s | None = None  # [tokens, top_logprobs of the request]
+    top_ids: Int32s | None = None  # [tokens, logprobs_beside of the request]
     top_logprobs: Float32s | None = None
 
 
@@ -753,7 +753,7 @@ class RuntimeHost:
                 and _with_logprobs(request.event)
             ):
                 first = int(positions[i]) - self._prompt_tokens(plan, number)
-                most = request.event.sampling.top_logprobs if request.event.sampling is not None else 0
+                most = request.event.sampling.logprobs_beside if request.event.sampling is not None else 0
                 for j in range(count):
                     tops: tuple[Int32s | None, Float32s | None] = (None, None)
                     if most and result.top_ids is not None and result.top_logprobs is not None:
@@ -962,7 +962,7 @@ def _drop_behind_the_end(extras: ResultExtras, end: FinishRequest) -> None:
 
 def _with_logprobs(event: RequestArrived) -> bool:
     """Whether a request requires logprobs of its output."""
-    return event.logprob_start is not None or (event.sampling is not None and event.sampling.top_logprobs > 0)
+    return event.logprob_start is not None or (event.sampling is not None and event.sampling.logprobs_beside > 0)
 
 
 def _taken_from(

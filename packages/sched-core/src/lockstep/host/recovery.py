@@ -286,7 +286,7 @@ def _keep_logprobs(recovered: Recovered, plan: BatchPlan, event: BatchFinished) 
         request = recovered.engine.requests.get(int(plan.request_ids[number]))
         if request is not None and request.extras is not None and request.extras.logprobs:
             first = position - request.prompt_tokens
-            most = request.sampling.top_logprobs if request.sampling is not None else 0
+            most = request.sampling.logprobs_beside if request.sampling is not None else 0
             for j in range(count):
                 beside = (top_ids[at + j, :most], top_logprobs[at + j, :most]) if most else (None, None)
                 recovered.answers[request.request_id].logprobs[first + j] = (float(logprobs[at + j]), *beside)
@@ -307,7 +307,7 @@ def may_go_on(recovered: Recovered, event: RequestArrived, first_id: RequestId, 
         return False
     if start is not None and start < prompt_length(event.prompt) - 1:
         return False
-    if start is None and (event.sampling is None or not event.sampling.top_logprobs):
+    if start is None and (event.sampling is None or not event.sampling.logprobs_beside):
         return True
     for request_id, had in enumerate(have, first_id):
         if had < 0:

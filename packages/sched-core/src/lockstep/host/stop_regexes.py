@@ -27,6 +27,9 @@ from lockstep.host.stop_texts import Spelling, StopTexts, tokens_behind
 STATES_MAX = 512
 """Most states of one automaton, which bound the cost of a character. A repetition counts once per repeat."""
 
+VISITS_MAX = 4096
+"""Most items of a pattern, repetitions unrolled. An item without a state, such as an empty group, counts only here."""
+
 REMEMBERED = 4096  # characters whose first states are remembered by an automaton
 
 Accepts = Callable[[str], bool]
@@ -72,6 +75,7 @@ class Automaton:
         self._ignore_case, self._dot_all = bool(flags & re.IGNORECASE), bool(flags & re.DOTALL)
         self._multiline, self._ascii = bool(flags & re.MULTILINE), bool(flags & re.ASCII)
         self._states = [_State()]
+        self._visits = 0
         self._accept = 0
         first = self._sequence(list(tree), self._accept)
         self._closures: dict[tuple[int, bool], tuple[tuple[int, ...], bool]] = {}
@@ -79,6 +83,11 @@ class Automaton:
         if any(self.closure(first, start)[1] for start in (False, True)):
             raise ConfigError(f"`{pattern[:60]}` matches an empty text, so it would end every answer at once")
         self._begins: dict[tuple[str, bool], tuple[int, ...]] = {}
+
+    @property
+    def size(self) -> int:
+        """Number of states: a character costs at most one look at each."""
+        return len(self._states)
 
     # ------------------------------------------------------------------------------------------------- construction
 
@@ -90,6 +99,9 @@ class Automaton:
 
     def _sequence(self, items: Iterable[Any], then: int) -> int:
         """Return the first state of items in a row, which continue with the state `then`."""
+        self._visits += 1
+        if self._visits > VISITS_MAX:
+            raise ConfigError(f"`{self.pattern[:60]}` repeats too much: more than {VISITS_MAX} items; write it shorter")
         for op, value in reversed(list(items)):
             then = self._item(op, value, then)
         return then

@@ -19,7 +19,8 @@ of its pool may have held a state before it holds KV. Here a block serves one ki
 
 A model fits if its groups have one block size, one of them has full attention, and the others have windows of one
 length; or if at most one has full attention and the others have recurrent state that is not kept in the prefix cache
-(`mamba_cache_mode` "none").
+(`mamba_cache_mode` "none"). A single group without recurrent state counts as one of full attention even if its layers
+read windows only: all its blocks are kept, and the workers apply the windows.
 """
 
 from __future__ import annotations
@@ -107,13 +108,27 @@ class KvGroups:
 
 def kinds_of(kv_cache_config: KVCacheConfig) -> list[Kind]:
     """Return the kind of each group; "other" for what the core has no pool for."""
-    return [kind_of(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    groups = kv_cache_config.kv_cache_groups
+    return [kind_of(group.kv_cache_spec, alone=len(groups) == 1) for group in groups]
 
 
-def kind_of(spec: KVCacheSpec) -> Kind:
-    """Return the kind of a group."""
-    from vllm.v1.kv_cache_interface import MambaSpec
+def kind_of(spec: KVCacheSpec, *, alone: bool = False) -> Kind:
+    """Return the kind of a group.
 
+    Args:
+        alone: whether the model has no other group. Windows then do not matter: every token keeps its block. Without
+            vLLM's hybrid manager, full attention and windows are such a group.
+    """
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
+
+    if alone and type(spec) in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec):
+        return "full"
     if type(spec) is MambaSpec:
         return "state" if spec.mamba_cache_mode == "none" and not spec.num_speculative_blocks else "other"
     length = length_of(spec)

@@ -262,9 +262,13 @@ class Scheduler(SchedulerInterface):
         self._media.forget(request.request_id)
         self._grammars = {digest: other for digest, other in self._grammars.items() if other is not request}
         self._finished.add(request.request_id)
+        self._tell_client(request)
+        return entry
+
+    def _tell_client(self, request: Request) -> None:
+        """Name an ended request to its client, which counts the requests of each data-parallel engine."""
         if self._finished_by_client is not None:
             self._finished_by_client.setdefault(request.client_index, set()).add(request.request_id)
-        return entry
 
     # ----------------------------------------------------------------------------------------------------- vLLM's calls
 
@@ -275,6 +279,7 @@ class Scheduler(SchedulerInterface):
                 "request %s: streaming input (resumable) is not supported by lockstep.vllm", request.request_id
             )
             self._outputs.add(Tracked(request, NO_REQUEST), [], None, RequestStatus.FINISHED_ERROR)
+            self._tell_client(request)
             return
         if request.request_id in self.requests:
             raise ValueError(f"request {request.request_id}: a request with this id has not ended")

@@ -334,6 +334,9 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_s
         "(hint: --disable-hybrid-kv-cache-manager)": bool(
             len(groups) > 1 and not window_tokens(kv_cache_config) and not kv_cache_config.has_mamba_layers
         ),
+        f"a KV cache of kind {type(groups[0].kv_cache_spec).__name__ if groups else ''}": bool(
+            not kv_cache_config.has_mamba_layers and kinds_of(kv_cache_config) == ["other"]
+        ),
         "prefix caching of recurrent state (Mamba, GDN; hint: --no-enable-prefix-caching)": bool(
             kv_cache_config.has_mamba_layers and vllm_config.cache_config.enable_prefix_caching
         ),

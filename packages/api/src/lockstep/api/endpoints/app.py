@@ -7,6 +7,7 @@ by comparing paths, so no spelling of a path can avoid the check.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import secrets
@@ -46,9 +47,9 @@ from lockstep.api.endpoints.batch_run import ENDPOINTS
 from lockstep.api.endpoints.description import description_of, operation_of
 from lockstep.api.endpoints.errors import CLIENT_LEFT, ApiError
 from lockstep.api.endpoints.fields import name_ignored
-from lockstep.api.endpoints.http import ClientLeft, EventStream, error_response
+from lockstep.api.endpoints.http import ClientLeft, EventStream, IndexedRequest, error_response
 from lockstep.api.endpoints.schemas import Body
-from lockstep.api.endpoints.server import Call, Server
+from lockstep.api.endpoints.server import GENERATION, Call, Server
 from lockstep.api.observability.logs import EXTRA
 from lockstep.api.observability.served import Served
 from lockstep.api.processes.text_processes import TENANT
@@ -261,6 +262,7 @@ ADMIN_ROUTES = (
         optional=False,
     ),
     _admin("/get_weights_by_name", control_api.get_weights_by_name, control_schemas.WeightsByNameBody, optional=False),
+    _admin("/collective_rpc", control_api.collective_rpc, control_schemas.RpcBody, optional=False),
     _admin("/release_memory_occupation", control_api.release_memory, control_schemas.MemoryBody),
     _admin("/resume_memory_occupation", control_api.resume_memory, control_schemas.MemoryBody),
     _admin("/sleep", control_api.release_memory, control_schemas.MemoryBody),
@@ -308,7 +310,7 @@ class Application(FastAPI):
         if endpoint is None:
             await super().__call__(scope, receive, send)
         else:
-            response = await endpoint(Request(scope, receive, send))
+            response = await endpoint(IndexedRequest(scope, receive, send))
             await response(scope, receive, send)
 
 
@@ -335,9 +337,13 @@ def make_app(server: Server, routes: tuple[HttpRoute, ...] = ROUTES) -> FastAPI:
                 route.path, _endpoint(server, route), methods=["HEAD"], include_in_schema=False, response_model=None
             )
 
+    made: list[asyncio.Future[bytes]] = []
+
     async def describe(server: Server, call: Call[None]) -> Response:
-        """Return the description of these routes."""
-        return Response(description_of(app, routes), media_type=JSON)
+        """Return the description of these routes. It is made once, in a thread, since that takes half a second."""
+        if not made:
+            made.append(asyncio.ensure_future(asyncio.to_thread(description_of, app, routes)))
+        return Response(await asyncio.shield(made[0]), media_type=JSON)
 
     own = HttpRoute("GET", "/openapi.json", "admin" if routes is ADMIN_ROUTES else "user", describe)
     app.add_api_route(own.path, _endpoint(server, own), methods=[own.method], response_model=None)
@@ -409,15 +415,11 @@ def _endpoint(server: Server, route: HttpRoute) -> Endpoint:
             if route.body is not None:
                 body = await server.bodies.read(request, route.body, bytes_max=route.bytes_max, optional=route.optional)
             call = Call(request, body, tenant, arrived_s)
-            secret, kept = secrets.token_bytes(32), None
-            if route.keeps and body is not None:
-                kept = resumable.kept_name(server, request, body, tenant, secret)
+            kept = resumable.kept_name(server, request, body, tenant) if route.keeps and body is not None else None
             if kept is None:
                 response = await route.handler(server, call)
             else:
-                response = await resumable.respond_kept(
-                    server, call, route.path, route.handler, name=kept, secret=secret
-                )
+                response = await resumable.respond_kept(server, call, route.path, route.handler, kept)
             status = response.status_code
         except ApiError as error:
             response, status = error_response(error, route.errors), error.status
@@ -426,7 +428,7 @@ def _endpoint(server: Server, route: HttpRoute) -> Endpoint:
         except Exception:  # an error of one request, which is answered; other requests continue
             log.exception("%s %s failed, request %s", route.method, route.path, label)
             response = error_response(ApiError(500, "the server failed; its log has the cause"), route.errors)
-        response.headers["X-Request-Id"] = label
+        response.raw_headers.append((b"x-request-id", label.encode()))
         name_ignored(request, response)
         if server.draining and not isinstance(response, EventStream):
             response.headers["Connection"] = "close"
@@ -444,7 +446,7 @@ def _endpoint(server: Server, route: HttpRoute) -> Endpoint:
                 arrived_s=arrived_s,
                 ended_s=time.monotonic(),
                 headers=request.headers,
-                generation=getattr(request.state, "generation", None),
+                generation=request.scope.get(GENERATION),
             )
             if log.isEnabledFor(logging.INFO):
                 fields = {"method": served.method, "tenant": tenant, **served.row()}

@@ -26,6 +26,7 @@ from lockstep.api.endpoints.control_schemas import (
     OpenSessionBody,
     PauseBody,
     ProfileBody,
+    RpcBody,
     SlowDownBody,
     StateBody,
     UnloadLoraBody,
@@ -322,6 +323,22 @@ async def get_weights_by_name(server: Server, call: Call[WeightsByNameBody]) -> 
         raise ApiError(400, for_clients(answered.message), "name")
     read = answered.weights
     return JsonResponse({"parameter": read.values, **msgspec.to_builtins(read), "version": str(read.version)})
+
+
+async def collective_rpc(server: Server, call: Call[RpcBody]) -> Response:
+    """Call a function of an installed package in the selected engines; the results are in the order of the engines."""
+    body = call.body
+    arguments = msgspec.json.encode([body.args, body.kwargs])
+    try:
+        async with asyncio.timeout(body.timeout):
+            answered = await _of_each(server, call, lambda engine: engine.call_function(body.method, arguments))
+    except TimeoutError:
+        message = f"`{body.method[:60]}` took longer than its limit of {body.timeout:g} s; it goes on"
+        raise ApiError(504, message, "timeout") from None
+    for _, one in answered:
+        if not one.ok:
+            raise ApiError(400, for_clients(one.message), "method")
+    return JsonResponse({"results": [msgspec.Raw(one.message.encode()) for _, one in answered]})
 
 
 async def release_memory(server: Server, call: Call[MemoryBody]) -> Response:

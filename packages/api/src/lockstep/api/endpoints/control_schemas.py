@@ -139,6 +139,15 @@ class WeightsByNameBody(Body):
     truncate_size: Annotated[int, Field(ge=1, lt=2**31)] = 100  # rows
 
 
+class RpcBody(Body):
+    """POST /collective_rpc"""
+
+    method: Name
+    args: list[Any] = Field(default_factory=list)
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    timeout: Annotated[float, Field(gt=0, le=86_400)] | None = None  # seconds until the answer is 504
+
+
 class MemoryBody(Body):
     """POST /release_memory_occupation, /resume_memory_occupation"""
 

@@ -14,7 +14,7 @@ from lockstep.api.endpoints.generation import GenerationRequest, Prompt, check_a
 from lockstep.api.endpoints.http import JsonResponse, unless_left
 from lockstep.api.endpoints.openai_api import truncated
 from lockstep.api.endpoints.schemas import EmbeddingBody, Sampling
-from lockstep.api.endpoints.server import Call, Server
+from lockstep.api.endpoints.server import GENERATION, Call, Server
 from lockstep.api.processes.wire import EngineInfo
 from lockstep.core.contract.events import RequestKind
 from lockstep.host.batches import Float32s
@@ -35,7 +35,7 @@ async def embeddings(server: Server, call: Call[EmbeddingBody]) -> Response:
     check_answers(len(given), 1, server.limits, "input")
     prompts = [await prompt_of(server, one, "input", special=body.add_special_tokens) for one in given]
     vectors, tokens = await pooled(server, call, prompts, "embed", "input")
-    weights = call.request.state.generation.weights()
+    weights = call.request.scope[GENERATION].weights()
     found = [
         {"object": "embedding", "index": number, "embedding": written(vector, body.encoding_format)}
         for number, vector in enumerate(shortened(one, body.dimensions) for one in vectors)

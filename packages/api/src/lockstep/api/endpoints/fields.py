@@ -24,6 +24,9 @@ log = logging.getLogger("lockstep.http")
 HEADER = "X-Ignored-Fields"
 """Header with the names of the fields that were accepted without effect, separated by commas."""
 
+IGNORED = "lockstep.ignored"
+"""Key of the recorded fields in a request's scope."""
+
 NAMED_MAX, NAME_CHARACTERS = 32, 80
 """Greatest number of names in the header, and length of each."""
 
@@ -49,10 +52,7 @@ def unserved_fields(body: Body, *, strict: bool, inside: str = "") -> list[str]:
             raise ApiError(400, f"`{where}` is not a field of this request, and the server is strict", where)
         elif not empty(value):
             ignored.append(where)
-    given = body.model_fields_set
-    for name in type(body).model_fields:
-        if name not in given:  # defaults are no bodies
-            continue
+    for name in sorted(body.model_fields_set):  # defaults are no bodies
         value = getattr(body, name)
         if isinstance(value, Body):
             ignored += unserved_fields(value, strict=strict, inside=f"{inside}{name}.")
@@ -78,18 +78,17 @@ def ignore(request: Request, name: str) -> None:
 
 def ignored_by(request: Request) -> list[str]:
     """Return the recorded fields of a request; the list may be changed."""
-    if not hasattr(request.state, "ignored"):
-        request.state.ignored = []
-    found: list[str] = request.state.ignored
+    found: list[str] = request.scope.setdefault(IGNORED, [])
     return found
 
 
 def name_ignored(request: Request, response: Response) -> None:
     """Name the recorded fields in the header of a response, and each once in the log."""
     earlier = [one for one in response.headers.get(HEADER, "").split(", ") if one]  # of a kept answer
-    names = list(dict.fromkeys([*earlier, *(_printable(name) for name in ignored_by(request))]))
-    if not names:
+    recorded = ignored_by(request)
+    if not earlier and not recorded:
         return
+    names = list(dict.fromkeys([*earlier, *map(_printable, recorded)]))
     more = [f"and {len(names) - NAMED_MAX} more"] if len(names) > NAMED_MAX else []
     response.headers[HEADER] = ", ".join(names[:NAMED_MAX] + more)
     path = str(request.scope["path"])[:60]

@@ -33,6 +33,7 @@ from lockstep.api.endpoints.server import Call, Server
 from lockstep.api.endpoints.structured_output import requested_grammar
 from lockstep.api.processes.wire import EngineInfo
 from lockstep.api.text.token_names import TokenNames
+from lockstep.core.contract.events import DROP_OUTPUT
 
 HIDDEN_BYTES_MAX = 64 * 2**20
 """Most bytes of hidden states in one answer, float32. They are sent as text, which is about three times as long."""
@@ -95,6 +96,7 @@ def _parameters(
     starts = _of_each(body.logprob_start_len, "logprob_start_len", count)
     tops = _of_each(body.top_logprobs_num, "top_logprobs_num", count)
     adapters = _of_each(body.lora_path, "lora_path", count)
+    listed = _listed(body, judged, starts, server)
     hidden = _of_each(body.return_hidden_states, "return_hidden_states", count)
     labels = _labels(body, count)
     each = []
@@ -115,6 +117,7 @@ def _parameters(
             min_tokens=one.min_new_tokens or one.min_tokens or 0,
             samples=one.n,
             tops=most if judged[number] else None,
+            listed=listed[number],
             prompt_logprobs_from=start,
             prompt_tops=most if start is not None else 0,
             session=session,
@@ -132,6 +135,28 @@ def _parameters(
         )
         each.append(parameters)
     return each
+
+
+def _listed(
+    body: GenerateBody, judged: Sequence[bool | None], starts: Sequence[int | None], server: Server
+) -> list[tuple[int, ...]]:
+    """Return the tokens of each prompt whose logprobs the answer lists. Raises ApiError."""
+    name, given, most = "token_ids_logprob", body.token_ids_logprob, server.limits.logprobs_max
+    if given is None or not len(given):
+        return [()] * len(judged)
+    lists = [given] * len(judged) if isinstance(given[0], int | np.integer) else _of_each(given, name, len(judged))
+    for one, wanted, start in zip(lists, judged, starts, strict=True):
+        if not wanted:
+            raise ApiError(400, f"`{name}` needs `return_logprob` to be true", name)
+        if start not in (None, -1):
+            message = f"`{name}` is for the tokens of the answer; leave `logprob_start_len` out"
+            raise ApiError(400, message, name)
+        if len(one) > most:
+            raise ApiError(400, f"`{name}` has {len(one)} ids for a prompt, at most {most} are allowed", name)
+        if len(one) and int(max(one)) >= server.info().vocabulary:
+            message = f"`{name}` holds {max(one)}, but the model has {server.info().vocabulary} tokens"
+            raise ApiError(400, message, name)
+    return [tuple(map(int, one)) for one in lists]
 
 
 def _labels(body: GenerateBody, count: int) -> list[str]:
@@ -160,6 +185,12 @@ def _session(body: GenerateBody, tenant: str, sampling: list[NativeSampling]) ->
             message = f"`session_params.replace` keeps no token of the session, but `offset` is {offset}"
             raise ApiError(400, f"{message}; give one of them", "session_params.offset")
         offset = 0
+    if params.drop_previous_output:
+        if offset not in (None, -1):
+            message = "`session_params.drop_previous_output` keeps all but the last output"
+            field = "replace" if params.replace else "offset"
+            raise ApiError(400, f"{message}; leave `{field}` out", "session_params.drop_previous_output")
+        return session_name(tenant, params.id), DROP_OUTPUT
     return session_name(tenant, params.id), None if offset in (None, -1) else offset
 
 
@@ -237,6 +268,10 @@ class GenerateShape:
         if most:
             found["output_top_logprobs"] = [
                 [self._entry(value, token) for token, value in tops[:most]] for tops in reply.tops[:taken]
+            ]
+        if choice.parameters.listed:
+            found["output_token_ids_logprobs"] = [
+                [self._entry(value, token) for token, value in tops[most:]] for tops in reply.tops[:taken]
             ]
         front = choice.parameters.prompt_logprobs_from
         if reply.ended is not None and not reply.ended.rejected and front is not None:

@@ -18,6 +18,7 @@ from functools import partial
 from hashlib import sha256
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from lockstep.api.endpoints.answer_run import RUN, AnswerRun, Cut, new_seed
@@ -38,6 +39,9 @@ from lockstep.host.stop_regexes import compiled
 REFUSED_WITHIN_S = 0.5
 """Seconds to wait for a refusal, which the engine sends within a step; after that the stream begins."""
 
+FEW_TOKENS = 64
+"""Up to this number of tokens Python's own maximum is found sooner than numpy's."""
+
 COMPILED_WITHIN_S = 5.0
 """The same limit for a request with a grammar, which is refused only after the grammar was compiled."""
 
@@ -53,8 +57,7 @@ class Prompt:
     text: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationRequest:
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The checked parameters of the answers to each prompt."""
 
     sampling: Sampling
@@ -62,6 +65,7 @@ class GenerationRequest:
     min_tokens: int = 0
     samples: int = 1
     tops: int | None = None  # number of likeliest tokens with each logprob; None: no logprobs
+    listed: tuple[int, ...] = ()  # tokens with logprobs of their own beside each token
     prompt_logprobs_from: int | None = None  # first prompt position with logprobs
     seed: int | None = None
     stream: bool = False
@@ -74,7 +78,7 @@ class GenerationRequest:
     kind: RequestKind = "generate"
     prompt_tops: int = 0  # number of likeliest tokens with each logprob of the prompt
     session: str = ""
-    session_start: int | None = None  # tokens of the session kept before the prompt; None: all
+    session_start: int | None = None  # as in RequestArrived
     grammar: Grammar | None = None  # grammar of each answer; made by `structured_output`
     adapter: str = ""  # name of a loaded adapter
     grammar_field: str = "grammar"  # the client's field of the grammar
@@ -174,6 +178,17 @@ def check_answers(
         raise ApiError(400, message, samples_field)
 
 
+def check_regexes(requests: Sequence[GenerationRequest], limits: Limits) -> None:
+    """Check what each new character of all answers to these requests costs their stop expressions. Raises ApiError."""
+    states = sum(one.samples * sum(compiled(regex).size for regex in one.regexes) for one in requests if one.regexes)
+    if states > limits.regex_states_max:
+        message = (
+            f"`stop_regex` has {states} states over all answers, at most {limits.regex_states_max} are allowed; "
+            "write it shorter, or ask for fewer answers at once"
+        )
+        raise ApiError(400, message, "stop_regex")
+
+
 def check_logprobs(tops: int, name: str, info: EngineInfo, limits: Limits) -> None:
     """Check that the engine supports logprobs, and that their number is within the limit. Raises ApiError."""
     if not info.logprobs:
@@ -192,7 +207,8 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
     if not length:
         raise ApiError(400, f"`{prompt_field}` is empty; it must have at least one token", prompt_field)
     tokens = np.array(ids, "<i4") if isinstance(ids, list) else np.asarray(ids, "<i4")
-    if (largest := int(tokens.max())) >= info.vocabulary:
+    few = isinstance(ids, list) and length <= FEW_TOKENS
+    if (largest := max(ids) if few else int(tokens.max())) >= info.vocabulary:
         message = f"`{prompt_field}` holds token {largest}, but the model has {info.vocabulary} tokens"
         raise ApiError(400, message, prompt_field)
     most = parameters.max_tokens
@@ -252,6 +268,7 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
             allowed_token_ids=tuple(sorted(set(sampling.allowed_token_ids or ()))),
             logit_processors=_processors(sampling),
             prompt_top_logprobs=parameters.prompt_tops,
+            logprob_token_ids=parameters.listed,
         ),
         stop_texts=parameters.stops,
         stop_regexes=parameters.regexes,
@@ -386,6 +403,7 @@ class Generation:
         chosen = list(each) or [self.parameters] * len(self._prompts)
         pairs = list(zip(self._prompts, chosen, strict=True))
         requests = [request_of(prompt, parameters, self.bridge.info) for prompt, parameters in pairs]
+        check_regexes(chosen, limits)
         for name, used in (("stop", "stops"), ("stop_regex", "regexes")):
             if text is None and any(getattr(one, used) for one in chosen):
                 raise ApiError(400, f"`{name}` needs a tokenizer, and this model has none", name)

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 from pydantic import ValidationError
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -33,11 +34,80 @@ FIELDS_MAX = 512  # fields of a body
 TEXT_CHARACTERS = 4 * 2**20
 """Texts up to this length are passed on by the process that parses a body; longer ones only if they could fit."""
 
+TOO_MANY_BYTES = "the bodies that are being received are too large in all; try again"
+
 OBJECT_EXPECTED = re.compile(r"a valid dictionary( or instance of \w+)?")
 
 
 class ClientLeft(Exception):
     """Raised when the client has left, so no answer can be sent."""
+
+
+class Incoming:
+    """Facts of a connection about one of its requests, beyond those of ASGI; `protocol.py` records them.
+
+    Attributes:
+        whole: whether the body has arrived up to its end.
+        left: whether the connection is closed.
+    """
+
+    def __init__(self, abort: Callable[[], object], join_writes: Callable[[Scope], object]) -> None:
+        """Begin without a body.
+
+        Args:
+            abort: closes the connection at once, discarding unsent bytes.
+            join_writes: makes the head and the body of the response to the request of this scope one write.
+        """
+        self.abort, self.join_writes = abort, join_writes
+        self.whole = self.left = False
+        self._waiting: Callable[[], object] | None = None
+
+    def when_left(self, call: Callable[[], object] | None) -> None:
+        """Have `call` called when the connection is closed; None: nothing. The last call of this method counts."""
+        self._waiting = call
+        if self.left and call is not None:
+            call()
+
+    def leave(self) -> None:
+        """Record that the connection is closed."""
+        self.left = True
+        if self._waiting is not None:
+            self._waiting()
+
+
+INCOMING = "lockstep.incoming"
+"""Key of the `Incoming` in a request's scope. Requests of batches have none, since no connection brought them."""
+
+
+class IndexedHeaders(Headers):
+    """Headers in which a name is found at once, not by a search. Of headers with one name the first counts."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(scope=scope)
+        self._first: dict[bytes, bytes] = {}
+        for name, value in scope["headers"]:
+            self._first.setdefault(name, value)
+
+    def __getitem__(self, key: str) -> str:
+        return self._first[key.lower().encode("latin-1")].decode("latin-1")
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and key.lower().encode("latin-1") in self._first
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the first value of a name, or `default`."""
+        value = self._first.get(key.lower().encode("latin-1"))
+        return default if value is None else value.decode("latin-1")
+
+
+class IndexedRequest(Request):
+    """A request whose handlers read many headers."""
+
+    @property
+    def headers(self) -> Headers:
+        if not hasattr(self, "_headers"):
+            self._headers = IndexedHeaders(self.scope)
+        return self._headers
 
 
 class JsonResponse(Response):
@@ -47,6 +117,13 @@ class JsonResponse(Response):
 
     def render(self, content: Any) -> bytes:
         return msgspec.json.encode(content)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer, by one write where the connection allows it."""
+        incoming: Incoming | None = scope.get(INCOMING)
+        if incoming is not None:
+            incoming.join_writes(scope)
+        await super().__call__(scope, receive, send)
 
 
 def error_response(error: ApiError, kind: Literal["openai", "anthropic"] = "openai") -> JsonResponse:
@@ -132,6 +209,9 @@ class BodyReader:
         given = request.headers.get("content-length", "")
         if given.isdigit() and int(given[:20]) > bytes_max:
             raise too_large
+        incoming: Incoming | None = request.scope.get(INCOMING)
+        if incoming is not None and incoming.whole:
+            return [await self._whole(request, bytes_max, too_large)]
         parts, size = [], 0
         try:
             async with asyncio.timeout(seconds):
@@ -141,7 +221,7 @@ class BodyReader:
                     if size > bytes_max:
                         raise too_large
                     if self.open_bytes > self.limits.bodies_bytes_max:
-                        raise ApiError(503, "the bodies that are being received are too large in all; try again")
+                        raise ApiError(503, TOO_MANY_BYTES)
                     parts.append(part)
         except TimeoutError:
             raise ApiError(408, f"the body took longer than its limit of {seconds:g} s") from None
@@ -150,6 +230,18 @@ class BodyReader:
         finally:
             self.open_bytes -= size
         return parts
+
+    async def _whole(self, request: Request, bytes_max: int, too_large: ApiError) -> bytes:
+        """Return a body that has arrived. It needs no time limit."""
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        body: bytes = message.get("body", b"")
+        if len(body) > bytes_max:
+            raise too_large
+        if self.open_bytes + len(body) > self.limits.bodies_bytes_max:
+            raise ApiError(503, TOO_MANY_BYTES)
+        return body
 
 
 def checked_body(schema: type[BodyType], given: Any) -> BodyType:
@@ -196,13 +288,21 @@ async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Re
     assert task is not None
     left = False
 
-    async def watch() -> None:
+    def leave() -> None:
         nonlocal left
-        await _left(request.receive)
         left = True
         task.cancel()
 
-    leaving = asyncio.ensure_future(watch())
+    async def watch() -> None:
+        await _left(request.receive)
+        leave()
+
+    incoming: Incoming | None = request.scope.get(INCOMING)
+    leaving: asyncio.Task[None] | None = None
+    if incoming is not None:
+        incoming.when_left(leave)
+    else:
+        leaving = asyncio.ensure_future(watch())
     try:
         return await work
     except asyncio.CancelledError:
@@ -210,7 +310,10 @@ async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Re
             raise ClientLeft from None
         raise
     finally:
-        leaving.cancel()
+        if leaving is not None:
+            leaving.cancel()
+        elif incoming is not None:
+            incoming.when_left(None)
 
 
 async def _left(receive: Receive) -> None:
@@ -229,8 +332,8 @@ def named_event(data: dict[str, Any]) -> bytes:
     return b"event: " + str(data["type"]).encode() + b"\n" + event(data)
 
 
-ABORT = "lockstep.abort"
-"""Key in a connection's scope: a function that closes it at once, discarding unsent bytes."""
+YIELDS_BYTES = 64 * 2**10
+"""After so many bytes of a stream other tasks get their turn: the events of many choices may be ready at once."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -273,7 +376,9 @@ class EventStream(Response):
                 all_sent = True
         finally:
             if not (sending.done() or leaving.done()):  # the client is disconnected: unsent bytes are discarded
-                scope.get(ABORT, lambda: None)()
+                incoming: Incoming | None = scope.get(INCOMING)
+                if incoming is not None:
+                    incoming.abort()
                 await asyncio.sleep(0)
             leaving.cancel()
             sending.cancel()
@@ -292,8 +397,13 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        unbroken = 0  # bytes since other tasks had their turn
         async for data in self.events:
             self._waits_since = time.monotonic()
             await send({"type": "http.response.body", "body": data, "more_body": True})
             self._waits_since = None
+            unbroken += len(data)
+            if unbroken > YIELDS_BYTES:
+                unbroken = 0
+                await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

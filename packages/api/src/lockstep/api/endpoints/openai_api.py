@@ -361,9 +361,22 @@ async def _answer(server: Server, call: Call[Any], generation: Generation, shape
         return await streamed(server, call, generation, _stream(generation, shape))
     try:
         texts = await unless_left(call.request, generation.whole())
-        return JsonResponse(await shaped(lambda: shape.whole(generation, texts), sum(len(text) for _, text in texts)))
+        return JsonResponse(await _whole(generation, shape, texts))
     finally:
         generation.cancel()
+
+
+async def _whole(generation: Generation, shape: CompletionShape, texts: list[tuple[Choice, str]]) -> dict[str, Any]:
+    """Return the answer as one object; of a large one the choices are JSON already, one by one."""
+    characters = sum(len(text) + shape.repeated(choice) for choice, text in texts)
+    if characters <= SHAPED_AT_ONCE_CHARACTERS:
+        return shape.whole(generation, texts)
+
+    def whole() -> dict[str, Any]:
+        result = shape.whole(generation, texts)
+        return result | {"choices": [msgspec.Raw(msgspec.json.encode(one)) for one in result["choices"]]}
+
+    return await shaped(whole, characters)
 
 
 async def shaped(shape: Callable[[], Shaped], characters: int) -> Shaped:
@@ -495,6 +508,11 @@ class CompletionShape:
             "model": self._model,
             "choices": choices,
         }
+
+    def repeated(self, choice: Choice) -> int:
+        """Return the number of characters and tokens of the prompt that a whole answer repeats."""
+        echoed = choice.prompt.text or "" if getattr(self.body, "echo", False) else ""
+        return len(echoed) + (len(choice.prompt.ids) if self.body.return_token_ids else 0)
 
     def choice(self, choice: Choice, text: str) -> dict[str, Any]:
         """Return one whole answer."""

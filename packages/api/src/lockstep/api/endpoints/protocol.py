@@ -4,7 +4,7 @@ connection ──head_s──> headers ──body_s──> body ──> the appl
      │                    │                  │     a late head: 408; a late body: 408 by the application, or closed
      │                    │                  │     BODY_GRACE_S later
      │                    │                  └ chunks with more around them than CHUNKS_SPARE allows: 400
-     │                    └ larger than HEAD_BYTES_MAX, no `Host` or several: 400
+     │                    └ larger than HEAD_BYTES_MAX, no `Host` or several, beyond PIPELINED_MAX: 400
      └ beyond connections_max: 503, and closed
 """
 
@@ -14,9 +14,10 @@ import asyncio
 import socket
 from typing import Any
 
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from lockstep.api.endpoints.http import ABORT
+from lockstep.api.endpoints.http import INCOMING, Incoming
 from lockstep.api.settings import Limits
 
 SEND_BYTES_MAX = 128 * 1024  # unsent bytes of a connection in the kernel, for a client that reads slowly
@@ -25,7 +26,40 @@ HEAD_BYTES_MAX = 64 * 1024  # request line and headers together
 PIECE_BYTES = 4096  # of received bytes that are parsed at once, where what is between bodies is counted
 CHUNKS_SPARE, CHUNK_SPARE = 16 * 1024, 16  # bytes around the chunks of a body, and more for each chunk
 SMALL_CHUNKS_MAX = 65_536  # chunks of less than CHUNK_SPARE bytes on average: each takes the event loop a microsecond
+PIPELINED_MAX = 64  # requests of a connection without a response: each that is read takes the event loop 30 us
 BODY_GRACE_S = 5.0  # time for the application to refuse a late body itself
+
+
+class JoinedWrites:
+    """A connection's transport for one response, whose head and body it makes one write.
+
+    Args:
+        transport: to write to.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head: bytes | None = b""  # b"": it follows; None: it was written
+
+    def write(self, data: bytes) -> None:
+        """Keep the head until the body follows."""
+        if self._head is None:
+            self._transport.write(data)
+        elif not self._head:
+            self._head = data
+        else:
+            self._transport.write(self._head + data)
+            self._head = None
+
+    def close(self) -> None:
+        """Write what is left, and close the connection."""
+        if self._head:
+            self._transport.write(self._head)
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        """Return whether the connection is being closed."""
+        return self._transport.is_closing()
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -41,22 +75,28 @@ class BoundedProtocol(HttpToolsProtocol):
     _chunks = 0
     _spare = 0  # bytes between the chunks of this body, beyond those that every chunk may have
     _late: asyncio.TimerHandle | None = None
+    _messages = 0  # received up to their ends
+    _awaited: tuple[bool, int] | None = None  # the part that `_late` waits for: whether it is a head, and its message
 
     def connection_made(self, transport: Any) -> None:
         """Set the deadline of the first head; refuse a connection beyond `connections_max`."""
         super().connection_made(transport)
+        self._open: list[Incoming] = []  # requests without a complete response, the oldest first
         connection = transport.get_extra_info("socket")
         if connection is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES_MAX)
         if len(self.connections) > self.limits.connections_max:
             self._refuse(b"503 Service Unavailable", b"The server has reached its limit of connections.")
             return
-        self._expect(self.limits.head_s)
+        self._await((True, 0))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Drop the deadline."""
-        self._expect(None)
+        """Drop the deadline, and report the end of the connection to the requests that it brought."""
+        self._await(None)
         super().connection_lost(exc)
+        for incoming in self._open:
+            incoming.leave()
+        self._open.clear()
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes; refuse a head that is too large, and a body with too much between its chunks."""
@@ -71,11 +111,10 @@ class BoundedProtocol(HttpToolsProtocol):
         began_in_head, body, chunks = self._in_head, self._body_bytes, self._chunks
         if began_in_head:
             self._head_bytes += len(data)
-            if self._late is None:  # the next head on a kept connection
-                self._expect(self.limits.head_s)
         super().data_received(data)
         if self.transport.is_closing():
             return
+        self._await((self._in_head, self._messages) if self._head_bytes or not self._in_head else None)
         if began_in_head and self._in_head and self._head_bytes > HEAD_BYTES_MAX:
             self.send_400_response(f"Request line and headers are larger than {HEAD_BYTES_MAX} bytes.")
         elif self._chunked and not began_in_head and not self._in_head:
@@ -102,8 +141,11 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse_head(f"Request line and headers are larger than {HEAD_BYTES_MAX} bytes.")
         if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
             self._refuse_head(f"A request has one header `Host`, this one has {hosts}.")
-        self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]  # called for a stream that its client does not read
-        self._expect(self.limits.body_s + BODY_GRACE_S)
+        if len(self._open) >= PIPELINED_MAX:
+            self._refuse_head(f"More than {PIPELINED_MAX} requests wait on this connection.")
+        incoming = Incoming(self.transport.abort, self._join_writes)
+        self._open.append(incoming)
+        self.scope[INCOMING] = incoming  # type: ignore[literal-required]  # a key of this server's own
         super().on_headers_complete()
 
     def _refuse_head(self, why: str) -> None:
@@ -126,21 +168,39 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Drop the deadline; the next head begins."""
+        """Record that the body is whole; the next head begins."""
         self._in_head, self._chunked = True, False
-        self._expect(None)
+        self._messages += 1
+        self.scope[INCOMING].whole = True  # type: ignore[literal-required]
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Forget the oldest request: responses are sent in order."""
+        if self._open:
+            del self._open[0]
+        super().on_response_complete()
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection, after CLOSE_S even if the client never reads the rest of the last answer."""
         super().timeout_keep_alive_handler()
         self.loop.call_later(CLOSE_S, self.transport.abort)
 
-    def _expect(self, seconds: float | None) -> None:
-        """Set the deadline of the next part; None: no deadline."""
+    def _await(self, part: tuple[bool, int] | None) -> None:
+        """Set the deadline of the next part, unless it is set; None: no deadline."""
+        if part == self._awaited:
+            return
+        self._awaited = part
         if self._late is not None:
             self._late.cancel()
-        self._late = None if seconds is None else self.loop.call_later(seconds, self._is_late)
+            self._late = None
+        if part is not None:
+            seconds = self.limits.head_s if part[0] else self.limits.body_s + BODY_GRACE_S
+            self._late = self.loop.call_later(seconds, self._is_late)
+
+    def _join_writes(self, scope: Scope) -> None:
+        """Make the head and the body of a response one write, which saves a system call. A pipelined one keeps two."""
+        if self.cycle.scope is scope and scope["method"] != "HEAD":
+            self.cycle.transport = JoinedWrites(self.transport)  # type: ignore[assignment]  # the part of it that is used
 
     def _is_late(self) -> None:
         self._late = None

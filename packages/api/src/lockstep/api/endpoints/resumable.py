@@ -41,7 +41,7 @@ from lockstep.api.endpoints.kept_answers import (
     Submitted,
 )
 from lockstep.api.endpoints.schemas import Body
-from lockstep.api.endpoints.server import Call, Server
+from lockstep.api.endpoints.server import GENERATION, Call, Server
 from lockstep.api.processes.text_jobs import packed, unpacked
 from lockstep.api.processes.text_processes import TENANT
 
@@ -58,7 +58,20 @@ WATCH_S = 1.0  # between two checks whether an answer is still read
 Handler = Callable[[Server, Any], Awaitable[Response]]
 
 
-def kept_name(server: Server, request: Request, body: Body, tenant: str, secret: bytes) -> str | None:
+@dataclass(frozen=True, slots=True)
+class KeptName:
+    """What a request whose answer is to be kept gets.
+
+    Args:
+        name: id of the answer.
+        secret: from which its ids and seeds are drawn; not used if the answer is known already.
+    """
+
+    name: str
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+
+
+def kept_name(server: Server, request: Request, body: Body, tenant: str) -> KeptName | None:
     """Return the id of the answer of a request that is to be kept; None for other requests. Raises ApiError."""
     key, background = request.headers.get(KEY), bool(getattr(body, "background", None))
     resumable = request.headers.get(RESUMABLE, "").lower() in ("1", "true")
@@ -69,20 +82,20 @@ def kept_name(server: Server, request: Request, body: Body, tenant: str, secret:
             return None
         raise ApiError(400, f"`{RESUMABLE if key is None else KEY}`: {NONE_KEPT}; leave it out", KEY)
     if background:
-        return f"resp_{AnswerRun(secret, 0.0).draw('response', 24).hex()}"
+        secret = secrets.token_bytes(32)
+        return KeptName(f"resp_{AnswerRun(secret, 0.0).draw('response', 24).hex()}", secret)
     if key is None:
-        return f"ans_{secrets.token_hex(16)}"
+        return KeptName(f"ans_{secrets.token_hex(16)}")
     if not 0 < len(key) <= KEY_CHARACTERS:
         raise ApiError(400, f"`{KEY}` has {len(key)} characters, must have 1 to {KEY_CHARACTERS}", KEY)
-    return "key_" + sha256(f"{tenant}\0{key}".encode("utf-8", "surrogatepass")).hexdigest()[:40]
+    return KeptName("key_" + sha256(f"{tenant}\0{key}".encode("utf-8", "surrogatepass")).hexdigest()[:40])
 
 
-async def respond_kept(
-    server: Server, call: Call[Any], path: str, handler: Handler, *, name: str, secret: bytes
-) -> Response:
+async def respond_kept(server: Server, call: Call[Any], path: str, handler: Handler, kept: KeptName) -> Response:
     """Return the kept answer of a request, after its first run has begun. Raises ApiError, ClientLeft."""
     answers = server.answers
     assert answers is not None
+    name = kept.name
     try:
         body = packed(call.body.model_dump(exclude_unset=True))
     except OverflowError:
@@ -90,7 +103,7 @@ async def respond_kept(
     digest = sha256(path.encode() + b"\0" + body).digest()
     headers = tuple((one, call.request.headers[one]) for one in KEPT_HEADERS if one in call.request.headers)
     lasting = bool(getattr(call.body, "background", None))
-    request = KeptRequest(path, call.tenant, digest, body, headers, secret, time.time(), lasting)
+    request = KeptRequest(path, call.tenant, digest, body, headers, kept.secret, time.time(), lasting)
     try:
         answer = answers.begin(name, request)
     except NoRoom as error:
@@ -334,7 +347,7 @@ async def _written(server: Server, answer: KeptAnswer, call: Call[Any], handler:
 
 def cut_of(request: Request) -> Cut:
     """Return how far the choices of a request's answer are."""
-    generation = getattr(request.state, "generation", None)
+    generation = request.scope.get(GENERATION)
     return () if generation is None else generation.cut()
 
 

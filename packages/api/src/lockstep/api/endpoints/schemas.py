@@ -149,8 +149,6 @@ WHY = {
     "custom_logit_processor": "is a program, which clients may not send; `logit_processors` selects the operator's",
     "logits_processors": "are programs, which clients may not send; `logit_processors` selects the operator's",
     "response_format": "is a field of chat completions; the field of a response is `text.format`",
-    "token_ids_logprob": "is not supported; /score returns the probabilities of chosen tokens after a prompt",
-    "drop_previous_output": "is not supported; `offset` with the `prompt_tokens` of the last answer has this effect",
     "input_embeds": f"{EMBEDDED}; give `text` or `input_ids`",
     "prompt_embeds": f"{EMBEDDED}; give `prompt`",
     "embed_overrides": f"{EMBEDDED}; leave it out",
@@ -495,8 +493,9 @@ class SessionParams(Body):
     # tokens of the session kept before the prompt; -1, None: all
     offset: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     replace: bool | None = None  # true: the turn replaces all earlier ones, so no token of the session is kept
+    drop_previous_output: bool | None = None  # true: the tokens up to the output of the last completed turn are kept
 
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"drop_previous_output": (), "rid": ()}
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"rid": ()}
 
 
 INTERNAL = frozenset(
@@ -529,6 +528,8 @@ class GenerateBody(Timed):
     # prompt position of the first logprob; -1, None: none of the prompt
     logprob_start_len: Start | OfEach[Start | None] | None = None
     top_logprobs_num: Count | OfEach[Count] | None = None
+    # ids whose logprobs are given at each output position: a list for all prompts, or one for each prompt
+    token_ids_logprob: IdLists | None = None
     return_text_in_logprobs: bool | None = None
     return_hidden_states: bool | OfEach[bool] | None = None
     stream: bool = False
@@ -573,7 +574,6 @@ class GenerateBody(Timed):
         "custom_logit_processor": (),
         "image_data": (),
         "input_embeds": (),
-        "token_ids_logprob": (),
         "video_data": (),
     }
     COMFORT: ClassVar[frozenset[str]] = PLACEMENT | INTERNAL

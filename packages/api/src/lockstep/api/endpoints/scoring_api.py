@@ -21,7 +21,7 @@ from lockstep.api.endpoints.errors import ApiError
 from lockstep.api.endpoints.generation import Prompt, check_answers, prompts_of
 from lockstep.api.endpoints.http import JsonResponse
 from lockstep.api.endpoints.schemas import RerankBody, ScoreBody
-from lockstep.api.endpoints.server import Call, Server
+from lockstep.api.endpoints.server import GENERATION, Call, Server
 from lockstep.host.batches import Float32s
 
 BY_LABELS, BY_VECTORS = ("query", "items", "label_token_ids"), ("text_1", "text_2")
@@ -152,4 +152,4 @@ async def _unit_vectors(
 
 def _used(call: Call[Any], tokens: int) -> dict[str, Any]:
     """Return the common fields of the answers: token counts, and the weights version."""
-    return {"usage": {"prompt_tokens": tokens, "total_tokens": tokens}, **call.request.state.generation.weights()}
+    return {"usage": {"prompt_tokens": tokens, "total_tokens": tokens}, **call.request.scope[GENERATION].weights()}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import nan
 from typing import Any, Generic, TypeVar
 
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -52,6 +53,10 @@ ROUTING, ROUTING_CHARACTERS = "X-SMG-Routing-Key", 256
 
 CHARACTERS_MIN = 2**20
 """Text up to this length is always tokenised, since some tokenizers drop characters; longer text may be refused."""
+
+
+GENERATION = "lockstep.generation"
+"""Key of the newest generation in the scope of the request that began it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +226,10 @@ class Server:
         finish_by_s = _deadline(call, "X-Request-Timeout", "timeout_s")
         body = call.body
         if not each and (adapter := self.adapter(getattr(body, "model", None), getattr(body, "lora_path", None))):
-            parameters = replace(parameters, adapter=adapter)
+            parameters = structs.replace(parameters, adapter=adapter)
         if key := self._routing_key(call):
-            parameters = replace(parameters, routing_key=key)
-            each = [replace(one, routing_key=key) for one in each]
+            parameters = structs.replace(parameters, routing_key=key)
+            each = [structs.replace(one, routing_key=key) for one in each]
         generation = Generation(self.bridge, self.metrics, parameters, call.arrived_s, start_by_s, finish_by_s)
         together = getattr(body, "session_id", None) or call.request.headers.get(TOGETHER)
         if together is not None:
@@ -233,7 +238,7 @@ class Server:
         if self.usage is not None and self.keys is not None:
             admit = partial(self.usage.admit, call.tenant, self.keys.allowance(call.tenant))
         generation.start(prompts, self.text, self.limits, admit=admit, each=each)
-        call.request.state.generation = generation
+        call.request.scope[GENERATION] = generation
         return generation
 
     def _routing_key(self, call: Call[BodyType]) -> str:

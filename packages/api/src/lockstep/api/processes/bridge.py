@@ -29,6 +29,7 @@ from lockstep.api.processes.wire import (
     AdaptersKnown,
     Answered,
     Ask,
+    CallFunction,
     Cancel,
     CancelLabel,
     EngineGone,
@@ -320,6 +321,10 @@ class Bridge:
     async def read_weights(self, name: str, rows: int) -> Answered:
         """Read the first rows of a tensor. Raises EngineUnavailable."""
         return await self._answer(lambda number: ReadWeights(self.worker, number, name, rows))
+
+    async def call_function(self, name: str, arguments: bytes) -> Answered:
+        """Call a function that the operator enabled; `arguments` as in CallFunction. Raises EngineUnavailable."""
+        return await self._answer(lambda number: CallFunction(self.worker, number, name, arguments))
 
     async def join_group(
         self, name: str, address: str, port: int, rank: int, ranks: int, backend: Literal["gloo", "nccl"] = "gloo"

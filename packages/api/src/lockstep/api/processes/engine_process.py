@@ -22,13 +22,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 import zmq
 
 from lockstep.api.engines import EngineUnit, Place, both, build_engine
-from lockstep.api.processes import children, faults
+from lockstep.api.processes import children, faults, rpc
 from lockstep.api.processes.claims import FIRST, Claims, Lost, PriorState
 from lockstep.api.processes.kept_requests import KeptRequests, KeptSink, KeptTicket, awaited_workers
 from lockstep.api.processes.outbox import Outbox, SampleSink, Writers
@@ -38,6 +39,7 @@ from lockstep.api.processes.wire import (
     PROTOCOL,
     Answered,
     Ask,
+    CallFunction,
     Cancel,
     CancelLabel,
     EngineHere,
@@ -72,7 +74,7 @@ from lockstep.host.router_journal import session_key
 
 log = logging.getLogger("lockstep.engine")
 
-Questions = ProfileRequest | ReadWeights | JoinGroup | LeaveGroup | LoadLora | UnloadLora
+Questions = ProfileRequest | ReadWeights | CallFunction | JoinGroup | LeaveGroup | LoadLora | UnloadLora
 """Messages that are answered in a thread of their own, beside the scheduler."""
 
 LOOK_MS = 200  # interval between checks that the engine still runs
@@ -101,6 +103,7 @@ class EngineProcess:
         alive: called several times a second while the engine makes progress.
         number: number of the engine among several, reported to the router; None: the only engine, without a router.
         awaited: workers that may take over requests of an earlier server.
+        functions: that operators may call, by name.
     """
 
     def __init__(
@@ -112,8 +115,10 @@ class EngineProcess:
         alive: Callable[[], object] = lambda: None,
         number: int | None = None,
         awaited: Sequence[int] = (),
+        functions: rpc.Functions = MappingProxyType({}),
     ) -> None:
         self.unit, self.host = unit, unit.host
+        self._functions = functions
         self.generation, self._alive = generation, alive
         self.stopping = False
         self._claims = Claims(self.host, unit.keeper, folder.name, before.workers, awaited)
@@ -144,9 +149,10 @@ class EngineProcess:
             self._send_to_router()
             self.unit.start()
             self._alive()
+            self._mailbox.set(zmq.SocketOption.RCVTIMEO, LOOK_MS)  # takes half the time of a poll before each message
             turns, reported_s, expired_s = -1, time.monotonic(), time.monotonic()
             while not self.stopping:
-                if self._mailbox.poll(LOOK_MS):
+                with suppress(zmq.Again):  # nothing came within LOOK_MS
                     self.handle(read_by_engine(self._mailbox.recv()))
                 if self.host.failure:
                     raise EngineStopped(self.host.failure)
@@ -325,6 +331,10 @@ class EngineProcess:
         """Read values of a tensor, in a thread of its own, since this waits while weights are loaded."""
         threading.Thread(target=self._answer_aside, args=(message, self._weights_read), daemon=True).start()
 
+    def call_function(self, message: CallFunction) -> None:
+        """Call a function of an installed package, in a thread of its own."""
+        threading.Thread(target=self._answer_aside, args=(message, self._called), daemon=True).start()
+
     def group(self, message: JoinGroup | LeaveGroup) -> None:
         """Join or leave a trainer's group, in a thread of its own, since this waits for the other members."""
         threading.Thread(target=self._answer_aside, args=(message, self._grouped), daemon=True).start()
@@ -382,6 +392,10 @@ class EngineProcess:
         weights = self.unit.read_weights(message.name, message.rows)
         return Answered(message.worker, message.ticket, True, weights=weights)
 
+    def _called(self, message: CallFunction) -> Answered:
+        result = rpc.call(self._functions, message.name, message.arguments, self.unit)
+        return Answered(message.worker, message.ticket, True, result)
+
     def _grouped(self, message: JoinGroup | LeaveGroup) -> Answered:
         if self.unit.group is None:
             raise ConfigError("this engine has no weights")
@@ -417,6 +431,7 @@ HANDLERS: dict[type[EngineMessage], Callable[[EngineProcess, Any], None]] = {
     Ask: EngineProcess.ask,
     ProfileRequest: EngineProcess.trace,
     ReadWeights: EngineProcess.read_weights,
+    CallFunction: EngineProcess.call_function,
     JoinGroup: EngineProcess.group,
     LeaveGroup: EngineProcess.group,
     LoadLora: EngineProcess.lora,
@@ -439,13 +454,14 @@ def main(folder: Path, generation: int, before: PriorState, alive: Callable[[], 
     # StopEngine. The handler is not SIG_IGN, which ranks would inherit.
     signal.signal(signal.SIGTERM, lambda *_: None)
     try:
+        functions = rpc.load(settings.rpc_functions)
         unit = build_engine(settings, Place(folder, before.death, number))
         faults.install(unit.host, generation)
         # for a model the table was logged when the memory was divided
         memory = "" if unit.info.kind == "model" else f"\n{unit.memory}"
         log.info("%s on %s, ready%s", unit.info.model, unit.info.device, memory)
         awaited = awaited_workers(children.read_settings(folder), folder, generation)
-        EngineProcess(unit, folder, generation, before, alive, number if several else None, awaited).run()
+        EngineProcess(*(unit, folder, generation, before, alive, number if several else None, awaited, functions)).run()
     except LockstepError as error:
         log.error("%s: %s", type(error).__name__, error)
         for_good = isinstance(error, ConfigError | JournalError | Divergence | WireError)

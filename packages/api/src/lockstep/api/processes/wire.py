@@ -122,6 +122,17 @@ class ReadWeights(ToEngine, frozen=True):
     rows: int
 
 
+class CallFunction(ToEngine, frozen=True):
+    """Call an enabled function of an installed package: `rpc`. Answered by Answered with the same ticket.
+
+    `arguments` is JSON: the list of positional arguments, and the object of named ones.
+    """
+
+    ticket: int
+    name: str
+    arguments: bytes
+
+
 class JoinGroup(ToEngine, frozen=True):
     """Join the group of a trainer that will send weights; rank 0 is the trainer. Answered by Answered with the same
     ticket.
@@ -176,6 +187,7 @@ EngineMessage = (
     | Ask
     | ProfileRequest
     | ReadWeights
+    | CallFunction
     | JoinGroup
     | LeaveGroup
     | LoadLora

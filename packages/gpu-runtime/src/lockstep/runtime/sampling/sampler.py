@@ -51,7 +51,7 @@ from torch import Tensor
 from lockstep.core.contract.errors import ConfigError
 from lockstep.runtime import triton_trial
 from lockstep.runtime.sampling import reference
-from lockstep.runtime.sampling.logprobs import Logprobs, logprobs_of
+from lockstep.runtime.sampling.logprobs import Logprobs, logprobs_of, with_listed
 from lockstep.runtime.sampling.processors import LogitProcessor
 from lockstep.runtime.sampling.table import LOG_MIN_P, MASK, TEMPERATURE, SamplingTable
 
@@ -71,7 +71,8 @@ class Sampled:
     tokens: Tensor  # int32 [samples]
     invalid: Tensor  # bool [samples]
     logprobs: Tensor | None = None  # float32 [samples], if a row requested them
-    top_ids: Tensor | None = None  # int32 [samples, most requested by a row], likeliest first
+    # int32 [samples, most requested by a row]: the likeliest first, then those that the row lists
+    top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None  # float32, the same shape
 
 
@@ -166,7 +167,11 @@ class Sampler:
             if raw is None:
                 raw = self._processed(logits, rows, maxima, floor).index_select(0, at_logprobs)
             top = int(table.top_logprobs[rows_host].max())
-            self._report(sampled, at_logprobs, logprobs_of(raw, tokens.index_select(0, at_logprobs), top))
+            found = logprobs_of(raw, tokens.index_select(0, at_logprobs), top)
+            listed = table.listed_tokens(rows_host[with_logprobs])
+            if listed is not None:
+                found = with_listed(found, raw, table.to_device(listed))
+            self._report(sampled, at_logprobs, found)
         return sampled
 
     def _check(

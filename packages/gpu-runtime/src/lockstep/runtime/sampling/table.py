@@ -71,6 +71,8 @@ def check_sampling(sampling: SamplingParams, vocab: int) -> None:
     _check("min_p", sampling.min_p, 0.0, 1.0, "0 keeps every token")
     _check("top_k", sampling.top_k, 0, 2**31 - 1, "0 keeps every token")
     _check("top_logprobs", sampling.top_logprobs, 0, vocab, "the model has no more tokens")
+    for token in sampling.logprob_token_ids:
+        _check("logprob_token_ids token", token, 0, vocab - 1, "use ids of this model's tokenizer")
     top = min(vocab, PROMPT_TOPS_MAX)
     _check("prompt_logprobs", sampling.prompt_top_logprobs, 0, top, "a long prompt has many positions")
     _check("frequency_penalty", sampling.frequency_penalty, -1e6, 1e6, "0 is none, the usual range is -2 to 2")
@@ -126,6 +128,7 @@ class SamplingTable:
         self.masked = np.zeros(rows_max + 1, bool)  # lists its allowed tokens
         self.logprobs = np.zeros(rows_max + 1, bool)  # whether logprobs of its tokens are requested
         self.top_logprobs = np.zeros(rows_max + 1, np.int32)
+        self.listed: dict[int, tuple[int, ...]] = {}  # tokens with logprobs of their own, by requesting row
 
         self._reals = np.zeros((rows_max + 1, REALS), np.float32)
         self._reals[:] = _reals(SamplingParams())
@@ -186,8 +189,11 @@ class SamplingTable:
         sampled = bool(self._reals[row, TEMPERATURE] > 0)
         self.sampled[row] = sampled
         self.limited[row] = sampled and (0 < sampling.top_k < self.vocab or sampling.top_p < 1)
-        self.logprobs[row] = logprobs or sampling.top_logprobs > 0
+        self.logprobs[row] = logprobs or sampling.logprobs_beside > 0
         self.top_logprobs[row] = sampling.top_logprobs
+        self.listed.pop(row, None)
+        if sampling.logprob_token_ids:
+            self.listed[row] = sampling.logprob_token_ids
         for name, uses in self.processors.items():
             uses[row] = name in wanted
             self.arguments[name].pop(row, None)
@@ -219,6 +225,7 @@ class SamplingTable:
             uses[:] = False
         for arguments in self.arguments.values():
             arguments.clear()
+        self.listed.clear()
         self._reals[:] = _reals(SamplingParams())
         self._ints[:] = 0
         self._ints[:, TOP_K], self._ints[:, TOP_P] = self.vocab, SHARE_ALL
@@ -227,6 +234,23 @@ class SamplingTable:
         self._seen_changed.clear()
         self._masks_changed.clear()
         self._rows_changed = dict.fromkeys(range(self.rows_max + 1))
+
+    def listed_tokens(self, rows: NDArray[np.int32]) -> Int64s | None:
+        """Return the tokens whose logprobs rows list, each in its column behind those of the row's likeliest tokens.
+
+        Returns: [rows, most logprobs of a row beside its token's], -1 where a column is not of a listed token; None if
+            no row lists any.
+        """
+        if not self.listed:
+            return None
+        named = [self.listed.get(row, ()) for row in rows.tolist()]
+        if not any(named):
+            return None
+        tops = self.top_logprobs[rows].tolist()
+        found = np.full((len(named), max(top + len(ids) for top, ids in zip(tops, named, strict=True))), -1, np.int64)
+        for at, (top, ids) in enumerate(zip(tops, named, strict=True)):
+            found[at, top : top + len(ids)] = ids
+        return found
 
     def flush(self) -> None:
         """Copy the changes of `take_row` to the device, on the current stream and without waiting for it."""

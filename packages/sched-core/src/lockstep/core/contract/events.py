@@ -93,6 +93,12 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logit_processors: tuple[tuple[str, str], ...] = ()  # by name: (name, its arguments as a JSON object)
     allowed_token_ids: tuple[int, ...] = ()  # nothing else is drawn; none: every token may be
     prompt_top_logprobs: int = 0  # likeliest tokens beside each prompt token with a requested logprob
+    logprob_token_ids: tuple[int, ...] = ()  # tokens with logprobs of their own at each output position
+
+    @property
+    def logprobs_beside(self) -> int:
+        """Number of logprobs beside that of each output token: of the likeliest tokens, then of the listed ones."""
+        return self.top_logprobs + len(self.logprob_token_ids)
 
     def __post_init__(self) -> None:
         store_floats(self, FLOAT_PARAMETERS)
@@ -110,6 +116,10 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kind: Literal["json_schema", "regex", "ebnf", "structural_tag", "bad_words"]
     source: str
     digest: bytes
+
+
+DROP_OUTPUT = -1
+"""Value of `session_start`: the turn keeps the session up to the output of its last completed turn."""
 
 
 class RequestArrived(Observed, frozen=True, gc=False, kw_only=True):
@@ -139,7 +149,8 @@ class RequestArrived(Observed, frozen=True, gc=False, kw_only=True):
     logprob_start: int | None = None  # logprobs of the prompt tokens behind this position, and of the output
     routing_key: str = ""
     transfer_room: int | None = None  # pairs the prefill and the decode half of a disaggregated request
-    session_start: int | None = None  # tokens of the session to keep in front of `prompt`; None: all of them
+    # tokens of the session to keep in front of `prompt`; None: all of them, DROP_OUTPUT: without the last turn's output
+    session_start: int | None = None
     token_type_ids: bytes = b""  # one byte per prompt token, for models with token types
     return_hidden_states: bool = False  # hidden states of the last layer, of every computed position
     origin: str = ""  # the sender's unique name of the request, which identifies it after a restart
@@ -175,7 +186,7 @@ class BatchFinished(Observed, frozen=True, gc=False):
     error: str = ""  # the batch failed as a whole; its requests finish with reason "error"
     # (sampling row, number of newest tokens that may begin a stop text and are not sent yet)
     text_held: tuple[tuple[int, int], ...] = ()
-    top_ids: bytes = b""  # int32 [tokens, largest top_logprobs requested]: the likeliest beside each token
+    top_ids: bytes = b""  # int32 [tokens, largest logprobs_beside requested]: the tokens beside each token
     top_logprobs: bytes = b""  # float32 of the same shape
 
 

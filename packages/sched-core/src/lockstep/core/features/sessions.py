@@ -27,6 +27,7 @@ import msgspec
 from lockstep.core.contract.checks import fail, same
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.events import (
+    DROP_OUTPUT,
     BatchId,
     FinishReason,
     OpenSession,
@@ -68,6 +69,7 @@ class Session:
     turn: RequestId | None = None  # the turn that may run
     queue: deque[RequestId] = field(default_factory=deque)  # later turns, which are held
     spans: tuple[PromptSpan, ...] = ()  # spans of media in its tokens
+    output_start: int = 0  # number of its tokens before the output of the last completed turn
 
     @property
     def length(self) -> int:
@@ -99,6 +101,7 @@ class SessionImage(msgspec.Struct, forbid_unknown_fields=True):
     turn: int | None
     queue: list[int]
     spans: tuple[PromptSpan, ...] = ()
+    output_start: int = 0
 
 
 class SessionsPart(msgspec.Struct):
@@ -138,6 +141,7 @@ class Sessions(Component):
             most = parent.length if control.parent_tokens is None else control.parent_tokens
             session.tokens, session.namespace = parent.tokens[: 4 * most], parent.namespace
             session.spans = spans_within(parent.spans, most)
+            session.output_start = min(parent.output_start, most)
             self._hold_cached(session)
         self.open[control.session] = session
         self._look_ahead()
@@ -208,7 +212,7 @@ class Sessions(Component):
             return
         if event.session not in self.open:
             raise RequestRefused("bad_request", f"`session` is {event.session!r}, which is not open")
-        if event.session_start is not None and event.session_start < 0:
+        if event.session_start is not None and event.session_start < 0 and event.session_start != DROP_OUTPUT:
             raise RequestRefused("bad_request", f"`session_start` must be 0 or more, got {event.session_start}")
 
     def take_in(self, request: Request) -> None:
@@ -255,7 +259,7 @@ class Sessions(Component):
         Raises: RequestRefused for a start behind the session's tokens, or a prompt that is too long.
         """
         start = request.session_start
-        kept = session.length if start is None else start
+        kept = session.length if start is None else session.output_start if start == DROP_OUTPUT else start
         if kept > session.length:
             raise RequestRefused(
                 "bad_request", f"`session_start` is {kept}, but session {session.name!r} has {session.length} tokens"
@@ -294,6 +298,7 @@ class Sessions(Component):
         self.free.append(session.name)
         if reason in COMPLETED:
             session.tokens = self._scheduler.tokens_of(request, outputs)
+            session.output_start = session.length - outputs
             session.namespace = request.namespace
             session.spans = request.extras.spans if request.extras is not None else ()
             self._release_kv(session, self._scheduler.memory)
@@ -449,6 +454,7 @@ class Sessions(Component):
                 session.turn,
                 list(session.queue),
                 session.spans,
+                session.output_start,
             )
             for session in self.open.values()
         ]
@@ -469,6 +475,7 @@ class Sessions(Component):
                 image.turn,
                 deque(image.queue),
                 image.spans,
+                image.output_start,
             )
         self._look_ahead()
         self.uses, self.unsettled = part.session_uses, part.sessions_unsettled

@@ -113,16 +113,16 @@ def tenant_of(namespace: str) -> str:
 
 def _extras(event: RequestArrived, prompt_tokens: int) -> Extras | None:
     """Return the extras of an arrival; None if it has none."""
-    top_logprobs = event.sampling.top_logprobs if event.sampling is not None else 0
+    beside = event.sampling.logprobs_beside if event.sampling is not None else 0
     start, pooled = event.logprob_start, event.kind == "embed"
-    wants = pooled or top_logprobs > 0 or start is not None or event.return_hidden_states
+    wants = pooled or beside > 0 or start is not None or event.return_hidden_states
     if not (wants or event.spans or event.token_type_ids):
         return None
     return Extras(
         pooled=pooled,
         spans=event.spans,
         token_type_ids=event.token_type_ids,
-        logprobs=top_logprobs > 0 or start is not None,
+        logprobs=beside > 0 or start is not None,
         logprobs_from=start if start is not None and start < prompt_tokens - 1 else None,
         hidden_from=0 if event.return_hidden_states else None,
     )

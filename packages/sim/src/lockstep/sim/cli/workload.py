@@ -46,7 +46,8 @@ def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def _open(workloads: Sequence[str], options: dict[str, Any]) -> Workload:
+def open_sources(workloads: Sequence[str], options: dict[str, Any]) -> Workload:
+    """Open the workloads of a command line as one; `options` are those that all subcommands share."""
     from lockstep.sim.run.load import check_seed
     from lockstep.sim.workload.logs import LogReading
     from lockstep.sim.workload.mix import mix_of
@@ -76,7 +77,7 @@ def describe(workloads: tuple[str, ...], as_json: bool, **options: Any) -> None:
     with refusals():
         from lockstep.sim.results.workload_figures import describe, description_lines
 
-        figures = describe(_open(workloads, options))
+        figures = describe(open_sources(workloads, options))
     if as_json:
         click.echo(json.dumps(figures, indent=2, allow_nan=False, ensure_ascii=False))
     else:
@@ -140,7 +141,7 @@ def fit(workloads: tuple[str, ...], out: Path, overwrite: bool, as_json: bool, *
         if out.exists() and not overwrite:
             raise click.UsageError(f"{out} exists\nhint: choose another --out, or add --overwrite")
         check_file(out)
-        opened = _open(workloads, options)
+        opened = open_sources(workloads, options)
         provenance = {
             "source": opened.name,
             "format": opened.format,

@@ -1,19 +1,42 @@
 """Worker processes on this machine, started by `spawn`, so that they share nothing with the parent process.
 
 Arguments and results are plain: numbers, text, bytes. The parent process ends its workers at any point of their work.
+The workers do not import the main module of the parent process, which `spawn` does otherwise: a script or a notebook
+that calls `lockstep.plan` needs no `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
+import sys
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.context import SpawnContext, SpawnProcess
+from types import ModuleType
+from typing import Any
+
+
+class _MainlessProcess(SpawnProcess):
+    """A process that starts without the main module of its parent."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:  # noqa: N802 - the name in multiprocessing
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")  # without a file or a spec, so nothing is imported for it
+        try:
+            return SpawnProcess._Popen(process_obj)
+        finally:
+            sys.modules["__main__"] = main
+
+
+class _MainlessContext(SpawnContext):
+    """The context of such processes."""
+
+    Process = _MainlessProcess
 
 
 def fresh_processes(jobs: int) -> ProcessPoolExecutor:
     """Return a pool of up to `jobs` processes that ignore Ctrl-C. Call `end_processes` to end them."""
-    spawned = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(jobs, mp_context=spawned, initializer=_ignore_interrupts)
+    return ProcessPoolExecutor(jobs, mp_context=_MainlessContext(), initializer=_ignore_interrupts)
 
 
 def end_processes(pool: ProcessPoolExecutor) -> None:
