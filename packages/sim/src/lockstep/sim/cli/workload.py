@@ -108,7 +108,7 @@ def import_(workloads: tuple[str, ...], out: Path, overwrite: bool, **options: A
         if out.exists() and not overwrite:
             raise click.UsageError(f"{out} exists\nhint: choose another --out, or add --overwrite")
         check_file(out)
-        opened = _open(workloads, options)
+        opened = open_sources(workloads, options)
         with whole(out) as part:
             write_workload(part, opened.turns)
         figures = describe(opened)
