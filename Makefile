@@ -5,10 +5,10 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign openapi clients schema-campaign bench dist gpu-check
+.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign openapi clients schema-campaign bench dist site kernel-mutants gpu-check
 
 help:       ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo:       ## requests per second that one GPU serves within its SLOs; no GPU, no torch
 	@$(PYTHON) dev.py demo $(ARGS)
@@ -36,6 +36,9 @@ swarm:      ## random histories with every invariant checked; ARGS="--steps 10_0
 
 explore:    ## every interleaving of small worlds, each two features together; ARGS="--transitions 4_000 --csv FILE"
 	@$(PYTHON) dev.py explore $(ARGS)
+
+kernel-mutants: ## mutants of the simulator's fast path, and which of them no random run finds; ARGS="--module memory.py"
+	@$(PYTHON) dev.py kernel-mutants $(ARGS)
 
 fleet-swarm: ## random histories of prefill and decode engines with a bad network, 10^6 steps; ARGS="--steps 100_000"
 	@$(PYTHON) dev.py fleet-swarm $(ARGS)
@@ -69,6 +72,9 @@ bench:      ## the benchmarks
 
 dist:       ## wheels and sdists in dist/, installed into an empty environment and used there; ARGS=--no-install
 	@$(PYTHON) dev.py dist $(ARGS)
+
+site:       ## the documentation site in site/, with an error for a broken link; ARGS=--serve while pages are edited
+	@$(PYTHON) dev.py site $(ARGS)
 
 gpu-check:  ## checks on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration; under nine minutes
 	@$(PYTHON) dev.py gpu-check $(ARGS)

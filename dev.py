@@ -11,6 +11,7 @@
     python3 dev.py golden ARGS        record missing golden journals, or named ones again
     python3 dev.py swarm ARGS         random histories with every invariant checked; --seconds 600 or --steps 10_000_000
     python3 dev.py explore ARGS       every interleaving of small worlds; --transitions 4_000, --world NAME
+    python3 dev.py kernel-mutants     mutants of the simulator's fast path that no random run finds; --module memory.py
     python3 dev.py fleet-swarm ARGS   random histories of prefill and decode engines with a bad network, 1,000,000 steps
     python3 dev.py rank-swarm ARGS    random histories of four data-parallel ranks; --steps 100_000
     python3 dev.py overload ARGS      overload of a server by all kinds of requests; --short for one minute
@@ -22,6 +23,7 @@
     python3 dev.py schema-campaign    1,000 random JSON schemas through the demo model; --schemas 100
     python3 dev.py bench ARGS         the benchmarks
     python3 dev.py dist ARGS          wheels and sdists in dist/, installed into an empty environment; --no-install
+    python3 dev.py site ARGS          the documentation site in site/, no broken link; --serve while pages are edited
     python3 dev.py version VERSION    set the version of all distributions, or show it
     python3 dev.py gpu-check ARGS     checks on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration
     python3 dev.py run COMMAND ARGS   any other command in the environment, e.g. `run python`
@@ -205,6 +207,10 @@ def explore(args):
     return call(PYTHON, "tests/explore.py", *args)
 
 
+def kernel_mutants(args):
+    return call(PYTHON, "tests/kernel_mutants.py", *args)
+
+
 def fleet_swarm(args):
     return call(PYTHON, "tests/fleet_swarm.py", "--steps", "1_000_000", *args)
 
@@ -247,6 +253,10 @@ def bench(args):
 
 def dist(args):
     return call(PYTHON, "-m", "tests.campaigns.distributions", *args)
+
+
+def site(args):
+    return call(PYTHON, "-m", "tests.campaigns.site", *args)
 
 
 def version(args):
@@ -293,6 +303,7 @@ TASKS = {
     "golden": ("dev", golden),
     "swarm": ("dev", swarm),
     "explore": ("dev", explore),
+    "kernel-mutants": ("dev", kernel_mutants),
     "fleet-swarm": ("dev", fleet_swarm),
     "rank-swarm": ("dev", rank_swarm),
     "attacks": ("dev", attacks),
@@ -304,6 +315,7 @@ TASKS = {
     "schema-campaign": ("runtime", schema_campaign),
     "bench": ("demo", bench),
     "dist": ("dev", dist),
+    "site": ("dev", site),
     "version": (None, version),
     "gpu-check": ("runtime", gpu_check),
     "run": ("dev", run),

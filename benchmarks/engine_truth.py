@@ -9,6 +9,7 @@ groups of the same kind, each left out of its own fit. Beside it stands the unco
     LOCKSTEP_DATA=... python benchmarks/engine_truth.py engine_points.csv --cache DIR [--json FILE]
     python benchmarks/engine_truth.py engine_points.csv --cache DIR --write DATE   # fit, write catalogue/engines
     python benchmarks/engine_truth.py other.csv --cache DIR --catalogue            # other points, engines as shipped
+    python benchmarks/engine_truth.py engine_points.csv --cache DIR --beside FILE  # of aiconfigurator_points.py
 
 Simulated: the figures are the same on every machine. Schedules of points are kept in the cache, so that a change of the
 fit takes seconds. How to read the figures: docs/validation.md, section 10.
@@ -296,6 +297,38 @@ def misses(figures: Figures) -> list[str]:
     return found
 
 
+def beside(trial: EngineTrial, path: Path, fitted: Rows) -> None:
+    """Print the errors of another tool's predictions beside ours, for each engine and family of models.
+
+    Ours twice: by a fit without the engine's points of the model, and by the catalogue as shipped.
+
+    Args:
+        path: CSV with the columns row, ttft_ms and tpot_ms; an empty value has no prediction.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        theirs = {int(row["row"]): row for row in csv.DictReader(file) if row["tpot_ms"]}
+    rows = np.array([i for i, point in enumerate(trial.points) if point.row in theirs], np.int64)
+    left, shipped = without_groups(trial, fitted, "engine and model"), by_catalogue(trial)
+    errors: list[tuple[str, Float64s, Float64s]] = [
+        (name, np.abs(1.0 / one.tpot[rows] - 1.0), np.abs(1.0 / one.ttft[rows] - 1.0))
+        for name, one in (("ours, left out", left), ("ours, as shipped", shipped))
+    ]
+    other = [theirs[trial.points[i].row] for i in rows]
+    tpot_us, ttft_us = (np.array([1e3 * float(row[name]) for row in other]) for name in ("tpot_ms", "ttft_ms"))
+    measured = {metric: trial.measured_us(metric, rows) for metric in METRICS}
+    errors.append(("theirs", np.abs(tpot_us / measured["time"] - 1.0), np.abs(ttft_us / measured["ttft"] - 1.0)))
+    groups = [f"{trial.points[i].engine}, {family(trial.points[i])}" for i in rows]
+    print(f"\n| engine, family | points | {' | '.join(name for name, _, _ in errors)} |")
+    print("|---|---|" + "---|" * len(errors))
+    for group in [*sorted(set(groups)), "all"]:
+        own = np.array([group in ("all", one) for one in groups])
+        if own.sum() >= POINTS_MIN:
+            cells = " | ".join(
+                f"{100 * np.median(tpot[own]):.1f} / {100 * np.median(ttft[own]):.0f}" for _, tpot, ttft in errors
+            )
+            print(f"| {group} | {own.sum()} | {cells} |")
+
+
 NEVER_MEASURED = {
     "A100-80G-SXM": "kernels and collectives follow public operator tables of this GPU",
     "L40S": "kernels and collectives follow public operator tables of this GPU",
@@ -398,6 +431,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--write", metavar="DATE", help="fit, and write the catalogue's engines")
     parser.add_argument("--catalogue", action="store_true", help="only test the catalogue's engines as shipped")
+    parser.add_argument("--beside", type=Path, help="only compare with another tool's predictions, in this file")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of groups (default %(default)s)")
     arguments = parser.parse_args()
     path: Path = arguments.points
@@ -410,6 +444,9 @@ def main() -> int:
     kinds = arguments.kinds.split(",")
     fitted = np.flatnonzero([not one for one in aside])
     figures: Figures = {}
+    if arguments.beside is not None:
+        beside(trial, arguments.beside, fitted)
+        return 0
     if arguments.write:
         left = {**left, "kept aside": [points[i].row for i, one in enumerate(aside) if one]}
         whole = Fitted.of(part_of(trial, fitted))

@@ -93,7 +93,7 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ({"host_cache_gb": 2.0, "emulate": "qwen3-8b@h200"}, r"`host_cache_gb` is for a model"),
         (
             {"set": {"hybrid": 1}},
-            r"`hybrid` follows from the model: .* is simulated only\nhint: drop it, or try lockstep simulate",
+            r"`hybrid` follows from the model and from options of the engine\nhint: --swa-full",
         ),
         ({"set": {"overlap_deph": 1}}, r"no setting `overlap_deph` of the scheduler\nhint: did you mean overlap_depth"),
         ({"set": {"foo": 1}}, r"no setting `foo` of the scheduler\nhint: `lockstep serve --dry-run` prints them all"),

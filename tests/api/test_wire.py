@@ -86,6 +86,7 @@ TO_ROUTER = [
     wire.EngineLost(1, 3),
     wire.EngineLost(1, None),
     wire.WorkerLost(1),
+    wire.PromptOver(7),
     wire.StopRouter(),
 ]
 
@@ -97,14 +98,19 @@ def test_every_message_survives_a_round_trip() -> None:
         assert wire.read_by_worker(wire.encode(other), 3) == other
     for another in TO_ROUTER:
         assert wire.read_by_router(wire.encode(another)) == another
-    for answer in (wire.Routed(3, 2, 1), wire.Routed(3, 2, -1, refused="queue_full")):
+    for answer in (
+        wire.Routed(3, 2, 1),
+        wire.Routed(3, 2, -1, refused="queue_full"),
+        wire.Routed(3, 2, 1, prefill=0, room=9),
+    ):
         assert wire.read_routed(wire.encode(answer), 3) == answer
 
 
 def test_every_message_has_one_handler() -> None:
     assert set(engine_process.HANDLERS) == set(get_args(wire.EngineMessage)) == {type(one) for one in TO_ENGINE}
     assert set(bridge.HANDLERS) == set(get_args(wire.WorkerMessage)) == {type(one) for one in TO_WORKER}
-    handled = {*routing.HANDLERS, wire.StopRouter}  # ends the thread that handles the others
+    # StopRouter ends the thread that handles the others; PromptOver is for PairRouting
+    handled = {*routing.HANDLERS, wire.StopRouter, wire.PromptOver}
     assert handled == set(get_args(wire.RouterMessage)) == {type(one) for one in TO_ROUTER}
 
 

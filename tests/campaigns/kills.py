@@ -3,6 +3,7 @@
     python -m tests.campaigns.kills                    1,000 kills, 32 streams
     python -m tests.campaigns.kills --kills 200
     python -m tests.campaigns.kills --dp 2             one of two engines each time
+    python -m tests.campaigns.kills --prefill 2 --decode 2        any of these engines each time
     python -m tests.campaigns.kills --demo-model       the torch demo model instead of an emulated one
     python -m tests.campaigns.kills --seed 7           the same requests and the same pauses again
 
@@ -39,6 +40,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--requests", type=int, default=48, help="different requests to the demo model")
     parser.add_argument("--api-workers", type=int, default=1)
     parser.add_argument("--dp", type=int, default=1, help="engines, of which one is killed each time")
+    parser.add_argument("--prefill", type=int, default=0, help="prefill engines, with --decode; any engine is killed")
+    parser.add_argument("--decode", type=int, default=0, help="decode engines")
     parser.add_argument("--snapshot-s", type=float, default=2.0)
     parser.add_argument("--gap-s", type=float, nargs=2, default=(0.05, 1.0), help="between two kills")
     parser.add_argument("--log", type=Path, default=None, help="keep the server's log there")
@@ -49,6 +52,8 @@ def main(arguments: list[str]) -> int:
     given: tuple[str, ...] = DEMO if told.demo_model else (*ARGUMENTS, "--speed", str(told.speed))
     given += ("--snapshot-s", str(told.snapshot_s))
     given += ("--api-workers", str(told.api_workers), "--dp", str(told.dp))
+    if told.prefill:
+        given += ("--prefill-engines", str(told.prefill), "--decode-engines", str(told.decode))
     with tempfile.TemporaryDirectory() as folder:
         log = told.log or Path(folder) / "log"
         with serving(log, *given, "--restarts", str(told.kills + 1)) as server:
@@ -63,6 +68,7 @@ def main(arguments: list[str]) -> int:
                 kills=told.kills,
                 streams=told.streams or (8 if told.demo_model else 32),
                 gap_s=tuple(told.gap_s),
+                prefills=told.prefill,
                 client=client,
                 progress=lambda line: print(line, flush=True),
             )

@@ -110,19 +110,17 @@ def refused(name: str, folder: Path) -> str:
 
 
 REASONS = {
-    "Bamba": "its layers keep a state beside KV",
     "BLOOM": "its attention does not go through transformers' attention interface",
     "DiffLlama": "layers attend as [0, 0, 1, 1]; each of its 2 layers must attend once",
     "Falcon": "its attention does not go through transformers' attention interface",
-    "Falcon-Mamba": "its layers keep a state beside KV",
+    "Falcon-Mamba": "its code takes no positions of tokens",
     "Gemma 3 with pictures": "it takes more than text",
     "GPT-J": "its attention does not go through transformers' attention interface",
-    "LFM2": "`layer_types` holds `conv`",
     "Llama 4": "`layer_types` holds `chunked_attention`",
     "Llama with dynamic positions": "`rope_type` dynamic: its frequencies would depend on the batch",
-    "Mamba": "its layers keep a state beside KV",
+    "Mamba": "its code takes no positions of tokens",
     "MPT": "its attention does not go through transformers' attention interface",
-    "Qwen3-Next": "`layer_types` holds `linear_attention`",
+    "OLMo hybrid": "as linear_attn.q_conv1d.weight, linear_attn.k_conv1d.weight, linear_attn.v_conv1d.weight",
     "RecurrentGemma": "its layers keep a state beside KV",
     "T5": "must begin with a decoder of `t5`",
 }

@@ -15,7 +15,7 @@ from lockstep.core.contract.commands import BatchPlan, HybridChanges  # noqa: E4
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.errors import PlanError  # noqa: E402
-from lockstep.runtime.executor import refuse_states  # noqa: E402
+from lockstep.runtime.executor import refuse_blocks  # noqa: E402
 from lockstep.runtime.tables import last_windows  # noqa: E402
 from tests.support.architectures import STIRRED, WINDOW_SHARE, greedy_answers, save_architecture, serve  # noqa: E402
 
@@ -94,8 +94,8 @@ def test_plans_with_states_or_unknown_windows_are_refused() -> None:
         hybrid = HybridChanges(state_rows=np.zeros(1, np.int32))
 
     plan: BatchPlan = Plan()  # type: ignore[assignment]
-    with pytest.raises(PlanError, match="batch 3 has states of layers"):
-        refuse_states(plan, windows=True)
+    with pytest.raises(PlanError, match="batch 3 has states of layers, but the model here keeps none"):
+        refuse_blocks(plan, windows=True, states=False)
     Plan.hybrid = HybridChanges(np.zeros(1, np.int32), np.zeros(1, np.int32))
     with pytest.raises(PlanError, match="batch 3 gives out window pages, but the model here has none"):
-        refuse_states(plan, windows=False)
+        refuse_blocks(plan, windows=False, states=True)

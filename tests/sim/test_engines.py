@@ -43,7 +43,7 @@ from lockstep.sim.scenario.scenario import Scenario
 
 ALL = EngineCosts(
     dense=1.1, attention=1.2, experts=1.3, experts_prefill=0.5, collectives=1.4, collective_us=3.0, step_us=200.0,
-    row_us=11.0, prefill_us=900.0, moe_layer_us=13.0, frontend_us=5e3,
+    row_layer_us=0.25, prefill_us=900.0, moe_layer_us=13.0, frontend_us=5e3,
 )  # fmt: skip
 MIXED = BatchShape(
     extend_rows=2, extend_tokens=600, extend_pairs=90_000, decode_rows=5, decode_context_tokens=4000, sampled_rows=7
@@ -74,7 +74,7 @@ def test_each_cost_adds_to_batches_as_documented(name: str) -> None:
     layers, collectives = 48, 96
     expected: dict[str, tuple[float, float]] = {
         "step_us": (200.0, 200.0),
-        "row_us": (77.0, 88.0),
+        "row_layer_us": (7 * 0.25 * layers, 8 * 0.25 * layers),
         "prefill_us": (900.0, 0.0),
         "moe_layer_us": (13.0 * layers, 13.0 * layers),
         "collective_us": (3.0 * collectives, 3.0 * collectives),
@@ -112,7 +112,7 @@ def test_one_scheduler_serves_all_stages_of_a_pipeline() -> None:
     base = base_cost_model(load_model("qwen3-32b"), load_gpu("h100"), Parallelism(tp=2, pp=2))
     terms = calibration.cost_model(base).terms_us(decode_shape(4, 100))  # type: ignore[attr-defined]
     assert terms["engine_step"] == calibration.costs.step_us
-    assert terms["engine_rows"] == pytest.approx(4 * calibration.costs.row_us)
+    assert terms["engine_rows"] == pytest.approx(4 * calibration.costs.row_layer_us * base.model.layers)
 
 
 def test_a_pass_under_a_factor_takes_the_factor_longer() -> None:
@@ -168,13 +168,13 @@ def test_factors_of_conditions_multiply() -> None:
     spec, _ = load_engine("vllm")
     whens = (
         CostsWhen(gpus=("H200-SXM",), factors={"dense": 1.1}, why=""),
-        CostsWhen(models=("qwen3-8b",), factors={"dense": 1.2, "row_us": 0.5}, why=""),
+        CostsWhen(models=("qwen3-8b",), factors={"dense": 1.2, "row_layer_us": 0.5}, why=""),
         CostsWhen(releases=("2", ""), factors={"dense": 9.0}, why=""),
     )
-    spec = msgspec.structs.replace(spec, costs=EngineCosts(row_us=10.0), when=whens)
-    assert spec.costs_of("bf16", model="qwen3-8b", gpu="H200-SXM") == EngineCosts(dense=1.32, row_us=5.0)
-    assert spec.costs_of("bf16", model="qwen3-8b", gpu="H100-SXM") == EngineCosts(dense=1.2, row_us=5.0)
-    assert spec.costs_of("bf16", gpu="H200-SXM") == EngineCosts(dense=1.1, row_us=10.0)
+    spec = msgspec.structs.replace(spec, costs=EngineCosts(row_layer_us=1.0), when=whens)
+    assert spec.costs_of("bf16", model="qwen3-8b", gpu="H200-SXM") == EngineCosts(dense=1.32, row_layer_us=0.5)
+    assert spec.costs_of("bf16", model="qwen3-8b", gpu="H100-SXM") == EngineCosts(dense=1.2, row_layer_us=0.5)
+    assert spec.costs_of("bf16", gpu="H200-SXM") == EngineCosts(dense=1.1, row_layer_us=1.0)
 
 
 def test_bad_names_and_files_are_refused_with_the_field() -> None:
@@ -184,8 +184,8 @@ def test_bad_names_and_files_are_refused_with_the_field() -> None:
         load_engine("vlm")
     with pytest.raises(CatalogueError, match="release `latest` has no number"):
         load_engine("vllm@latest")
-    with pytest.raises(CalibrationError, match=r"`costs\.row_us` must be at least 0 and finite, got `-1"):
-        EngineCosts(row_us=-1.0)
+    with pytest.raises(CalibrationError, match=r"`costs\.row_layer_us` must be at least 0 and finite, got `-1"):
+        EngineCosts(row_layer_us=-1.0)
     with pytest.raises(CalibrationError, match="`speed`, which is not a cost of an engine"):
         CostsWhen(factors={"speed": 1.0}, why="")
     with pytest.raises(CalibrationError, match=r"`when\.factors\.dense` must be above 0 and finite, got `-1"):
@@ -287,7 +287,7 @@ def everything(trial: EngineTrial) -> np.ndarray[Any, Any]:
 
 
 def test_a_fit_predicts_the_engine_that_made_its_points() -> None:
-    trial = trial_of(USUAL * np.array([1.3 if cost.name in ("step_us", "row_us") else 1.0 for cost in COSTS]))
+    trial = trial_of(USUAL * np.array([1.3 if cost.name in ("step_us", "row_layer_us") else 1.0 for cost in COSTS]))
     rows = trial.rows("vllm")
     fit = fit_trial(trial, everything(trial))
     assert predicted_us(fit, trial, rows, "time") == pytest.approx(trial.measured_us("time", rows), rel=0.02)

@@ -1,72 +1,69 @@
-"""A plain run in machine code equals the core's run: launches, messages, gauges, intervals and ends of random runs."""
+"""A run on the fast path equals the core's run: launches, messages, gauges, intervals and ends of random runs.
+
+Each test of equality runs the kernel interpreted, and as machine code if numba is installed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from importlib.util import find_spec
 from itertools import product
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings, target
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
 
 from lockstep.core.cluster.router import ROUTER_POLICIES, EngineShare, RouterConfig
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.requests import budget
 from lockstep.sim.cluster.fast import unsupported_by_cluster
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.scenario import ClusterScenario
 from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.cluster.simulate import simulate_cluster
-from lockstep.sim.cost import BatchShape, CostModel, CpuModel, Duration
+from lockstep.sim.cost import BatchShape, CpuModel
 from lockstep.sim.cost.calibration import Correction
-from lockstep.sim.fast import fast_path, kernel, machine_code
+from lockstep.sim.fast import fast_path, machine_code, state
 from lockstep.sim.host import ports
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.run import fast_runs
 from lockstep.sim.run import simulate as simulate_module
-from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.fast_runs import fast_run_of
 from lockstep.sim.run.setup import Setup
 from lockstep.sim.run.simulate import Run, simulate
-from lockstep.sim.scenario.scenario import Scenario
-from lockstep.sim.workload.turns import TurnLabel, Turns, TurnsBuilder, TurnStart
+from lockstep.sim.workload.turns import Turns
+from tests.support.fast_path_cases import (
+    LONG_CONTEXTS,
+    SHARINGS,
+    Case,
+    Jittery,
+    Load,
+    base,
+    cases,
+    differing,
+    loads,
+    rare_events,
+    schedulers,
+    sizes,
+    turns_of,
+)
 
-pytest.importorskip("numba")
-
-CONTEXT_TOKENS = 1_000
+WAYS = ("interpreted", "machine code") if find_spec("numba") is not None else ("interpreted",)
 
 
-@cache
-def base() -> Setup:
-    scenario = Scenario(model="llama-3.1-8b", gpu="a100", workload="gen:rate=10", limit=1, settings={"pages": 64})
-    return assemble(scenario, {})
-
-
-def turns_of(arrival_us: np.ndarray, prompts: np.ndarray, outputs: np.ndarray) -> Turns:
-    """Requests without shared prefixes."""
-    builder = TurnsBuilder()
-    for index, (at, prompt, output) in enumerate(
-        zip(*(c.tolist() for c in (arrival_us, prompts, outputs)), strict=True)
-    ):
-        first = 2 * CONTEXT_TOKENS * index
-        builder.append(
-            TurnStart(at),
-            TurnLabel("r{0}", index),
-            prompt=(first, prompt),
-            prompt_tokens=prompt,
-            output_tokens=output,
-            output_first_token=first + prompt,
-            tenant=f"t{index % 3}",
-        )
-    return builder.build()
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the kernel runs: by Python's interpreter, and as machine code if numba is installed."""
+    if request.param == "interpreted":
+        monkeypatch.setattr(machine_code, "is_available", lambda: False)
+    name: str = request.param
+    return name
 
 
 def setup_of(turns: Turns, sched: Mapping[str, Any], **scenario: Any) -> Setup:
@@ -75,87 +72,13 @@ def setup_of(turns: Turns, sched: Mapping[str, Any], **scenario: Any) -> Setup:
         setup,
         scenario=replace(setup.scenario, **scenario),
         workload=replace(setup.workload, turns=turns),
-        config=SchedConfig(**sched),
+        config=SchedConfig(**{"context_tokens_max": 1_000, **sched}),
     )
-
-
-@st.composite
-def schedulers(draw: st.DrawFn) -> dict[str, Any]:
-    """Settings that plain runs follow, and some that have no effect on them."""
-    page_size = draw(st.sampled_from((1, 4, 16)))
-    radix_cache = draw(st.booleans())
-    of_the_cache = {
-        "same_step_sharing": draw(st.booleans()),
-        "prefix_deduplication": draw(st.sampled_from(("off", "defer", "last"))),
-        "waiting_prefix_refresh": draw(st.sampled_from((0, 3))),
-    }
-    return {
-        "page_size": page_size,
-        "pages": draw(st.integers(1_000, 12_000)) // page_size + 1,
-        "radix_cache": radix_cache,
-        "batching": draw(st.sampled_from(("prefill_first", "mixed", "running_first"))),
-        "reserve": draw(st.sampled_from(("ratio", "on_demand", "full"))),
-        "max_running_requests": draw(st.sampled_from((1, 3, 8, 64))),
-        "chunked_prefill_size": draw(st.sampled_from((None, 32, 100, 512))),
-        "max_prefill_tokens": draw(st.sampled_from((32, 200, 4_096))),
-        "chunk_unit": draw(st.sampled_from(("page", "token"))),
-        "overlap_depth": draw(st.integers(0, 2)),
-        "prefill_max_requests": draw(st.sampled_from((None, 1, 3))),
-        "prefill_decode_interval": draw(st.sampled_from((0, 0, 1, 5))),
-        "schedule_conservativeness": draw(st.sampled_from((0.3, 1.0, 1.4))),
-        "context_tokens_max": CONTEXT_TOKENS,
-        **(of_the_cache if radix_cache else {}),
-    }
-
-
-class Load(NamedTuple):
-    """Random requests, from idle to overloaded."""
-
-    seed: int
-    requests: int
-    prompt_tokens_max: int
-    output_tokens_max: int
-    gap_us: float
-    bursts: float  # the share that arrives together with the previous one
-    round_to: int  # prompt lengths are multiples of this, so that decodes open pages together
-    warm_up: int
-
-    def setup(self, sched: Mapping[str, Any]) -> Setup:
-        rng = np.random.default_rng(self.seed)
-        prompts = rng.integers(1, self.prompt_tokens_max, self.requests, endpoint=True)
-        prompts = -(-prompts // self.round_to) * self.round_to
-        outputs = rng.integers(1, self.output_tokens_max, self.requests, endpoint=True)
-        gaps = rng.exponential(self.gap_us, self.requests)
-        gaps[rng.random(self.requests) < self.bursts] = 0.0
-        turns = turns_of(np.cumsum(gaps).astype(np.int64), prompts, outputs)
-        return setup_of(turns, sched, warm_up=self.warm_up)
-
-
-LOADS = st.builds(
-    Load,
-    seed=st.integers(0, 2**32 - 1),
-    requests=st.integers(1, 120),
-    prompt_tokens_max=st.sampled_from((8, 100, 400)),
-    output_tokens_max=st.sampled_from((1, 12, 150)),
-    gap_us=st.sampled_from((1.0, 3e3, 3e4, 3e5)),
-    bursts=st.sampled_from((0.0, 0.5, 0.95)),
-    round_to=st.sampled_from((1, 16)),
-    warm_up=st.sampled_from((0, 10)),
-)
 
 
 def assert_equal(ours: RunData, theirs: RunData) -> None:
     """All measures of two runs are equal."""
-    assert ours.summary == theirs.summary
-    for mine, other in ((ours.requests, theirs.requests), (ours.series, theirs.series)):
-        for name, column in other.columns().items():
-            np.testing.assert_array_equal(mine.columns()[name], column, name)
-    for mine, other in ((ours.batches, theirs.batches), (ours.cpu, theirs.cpu)):
-        for name, column in other.columns().items():
-            np.testing.assert_array_equal(mine.columns()[name], column, name)
-    np.testing.assert_array_equal(ours.itl_us.values, theirs.itl_us.values)
-    np.testing.assert_array_equal(ours.itl_us.counts, theirs.itl_us.counts)
-    assert ours.span_us == theirs.span_us
+    assert differing(ours, theirs) == ""
 
 
 @pytest.fixture
@@ -165,35 +88,71 @@ def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fast_path, name, rows)
 
 
-@pytest.mark.usefixtures("small_portions")
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(LOADS, schedulers())
-def test_every_number_of_a_fast_path_run_is_the_cores(load: Load, sched: dict[str, Any]) -> None:
-    setup = load.setup(sched)
+def compare(case: Case) -> None:
+    """The fast path and the core simulate a case alike."""
+    setup = case.setup()
     assert fast_runs.unsupported_by(setup) == ""
-    theirs = simulate(setup, compiled=False)
-    ours = simulate(setup, compiled=True)
+    theirs, ours = simulate(setup, compiled=False), simulate(setup, compiled=True)
+    for name, count in rare_events(theirs.data):
+        target(float(np.log1p(count)), label=name)
     assert_equal(ours.data, theirs.data)
     assert (ours.batches, ours.metrics()["requests"]) == (theirs.batches, theirs.metrics()["requests"])
+
+
+@pytest.mark.usefixtures("small_portions", "way")
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cases())
+def test_every_number_of_a_fast_path_run_is_the_cores(case: Case) -> None:
+    compare(case)
+
+
+@pytest.mark.usefixtures("way")
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cases(LONG_CONTEXTS))
+def test_every_number_of_a_run_with_long_outputs_is_the_cores(case: Case) -> None:
+    """Outputs above CLIP_MAX_NEW_TOKENS, which the reserve by ratio counts as that many."""
+    compare(case)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("batching", ["prefill_first", "mixed", "running_first"])
+@pytest.mark.parametrize("split", [False, True])
+def test_long_outputs_are_reserved_as_the_limit_of_a_reserve(batching: str, split: bool) -> None:
+    """Outputs of 5,000 to 7,000 tokens in a pool that holds them only if they are clipped at admission."""
+    rng = np.random.default_rng(1)
+    turns = turns_of(np.arange(6) * 40_000, np.full(6, 200), rng.integers(5_000, 7_000, 6))
+    sched = {
+        "pages": 12_000 // 16,
+        "context_tokens_max": 16_384,
+        "batching": batching,
+        "chunked_prefill_size": 64 if split else 8_192,
+        "schedule_conservativeness": 0.4,
+    }
+    setup = setup_of(turns, sched)
+    theirs, ours = simulate(setup, compiled=False), simulate(setup, compiled=True)
+    assert_equal(ours.data, theirs.data)
 
 
 ROUTERS = st.builds(
     RouterConfig,
     policy=st.sampled_from(ROUTER_POLICIES),
-    load_bound=st.sampled_from((1.0, 1.25, 3.0)),
-    load_floor=st.sampled_from((0, 8)),
+    load_bound=st.sampled_from((1.0, 1.25, 3.0)) | st.floats(1.0, 10.0),
+    load_floor=st.sampled_from((0, 8)) | st.integers(0, 40),
 )
-ENGINES = st.lists(st.tuples(schedulers(), st.sampled_from((1.0, 1.0, 0.3, 2.5))), min_size=1, max_size=5)
-HOPS = st.sampled_from((0, 0, 700, 200_000))
+WEIGHTS = st.sampled_from((1.0, 1.0, 0.3, 2.5)) | st.floats(0.1, 10.0)
+ENGINES = st.lists(st.tuples(schedulers(), WEIGHTS), min_size=1, max_size=5)
+HOPS = st.sampled_from((0, 0, 700)) | sizes(1, 500_000)
 
 
-@pytest.mark.usefixtures("small_portions")
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(LOADS, ENGINES, ROUTERS, HOPS, st.sampled_from((None, 0, 2, 10**9)))
+@pytest.mark.usefixtures("small_portions", "way")
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(loads(sharings=SHARINGS[:3]), ENGINES, ROUTERS, HOPS, st.sampled_from((None, 0, 2, 10**9)))
 def test_every_number_of_a_plain_cluster_is_the_cores(
     load: Load, engines: list[tuple[dict[str, Any], float]], router: RouterConfig, hop_us: int, patience: int | None
 ) -> None:
-    setups = [load.setup(sched) for sched, _ in engines]
+    configs = [SchedConfig(**sched) for sched, _ in engines]
+    turns = load.turns(configs)
+    setups = [Case(sched, load).setup_with(config, turns) for (sched, _), config in zip(engines, configs, strict=True)]
     scenario = ClusterScenario(base=setups[0].scenario, replicas=len(setups), router=router, hop_us=hop_us)
     shares = tuple(EngineShare(weight=weight) for _, weight in engines)
     setup = ClusterSetup(
@@ -201,7 +160,9 @@ def test_every_number_of_a_plain_cluster_is_the_cores(
         engines=tuple(replace(one, workload=setups[0].workload) for one in setups),
         shares=shares,
     )
-    assert unsupported_by_cluster(setup) == ""
+    unsupported = unsupported_by_cluster(setup)
+    assert unsupported in ("", "prefixes at the router")
+    assume(not unsupported)
     slos = (Slo.parse("ttft_p50=30ms"), Slo.parse("e2e_p90=300ms"))
 
     def run(compiled: bool) -> ClusterRun:
@@ -226,6 +187,15 @@ def test_every_number_of_a_plain_cluster_is_the_cores(
         assert getattr(ours, name) == getattr(theirs, name), name
 
 
+def test_prefixes_that_a_router_follows_are_left_to_the_core() -> None:
+    turns = turns_of(np.array([0, 10]), np.array([40, 40]), np.array([3, 3]), [[200_000, 20]] * 2)
+    for sched in ({"pages": 64}, {"pages": 64, "radix_cache": False}):
+        setup = setup_of(turns, sched)
+        scenario = ClusterScenario(base=setup.scenario, replicas=1, router=RouterConfig(policy="prefix_affinity"))
+        cluster = ClusterSetup(scenario=scenario, engines=(setup,), shares=(EngineShare(),))
+        assert unsupported_by_cluster(cluster) == "prefixes at the router"
+
+
 def steady(requests: int = 200, sched: Mapping[str, Any] = MappingProxyType({}), **scenario: Any) -> Setup:
     """Requests that keep an engine busy, and never lack pages."""
     rng = np.random.default_rng(7)
@@ -238,20 +208,6 @@ def compiled_run(setup: Setup) -> Run:
     run = simulate_module._run_compiled(setup, None, always=True)
     assert run is not None
     return run
-
-
-class Jittery:
-    """A cost model with random batch times."""
-
-    def __init__(self, cost: CostModel) -> None:
-        self.cost = cost
-
-    def batch_us(self, shape: BatchShape) -> Duration:
-        mean_us = self.cost.batch_us(shape).mean_us
-        return Duration(mean_us, 0.2 * mean_us)
-
-    def describe(self) -> dict[str, Any]:
-        return self.cost.describe()
 
 
 def test_durations_that_are_drawn_are_drawn_alike() -> None:
@@ -273,9 +229,12 @@ def test_a_front_end_and_a_lane_without_costs() -> None:
         assert_equal(compiled_run(one).data, simulate(one, compiled=False).data)
 
 
-def test_a_run_that_lacks_pages_is_left_to_the_core() -> None:
-    setup = steady(sched={"pages": 60, "reserve": "on_demand", "context_tokens_max": 900})
-    assert simulate_module._run_compiled(setup, None, always=True) is None
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("policy", ["length", "newest"])
+def test_a_run_that_lacks_pages(policy: str) -> None:
+    kept = "cache" if policy == "newest" else "free"
+    sched = {"pages": 60, "reserve": "on_demand", "context_tokens_max": 900, "retracted_kv": kept}
+    setup = steady(sched={**sched, "retraction_policy": policy, "retracted_requeue": "front"})
     ours, theirs = (simulate(setup, compiled=compiled) for compiled in (True, False))
     assert theirs.data.summary["scheduler"]["retractions"] > 0
     assert_equal(ours.data, theirs.data)
@@ -297,18 +256,45 @@ def test_an_interrupted_run_reports_its_results_so_far() -> None:
         np.testing.assert_array_equal(column[done], whole.requests.columns()[name][: len(done)][done], name)
 
 
-def test_a_run_that_turns_out_not_to_be_plain_while_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = steady(sched={"pages": 60, "reserve": "on_demand", "context_tokens_max": 900})
+def lost(plain: Any) -> None:
+    """Let the fast path find at its 50th batch that only the core can simulate its run."""
+    advance, calls = plain._advance, []
+
+    def lost(took_us: float) -> int:
+        calls.append(took_us)
+        return state.LOST if len(calls) > 50 else int(advance(took_us))
+
+    plain._advance = lost
+
+
+def test_a_run_that_only_the_core_can_simulate_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = steady()
+    made: list[Any] = []
+
+    def fast_run(*given: Any) -> Any:
+        made.append(fast_run_of(*given))
+        lost(made[-1])
+        return made[-1]
+
+    monkeypatch.setattr(simulate_module, "fast_run_of", fast_run)
+    ours = simulate(setup, compiled=True)
+    assert len(made) == 1
+    assert_equal(ours.data, simulate(setup, compiled=False).data)
+
+
+def test_a_run_that_only_the_core_can_simulate_while_it_is_interrupted() -> None:
+    setup = steady()
     metrics = MetricsFold(kv_pages=setup.config.pages)
     plain = fast_run_of([setup], [metrics])
-    advance = machine_code.load()
+    lost(plain)
+    advance = plain._advance
 
-    def asked_to_end(address: int, took_us: float) -> int:
-        why = advance(address, took_us)
-        plain.stop_requested |= why == kernel.LOST
+    def asked_to_end(took_us: float) -> int:
+        why = advance(took_us)
+        plain.stop_requested |= why == state.LOST
         return why
 
-    monkeypatch.setattr(machine_code, "load", lambda: asked_to_end)
+    plain._advance = asked_to_end  # type: ignore[method-assign]
     assert plain.run()
     counts = metrics.result().summary["requests"]
     assert counts["unfinished"] == counts["arrived"] - counts["completed"] > 0
@@ -365,12 +351,27 @@ def test_settings_are_distinguished() -> None:
     assert not fast_runs.FOLLOWED & fast_runs.NEVER_READ
 
 
-def test_prompts_that_begin_alike_are_left_to_the_core() -> None:
-    turns = turns_of(np.array([0, 10]), np.array([40, 40]), np.array([3, 3]))
-    alike = replace(turns, run_first_token=np.zeros(2, np.int32))
-    assert fast_runs.unsupported_by(setup_of(alike, {"pages": 64})) == "shared prefixes"
-    assert fast_runs.unsupported_by(setup_of(alike, {"pages": 64, "radix_cache": False})) == ""
+def test_prompts_that_share_prefixes_only_with_some_settings() -> None:
+    """De-duplication, and prefixes that are isolated by tenant, are left to the core where prompts begin alike."""
+    turns = turns_of(np.array([0, 10]), np.array([40, 40]), np.array([3, 3]), [[500, 20]] * 2)
     assert fast_runs.unsupported_by(setup_of(turns, {"pages": 64})) == ""
+    for name, value in (("prefix_deduplication", "defer"), ("isolate_tenants", True)):
+        reason = f"shared prefixes with {name}"
+        assert fast_runs.unsupported_by(setup_of(turns, {"pages": 64, name: value})) == reason
+
+
+def test_prompts_with_equal_tokens_behind_different_ones_are_left_to_the_core() -> None:
+    """The prefix tree takes equal token ids for equal prefixes, which is true of chained ids only."""
+
+    def reason(*beginning: int) -> str:
+        runs = [[200_000, 20], [200_000, 20, 300_000, 9], list(beginning)]
+        turns = turns_of(np.array([0, 10, 20]), np.array([40, 40, 40]), np.array([3, 3, 3]), runs)
+        return fast_runs.unsupported_by(setup_of(turns, {"pages": 64}))
+
+    assert reason(200_000, 20, 300_000, 5, 400_000, 4) == ""
+    assert reason(200_000, 10, 200_010, 10) == ""  # one run in two parts
+    for beginning in ((300_000, 20), (200_000, 5, 300_000, 4), (200_007, 9), (400_000, 3, 200_003, 5)):
+        assert reason(*beginning) == "prompts with equal tokens behind different ones"
 
 
 def test_a_tenant_that_is_refused_is_left_to_the_core() -> None:
@@ -381,9 +382,8 @@ def test_a_tenant_that_is_refused_is_left_to_the_core() -> None:
 
 
 def test_the_kernel_has_the_cores_constants() -> None:
-    assert kernel.CLIP_MAX_NEW_TOKENS == budget.CLIP_MAX_NEW_TOKENS
-    assert kernel.NEVER_US == ports.NEVER_US
-    assert list(kernel.SHAPE.names)[:-2] == list(BatchShape.__struct_fields__)[:7]
+    assert state.NEVER_US == ports.NEVER_US
+    assert list(state.SHAPE.names)[:-2] == list(BatchShape.__struct_fields__)[:7]
 
 
 def test_requests_that_are_turned_away_or_cut_are_left_to_the_core() -> None:
@@ -400,6 +400,7 @@ def test_machine_code_is_loaded_once_it_is_worth_it(monkeypatch: pytest.MonkeyPa
     runs: list[int] = []
     plain = simulate_module.fast_run_of
     monkeypatch.setattr(fast_path, "_requests", 0)
+    monkeypatch.setattr(fast_path.machine_code, "is_stored", lambda: True)
     monkeypatch.setattr(simulate_module, "fast_run_of", lambda *given: runs.append(len(runs)) or plain(*given))
     half = steady(fast_path.REQUESTS_MIN // 2)
     simulate(half)
@@ -411,3 +412,10 @@ def test_machine_code_is_loaded_once_it_is_worth_it(monkeypatch: pytest.MonkeyPa
     assert runs == [0]
     simulate(steady(5))  # it is loaded now
     assert runs == [0, 1]
+
+
+def test_machine_code_is_compiled_for_many_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_path, "_requests", 0)
+    monkeypatch.setattr(fast_path.machine_code, "is_stored", lambda: False)
+    assert not fast_path.pays(fast_path.REQUESTS_MIN)
+    assert fast_path.pays(fast_path.REQUESTS_MIN_NOT_STORED - fast_path.REQUESTS_MIN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -81,3 +82,14 @@ def test_users_of_an_engine_are_never_more_than_its_clients() -> None:
     begun, ended = requests.arrival_us[order], np.sort(requests.arrival_us + requests.e2e_us)
     in_progress = np.arange(1, len(begun) + 1) - np.searchsorted(ended, begun, side="right")
     assert in_progress.max() <= 64
+
+
+@pytest.mark.parametrize("form", ["{journal}", "mix:chat={journal};other=gen:n=3,rate=1,input=fixed:20,output=fixed:2"])
+def test_turns_of_a_journal_wait_for_the_front_end_once(form: str, tmp_path: Path) -> None:
+    """Times between turns in a journal have the front end in them, also where the journal is one source of a mix."""
+    simulate(setup_of(CHAT.replace("n=12", "n=4"), None), folder=tmp_path / "run")
+    data = simulate(setup_of(form.format(journal=tmp_path / "run"), None)).data
+    requests = data.requests
+    chat = requests.tenant != "other"
+    ended_us = (requests.arrival_us + requests.e2e_us)[chat]
+    np.testing.assert_allclose(requests.arrival_us[chat][1:] - ended_us[:-1], THINK_US, atol=1)

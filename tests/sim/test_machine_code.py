@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.sim.fast import kernel, machine_code
+from lockstep.sim.fast import machine_code
+from lockstep.sim.fast.state import Arrays
 
 pytest.importorskip("numba")
 
@@ -89,16 +90,18 @@ def test_the_digest_follows_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path
     import llvmlite.binding as llvm
 
     before = machine_code._digest(llvm)
-    other = tmp_path / "kernel.py"
-    other.write_text(machine_code.SOURCE.read_text() + "\n")
-    monkeypatch.setattr(machine_code, "SOURCE", other)
-    assert machine_code._digest(llvm) != before
+    for i, source in enumerate(machine_code.SOURCES):
+        other = tmp_path / source.name
+        other.write_text(source.read_text() + "\n")
+        with monkeypatch.context() as changed:
+            changed.setattr(machine_code, "SOURCES", (*machine_code.SOURCES[:i], other, *machine_code.SOURCES[i + 1 :]))
+            assert machine_code._digest(llvm) != before
 
 
 def test_arrays_must_lie_in_one_piece() -> None:
-    arrays = kernel.Arrays(*[np.zeros((4, 4), np.int64)] * len(kernel.Arrays._fields))
+    arrays = Arrays(*[np.zeros((4, 4), np.int64)] * len(Arrays._fields))
     table = machine_code.addresses(arrays)
-    assert table.shape == (15, 5)
+    assert table.shape == (26, 5)
     assert table[3].tolist() == [arrays.running_batch.ctypes.data, 4, 4, 1, 1]
     with pytest.raises(ValueError, match="contiguous"):
         machine_code.addresses(arrays._replace(gaps=np.zeros((4, 4), np.int64)[:, ::2]))

@@ -456,7 +456,7 @@ def test_a_calibration_reports_that_it_has_not_seen_a_layout() -> None:
 
 
 def test_a_calibration_from_points_with_experts_over_ranks_names_them() -> None:
-    calibration = load_calibration("vllm-h100")
+    calibration = load_calibration("sglang-h100")
     split = Parallelism(tp=4, ep=4)
     seen = type(calibration)(
         **{

@@ -88,25 +88,58 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """By name: the class of transformers' config, and what is special in the settings."""
 
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+DELTA |= {"head_dim": 16, "num_hidden_layers": 4, "shared_expert_intermediate_size": 24, **EXPERTS}
+MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_chunk_size": 16, "mamba_n_groups": 1}
+
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Bamba": ("BambaConfig", {"num_hidden_layers": 3, "attn_layer_indices": [1], **MAMBA}),
+    "Falcon-H1": ("FalconH1Config", {"mamba_d_ssm": 64, "head_dim": 8, **MAMBA}),
+    "Granite 4 (hybrid)": (
+        "GraniteMoeHybridConfig",
+        {"num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"], **MAMBA, **EXPERTS},
+    ),
+    "Jamba": (
+        "JambaConfig",
+        {"num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2, "mamba_d_state": 8, **EXPERTS},
+    ),
+    "LFM2": ("Lfm2Config", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
+    "LFM2 MoE": (
+        "Lfm2MoeConfig",
+        {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, **EXPERTS},
+    ),
+    "Nemotron-H": (
+        "NemotronHConfig",
+        {
+            "hybrid_override_pattern": "M-M*-", "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8,
+            "n_groups": 1, "chunk_size": 16, "head_dim": 8,
+        },
+    ),
+    "Qwen3-Next": ("Qwen3NextConfig", DELTA),
+    "Qwen3.5": ("Qwen3_5TextConfig", DELTA),
+    "Qwen3.5 MoE": ("Qwen3_5MoeTextConfig", DELTA),
+}  # fmt: skip
+"""Architectures with layers that keep a state."""
+
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "Bamba": ("BambaConfig", {"mamba_n_heads": 8}),
     "BLOOM": ("BloomConfig", {}),
     "DiffLlama": ("DiffLlamaConfig", {}),
     "Falcon": ("FalconConfig", {}),
     "Falcon-Mamba": ("FalconMambaConfig", {}),
     "Gemma 3 with pictures": ("Gemma3Config", {}),
     "GPT-J": ("GPTJConfig", {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4, "n_positions": 128}),
-    "LFM2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
     "Llama 4": ("Llama4TextConfig", {}),
     "Llama with dynamic positions": ("LlamaConfig", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
     "Mamba": ("MambaConfig", {}),
     "MPT": ("MptConfig", {}),
-    "Qwen3-Next": ("Qwen3NextConfig", {"layer_types": ["linear_attention", "full_attention"]}),
+    "OLMo hybrid": ("OlmoHybridConfig", DELTA),
     "RecurrentGemma": ("RecurrentGemmaConfig", {}),
     "T5": ("T5Config", {}),
 }
 """Architectures that cannot run by transformers' code here; each with its reason."""
 
+TRACK_INTERVAL = 8
+"""Tokens between two checkpoints of a state: fewer than prompts begin alike."""
 WINDOW_SHARE = 0.35
 """Window pages as a share of the others: fewer than the prompts have, so that pages of windows are released."""
 REQUESTS = 24
@@ -132,7 +165,7 @@ def save_architecture(folder: Path, name: str) -> Any:
 
     transformers.logging.disable_progress_bar()
     torch.manual_seed(7)
-    config_class, special = ARCHITECTURES[name]
+    config_class, special = (ARCHITECTURES | HYBRIDS)[name]
     config = getattr(transformers, config_class)(**(SMALL | special))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

@@ -203,6 +203,7 @@ def campaign(
     progress: Callable[[str], object] = lambda _: None,
     how: signal.Signals = signal.SIGKILL,
     client: Client | None = None,
+    prefills: int = 0,
 ) -> Outcome:
     """Kill the engine, or one of several, at random instants, below clients that send one request after another.
 
@@ -210,6 +211,7 @@ def campaign(
         streams: number of clients.
         gap_s: shortest and longest time between two kills, in seconds.
         tokens: fewest and most tokens of a request, without `client`.
+        prefills: number of prefill engines, which have the first numbers. Their tokens are those of other engines.
         client: what each client repeats; None: requests to an emulated engine, whose tokens are computed here.
     """
     rng, tally, enough = random.Random(seed), Tally(), threading.Event()
@@ -245,7 +247,8 @@ def campaign(
                 killed.add(alive)
                 done, in_a_row = done + 1, in_a_row + 1
                 # A kill before the first token of a generation counts from the kill before.
-                awaited.setdefault(name, Awaited(server, name, tally))
+                named = "" if prefills and int(name.removeprefix("engine")) < prefills else name
+                awaited.setdefault(name, Awaited(server, named, tally))
                 next_s = time.monotonic() + rng.uniform(*gap_s)
                 if done % 20 == 0:
                     progress(f"{done} kills, {tally.requests} requests")

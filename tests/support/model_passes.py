@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from lockstep.runtime.attention import make
-from lockstep.runtime.forward import ForwardBatch
-from lockstep.runtime.kv_pool import KvPool
+from lockstep.runtime.forward import ForwardBatch, Int32s
+from lockstep.runtime.kv_pool import KvPool, LatentPool
 from lockstep.runtime.models import LanguageModel
+from lockstep.runtime.states.pool import StateTensors
+from lockstep.runtime.states.view import StateGroup, StateView
 
 
 class Passes:
@@ -19,9 +21,11 @@ class Passes:
         self, model: LanguageModel, *, rows: int = 4, pages_each: int = 8, page_size: int = 4, seed: int = 0
     ) -> None:
         self.model = model
-        self.pool = KvPool(
+        kind = LatentPool if model.shares_kv else KvPool
+        self.pool = kind(
             model.layers, rows * pages_each, page_size, model.kv_heads, model.head_dim, model.dtype, model.device
         )
+        self.states = StateTensors(model.states, rows, model.device) if model.states else None
         for kept in (*self.pool.keys, *self.pool.values):
             kept.fill_(float("nan"))  # unwritten slots must not be read
         pages = np.random.default_rng(seed).permutation(rows * pages_each).reshape(rows, pages_each)
@@ -52,7 +56,18 @@ class Passes:
             extend_rows=extend_rows,
             starts_host=starts,
             lengths_host=starts + counts,
+            states=None if self.states is None else self._in_slots(self.states, rows, counts),
         )
+
+    def _in_slots(self, states: StateTensors, rows: Int32s, counts: Int32s) -> StateView:
+        """The states of a pass: row r has slot r, which holds zeros before its first token."""
+        slots = torch.from_numpy(rows.astype(np.int64))
+        firsts = np.cumsum(counts) - counts
+        groups = [
+            StateGroup(int(count), torch.arange(first, first + count), slots[i : i + 1], slots[i : i + 1])
+            for i, (first, count) in enumerate(zip(firsts.tolist(), counts.tolist(), strict=True))
+        ]
+        return StateView(states, slots, groups)
 
     def run(self, new: dict[int, list[int]], extend_rows: int | None = None) -> dict[int, Tensor]:
         """Logits of every new token by row, float32 [tokens, vocab] each."""

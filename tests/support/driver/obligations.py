@@ -35,8 +35,8 @@ from lockstep.core.contract.events import (
     RequestRetracted,
     UpdateWeights,
 )
-from lockstep.core.kv.device_memory import EVICT_AHEAD_SHARE
 from lockstep.core.requests.retraction import importance
+from lockstep.core.requests.rules import EVICT_AHEAD_SHARE
 from lockstep.core.requests.table import Request
 from tests.support.driver.piece import Piece, Subject
 

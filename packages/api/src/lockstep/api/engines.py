@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +20,7 @@ import msgspec
 import numpy as np
 
 from lockstep.api.processes import rpc
+from lockstep.api.processes.sockets import engine_folder
 from lockstep.api.processes.wire import BatchDrift, EngineInfo, JoinGroup, LeaveGroup
 from lockstep.api.settings import ServeSettings, for_scheduler
 from lockstep.api.text.chat_formats.tables import ChatFormats, choose
@@ -36,6 +38,9 @@ from lockstep.host.durable import DurableJournal, Retention
 from lockstep.host.engine_options import EngineOptions
 from lockstep.host.grammar_backends import choose_backend
 from lockstep.host.grammar_compiler import CompileLimits, GrammarCompiler, make_compilers
+from lockstep.host.handover.decode import DecodeSide
+from lockstep.host.handover.kv import KvTransport
+from lockstep.host.handover.prefill import PrefillSide
 from lockstep.host.host_header import EMULATED, HostHeader
 from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, Observer, RequestServices, RuntimeHost
 from lockstep.host.options import options_of
@@ -81,6 +86,7 @@ class EngineUnit:
     weights: str = ""
     adapters: AdapterRegistry | None = None
     grammars: GrammarCompiler | None = None
+    handover: PrefillSide | DecodeSide | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +138,9 @@ def build_engine(settings: ServeSettings, place: Place | None = None) -> EngineU
     """Build the engine of these settings. Without a place it has no journal. Raises ConfigError, JournalError."""
     keeper = _keeper(settings, place)
     if settings.emulate is None:
-        return _model(settings, keeper, 0 if place is None else place.number)
+        return _model(settings, keeper, place)
     with _config_errors():
-        return _emulated(settings, keeper)
+        return _emulated(settings, keeper, place)
 
 
 def check_names(settings: ServeSettings) -> None:
@@ -239,9 +245,15 @@ def _found(setting: str, given: str | None) -> Path:
     return demo_model_folder() if given is None else find_model(given, setting=setting)
 
 
-def _scheduler(settings: ServeSettings) -> dict[str, Any]:
-    """Return the settings of the scheduler. With keys, `isolate_tenants` is on unless the settings turn it off."""
-    shared = {} if settings.api_keys is None else {"isolate_tenants": True}
+def _scheduler(settings: ServeSettings, number: int = 0) -> dict[str, Any]:
+    """Return the settings of the scheduler of an engine.
+
+    With keys, `isolate_tenants` is on unless the settings turn it off. A prompt whose KV does not arrive is computed by
+    the decode engine, unless `transfer_failure` is set.
+    """
+    shared: dict[str, Any] = {} if settings.api_keys is None else {"isolate_tenants": True}
+    if settings.hands_over:
+        shared |= {"role": settings.role_of(number), "transfer_failure": "recompute"}
     return shared | for_scheduler(settings.set)
 
 
@@ -258,7 +270,19 @@ def _info(config: SchedConfig, **more: Any) -> EngineInfo:
 # ------------------------------------------------------------------------------------------------------------- a model
 
 
-def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> EngineUnit:
+def _side(settings: ServeSettings, place: Place, kv: KvTransport) -> PrefillSide | DecodeSide:
+    """Return the side of a prefill or decode engine, which finds the others by their numbers."""
+
+    def address(number: int) -> str:
+        return f"unix:{engine_folder(place.folder.parent, number, settings.engines) / 'kv'}"
+
+    if settings.role_of(place.number) == "prefill":
+        return PrefillSide(kv, address(place.number), number=place.number)
+    return DecodeSide(kv, address, number=place.number)
+
+
+def _model(settings: ServeSettings, keeper: Keeper | None, place: Place | None) -> EngineUnit:
+    number = 0 if place is None else place.number
     folder = model_folder(settings)
     try:
         from lockstep.runtime import LLM
@@ -269,8 +293,8 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
             f"a model needs the package lockstep-runtime with torch: {error}\n"
             "hint: install it, or give emulate (--emulate qwen3-8b@h200)"
         ) from error
-    settings = msgspec.structs.replace(settings, device=_device(settings, number))
-    scheduler = _scheduler(settings)
+    settings = msgspec.structs.replace(settings, device=_device(settings, number), tp=settings.tp_of(number))
+    scheduler = _scheduler(settings, number)
     loras = scheduler.get("max_loras", LORAS if settings.lora else None)
     meter = None if settings.calibration is None else _meter(settings, settings.calibration, folder, loras)
     text = text_of(settings)
@@ -283,6 +307,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
         keeper=keeper,
         start=False,
         sched=scheduler,
+        hand_over=None if place is None or not settings.hands_over else partial(_side, settings, place),
     )
     llm = LLM(folder, config)
     demo = settings.model is None
@@ -332,6 +357,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
         group=group,
         adapters=llm.adapter_registry,
         grammars=None if llm.grammars is None else llm.grammars.compiler,
+        handover=llm.handover,
     )
     if meter is None:
         return unit
@@ -344,7 +370,7 @@ def _device(settings: ServeSettings, number: int) -> str:
 
     Raises: ConfigError if there are fewer GPUs than all of them need.
     """
-    if settings.dp == 1:
+    if settings.engines == 1:
         return settings.device
     import torch
 
@@ -353,15 +379,16 @@ def _device(settings: ServeSettings, number: int) -> str:
     first = choose_device(settings.device)
     if first.type == "cpu":
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, torch.get_num_threads() // settings.dp))
+            torch.set_num_threads(max(1, torch.get_num_threads() // settings.engines))
         return "cpu"
-    index, needed, count = first.index or 0, settings.dp * settings.tp, torch.cuda.device_count()
+    sizes = [settings.tp_of(engine) for engine in range(settings.engines)]
+    index, needed, count = first.index or 0, sum(sizes), torch.cuda.device_count()
     if index + needed > count:
         raise ConfigError(
-            f"`dp` {settings.dp} with `tp` {settings.tp} needs {needed} GPUs from cuda:{index} on, "
-            f"but torch sees {count}\nhint: a smaller dp or tp, or CUDA_VISIBLE_DEVICES"
+            f"{settings.engines} engines with `tp` {', '.join(map(str, sizes))} need {needed} GPUs from cuda:{index} "
+            f"on, but torch sees {count}\nhint: fewer engines, a smaller tp, or CUDA_VISIBLE_DEVICES"
         )
-    return f"cuda:{index + number * settings.tp}"
+    return f"cuda:{index + sum(sizes[:number])}"
 
 
 def check_journal(settings: ServeSettings) -> None:
@@ -371,10 +398,11 @@ def check_journal(settings: ServeSettings) -> None:
     run = Path(settings.journal)
     several, alone = len(list(run.glob("engines/*/journal"))), any((run / "journal").glob("*.log"))
     engines = several or int(alone)
-    if several if settings.dp == 1 else alone or several not in (0, settings.dp):
+    if several if settings.engines == 1 else alone or several not in (0, settings.engines):
+        wanted = f"`dp` is {settings.dp}" if not settings.hands_over else f"there are {settings.engines}"
+        hint = f"give dp {engines}, or another folder" if not settings.hands_over else "another folder"
         raise ConfigError(
-            f"`journal`: {run} holds a run of {engines} engine{'s' * (engines > 1)}, and `dp` is {settings.dp}\n"
-            f"hint: give dp {engines}, or another folder"
+            f"`journal`: {run} holds a run of {engines} engine{'s' * (engines > 1)}, and {wanted}\nhint: {hint}"
         )
 
 
@@ -446,7 +474,7 @@ def _matryoshka(folder: Path) -> tuple[int, ...] | None:
 # ------------------------------------------------------------------------------------------------------ an emulated one
 
 
-def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
+def _emulated(settings: ServeSettings, keeper: Keeper | None, place: Place | None) -> EngineUnit:
     from lockstep.api.emulate import (
         EmulatedAdapterCache,
         EmulatedExecutor,
@@ -455,12 +483,15 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         Script,
         emulated_source,
     )
+    from lockstep.api.emulated_transfers import EmulatedTransport
     from lockstep.api.observability.drift import DriftMeter
     from lockstep.sim.catalogue import load_gpu, load_model
     from lockstep.sim.cost.base_model import base_cost_model
+    from lockstep.sim.cost.hardware import NETWORK_GBS
     from lockstep.sim.cost.lora import slot_bytes
     from lockstep.sim.host.adapters import adapter_link
     from lockstep.sim.host.batch_shapes import RowAdapters
+    from lockstep.sim.host.hybrid_memory import TransferBytes
     from lockstep.sim.run.adapters import lora_of
     from lockstep.sim.run.assemble import configure
     from lockstep.sim.run.engine import calibration_of
@@ -473,7 +504,9 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     text = text_of(settings)
     assert text is not None
     vocabulary = _vocabulary(text, model.vocab, settings)
-    scheduler = _scheduler(settings)
+    number = 0 if place is None else place.number
+    settings = msgspec.structs.replace(settings, tp=settings.tp_of(number))
+    scheduler = _scheduler(settings, number)
     if settings.lora:
         scheduler.setdefault("max_loras", LORAS)
     script = None if settings.answers is None else Script.read(Path(settings.answers), text)
@@ -557,6 +590,12 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     if lora is not None:
         size = slot_bytes(model, scenario.parallelism, lora)
         cache = EmulatedAdapterCache(size, adapter_link(gpu), clock, speed=settings.speed)
+    handover = None
+    if settings.hands_over and place is not None:
+        page_bytes = round(TransferBytes.of(model, scenario.kv_dtype, hybrid=False).token * config.page_size)
+        rate_gbs = NETWORK_GBS.value * settings.tp
+        kv_transport = EmulatedTransport(model.name, config.page_size, page_bytes, rate_gbs, speed=settings.speed)
+        handover = _side(settings, place, kv_transport)
     runtime_host = RuntimeHost(
         engine,
         executor,
@@ -564,7 +603,9 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         clock,
         requests=RequestServices(check, watch, None if grammars is None else grammars.compiler),
         device=DeviceServices(
-            weight_loader=EmulatedWeightLoader(executor, weights_bytes, bus_gbs, speed=settings.speed), adapters=cache
+            weight_loader=EmulatedWeightLoader(executor, weights_bytes, bus_gbs, speed=settings.speed),
+            adapters=cache,
+            handover=handover,
         ),
         earlier=EarlierGeneration(weights) if keeper is None else keeper.earlier_generation(),
         observe=observe,
@@ -584,10 +625,17 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
 
     thread = threading.Thread(target=serve, name="lockstep-host", daemon=True)
 
+    def start() -> None:
+        if handover is not None:
+            handover.attach(runtime_host)
+        thread.start()
+
     def close() -> None:
         runtime_host.stop()
         if thread.is_alive():
             thread.join()
+        if handover is not None:
+            handover.close()
         if grammars is not None:
             grammars.compiler.close()
         if journal is not None:
@@ -608,11 +656,12 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         host=runtime_host,
         info=info,
         memory=memory,
-        start=thread.start,
+        start=start,
         close=close,
         keeper=keeper,
         adapters=registry,
         grammars=None if grammars is None else grammars.compiler,
+        handover=handover,
     )
     return unit if meter is None else replace(unit, drift=meter.read)
 

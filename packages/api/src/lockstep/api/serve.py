@@ -133,12 +133,12 @@ def describe(settings: ServeSettings) -> str:
         f"chats      tool calls are read as {calls}, thoughts as {thoughts}",
         f"context    {info.request_tokens_max:,} tokens, prompt and output together",
         *([f"weights    {unit.weights}"] if unit.weights else []),
-        f"memory{' of each engine' * (settings.dp > 1)}\n  {indented}",
+        f"memory{' of each engine' * (settings.engines > 1)}\n  {indented}",
         f"listens    {settings.host}:{settings.port}"
         + (f", and {settings.admin_socket} for operators" if settings.admin_socket else ""),
         f"keys       {settings.api_keys or 'none: any client that can connect may use the server'}",
-        f"processes  {_count(settings.dp, 'engine')}, {_count(settings.api_workers, 'API worker')}",
-        *([f"router     {settings.router}"] if settings.dp > 1 else []),
+        f"processes  {_engines(settings)}, {_count(settings.api_workers, 'API worker')}",
+        *([f"router     {settings.router}"] if settings.engines > 1 else []),
         *([f"admission  {settings.admission}"] if settings.admission is not None else []),
         f"journal    {settings.journal or ('private, for recovery' if settings.restarts else 'none')}",
         f"changed    {shlex.join(f'{name}={value}' for name, value in changed.items()) or 'nothing'}",
@@ -154,17 +154,25 @@ def _named(tenants: list[str]) -> str:
     return shown + (f" and {len(tenants) - TENANTS_NAMED} more" if len(tenants) > TENANTS_NAMED else "")
 
 
+def _engines(settings: ServeSettings) -> str:
+    """Return the number of engines as text, by role."""
+    if not settings.hands_over:
+        return _count(settings.dp, "engine")
+    return f"{_count(settings.prefill_engines, 'prefill engine')}, {_count(settings.decode_engines, 'decode engine')}"
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number > 1)}"
 
 
 def _devices(settings: ServeSettings, first: str) -> str:
     """Return the devices of all engines as text. `first` is that of engine 0: `2 x cuda:0`, `1 x h200, emulated`."""
-    if settings.dp == 1:
+    if settings.engines == 1:
         return first
     head, _, index = first.rpartition("cuda:")
-    if not index.isdecimal() or (head and not first.startswith(f"{settings.tp} x ")):
-        return f"{first}, {settings.dp} times"
-    firsts = [int(index) + settings.tp * engine for engine in range(settings.dp)]
-    spans = [f"cuda:{at}" if settings.tp == 1 else f"cuda:{at}-{at + settings.tp - 1}" for at in firsts]
+    if not index.isdecimal() or (head and not first.startswith(f"{settings.tp_of(0)} x ")):
+        return f"{first}, {settings.engines} times"
+    sizes = [settings.tp_of(engine) for engine in range(settings.engines)]
+    firsts = [int(index) + sum(sizes[:engine]) for engine in range(settings.engines)]
+    spans = [f"cuda:{at}" if tp == 1 else f"cuda:{at}-{at + tp - 1}" for at, tp in zip(firsts, sizes, strict=True)]
     return ", ".join(spans)

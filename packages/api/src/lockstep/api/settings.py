@@ -138,6 +138,12 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
     dp: Annotated[
         int, Option("Engines behind a router, each with its own journal and, on GPUs, its own --tp GPUs.")
     ] = 1
+    prefill_engines: Annotated[
+        int, Option("Engines that compute prompts, for --decode-engines: docs/distributed.md; 0: engines do both.")
+    ] = 0
+    decode_engines: Annotated[int, Option("Engines that continue behind the prompts of --prefill-engines.")] = 0
+    prefill_tp: Annotated[int | None, Option("--tp of prefill engines.", metavar="GPUS", default="as --tp")] = None
+    decode_tp: Annotated[int | None, Option("--tp of decode engines.", metavar="GPUS", default="as --tp")] = None
     router: Annotated[RouterPolicy, Option("Policy that assigns requests to engines: docs/routing.md.")] = (
         USUAL_ROUTER.policy
     )
@@ -328,8 +334,9 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                 "hint: --lora NAME=PATH, or --set max_loras=N for adapters that are loaded later; or drop it"
             )
         for name in ROUTER_SETTINGS:
-            if self.dp == 1 and getattr(self, name) != defaults[name]:
+            if self.engines == 1 and getattr(self, name) != defaults[name]:
                 raise ConfigError(f"`{name}` is for several engines\nhint: give dp, or drop it")
+        self._check_roles()
         self.router_config()
         self._check_admission()
         if not 1e-6 <= self.speed <= 1e6:
@@ -381,11 +388,6 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                 f"`draft_model` is {self.draft_model}, but `speculative_method` is {method} and `tp` is {self.tp}\n"
                 "hint: drafts of a model need its folder as draft_model, and tp 1"
             )
-        if (role := self.set.get("role", "mixed")) != "mixed":
-            raise ConfigError(
-                f"`role` is {role}, but a server does not hand requests over between engines yet\n"
-                "hint: leave it out; `lockstep simulate --prefill-engines 1 --decode-engines 1` predicts its effect"
-            )
         for name, formats in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", THOUGHTS)):
             if getattr(self, name) not in ("auto", "none", *formats):
                 known_formats = ", ".join(("auto", "none", *formats))
@@ -406,6 +408,70 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
             raise ConfigError(
                 f"`host` {self.host} can be reached from other machines, and there are no keys\n"
                 "hint: give api_keys, or serve 127.0.0.1 behind a proxy that authenticates clients"
+            )
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether prompts are computed by other engines than those that continue behind them."""
+        return self.prefill_engines > 0
+
+    @property
+    def engines(self) -> int:
+        """Number of engines. Prefill engines have the first numbers, then come decode engines."""
+        return self.prefill_engines + self.decode_engines if self.hands_over else self.dp
+
+    def role_of(self, engine: int) -> str:
+        """Return the role of an engine: mixed, prefill or decode."""
+        if not self.hands_over:
+            return "mixed"
+        return "prefill" if engine < self.prefill_engines else "decode"
+
+    def tp_of(self, engine: int) -> int:
+        """Return the GPUs of an engine."""
+        own = {"prefill": self.prefill_tp, "decode": self.decode_tp}.get(self.role_of(engine))
+        return self.tp if own is None else own
+
+    def _check_roles(self) -> None:
+        """Raise ConfigError for options of prefill and decode engines that contradict others."""
+        prefills, decodes = self.prefill_engines, self.decode_engines
+        for name in ("prefill_engines", "decode_engines"):
+            if not 0 <= getattr(self, name) <= AT_MOST["dp"]:
+                raise ConfigError(f"`{name}` must be 0 to {AT_MOST['dp']}, got `{getattr(self, name)}`")
+        if bool(prefills) != bool(decodes):
+            raise ConfigError(
+                f"`prefill_engines` is {prefills} and `decode_engines` is {decodes}: requests need one of each\n"
+                "hint: give both, or none"
+            )
+        if (role := self.set.get("role", "mixed")) != "mixed":
+            raise ConfigError(
+                f"`role` is {role}, but the roles of a server's engines follow from their numbers\n"
+                "hint: --prefill-engines 1 --decode-engines 1"
+            )
+        for name in ("prefill_tp", "decode_tp"):
+            value = getattr(self, name)
+            if value is not None and not (self.hands_over and 1 <= value <= AT_MOST["tp"]):
+                raise ConfigError(
+                    f"`{name}` is {value}; it must be at least 1, and is for prefill and decode engines\n"
+                    "hint: --prefill-engines 1 --decode-engines 1"
+                )
+        if self.emulate is None and self.hands_over and self.swa_full_tokens_ratio is not None:
+            raise ConfigError(
+                f"`swa_full_tokens_ratio` is {self.swa_full_tokens_ratio}, but prefill and decode engines do not hand "
+                "over pages of sliding windows yet\nhint: leave it out"
+            )
+        if not self.hands_over:
+            for name in ("transfer_transport", "transfer_checksums"):
+                if getattr(self, name) != getattr(RankOptions(), name):
+                    raise ConfigError(
+                        f"`{name}` is for prefill and decode engines\nhint: --prefill-engines 1 --decode-engines 1"
+                    )
+            return
+        if self.dp != 1:
+            raise ConfigError(f"`dp` is {self.dp}, and there are prefill and decode engines\nhint: give one of the two")
+        if self.admission is not None:
+            raise ConfigError(
+                "`admission` is given, but a queue in front of prefill and decode engines does not exist yet\n"
+                "hint: leave it out"
             )
 
     def router_config(self) -> RouterConfig:
@@ -435,7 +501,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
 
     def of_engine(self, engine: int) -> ServeSettings:
         """Return the settings of one engine of several: journal and profiles are in a folder of its own."""
-        changed = {
+        changed: dict[str, Any] = {
             name: str(Path(folder) / "engines" / str(engine))
             for name in ("journal", "profile_dir")
             if (folder := getattr(self, name)) is not None

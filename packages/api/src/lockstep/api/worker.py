@@ -86,11 +86,12 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
     text = text_of(settings)
     keys = read_keys(Path(settings.api_keys)) if settings.api_keys is not None else None
     bridge: Engines = Bridge(folder, number)
-    if settings.dp > 1:
+    if settings.engines > 1:
         bridge = ClusterBridge(
-            *(folder, number, settings.dp, settings.router_config()),
+            *(folder, number, settings.engines, settings.router_config()),
             tenants_apart=settings.tenants_apart,
             admission=settings.admission_config(),
+            hands_over=settings.hands_over,
         )
     usage = (
         None

@@ -45,7 +45,7 @@ from lockstep.runtime.graphs import (
     expected_bytes,
     graph_sizes,
 )
-from lockstep.runtime.kv_pool import KvPool
+from lockstep.runtime.kv_pool import KvPool, LatentPool
 from lockstep.runtime.lora.slots import run_once
 from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
 from lockstep.runtime.models import LanguageModel, Parallel, build_model, stored_dtype
@@ -63,10 +63,14 @@ from lockstep.runtime.sampling import (
     SamplingTable,
     processors,
 )
+from lockstep.runtime.states.pool import StateTensors, slot_bytes_of
+from lockstep.runtime.states.slots import RowSlots
 from lockstep.runtime.tables import DeviceTables, check_page_table
 from lockstep.runtime.tiers.identity import Identity, random_weights_digest, weights_digest
 from lockstep.runtime.tiers.mover import HostMover
 from lockstep.runtime.tiers.page_parts import parts_of
+from lockstep.runtime.transfer.rank import RankPages
+from lockstep.runtime.transfer.transports import check_transport
 
 log = logging.getLogger("lockstep.runtime")
 
@@ -155,6 +159,7 @@ class Assembled:
     logit_processors: dict[str, LogitProcessor]
     executor: Executor
     mover: HostMover | None = None  # of pages between the tiers; None: there is only the device
+    transfers: RankPages | None = None  # of pages between engines; None: the engine hands nothing over
 
 
 def assemble(
@@ -199,11 +204,21 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         if slots := settings.sched.get("max_loras"):
             model.take_adapters(slots, settings.max_lora_rank)
         pack_matrices(model)
+    if model.states and mode in ("on", "eager"):
+        raise ConfigError(
+            f"`cuda_graphs` is {mode}, but layers of {model.settings.architecture} keep states, whose slots graphs do "
+            "not follow\nhint: auto, or off"
+        )
     pick = partial(_kernels, model, settings.attention_backend, settings.numerics, mode, graph_rows_max)
-    share = settings.swa_full_tokens_ratio
+    shares = PoolShares(
+        settings.swa_full_tokens_ratio,
+        settings.mamba_full_memory_ratio,
+        settings.mamba_track_interval,
+        settings.max_mamba_cache_size,
+    )
     sched = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.sched.items()}
     draft = None if settings.draft_model is None else _draft_model(settings, settings.draft_model, model, device)
-    config, memory, kernels = _sized(model, device, settings.mem_fraction, pick, sched, ranks, draft, share)
+    config, memory, kernels = _sized(model, device, settings.mem_fraction, pick, sched, ranks, draft, shares)
     if draft is not None:  # the draft model uses the same backend, which may not support its heads
         kind = (device, draft.dtype, draft.head_dim, config.page_size)
         of_draft = Needs(*kind, group=draft.heads // draft.kv_heads, special=names_of(draft.rules))
@@ -230,7 +245,8 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         with executor.lane.stream(), torch.inference_mode():
             run_once(model.targets, executor.lane.upload)
     mover = make_mover(settings, model, config, executor) if settings.host_cache_gb else None
-    return Assembled(model, config, memory, kernels.backend, enabled, executor, mover)
+    transfers = make_transfers(settings, model, config, executor) if config.hands_over else None
+    return Assembled(model, config, memory, kernels.backend, enabled, executor, mover, transfers)
 
 
 def _with_tiers(settings: RankSettings, config: SchedConfig, page_bytes: int, ranks: int) -> SchedConfig:
@@ -273,6 +289,28 @@ def make_mover(settings: RankSettings, model: LanguageModel, config: SchedConfig
         "" if settings.storage is None else f"; storage in {settings.storage}, up to {settings.storage_gb:g} GB",
     )
     return made
+
+
+def make_transfers(settings: RankSettings, model: LanguageModel, config: SchedConfig, executor: Executor) -> RankPages:
+    """Make the transfers of a rank of a prefill or decode engine. Raises ConfigError."""
+    check_transport(settings.transfer_transport)
+    if config.hybrid is not msgspec.UNSET:
+        raise ConfigError(
+            f"`role` is {config.role}, and this model has sliding windows or states in pools of their own, which this "
+            "runtime does not hand over yet\nhint: leave out swa_full_tokens_ratio"
+        )
+    computed = (type(model).__name__, str(model.dtype), model.kv_scales, settings.numerics, executor.attention.name)
+    pages = parts_of(executor.attention.pool, executor.drafter, executor.canary)
+    return RankPages(
+        pages,
+        config.page_size,
+        rank=model.parallel.rank,
+        ranks=model.parallel.ranks,
+        kv_heads=model.settings.kv_heads,
+        model=" ".join(map(str, computed)),
+        transport=settings.transfer_transport,
+        checksums=settings.transfer_checksums or settings.debug,
+    )
 
 
 def check_draft_model(folder: str | Path | None, method: object, ranks: int) -> None:
@@ -369,16 +407,21 @@ def make_executor(
     )
     with lane.stream(), rest:  # memory is freed to the stream on which it was allocated
         what = f"{config.pages:,} KV pages of {page_bytes_of(model, config.page_size):,} bytes"
-        if hybrid is not None and (hybrid.state_slots or not sliding_layers(model)):
+        slots, window_pages = (0, 0) if hybrid is None else (hybrid.state_slots, hybrid.window_pages)
+        if bool(slots) != bool(model.states) or (window_pages and not sliding_layers(model)):
             raise ConfigError(
-                f"`hybrid` of the settings has {hybrid.state_slots} slots of states and windows of "
-                f"{hybrid.window_tokens} tokens, which {model.settings.architecture} here lacks"
+                f"`hybrid` of the settings has {slots} slots of states and {window_pages} pages of windows, but "
+                f"{model.settings.architecture} here has {len(model.states)} states and {len(sliding_layers(model))} "
+                "layers with windows"
             )
         pages = WindowedPages(config.pages)
-        if hybrid is not None:
-            pages = WindowedPages(config.pages, hybrid.window_pages, frozenset(sliding_layers(model)))
+        if window_pages:
+            pages = WindowedPages(config.pages, window_pages, frozenset(sliding_layers(model)))
         with explained(what, device, "fewer `pages`, or a smaller mem_fraction"):
-            pool = make_pool(model, pages, config.page_size)
+            pool = make_pool(model, pages, config.page_size, slots)
+        states = None
+        if pool.states is not None:
+            states = RowSlots(pool.states, config.rows_max, config.states_per_row, device)
         attention = kernels.attention(
             pool,
             model,
@@ -407,9 +450,9 @@ def make_executor(
             drafter = NgramDrafter((config.pages + 1) * config.page_size, config.page_size, device)
         canary = None
         if debug:
-            windows = (0, 0) if hybrid is None else (hybrid.window_tokens, hybrid.window_pages)
+            windows = (0, 0) if hybrid is None else (hybrid.window_tokens, window_pages)
             sizes = (config.rows_max, config.pages, config.page_size, config.context_tokens_max)
-            canary = Canary(*sizes, device, *windows)
+            canary = Canary(*sizes, device, *windows, state_slots=slots)
         graphs = None
         if graph_sizes:
             graphs = DecodeGraphs(model, attention, tables, graph_sizes, CudaGraphs() if gpu else EagerGraphs())
@@ -422,7 +465,7 @@ def make_executor(
             )
         sampler = TableSampler(table, Sampler(table, processors=enabled))
         return Executor(
-            RunnableModel(model, attention, graphs, split=model.parallel.ranks > 1),
+            RunnableModel(model, attention, graphs, split=model.parallel.ranks > 1, states=states),
             sampler,
             tables,
             lane,
@@ -440,10 +483,57 @@ def weights_of(model: LanguageModel) -> str:
     return f"{model.settings.quantization}; multiplied with rows in {rows}"
 
 
-def make_pool(model: LanguageModel, pages: int | WindowedPages, page_size: int) -> KvPool:
-    """Return a pool for the model's KV."""
+def make_pool(model: LanguageModel, pages: int | WindowedPages, page_size: int, state_slots: int = 0) -> KvPool:
+    """Return a pool for the model's KV, with slots for its states if there are any."""
     sizes = (model.layers, pages, page_size, model.kv_heads, model.head_dim)
-    return KvPool(*sizes, model.dtype, model.device, model.kv_scales)
+    kind = LatentPool if model.shares_kv else KvPool
+    pool = kind(*sizes, model.dtype, model.device, model.kv_scales)
+    if state_slots:
+        pool.states = StateTensors(model.states, state_slots, model.device)
+    return pool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShares:
+    """How memory is shared between pages of all layers, pages of windows and slots of states.
+
+    Args:
+        windows: window pages for each page; None: layers with windows use the pages of all layers.
+        states: bytes of states, as a multiple of the bytes of KV.
+        checkpoint_tokens: tokens between two checkpoints of a state.
+        slots: slots of states; None: as many as follow.
+    """
+
+    windows: float | None = None
+    states: float = 0.9
+    checkpoint_tokens: int = 256
+    slots: int | None = None
+
+    def check(self, config: SchedConfig) -> None:
+        """Raise ConfigError for shares of states that cannot be."""
+        if not self.states > 0.0:
+            raise ConfigError(f"`mamba_full_memory_ratio` must be above 0, got `{self.states}`")
+        if self.checkpoint_tokens < 1 or self.checkpoint_tokens % config.page_size:
+            raise ConfigError(
+                f"`mamba_track_interval` must be a multiple of `page_size` {config.page_size}, "
+                f"got `{self.checkpoint_tokens}`"
+            )
+        if self.slots is not None and self.slots < 1 + config.states_per_row:
+            raise ConfigError(
+                f"`max_mamba_cache_size` must be at least {1 + config.states_per_row}: a request's states, and a "
+                f"checkpoint; got `{self.slots}`"
+            )
+
+    def state_slots(self, page_bytes: int, pages: int, slot_bytes: int, config: SchedConfig, *, given: bool) -> int:
+        """Return the slots of states beside `pages` pages.
+
+        Args:
+            page_bytes: of one page in all layers that attend.
+            given: the number of pages was requested, so that nothing was left for states.
+        """
+        by_ratio = int(pages * page_bytes * self.states / slot_bytes)
+        least = config.states_per_row * (config.max_running_requests if given else 1)
+        return max(by_ratio, 1 + least)
 
 
 def page_bytes_of(model: LanguageModel, page_size: int, window_share: float | None = None) -> int:
@@ -455,7 +545,7 @@ def page_bytes_of(model: LanguageModel, page_size: int, window_share: float | No
     stored = model.dtype if model.kv_scales is None else FP8
     sliding = 0 if window_share is None else len(sliding_layers(model))
     full, windows = (
-        KvPool.bytes_per_page(layers, page_size, model.kv_heads, model.head_dim, stored)
+        KvPool.bytes_per_page(layers, page_size, model.kv_heads, model.head_dim, stored, shared=model.shares_kv)
         for layers in (model.layers - sliding, sliding)
     )
     return full + math.ceil(windows * (window_share or 0.0))
@@ -529,7 +619,7 @@ def _sized(
     sched: dict[str, Any],
     ranks: OtherRanks | None,
     draft: LanguageModel | None,
-    window_share: float | None,
+    shares: PoolShares,
 ) -> tuple[SchedConfig, MemoryBudget, PassKernels]:
     """Return scheduler settings with sizes that fit the model and the device."""
     gpu = device.type == "cuda"
@@ -560,10 +650,25 @@ def _sized(
         )
     if strange := [token for token in without_pages.eos_token_ids if token >= model.settings.vocab]:
         raise ConfigError(f"`eos_token_ids` holds token {strange[0]}, but the model has {model.settings.vocab}")
+    if draft is not None and draft.states:
+        raise ConfigError(
+            f"`draft_model` is a {draft.settings.architecture}, whose layers keep states: only the model itself may\n"
+            "hint: another draft model"
+        )
+    window_share, slot_bytes = shares.windows, slot_bytes_of(model.states)
     page_size, context = without_pages.page_size, without_pages.context_tokens_max
     check_page_table(without_pages.rows_max, context, page_size)
     window = 0 if window_share is None else check_windows(model, window_share, page_size)
-    page_bytes = page_bytes_of(model, page_size, window_share)
+    kv_bytes = page_bytes = page_bytes_of(model, page_size, window_share)
+    slots, recorded = shares.slots, given.get("hybrid", msgspec.UNSET)
+    if recorded is not msgspec.UNSET:  # a journal that is executed again
+        slots = recorded.state_slots
+    elif slot_bytes:
+        shares.check(without_pages)
+        if slots is None and "pages" in given:
+            slots = shares.state_slots(kv_bytes, without_pages.pages, slot_bytes, without_pages, given=True)
+        elif slots is None:
+            page_bytes += math.ceil(kv_bytes * shares.states)
     if draft is not None:
         page_bytes += page_bytes_of(draft, page_size)
     elif without_pages.speculates:
@@ -574,7 +679,8 @@ def _sized(
         ranks.compare(f"{kernels.backend} with {len(kernels.graph_sizes)} graphs{rounded}")
     budget = size_pool(
         page_bytes=page_bytes,
-        weight_bytes=sum(one.weight_bytes + packed_bytes(one) for one in (model, draft) if one is not None),
+        weight_bytes=sum(one.weight_bytes + packed_bytes(one) for one in (model, draft) if one is not None)
+        + slot_bytes * (slots or 0),
         device=device,
         mem_fraction=mem_fraction,
         largest_pass=lambda: _run_once(
@@ -591,10 +697,20 @@ def _sized(
         pages=without_pages.pages if "pages" in given else None,
     )
     log.info("memory\n%s", budget.table())
+    hybrid: dict[str, Any] = {}
     if window_share is not None:
-        given["hybrid"] = HybridMemory(
-            window_tokens=window, window_pages=max(1, int(budget.pages * window_share)), chunk_tokens_min=window
-        )
+        hybrid = {
+            "window_tokens": window,
+            "window_pages": max(1, int(budget.pages * window_share)),
+            "chunk_tokens_min": window,
+        }
+    if slot_bytes:
+        if slots is None:
+            slots = shares.state_slots(kv_bytes, budget.pages, slot_bytes, without_pages, given=False)
+        hybrid |= {"state_slots": slots, "checkpoint_tokens": shares.checkpoint_tokens}
+        log.info("%s slots of states of %s bytes, %.0f MiB", slots, slot_bytes, slots * slot_bytes / MIB)
+    if hybrid and recorded is msgspec.UNSET:
+        given["hybrid"] = HybridMemory(**hybrid)
     return SchedConfig(**{**given, "pages": budget.pages}), budget, kernels
 
 

@@ -11,6 +11,9 @@ follow from the row's tokens, which the CPU has. For positions that the row comp
 pass. Both are independent of the pool. A pass writes the tags of its new tokens and then compares all tags that it
 reads. A page that was given to two requests, freed too early, never written, written by a batch that failed, or left by
 older weights is found before attention reads it.
+
+A slot of states has the tag of the last token that its state includes, or that of an empty state, and is copied with
+it. So a row that would begin with another state than that of its prefix is found likewise.
 """
 
 from __future__ import annotations
@@ -26,9 +29,11 @@ from torch import Tensor
 from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.errors import InvariantError
 from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.states.view import StateView
 
 EMPTY = -1  # the tag of a slot that was never written
 SPOILED = -2  # the tag of a slot that a failed batch wrote
+CLEARED = -3  # the tag of a state before the first token
 
 
 class CanaryError(InvariantError):
@@ -43,6 +48,7 @@ class Canary:
         context_tokens: tokens of the longest request.
         window_tokens: positions that layers with windows attend to.
         window_pages: pages of these layers; 0: none of their own.
+        state_slots: slots of layers with states.
     """
 
     def __init__(
@@ -54,10 +60,12 @@ class Canary:
         device: torch.device,
         window_tokens: int = 0,
         window_pages: int = 0,
+        state_slots: int = 0,
     ) -> None:
         self.page_size, self.window_tokens = page_size, window_tokens
         window_slots = (window_pages + 1) * page_size if window_pages else 0
         self.window_tags = torch.full((window_slots,), EMPTY, dtype=torch.int64, device=device)
+        self.state_tags = torch.full((state_slots,), EMPTY, dtype=torch.int64, device=device)
         self.tags = torch.full(((pages + 1) * page_size,), EMPTY, dtype=torch.int64, device=device)
         self.chains = torch.zeros((rows + 1, context_tokens + page_size), dtype=torch.int64, device=device)
         self.seeds = torch.zeros(rows + 1, dtype=torch.int64, device=device)
@@ -72,6 +80,7 @@ class Canary:
         """Clear all tags, after the content of the pool was lost."""
         self.tags.fill_(EMPTY)
         self.window_tags.fill_(EMPTY)
+        self.state_tags.fill_(EMPTY)
 
     def take_row(self, row: int, namespace: str, tokens: NDArray[np.int32]) -> None:
         """Store the expected tags of a row's new request, as far as its tokens are known."""
@@ -84,8 +93,9 @@ class Canary:
     def check(self, batch: ForwardBatch) -> Tensor:
         """Write the tags of the pass's new slots, and compare the tags of all slots that it reads.
 
-        Returns: int64 [1, 4]: the number of wrong slots; the number of them that a failed batch did not write; for the
-            first such slot, or else the first wrong one, the index of its row in the batch, and its position.
+        Returns: int64 [1, 7]: the number of wrong slots; the number of them that a failed batch did not write; for the
+            first such slot, or else the first wrong one, the index of its row in the batch, and its position; the same
+            of rows with a wrong state, without a position.
         """
         rows = batch.rows.to(torch.int64)
         counts = torch.from_numpy((batch.lengths_host - batch.starts_host).astype(np.int64)).to(rows.device)
@@ -115,14 +125,46 @@ class Canary:
             here = read & (positions > starts[:, None] - self.window_tokens) & (found != right)
             wrong, foreign = wrong | here, foreign | (here & (found != SPOILED))
         # KV that is computed from wrong KV is wrong as well.
-        kept = torch.where(wrong.any(1)[of_row], SPOILED, chain)
+        all_wrong, of_states = wrong.any(1), torch.zeros(3, dtype=torch.int64, device=rows.device)
+        if (states := batch.states) is not None:
+            tags = self.state_tags.index_select(0, states.begins)
+            off = tags != torch.where(starts > 0, behind, CLEARED)
+            other = off & (tags != SPOILED)
+            first_off = torch.where(other.any(), other, off).to(torch.int8).argmax()
+            all_wrong, of_states = all_wrong | off, torch.stack((off.sum(), other.sum(), first_off))
+        kept = torch.where(all_wrong[of_row], SPOILED, chain)
+        if states is not None:
+            self._tag_states(states, kept)
         self.tags[batch.slots] = kept
         if windows is not None:
             self.window_tags[windows.slots] = kept
         self.slots_verified += int(batch.lengths_host.sum())
         seen = torch.where(foreign.any(), foreign, wrong)
         place = seen.view(-1).to(torch.int8).argmax()
-        return torch.stack((wrong.sum(), foreign.sum(), place // batch.longest, place % batch.longest))[None]
+        found = torch.stack((wrong.sum(), foreign.sum(), place // batch.longest, place % batch.longest))
+        return torch.cat((found, of_states))[None]
+
+    def _tag_states(self, states: StateView, chain: Tensor) -> None:
+        """Write the tags of the states that a pass stores. `chain`: int64 [tokens], of the pass's new tokens."""
+        for group in states.groups:
+            tokens = chain if group.tokens is None else chain.index_select(0, group.tokens)
+            last = tokens.view(-1, group.length)[:, -1]
+            self.state_tags[group.writes] = last
+            if group.kept is not None and group.kept_in is not None:
+                self.state_tags[group.kept_in] = last.index_select(0, group.kept)
+        if states.copies is not None:
+            self.state_tags[states.copies[1]] = self.state_tags[states.copies[0]]
+
+    def take_states(self, cleared: Tensor | None, copied: tuple[Tensor, Tensor] | None) -> None:
+        """Note slots of states that were cleared or copied before a batch; see `RowSlots.fold`."""
+        if cleared is not None:
+            self.state_tags[cleared] = CLEARED
+        if copied is not None:
+            self.state_tags[copied[1]] = self.state_tags[copied[0]]
+
+    def spoil_states(self, slots: Tensor) -> None:
+        """Mark slots of states as written by a failed batch."""
+        self.state_tags[slots] = SPOILED
 
     def spoil(self, slots: Sequence[tuple[Tensor, Tensor | None]]) -> None:
         """Mark the slots of a failed batch as not written: of each pass, in all pages and in those of windows."""
@@ -137,9 +179,17 @@ class Canary:
         A batch that was launched before the failure of an earlier one was known (`behind_failure`) may read slots of
         the failed batch: its rows are dead by then, or are retracted.
         """
-        for number, (wrong, foreign, i, position) in enumerate(found.tolist()):
+        for number, (wrong, foreign, i, position, off, other, of_row) in enumerate(found.tolist()):
+            of_pass = np.flatnonzero(plan.stops - plan.starts > number) if plan.steps > 1 else np.arange(len(plan.rows))
+            if other or (off and not behind_failure):
+                i = int(of_pass[of_row])
+                what = "which is not that of its tokens" if other else "which a failed batch wrote"
+                raise CanaryError(
+                    f"batch {plan.batch_id}: r{int(plan.request_ids[i])} in row {int(plan.rows[i])} begins with a "
+                    f"state {what} ({off} such rows)"
+                )
             if foreign or (wrong and not behind_failure):
-                i = int(np.flatnonzero(plan.stops - plan.starts > number)[i]) if plan.steps > 1 else i
+                i = int(of_pass[i])
                 what = "which is not its KV" if foreign else "which a failed batch wrote"
                 raise CanaryError(
                     f"batch {plan.batch_id}: r{int(plan.request_ids[i])} in row {int(plan.rows[i])} reads position "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +13,9 @@ from lockstep.core.contract.config import SchedConfig, refuse_in_runtime
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.engine_options import EngineOptions, RankOptions
 from lockstep.host.grammar_compiler import CompileLimits
+from lockstep.host.handover.decode import DecodeSide
+from lockstep.host.handover.kv import KvTransport
+from lockstep.host.handover.prefill import PrefillSide
 from lockstep.host.options import Option, options_of
 from lockstep.host.startup import Keeper
 from lockstep.host.text import Text
@@ -40,6 +43,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True):
         grammar_limits: CPU time and memory limits for compiling one grammar.
         text: the tokenizer; None: that of the folder, if it has one.
         lora: LoRA adapters, folders in the format of PEFT, by name; more can be loaded later.
+        hand_over: of a prefill or decode engine: makes its side of transfers, given the part that moves pages.
         draft_model: implies `speculative_method="draft_model"`. Not possible with `tp`.
     """
 
@@ -60,6 +64,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True):
     grammar_limits: CompileLimits | None = None
     text: Text | None = None
     lora: Mapping[str, str | Path] = msgspec.field(default_factory=dict)
+    hand_over: Callable[[KvTransport], PrefillSide | DecodeSide] | None = None
 
     def with_options(self, given: Mapping[str, Any]) -> EngineConfig:
         """Return this configuration with fields of it, and of SchedConfig, replaced by name. Raises ConfigError."""
@@ -79,6 +84,12 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True):
         check_fp8_activations(self.fp8_activations)
         check_timeout(self.batch_timeout_s)
         check_tiers(self, RankOptions())
+        for name in ("transfer_transport", "transfer_checksums"):
+            if self.hand_over is None and getattr(self, name) != getattr(RankOptions(), name):
+                raise ConfigError(
+                    f"`{name}` is for prefill and decode engines\n"
+                    "hint: lockstep serve --prefill-engines 1 --decode-engines 1"
+                )
         if self.journal is not None and any((Path(self.journal) / "journal").glob("*.log")):
             raise ConfigError(f"`journal`: {self.journal} already holds a journal\nhint: choose another run folder")
 

@@ -49,6 +49,7 @@ from lockstep.runtime.lora.batch import lay_out
 from lockstep.runtime.overlap import POLL_S, Download, StreamLane
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.sampling import Sampled, logprobs_of
+from lockstep.runtime.states.slots import PlannedStates, RowSlots
 from lockstep.runtime.tables import (
     NONE,
     DeviceTables,
@@ -59,7 +60,7 @@ from lockstep.runtime.tables import (
     VerifyRows,
 )
 
-MODES = frozenset({"extend", "decode", "mixed", "verify"})
+MODES = frozenset({"extend", "decode", "mixed", "prebuilt", "verify"})
 JUDGED_AT_ONCE = 256  # prompt positions per chunk of logits: [256, vocabulary] float32
 
 
@@ -130,6 +131,7 @@ class _Launched:
     packed: PackedPlan
     contexts: list[RowContext]  # of `plan.rows_taken`
     may_sample: bool
+    states: PlannedStates | None = None
     allowed: Int32s | None = None
     begun: Any = None
     laid: list[PassTensors] = field(default_factory=list)
@@ -157,12 +159,14 @@ class RunnableModel:
     Args:
         graphs: prepared; decodes that they hold are replayed.
         split: the model is one rank's part. A pass that raises leaves the ranks out of step, and ends the engine.
+        states: slots of the layers that keep states; None: the model has none.
     """
 
     model: Model
     attention: AttentionBackend
     graphs: DecodeGraphs | None = None
     split: bool = False
+    states: RowSlots | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +207,7 @@ class Executor:
         ahead: LookAhead = NO_LOOK_AHEAD,
     ) -> None:
         self.model, self.attention, self.sampler = runnable.model, runnable.attention, sampler
-        self.graphs, self.split = runnable.graphs, runnable.split
+        self.graphs, self.split, self.states = runnable.graphs, runnable.split, runnable.states
         self.tables, self.lane, self.matchers, self.canary = tables, lane, matchers, canary
         self.pooling, self.drafter, self.jumps = pooling or Pooling(), ahead.drafter, ahead.jumps
         self.forwards = 0
@@ -229,14 +233,15 @@ class Executor:
         """
         refuse_unknown(plan)
         if plan.hybrid is not None:
-            refuse_states(plan, windows=self.tables.window_of is not None)
+            refuse_blocks(plan, windows=self.tables.window_of is not None, states=self.states is not None)
         if plan.speculation is not None and self.drafter is None and plan.speculation.drafted().any():
             raise PlanError(f"batch {plan.batch_id} verifies drafts, but this executor has no drafter")
         if self.matchers is None and any(taken.grammar is not None for taken in plan.rows_taken):
             raise PlanError(f"batch {plan.batch_id} takes a row under a grammar, but this executor has no matchers")
         packed = self.tables.take_in(plan)
         row_contexts = [NO_CONTEXT if contexts is None else contexts(taken) for taken in plan.rows_taken]
-        launched = _Launched(plan, packed, row_contexts, not deferred)
+        states = None if self.states is None else self.states.take_in(plan)
+        launched = _Launched(plan, packed, row_contexts, not deferred, states)
         if self.matchers is not None:
             for taken in plan.rows_taken:
                 self.matchers.take_row(taken)
@@ -328,6 +333,7 @@ class Executor:
             one.laid = self.tables.fold(one.packed, self.lane.upload(one.packed.flat))
             self._unfolded.popleft()
             self._take_rows(one)
+            self._take_states(one)
             if one.error:
                 self._spoil(one)
         launched.logits = self._pass(launched, 0)
@@ -339,6 +345,8 @@ class Executor:
             slots = [tensors.slots for tensors in failed.laid]
             of_windows = [None if view is None else view.slots for view in views]
             self.canary.spoil(list(zip(slots, of_windows, strict=True)))
+            if failed.states is not None:
+                self.canary.spoil_states(self.lane.upload(failed.states.written()))
 
     def _take_rows(self, launched: _Launched) -> None:
         """Reset the state by row outside of the tables, for the rows that a plan takes."""
@@ -350,6 +358,16 @@ class Executor:
             if self.canary is not None:
                 self.canary.take_row(taken.row, context.namespace, context.tokens)
 
+    def _take_states(self, launched: _Launched) -> None:
+        """Clear or copy the states with which the rows that a plan takes begin."""
+        if self.states is None or launched.states is None:
+            return
+        taken = np.array([one.row for one in launched.plan.rows_taken], np.int64)
+        self.states.restart(taken, self.lane.upload)
+        changed = self.states.fold(launched.states, self.lane.upload)
+        if self.canary is not None:
+            self.canary.take_states(*changed)
+
     def _pass(self, launched: _Launched, number: int) -> Tensor:
         """Run one pass and keep the requested parts of its hidden states. Returns the logits of its sampling rows."""
         if self.drafter is not None or launched.packed.passes[number].verifying is not None:
@@ -360,7 +378,7 @@ class Executor:
             graphs = None
         batch = None  # made once for all readers, because laying out adapters takes time
         if graphs is None or self.drafter is not None or self.canary is not None:
-            batch = self._batch(one, tensors)
+            batch = self._batch(launched.states, one, tensors)
             self._before_pass(launched, batch)
         if graphs is not None:
             hidden = graphs.run(one, tensors)
@@ -368,6 +386,8 @@ class Executor:
             assert batch is not None
             self.attention.plan(batch)
             hidden = self.model.forward(batch, self.attention)
+            if batch.states is not None and batch.states.copies is not None:
+                batch.states.pool.copy(*batch.states.copies)
         self.forwards += 1
         samples = len(tensors.sampled_rows)
         if len(one.logprob_targets):
@@ -427,7 +447,7 @@ class Executor:
         guessed = torch.nn.functional.pad(guessed, (0, width - guessed.shape[1]))
         return torch.where(self.lane.upload(is_given), self.lane.upload(given), guessed)
 
-    def _batch(self, one: ForwardPass, tensors: PassTensors) -> ForwardBatch:
+    def _batch(self, states: PlannedStates | None, one: ForwardPass, tensors: PassTensors) -> ForwardBatch:
         """Return the pass as a batch for the model and the attention backend."""
         return ForwardBatch(
             token_ids=self.tables.token_ids(tensors),
@@ -442,6 +462,9 @@ class Executor:
             starts_host=one.starts,
             lengths_host=one.stops,
             windows=self.tables.window_view(tensors.rows, tensors.slots),
+            states=None
+            if self.states is None or states is None
+            else self.states.view(states, one, tensors, self.lane.upload),
             adapters=None
             if one.adapter_slots is None
             else lay_out(one.adapter_slots, one.stops - one.starts, self.lane.upload),
@@ -506,6 +529,9 @@ class Executor:
             accepted = torch.maximum(accepted, self.lane.upload((forced + 1).astype(np.int64)))
         last = places.gather(1, (accepted - 1)[:, None])[:, 0]
         self.tables.verified(tensors, found["tokens"], last)
+        if self.states is not None and launched.states is not None:
+            sampling = one.rows[one.sample_rows].astype(np.int64)
+            self.states.verified(launched.states, sampling, accepted, self.lane.upload)
         found["accepted"] = accepted.to(torch.int32)
         drawn |= {name: [part] for name, part in found.items()}
 
@@ -750,11 +776,11 @@ def refuse_unknown(plan: BatchPlan) -> None:
         )
 
 
-def refuse_states(plan: BatchPlan, *, windows: bool) -> None:
-    """Raise PlanError for a plan with states of layers, or with window pages that this executor does not have."""
+def refuse_blocks(plan: BatchPlan, *, windows: bool, states: bool) -> None:
+    """Raise PlanError for a plan with states or window pages that the model of this executor does not have."""
     assert plan.hybrid is not None
-    if plan.hybrid.state_rows.size or plan.hybrid.checkpoint_index.size:
-        raise PlanError(f"batch {plan.batch_id} has states of layers, which this executor does not support")
+    if (plan.hybrid.state_rows.size or plan.hybrid.checkpoint_index.size) and not states:
+        raise PlanError(f"batch {plan.batch_id} has states of layers, but the model here keeps none")
     if plan.hybrid.pages.size and not windows:
         raise PlanError(f"batch {plan.batch_id} gives out window pages, but the model here has none")
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.runtime.lora.batch import AdapterBatch
+from lockstep.runtime.states.view import StateView
 
 Int32s = NDArray[np.int32]
 
@@ -66,6 +67,7 @@ class ForwardBatch:
     lengths_host: Int32s  # [rows]; a row's new tokens are [starts_host:lengths_host)
     adapters: AdapterBatch | None = None  # slots of tokens on adapters; None: no token is on an adapter
     windows: WindowView | None = None  # None: layers with windows use the pages of all layers
+    states: StateView | None = None  # None: no layer keeps a state; or, in a trial of memory, none is stored
 
     @property
     def count(self) -> int:

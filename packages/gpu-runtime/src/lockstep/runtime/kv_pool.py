@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from lockstep.runtime.forward import ForwardBatch, WindowedPages, WindowView
 from lockstep.runtime.quantized.fp8 import to_fp8
 from lockstep.runtime.quantized.fp8_format import FP8
+from lockstep.runtime.states.pool import StateTensors
 
 KvScales = Sequence[tuple[float, float]]
 """Scales of keys and of values, by layer: the stored numbers are multiplied by them."""
@@ -26,6 +28,8 @@ class KvPool:
             clamped to it.
     """
 
+    shared: ClassVar[bool] = False  # values are the first numbers of keys, and are not stored
+
     def __init__(
         self,
         layers: int,
@@ -40,24 +44,34 @@ class KvPool:
         counted = pages if isinstance(pages, WindowedPages) else WindowedPages(pages)
         self.pages, self.page_size, self.kv_heads, self.head_dim = counted.full, page_size, kv_heads, head_dim
         self.dtype, self.fp8 = dtype, scales is not None
+        self.states: StateTensors | None = None  # of layers that keep them; released and allocated with the pages
         self.scales: KvScales = scales or [(1.0, 1.0)] * layers
         assert len(self.scales) == layers, f"{layers} layers, scales of {len(self.scales)}"
         self.sliding, stored = counted.sliding, FP8 if self.fp8 else dtype
         counts = [(counted.windows if layer in self.sliding else counted.full) + 1 for layer in range(layers)]
         shapes = [(count, page_size, kv_heads, head_dim) for count in counts]
         self.keys = [torch.zeros(shape, dtype=stored, device=device) for shape in shapes]
-        self.values = [torch.zeros(shape, dtype=stored, device=device) for shape in shapes]
+        self.values = self.keys
+        if not self.shared:
+            self.values = [torch.zeros(shape, dtype=stored, device=device) for shape in shapes]
 
     def release(self) -> None:
         """Free the memory; its content is lost."""
-        for tensor in (*self.keys, *self.values):
+        for tensor in self._stored():
             tensor.untyped_storage().resize_(0)
+        if self.states is not None:
+            self.states.release()
 
     def resume(self) -> None:
         """Allocate the memory again, filled with zeros."""
-        for tensor in (*self.keys, *self.values):
+        for tensor in self._stored():
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
             tensor.zero_()
+        if self.states is not None:
+            self.states.resume()
+
+    def _stored(self) -> list[Tensor]:
+        return self.keys if self.shared else [*self.keys, *self.values]
 
     @property
     def scratch_page(self) -> int:
@@ -65,9 +79,11 @@ class KvPool:
         return self.pages
 
     @staticmethod
-    def bytes_per_page(layers: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    def bytes_per_page(
+        layers: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, *, shared: bool = False
+    ) -> int:
         """Return the bytes that one page takes in all layers."""
-        return 2 * layers * page_size * kv_heads * head_dim * dtype.itemsize
+        return (1 if shared else 2) * layers * page_size * kv_heads * head_dim * dtype.itemsize
 
     def view(self, layer: int, batch: ForwardBatch) -> WindowView:
         """Return the rows, page table and slots of a pass in the pages of this layer."""
@@ -85,6 +101,8 @@ class KvPool:
                 kept[layer].view(torch.uint8).view(flat).index_copy_(0, slots, bits)
             return
         self.keys[layer].view(flat).index_copy_(0, slots, key.to(self.keys[layer].dtype))
+        if self.shared:
+            return
         self.values[layer].view(flat).index_copy_(0, slots, value.to(self.values[layer].dtype))
 
     def read(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,3 +113,9 @@ class KvPool:
             return keys, values
         key_scale, value_scale = self.scales[layer]
         return keys.float() * key_scale, values.float() * value_scale
+
+
+class LatentPool(KvPool):
+    """One vector of a token in a layer, in place of keys and values: see from_transformers/latent.py."""
+
+    shared = True

@@ -60,6 +60,8 @@ from lockstep.host.errors import EngineStopped
 from lockstep.host.grammar_backends import choose_backend
 from lockstep.host.grammar_compiler import make_compilers
 from lockstep.host.grammars import make_grammar
+from lockstep.host.handover.decode import DecodeSide
+from lockstep.host.handover.prefill import PrefillSide
 from lockstep.host.host_header import RUNTIME, HostHeader
 from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, RequestServices, RuntimeHost
 from lockstep.host.page_store import StoreCounts
@@ -115,6 +117,7 @@ from lockstep.runtime.sampling import (
 )
 from lockstep.runtime.sources import find_model
 from lockstep.runtime.tiers.lead import LeadMover
+from lockstep.runtime.transfer.lead import EngineTransport
 from lockstep.runtime.warmup import warm_up as run_warm_up
 from lockstep.runtime.weights_group import Backend
 
@@ -227,6 +230,16 @@ class LLM:
                 undo.callback(made.mover.close)
             mover = made.mover if made.mover is None or self.group is None else LeadMover(made.mover, self.group)
             self._live = LiveModel(self.model, made.executor, made.mover)
+            self.handover: PrefillSide | DecodeSide | None = None
+            if made.transfers is not None:
+                if config.hand_over is None and config.start:
+                    raise ConfigError(
+                        f"`role` is {self.config.role}, but there are no other engines here\n"
+                        "hint: lockstep serve --prefill-engines 1 --decode-engines 1"
+                    )
+                if config.hand_over is not None:
+                    self.handover = config.hand_over(EngineTransport(made.transfers, self.group))
+                    undo.callback(self.handover.close)
             weight_loader = self._live if self.group is None else LeadModel(self._live, self.group)
             engine = Engine(self.config)
             if journal is not None or keeper is not None:
@@ -265,7 +278,7 @@ class LLM:
                     watch_text=self._watch if self.text is not None else None,
                     compile_grammar=None if self.grammars is None else self.grammars.compiler,
                 ),
-                device=DeviceServices(self._profiler, weight_loader, self._host_adapters, mover),
+                device=DeviceServices(self._profiler, weight_loader, self._host_adapters, mover, self.handover),
                 earlier=EarlierGeneration(weights) if keeper is None else keeper.earlier_generation(),
                 observe=self._bubbles.fold,
             )
@@ -286,6 +299,8 @@ class LLM:
 
     def start(self) -> None:
         """Start the engine's thread, for an LLM made with `start=False`."""
+        if self.handover is not None:
+            self.handover.attach(self.host)
         self._thread.start()
 
     # --------------------------------------------------------------------------------------------------- questions
@@ -545,6 +560,8 @@ class LLM:
         if self._host_adapters is not None:
             self._host_adapters.close()
         stuck = not own and self._thread.is_alive()
+        if self.handover is not None and not stuck:
+            self.handover.close()
         if self._mover is not None and not stuck:
             self._mover.close()
         if self.group is not None:

@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.config import SchedConfig
@@ -27,6 +28,8 @@ from lockstep.core.contract.events import BatchId
 from lockstep.host.batches import BatchResult, ContextOf, RowContext
 from lockstep.host.cache_moves import Move
 from lockstep.host.engine_options import RankOptions
+from lockstep.host.handover.kv import Fetch
+from lockstep.host.handover.wire import PageLayout, StagingPlace
 from lockstep.runtime.errors import RankLost
 from lockstep.runtime.pooling import Pooling
 
@@ -164,10 +167,50 @@ class Moving(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     move: Move
 
 
+class OpenStaging(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Allocate staging memory of this rank under a number. This and the next three are answered by TransferDone."""
+
+    ticket: int
+    number: int
+
+
+class OpenSender(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Open the staging memory of a prefill engine under a number."""
+
+    ticket: int
+    number: int
+    layout: PageLayout
+    places: tuple[StagingPlace, ...]
+
+
+class StagePages(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Copy this rank's part of pages into a slot."""
+
+    ticket: int
+    number: int
+    slot: int
+    pages: NDArray[np.int32]
+
+
+class FetchPages(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Copy this rank's part of a slot into pages."""
+
+    ticket: int
+    number: int
+    order: Fetch
+
+
+class CloseTransfers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Release what a number stands for, behind the orders before."""
+
+    number: int
+
+
 class StopWorker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """End the worker."""
 
 
+TransferOrder = OpenStaging | OpenSender | StagePages | FetchPages
 AdapterUpdate = ReadAdapter | PlaceAdapter | LackAdapter | ForgetAdapter
 ToWorker = (
     WorkerSetup
@@ -182,6 +225,8 @@ ToWorker = (
     | Switch
     | AdapterUpdate
     | Moving
+    | TransferOrder
+    | CloseTransfers
     | StopWorker
 )
 
@@ -242,6 +287,16 @@ class Moved(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     error: str = ""
 
 
+class TransferDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """A rank has carried out an order of transfers, or failed. `place`: of its staging memory."""
+
+    ticket: int
+    rank: int
+    checksum: int = 0
+    error: str = ""
+    place: StagingPlace | None = None
+
+
 FailureKind = Literal["config", "collective", "other"]
 """collective: perhaps only because another rank ended."""
 
@@ -254,7 +309,7 @@ class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     trace: str
 
 
-ToLead = Doing | Chosen | Sized | Ready | Collected | CommandDone | AdapterDone | Moved | Failed
+ToLead = Doing | Chosen | Sized | Ready | Collected | CommandDone | AdapterDone | Moved | TransferDone | Failed
 
 # --------------------------------------------------------------------------------------------------------- as bytes
 

@@ -66,6 +66,7 @@ from lockstep.runtime.rank_wire import (
     AdapterDone,
     Channel,
     Chosen,
+    CloseTransfers,
     Collect,
     Collected,
     CommandDone,
@@ -92,6 +93,8 @@ from lockstep.runtime.rank_wire import (
     Switch,
     ToLead,
     ToWorker,
+    TransferDone,
+    TransferOrder,
     WorkerSetup,
     drawn_digest,
     in_turn,
@@ -198,6 +201,7 @@ class RankGroup:
         self.failure = ""  # why the group has ended
         self.on_stuck: Callable[[str], None] | None = None
         self.on_moved: Callable[[MoveEnd], None] | None = None  # receives the ends of moves on the workers
+        self.on_transferred: Callable[[TransferDone], None] | None = None  # and of their orders of transfers
         self._kind = ""  # of the failure
         self._lock = threading.Condition()  # guards the fields below, and the workers
         self._failed = threading.Event()
@@ -264,9 +268,13 @@ class RankGroup:
         sized = [worker.sized for worker in self._workers if worker.sized is not None]
         pages = min([config.pages, *(one.pages for one in sized)])
         agreed = msgspec.structs.replace(config, pages=pages)
-        if (hybrid := config.hybrid) is not msgspec.UNSET and hybrid.window_pages:
-            fewer = max(1, hybrid.window_pages * pages // config.pages)
-            agreed = msgspec.structs.replace(agreed, hybrid=msgspec.structs.replace(hybrid, window_pages=fewer))
+        if (hybrid := config.hybrid) is not msgspec.UNSET and pages < config.pages:
+            windows = max(1, hybrid.window_pages * pages // config.pages) if hybrid.window_pages else 0
+            slots = max(1 + config.states_per_row, hybrid.state_slots * pages // config.pages)
+            fewer = msgspec.structs.replace(
+                hybrid, window_pages=windows, state_slots=slots if hybrid.state_slots else 0
+            )
+            agreed = msgspec.structs.replace(agreed, hybrid=fewer)
         for worker in self._workers:
             self._send(worker, Start(agreed))
         return agreed
@@ -299,7 +307,10 @@ class RankGroup:
                 worker.launched.append(order.plan.batch_id)
             self._send(worker, sealed)
 
-    def tell(self, message: Mask | Sample | Collect | LackAdapter | ForgetAdapter | Moving) -> None:
+    def tell(
+        self,
+        message: Mask | Sample | Collect | LackAdapter | ForgetAdapter | Moving | TransferOrder | CloseTransfers,
+    ) -> None:
         """Send a message to every worker."""
         for worker in self._workers:
             self._send(worker, message)
@@ -515,6 +526,8 @@ class RankGroup:
             self._compare(worker, batch_id, ours, theirs)
         if isinstance(message, Moved) and self.on_moved is not None:
             self.on_moved(MoveEnd(message.number, message.pages_done, message.error))
+        if isinstance(message, TransferDone) and self.on_transferred is not None:
+            self.on_transferred(message)
         if isinstance(message, Failed):
             log.debug("%s\n%s", worker.described(), message.trace)
             if message.kind == "collective":

@@ -49,6 +49,7 @@ from lockstep.runtime.rank_wire import (
     AdapterUpdate,
     Channel,
     Chosen,
+    CloseTransfers,
     Collect,
     Collected,
     CommandDone,
@@ -57,12 +58,15 @@ from lockstep.runtime.rank_wire import (
     Doing,
     Failed,
     FailureKind,
+    FetchPages,
     ForgetAdapter,
     LackAdapter,
     Launch,
     Mask,
     Moved,
     Moving,
+    OpenSender,
+    OpenStaging,
     PlaceAdapter,
     PlanChain,
     Prepare,
@@ -70,6 +74,7 @@ from lockstep.runtime.rank_wire import (
     Ready,
     Sample,
     Sized,
+    StagePages,
     Start,
     StopWorker,
     Switch,
@@ -79,6 +84,8 @@ from lockstep.runtime.rank_wire import (
     in_turn,
 )
 from lockstep.runtime.tiers.mover import HostMover
+from lockstep.runtime.transfer.follow import TransferOrders
+from lockstep.runtime.transfer.rank import RankPages
 
 Int32s = NDArray[np.int32]
 T = TypeVar("T")
@@ -193,8 +200,18 @@ class LeadRank:
 class Follower:
     """Carries out rank 0's messages with the executor of this rank."""
 
-    def __init__(self, executor: Executor, orders: Orders, live: LiveModel, mover: HostMover | None = None) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        orders: Orders,
+        live: LiveModel,
+        mover: HostMover | None = None,
+        transfers: RankPages | None = None,
+    ) -> None:
         self.mover = mover
+        self.transfers: TransferOrders | None = None
+        if transfers is not None:
+            self.transfers = TransferOrders(transfers, live.model.parallel.rank, orders.channel.send, orders.fail)
         self.executor, self.orders, self.live, self.chain = executor, orders, live, PlanChain()
         self.host_adapters = HostAdapterCache(live.model)
         self._adapters = ThreadPoolExecutor(1, "lockstep-adapters")  # so that plans do not wait for a disk
@@ -218,6 +235,10 @@ class Follower:
                     self._adapters.submit(self._adapter, about)
                 case Moving(move) if self.mover is not None:
                     self.mover.begin(move, self._moved)
+                case OpenStaging() | OpenSender() | StagePages() | FetchPages() | CloseTransfers() as order if (
+                    self.transfers is not None
+                ):
+                    self.transfers.begin(order)
                 case StopWorker():
                     if self.mover is not None:
                         self.mover.close()
@@ -288,7 +309,7 @@ def follow(orders: Orders) -> None:
     assembled = assemble(setup.settings, device, HostClock(), LeadRank(orders, collectives))
     send(Ready())
     live = LiveModel(assembled.model, assembled.executor, assembled.mover)
-    Follower(assembled.executor, orders, live, assembled.mover).run()
+    Follower(assembled.executor, orders, live, assembled.mover, assembled.transfers).run()
 
 
 def main(arguments: Sequence[str]) -> None:

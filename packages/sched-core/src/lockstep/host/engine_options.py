@@ -26,6 +26,9 @@ GraphMode = Literal["auto", "on", "off", "eager"]
 """auto: graphs where they can run; on: graphs, or an error with the reason; eager: the same padding without capture, to
 find faults."""
 
+TransferTransport = Literal["shm", "tcp", "nixl"]
+"""shm: memory that engines of one machine share; tcp: to any machine; nixl: UCX and RDMA, by an optional package."""
+
 BATCH_TIMEOUT_S = 300.0  # the first batch may compile kernels
 
 
@@ -56,6 +59,20 @@ class RankOptions(ModelOptions, frozen=True, kw_only=True, forbid_unknown_fields
         Option(
             "Pages of layers with sliding windows, as a share of those of the full layers.",
             default="windows use the pages of all layers",
+        ),
+    ] = None
+    mamba_full_memory_ratio: Annotated[
+        float, Option("Bytes of the states of layers that keep one, as a multiple of the bytes of KV.")
+    ] = 0.9
+    mamba_track_interval: Annotated[
+        int, Option("Tokens between two checkpoints of a state, from which cached prefixes continue.", metavar="TOKENS")
+    ] = 256
+    max_mamba_cache_size: Annotated[
+        int | None,
+        Option(
+            "Slots of states, for running requests and checkpoints.",
+            metavar="SLOTS",
+            default="by the ratio, and with `pages` one or more for each running request",
         ),
     ] = None
     mem_fraction: Annotated[float, Option("Share of a GPU's memory that the engine may use, weights included.")] = 0.9
@@ -92,6 +109,14 @@ class RankOptions(ModelOptions, frozen=True, kw_only=True, forbid_unknown_fields
         "timeout"
     )
     prefetch_tokens_min: Annotated[int, Option("Shorter prefixes are not read from storage.")] = 256
+
+    # KV between prefill and decode engines: docs/distributed.md
+    transfer_transport: Annotated[
+        TransferTransport, Option("With prefill and decode engines: shm (one machine), tcp, nixl (optional package).")
+    ] = "shm"
+    transfer_checksums: Annotated[
+        bool, Option("With prefill and decode engines: compare checksums of all KV that arrives.")
+    ] = False
 
 
 class EngineOptions(RankOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):

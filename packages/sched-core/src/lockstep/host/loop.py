@@ -37,6 +37,7 @@ import numpy as np
 from lockstep.core.contract.commands import (
     BatchPlan,
     CancelPrefetch,
+    CancelTransfer,
     Command,
     CompileGrammar,
     ControlAnswered,
@@ -54,6 +55,7 @@ from lockstep.core.contract.commands import (
     RowTaken,
     SampleBatch,
     StartProfile,
+    StartTransfer,
     Step,
     StopProfile,
     StreamTokens,
@@ -88,12 +90,19 @@ from lockstep.core.journal.sinks import JournalSink
 from lockstep.core.requests.table import Request
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import AdapterLoader, AdaptersLog, KnownAdapters
-from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, Pooled, RowContext
+from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, RowContext
 from lockstep.host.cache_moves import CacheMoves, PageMover, name_adapter
 from lockstep.host.clock import HostClock as HostClock
 from lockstep.host.drafts import DraftCounts
 from lockstep.host.errors import EngineStopped
+from lockstep.host.handover.results import Handover, unpacked
+from lockstep.host.handover.wire import PromptResults
 from lockstep.host.inbox import Inbox
+from lockstep.host.sinks import Kept, drop_behind_the_end, taken_from, with_logprobs
+from lockstep.host.sinks import ResultExtras as ResultExtras
+from lockstep.host.sinks import Sink as Sink
+from lockstep.host.sinks import TokenLogprobs as TokenLogprobs
+from lockstep.host.sinks import UnsentOutput as UnsentOutput
 from lockstep.host.stop_regexes import watched_field
 from lockstep.host.weights import MaintenanceAnswer, WeightLoader, WeightsLog, answer_to
 
@@ -102,49 +111,6 @@ log = logging.getLogger("lockstep.host")
 TAKEN_BYTES = 4 * 65_536  # token ids of prompts that are taken in before results of the device come first
 IDLE_S = 0.5  # longest sleep with nothing to do; any item in the inbox ends it
 NOT_PROFILED = nullcontext()
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Logprobs of consecutive output tokens of one request."""
-
-    logprobs: Float32s  # [tokens]
-    top_ids: Int32s | None = None  # [tokens, logprobs_beside of the request]
-    top_logprobs: Float32s | None = None
-
-
-class Sink(Protocol):
-    """Receiver of a request's answer. Called in the host's thread; must not block. The last call is one of the ends.
-
-    A sink that raises gets no further call, and its request is cancelled; other requests are not affected.
-    """
-
-    def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
-        """Receive output tokens from number `offset` on; numbers received before are repeats.
-
-        `logprobs` is None unless requested.
-        """
-
-    def finished(self, end: FinishRequest, extras: ResultExtras) -> None:
-        """The request finished with `end.reason`; no tokens follow."""
-
-    def rejected(self, end: RejectRequest) -> None:
-        """The request was rejected before it ran."""
-
-    def failed(self, message: str) -> None:
-        """The engine ended before the request did."""
-
-
-@dataclass(slots=True)
-class ResultExtras:
-    """Results of a request beside its tokens, in the order of the batches that computed them."""
-
-    prompt_logprobs: dict[int, float] = field(default_factory=dict)  # by position of the token, for requested ones
-    prompt_top_logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by position, likeliest first
-    hidden_states: dict[int, Float32s] = field(default_factory=dict)  # [hidden], by position
-    pooled: Pooled | None = None
-    error: str = ""  # of the batch that failed, where the request ends with reason "error"
-    weights: tuple[tuple[int, int], ...] = ()  # at the end: (first output token, version of the weights) of each span
 
 
 class TextWatch(Protocol):
@@ -158,24 +124,13 @@ class TextWatch(Protocol):
 
 
 @dataclass(slots=True)
-class UnsentOutput:
-    """The part of a request's answer that its sink has not received when the request is resumed after a restart."""
-
-    offset: int  # number of the first of these tokens
-    tokens: list[int]
-    logprobs: dict[int, tuple[float, Int32s | None, Float32s | None]]  # by output number, from `offset` on
-    end: FinishRequest | RejectRequest | None = None
-    weights: tuple[tuple[int, int], ...] = ()  # as in ResultExtras, if there is an end
-
-
-@dataclass(slots=True)
 class _OpenRequest:
     """The host's record of a request that has not ended."""
 
     event: RequestArrived
     sink: Sink
     extras: ResultExtras = field(default_factory=ResultExtras)
-    logprobs: dict[int, tuple[float, Int32s | None, Float32s | None]] = field(default_factory=dict)  # by output number
+    logprobs: dict[int, Kept] = field(default_factory=dict)  # by output number
     watch: TextWatch | None = None
 
 
@@ -245,12 +200,14 @@ class DeviceServices:
         weight_loader: changes weights and releases memory; without one such commands are refused.
         adapters: loads adapters on the device; without it a load fails.
         mover: moves KV between the device, host memory and storage; without it the engine must have no tiers.
+        handover: transfers of requests between prefill and decode engines; without it the engine must be mixed.
     """
 
     profiler: Profiler | None = None
     weight_loader: WeightLoader | None = None
     adapters: AdapterLoader | None = None
     mover: PageMover | None = None
+    handover: Handover | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +279,7 @@ class RuntimeHost:
         self.moves = CacheMoves(device.mover, lambda make: self._inbox.put(_Fact(make)))
         tiers = engine.config.tiers
         self._stores = tiers is not msgspec.UNSET and tiers.storage
+        self.handover = device.handover
         self._wake_at_us: int | None = None
         self._nothing_new = False  # since the last LaneReady that launched nothing
         self._stop = threading.Event()
@@ -360,7 +318,7 @@ class RuntimeHost:
             opened = _OpenRequest(sample_of(event, number), sink, logprobs=remaining.logprobs)
             if remaining.tokens:
                 logprobs = (
-                    _taken_from(opened.logprobs, remaining.offset, len(remaining.tokens)) if opened.logprobs else None
+                    taken_from(opened.logprobs, remaining.offset, len(remaining.tokens)) if opened.logprobs else None
                 )
                 sink.tokens(remaining.offset, remaining.tokens, logprobs)
             request = self.engine.requests.get(request_id)
@@ -405,6 +363,10 @@ class RuntimeHost:
     def drain(self) -> Future[ControlAnswered]:
         """Reject new requests. The future is answered once all accepted requests have ended."""
         return self.ask(Drain())
+
+    def put_fact(self, make: Callable[[int], ObservedEvent]) -> None:
+        """Send a fact to the engine; `make` is called in the host's thread with its time."""
+        self._inbox.put(_Fact(make))
 
     def oldest_batch(self) -> BatchId | None:
         """Return the batch that is collected next; None if none is in flight. From any thread."""
@@ -515,7 +477,8 @@ class RuntimeHost:
                 return
 
     def _has_work(self) -> bool:
-        return bool(self.engine.requests or self._maintaining or self.moves.open)
+        handing_over = self.handover is not None and self.handover.busy
+        return bool(self.engine.requests or self._maintaining or self.moves.open or handing_over)
 
     def _may_launch(self) -> bool:
         slots = self.engine.config.overlap_depth + 1
@@ -578,6 +541,8 @@ class RuntimeHost:
         self._nothing_new = False
         if self.observe is not None:
             self.observe(event, step)
+        if self.handover is not None:
+            self.handover.decided(step)
         for command in step.commands:
             self._perform(command)
         if step.commands and self.performed is not None:
@@ -599,10 +564,17 @@ class RuntimeHost:
                     for sink in sinks:
                         sink.failed(ended)
                     return
+                if self.handover is not None:
+                    self.handover.arriving(event)
                 refused = self._refusal(event)
                 if refused is None:
                     self._fold(name_adapter(event, self.adapters_log) if self._stores else event)
+                    if self.handover is not None:
+                        ids = range(event.request_id, event.request_id + len(sinks))
+                        self.handover.arrived(event, [one for one in ids if one in self.engine.transfers.all])
                     return
+                if self.handover is not None:
+                    self.handover.arrived(event, [])
                 for number in range(len(sinks)):
                     self._reject(RejectRequest(event.request_id + number, *refused))
                 if self.performed is not None:
@@ -648,6 +620,8 @@ class RuntimeHost:
                 if (request := self._open.get(request_id)) is not None:
                     request.extras.error = result.error
             self._fold(BatchFinished(now_us, plan.batch_id, generation=plan.generation, error=result.error))
+            if self.handover is not None:
+                self.handover.collected(result)
             return
         text_stops, text_held = self._watch(result)
         self._keep(result)
@@ -675,10 +649,36 @@ class RuntimeHost:
                 else result.top_logprobs.astype("<f4", copy=False).tobytes(),
             )
         )
+        if self.handover is not None:
+            self.handover.collected(result)
 
         forced = tuple([one for one in forced if one[0] in self.engine.requests])
         if forced:
             self._fold(TokensForced(now_us, plan.generation, forced))
+
+    def extras_of(self, request_id: RequestId) -> ResultExtras | None:
+        """Return the results of an open request so far. Only for the host's thread."""
+        opened = self._open.get(request_id)
+        return None if opened is None else opened.extras
+
+    def take_first_token(self, request_id: RequestId, token: int, results: PromptResults) -> tuple[bool, bool]:
+        """Add a token and results of a prompt that another engine computed, before the engine steps them.
+
+        Only for the host's thread.
+
+        Returns: whether the token's text contains a stop text, and whether it may begin one.
+        """
+        opened = self._open.get(request_id)
+        if opened is None:
+            return False, False
+        kept = unpacked(results, opened.extras)
+        if kept is not None:
+            opened.logprobs[0] = kept
+        if self._watch_text is None or not watched_field(opened.event):
+            return False, False
+        opened.watch = self._watch_text(opened.event)
+        stopped, held = opened.watch.push(0, token)
+        return stopped, bool(held)
 
     def _forced(self, result: BatchResult) -> tuple[tuple[RequestId, int, bytes], ...]:
         """Return the tokens that grammars force after a result: request id, output number, int32 ids.
@@ -750,7 +750,7 @@ class RuntimeHost:
             if (
                 request is not None
                 and int(plan.request_ids[number]) in self.engine.requests
-                and _with_logprobs(request.event)
+                and with_logprobs(request.event)
             ):
                 first = int(positions[i]) - self._prompt_tokens(plan, number)
                 most = request.event.sampling.logprobs_beside if request.event.sampling is not None else 0
@@ -775,7 +775,7 @@ class RuntimeHost:
                 self._stream(command)
             case FinishRequest(request_id):
                 if (request := self._taken_out(request_id)) is not None:
-                    _drop_behind_the_end(request.extras, command)
+                    drop_behind_the_end(request.extras, command)
                     request.extras.weights = self.weights.of(request_id)
                     try:
                         request.sink.finished(command, request.extras)
@@ -799,6 +799,8 @@ class RuntimeHost:
                 self._maintain(command)
             case CopyToHost() | LoadFromHost() | PrefetchFromStorage() | WriteToStorage() | CancelPrefetch():
                 self.moves.begin(command)
+            case StartTransfer() | CancelTransfer() if self.handover is not None:
+                self.handover.perform(command)
             case StartProfile() if self._profiler is not None:
                 self._profiler.start()
             case StopProfile() if self._profiler is not None:
@@ -893,7 +895,7 @@ class RuntimeHost:
             if (request := find(request_id)) is not None:
                 kept = request.logprobs
                 try:
-                    request.sink.tokens(offset, tokens[first:stop], _taken_from(kept, offset, count) if kept else None)
+                    request.sink.tokens(offset, tokens[first:stop], taken_from(kept, offset, count) if kept else None)
                 except Exception:
                     log.exception("the sink of r%d failed: the request is cancelled", request_id)
                     self._taken_out(request_id)
@@ -951,30 +953,3 @@ def sampled_spans(engine: Engine, plan: BatchPlan, accepted: Int32s | None) -> t
         return positions, engine.in_flight[0].least if accepted is None else accepted
     counts = plan.stops[rows] - plan.starts[rows] if plan.steps > 1 else np.ones(len(rows), np.int32)
     return plan.stops[rows] - counts + np.int32(1), counts
-
-
-def _drop_behind_the_end(extras: ResultExtras, end: FinishRequest) -> None:
-    """Drop positions that several decodes in one launch computed after a request's last token."""
-    stop = end.prompt_tokens + max(end.output_tokens - 1, 0)  # the last token is never computed
-    for position in [position for position in extras.hidden_states if position >= stop]:
-        del extras.hidden_states[position]
-
-
-def _with_logprobs(event: RequestArrived) -> bool:
-    """Whether a request requires logprobs of its output."""
-    return event.logprob_start is not None or (event.sampling is not None and event.sampling.logprobs_beside > 0)
-
-
-def _taken_from(
-    kept: dict[int, tuple[float, Int32s | None, Float32s | None]], offset: int, count: int
-) -> TokenLogprobs | None:
-    """Remove and return the logprobs of output tokens [offset:offset + count); None unless all are there."""
-    if not all(number in kept for number in range(offset, offset + count)):
-        return None
-    entries = [kept.pop(number) for number in range(offset, offset + count)]
-    logprobs = np.array([logprob for logprob, _, _ in entries], np.float32)
-    ids = [ids for _, ids, _ in entries if ids is not None]
-    tops = [tops for _, _, tops in entries if tops is not None]
-    if len(ids) < count:
-        return TokenLogprobs(logprobs)
-    return TokenLogprobs(logprobs, np.stack(ids), np.stack(tops))

@@ -277,6 +277,15 @@ class Metrics:
             yield forced
         if gauges.tiers is not None:
             yield from self._tiers(values, gauges.tiers)
+        if (received := gauges.transfers) is not None:
+            text = "Transfers of KV from prefill engines that ended."
+            ended = CounterMetricFamily("lockstep_transfers", text, labels=("model_name", "engine", "outcome"))
+            ended.add_metric((*values, "done"), received.done)
+            ended.add_metric((*values, "failed"), received.failed)
+            text = "Pages of KV that prefill engines sent."
+            moved = CounterMetricFamily("lockstep_transferred_pages", text, labels=("model_name", "engine"))
+            moved.add_metric(values, received.pages)
+            yield from (ended, moved)
         if gauges.drift:
             yield from self._drift(engine, gauges.drift)
 

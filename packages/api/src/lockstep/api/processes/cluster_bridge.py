@@ -50,6 +50,7 @@ class ClusterBridge:
         folder: folder of the server's sockets.
         tenants_apart: whether tenants share no prefixes.
         admission: settings of the waiting queue of the router; None: requests do not wait there.
+        hands_over: whether there are prefill and decode engines.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class ClusterBridge:
         *,
         tenants_apart: bool = False,
         admission: DispatchConfig | None = None,
+        hands_over: bool = False,
     ) -> None:
         self.worker = worker
         self.welcome: Callable[[EngineInfo], object] | None = None  # called when all engines can take requests
@@ -69,6 +71,7 @@ class ClusterBridge:
         for one in self.engines:
             one.on_change, one.over = self._engine_changed, self._over
         self._router, self._tenants_apart, self._admission = router, tenants_apart, admission
+        self._hands_over = hands_over
         self._unrouted: dict[int, Ticket] = {}  # by number of their offer
         self._numbers: dict[Ticket, int] = {}  # number of the offer of every open ticket
         # by number of the offer: timer that ends the ticket at its deadline
@@ -283,6 +286,9 @@ class ClusterBridge:
             prefix = prefix_keys(ids, self._router.block_tokens, space)
         key = session_key(ticket.session) if ticket.session else ""
         offer = Offer(self.worker, number, ticket.waiting_tokens, prefix, key)
+        if self._hands_over:
+            output, samples = request.max_new_tokens > 0, len(ticket.replies)
+            offer = msgspec.structs.replace(offer, output=output, samples=samples)
         if self._admission is not None:
             label = label_key(request.label, request.tenant)
             offer = msgspec.structs.replace(offer, tenant=request.tenant, label=label, priority=request.priority)
@@ -335,6 +341,9 @@ class ClusterBridge:
             else:
                 ticket.failed(one.gone)
             return
+        if message.room >= 0:
+            request = msgspec.structs.replace(ticket.submit.request, transfer_room=message.room)
+            ticket.submit = msgspec.structs.replace(ticket.submit, request=request, prefill=message.prefill)
         try:
             one.take_on(ticket)
         except EngineUnavailable as error:

@@ -49,6 +49,7 @@ from lockstep.api.processes.wire import (
     LeaveGroup,
     LoadLora,
     ProfileRequest,
+    PromptOver,
     ReadWeights,
     SampleEnded,
     Settled,
@@ -69,6 +70,8 @@ from lockstep.core.contract.samples import sample_count
 from lockstep.core.journal.records import JournalError
 from lockstep.core.journal.replay import Divergence
 from lockstep.host.errors import EngineStopped
+from lockstep.host.handover.decode import DecodeSide
+from lockstep.host.handover.prefill import PrefillSide
 from lockstep.host.loop import Sink
 from lockstep.host.router_journal import session_key
 
@@ -134,6 +137,8 @@ class EngineProcess:
         )
         self.outbox.restarts, self.outbox.drafts = generation, self.host.drafts
         self.outbox.moves = self.host.moves
+        if isinstance(unit.handover, DecodeSide):
+            self.outbox.transfers = unit.handover.counts
         self.host.observe = both(self.host.observe, self.outbox.times.observe)
         # kept open, since a closed socket lingers for half a second only
         self._to_router: zmq.Socket[bytes] | None = None
@@ -200,6 +205,10 @@ class EngineProcess:
         )
         self._to_router = writer(self._context, router_address(self._folder.parent))
         self._to_router.send(encode(here))
+        if isinstance(self.unit.handover, PrefillSide):
+            # used under the lock of the side only, so by one thread at a time
+            reports = writer(self._context, router_address(self._folder.parent))
+            self.unit.handover.ended = lambda room: reports.send(encode(PromptOver(room)))
 
     # ------------------------------------------------------------------------------------- one handler for each message
 
@@ -269,6 +278,9 @@ class EngineProcess:
 
         if first_id is None:
             left[0] = samples
+            if message.prefill >= 0 and request.transfer_room is not None:
+                assert isinstance(self.unit.handover, DecodeSide)
+                self.unit.handover.route(request.transfer_room, message.prefill)
             if request.grammar is not None and self._was_dropped(request.grammar):
                 self._compile_first(request.grammar, send)
                 return
@@ -447,7 +459,7 @@ def main(folder: Path, generation: int, before: PriorState, alive: Callable[[], 
     Args:
         number: number of the engine among several.
     """
-    several = children.read_settings(folder).dp > 1
+    several = children.read_settings(folder).engines > 1
     name, suffix = (f"engine {number}", f".{generation}") if several else ("engine", f" {generation}")
     settings = children.begin(folder, name + suffix * (generation > 0))
     # SIGTERM may be sent to all processes of a service. It is ignored here, since the engine ends after the workers, on

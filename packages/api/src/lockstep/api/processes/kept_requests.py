@@ -142,7 +142,7 @@ class KeptRequests:
 
 def awaited_workers(settings: ServeSettings, folder: Path, generation: int) -> tuple[int, ...]:
     """Return the workers of a starting server that may continue answers of the server before it."""
-    if generation or settings.dp > 1 or settings.journal is None or not settings.kept_answers:
+    if generation or settings.engines > 1 or settings.journal is None or not settings.kept_answers:
         return ()
     kept = settings.answers_folder(folder) / "kept"
     return tuple(range(settings.api_workers)) if any(kept.glob("*/*.open")) else ()

@@ -41,6 +41,7 @@ import zmq
 from lockstep.api.observability.metrics_folder import FOLDER as METRICS_FOLDER
 from lockstep.api.processes import children
 from lockstep.api.processes.engine_messages import Alive, Began, EngineExited, KillEngine
+from lockstep.api.processes.pair_routing import PairRouting
 from lockstep.api.processes.routing import RouterService, RouterThread
 from lockstep.api.processes.sockets import engine_folder, fresh_folder, router_address, writer
 from lockstep.api.processes.supervisor import (
@@ -52,7 +53,16 @@ from lockstep.api.processes.supervisor import (
     end_orphan,
     status_text,
 )
-from lockstep.api.processes.wire import EngineLost, StopEngine, StopRouter, ToRouter, WorkerGone, WorkerLost, encode
+from lockstep.api.processes.wire import (
+    EngineLost,
+    Routed,
+    StopEngine,
+    StopRouter,
+    ToRouter,
+    WorkerGone,
+    WorkerLost,
+    encode,
+)
 from lockstep.api.settings import ServeSettings
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.inbox import Inbox
@@ -106,13 +116,13 @@ class Launcher:
         self._listener = listen(settings.host, settings.port)
         self._admin = None if settings.admin_socket is None else listen_unix(Path(settings.admin_socket))
         self.folder = fresh_folder()
-        self.engines = [self._supervisor(number) for number in range(settings.dp)]
+        self.engines = [self._supervisor(number) for number in range(settings.engines)]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router: RouterThread | None = None
         self._to_router: zmq.Socket[bytes] | None = None
 
     def _supervisor(self, number: int) -> Supervisor:
-        folder = engine_folder(self.folder, number, self.settings.dp)
+        folder = engine_folder(self.folder, number, self.settings.engines)
         folder.mkdir(mode=0o700, exist_ok=True)
         return Supervisor(
             number,
@@ -226,7 +236,9 @@ class Launcher:
         self._send_to_router(EngineLost(engine.number, coming if goes_on else None))
         if goes_on:
             return None
-        if not first and not all(one.gone for one in self.engines):
+        role = self.settings.role_of(engine.number)
+        alike = [one for one in self.engines if self.settings.role_of(one.number) == role]
+        if not first and not all(one.gone for one in alike):
             log.error("%s is not restarted, the other engines continue: %s", engine.name, engine.gone)
             return None
         time.sleep(0.2)  # so that workers receive EngineGone before SIGTERM
@@ -265,11 +277,17 @@ class Launcher:
             run.mkdir(mode=0o700, parents=True, exist_ok=True)
         config, admission = settings.router_config(), settings.admission_config()
 
+        def make(answer: Callable[[Routed], object]) -> RouterService | PairRouting:
+            if settings.hands_over:
+                sizes = (settings.prefill_engines, settings.decode_engines)
+                return PairRouting(*sizes, config, answer, run=run, bytes_max=settings.journal_bytes)
+            return RouterService(
+                settings.dp, config, answer, run=run, bytes_max=settings.journal_bytes, admission=admission
+            )
+
         self._router = RouterThread(
             self.folder,
-            lambda answer: RouterService(
-                settings.dp, config, answer, run=run, bytes_max=settings.journal_bytes, admission=admission
-            ),
+            make,
             lambda error: self._events.put(RouterFailed(error)),
         )
         self._to_router = writer(self._context, router_address(self.folder))

@@ -7,7 +7,7 @@ from the same event, packs the records into messages and passes these to the soc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +27,7 @@ from lockstep.api.processes.wire import (
     StepAnswers,
     TierFigures,
     ToWorker,
+    TransferFigures,
     encode,
 )
 from lockstep.core.contract.commands import FinishRequest, RejectRequest
@@ -35,6 +36,7 @@ from lockstep.host.adapters import KnownAdapters
 from lockstep.host.batches import Float32s
 from lockstep.host.cache_moves import CacheMoves
 from lockstep.host.drafts import DraftCounts
+from lockstep.host.handover.decode import TransferCounts
 from lockstep.host.loop import ResultExtras, TokenLogprobs
 
 GAUGES_EVERY_US = 250_000
@@ -123,6 +125,7 @@ class Outbox:
         self.newest: Gauges | None = None  # the gauges sent last
         self._host, self._adapters = host, 0
         self.restarts = 0  # engine generations before this one
+        self.transfers: TransferCounts | None = None  # of a decode engine
         self.drafts = DraftCounts()  # counted by the host as it runs
         self.moves: CacheMoves | None = None  # of the host, with their counts
 
@@ -189,6 +192,7 @@ class Outbox:
             drafts=self._draft_figures(),
             forced_tokens=self.drafts.forced if engine.config.jumps else None,
             tiers=self._tier_figures(),
+            transfers=self._transfer_figures(),
         )
         return self.newest
 
@@ -198,6 +202,10 @@ class Outbox:
             return None
         found = self.drafts
         return DraftFigures(found.verifications, found.drafts, found.right, tuple(found.right_by_position))
+
+    def _transfer_figures(self) -> TransferFigures | None:
+        """Return the totals of transfers that were received; None if the engine receives none."""
+        return None if self.transfers is None else TransferFigures(*astuple(self.transfers))
 
     def _tier_figures(self) -> TierFigures | None:
         """Return the totals of moves between the tiers; None if the engine has none below the device."""

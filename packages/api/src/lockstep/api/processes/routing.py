@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -373,6 +373,16 @@ HANDLERS: dict[type[RouterMessage], Callable[[RouterService, Any], None]] = {
 }
 
 
+class Service(Protocol):
+    """A router with its messages: `RouterService`, or `PairRouting`."""
+
+    def handle(self, message: RouterMessage) -> None:
+        """Handle a message."""
+
+    def close(self) -> None:
+        """Close the journal."""
+
+
 class RouterThread:
     """The thread of the router, which handles messages until StopRouter.
 
@@ -382,7 +392,7 @@ class RouterThread:
         failed: called with the exception if the thread ends with one.
     """
 
-    def __init__(self, folder: Path, make: Callable[[Callable[[Routed], object]], RouterService], failed: Any) -> None:
+    def __init__(self, folder: Path, make: Callable[[Callable[[Routed], object]], Service], failed: Any) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._mailbox = reader(self._context, router_address(folder))
         self._writers = Writers(self._context, folder)

@@ -93,7 +93,7 @@ class Supervisor:
     ) -> None:
         self.number, self.folder, self.settings = number, folder, settings
         self._start, self._on_report, self._workers = start, on_report, workers
-        self.name = "the engine" if settings.dp == 1 else f"engine {number}"
+        self.name = "the engine" if settings.engines == 1 else f"engine {number}"
         self.current: EngineGeneration | None = None
         self.gone = ""  # why the engine was given up; empty while it is not
         self.next_generation = 0
@@ -137,7 +137,7 @@ class Supervisor:
             self._blocked, self._served_s = "", time.monotonic()
             if current.generation:
                 gone_s = time.monotonic() - self._down_s
-                several = self.settings.dp > 1
+                several = self.settings.engines > 1
                 shown = f"{self.name}, generation {current.generation}," if several else f"engine {current.generation}"
                 log.warning("%s serves %.3f s after the end of the previous generation", shown, gone_s)
 

@@ -79,6 +79,7 @@ class Submit(ToEngine, frozen=True):
     again: bool = False
     have: tuple[int, ...] = ()
     kept: bool = False  # the request outlives its worker, and another worker may take it over by its origin
+    prefill: int = -1  # engine that computes the prompt; -1: the engine itself
 
 
 class Settled(ToEngine, frozen=True):
@@ -222,6 +223,8 @@ class Offer(ToRouter, frozen=True):
     tenant: str = ""  # of the request, for the waiting queue of the router
     label: str = ""  # name for cancellation, hashed with the tenant
     priority: int | None = None  # among the requests of the tenant
+    output: bool = True  # whether the request has output, which a decode engine computes
+    samples: int = 1
 
 
 class OfferClosed(ToRouter, frozen=True):
@@ -274,12 +277,27 @@ class WorkerLost(ToRouter, frozen=True):
     worker: int
 
 
+class PromptOver(ToRouter, frozen=True):
+    """From a prefill engine: its part of the request in this room has ended."""
+
+    room: int
+
+
 class StopRouter(ToRouter, frozen=True):
     """From the launcher: end the thread of the router."""
 
 
 RouterMessage = (
-    Offer | OfferClosed | Withdraw | SessionOver | Drained | EngineHere | EngineLost | WorkerLost | StopRouter
+    Offer
+    | OfferClosed
+    | Withdraw
+    | SessionOver
+    | Drained
+    | EngineHere
+    | EngineLost
+    | WorkerLost
+    | PromptOver
+    | StopRouter
 )
 
 
@@ -342,6 +360,14 @@ class TierFigures(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     store: tuple[tuple[str, int], ...] = ()  # name and value of each count of the storage; empty without storage
 
 
+class TransferFigures(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Totals of a decode engine since it started; see `lockstep.host.handover.decode.TransferCounts`."""
+
+    done: int
+    failed: int
+    pages: int
+
+
 ITERATION_TOKENS = (1, 8, *(16 * 2**power for power in range(11)))
 """Upper bounds of the buckets in which batches are counted by their tokens, as in vLLM."""
 
@@ -368,6 +394,7 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     drafts: DraftFigures | None = None  # None: the engine verifies no drafts
     forced_tokens: int | None = None  # tokens that grammars forced; None: jump-forward is off
     tiers: TierFigures | None = None  # None: the engine has no memory below the device
+    transfers: TransferFigures | None = None  # None: it receives no KV of other engines
 
 
 class ToWorker(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -474,13 +501,16 @@ class EngineGone(ToWorker, frozen=True):
 class Routed(ToWorker, frozen=True):
     """From the router: this engine takes the offer. `fresh`: the session of the offer is new to the router.
 
-    Engine -1: no engine takes it; `refused` is the cause, a reason of RejectRequest or "cancelled".
+    Engine -1: no engine takes it; `refused` is the cause, a reason of RejectRequest or "cancelled". With prefill and
+    decode engines, `prefill` computes the prompt and sends its KV to `engine` in `room`.
     """
 
     number: int
     engine: int
     fresh: bool = False
     refused: str = ""
+    prefill: int = -1
+    room: int = -1
 
 
 WorkerMessage = Welcome | StepAnswers | Answered | AdaptersKnown | EngineRestarting | EngineGone

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.attention.rules import LayerRules
 from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.from_transformers.latent import absorb, absorbs, expand, is_latent
 
 NAME = "lockstep_paged"
 """Name in transformers' registry of attention functions."""
@@ -37,6 +38,7 @@ class AttentionCall:
     kv_heads: int
     head_dim: int
     value_dim: int
+    latent: bool
     rules: LayerRules
 
 
@@ -46,12 +48,14 @@ class CurrentPass:
 
     Args:
         head_dim: of the pool; narrower heads are padded with zeros, which changes neither scores nor sums.
+        places: by number of a layer that attends: its number in the pool, which has no KV of other layers.
     """
 
     batch: ForwardBatch | None = None
     attention: AttentionBackend | None = None
     head_dim: int = 0
     calls: list[AttentionCall] | None = None
+    places: dict[int, int] = field(default_factory=dict)
 
 
 def paged_attention(
@@ -70,15 +74,23 @@ def paged_attention(
     Returns: [1, tokens, heads, value's head_dim].
     """
     current: CurrentPass = getattr(module, CURRENT)
+    latent = is_latent(module)
+    if latent:
+        scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+        if current.calls is not None and not absorbs(module, query, key, value):
+            raise ConfigError(f"layer {module.layer_idx} has latents that its attention does not multiply linearly")
+        query = absorb(module, query)
     if current.calls is not None:
         current.calls.append(_described(module, query, key, value, attention_mask, scaling, more))
-        return _by_token(query, key, value), None
+        out = _by_token(query, key, value)
+        return expand(module, out) if latent else out, None
     batch, attention = current.batch, current.attention
     assert batch is not None
     assert attention is not None
     turned, keys, values = (_padded(one[0].transpose(0, 1), current.head_dim) for one in (query, key, value))
-    out = attention.run(module.layer_idx, turned, keys, values, batch)
-    return out[None, :, :, : value.shape[-1]].contiguous(), None
+    out = attention.run(current.places[module.layer_idx], turned, keys, keys if latent else values, batch)
+    summed = out[None, :, :, : value.shape[-1]]
+    return (expand(module, summed) if latent else summed).contiguous(), None
 
 
 def _padded(states: Tensor, head_dim: int) -> Tensor:
@@ -116,7 +128,7 @@ def _described(
         cap=None if cap is None else float(cap),
         sinks=sinks,
     )
-    return AttentionCall(layer, heads, kv_heads, head_dim, value.shape[3], rules)
+    return AttentionCall(layer, heads, kv_heads, head_dim, value.shape[3], is_latent(module), rules)
 
 
 def _by_token(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.checkpoint import TensorSpec
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.from_transformers.attending import NAME, CurrentPass, register
+from lockstep.runtime.from_transformers.latent import is_latent, restore, take_latents
+from lockstep.runtime.from_transformers.mixers import take_mixers
 from lockstep.runtime.from_transformers.settings import read_library_model
 from lockstep.runtime.from_transformers.split import Plan, RankLinear, follow, replace_linear
 from lockstep.runtime.from_transformers.tensors import CheckpointNames, Held
@@ -22,6 +25,8 @@ from lockstep.runtime.lora.slots import LoraTarget
 from lockstep.runtime.models.language_model import LanguageModel
 from lockstep.runtime.models.layers import Maker
 from lockstep.runtime.quantized.activations import choose_activations
+
+log = logging.getLogger("lockstep.runtime")
 
 
 class TransformersDecoder(LanguageModel):
@@ -39,8 +44,11 @@ class TransformersDecoder(LanguageModel):
         self.names = CheckpointNames(made, held, self.parallel.rank, self.parallel.ranks)
         follow(made, plan.styles, self.parallel, self.current)
         self.base = made.base_model
+        of_width = make.device.type == "cpu"  # kernels of GPUs have no heads of this width yet
+        self.latents = tuple(take_latents(self.base)) if of_width else ()
+        self.mixers = tuple(take_mixers(self.base, self.current))
         self.head: nn.Module | None = None
-        self._decoded = _Decoded()
+        self._decoded = _Decoded(self.base)
         if found.settings.generates:
             setattr(made, made.base_model_prefix, self._decoded)
             self.head = made
@@ -57,12 +65,28 @@ class TransformersDecoder(LanguageModel):
 
         Raises: ConfigError, see `trial.try_out`.
         """
+        if self.kv_scales is not None:  # they are of keys and values, not of latents
+            restore(self.latents)
         logits = self.logits if self.settings.generates else None
-        calls = try_out(self.base, logits, self.current, self.settings, self.dtype, self.device)
+        with_states = [mixer.layer for mixer in self.mixers]
+        calls = try_out(self.base, logits, self.current, self.settings, self.dtype, self.device, with_states)
         one = calls[0]
+        self.layers, self.current.places = len(calls), {call.layer: place for place, call in enumerate(calls)}
+        if self.kv_scales is not None:
+            self.kv_scales = tuple(self.kv_scales[call.layer] for call in calls)
+        self.states = tuple(part for mixer in self.mixers for part in mixer.parts)
+        if slow := [str(mixer.layer) for mixer in self.mixers if mixer.by_token]:
+            log.warning(
+                "the library's code of %s computes a later chunk of a prompt token by token in layers %s, which is "
+                "slow: chunks as long as prompts avoid it",
+                self.settings.architecture,
+                ", ".join(slow),
+            )
+        if self.states:
+            self.uncapturable_because = "its layers keep states, whose slots graphs do not follow"
         self.heads, self.kv_heads = one.heads, one.kv_heads
         self.head_dim = self.current.head_dim = max(one.head_dim, one.value_dim)
-        self.scale = one.rules.scale
+        self.scale, self.shares_kv = one.rules.scale, one.latent
         if any(call.rules.beyond(self.scale) for call in calls):
             self.rules = tuple(call.rules for call in calls)
 
@@ -102,7 +126,10 @@ class TransformersDecoder(LanguageModel):
     def _adapted(self, slots: int, rank: int) -> Iterator[LoraTarget]:
         """Allocate adapter slots, and yield the linear layers that adapters may change."""
         modules = dict(self.base.named_modules())
+        absorbed = {id(module.kv_b_proj) for module in modules.values() if is_latent(module)}
         for name, module in modules.items():
+            if id(module) in absorbed:  # its weights are multiplied elsewhere, which adapters do not follow
+                continue
             if type(module) is nn.Linear:
                 module = RankLinear(module, "", self.parallel, self.current)
                 replace_linear(modules, name, module)
@@ -125,9 +152,17 @@ class TransformersDecoder(LanguageModel):
 class _Decoded(nn.Module):
     """Takes the place of a decoder in the library's model, and returns hidden states that were computed before."""
 
-    def __init__(self) -> None:
+    def __init__(self, replaced: nn.Module) -> None:
         super().__init__()
         self.hidden: Tensor | None = None
+        self._replaced = (replaced,)  # in a tuple, so that it is not a part of this module
+
+    def __getattr__(self, name: str) -> Any:
+        """Return attributes of the decoder that its output projection reads, such as a factor (Falcon-H1)."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._replaced[0], name)
 
     @property
     def decoder(self) -> _Decoded:
@@ -212,7 +247,8 @@ def _initialise(model: Any) -> None:
         owner = module if hasattr(module, "_init_weights") else owner
         for child in module.children():
             visit(child, owner)
-        if module._buffers or any(one.dim() < 2 for one in module.parameters(recurse=False)):
+        decoder = hasattr(module, "_init_weights")  # which may fill buffers of its layers (Falcon-H1)
+        if decoder or module._buffers or any(one.dim() < 2 for one in module.parameters(recurse=False)):
             owner._init_weights(module)
 
     with torch.no_grad():

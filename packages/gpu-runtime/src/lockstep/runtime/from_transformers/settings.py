@@ -15,13 +15,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.quantization import FIELD
+from lockstep.runtime.from_transformers.mixers import has_mixers
 from lockstep.runtime.models.config_reader import ConfigReader
 from lockstep.runtime.models.settings import ModelSettings
 
 log = logging.getLogger("lockstep.runtime")
 
 KINDS = ("full_attention", "sliding_attention")
-"""Kinds of layers that can run. A layer of another kind keeps a state, or attends to blocks."""
+"""Kinds of layers that attend, and can run."""
+OTHER_KINDS = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp")
+"""Kinds of layers in models with states that can run: with a state, with a state and attention, or with neither."""
 
 NOT_OF_THE_MODEL = frozenset(
     "architectures transformers_version torch_dtype dtype _name_or_path use_cache eos_token_id bos_token_id "
@@ -54,12 +57,16 @@ def read_library_model(config: Mapping[str, Any]) -> LibraryModel:
             "hint: code in a model's folder is not run; a newer transformers may have the model"
         )
     config_class = CONFIG_MAPPING[model_type]
-    kind = _class_of(config_class, name)
+    text = _class_of_text(config_class, name)
+    kind = text or _class_of(config_class, name)
     problems = list(refusals_of_class(config_class, kind))
     plain = {key: value for key, value in config.items() if key not in ("auto_map", FIELD)}
     made = None
     try:
-        made = config_class.from_dict(plain)
+        made = config_class.from_dict(config_class._decode_special_floats(plain))
+        if text is not None:
+            made, inner = made.get_text_config(), config.get("text_config")
+            config = {**(inner if isinstance(inner, Mapping) else {}), **config}
         problems += refusals(made)
     except Exception as error:  # the library's own checks, of many types
         if not problems:
@@ -70,7 +77,21 @@ def read_library_model(config: Mapping[str, Any]) -> LibraryModel:
         problems.append(f"`{FIELD}`: weights quantised by `{method}` are not read by this model backend")
     if problems:
         raise ConfigError("\n  ".join([f"{kind.__name__} cannot run by transformers' code here:", *problems]))
+    if text is not None:
+        log.warning("%s: only its text is served; pictures, sound and video are refused", name)
     return LibraryModel(made, kind, _settings(made, kind, config))
+
+
+def _class_of_text(config_class: Any, name: str) -> type | None:
+    """Return the library's class for the text of a model with pictures, sound or video, which reads its folder, too.
+
+    None if the model takes text only, or if the library has no such class.
+    """
+    of_text: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
+    inner = getattr(config_class, "sub_configs", None) or {}
+    if not isinstance(of_text, type) or not name.endswith("ForConditionalGeneration"):
+        return None
+    return of_text if getattr(of_text, "config_class", None) in inner.values() else None
 
 
 def _class_of(config_class: Any, name: str) -> type:
@@ -89,9 +110,9 @@ def _class_of(config_class: Any, name: str) -> type:
 
 def refusals_of_class(config_class: Any, kind: Any) -> Iterator[str]:
     """Yield why models of a class cannot run here, whatever their settings."""
-    if kind._is_stateful:
-        yield "its layers keep a state beside KV"
-    elif not kind._can_set_attn_implementation():
+    if kind._is_stateful and not has_mixers(kind):
+        yield "its layers keep a state beside KV, in another way than by the library's cache"
+    if not kind._can_set_attn_implementation():
         yield "its attention does not go through transformers' attention interface"
     if "position_ids" not in inspect.signature(MODEL_MAPPING.get(config_class, kind).forward).parameters:
         yield "its code takes no positions of tokens"
@@ -103,9 +124,10 @@ def refusals(config: Any) -> Iterator[str]:
         yield "it takes more than text: pictures, sound or video"
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         yield "its layers attend to an encoder (cross attention)"
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(KINDS))
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(KINDS + OTHER_KINDS))
     if others:
-        yield f"`layer_types` holds {', '.join(f'`{one}`' for one in others)}; only {' and '.join(KINDS)} run here"
+        strange = ", ".join(f"`{one}`" for one in others)
+        yield f"`layer_types` holds {strange}; only {', '.join(KINDS + OTHER_KINDS)} run here"
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", "") == "alibi":
         yield "its scores have biases by distance (ALiBi)"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):

@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from lockstep.core.contract.errors import ConfigError
 from lockstep.runtime.checkpoint import TensorSpec, TensorSplit
 from lockstep.runtime.from_transformers.split import ParameterPart, packed_part
 
@@ -73,6 +74,7 @@ class CheckpointNames:
         for one in self._held.values():
             rule = next((rule for rule in self._converters if _merges(rule) and _fills(rule, one.name)), None)
             if rule is None:
+                self._refuse_joined(one.name)
                 yield self._whole(one)
                 continue
             stem = one.name.removesuffix(rule.target_patterns[0])
@@ -80,6 +82,13 @@ class CheckpointNames:
                 for number, pattern in enumerate(rule.source_patterns):
                     name = stem + pattern.replace("*.", f"{expert}.").replace("\\.", ".")
                     yield self._of_expert(one, name, expert, number, len(rule.source_patterns))
+
+    def _refuse_joined(self, name: str) -> None:
+        """Raise ConfigError for a parameter whose rows checkpoints store in parts of any size, which are joined."""
+        for rule in self._converters:
+            if [type(one) for one in rule.operations] == [Concatenate] and _fills(rule, name):
+                stored = ", ".join(rule.source_patterns)
+                raise ConfigError(f"checkpoints store {name} as {stored}, which this model backend does not join")
 
     def named_as(self, stored: Collection[str], wanted: Sequence[TensorSpec]) -> list[TensorSpec]:
         """Return the specs of `specs` under the names of a source."""

@@ -11,7 +11,7 @@ requests share a batch:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,14 @@ def try_out(
     settings: ModelSettings,
     dtype: torch.dtype,
     device: torch.device,
+    with_states: Sequence[object] = (),
 ) -> list[AttentionCall]:
     """Run a model twice on a few tokens, and return the call of each layer, in order.
 
     Args:
         base: the library's model without output projection.
         logits: its output projection; None if it has none.
+        with_states: numbers of the layers that keep states, which need not attend.
     Raises: ConfigError if it cannot run on pages and flattened batches, with the reason.
     """
     for module in base.modules():
@@ -68,14 +70,21 @@ def try_out(
         current.calls = None
     numbers = [call.layer for call in calls]
     name = settings.architecture
-    if numbers != list(range(settings.layers)):
+    if with_states:
+        if not numbers or sorted(set(numbers)) != numbers or len(set(with_states)) != len(with_states):
+            kept = ", ".join(map(str, with_states))
+            raise ConfigError(
+                f"{name} cannot run by transformers' code here: layers {kept} keep states, and by the attention "
+                f"interface layers attend as {numbers}; some layer must attend, and none twice"
+            )
+    elif numbers != list(range(settings.layers)):
         lacking = sorted(set(range(settings.layers)) - set(numbers))
         what = f"layers {', '.join(map(str, lacking))} never attend" if lacking else f"layers attend as {numbers}"
         raise ConfigError(
             f"{name} cannot run by transformers' code here: by the attention interface, {what}; each of its "
             f"{settings.layers} layers must attend once"
         )
-    kinds = {(call.heads, call.kv_heads, call.head_dim, call.value_dim) for call in calls}
+    kinds = {(call.heads, call.kv_heads, call.head_dim, call.value_dim, call.latent) for call in calls}
     if len(kinds) > 1:
         raise ConfigError(f"{name} cannot run by transformers' code here: its layers have heads of {len(kinds)} kinds")
     wanted, found = first[order].float(), second.float()

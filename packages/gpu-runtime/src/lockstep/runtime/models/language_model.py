@@ -16,13 +16,15 @@ from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.lora.slots import LoraTarget
 from lockstep.runtime.models.layers import Maker
 from lockstep.runtime.models.settings import ModelSettings
+from lockstep.runtime.states.pool import StatePart
 
 
 class LanguageModel(nn.Module, ABC):
     """A causal language model of one rank.
 
-    Pool and attention backend need its `layers`, `heads` and `kv_heads` (of this rank), `head_dim`, `scale`, the
-    factor of scores before the softmax, and `rules`, the attention of each layer if it is more than that.
+    Pool and attention backend need its `layers` (those that attend), `heads` and `kv_heads` (of this rank), `head_dim`,
+    `scale`, the factor of scores before the softmax, and `rules`, the attention of each of these layers if it is more
+    than that.
     """
 
     layers: int
@@ -30,7 +32,9 @@ class LanguageModel(nn.Module, ABC):
     kv_heads: int
     head_dim: int
     scale: float
+    shares_kv: bool = False  # values are the first numbers of keys, which are stored once
     rules: tuple[LayerRules, ...] = ()  # by layer; empty: every layer attends to all positions with `scale`
+    states: tuple[StatePart, ...] = ()  # of layers that keep a state beside KV, or instead of it
     uncapturable_because: str = ""  # why its passes cannot be captured in CUDA graphs; empty: they can
     activations: str = ""  # how rows are rounded before products with fp8 weights; empty: not at all
 

@@ -107,5 +107,7 @@ def parts_of(pool: KvPool, drafter: Drafter | None = None, canary: Canary | None
 def _of_pool(name: str, pool: KvPool) -> list[tuple[str, Tensor]]:
     found = []
     for layer, (keys, values) in enumerate(zip(pool.keys, pool.values, strict=True)):
-        found += [(f"{name} keys {layer}", keys), (f"{name} values {layer}", values)]
+        found.append((f"{name} keys {layer}", keys))
+        if not pool.shared:
+            found.append((f"{name} values {layer}", values))
     return found

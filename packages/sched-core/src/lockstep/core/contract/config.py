@@ -595,8 +595,8 @@ def runtime_refusal(name: str) -> str:
         )
     if name == "hybrid":
         return (
-            "`hybrid` follows from the model: swa_full_tokens_ratio makes pages of windows, and linear attention is "
-            "simulated only\nhint: drop it, or try lockstep simulate --hybrid-memory"
+            "`hybrid` follows from the model and from options of the engine\n"
+            "hint: --swa-full-tokens-ratio, --mamba-full-memory-ratio, --mamba-track-interval"
         )
     if name in ("dp_ranks", *RANK_SETTINGS, *DELAYER_SETTINGS, *TRIGGER_SETTINGS):
         return (

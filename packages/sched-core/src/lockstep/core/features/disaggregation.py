@@ -61,9 +61,10 @@ from lockstep.core.kv.facts import Facts
 from lockstep.core.kv.radix import Match
 from lockstep.core.requests import delivery, extras
 from lockstep.core.requests.batching import ExtendPart, InFlight
-from lockstep.core.requests.budget import CLIP, CLIP_MAX_NEW_TOKENS
+from lockstep.core.requests.budget import CLIP_MAX_NEW_TOKENS
 from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.requests.retraction import importance
+from lockstep.core.requests.rules import clipped_output
 from lockstep.core.requests.table import NO_REQUEST, Adapter, Int32s, Request
 from lockstep.core.requests.validation import RequestRefused
 
@@ -701,7 +702,7 @@ class Transfers(Component):
         retractable = int(positions.sum())
         largest = 0
         if running_batch.size:
-            whole = running_batch.prompts + np.minimum(running_batch.limits - running_batch.prompts, CLIP)
+            whole = running_batch.prompts + clipped_output(running_batch.limits - running_batch.prompts)
             largest = int(whole.max()) - retractable
         left = free * page_size - max(reserved * (self._scheduler.active + coming), largest)
         cached = match.pages * page_size if match is not None else 0

@@ -20,11 +20,10 @@ from lockstep.core.kv.operations import Operations
 from lockstep.core.kv.pages import PagePool
 from lockstep.core.kv.radix import Match
 from lockstep.core.kv.radix_kinds import new_radix_cache
+from lockstep.core.requests import rules
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.requests.table import VERSION_MARK, Int32s, Request, RequestTable
-
-EVICT_AHEAD_SHARE = 256  # evict at least 1/256 of the pages at once, so that not every decode of a full cache evicts
 
 
 class Pending(NamedTuple):
@@ -110,7 +109,7 @@ class DeviceMemory:
         """Allocate pages; evict what the free list lacks from the radix cache. The caller checks `available_pages`."""
         missing = pages - self.pool.free_count
         if missing > 0 and self.radix.evictable_pages:
-            evicted = self.evict(max(missing, self.config.pages // EVICT_AHEAD_SHARE), step)
+            evicted = self.evict(rules.pages_to_evict(missing, self.config.pages), step)
             self.pool.free(evicted)
             step.decided.append(PagesEvicted(step.time_us, evicted.size, reason, self.radix.evicted_of))
         return self.pool.alloc(pages)

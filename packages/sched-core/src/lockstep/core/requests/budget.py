@@ -33,17 +33,26 @@ from numpy.typing import NDArray
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import DeferReason
+from lockstep.core.requests import rules
+from lockstep.core.requests.rules import (
+    BUDGET_SPENT,
+    CONTINUE,
+    NEW_TOKEN_RATIO_DECAY_STEPS,
+    NEW_TOKEN_RATIO_INIT,
+    NEW_TOKEN_RATIO_MIN_FACTOR,
+    NO_LIMIT,
+    NO_TOKENS,
+    RESERVES,
+)
+from lockstep.core.requests.rules import CLIP_MAX_NEW_TOKENS as CLIP_MAX_NEW_TOKENS
+from lockstep.core.requests.rules import aligned as aligned
+from lockstep.core.requests.rules import ceil_to as ceil_to
 from lockstep.core.requests.table import ONE, Int32s, Request, RunningBatch
 
-NEW_TOKEN_RATIO_INIT = 0.7  # SGLang: SGLANG_INIT_NEW_TOKEN_RATIO
-NEW_TOKEN_RATIO_MIN_FACTOR = 0.14  # the floor, as a share of the initial ratio
-NEW_TOKEN_RATIO_DECAY_STEPS = 600  # decode launches from the initial ratio to the floor
-RETRACT_DECODE_STEPS = 20  # decode steps for which the ratio set by a retraction leaves room
-CLIP_MAX_NEW_TOKENS = 4096  # a longer output is reserved as this many tokens
-CLIP: Int32s = np.array(CLIP_MAX_NEW_TOKENS, np.int32)  # CLIP_MAX_NEW_TOKENS as an operand for columns
 IGNORE_EOS_RESERVE_TOKENS = 1  # tokens per running request that must stay free at every moment
 
 Verdict = Literal["continue", "no_tokens", "budget_spent"]
+VERDICTS: dict[int, Verdict] = {CONTINUE: "continue", NO_TOKENS: "no_tokens", BUDGET_SPENT: "budget_spent"}
 
 
 class Deferral(NamedTuple):
@@ -68,7 +77,7 @@ class NewTokenRatio:
 
     def decoded(self) -> None:
         """Lower the ratio by one step: a decode was launched without a retraction."""
-        self.value = max(self.value - self.decay, self.floor)
+        self.value = rules.ratio_after_decode(self.value, self.decay, self.floor)
 
     def retracted(self, outputs: int, max_new_tokens: int, survivors: int) -> None:
         """Set the ratio after a retraction to the share that the survivors used, plus RETRACT_DECODE_STEPS steps each.
@@ -78,8 +87,7 @@ class NewTokenRatio:
             max_new_tokens: the limit of output tokens of all survivors together.
             survivors: the number of running requests that were not retracted.
         """
-        used = outputs + RETRACT_DECODE_STEPS * survivors
-        self.value = min(1.0, used / (max_new_tokens + 1))
+        self.value = rules.ratio_after_retraction(outputs, max_new_tokens, survivors)
 
     def idle(self) -> None:
         """Reset the ratio to its initial value: no request runs."""
@@ -93,9 +101,9 @@ def reserve_by_ratio(remaining: NDArray[np.int32], ignores_eos: NDArray[np.int32
         remaining: int32 [n], output tokens up to the limit of each.
         ignores_eos: int32 [n], 1 for a request that ignores end tokens and so runs to its limit, else 0.
     """
-    clipped = np.minimum(remaining, CLIP)
+    clipped = rules.clipped_output(remaining)
     certain = int(clipped.dot(ignores_eos))  # 32 bits suffice for half a million rows of 4,096 tokens
-    return certain + int((int(np.add.reduce(clipped)) - certain) * ratio)
+    return rules.reserved_by_ratio(certain, int(np.add.reduce(clipped)) - certain, ratio)
 
 
 def lasts(left: NDArray[np.float64], held: NDArray[np.int32], free: int) -> bool:
@@ -151,6 +159,7 @@ class PrefillBudget:
         "newcomers",
         "page_size",
         "policy",
+        "reserve",
         "set_aside",
         "total",
         "unit",
@@ -163,6 +172,7 @@ class PrefillBudget:
         self.chunk = config.chunked_prefill_size
         self.page_size = config.page_size
         self.policy = config.reserve
+        self.reserve = RESERVES[config.reserve]
         self.align = config.split_tokens  # a prompt is split at multiples of this, in tokens
         self.unit = config.chunk_unit_tokens  # `input` and `chunk` are charged in multiples of this, in tokens
         self.beyond = config.decode_look_ahead - 1  # tokens that must fit beyond the token being computed
@@ -182,18 +192,15 @@ class PrefillBudget:
         if self.policy == "ratio":  # under the other policies the reserve contains the pages of decodes
             self.total -= decodes
             self.current -= decodes
-        self.input = max(self.input - decodes, self.page_size)
+        self.input = rules.beside_decodes(self.input, decodes, self.page_size)
         if self.chunk is not None:
-            self.chunk = max(self.chunk - decodes, self.page_size)
+            self.chunk = rules.beside_decodes(self.chunk, decodes, self.page_size)
         self.set_aside = set_aside
 
     def verdict(self) -> Verdict:
         """Return whether another candidate may be considered at all."""
-        if self.total <= 0 or self.current <= 0:
-            return "no_tokens"
-        if self.input <= 0 or (self.chunk is not None and self.chunk <= 0):
-            return "budget_spent"
-        return "continue"
+        chunk = NO_LIMIT if self.chunk is None else self.chunk
+        return VERDICTS[rules.verdict(self.total, self.current, self.input, chunk)]
 
     def regain(self, tokens: int, unreserved: int, set_aside: int) -> None:
         """Add the tokens of preempted requests to the budget.
@@ -221,12 +228,8 @@ class PrefillBudget:
 
     def charge(self, new_tokens: int, output_tokens: int) -> None:
         """Charge an extend of `new_tokens`, and the output behind it (0 unless the extend completes the prompt)."""
-        pages = ceil_to(new_tokens, self.page_size)
-        if self.policy != "full":  # `promise` has charged these
-            self.total -= pages
-        if output_tokens and self.policy == "ratio":
-            self.total -= self.page_size + min(output_tokens, CLIP_MAX_NEW_TOKENS)
-        self.current -= pages
+        self.total -= rules.charged_total(self.reserve, new_tokens, output_tokens, self.page_size)
+        self.current -= ceil_to(new_tokens, self.page_size)
         charged = ceil_to(new_tokens, self.unit)
         self.input -= charged
         if self.chunk is not None:
@@ -234,17 +237,11 @@ class PrefillBudget:
 
     def wanted(self, new_tokens: int, remaining_output: int) -> int:
         """Return the tokens of `total` that a candidate needs to start: its whole prompt, and output by the policy."""
-        fed_back = max(remaining_output - 1, 0)  # the last output token is never fed back
-        if self.policy == "on_demand":
-            return ceil_to(new_tokens + min(self.beyond, fed_back), self.page_size)
-        if self.policy == "full":
-            return ceil_to(new_tokens + fed_back, self.page_size)
-        return new_tokens + self.page_size + min(remaining_output, CLIP_MAX_NEW_TOKENS)
+        return rules.wanted(self.reserve, new_tokens, remaining_output, self.page_size, self.beyond)
 
     def has(self, wanted: int, locking: int) -> bool:
         """Return whether `total` covers `wanted` tokens after the candidate has locked `locking` cached tokens."""
-        left = self.total - locking
-        return wanted < left if self.policy == "ratio" else wanted <= left  # an estimate must leave a token unused
+        return rules.covers(self.reserve, self.total - locking, wanted)
 
 
 def chunk_tokens(start: int, new_tokens: int, budget: PrefillBudget, first: bool, may_split: bool) -> int:
@@ -256,20 +253,5 @@ def chunk_tokens(start: int, new_tokens: int, budget: PrefillBudget, first: bool
         first: whether the batch is still empty.
         may_split: whether no other request of the batch is split.
     """
-    whole = ceil_to(new_tokens, budget.unit)
-    if budget.chunk is None:
-        return new_tokens if first or whole <= budget.input else 0
-    limit = min(budget.chunk, budget.input)
-    if whole <= limit:
-        return new_tokens
-    return aligned(start, limit, budget.align) if may_split and limit > 0 else 0
-
-
-def aligned(start: int, limit: int, align: int) -> int:
-    """Return the most tokens from `start` on, up to `limit`, that end at a multiple of `align`; 0 if there is none."""
-    return max((start + limit) // align * align - start, 0)
-
-
-def ceil_to(tokens: int, unit: int) -> int:
-    """Return `tokens` rounded up to a multiple of `unit`."""
-    return -(-tokens // unit) * unit
+    chunk = NO_LIMIT if budget.chunk is None else budget.chunk
+    return rules.chunk_tokens(start, new_tokens, budget.input, chunk, budget.unit, budget.align, first, may_split)

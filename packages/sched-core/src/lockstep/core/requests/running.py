@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from lockstep.core.contract.commands import NO_ROWS
-from lockstep.core.requests.table import EMPTY_BATCH, ONE, Int32s, Request, RequestTable, RunningBatch
+from lockstep.core.requests import rules
+from lockstep.core.requests.table import EMPTY_BATCH, Int32s, Request, RequestTable, RunningBatch
 
 
 class RunningState:
@@ -60,7 +61,7 @@ class RunningState:
             positions: int32 [prefilled], the next position of each.
         Returns: indices into `prefilled` of requests that end with their first token and so do not join.
         """
-        ends = positions + ONE >= prefilled.limits
+        ends = rules.ends_by_length(positions, prefilled.limits)
         ending: list[int] = ends.nonzero()[0].tolist()
         if ending:
             staying = (~ends).nonzero()[0]
@@ -90,7 +91,7 @@ class RunningState:
             stops: int32 [members], the next position of each.
         Returns: indices of the members that end.
         """
-        ended = stops + ONE >= batch.limits
+        ended = rules.ends_by_length(stops, batch.limits)
         ending: list[int] = ended.nonzero()[0].tolist()
         for i in ending:
             batch.requests[i].computed = int(stops[i])

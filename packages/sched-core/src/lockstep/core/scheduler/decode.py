@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from lockstep.core.contract.commands import NO_DELTAS, NO_ROWS, BatchPlan, PageDeltas, Step
 from lockstep.core.contract.events import DecodeSkipped
 from lockstep.core.features import speculation
+from lockstep.core.requests import rules
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.delivery import step_numbers
 from lockstep.core.requests.retraction import choose_victim, goes_before, members_growing, pages_ahead
+from lockstep.core.requests.rules import BATCHINGS
 from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import EMPTY_BATCH, ONE, Int32s, Request, RunningBatch
 from lockstep.core.scheduler.state import SchedulerState
@@ -242,8 +244,8 @@ class DecodePlanner:
             return True
         if not running.batch.size:
             return False
-        return (
-            running.decode_owed
-            or (config.batching == "running_first" and self.pages_lacking(running) > 0)
-            or running.decode_launches - running.extended_at < config.prefill_decode_interval
+        lacking = self.pages_lacking(running) if config.batching == "running_first" and not running.decode_owed else 0
+        since = running.decode_launches - running.extended_at
+        return rules.decode_goes_first(
+            running.decode_owed, BATCHINGS[config.batching], lacking, since, config.prefill_decode_interval
         )

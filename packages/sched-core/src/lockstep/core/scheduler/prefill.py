@@ -14,9 +14,9 @@ from lockstep.core.contract.commands import NO_ROWS, BatchPlan, Mode, Step
 from lockstep.core.contract.events import AdmissionDeferred, PrefillCompleted, RequestAdmitted
 from lockstep.core.features import speculation
 from lockstep.core.kv.resource import ExtendShare
-from lockstep.core.requests import extras
+from lockstep.core.requests import extras, rules
 from lockstep.core.requests.batching import ExtendPart, InFlight, new_tokens_of
-from lockstep.core.requests.budget import Deferral, PrefillBudget, aligned, chunk_tokens
+from lockstep.core.requests.budget import Deferral, PrefillBudget, chunk_tokens
 from lockstep.core.requests.retraction import pages_to_come
 from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import EMPTY_BATCH, Request, RequestState, RunningBatch
@@ -173,10 +173,8 @@ class PrefillPlanner:
     def _chunk_in_full_pages(self, request: Request, budget: PrefillBudget) -> int:
         page_size, start = self._state.config.page_size, request.computed
         take = chunk_tokens(start, request.extend_stop - start, budget, first=True, may_split=True)
-        room = (
-            self._memory.available_pages - budget.set_aside
-        ) * page_size + -start % page_size  # and in its last page
-        return take if take <= room else aligned(start, room, budget.align)
+        pages = self._memory.available_pages - budget.set_aside
+        return rules.next_chunk(take, start, pages, page_size, budget.align)
 
     def would_extend(self, running: RunningState) -> bool:
         """Whether an extend could be launched now. Changes nothing."""

@@ -285,6 +285,12 @@ class LoadGenerator:
     requests_per_user: int  # sent one after another
     output_spread: float  # output lengths are uniform in [(1 - spread) N, (1 + spread) N] if their lengths are unknown
     why: str  # completes the sentence "TTFT is that of a client whose ..."
+    output_spread_tokens: int = 0  # the same in tokens, added to the share
+
+    def output_range(self, tokens: int) -> tuple[int, int]:
+        """Return the least and the most output tokens where lengths are not stated: `tokens` and the spread."""
+        spread = self.output_spread * tokens + self.output_spread_tokens
+        return round(max(tokens - spread, 0.1 * tokens)), round(tokens + spread)
 
 
 CLIENTS = {
@@ -427,8 +433,7 @@ def turns_of(point: ServingPoint, client: LoadGenerator, seed: int) -> list[Turn
     if point.lengths_known:
         least, most = math.ceil(point.lengths_from * point.output_tokens), point.output_tokens
     else:
-        least = round((1.0 - client.output_spread) * point.output_tokens)
-        most = round((1.0 + client.output_spread) * point.output_tokens)
+        least, most = client.output_range(point.output_tokens)
     outputs = rng.integers(max(2, least), most + 1, count)
     turns = []
     first_token, output_token = 0, OUTPUT_FIRST_TOKEN

@@ -17,7 +17,7 @@ from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.fast.fast_path import pays
 from lockstep.sim.fast.machine_code import is_available
 from lockstep.sim.metrics.fold import MetricsFold
-from lockstep.sim.run.fast_runs import fast_run_of, unsupported_by
+from lockstep.sim.run.fast_runs import fast_run_of, follows_answers, share_prefixes, unsupported_by
 from lockstep.sim.run.simulate import Run, collecting_seldom, stopping_on_interrupt
 
 
@@ -92,6 +92,8 @@ def unsupported_by_cluster(setup: ClusterSetup) -> str:
     """Return the first part of a cluster's setup that only the core can simulate, in a few words; empty if none."""
     scenario, turns = setup.scenario, setup.workload.turns
     beside = {
+        "closed loop": any(follows_answers(one) for one in setup.engines),
+        "prefixes at the router": scenario.router.policy == "prefix_affinity" and share_prefixes(turns),
         "engines that meet": not setup.each_alone,
         "autoscaling": scenario.scaling is not None,
         "waiting at the router": scenario.dispatch is not None,
@@ -109,6 +111,6 @@ def run_compiled(
     setup: ClusterSetup, on_finish: Callable[[int], None] | None, give_up: Callable[[Any], bool] | None, *, always: bool
 ) -> ClusterRun | None:
     """Run a cluster on the fast path. Return None if it is unavailable, unsupported, does not pay, or gave up."""
-    if not is_available() or unsupported_by_cluster(setup) or not (always or pays(len(setup.workload.turns))):
+    if unsupported_by_cluster(setup) or not (always or (is_available() and pays(len(setup.workload.turns)))):
         return None
     return FastCluster(setup, on_finish).run(give_up)

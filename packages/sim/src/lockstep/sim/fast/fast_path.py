@@ -1,48 +1,58 @@
-"""The fast path: simulation by the machine code of kernel.py, of runs with only arrivals, chunks, decodes and ends.
+"""The fast path: simulation by the machine code of kernel.py, of runs without a journal, checks and an observer.
 
     run = simulate(setup)      # uses the fast path if it can, with equal results
 
-The fast path simulates runs without a journal, a check and an observer, if it `pays` for their number of requests.
-`run.fast_runs.unsupported_by` names the part of a setup that only the core can simulate. If a request would be
-retracted, `FastRun.run` returns False, and the core simulates the run from the beginning. Each batch is one call of the
-setup's own cost model, so every cost model works.
+It is used if it `pays` for the number of requests. `run.fast_runs.unsupported_by` names the part of a setup that only
+the core can simulate. If a situation occurs that only the core can simulate, `FastRun.run` returns False, and the core
+simulates the run from the beginning. Each batch is one call of the setup's own cost model, so every cost model works.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lockstep.core.cluster.router import OUTPUT_TOKENS_FIRST_GUESS, EngineShare, RouterConfig
+from lockstep.core.contract.commands import Int64s
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.kv.device_memory import EVICT_AHEAD_SHARE
 from lockstep.core.requests.budget import NewTokenRatio
+from lockstep.core.requests.rules import BATCHINGS, NO_LIMIT, RESERVES
+from lockstep.core.scheduler.ordering import REFRESHED_REQUESTS
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel
-from lockstep.sim.fast import kernel, machine_code
+from lockstep.sim.fast import machine_code
+from lockstep.sim.fast import state as arrays_of
+from lockstep.sim.fast.loops import Loop
 from lockstep.sim.host.device import standard_normal
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.metrics.measured import MeasuredRequests, MeasuredRows
 from lockstep.sim.workload.turns import Turns
 
-# The core simulates 500 requests in 0.2 s under load, and in 2 s if each token is a batch. Loading takes 0.5 s.
-REQUESTS_MIN = 500
+# The core simulates 1,000 requests in 0.4 s under load, and in 4 s if each token is a batch. Loading takes 1 s and
+# compiling half a minute, once in an installation.
+REQUESTS_MIN = 1_000
+REQUESTS_MIN_NOT_STORED = 30_000
 FLUSH_ROWS = 4_096  # most rows of an engine's batches, gauges and messages between two flushes
 FLUSH_ROWS_ALL = 65_536  # most such rows of all engines together
 FLUSH_ROWS_MIN = 64  # fewest such rows of an engine; this limit overrides FLUSH_ROWS_ALL
 GAPS = 16  # rows for gaps between messages, per row of batches
 MODES, WORKS = ("extend", "decode", "mixed"), ("arrival", "plan", "results")  # in the order of the kernel's numbers
-RESERVES, BATCHINGS = ("ratio", "on_demand", "full"), ("prefill_first", "mixed", "running_first")
-DEFERRED = ("running_limit", "kv_budget", "prefill_budget", "pages")
+DEFERRED = ("running_limit", "rows", "kv_budget", "prefill_budget", "pages")
 _requests = 0  # requests of this process that machine code could have simulated
 
 
 def pays(requests: int) -> bool:
-    """Count the requests of one more run. Return whether the process has had REQUESTS_MIN, so that loading pays."""
+    """Count the requests of one more run. Return whether the process has had so many that machine code pays.
+
+    Fewer are enough to load it than to compile it first.
+    """
     global _requests
     _requests += requests
-    return _requests >= REQUESTS_MIN
+    if _requests < REQUESTS_MIN:
+        return False
+    return _requests >= REQUESTS_MIN_NOT_STORED or machine_code.is_stored()
 
 
 class FastEngine(NamedTuple):
@@ -60,6 +70,8 @@ class FastLoad(NamedTuple):
     turns: Turns
     seed: int  # seed of the spread of batch times
     warm_up: int  # requests with an id below this are not measured
+    answer_us: int = 0  # time from the end of an answer to its client, and from there to the engine
+    loop: Loop | None = None  # the requests, if some follow the answers of others; only for one engine
 
 
 class FastRun:
@@ -87,33 +99,52 @@ class FastRun:
         self._load = load
         self._engines = engines
         self._on_finish = on_finish
-        turns, count = load.turns, len(engines)
-        rows = min(max(one.config.max_running_requests for one in engines), len(turns))
+        turns, count, loop = load.turns, len(engines), load.loop
+        turn_of = np.arange(len(turns)) if loop is None else loop.rows  # by request
+        rows = min(max(one.config.max_running_requests for one in engines), len(turn_of))
         slots = max(one.config.launches_max for one in engines)
-        run = np.zeros(1, kernel.RUN)
-        run["priced"], run["until_question"] = 1, kernel.NONE
-        requests = np.zeros(len(turns), kernel.REQUEST)
-        requests["arrival_us"] = turns.arrival_us
-        requests["prompt_tokens"], requests["output_tokens"] = turns.prompt_tokens, turns.output_tokens
+        nodes = 2 + max(one.config.pages if one.config.radix_cache else 0 for one in engines)
+        run = np.zeros(1, arrays_of.RUN)
+        run["priced"], run["until_question"] = 1, arrays_of.NONE
+        requests = np.zeros(len(turn_of), arrays_of.REQUEST)
+        for name in ("arrival_us", "prompt_tokens", "output_tokens", "output_first_token"):
+            requests[name] = getattr(turns, name)[turn_of]
+        requests["run_start"], requests["run_stop"] = turns.run_starts[turn_of], turns.run_stops[turn_of]
+        requests["id"], requests["last_batch"], requests["cached_tokens"] = turn_of, arrays_of.NONE, -1
         for name in ("admitted_us", "first_us", "last_us", "ended_us", "itl_us_max"):
             requests[name] = -1
         flush_rows = max(min(FLUSH_ROWS, FLUSH_ROWS_ALL // count), FLUSH_ROWS_MIN)
         gap_rows = GAPS * flush_rows + rows
         self._state = np.array([_engine(one) for one in engines])
         # Without a router all requests are sent to one engine at the start, which then runs without a pause.
-        requests["next"] = np.append(np.arange(1, len(turns)), kernel.NONE)
+        requests["next"] = np.append(np.arange(1, len(turn_of)), arrays_of.NONE)
         self._state["coming"] = 0
-        run["until_us"], run["next_request"] = kernel.NEVER_US, len(turns)
-        self._arrays = kernel.Arrays(
+        run["until_us"], run["next_request"] = arrays_of.NEVER_US, len(turn_of)
+        self._turn_of = turn_of
+        thinking = np.zeros(len(turn_of) if loop is not None else 1, np.int32)
+        if loop is not None:
+            self._follow(loop, run, requests, thinking)
+        self._arrays = arrays_of.Arrays(
             run=run,
             engines=self._state,
             requests=requests,
             running_batch=np.zeros((count, rows), np.int64),
-            flights=np.zeros((count, slots), kernel.FLIGHT),
+            flights=np.zeros((count, slots), arrays_of.FLIGHT),
             samplers=np.zeros((count, slots, rows), np.int64),
             parts=np.zeros((count, slots, rows, 3), np.int64),
+            run_first_token=turns.run_first_token,
+            run_stop=_run_stops(turns),
+            nodes=np.zeros((count, nodes), arrays_of.NODE),
+            buckets=np.zeros((count, 1 << min(nodes, 4 * len(turn_of)).bit_length()), np.int32),
+            heap_ticks=np.zeros((count, nodes), np.int64),
+            heap_nodes=np.zeros((count, nodes), np.int32),
+            deferred_rows=np.zeros((count, rows * (slots + 1)), arrays_of.DEFERRED_ROW),
+            deferred_pages=np.zeros((count, rows * (slots + 1), 2), np.int64),
+            thinking=thinking,
+            sessions=np.zeros(1, np.int32) if loop is None else np.append(loop.sessions, 0).astype(np.int32),
+            scratch=np.zeros(REFRESHED_REQUESTS, np.int64),
             unseen=np.zeros((2 * rows, 2), np.int64),
-            shape=np.zeros(1, kernel.SHAPE),
+            shape=np.zeros(1, arrays_of.SHAPE),
             launches=np.zeros((count, flush_rows, 9), np.int64),
             gauges=np.zeros((count, flush_rows, 5), np.int64),
             works=np.zeros((count, 2 * flush_rows, 3), np.int64),
@@ -121,9 +152,24 @@ class FastRun:
             gap_requests=np.zeros((count, gap_rows), np.int64),
             gaps=np.zeros((count, gap_rows), np.int64),
         )
-        self._addresses = machine_code.addresses(self._arrays)
+        self._advance = machine_code.bound(self._arrays)
         # Gaps of open requests by engine: request, and length in us.
         self._open_gaps = [(np.empty(0, np.int64), np.empty(0, np.int64))] * count
+
+    def _follow(self, loop: Loop, run: Any, requests: Any, thinking: Any) -> None:
+        """Let requests follow the answers of others."""
+        run["loops"] = 2 if len(loop.sessions) else 1
+        for name in ("arrival_us", "think_us", "key", "shift", "follow", "sibling"):
+            requests[name] = getattr(loop, name)
+        requests["output_first_token"] += loop.shift
+        requests["id"] = requests["next"] = arrays_of.NONE
+        requests["next"][loop.clock[:-1]] = loop.clock[1:]
+        state = self._state
+        state["expected"], state["clock"] = loop.expected, loop.clock[0] if len(loop.clock) else arrays_of.NONE
+        state["answer_us"] = self._load.answer_us
+        first = loop.thinking[np.lexsort((loop.key[loop.thinking], loop.arrival_us[loop.thinking]))]
+        thinking[: len(first)], state["thinking"] = first, len(first)  # a sorted list is a heap
+        state["coming"] = first[0] if len(first) else state["clock"]
 
     def route(self, config: RouterConfig, shares: Sequence[EngineShare], hop_us: int, given: Sequence[int]) -> None:
         """Put a router in front of the engines; no request is sent yet.
@@ -133,18 +179,18 @@ class FastRun:
             given: engine of each request, if the policy fixes it; else empty.
         """
         run, requests = self._arrays.run, self._arrays.requests
-        self._state["coming"] = kernel.NONE
-        requests["engine"] = given if len(given) else kernel.NONE
+        self._state["coming"] = arrays_of.NONE
+        requests["engine"] = given if len(given) else arrays_of.NONE
         run["routes"], run["until_us"], run["next_request"] = 1, requests["arrival_us"][0], 0
         run["routing_rule"] = {
-            "least_requests": kernel.LEAST_REQUESTS,
-            "total_requests": kernel.LEAST_REQUESTS,  # by the router's own counts, because engines send no reports
-            "session_sticky": kernel.LEAST_REQUESTS,  # every request is the first of its session
-            "least_tokens": kernel.LEAST_TOKENS,
-            "total_tokens": kernel.LEAST_PROMPTS,
-            "prefix_affinity": kernel.BOUNDED,
-            "follow_bootstrap_room": kernel.GIVEN,
-        }.get(config.policy, kernel.IN_TURN)
+            "least_requests": arrays_of.LEAST_REQUESTS,
+            "total_requests": arrays_of.LEAST_REQUESTS,  # by the router's own counts, because engines send no reports
+            "session_sticky": arrays_of.LEAST_REQUESTS,  # every request is the first of its session
+            "least_tokens": arrays_of.LEAST_TOKENS,
+            "total_tokens": arrays_of.LEAST_PROMPTS,
+            "prefix_affinity": arrays_of.BOUNDED,
+            "follow_bootstrap_room": arrays_of.GIVEN,
+        }.get(config.policy, arrays_of.IN_TURN)
         run["load_bound"], run["load_floor"] = config.load_bound, config.load_floor
         run["first_guess"], run["hop_us"] = OUTPUT_TOKENS_FIRST_GUESS, hop_us
         self._state["weight"] = [share.weight for share in shares]
@@ -158,28 +204,28 @@ class FastRun:
                 next call, or 0 to end the run there.
         Returns: False if a situation occurred that only the core can simulate; the measurements are then incomplete.
         """
-        run, shape, advance = self._arrays.run, self._arrays.shape, machine_code.load()
+        run, shape = self._arrays.run, self._arrays.shape
         costs = [one.cost for one in self._engines]
         seed, took_us = self._load.seed, 0.0
         run["until_question"] = pause_after
         while not self.stop_requested:
-            why = advance(self._addresses.ctypes.data, took_us)
-            if why == kernel.PRICED:
+            why = self._advance(took_us)
+            if why == arrays_of.PRICED:
                 *sums, batch_id, engine = shape.tolist()[0]
                 expected = costs[engine].batch_us(BatchShape(*sums))
                 took_us = expected.mean_us
                 if expected.spread_us > 0.0:
                     took_us += expected.spread_us * standard_normal(f"{seed} engine{engine} {batch_id}")
-            elif why == kernel.FLUSH:
+            elif why == arrays_of.FLUSH:
                 self._flush(int(run["engine"][0]))
                 if self._on_finish is not None:
                     self._on_finish(int(self._state["ended"].sum()))
-            elif why == kernel.ASKED and on_pause is not None:
+            elif why == arrays_of.ASKED and on_pause is not None:
                 again = on_pause(int(run["next_request"][0]))
                 if not again:
                     break
                 run["until_question"] = again
-            elif why == kernel.LOST and not self.stop_requested:
+            elif why == arrays_of.LOST and not self.stop_requested:
                 return False
             else:
                 break
@@ -196,6 +242,21 @@ class FastRun:
         """Return the number of requests that have arrived at the router."""
         return int(self._arrays.run["next_request"][0])
 
+    def never_sent(self) -> int:
+        """Return the number of requests that wait for an answer that has not ended."""
+        loop, requests = self._load.loop, self._arrays.requests
+        if loop is None or len(loop.sessions):
+            return 0
+        waits = self._load.turns.after >= 0
+        return int((requests["ended_us"][self._load.turns.after[waits]] < 0).sum())
+
+    def _labels(self, arrived: Int64s, ids: Int64s) -> list[str]:
+        """Return the labels of requests by id, where copies of the workload are numbered."""
+        assert self._load.loop is not None
+        numbers = arrived[ids]
+        labels, copies = self._load.turns.labels(self._turn_of[numbers]), self._load.loop.copy[numbers].tolist()
+        return [f"{label}#{copy + 1}" if copy else label for label, copy in zip(labels, copies, strict=True)]
+
     def _flush(self, engine: int) -> None:
         """Pass the rows of an engine since the last flush to its fold, and free their place."""
         arrays, state = self._arrays, self._state[engine : engine + 1]
@@ -210,7 +271,7 @@ class FastRun:
         ended = arrays.requests["ended_us"][requests] >= 0
         self._open_gaps[engine] = requests[~ended], gaps[~ended]
         if warm_up := self._load.warm_up:
-            ended &= requests >= warm_up
+            ended &= arrays.requests["id"][requests] >= warm_up
         self.metrics[engine].take_measured(
             MeasuredRows(
                 batches=taken["launches"],
@@ -224,7 +285,7 @@ class FastRun:
         )
         if int(arrays.run["unseen"][0]) + arrays.running_batch.shape[1] > len(arrays.unseen):
             self._arrays = arrays._replace(unseen=np.concatenate((arrays.unseen, np.zeros_like(arrays.unseen))))
-            self._addresses = machine_code.addresses(self._arrays)
+            self._advance = machine_code.bound(self._arrays)
 
     def hand_over(self) -> None:
         """Pass all measurements so far to the folds: rows, requests, batches in flight, counts."""
@@ -235,6 +296,9 @@ class FastRun:
         for engine, fold in enumerate(self.metrics):
             state = self._state[engine]
             sent = np.flatnonzero(sent_to[: self.routed()] == engine)
+            if self._load.loop is not None:
+                sent = sent[arrays.requests["id"][sent] >= 0]
+                sent = sent[np.argsort(arrays.requests["id"][sent])]
             arrived = sent[: int(state["arrived"])]
             requests = arrays.requests[arrived]
             slots = (state["oldest"] + np.arange(state["in_flight"])) % arrays.flights.shape[1]
@@ -242,7 +306,7 @@ class FastRun:
             columns = ("batch_id", "mode", "launched_us", "rows", "new_tokens", "prefill_tokens", "kv_tokens")
             fold.take_measured_requests(
                 MeasuredRequests(
-                    request_id=arrived,
+                    request_id=requests["id"],
                     arrival_us=requests["arrival_us"] + arrays.run["hop_us"] - state["frontend_us"],
                     prompt_tokens=requests["prompt_tokens"],
                     admitted_us=requests["admitted_us"],
@@ -251,11 +315,15 @@ class FastRun:
                     first_message_us=requests["first_us"],
                     last_message_us=requests["last_us"],
                     itl_us_max=np.where(requests["itl_us_max"] < 0, np.nan, requests["itl_us_max"]),
-                    labels=turns.labels,
-                    tenants=[turns.tenants[code] for code in turns.tenant[arrived].tolist()],
+                    labels=partial(self._labels, arrived) if self._load.loop is not None else turns.labels,
+                    tenants=[turns.tenants[code] for code in turns.tenant[self._turn_of[arrived]].tolist()],
                     last_us=int(state["last_us"]),
                     open_batches={name: flying[name] for name in columns},
                     modes=MODES,
+                    cached_tokens=requests["cached_tokens"],
+                    retractions=requests["retractions"],
+                    retracted=int(state["retractions"]),
+                    tokens_discarded=int(state["tokens_discarded"]),
                     evicted_pages={name: int(state[f"evicted_by_{name}"]) for name in ("admission", "decode")},
                     decodes_skipped=int(state["decodes_skipped"]),
                     deferred={reason: int(state[f"deferred_{reason}"]) for reason in DEFERRED},
@@ -263,25 +331,37 @@ class FastRun:
             )
 
 
+def _run_stops(turns: Turns) -> Int64s:
+    """Return the position in its prompt at which each run of a prompt stops, int64 [runs]."""
+    stops = np.cumsum(turns.run_tokens, dtype=np.int64)
+    before = np.concatenate((np.zeros(1, np.int64), stops))[turns.run_starts]
+    return stops - np.repeat(before, turns.run_stops - turns.run_starts)
+
+
 def _engine(engine: FastEngine) -> Any:
-    """Return the initial state of an engine, a `kernel.ENGINE`."""
+    """Return the initial state of an engine, a `arrays_of.ENGINE`."""
     config, cpu = engine.config, engine.cpu
     ratio = NewTokenRatio(config.schedule_conservativeness)
     chunked, most = config.chunked_prefill_size, config.prefill_max_requests
-    state = np.zeros((), kernel.ENGINE)
+    state = np.zeros((), arrays_of.ENGINE)
     values = {
         "page_size": config.page_size,
-        "evict_ahead": config.pages // EVICT_AHEAD_SHARE,
+        "pages": config.pages,
         "radix_cache": config.radix_cache,
         "same_step_sharing": config.same_step_sharing,
-        "reserve": RESERVES.index(config.reserve),
-        "batching": BATCHINGS.index(config.batching),
+        "refresh": config.waiting_prefix_refresh,
+        "reserve": RESERVES[config.reserve],
+        "batching": BATCHINGS[config.batching],
         "slots": config.launches_max,
         "max_running_requests": config.max_running_requests,
-        "prefill_max_requests": kernel.NO_LIMIT if most is None else most,
+        "rows_max": config.rows_max,
+        "newest_first": config.retraction_policy == "newest",
+        "to_front": config.retracted_requeue == "front",
+        "keeps_retracted": config.retracted_kv == "cache",
+        "prefill_max_requests": NO_LIMIT if most is None else most,
         "prefill_decode_interval": config.prefill_decode_interval,
         "max_prefill_tokens": config.max_prefill_tokens,
-        "chunked_prefill_size": kernel.NO_LIMIT if chunked is None else chunked,
+        "chunked_prefill_size": NO_LIMIT if chunked is None else chunked,
         "align": config.split_tokens,
         "unit": config.chunk_unit_tokens,
         "ratio_initial": ratio.initial,
@@ -299,9 +379,7 @@ def _engine(engine: FastEngine) -> Any:
         "free_pages": config.pages,
         "weight": 1.0,
     }
-    values |= dict.fromkeys(
-        ("sent", "coming", "head", "prefilling", "deferred", "least_used", "last_used", "last_chosen"), kernel.NONE
-    )
+    values |= dict.fromkeys(("sent", "coming", "head", "tail", "prefilling", "deferred", "last_chosen"), arrays_of.NONE)
     for name, value in values.items():
         state[name] = value
     return state

@@ -6,211 +6,79 @@ ends. `run/fast_runs.py` defines these runs, and `fast_path.py` drives the kerne
 kernel adds no decisions of its own: tests compare each launch, message, gauge and end of random runs with those of the
 core. In a situation that the kernel does not handle (LOST), the core simulates the run from the beginning.
 
-Names are those of the core. A request is a row of `requests`, and its number is its id. Memory is counts of pages: no
-two prompts share a prefix, so each request leaves a path in the radix cache that no other request uses. Paths are
-evicted in the order of their last use, each from its end.
+Arithmetic decisions are functions of the core (`core/requests/rules.py`), compiled with the kernel. `state.py` has the
+arrays, `memory.py` the pages and the prefix tree, `routing.py` the router.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import numpy as np
 
-Array = Any  # numba infers the types; the annotations are documentation only
-Record = Any  # one row of an array, written through
-
-NEVER_US = 2**62
-NONE = -1
-NO_LIMIT = 2**62
-CLIP_MAX_NEW_TOKENS = 4096  # equal to the core's; a copy, because only changes of this file replace stored machine code
-
-RATIO, ON_DEMAND, FULL = range(3)  # SchedConfig.reserve
-PREFILL_FIRST, MIXED, RUNNING_FIRST = range(3)  # SchedConfig.batching
-EXTEND, DECODE, BOTH = range(3)  # batch modes; BOTH is mixed
-ARRIVAL, PLAN, RESULTS = range(3)  # kinds of work of the CPU lane
-RUNNING_LIMIT, KV_BUDGET, PREFILL_BUDGET, PAGES = range(4)  # deferral reasons of the head of the waiting queue
-IN_TURN, LEAST_REQUESTS, LEAST_TOKENS, LEAST_PROMPTS, BOUNDED, GIVEN = range(6)  # rules of a router
-PRICED, FLUSH, ASKED, DONE, LOST, PAUSED = range(6)  # reasons for which `advance` and `_advance` return
-
-ENGINE = np.dtype(
-    [
-        # settings
-        ("page_size", np.int64),
-        ("evict_ahead", np.int64),  # least pages per eviction
-        ("radix_cache", np.int64),
-        ("same_step_sharing", np.int64),
-        ("reserve", np.int64),
-        ("batching", np.int64),
-        ("slots", np.int64),  # most batches in flight
-        ("max_running_requests", np.int64),
-        ("prefill_max_requests", np.int64),
-        ("prefill_decode_interval", np.int64),
-        ("max_prefill_tokens", np.int64),
-        ("chunked_prefill_size", np.int64),
-        ("align", np.int64),
-        ("unit", np.int64),
-        ("ratio_initial", np.float64),
-        ("ratio_floor", np.float64),
-        ("ratio_decay", np.float64),
-        ("plan_fixed_us", np.float64),
-        ("plan_row_us", np.float64),
-        ("result_fixed_us", np.float64),
-        ("result_row_us", np.float64),
-        ("arrival_us", np.float64),
-        ("frontend_us", np.int64),  # time of a request from its client to the engine
-        # the lane and the device
-        ("now_us", np.int64),
-        ("last_us", np.int64),  # time of the last event
-        ("device_free_us", np.int64),
-        ("nothing_new", np.int64),  # 1: no event since the last LaneReady that launched nothing
-        # the engine
-        ("sent", np.int64),  # the last request that the router sent here; requests arrive in the order of sending
-        ("coming", np.int64),  # the first request that has not arrived here; `next` links to the one after it
-        ("head", np.int64),  # the first waiting request
-        ("waiting", np.int64),
-        ("arrived", np.int64),
-        ("ended", np.int64),
-        ("active", np.int64),
-        ("decoding", np.int64),  # requests of the running batch
-        ("prefilling", np.int64),
-        ("batch_is_full", np.int64),
-        ("deferred", np.int64),  # the request that was deferred last
-        ("deferred_reason", np.int64),  # its reason
-        ("decode_owed", np.int64),
-        ("decode_launches", np.int64),
-        ("extended_at", np.int64),
-        ("next_batch_id", np.int64),
-        ("oldest", np.int64),  # slot of the batch in flight that ends first
-        ("in_flight", np.int64),
-        ("ratio", np.float64),
-        # memory
-        ("free_pages", np.int64),
-        ("evictable_pages", np.int64),
-        ("tick", np.int64),
-        ("least_used", np.int64),  # request with the path that is evicted first; `newer` links to the next
-        ("last_used", np.int64),
-        # counts for the metrics
-        ("evicted_by_admission", np.int64),
-        ("evicted_by_decode", np.int64),
-        ("deferred_running_limit", np.int64),
-        ("deferred_kv_budget", np.int64),
-        ("deferred_prefill_budget", np.int64),
-        ("deferred_pages", np.int64),
-        ("decodes_skipped", np.int64),
-        # numbers of rows that wait for a flush
-        ("launches", np.int64),
-        ("gauges", np.int64),
-        ("works", np.int64),
-        ("messages", np.int64),
-        ("gaps", np.int64),
-        # counts of the router
-        ("weight", np.float64),
-        ("credit", np.float64),
-        ("open_requests", np.int64),
-        ("open_tokens", np.int64),
-        ("last_chosen", np.int64),
-    ],
-    align=True,
+from lockstep.core.requests.rules import (
+    CONTINUE,
+    FULL,
+    NO_LIMIT,
+    NO_TOKENS,
+    PREFILL_FIRST,
+    RATIO,
+    RUNNING_FIRST,
+    beside_decodes,
+    ceil_to,
+    charged_total,
+    chunk_tokens,
+    clipped_output,
+    covers,
+    decode_goes_first,
+    ends_by_length,
+    length_key,
+    next_chunk,
+    opens_page,
+    pages_between,
+    ratio_after_decode,
+    ratio_after_retraction,
+    reserved_by_ratio,
+    verdict,
+    wanted,
+)
+from lockstep.sim.fast.memory import (
+    Cache,
+    alloc,
+    cache_of,
+    leave,
+    match,
+    publish,
+    refresh,
+    release_deferred,
+    returning_pages,
+    take_match,
+)
+from lockstep.sim.fast.routing import route_due
+from lockstep.sim.fast.state import (
+    ARRIVAL,
+    ASKED,
+    BOTH,
+    DECODE,
+    DONE,
+    EXTEND,
+    FLUSH,
+    KV_BUDGET,
+    LOST,
+    NEVER_US,
+    NONE,
+    PAGES,
+    PAUSED,
+    PLAN,
+    PREFILL_BUDGET,
+    PRICED,
+    RESULTS,
+    ROWS,
+    RUNNING_LIMIT,
+    Array,
+    Arrays,
+    Record,
 )
 
-REQUEST = np.dtype(
-    [
-        ("arrival_us", np.int64),  # at the router; `hop_us` later at its engine
-        ("admitted_us", np.int64),
-        ("first_us", np.int64),  # time of its first message; -1: none yet
-        ("last_us", np.int64),  # time of its last message
-        ("ended_us", np.int64),
-        ("itl_us_max", np.int64),
-        ("tick", np.int64),  # last use of its path in the radix cache
-        ("open_tokens", np.int64),  # tokens by the count of the router
-        ("prompt_tokens", np.int32),
-        ("output_tokens", np.int32),  # final number of output tokens
-        ("outputs", np.int32),  # output tokens so far
-        ("position", np.int32),  # next position; KV of all positions before it is launched
-        ("cached_pages", np.int32),  # its pages in the radix cache, while it runs or after its end
-        ("engine", np.int32),  # NONE: not sent yet; with GIVEN: the engine to which it will be sent
-        ("next", np.int32),  # the request that was sent next to the same engine
-        ("older", np.int32),  # among unreferenced paths in the radix cache: the path used just before its own
-        ("newer", np.int32),  # the path used just after its own
-    ],
-    align=True,
-)
-
-FLIGHT = np.dtype(
-    [
-        ("batch_id", np.int64),
-        ("mode", np.int64),
-        ("launched_us", np.int64),
-        ("started_us", np.int64),
-        ("finished_us", np.int64),
-        ("rows", np.int64),
-        ("new_tokens", np.int64),
-        ("prefill_tokens", np.int64),
-        ("kv_tokens", np.int64),
-        ("handed_over_us", np.int64),
-        ("samplers", np.int64),
-        ("parts", np.int64),
-    ],
-    align=True,
-)
-
-SHAPE = np.dtype(
-    [
-        ("extend_rows", np.int64),
-        ("extend_tokens", np.int64),
-        ("extend_context_tokens", np.int64),
-        ("extend_pairs", np.int64),
-        ("decode_rows", np.int64),
-        ("decode_context_tokens", np.int64),
-        ("sampled_rows", np.int64),
-        ("batch_id", np.int64),
-        ("engine", np.int64),
-    ],
-    align=True,
-)
-
-RUN = np.dtype(
-    [
-        ("priced", np.int64),  # 1: the time of the newest batch in flight is known
-        ("until_us", np.int64),  # engines do all work that is due before this time
-        ("engine", np.int64),  # the engine that is advanced to `until_us`; engines before it are there
-        ("next_request", np.int64),  # the next request to be routed
-        ("until_question", np.int64),  # requests before the next return of ASKED; negative: never
-        ("asks", np.int64),  # 1: `advance` returns ASKED when all engines are at `until_us`
-        ("hop_us", np.int64),  # time from the router to an engine, and from an engine to the router
-        # the router
-        ("routes", np.int64),  # 1: there is a router
-        ("routing_rule", np.int64),  # rule of the router, such as IN_TURN
-        ("load_bound", np.float64),
-        ("load_floor", np.int64),
-        ("ended", np.int64),  # ends that have reached the router
-        ("output_tokens", np.int64),  # output tokens of these ended requests
-        ("first_guess", np.int64),  # tokens of an answer that the router expects at the start
-        ("unseen", np.int64),  # ends that have not reached the router yet
-    ],
-    align=True,
-)
-
-
-class Arrays(NamedTuple):
-    """The state of a run. The last six arrays have rows for the next flush; ENGINE has their numbers by engine."""
-
-    run: Array  # RUN [1]
-    engines: Array  # ENGINE [engines]
-    requests: Array  # REQUEST [requests], by arrival
-    running_batch: Array  # int64 [engines, rows]: requests that decode
-    flights: Array  # FLIGHT [engines, slots]: batches in flight
-    samplers: Array  # int64 [engines, slots, rows]: requests that get a token from each batch in flight
-    parts: Array  # int64 [engines, slots, rows, 3]: request, start and stop of each chunk of each batch in flight
-    unseen: Array  # int64 [ends, 2]: time at which an end reaches the router, and its request
-    shape: Array  # SHAPE [1]: shape of the batch whose time is to be computed
-    launches: Array  # int64 [engines, rows, len(BATCH_COLUMNS)]
-    gauges: Array  # int64 [engines, rows, 5]
-    works: Array  # int64 [engines, rows, 3]
-    messages: Array  # int64 [engines, rows, 2]
-    gap_requests: Array  # int64 [engines, rows]: request of each gap between two messages
-    gaps: Array  # int64 [engines, rows]: length of each gap in us
+NO_ROOM_EVER = -1
 
 
 def advance(a: Arrays, took_us: float) -> int:
@@ -240,7 +108,7 @@ def advance(a: Arrays, took_us: float) -> int:
             run.engine = 0
             return ASKED
         now_us = run.until_us
-        _route_due(a, run)
+        route_due(a, run)
         run.engine = 0
         if run.until_question == 0:  # the caller sets `until_question` for the next ASKED
             run.asks, run.until_question = 1, NONE
@@ -303,13 +171,95 @@ def _arrive(a: Arrays, run: Record, s: Record, engine: int) -> None:
     number = s.coming
     request = a.requests[number]
     s.last_us = request.arrival_us + run.hop_us - s.frontend_us
-    s.coming = request.next
-    if not s.waiting:
-        s.head = number
-    s.waiting += 1
+    if run.loops:
+        request.id = s.arrived
+        if number == s.clock:
+            s.clock = request.next
+        else:
+            _pop_thinking(a, s)
+    else:
+        s.coming = request.next
+    _wait(s, a.requests, number, s.tail if s.waiting else NONE)
     s.arrived += 1
     s.nothing_new = 0
+    if run.loops:
+        _look_ahead(a, s)
     _spend(s, a.works[engine], s.arrival_us, ARRIVAL)
+
+
+# --------------------------------------------------------------------------------------- requests that follow answers
+
+
+def _answered(a: Arrays, run: Record, s: Record, number: int, seen_us: int) -> None:
+    """Begin the think time of the requests that follow an answer, or the next session, like `Arrivals.answered`."""
+    requests = a.requests
+    follow = requests[number].follow
+    if follow == NONE and run.loops == 2:
+        follow = a.sessions[s.upcoming]
+        s.upcoming += 1
+        _think(a, s, follow, seen_us)
+    else:
+        while follow != NONE:
+            _think(a, s, follow, seen_us + requests[follow].think_us)
+            follow = requests[follow].sibling
+    _look_ahead(a, s)
+
+
+def _look_ahead(a: Arrays, s: Record) -> None:
+    """Find the next request that arrives: by the clock, or after an answer."""
+    s.coming = s.clock
+    if s.thinking and (s.coming == NONE or _before(a, a.thinking[0], s.coming)):
+        s.coming = a.thinking[0]
+    if s.arrived >= s.expected:
+        s.coming = NONE
+
+
+def _before(a: Arrays, one: int, other: int) -> bool:
+    """Return whether a request arrives before another one."""
+    first, second = a.requests[one], a.requests[other]
+    return first.arrival_us < second.arrival_us or (first.arrival_us == second.arrival_us and first.key < second.key)
+
+
+def _think(a: Arrays, s: Record, number: int, arrival_us: int) -> None:
+    """Add a request to the heap of those whose time of arrival is known."""
+    a.requests[number].arrival_us = arrival_us
+    place = s.thinking
+    s.thinking += 1
+    while place and _before(a, number, a.thinking[(place - 1) // 2]):
+        a.thinking[place] = a.thinking[(place - 1) // 2]
+        place = (place - 1) // 2
+    a.thinking[place] = number
+
+
+def _pop_thinking(a: Arrays, s: Record) -> None:
+    """Remove the next request from the heap of those whose time of arrival is known."""
+    s.thinking -= 1
+    number, place = a.thinking[s.thinking], 0
+    while 2 * place + 1 < s.thinking:
+        below = 2 * place + 1
+        if below + 1 < s.thinking and _before(a, a.thinking[below + 1], a.thinking[below]):
+            below += 1
+        if not _before(a, a.thinking[below], number):
+            break
+        a.thinking[place] = a.thinking[below]
+        place = below
+    a.thinking[place] = number
+
+
+def _wait(s: Record, requests: Array, number: int, before: int) -> None:
+    """Put a request into the waiting queue, behind the request `before`; NONE: to the front."""
+    request = requests[number]
+    after = NONE
+    if before == NONE:
+        after = s.head if s.waiting else NONE
+        s.head = number
+    else:
+        after = requests[before].behind
+        requests[before].behind = number
+    request.behind = after
+    if after == NONE:
+        s.tail = number
+    s.waiting += 1
 
 
 def _spend(s: Record, works: Array, cost_us: float, what: int) -> None:
@@ -342,36 +292,46 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
     running_batch, flight, shape = a.running_batch[engine], a.flights[engine, slot], a.shape[0]
     samplers, parts = a.samplers[engine, slot], a.parts[engine, slot]
     taken = 0
+    c = cache_of(a, engine)
+    if s.refresh and s.waiting and s.next_batch_id >= s.refreshed_at + s.refresh:
+        s.refreshed_at = s.next_batch_id
+        refresh(s, c, a.scratch)
     growing = _growing(s, a.requests, running_batch)
-    if not s.decoding or not (
-        s.decode_owed
-        or (s.batching == RUNNING_FIRST and growing > s.free_pages + s.evictable_pages)
-        or s.decode_launches - s.extended_at < s.prefill_decode_interval
+    lacking = growing - s.free_pages - s.evictable_pages
+    if not s.decoding or not decode_goes_first(
+        s.decode_owed != 0, s.batching, lacking, s.decode_launches - s.extended_at, s.prefill_decode_interval
     ):
-        taken = _extend(s, a.requests, running_batch, parts, growing)
-    launches = taken > 0 or s.decoding > 0
+        taken = _extend(s, c, running_batch, parts, growing)
+    launches = taken > 0
+    flight.samplers = flight.parts = 0
     if taken:
         flight.parts = taken
-        _extend_batch(s, a.requests, running_batch, flight, samplers, parts, shape, growing)
-        if s.same_step_sharing:
-            _publish(s, a.requests, parts, taken)
+        _extend_batch(s, c, running_batch, flight, samplers, parts, shape, growing)
         s.extended_at = s.decode_launches
     elif s.decoding:
-        if growing > s.free_pages + s.evictable_pages:
-            return LOST  # a request would be retracted
-        _decode_batch(s, a.requests, running_batch, flight, samplers, shape, growing)
+        if lacking > 0:
+            if _make_room(s, c, running_batch, growing) == NO_ROOM_EVER:
+                return LOST  # the last request cannot go on
+            growing = _growing(s, a.requests, running_batch)
+        if growing <= s.free_pages + s.evictable_pages:
+            launches = True
+            if lacking <= 0:
+                s.ratio = ratio_after_decode(s.ratio, s.ratio_decay, s.ratio_floor)
+            _decode_batch(s, c, running_batch, flight, samplers, shape, growing)
     else:
         s.decode_owed = 0
+    if launches:
+        flight.batch_id, flight.launched_us = s.next_batch_id, s.now_us
+        s.next_batch_id += 1
+        s.in_flight += 1
+        for i in range(taken if s.same_step_sharing else 0):
+            publish(s, c, parts[i, 0], parts[i, 2])
     gauge = a.gauges[engine, s.gauges]
     gauge[0], gauge[1], gauge[2] = s.now_us, s.waiting, s.active
     gauge[3], gauge[4] = s.free_pages, s.evictable_pages
     s.gauges += 1
     if not launches:
         return PAUSED
-    flight.batch_id = s.next_batch_id
-    flight.launched_us = s.now_us
-    s.next_batch_id += 1
-    s.in_flight += 1
     _spend(s, a.works[engine], s.plan_fixed_us + s.plan_row_us * flight.rows, PLAN)
     flight.handed_over_us = s.now_us
     shape.batch_id, shape.engine = flight.batch_id, engine
@@ -383,11 +343,11 @@ def _growing(s: Record, requests: Array, running_batch: Array) -> int:
     """Return the number of requests of the running batch whose next token needs a new page."""
     growing = 0
     for i in range(s.decoding):
-        growing += not requests[running_batch[i]].position & (s.page_size - 1)
+        growing += opens_page(requests[running_batch[i]].position, s.page_size - 1)
     return growing
 
 
-def _extend(s: Record, requests: Array, running_batch: Array, parts: Array, growing: int) -> int:
+def _extend(s: Record, c: Cache, running_batch: Array, parts: Array, growing: int) -> int:
     """Plan the next chunk of the split prompt, then waiting requests within the budgets.
 
     See `PrefillPlanner.plan_extend`.
@@ -399,7 +359,7 @@ def _extend(s: Record, requests: Array, running_batch: Array, parts: Array, grow
     admitting = s.waiting > 0 and not s.batch_is_full
     if s.prefilling == NONE and not admitting:
         return 0
-    page_size = s.page_size
+    page_size, requests = s.page_size, c.requests
     current = (s.free_pages + s.evictable_pages) * page_size
     total = current - (_reserved(s, requests, running_batch) if s.waiting and s.active else 0)
     tokens, chunk = s.max_prefill_tokens, s.chunked_prefill_size
@@ -408,73 +368,77 @@ def _extend(s: Record, requests: Array, running_batch: Array, parts: Array, grow
         if s.reserve == RATIO:
             total -= s.decoding
             current -= s.decoding
-        tokens = max(tokens - s.decoding, page_size)
+        tokens = beside_decodes(tokens, s.decoding, page_size)
         if chunk != NO_LIMIT:
-            chunk = max(chunk - s.decoding, page_size)
+            chunk = beside_decodes(chunk, s.decoding, page_size)
         if s.batching == RUNNING_FIRST:
             set_aside = growing
     taken = 0
     if s.prefilling != NONE:
         number = s.prefilling
         request = requests[number]
-        start, new = request.position, request.prompt_tokens - request.position
-        take = _chunk_tokens(s, start, new, tokens, chunk, True, True)
-        room = (s.free_pages + s.evictable_pages - set_aside) * page_size + -start % page_size
-        if take > room:
-            take = _aligned(start, room, s.align)
+        start, new = request.position, request.prompt_tokens + request.kept - request.position
+        take = chunk_tokens(start, new, tokens, chunk, s.unit, s.align, True, True)
+        take = next_chunk(take, start, s.free_pages + s.evictable_pages - set_aside, page_size, s.align)
         if take > 0:
-            _extend_to(s, requests, number, start + take, parts[0])
+            _extend_to(s, c, number, start + take, parts[0])
             taken = 1
-            pages = _ceil_to(take, page_size)
-            if s.reserve != FULL:
-                total -= pages
-            if s.prefilling == NONE and s.reserve == RATIO:
-                total -= page_size + min(request.output_tokens, CLIP_MAX_NEW_TOKENS)
-            current -= pages
-            tokens -= _ceil_to(take, s.unit)
-            chunk -= _ceil_to(take, s.unit)
+            total -= charged_total(s.reserve, take, request.output_tokens if take == new else 0, page_size)
+            current -= ceil_to(take, page_size)
+            tokens -= ceil_to(take, s.unit)
+            if chunk != NO_LIMIT:
+                chunk -= ceil_to(take, s.unit)
         else:
             admitting = False
     while admitting and s.waiting:
         number = s.head
         request = requests[number]
-        new = request.prompt_tokens
+        node, cached_pages, locking = match(s, c, number)
+        start = cached_pages * page_size
+        new = request.prompt_tokens + request.kept - start
+        remaining = request.output_tokens - request.kept
         take = 0
+        answer = verdict(total, current, tokens, chunk)
+        needed = wanted(s.reserve, new, remaining, page_size, 0)
         if s.active >= s.max_running_requests:
             reason = RUNNING_LIMIT
+        elif s.active + s.rows_behind >= s.rows_max:
+            reason = ROWS
         elif taken >= s.prefill_max_requests:
             reason = PREFILL_BUDGET
-        elif total <= 0 or current <= 0:
-            reason = KV_BUDGET
-        elif tokens <= 0 or chunk <= 0:
-            reason = PREFILL_BUDGET
-        elif s.active and not _has(s, total, new, request.output_tokens):
+        elif answer != CONTINUE:
+            reason = KV_BUDGET if answer == NO_TOKENS else PREFILL_BUDGET
+        elif s.active and not covers(s.reserve, total - locking * page_size, needed):
             reason = KV_BUDGET
         else:
-            take = _chunk_tokens(s, 0, new, tokens, chunk, not taken, s.prefilling == NONE)
+            take = chunk_tokens(start, new, tokens, chunk, s.unit, s.align, not taken, s.prefilling == NONE)
             reason = PREFILL_BUDGET
-            if take > 0 and -(-take // page_size) > s.free_pages + s.evictable_pages - set_aside:
+            room = s.free_pages + s.evictable_pages - set_aside - locking
+            if take > 0 and pages_between(0, take, page_size) > room:
                 take, reason = 0, PAGES
         if take <= 0:
             _defer(s, number, reason)
             break
-        s.head = request.next
+        s.head = request.behind
+        if s.head == NONE:
+            s.tail = NONE
         s.waiting -= 1
         s.active += 1
         if s.deferred == number:
             s.deferred = NONE
-        request.admitted_us = s.now_us
-        pages = _ceil_to(take, page_size)
+        if request.cached_tokens < 0:
+            request.admitted_us, request.cached_tokens = s.now_us, min(start, request.prompt_tokens)
+        take_match(s, c, number, node, cached_pages)
+        total -= locking * page_size
+        current -= locking * page_size
         if s.reserve == FULL:
-            total -= _wanted(s, new, request.output_tokens)
-        else:
-            total -= pages
-        if take == new and s.reserve == RATIO:
-            total -= page_size + min(request.output_tokens, CLIP_MAX_NEW_TOKENS)
-        current -= pages
-        tokens -= _ceil_to(take, s.unit)
-        chunk -= _ceil_to(take, s.unit)
-        _extend_to(s, requests, number, take, parts[taken])
+            total -= needed
+        total -= charged_total(s.reserve, take, request.output_tokens if take == new else 0, page_size)
+        current -= ceil_to(take, page_size)
+        tokens -= ceil_to(take, s.unit)
+        if chunk != NO_LIMIT:
+            chunk -= ceil_to(take, s.unit)
+        _extend_to(s, c, number, start + take, parts[taken])
         taken += 1
     return taken
 
@@ -484,13 +448,15 @@ def _defer(s: Record, number: int, reason: int) -> None:
 
     After a deferral for memory or for the running limit, no request is admitted until a running one ends.
     """
-    if reason in (KV_BUDGET, RUNNING_LIMIT) and s.active:
+    if reason in (KV_BUDGET, RUNNING_LIMIT, ROWS) and s.active:
         s.batch_is_full = 1
     if s.deferred == number and s.deferred_reason == reason:
         return
     s.deferred, s.deferred_reason = number, reason
     if reason == RUNNING_LIMIT:
         s.deferred_running_limit += 1
+    elif reason == ROWS:
+        s.deferred_rows += 1
     elif reason == KV_BUDGET:
         s.deferred_kv_budget += 1
     elif reason == PREFILL_BUDGET:
@@ -499,14 +465,13 @@ def _defer(s: Record, number: int, reason: int) -> None:
         s.deferred_pages += 1
 
 
-def _extend_to(s: Record, requests: Array, number: int, stop: int, part: Array) -> None:
+def _extend_to(s: Record, c: Cache, number: int, stop: int, part: Array) -> None:
     """Allocate pages of a request up to `stop` and write its part of the extend, like `PrefillPlanner._extend_to`."""
-    request = requests[number]
-    pages = -(-stop // s.page_size) - -(-request.position // s.page_size)
-    s.evicted_by_admission += _alloc(s, requests, pages)
+    request = c.requests[number]
+    s.evicted_by_admission += alloc(s, c, pages_between(request.position, stop, s.page_size))
     part[0], part[1], part[2] = number, request.position, stop
     request.position = stop
-    if stop < request.prompt_tokens:
+    if stop < request.prompt_tokens + request.kept:
         s.prefilling = number
     elif s.prefilling == number:
         s.prefilling = NONE
@@ -514,7 +479,7 @@ def _extend_to(s: Record, requests: Array, number: int, stop: int, part: Array) 
 
 def _extend_batch(
     s: Record,
-    requests: Array,
+    c: Cache,
     running_batch: Array,
     flight: Record,
     samplers: Array,
@@ -523,6 +488,7 @@ def _extend_batch(
     growing: int,
 ) -> None:
     """Write the batch of the parts, with decodes in a mixed batch, like `PrefillPlanner._extend_batch`."""
+    requests = c.requests
     tokens = context_tokens = pairs = sampling = 0
     for i in range(flight.parts):
         number, start, stop = parts[i, 0], parts[i, 1], parts[i, 2]
@@ -530,7 +496,7 @@ def _extend_batch(
         tokens += new
         context_tokens += start
         pairs += new * start + new * (new + 1) // 2
-        if stop == requests[number].prompt_tokens:
+        if stop == requests[number].prompt_tokens + requests[number].kept:
             samplers[sampling] = number
             sampling += 1
     along = decoded_tokens = 0
@@ -540,9 +506,12 @@ def _extend_batch(
             s.decodes_skipped += 1
         else:
             along = s.decoding
-            decoded_tokens = _move_on(s, requests, running_batch, samplers[sampling:], growing)
+            decoded_tokens = _move_on(s, c, running_batch, samplers[sampling:], growing)
     for i in range(sampling):  # a request at the end of its prompt decodes next
-        if requests[samplers[i]].output_tokens > 1:
+        request = requests[samplers[i]]
+        if ends_by_length(request.position, request.prompt_tokens + request.output_tokens):
+            request.last_batch = s.next_batch_id
+        else:
             running_batch[s.decoding] = samplers[i]
             s.decoding += 1
     flight.mode = BOTH if along else EXTEND
@@ -561,13 +530,12 @@ def _extend_batch(
 
 
 def _decode_batch(
-    s: Record, requests: Array, running_batch: Array, flight: Record, samplers: Array, shape: Record, growing: int
+    s: Record, c: Cache, running_batch: Array, flight: Record, samplers: Array, shape: Record, growing: int
 ) -> None:
     """Write a batch with one more token for the whole running batch, like `DecodePlanner.plan`."""
     rows = s.decoding
-    context_tokens = _move_on(s, requests, running_batch, samplers, growing)
+    context_tokens = _move_on(s, c, running_batch, samplers, growing)
     s.decode_owed = 0
-    s.ratio = max(s.ratio - s.ratio_decay, s.ratio_floor)
     flight.mode = DECODE
     flight.rows = flight.samplers = flight.new_tokens = rows
     flight.parts = flight.prefill_tokens = 0
@@ -577,26 +545,107 @@ def _decode_batch(
     shape.decode_context_tokens = context_tokens
 
 
-def _move_on(s: Record, requests: Array, running_batch: Array, samplers: Array, growing: int) -> int:
+def _move_on(s: Record, c: Cache, running_batch: Array, samplers: Array, growing: int) -> int:
     """Advance the running batch by one position, like `DecodePlanner._advance`; requests at their last token leave.
 
     Returns: the sum of the positions before.
     """
     if growing:
-        s.evicted_by_decode += _alloc(s, requests, growing)
+        s.evicted_by_decode += alloc(s, c, growing)
     context_tokens = staying = 0
     for i in range(s.decoding):
         number = running_batch[i]
-        request = requests[number]
+        request = c.requests[number]
         samplers[i] = number
         context_tokens += request.position
         request.position += 1
-        if request.position + 1 < request.prompt_tokens + request.output_tokens:
+        if ends_by_length(request.position, request.prompt_tokens + request.output_tokens):
+            request.last_batch = s.next_batch_id
+        else:
             running_batch[staying] = number
             staying += 1
     s.decoding = staying
     s.decode_launches += 1
     return context_tokens
+
+
+# ----------------------------------------------------------------------------------------------------------- retraction
+
+
+def _make_room(s: Record, c: Cache, running_batch: Array, growing: int) -> int:
+    """Retract requests until the next decode fits, or has to wait for what is in flight, like `DecodePlanner`.
+
+    Returns: the number of retracted requests; NO_ROOM_EVER: no request could be retracted or would free a page.
+    """
+    retracted = 0
+    while True:
+        available = s.free_pages + s.evictable_pages
+        if growing <= available:
+            break
+        if growing <= available + returning_pages(s, c):
+            s.decode_owed = 1
+            s.decodes_skipped += 1
+            break
+        if s.decoding > 1 and not (s.prefilling != NONE and s.newest_first):
+            place = _victim(s, c.requests, running_batch)
+            victim = running_batch[place]
+            for i in range(place + 1, s.decoding):
+                running_batch[i - 1] = running_batch[i]
+            s.decoding -= 1
+            s.tokens_discarded += c.requests[victim].position + 1 - c.requests[victim].prompt_tokens
+            s.tokens_discarded -= c.requests[victim].outputs
+            _retract(s, c, victim)
+        elif s.prefilling != NONE:
+            victim = s.prefilling
+            s.prefilling = NONE
+            _retract(s, c, victim)
+        elif s.in_flight:
+            s.decode_owed = 1
+            s.decodes_skipped += 1
+            break
+        else:
+            return NO_ROOM_EVER
+        retracted += 1
+        s.decode_owed = 1
+        growing = _growing(s, c.requests, running_batch)
+    if retracted:
+        outputs, max_new_tokens = s.decoding, 0
+        for i in range(s.decoding):
+            request = c.requests[running_batch[i]]
+            outputs += request.position - request.prompt_tokens
+            max_new_tokens += request.output_tokens
+        s.ratio = ratio_after_retraction(outputs, max_new_tokens, s.decoding)
+    return retracted
+
+
+def _victim(s: Record, requests: Array, running_batch: Array) -> int:
+    """Return the place in the running batch of the request to retract, like `choose_victim`."""
+    if s.newest_first:
+        return s.decoding - 1
+    first = 0
+    for i in range(1, s.decoding):
+        one, other = requests[running_batch[i]], requests[running_batch[first]]
+        key = length_key(one.position - one.prompt_tokens, one.prompt_tokens, one.id)
+        if key < length_key(other.position - other.prompt_tokens, other.prompt_tokens, other.id):
+            first = i
+    return first
+
+
+def _retract(s: Record, c: Cache, number: int) -> None:
+    """Free the pages of a request, which waits again and keeps its delivered tokens, like `SchedulerState.retract`."""
+    request = c.requests[number]
+    request.kept = request.outputs
+    request.retractions += 1
+    s.retractions += 1
+    s.active -= 1
+    s.batch_is_full = 0
+    leave(s, c, number, s.keeps_retracted != 0)
+    before = s.tail if s.waiting else NONE
+    if s.to_front:
+        before, other = NONE, s.head if s.waiting else NONE
+        while other != NONE and c.requests[other].cached_tokens >= 0 and c.requests[other].id < request.id:
+            before, other = other, c.requests[other].behind
+    _wait(s, c.requests, number, before)
 
 
 # ------------------------------------------------------------------------------------------------------------ admission
@@ -609,51 +658,18 @@ def _reserved(s: Record, requests: Array, running_batch: Array) -> int:
         request = requests[running_batch[i]]
         limit = request.prompt_tokens + request.output_tokens
         if s.reserve == RATIO:
-            reserved += min(limit - request.position - 1, CLIP_MAX_NEW_TOKENS)
+            reserved += clipped_output(limit - request.position - 1)
         elif s.reserve == FULL:
-            reserved += -(-(limit - 1) // page_size) - -(-request.position // page_size)
+            reserved += pages_between(request.position, limit - 1, page_size)
         else:
-            reserved += not request.position & (page_size - 1)
+            reserved += opens_page(request.position, page_size - 1)
     if s.reserve == RATIO:
-        return int(reserved * s.ratio)
+        return reserved_by_ratio(0, reserved, s.ratio)
     if s.reserve == FULL and s.prefilling != NONE:
         split = requests[s.prefilling]
         reach = max(split.prompt_tokens + split.output_tokens - 1, split.prompt_tokens)
-        reserved += -(-reach // page_size) - -(-split.position // page_size)
+        reserved += pages_between(split.position, reach, page_size)
     return reserved * page_size
-
-
-def _wanted(s: Record, new: int, outputs: int) -> int:
-    """Return the tokens of the total budget that a candidate needs to start, like `PrefillBudget.wanted`."""
-    if s.reserve == ON_DEMAND:
-        return _ceil_to(new, s.page_size)
-    if s.reserve == FULL:
-        return _ceil_to(new + max(outputs - 1, 0), s.page_size)
-    return new + s.page_size + min(outputs, CLIP_MAX_NEW_TOKENS)
-
-
-def _has(s: Record, total: int, new: int, outputs: int) -> bool:
-    wanted = _wanted(s, new, outputs)
-    return wanted < total if s.reserve == RATIO else wanted <= total
-
-
-def _chunk_tokens(s: Record, start: int, new: int, tokens: int, chunk: int, first: bool, may_split: bool) -> int:
-    """Return how many of a prompt's new tokens the next extend computes, like `budget.chunk_tokens`."""
-    whole = _ceil_to(new, s.unit)
-    if s.chunked_prefill_size == NO_LIMIT:
-        return new if first or whole <= tokens else 0
-    limit = min(chunk, tokens)
-    if whole <= limit:
-        return new
-    return _aligned(start, limit, s.align) if may_split and limit > 0 else 0
-
-
-def _aligned(start: int, limit: int, align: int) -> int:
-    return max((start + limit) // align * align - start, 0)
-
-
-def _ceil_to(tokens: int, unit: int) -> int:
-    return -(-tokens // unit) * unit
 
 
 # -------------------------------------------------------------------------------------------------------------- results
@@ -673,13 +689,14 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
     s.in_flight -= 1
     s.oldest = (s.oldest + 1) % a.flights.shape[1]
     s.nothing_new = 0
-    if flight.samplers:
-        message = a.messages[engine, s.messages]
-        message[0], message[1] = now_us, flight.samplers
-        s.messages += 1
+    c = cache_of(a, engine)
+    tokens = 0
     at, gap_requests, gaps = s.gaps, a.gap_requests[engine], a.gaps[engine]
     for i in range(flight.samplers):
         number = samplers[i]
+        if number == NONE:  # retracted since
+            continue
+        tokens += 1
         request = a.requests[number]
         if request.outputs:
             gap_us = now_us - request.last_us
@@ -696,172 +713,24 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
             s.ended += 1
             s.active -= 1
             s.batch_is_full = 0
-            _release(s, a.requests, number)
+            leave(s, c, number, True)
             if run.routes:
                 unseen = a.unseen[run.unseen]
                 unseen[0], unseen[1] = now_us + s.frontend_us + run.hop_us, number
                 run.unseen += 1
+            if run.loops:
+                _answered(a, run, s, number, now_us + s.answer_us)
     s.gaps = at
-    _publish(s, a.requests, parts, flight.parts)
+    if tokens:
+        message = a.messages[engine, s.messages]
+        message[0], message[1] = now_us, tokens
+        s.messages += 1
+    for i in range(flight.parts):
+        if parts[i, 0] != NONE and a.requests[parts[i, 0]].ended_us < 0:
+            publish(s, c, parts[i, 0], parts[i, 2])
+    if s.rows_behind or s.pages_behind:
+        release_deferred(s, c, flight.batch_id)
     if s.ended == s.arrived:
         s.ratio = s.ratio_initial
         s.decode_owed = 0
     _spend(s, a.works[engine], s.result_fixed_us + s.result_row_us * flight.rows, RESULTS)
-
-
-# --------------------------------------------------------------------------------------------------------------- memory
-
-
-def _publish(s: Record, requests: Array, parts: Array, count: int) -> None:
-    """Add the computed pages of chunks to the radix cache, like `Memory.publish`."""
-    for i in range(count if s.radix_cache else 0):
-        request = requests[parts[i, 0]]
-        pages = parts[i, 2] // s.page_size
-        if request.ended_us < 0 and pages > request.cached_pages:
-            s.tick += 1
-            request.tick = s.tick
-            request.cached_pages = pages
-
-
-def _alloc(s: Record, requests: Array, pages: int) -> int:
-    """Take pages from the pool; evict cached pages if too few are free. Return the number of evicted pages."""
-    evicted = 0
-    missing = pages - s.free_pages
-    if missing > 0:
-        evicted = short = min(max(missing, s.evict_ahead), s.evictable_pages)
-        while short:
-            request = requests[s.least_used]
-            if request.cached_pages > short:
-                request.cached_pages -= short
-                short = 0
-            else:
-                short -= request.cached_pages
-                s.least_used = request.newer
-        if s.least_used == NONE:
-            s.last_used = NONE
-        else:
-            requests[s.least_used].older = NONE
-        s.evictable_pages -= evicted
-        s.free_pages += evicted
-    s.free_pages -= pages
-    return evicted
-
-
-def _release(s: Record, requests: Array, number: int) -> None:
-    """Release an ended request: its full pages stay in the radix cache, the other pages are freed."""
-    request = requests[number]
-    held = -(-request.position // s.page_size)
-    kept = 0
-    if s.radix_cache:
-        kept = request.position // s.page_size
-        if kept > request.cached_pages:
-            s.tick += 1
-            request.tick = s.tick
-        request.cached_pages = kept
-        s.evictable_pages += kept
-        if kept:
-            _file(s, requests, number)
-    s.free_pages += held - kept
-
-
-def _file(s: Record, requests: Array, number: int) -> None:
-    """Insert a path into the list of evictable paths, which is ordered by last use.
-
-    The search begins at the newest path, because the place is nearly always near it.
-    """
-    request = requests[number]
-    before = s.last_used
-    while before != NONE and requests[before].tick > request.tick:
-        before = requests[before].older
-    after = s.least_used if before == NONE else requests[before].newer
-    request.older, request.newer = before, after
-    if before == NONE:
-        s.least_used = number
-    else:
-        requests[before].newer = number
-    if after == NONE:
-        s.last_used = number
-    else:
-        requests[after].older = number
-
-
-# ----------------------------------------------------------------------------------------------------------- the router
-
-
-def _route_due(a: Arrays, run: Record) -> None:
-    """Count ends that reach the router before `until_us`, and route its arrivals of that time, like `Cluster.run`."""
-    now_us = run.until_us
-    left = 0
-    for i in range(run.unseen):
-        seen_us, number = a.unseen[i, 0], a.unseen[i, 1]
-        if seen_us < now_us:
-            request = a.requests[number]
-            s = a.engines[request.engine]
-            s.open_requests -= 1
-            s.open_tokens -= request.open_tokens
-            run.ended += 1
-            run.output_tokens += request.output_tokens
-        else:
-            a.unseen[left, 0], a.unseen[left, 1] = seen_us, number
-            left += 1
-    run.unseen = left
-    while run.next_request < a.requests.size and a.requests[run.next_request].arrival_us == now_us:
-        number = run.next_request
-        request = a.requests[number]
-        expected = (run.output_tokens + run.first_guess) // (run.ended + 1)
-        request.open_tokens = request.prompt_tokens + expected
-        engine = _engine_for(a, run, request)
-        s = a.engines[engine]
-        s.open_requests += 1
-        s.open_tokens += request.open_tokens
-        s.last_chosen = number
-        request.engine = engine
-        request.next = NONE
-        if s.coming == NONE:
-            s.coming = number
-        if s.sent != NONE:
-            a.requests[s.sent].next = number
-        s.sent = number
-        run.next_request += 1
-        if run.until_question > 0:
-            run.until_question -= 1
-
-
-def _engine_for(a: Arrays, run: Record, request: Record) -> int:
-    """Return the engine for a request, like `Router._chosen` with all engines up and no shared prefixes."""
-    engines = a.engines
-    if run.routing_rule == GIVEN:
-        return request.engine
-    if run.routing_rule == IN_TURN:
-        weights = 0.0
-        for engine in range(engines.size):
-            engines[engine].credit += engines[engine].weight
-            weights += engines[engine].weight
-        best = 0
-        for engine in range(1, engines.size):
-            if engines[engine].credit > engines[best].credit:
-                best = engine
-        engines[best].credit -= weights
-        return best
-    total, weights = 1, 0.0
-    if run.routing_rule == BOUNDED:
-        for engine in range(engines.size):
-            total += engines[engine].open_requests
-            weights += engines[engine].weight
-    best, least, chosen = NONE, 0.0, 0
-    for engine in range(engines.size):
-        s = engines[engine]
-        if run.routing_rule == BOUNDED:
-            fair = np.int64(np.ceil(run.load_bound * total * s.weight / weights))
-            if s.open_requests >= max(run.load_floor, fair):
-                continue
-        if run.routing_rule == LEAST_TOKENS:
-            load = s.open_tokens + request.open_tokens
-        elif run.routing_rule == LEAST_PROMPTS:
-            load = s.open_tokens + request.prompt_tokens
-        else:
-            load = s.open_requests + 1
-        share = load / s.weight
-        if best == NONE or share < least or (share == least and s.last_chosen < chosen):
-            best, least, chosen = engine, share, s.last_chosen
-    return best

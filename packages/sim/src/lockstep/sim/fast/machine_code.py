@@ -1,9 +1,11 @@
 """`kernel.advance` as machine code: compiled by numba once, stored as LLVM text, and loaded without numba afterwards.
 
-    advance = load()
-    why = advance(addresses(arrays), 0.0)
+    advance = bound(arrays)
+    why = advance(0.0)
 
-Compiling takes some seconds and loading half a second, so the text is stored: in `__pycache__` beside the source or, if
+Without numba, `bound` returns the same functions, interpreted: equal in results and slower than the core, for tests.
+
+Compiling takes half a minute and loading a second, so the text is stored: in `__pycache__` beside the source or, if
 that is not writable, in the user's cache folder. It is text, not a pickle, which LLVM parses, verifies and compiles for
 this processor. It is trusted like the compiled Python files in those folders: only if its owner is the user or root,
 and no other user may write to it. Its name follows from the source, the compiler's version and the processor.
@@ -21,16 +23,19 @@ from hashlib import blake2b
 from importlib.metadata import version
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.sim.fast import kernel
-from lockstep.sim.fast.kernel import Arrays
+from lockstep.core.requests import rules
+from lockstep.sim.fast import kernel, memory, routing, state
+from lockstep.sim.fast.state import Arrays
 
 SOURCE = Path(kernel.__file__)
+SOURCES = tuple(Path(str(module.__file__)) for module in (rules, state, memory, routing, kernel))
+"""The modules with compiled functions; each imports functions of earlier ones only."""
 ENTRY = "lockstep_advance"
 
 Int64s = NDArray[np.int64]
@@ -41,6 +46,25 @@ Advance = Callable[[int, float], int]
 def is_available() -> bool:
     """Return whether numba, which compiles the kernel, is installed."""
     return find_spec("numba") is not None
+
+
+def bound(arrays: Arrays) -> Callable[[float], int]:
+    """Return `kernel.advance` over these arrays: machine code, or interpreted if numba is not installed."""
+    if not is_available():
+        return interpreted(arrays)
+    advance, table = load(), addresses(arrays)
+    address = table.ctypes.data
+
+    def advance_there(took_us: float, _kept: Int64s = table) -> int:  # the default keeps the table alive
+        return advance(address, took_us)
+
+    return advance_there
+
+
+def interpreted(arrays: Arrays) -> Callable[[float], int]:
+    """Return `kernel.advance` over these arrays, interpreted by Python."""
+    records = Arrays(*[array.view(np.recarray) if array.dtype.names else array for array in arrays])
+    return lambda took_us: kernel.advance(records, took_us)
 
 
 def addresses(arrays: Arrays) -> Int64s:
@@ -64,7 +88,7 @@ def load() -> Advance:
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    name = f"{SOURCE.stem}-{_digest(llvm)}.ll"
+    name = _name(llvm)
     text = next(filter(None, (_kept(folder / name) for folder in _folders())), None)
     if text is None:
         text = _made()
@@ -84,6 +108,19 @@ def load() -> Advance:
     return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_double)(engine.get_function_address(ENTRY))
 
 
+@cache
+def is_stored() -> bool:
+    """Return whether the machine code was compiled before. Otherwise the first `load` takes half a minute."""
+    import llvmlite.binding as llvm
+
+    return any(_kept(folder / _name(llvm)) is not None for folder in _folders())
+
+
+def _name(llvm: Any) -> str:
+    """Return the name of the stored file."""
+    return f"{SOURCE.stem}-{_digest(llvm)}.ll"
+
+
 _ENGINES: list[Any] = []  # LLVM's engines own the machine code, so they are kept alive
 
 
@@ -91,7 +128,8 @@ def _digest(llvm: Any) -> str:
     """Return the digest of everything that the machine code depends on: sources, compiler, processor."""
     facts = (version("numba"), version("llvmlite"), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
     hashed = blake2b(digest_size=12)
-    for fact in (SOURCE.read_bytes(), Path(__file__).read_bytes(), *(fact.encode() for fact in facts)):
+    sources = (path.read_bytes() for path in (*SOURCES, Path(__file__)))
+    for fact in (*sources, *(fact.encode() for fact in facts)):
         hashed.update(len(fact).to_bytes(8, "little") + fact)
     return hashed.hexdigest()
 
@@ -142,21 +180,36 @@ def _keep(name: str, text: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- compilation
 
 
+def _compiled_copy(path: Path, jit: Callable[[FunctionType], Any], shared: dict[str, Any]) -> ModuleType:
+    """Return a copy of a module with its functions compiled; the module itself is unchanged.
+
+    Args:
+        shared: compiled functions by name, in place of those that the module imports.
+    """
+    spec = spec_from_file_location(f"lockstep.sim._{path.stem}_to_compile", path)
+    assert spec is not None
+    assert spec.loader is not None
+    copy = module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    for name, function in list(vars(copy).items()):
+        if isinstance(function, FunctionType):
+            setattr(copy, name, jit(function) if function.__module__ == copy.__name__ else shared.get(name, function))
+    return copy
+
+
 def _made() -> str:
     """Compile the kernel and return its LLVM text, optimised for this processor."""
     import numba
     from numba import types
     from numba.core import cgutils
+    from numba.core.dispatcher import Dispatcher
     from numba.extending import intrinsic
 
-    spec = spec_from_file_location("lockstep.sim._kernel_to_compile", SOURCE)  # a copy: the module itself is unchanged
-    assert spec is not None
-    assert spec.loader is not None
-    kernel = module_from_spec(spec)
-    spec.loader.exec_module(kernel)
-    for name, function in list(vars(kernel).items()):
-        if isinstance(function, FunctionType) and function.__module__ == kernel.__name__:
-            setattr(kernel, name, numba.njit(error_model="numpy")(function))
+    jit = numba.njit(error_model="numpy")
+    compiled: dict[str, Any] = {}
+    for path in SOURCES:
+        copy = _compiled_copy(path, jit, compiled)
+        compiled |= {name: one for name, one in vars(copy).items() if isinstance(one, Dispatcher)}
 
     @intrinsic  # type: ignore[untyped-decorator]  # numba has no types
     def at(_context: Any, address: Any) -> Any:
@@ -166,11 +219,12 @@ def _made() -> str:
         return types.voidptr(address), generate
 
     carray = numba.carray
-    run_t, engine_t, request_t = kernel.RUN, kernel.ENGINE, kernel.REQUEST
-    flight_t, shape_t, int64 = kernel.FLIGHT, kernel.SHAPE, np.int64
+    run_t, engine_t, request_t, node_t = state.RUN, state.ENGINE, state.REQUEST, state.NODE
+    flight_t, shape_t, deferred_t = state.FLIGHT, state.SHAPE, state.DEFERRED_ROW
+    int64, int32 = np.int64, np.int32
 
     def entry(table: Any, took_us: float) -> int:
-        t = carray(table, (15, 5))
+        t = carray(table, (26, 5))
         arrays = kernel_arrays(
             carray(at(t[0, 0]), (t[0, 1],), run_t),
             carray(at(t[1, 0]), (t[1, 1],), engine_t),
@@ -179,18 +233,29 @@ def _made() -> str:
             carray(at(t[4, 0]), (t[4, 1], t[4, 2]), flight_t),
             carray(at(t[5, 0]), (t[5, 1], t[5, 2], t[5, 3]), int64),
             carray(at(t[6, 0]), (t[6, 1], t[6, 2], t[6, 3], t[6, 4]), int64),
-            carray(at(t[7, 0]), (t[7, 1], t[7, 2]), int64),
-            carray(at(t[8, 0]), (t[8, 1],), shape_t),
-            carray(at(t[9, 0]), (t[9, 1], t[9, 2], t[9, 3]), int64),
-            carray(at(t[10, 0]), (t[10, 1], t[10, 2], t[10, 3]), int64),
-            carray(at(t[11, 0]), (t[11, 1], t[11, 2], t[11, 3]), int64),
-            carray(at(t[12, 0]), (t[12, 1], t[12, 2], t[12, 3]), int64),
-            carray(at(t[13, 0]), (t[13, 1], t[13, 2]), int64),
-            carray(at(t[14, 0]), (t[14, 1], t[14, 2]), int64),
+            carray(at(t[7, 0]), (t[7, 1],), int32),
+            carray(at(t[8, 0]), (t[8, 1],), int64),
+            carray(at(t[9, 0]), (t[9, 1], t[9, 2]), node_t),
+            carray(at(t[10, 0]), (t[10, 1], t[10, 2]), int32),
+            carray(at(t[11, 0]), (t[11, 1], t[11, 2]), int64),
+            carray(at(t[12, 0]), (t[12, 1], t[12, 2]), int32),
+            carray(at(t[13, 0]), (t[13, 1], t[13, 2]), deferred_t),
+            carray(at(t[14, 0]), (t[14, 1], t[14, 2], t[14, 3]), int64),
+            carray(at(t[15, 0]), (t[15, 1],), int32),
+            carray(at(t[16, 0]), (t[16, 1],), int32),
+            carray(at(t[17, 0]), (t[17, 1],), int64),
+            carray(at(t[18, 0]), (t[18, 1], t[18, 2]), int64),
+            carray(at(t[19, 0]), (t[19, 1],), shape_t),
+            carray(at(t[20, 0]), (t[20, 1], t[20, 2], t[20, 3]), int64),
+            carray(at(t[21, 0]), (t[21, 1], t[21, 2], t[21, 3]), int64),
+            carray(at(t[22, 0]), (t[22, 1], t[22, 2], t[22, 3]), int64),
+            carray(at(t[23, 0]), (t[23, 1], t[23, 2], t[23, 3]), int64),
+            carray(at(t[24, 0]), (t[24, 1], t[24, 2]), int64),
+            carray(at(t[25, 0]), (t[25, 1], t[25, 2]), int64),
         )
         return int(advance(arrays, took_us))
 
-    kernel_arrays, advance = kernel.Arrays, kernel.advance
+    kernel_arrays, advance = Arrays, compiled["advance"]
     signature = types.int64(types.CPointer(types.int64), types.float64)
     made = numba.cfunc(signature, error_model="numpy")(entry)
     text: str = made._library.get_llvm_str()

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, islice
 
 import numpy as np
 from simpy import Environment, Event
@@ -73,6 +73,31 @@ class ConcurrentSessions:
         self._upcoming = self._sessions_without_end(first_copy, random)
         self._look_ahead()
 
+    @property
+    def rows_by_session(self) -> list[Int64s]:
+        """The turns of each session of the workload, in order."""
+        return self._rows
+
+    def under_way(self) -> list[tuple[int, int, int, Int64s]]:
+        """Return the sessions in progress at the start: time of the first request, number, copy, and turns from there.
+
+        Call it before the first request is taken.
+        """
+        session_of, found = self._session_of_turn(), []
+        for time_us, number, turn in sorted(self._to_come, key=lambda one: one[1]):
+            copy, row = divmod(turn.index, len(self._turns))
+            rows = self._rows[int(session_of[row])]
+            found.append((time_us, number, copy, rows[int(np.flatnonzero(rows == row)[0]) :]))
+        return found
+
+    def upcoming(self, count: int) -> list[tuple[int, int]]:
+        """Take the next `count` sessions that begin when others end, as pairs of copy and session of the workload."""
+        return list(islice(self._upcoming, count))
+
+    def shift_of(self, copy: Int64s) -> Int64s:
+        """Return how far the token ids of copies of the workload lie behind those of the workload."""
+        return copy % self._copies * self._stride
+
     def _begin_under_way(self, concurrency: int, prompt_tokens_max: int, random: np.random.Generator) -> int:
         """Begin the first sessions at their drawn positions. Return the first unused copy of the workload."""
         rows = np.concatenate([self._until_too_long(session, prompt_tokens_max) for session in self._rows])
@@ -107,7 +132,7 @@ class ConcurrentSessions:
 
     def _send_later(self, time_us: int, number: int, copy: int, row: int, *, opens: bool) -> None:
         turn = self._turns[row]
-        shift = (copy % self._copies) * self._stride
+        shift = copy % self._copies * self._stride
         if shift or copy or opens or turn.session:
             first_tokens = (token + shift for token in turn.prompt[::2])
             turn = replace(

@@ -148,6 +148,7 @@ class EngineHost:
         self._on_finish = watch.on_finish
         self._decode_runs = options.decode_runs and watch.check is None
         self._frontend_us = options.frontend_us
+        self._tenants_of_engines = options.tenants_of_engines
         self._grammar_compile_us = options.grammar_compile_us
         self._compiling: deque[tuple[int, bytes]] = deque()  # grammars being compiled: us when ready, digest
         self._adapter_load_us = options.adapter_load_us
@@ -601,9 +602,10 @@ class EngineHost:
         if ended is None:
             return
         first, whole = ended
+        turn = self.arrivals.open_turns[first]
         if self._conversations is not None:
-            self._conversations.ended(self.arrivals.open_turns[first], answered=whole)
-        seen_us = now_us + self._frontend_us
+            self._conversations.ended(turn, answered=whole)
+        seen_us = now_us if turn.tenant in self._tenants_of_engines else now_us + self._frontend_us
         if whole:
             self.arrivals.answered(first, seen_us)
         else:

@@ -80,6 +80,7 @@ class HostOptions:
     grammar_compile_us: int = GRAMMAR_COMPILE_US  # time to compile a grammar, in parallel to the CPU lane
     adapter_load_us: int = ADAPTER_LOAD_US  # time of a load without `features.adapters`; such loads run in parallel
     frontend_us: int = 0  # from the engine's last token to the arrival of the client's next request, without think time
+    tenants_of_engines: frozenset[str] = frozenset()  # their think times have the front end in them already
     receive_interval: int = 1  # launches between two receptions of arrivals, see `intake.ReceiveSkipper`
     decode_runs: bool = True
     watch: HostWatch = NOT_WATCHED

@@ -290,15 +290,14 @@ class MetricsFold:
         if requests:
             self._first_us = int(measured.arrival_us[0])
         self._last_us = measured.last_us
-        admitted = measured.admitted_us >= 0
         ended = self._finish_reasons["length"]
         for column, values in (
             (self._request_ids, measured.request_id),
             (self._arrival_us, measured.arrival_us),
             (self._prompt_tokens, measured.prompt_tokens),
             (self._admitted_us, measured.admitted_us),
-            (self._cached_tokens, np.where(admitted, 0, -1)),
-            (self._retractions, np.zeros(requests)),
+            (self._cached_tokens, measured.cached_tokens),
+            (self._retractions, measured.retractions),
             (self._ended_us, measured.ended_us),
             (self._finish_codes, np.where(measured.ended_us < 0, 0, ended)),
             (self._tenant_codes, [self._tenants[tenant] for tenant in measured.tenants]),
@@ -322,6 +321,8 @@ class MetricsFold:
         self._tallies.put("pages_evicted", measured.evicted_pages)
         self._tallies.put("decodes_skipped", {"": measured.decodes_skipped})
         self._tallies.put("deferred", measured.deferred)
+        self._tallies.put("retractions", {"pages": measured.retracted})
+        self._tallies.put("tokens_discarded", {"": measured.tokens_discarded})
 
     def compact(self, part_rows: int = PART_ROWS) -> None:
         """Measure the records since the last call, and drop them. Results do not change. `observe` also calls it.

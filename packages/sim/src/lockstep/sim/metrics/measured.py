@@ -30,6 +30,8 @@ class MeasuredRequests(NamedTuple):
     request_id: Int64s
     arrival_us: Int64s
     prompt_tokens: Int32s
+    cached_tokens: Int32s  # at the first admission; -1: not yet
+    retractions: Int32s
     admitted_us: Int64s  # -1: not yet, as in all times below
     ended_us: Int64s  # ends by length
     output_tokens: Int32s
@@ -44,3 +46,5 @@ class MeasuredRequests(NamedTuple):
     evicted_pages: Mapping[str, int]  # by reason
     deferred: Mapping[str, int]  # by reason
     decodes_skipped: int
+    retracted: int  # retractions of all requests, for pages
+    tokens_discarded: int  # sampled for requests that were retracted before the tokens were delivered

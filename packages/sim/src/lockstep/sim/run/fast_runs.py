@@ -14,26 +14,31 @@ import numpy as np
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.requests.table import VERSION_MARK
-from lockstep.sim.fast import kernel as kernel
 from lockstep.sim.fast.fast_path import FastEngine, FastLoad, FastRun
+from lockstep.sim.fast.loops import Loop, closed_loop, open_loop
+from lockstep.sim.host.closed_loop import ConcurrentSessions
 from lockstep.sim.host.device import Device
 from lockstep.sim.host.pipeline import device_type_of
 from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.run.load import arrivals_of_load
+from lockstep.sim.workload.turns import Turns
 
 if TYPE_CHECKING:
     from lockstep.sim.run.setup import Setup
 
+LOOP_REQUESTS_MAX = 4_000_000  # requests of all sessions that a closed loop may begin
 # Settings that may have any value.
 FOLLOWED = frozenset(
     "page_size pages radix_cache same_step_sharing context_tokens_max max_running_requests request_rows "
     "schedule_conservativeness batching max_prefill_tokens chunked_prefill_size chunk_unit reserve "
-    "prefill_max_requests truncation_align_size prefill_decode_interval overlap_depth".split()
+    "prefill_max_requests truncation_align_size prefill_decode_interval overlap_depth waiting_prefix_refresh "
+    "retracted_requeue retracted_kv retraction_policy".split()
 )
 NEVER_READ = frozenset(
-    "retracted_requeue retracted_kv retraction_policy force_stream_interval schedule_seed "
+    "force_stream_interval schedule_seed "
     "schedule_low_priority_values_first default_priority_value bypass_limit session_kv max_sessions "
     "grammar_timeout_us max_input_tokens truncate_input isolate_tenants encoder_cache_tokens "
-    "priority_preemption_threshold waiting_prefix_refresh prefix_deduplication".split()
+    "priority_preemption_threshold prefix_deduplication".split()
 )
 
 
@@ -50,7 +55,6 @@ def unsupported_by(setup: Setup) -> str:
     beside = {
         "early ends": scenario.max_new_tokens is not None,
         "receive_interval": scenario.receive_interval != 1,
-        "closed loop": scenario.concurrency is not None or bool((turns.after >= 0).any()),
         "server sessions": scenario.server_sessions,
         "drafts": setup.drafting is not None or setup.forcing is not None,
         "media": setup.encoding is not None or turns.media is not None,
@@ -70,10 +74,65 @@ def unsupported_by(setup: Setup) -> str:
         return "empty prompts or answers"
     if prompts.max() > config.prompt_tokens_max(True) or (prompts + outputs).max() > config.request_tokens_max:
         return "prompts that do not fit"
-    firsts = turns.run_first_token[turns.run_starts]
-    if config.radix_cache and len(np.unique(firsts)) < len(firsts):
-        return "shared prefixes"
+    if scenario.concurrency is not None:
+        sessions = scenario.concurrency + (len(turns) if scenario.limit is None else scenario.limit)
+        if sessions * int(np.bincount(turns.root()).max()) > LOOP_REQUESTS_MAX:
+            return "many long sessions"
+    if config.radix_cache and (follows_answers(setup) or share_prefixes(turns)):
+        if config.prefix_deduplication != "off":
+            return "shared prefixes with prefix_deduplication"
+        if config.isolate_tenants and len(turns.tenants) > 1:
+            return "shared prefixes with isolate_tenants"
+        if not _are_chained(turns):
+            return "prompts with equal tokens behind different ones"
     return ""
+
+
+def follows_answers(setup: Setup) -> bool:
+    """Return whether requests follow the answers of others: turns of sessions, or a closed loop."""
+    return setup.scenario.concurrency is not None or bool((setup.workload.turns.after >= 0).any())
+
+
+def loop_of(setup: Setup) -> Loop | None:
+    """Return the requests of a setup in which some follow the answers of others; None: none does."""
+    if not follows_answers(setup):
+        return None
+    turns = setup.workload.turns
+    if setup.scenario.concurrency is None:
+        return open_loop(turns)
+    source = arrivals_of_load(setup.scenario, turns, setup.config.prompt_tokens_max(True))
+    assert isinstance(source, ConcurrentSessions)
+    return closed_loop(turns, source)
+
+
+def share_prefixes(turns: Turns) -> bool:
+    """Return whether two prompts begin alike."""
+    firsts = turns.run_first_token[turns.run_starts]
+    return len(np.unique(firsts)) < len(firsts)
+
+
+def _are_chained(turns: Turns) -> bool:
+    """Return whether all occurrences of a token id have the same prefix before them, answers included.
+
+    Each run of consecutive ids must begin behind the same id as all other runs that begin with its first id; and a run
+    that begins inside another one, behind the id before its first.
+    """
+    firsts, counts = turns.run_first_token.astype(np.int64), turns.run_tokens.astype(np.int64)
+    lasts = firsts + counts - 1
+    before = np.concatenate((np.full(1, -1), lasts[:-1]))
+    before[turns.run_starts] = -1
+    answers = turns.output_first_token.astype(np.int64)
+    stops = np.concatenate((firsts + counts, answers + turns.output_tokens))
+    before = np.concatenate((before, lasts[turns.run_stops - 1]))
+    firsts = np.concatenate((firsts, answers))
+    order = np.lexsort((before, firsts))
+    firsts, stops, before = firsts[order], stops[order], before[order]
+    again = firsts[1:] == firsts[:-1]
+    if (before[1:] != before[:-1])[again].any():
+        return False
+    furthest = np.maximum.accumulate(stops)
+    inside = np.append(False, firsts[1:] < furthest[:-1])
+    return not (before != firsts - 1)[inside & np.append(True, ~again)].any()
 
 
 def fast_run_of(
@@ -84,8 +143,11 @@ def fast_run_of(
     `unsupported_by` must be empty for each setup.
     """
     scenario = setups[0].scenario
+    first = setups[0]
+    frontend_us = round(first.calibration.correction.frontend_us)
+    answer_us = 0 if first.workload.dated_at_engine else frontend_us
     return FastRun(
-        FastLoad(setups[0].workload.turns, scenario.seed, scenario.warm_up),
+        FastLoad(first.workload.turns, scenario.seed, scenario.warm_up, answer_us, loop_of(first)),
         [FastEngine(one.config, one.cost, one.cpu, round(one.calibration.correction.frontend_us)) for one in setups],
         metrics,
         on_finish,

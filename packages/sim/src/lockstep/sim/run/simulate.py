@@ -241,7 +241,8 @@ def host_of(
             name=name,
             max_new_tokens=scenario.max_new_tokens,
             grammar_compile_us=scenario.grammar_compile_us,
-            frontend_us=0 if setup.workload.dated_at_engine else frontend_us,
+            frontend_us=frontend_us,
+            tenants_of_engines=setup.workload.tenants_of_engines,
             receive_interval=scenario.receive_interval,
             decode_runs=not setup.debug,
             watch=watch,
@@ -290,7 +291,7 @@ def _run(
 
 def _run_compiled(setup: Setup, on_finish: Callable[[int], None] | None, *, always: bool) -> Run | None:
     """Run a setup on the fast path. Return None if it is unavailable, unsupported, does not pay, or gave up."""
-    if not is_available() or unsupported_by(setup) or not (always or pays(len(setup.workload.turns))):
+    if unsupported_by(setup) or not (always or (is_available() and pays(len(setup.workload.turns)))):
         return None
     began_s = time.process_time()
     metrics = MetricsFold(kv_pages=setup.config.pages, warm_up=setup.scenario.warm_up)
@@ -304,7 +305,7 @@ def _run_compiled(setup: Setup, on_finish: Callable[[int], None] | None, *, alwa
         batches=plain.batches(0),
         clamped=0,
         rejected=Counter(),
-        never_sent=0,
+        never_sent=plain.never_sent(),
         interrupted=plain.stop_requested,
         cpu_s=time.process_time() - began_s,
     )

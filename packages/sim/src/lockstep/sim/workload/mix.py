@@ -86,6 +86,11 @@ def check_names(text: str, names: Sequence[str]) -> None:
             raise WorkloadError(text, f"two sources are called `{name}`", hint)
 
 
+def tenant_of_source(name: str, tenant: str) -> str:
+    """Return the tenant in a mix that a tenant of the source `name` becomes."""
+    return f"{name}/{tenant}" if tenant else name
+
+
 def mix_turns(text: str, names: Sequence[str], sources: Sequence[Turns]) -> Turns:
     """Return all turns of all sources, in order of arrival. The turns of a session are sorted by its first turn.
 
@@ -100,7 +105,7 @@ def mix_turns(text: str, names: Sequence[str], sources: Sequence[Turns]) -> Turn
     turns_before = runs_before = 0
     for name, source in zip(names, sources, strict=True):
         form_codes = [forms.code(f"{name}.{form}") for form in source.label_forms]
-        tenant_codes = [tenants.code(f"{name}/{tenant}" if tenant else name) for tenant in source.tenants]
+        tenant_codes = [tenants.code(tenant_of_source(name, tenant)) for tenant in source.tenants]
         grammar_codes = [grammars.code(grammar) for grammar in source.grammars]
         moved = {
             "after": np.where(source.after < 0, -1, source.after + turns_before).astype(np.int32),

@@ -26,7 +26,14 @@ from lockstep.sim.workload.fitted import WorkloadModel, draw_model, is_model, pa
 from lockstep.sim.workload.generate import PREFIX, generate, parse_spec, with_rate
 from lockstep.sim.workload.journal_turns import is_journal, turns_of_journal
 from lockstep.sim.workload.logs import LogReading
-from lockstep.sim.workload.mix import MIX_PREFIX, check_names, mix_turns, parse_mix, seed_of_source
+from lockstep.sim.workload.mix import (
+    MIX_PREFIX,
+    check_names,
+    mix_turns,
+    parse_mix,
+    seed_of_source,
+    tenant_of_source,
+)
 from lockstep.sim.workload.recording_turns import turns_of_recording
 from lockstep.sim.workload.sampling import spread_sample
 from lockstep.sim.workload.servegen import read_servegen, servegen_files, turns_of_servegen
@@ -69,11 +76,8 @@ class Workload:
     skipped: SkippedRows = field(default=SkippedRows())
     notes: tuple[str, ...] = ()  # changes to a trace that are not in its file, one sentence each
     has_clock: bool = True  # whether requests or sessions have start times; otherwise these are drawn
-
-    @property
-    def dated_at_engine(self) -> bool:
-        """Whether the times between a session's turns are those at an engine, with the front end in them."""
-        return self.format == "journal"
+    tenants_of_engines: frozenset[str] = frozenset()
+    """Tenants whose turns were read off a journal: times between turns are those at an engine, front end included."""
 
     def summary(self) -> WorkloadSummary:
         """Return counts, duration, lengths and sharing, computed at each call."""
@@ -91,6 +95,7 @@ class _Content(NamedTuple):
     own_rate: float | None = None  # arrivals per second for which the turns were drawn; None: measure them
     at_rate: bool = False  # whether `rate` and `rate_scale` are already applied
     has_clock: bool = True
+    tenants_of_engines: frozenset[str] = frozenset()
     is_cut: bool = False  # whether `time_window` and `limit` are already applied
 
 
@@ -181,7 +186,17 @@ def open_workload(
         turns = turns.at(_rescaled(asked, turns, content.own_rate))
     _check_duration(spec, turns)
     name = workload_digest(turns) if digest else ""
-    return Workload(content.name, spec, content.format, name, turns, content.skipped, content.notes, content.has_clock)
+    return Workload(
+        content.name,
+        spec,
+        content.format,
+        name,
+        turns,
+        content.skipped,
+        content.notes,
+        content.has_clock,
+        content.tenants_of_engines,
+    )
 
 
 def workload_digest(turns: Turns) -> str:
@@ -241,7 +256,8 @@ def _open(asked: _Request) -> _Content:
     path = Path(asked.spec)
     if path.is_dir() and (is_journal(path) or has_recording(path)):
         turns, found = turns_of_journal(path) if is_journal(path) else turns_of_recording(path)
-        return _Content(path.resolve().name, "journal", turns, notes=tuple(found))
+        tenants = frozenset(turns.tenants)
+        return _Content(path.resolve().name, "journal", turns, notes=tuple(found), tenants_of_engines=tenants)
     if path.is_dir():
         return _open_servegen(asked, path.name, servegen_files(path))
     data = read_bytes(path)
@@ -337,7 +353,12 @@ def _open_mix(asked: _Request) -> _Content:
     if not left:
         _raise_empty_window(asked.spec, asked.time_window, max(int(w.turns.arrival_us.max()) for w in opened))
     turns = mix_turns(asked.spec, [name for name, _ in left], [part for _, part in left])
-    return _Content("+".join(names), "mix", turns, skipped, notes)
+    at_engines = frozenset(
+        tenant_of_source(name, tenant)
+        for name, workload in zip(names, opened, strict=True)
+        for tenant in workload.tenants_of_engines
+    )
+    return _Content("+".join(names), "mix", turns, skipped, notes, tenants_of_engines=at_engines)
 
 
 def _reading_of(reading: SourceReading, spec: str) -> SourceReading:

@@ -1,0 +1,197 @@
+"""Prefill and decode engines of one server: pairs that the router picks, every answer that of one engine, and deaths.
+
+The rules of the router are those of the simulator; its journals replay to the same decisions.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server is not installed")
+httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
+
+from click.testing import CliRunner  # noqa: E402
+
+from lockstep.api.processes.pair_routing import PairRouting  # noqa: E402
+from lockstep.api.processes.wire import (  # noqa: E402
+    EngineHere,
+    EngineLost,
+    Offer,
+    OfferClosed,
+    PromptOver,
+    Routed,
+    WorkerLost,
+)
+from lockstep.api.settings import read_settings  # noqa: E402
+from lockstep.core.cluster.router import RouterConfig  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
+from lockstep.host.router_check import verify_router  # noqa: E402
+from lockstep.tools.journal import journal  # noqa: E402
+from tests.support.kills import campaign  # noqa: E402
+from tests.support.live_server import LiveServer, metric, serving  # noqa: E402
+
+# --------------------------------------------------------------------------------------------------------- the router
+
+
+def routing(prefills: int = 2, decodes: int = 2, run: Path | None = None) -> tuple[PairRouting, list[Routed]]:
+    answers: list[Routed] = []
+    made = PairRouting(prefills, decodes, RouterConfig(policy="least_requests"), answers.append, run=run)
+    for engine in range(prefills + decodes):
+        made.handle(EngineHere(engine, 0, 1000, (), False))
+    return made, answers
+
+
+def test_an_offer_gets_a_prefill_and_a_decode_engine(tmp_path: Path) -> None:
+    made, answers = routing(run=tmp_path)
+    for number, tokens in enumerate((500, 10, 10)):
+        made.handle(Offer(0, number, tokens))
+    assert [(one.prefill, one.engine, one.room) for one in answers] == [(0, 2, 0), (1, 3, 1), (0, 3, 2)]
+    made.handle(PromptOver(0))
+    made.handle(PromptOver(2))
+    made.handle(Offer(0, 3, 10))
+    assert (answers[-1].prefill, answers[-1].engine) == (0, 3), "0 has no prompt left, and 2 has 500 tokens"
+    made.handle(OfferClosed(0, 0, 7))
+    made.handle(PromptOver(0))  # late: its request has ended
+    made.handle(Offer(0, 4, 10, samples=3))
+    made.handle(Offer(0, 5, 10))
+    assert [one.room for one in answers[-2:]] == [4, 7], "samples have consecutive rooms"
+    made.close()
+    for folder in (tmp_path, tmp_path / "decode"):
+        verify_router(folder)
+
+
+def test_a_request_without_output_is_computed_by_its_prefill_engine() -> None:
+    made, answers = routing()
+    made.handle(Offer(0, 0, 10, output=False))
+    assert (answers[0].engine, answers[0].prefill, answers[0].room) == (0, -1, -1)
+    made.handle(OfferClosed(0, 0, 0))
+    made.handle(Offer(0, 1, 10))
+    assert (answers[1].prefill, answers[1].engine) == (1, 2)
+
+
+def test_an_offer_waits_until_both_sides_have_an_engine() -> None:
+    made, answers = routing(1, 1)
+    made.handle(EngineLost(0, 1))
+    made.handle(Offer(0, 0, 10))
+    made.handle(Offer(1, 0, 10))
+    assert not answers
+    made.handle(WorkerLost(1))
+    made.handle(EngineHere(0, 1, 1000, (), False))
+    assert [(one.worker, one.prefill, one.engine) for one in answers] == [(0, 0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prefill_engines": 1}, "`prefill_engines` is 1 and `decode_engines` is 0: requests need one of each"),
+        ({"prefill_engines": 1, "decode_engines": 1, "dp": 2}, "`dp` is 2, and there are prefill and decode engines"),
+        ({"prefill_engines": 1, "decode_engines": 1, "admission": "open=4"}, "`admission` is given"),
+        (
+            {"prefill_engines": 1, "decode_engines": 1, "swa_full_tokens_ratio": 0.5},
+            "do not hand over pages of",
+        ),
+        ({"prefill_tp": 2}, "`prefill_tp` is 2; it must be at least 1, and is for prefill and decode engines"),
+        ({"transfer_transport": "tcp"}, "`transfer_transport` is for prefill and decode engines"),
+        ({"set": {"role": "decode"}}, "the roles of a server's engines follow from their numbers"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        read_settings(None, given)
+
+
+# -------------------------------------------------------------------------------------------------------- a live server
+
+BODIES: list[dict[str, Any]] = [
+    {"prompt": "def main(self, x):\n    return ", "max_tokens": 24, "logprobs": 2},
+    {"prompt": "import numpy as np\nimport ", "max_tokens": 24, "n": 2},
+    {"prompt": "import numpy as np\nimport ", "max_tokens": 24, "stop": ["e"]},
+    {"prompt": "class A:\n    " * 60, "max_tokens": 24},
+    {"prompt": "x = ", "max_tokens": 1},
+    {"prompt": "The value is ", "max_tokens": 24, "temperature": 0.9, "seed": 4},
+]
+
+
+def texts(server: LiveServer, bodies: list[dict[str, Any]]) -> list[Any]:
+    """The texts, ends and logprobs of completions that are sent at the same time."""
+    found: list[Any] = [None] * len(bodies)
+
+    def ask(number: int) -> None:
+        body = {"temperature": 0, **bodies[number]}
+        answer = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=120.0).json()
+        choices = answer["choices"]
+        logprobs = [[round(x, 3) for x in one["logprobs"]["token_logprobs"]] for one in choices if one["logprobs"]]
+        found[number] = [[one["text"], one["finish_reason"]] for one in choices], logprobs, answer["usage"]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def kill(server: LiveServer, name: str) -> None:
+    """Kill an engine of a server."""
+    os.kill(server.children()[name], signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    pytest.importorskip("torch", reason="the GPU runtime is not installed")
+    with serving(tmp_path_factory.mktemp("plain") / "log") as server:
+        return texts(server, BODIES)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_server_with_roles_answers_as_one_engine(transport: str, plain: list[Any], run: Path, tmp_path: Path) -> None:
+    roles = ("--prefill-engines", "1", "--decode-engines", "2", "--journal", str(run))
+    with serving(tmp_path / "log", *roles, "--transfer-transport", transport, "--transfer-checksums") as server:
+        assert texts(server, BODIES) == plain
+        assert metric(server, "lockstep_transfers_total") == 7, "one of each answer"
+        vector = httpx2.post(f"{server.url}/v1/embeddings", json={"input": "hello"}, timeout=60.0).json()
+        assert len(vector["data"][0]["embedding"]) > 8
+        assert server.end() == 0
+    verified = CliRunner().invoke(journal, ["verify", str(run)])
+    assert verified.exit_code == 0, verified.output
+    assert verified.output.count("equal") == 5, "three engines, two routers"
+
+
+def test_streams_continue_when_either_engine_is_killed(plain: list[Any], run: Path, tmp_path: Path) -> None:
+    roles = ("--prefill-engines", "1", "--decode-engines", "1", "--restarts", "20")
+    long = [{**body, "max_tokens": 120} for body in BODIES[:1] + BODIES[3:4]] * 3
+    rng = random.Random(5)
+    with serving(tmp_path / "log", *roles) as server:
+        right = [one[0] for one in texts(server, long)]
+        for name in ("engine 0", "engine 1", "engine 0", "engine 1"):
+            killer = threading.Timer(rng.uniform(0.05, 0.5), partial(kill, server, name))
+            killer.start()
+            assert [one[0] for one in texts(server, long)] == right
+            killer.join()
+            until = time.monotonic() + 60.0
+            while name not in server.children() and time.monotonic() < until:
+                time.sleep(0.05)
+
+
+def test_killed_at_random_instants(tmp_path: Path) -> None:
+    """A short run of `make kill-campaign ARGS="--prefill 2 --decode 2"`, on emulated engines."""
+    arguments = ("--emulate", "qwen3-0.6b@h200", "--answer-tokens", "60", "--shutdown-s", "1", "--speed", "0.1")
+    roles = ("--prefill-engines", "1", "--decode-engines", "2", "--restarts", "20", "--snapshot-s", "2")
+    with serving(tmp_path / "log", *arguments, *roles) as server:
+        outcome = campaign(server, seed=3, kills=8, streams=8, gap_s=(0.05, 0.6), prefills=1)
+    assert not outcome.tally.faults, outcome.text()
+    assert outcome.tally.requests > 8

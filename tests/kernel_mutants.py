@@ -1,0 +1,347 @@
+"""Mutants of the fast path: does an equality test find every small change of the kernel?
+
+    python tests/kernel_mutants.py                        every mutant of every module, on all cases
+    python tests/kernel_mutants.py --module memory.py     the mutants of one module
+    python tests/kernel_mutants.py --match "evict"        the mutants with this text in their line of the table
+    python tests/kernel_mutants.py --cases 80 --seed 7    other random runs
+
+A mutant is the kernel with one change: another comparison, a constant that is one larger, `min` for `max`, `and` for
+`or`, plus for minus. Each mutant simulates random runs, interpreted, until its result differs from the core's. The
+functions that the core shares with the kernel (`core/requests/rules.py`) are changed for the kernel only. A mutant that
+raises, or takes much longer than the kernel, is found too. Every mutant that no run finds must be in
+`tests/data/kernel_mutants.txt` with the reason for which it is equivalent; otherwise the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from lockstep.core.cluster.router import ROUTER_POLICIES, EngineShare, RouterConfig
+from lockstep.core.contract.config import SchedConfig
+from lockstep.sim.cluster.scenario import ClusterScenario
+from lockstep.sim.cluster.setup import ClusterSetup
+from lockstep.sim.cluster.simulate import simulate_cluster
+from lockstep.sim.fast import fast_path, kernel, machine_code
+from lockstep.sim.fast.state import Arrays
+from lockstep.sim.run.simulate import simulate
+from tests.support.fast_path_cases import SHARINGS, Case, Load, cases, differing, loads, schedulers, sizes
+
+KNOWN = Path(__file__).resolve().parent / "data" / "kernel_mutants.txt"
+SLOWER = 20  # a mutant may take this many times as long as the kernel, plus a second
+COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
+    ast.Lt: (ast.LtE, ast.GtE),
+    ast.LtE: (ast.Lt, ast.Gt),
+    ast.Gt: (ast.GtE, ast.LtE),
+    ast.GtE: (ast.Gt, ast.Lt),
+    ast.Eq: (ast.NotEq,),
+    ast.NotEq: (ast.Eq,),
+}
+PLANTS = {"rules.py": (("CLIP_MAX_NEW_TOKENS = 4096", "CLIP_MAX_NEW_TOKENS = 9_000_000"),)}
+"""Constants of modules that are changed in one place, by file: text before and after."""
+Advance = Callable[[Arrays, float], int]
+Outcome = list[Any]  # the RunData of a run: of the cluster and of each engine
+
+
+class TooLongError(Exception):
+    """A mutant took too long."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One changed place in one module."""
+
+    path: Path
+    function: str
+    number: int  # among the places of its function with the same change
+    line: int
+    change: str
+    tree: ast.Module
+
+    @property
+    def name(self) -> str:
+        """The name by which the mutant is listed; it does not depend on line numbers."""
+        number = f" ({self.number})" if self.number else ""
+        return f"{self.path.name} {self.function}: {self.change}{number}"
+
+
+def mutants_of(path: Path) -> Iterator[Mutant]:
+    """Yield every mutant of a module with compiled functions."""
+    source = path.read_text(encoding="utf-8")
+    for before, after in PLANTS.get(path.name, ()):
+        assert source.count(before) == 1, before
+        tree = ast.parse(source.replace(before, after))
+        yield Mutant(path, "planted", 0, 0, f"`{before}` becomes `{after}`", tree)
+    seen: dict[tuple[str, str], int] = {}
+    for place, function in enumerate(ast.parse(source).body):
+        if isinstance(function, ast.FunctionDef):
+            nodes = list(_changeable(function))
+            for at in range(len(nodes)):
+                for change in range(_changes(nodes[at])):
+                    tree = ast.parse(source)
+                    changed = tree.body[place]
+                    assert isinstance(changed, ast.FunctionDef)
+                    node = list(_changeable(changed))[at]
+                    before = _text(source, node)
+                    text = f"`{before}` becomes `{_changed(node, change)}`"
+                    number = seen[function.name, text] = seen.get((function.name, text), -1) + 1
+                    yield Mutant(path, function.name, number, getattr(node, "lineno", 0), text, tree)
+
+
+def _changeable(function: ast.FunctionDef) -> Iterator[ast.expr]:
+    """Yield the expressions of a function that can be changed, docstring and annotations left out."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    for statement in body:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Compare | ast.BoolOp | ast.BinOp | ast.Call | ast.Constant) and _changes(node):
+                yield node
+
+
+def _changes(node: ast.expr) -> int:
+    """Return the number of changes of an expression."""
+    if isinstance(node, ast.Compare):
+        return len(COMPARISONS.get(type(node.ops[0]), ()))
+    if isinstance(node, ast.BoolOp):
+        return 1
+    if isinstance(node, ast.BinOp):
+        return int(isinstance(node.op, ast.Add | ast.Sub))
+    if isinstance(node, ast.Call):
+        return int(isinstance(node.func, ast.Name) and node.func.id in ("min", "max"))
+    return int(isinstance(node, ast.Constant) and type(node.value) in (int, float))
+
+
+def _changed(node: ast.expr, change: int) -> str:
+    """Change an expression in its tree. Return its new text."""
+    if isinstance(node, ast.Compare):
+        node.ops[0] = COMPARISONS[type(node.ops[0])][change]()
+    elif isinstance(node, ast.BoolOp):
+        node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+    elif isinstance(node, ast.BinOp):
+        node.op = ast.Sub() if isinstance(node.op, ast.Add) else ast.Add()
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        node.func.id = "max" if node.func.id == "min" else "min"
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        node.value = node.value + 1
+    return ast.unparse(node)
+
+
+def _text(source: str, node: ast.expr) -> str:
+    return ast.unparse(copy.deepcopy(node)) if source else ""
+
+
+def advance_of(mutant: Mutant | None) -> Advance:
+    """Return `kernel.advance` with the change of a mutant; None: unchanged."""
+    functions: dict[str, Any] = {}
+    module = ModuleType("unchanged")
+    for path in machine_code.SOURCES:
+        module = ModuleType(f"lockstep.sim.fast._mutant_{path.stem}")
+        module.__file__ = str(path)
+        changed = mutant is not None and mutant.path == path
+        tree = mutant.tree if mutant is not None and changed else ast.parse(path.read_text(encoding="utf-8"))
+        exec(compile(tree, str(path), "exec"), vars(module))  # our own source, with one change
+        for name, value in list(vars(module).items()):
+            if isinstance(value, FunctionType):
+                if value.__module__ == module.__name__:
+                    functions[name] = value
+                else:
+                    setattr(module, name, functions.get(name, value))
+    advance: Advance = vars(module)["advance"]
+    return advance
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
+
+
+@dataclass
+class Example:
+    """One random run, with the outcome of the core."""
+
+    run: Callable[[bool], Outcome]
+    expected: Outcome
+    took_s: float = 1.0
+    kills: int = 0
+
+
+def examples(count: int, number: int) -> list[Example]:
+    """Draw random runs of engines and clusters."""
+    drawn: list[Any] = []
+    options = {"database": None, "phases": [Phase.generate], "suppress_health_check": list(HealthCheck)}
+    routers = st.builds(
+        RouterConfig,
+        policy=st.sampled_from(ROUTER_POLICIES),
+        load_bound=st.sampled_from((1.0, 1.25, 3.0)),
+        load_floor=st.sampled_from((0, 8)),
+    )
+    engines = st.lists(st.tuples(schedulers(300), st.sampled_from((1.0, 0.3, 2.5))), min_size=2, max_size=4)
+    clusters = st.tuples(loads(300), engines, routers, st.just(0) | sizes(1, 500_000))
+
+    @seed(number)
+    @settings(max_examples=count, **options)
+    @given(cases(st.sampled_from((40, 300, 1_000)), SHARINGS[1:]))
+    def engine_cases(case: Case) -> None:
+        drawn.append(case)
+
+    @seed(number)
+    @settings(max_examples=max(count // 4, 2), **options)
+    @given(clusters)
+    def cluster_cases(case: Any) -> None:
+        drawn.append(case)
+
+    engine_cases()
+    cluster_cases()
+    made = [_engine_example(one) if isinstance(one, Case) else _cluster_example(*one) for one in drawn]
+    found = []
+    for run in made:
+        expected = run(False)
+        began_s = time.process_time()
+        ours = run(True)
+        took_s = time.process_time() - began_s
+        if why := _differing(ours, expected):
+            raise SystemExit(f"the kernel itself differs from the core: {why}")
+        found.append(Example(run, expected, took_s))
+    found.sort(key=lambda one: one.took_s)
+    return found
+
+
+def long_examples() -> list[Example]:
+    """Return runs with outputs above the limit of a reserve. They take seconds each, so only `rules.py` meets them."""
+    long = Load(3, 6, 200, 7_000, 40_000.0, 0.0, 1, 0)
+    sched = {"pages": 600, "context_tokens_max": 16_384, "chunked_prefill_size": 64}
+    found = []
+    for reserve in (0.4, 1.0):
+        run = _engine_example(Case({**sched, "schedule_conservativeness": reserve}, long))
+        found.append(Example(run, run(False), 10.0))
+    return found
+
+
+def _engine_example(case: Case) -> Callable[[bool], Outcome]:
+    setup = case.setup()
+    return lambda compiled: [simulate(setup, compiled=compiled).data]
+
+
+def _cluster_example(load: Any, engines: Any, router: RouterConfig, hop_us: int) -> Callable[[bool], Outcome]:
+    configs = [SchedConfig(**sched) for sched, _ in engines]
+    turns = load.turns(configs)
+    setups = [Case(sched, load).setup_with(config, turns) for (sched, _), config in zip(engines, configs, strict=True)]
+    scenario = ClusterScenario(base=setups[0].scenario, replicas=len(setups), router=router, hop_us=hop_us)
+    setup = ClusterSetup(
+        scenario=scenario,
+        engines=tuple(replace(one, workload=setups[0].workload) for one in setups),
+        shares=tuple(EngineShare(weight=weight) for _, weight in engines),
+    )
+
+    def run(compiled: bool) -> Outcome:
+        made = simulate_cluster(setup, compiled=compiled)
+        return [made.data, *(one.data for one in made.engines)]
+
+    return run
+
+
+def _differing(ours: Outcome, theirs: Outcome) -> str:
+    return next(filter(None, map(differing, ours, theirs)), "")
+
+
+def finds(example: Example, advance: Advance) -> bool:
+    """Return whether a run of a mutant differs from the core's, fails or takes too long."""
+    with _instead(advance), _at_most(SLOWER * example.took_s + 1.0):
+        try:
+            return bool(_differing(example.run(True), example.expected))
+        except Exception:  # whatever a mutant raises, it is found
+            return True
+
+
+class _instead:  # noqa: N801
+    """Context in which the fast path runs a mutant, interpreted, and does not fall back to the core."""
+
+    def __init__(self, advance: Advance) -> None:
+        self._advance = advance
+
+    def __enter__(self) -> None:
+        self._before = kernel.advance, machine_code.is_available
+        kernel.advance = self._advance
+        machine_code.is_available = lambda: False  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        kernel.advance, machine_code.is_available = self._before  # type: ignore[assignment]
+
+
+class _at_most:  # noqa: N801
+    """Context that raises TooLongError after some seconds of CPU time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __enter__(self) -> None:
+        def too_long(*_: object) -> None:
+            raise TooLongError
+
+        signal.signal(signal.SIGVTALRM, too_long)
+        signal.setitimer(signal.ITIMER_VIRTUAL, self._seconds, 0.2)  # again, should a mutant swallow the first
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+
+
+def known() -> dict[str, str]:
+    """Return the equivalent mutants, by name, with the reason of each."""
+    lines = [line for line in KNOWN.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    return {name: why for name, _, why in (line.partition(" -- ") for line in lines)}
+
+
+def main() -> int:
+    """Run the mutants; print one line for each that no run finds."""
+    parser = argparse.ArgumentParser(description="mutants of the kernel of the fast path")
+    parser.add_argument("--module", help="file name of one module")
+    parser.add_argument("--match", default="", help="text in the name of a mutant")
+    parser.add_argument("--cases", type=int, default=40, help="random runs of one engine; and a quarter of clusters")
+    parser.add_argument("--seed", type=int, default=1, help="of the random runs")
+    parser.add_argument("--every", type=int, default=1, help="run every n-th mutant only")
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore")
+    machine_code.is_available = lambda: False  # type: ignore[assignment]
+    fast_path.FLUSH_ROWS, fast_path.FLUSH_ROWS_MIN, fast_path.FLUSH_ROWS_ALL, fast_path.GAPS = 20, 5, 40, 1
+    runs = examples(asked.cases, asked.seed)
+    print(f"{len(runs)} runs, {sum(one.took_s for one in runs):.1f} s of CPU by the kernel, interpreted", flush=True)
+    paths = [path for path in machine_code.SOURCES if asked.module in (None, path.name)]
+    mutants = [one for path in paths for one in mutants_of(path) if asked.match in one.name][:: asked.every]
+    equivalent, survived, found = known(), [], 0
+    long: list[Example] = []
+    for mutant in mutants:
+        advance = advance_of(mutant)
+        if mutant.path.name == "rules.py" and not long:
+            long = long_examples()
+        further = long if mutant.path.name == "rules.py" else []
+        killer = next((one for one in (*runs, *further) if finds(one, advance)), None)
+        if killer is None:
+            survived.append(mutant)
+            mark = "equivalent" if mutant.name in equivalent else "NOT FOUND"
+            print(f"{mark}: {mutant.name}, line {mutant.line}", flush=True)
+        else:
+            found += 1
+            killer.kills += 1
+            runs.sort(key=lambda one: one.took_s / (1 + one.kills))
+    unknown = [one for one in survived if one.name not in equivalent]
+    print(f"{len(mutants)} mutants, {found} found, {len(survived) - len(unknown)} equivalent, {len(unknown)} not found")
+    return 1 if unknown else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,348 @@
+"""Random runs for the fast path: every setting that it follows, and every size, over its whole range.
+
+A `Case` is one run of an engine, made of plain numbers, so that Hypothesis can draw and shrink it. Each order of
+magnitude of a size is as likely as another. Outputs of thousands of tokens need thousands of batches, so a run has few
+of them (`LONG_REQUESTS_MAX`).
+
+    setup = case.setup()
+    differing(simulate(setup, compiled=True).data, simulate(setup, compiled=False).data)     "": they are equal
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from hypothesis import strategies as st
+from msgspec.structs import replace as replace_struct
+
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.requests.budget import CLIP_MAX_NEW_TOKENS
+from lockstep.sim.cost import BatchShape, CostModel, CpuModel, Duration
+from lockstep.sim.cost.calibration import Correction
+from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.setup import Setup
+from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.workload.token_runs import append_run
+from lockstep.sim.workload.turns import TurnLabel, Turns, TurnsBuilder, TurnStart
+
+LONG_REQUESTS_MAX = 10  # requests of a run with outputs of thousands of tokens
+TOKENS_APART = 50_000  # distance of the token ids of two requests; above the longest prompt with its output
+SHARINGS = ("nothing", "documents", "turns", "sessions")
+
+
+@cache
+def base() -> Setup:
+    """Return a setup of a small workload, whose parts the cases replace."""
+    scenario = Scenario(model="llama-3.1-8b", gpu="a100", workload="gen:rate=10", limit=1, settings={"pages": 64})
+    return assemble(scenario, {})
+
+
+class Jittery:
+    """A cost model with random batch times."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self.cost = cost
+
+    def batch_us(self, shape: BatchShape) -> Duration:
+        """Return the time of a batch, with a spread."""
+        mean_us = self.cost.batch_us(shape).mean_us
+        return Duration(mean_us, 0.2 * mean_us)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the description of the model below."""
+        return self.cost.describe()
+
+
+class Load(NamedTuple):
+    """Random requests, from idle to overloaded."""
+
+    seed: int
+    requests: int
+    prompt_tokens_max: int
+    output_tokens_max: int
+    gap_us: float
+    bursts: float  # share of the requests that arrive together with the previous one
+    round_to: int  # prompt lengths are multiples of this, so that decodes open pages together
+    warm_up: int
+    sharing: str = "nothing"  # what prompts have in common, one of SHARINGS; turns of sessions also follow answers
+    branches: float = 0.0  # share of the turns that may follow an answer that another turn follows, too
+
+    def turns(self, configs: list[SchedConfig]) -> Turns:
+        """Return the requests, cut to what engines with these settings accept."""
+        rng = np.random.default_rng(self.seed)
+        most = min(config.prompt_tokens_max(True) for config in configs)
+        both = min(config.request_tokens_max for config in configs)
+        prompts = rng.integers(1, self.prompt_tokens_max, self.requests, endpoint=True)
+        prompts = np.minimum(-(-prompts // self.round_to) * self.round_to, most)
+        outputs = rng.integers(1, self.output_tokens_max, self.requests, endpoint=True)
+        outputs = np.minimum(outputs, both - prompts)
+        gaps = rng.exponential(self.gap_us, self.requests)
+        gaps[rng.random(self.requests) < self.bursts] = 0.0
+        arrival_us = np.cumsum(gaps).astype(np.int64)
+        if self.sharing != "sessions":
+            return turns_of(arrival_us, prompts, outputs, self._shared(rng, prompts, outputs))
+        after, followed = np.full(self.requests, -1), set[int]()
+        for index in range(1, self.requests):
+            before = int(rng.integers(max(index - 12, 0), index))
+            if rng.random() < 0.7 and (before not in followed or rng.random() < self.branches):
+                after[index] = before
+                followed.add(before)
+        think_us = rng.exponential(self.gap_us, self.requests).astype(np.int64)
+        return turns_of(arrival_us, prompts, outputs, self._of_sessions(prompts, outputs, after), after, think_us)
+
+    def _of_sessions(self, prompts: Any, outputs: Any, after: Any) -> list[list[int]]:
+        """Return the beginning of each prompt: the prompt and the answer of the turn before it."""
+        beginnings: list[list[int]] = []
+        for prompt, before in zip(prompts.tolist(), after.tolist(), strict=True):
+            whole = whole_of(before, prompts.tolist(), outputs.tolist(), beginnings[before]) if before >= 0 else []
+            beginnings.append(cut(whole, prompt))
+        return beginnings
+
+    def _shared(self, rng: np.random.Generator, prompts: Any, outputs: Any) -> list[list[int]]:
+        """Return the beginning of each prompt that other prompts have, as runs of token ids; the rest is its own."""
+        if self.sharing == "nothing":
+            return [[] for _ in prompts]
+        documents = int(rng.integers(1, 4, endpoint=True))
+        beginnings: list[list[int]] = []
+        for index, prompt in enumerate(prompts.tolist()):
+            of = int(rng.integers(0, documents))
+            if self.sharing == "turns" and index and rng.random() < 0.7:
+                earlier = int(rng.integers(max(index - 12, 0), index))
+                runs = whole_of(earlier, prompts.tolist(), outputs.tolist(), beginnings[earlier])
+            else:
+                runs = [TOKENS_APART * (len(prompts) + of), int(rng.integers(0, self.prompt_tokens_max, endpoint=True))]
+            beginnings.append(cut(runs, prompt if rng.random() < 0.3 else int(rng.integers(0, prompt, endpoint=True))))
+        return beginnings
+
+
+def cut(runs: list[int], tokens: int) -> list[int]:
+    """Return the first `tokens` tokens of some runs."""
+    kept: list[int] = []
+    for first, count in zip(runs[::2], runs[1::2], strict=True):
+        if (take := min(count, tokens)) > 0:
+            append_run(kept, first, take)
+            tokens -= take
+    return kept
+
+
+def whole_of(index: int, prompts: list[int], outputs: list[int], beginning: list[int]) -> list[int]:
+    """Return the prompt and the output of a request, as runs."""
+    runs, first = list(beginning), TOKENS_APART * index
+    if own := prompts[index] - sum(beginning[1::2]):
+        append_run(runs, first, own)
+    append_run(runs, first + prompts[index], outputs[index])
+    return runs
+
+
+def turns_of(
+    arrival_us: Any,
+    prompts: Any,
+    outputs: Any,
+    beginnings: list[list[int]] | None = None,
+    after: Any = None,
+    think_us: Any = None,
+) -> Turns:
+    """Return requests whose prompts have these beginnings in common, and else nothing.
+
+    Args:
+        after: the request whose answer each one follows, `think_us` later; -1: it is sent by the clock.
+    """
+    builder = TurnsBuilder()
+    columns = zip(*(column.tolist() for column in (arrival_us, prompts, outputs)), strict=True)
+    for index, (at, prompt, output) in enumerate(columns):
+        runs = list(beginnings[index]) if beginnings is not None else []
+        if own := prompt - sum(runs[1::2]):
+            append_run(runs, TOKENS_APART * index, own)
+        before = -1 if after is None else int(after[index])
+        builder.append(
+            TurnStart(at) if before < 0 else TurnStart(0, before, int(think_us[index])),
+            TurnLabel("r{0}", index),
+            prompt=runs,
+            prompt_tokens=prompt,
+            output_tokens=output,
+            output_first_token=TOKENS_APART * index + prompt,
+            tenant=f"t{index % 3}",
+        )
+    return builder.build()
+
+
+class Case(NamedTuple):
+    """One run of one engine."""
+
+    sched: Mapping[str, Any]
+    load: Load
+    cpu: CpuModel = CpuModel()
+    frontend_us: float = 0.0
+    jittery: bool = False
+    concurrency: int | None = None  # sessions in progress, in a closed loop
+    sent: int = 0  # requests of the closed loop
+
+    def setup(self) -> Setup:
+        """Return the setup of the run."""
+        return self.setup_with(SchedConfig(**self.sched), self.load.turns([SchedConfig(**self.sched)]))
+
+    def setup_with(self, config: SchedConfig, turns: Turns) -> Setup:
+        """Return the setup of an engine with these settings and requests."""
+        setup = base()
+        correction = Correction(frontend_us=self.frontend_us) if self.frontend_us else setup.calibration.correction
+        return replace(
+            setup,
+            scenario=replace(
+                setup.scenario,
+                warm_up=self.load.warm_up,
+                concurrency=self.concurrency,
+                limit=self.sent or setup.scenario.limit,
+            ),
+            workload=replace(setup.workload, turns=turns),
+            config=config,
+            cpu=self.cpu,
+            cost=Jittery(setup.cost) if self.jittery else setup.cost,
+            calibration=replace_struct(setup.calibration, correction=correction),
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------- strategies
+
+
+@st.composite
+def sizes(draw: st.DrawFn, low: int, high: int) -> int:
+    """Draw a whole number of [low, high], each order of magnitude as likely as another."""
+    order = draw(st.integers(low.bit_length(), high.bit_length()))
+    return draw(st.integers(max(low, (1 << order) >> 1), max(low, min(high, (1 << order) - 1))))
+
+
+OF_THE_CACHE = st.fixed_dictionaries(
+    {
+        "same_step_sharing": st.booleans(),
+        "retracted_kv": st.sampled_from(("free", "cache")),
+        "waiting_prefix_refresh": st.just(0) | sizes(1, 50),
+    }
+)
+
+
+@st.composite
+def schedulers(draw: st.DrawFn, context_tokens: int = 1_000) -> dict[str, Any]:
+    """Draw the settings that the fast path follows, over their ranges, and some that have no effect on its runs."""
+    page_size = 1 << draw(st.sampled_from((0, 0, 1, 2, 2, 3, 4, 4, 5, 6, 7)))
+    radix_cache = draw(st.sampled_from((True, True, True, False)))
+    batching = draw(st.sampled_from(("prefill_first", "mixed", "running_first")))
+    running = draw(sizes(1, 300))
+    align = None
+    chunked = draw(st.none() | sizes(page_size, max(4 * context_tokens, page_size)))
+    most = draw(sizes(page_size, max(4 * context_tokens, page_size)))
+    if batching == "prefill_first" and draw(st.booleans()):
+        limit = min(most, most if chunked is None else chunked)
+        align = page_size * draw(sizes(1, max(limit // page_size, 1)))
+    tokens = draw(st.integers(context_tokens // 2, context_tokens) | sizes(context_tokens, 12 * context_tokens))
+    return {
+        "page_size": page_size,
+        "pages": tokens // page_size + 2,
+        "radix_cache": radix_cache,
+        "batching": batching,
+        "reserve": draw(st.sampled_from(("ratio", "ratio", "on_demand", "full"))),
+        "max_running_requests": running,
+        "request_rows": draw(st.none() | st.integers(running, 3 * running)),
+        "chunked_prefill_size": chunked,
+        "max_prefill_tokens": most,
+        "truncation_align_size": align,
+        "chunk_unit": draw(st.sampled_from(("page", "token"))),
+        "overlap_depth": draw(st.integers(0, 2)),
+        "prefill_max_requests": draw(st.none() | sizes(1, 20)),
+        "prefill_decode_interval": draw(st.just(0) | sizes(1, 40)),
+        "schedule_conservativeness": draw(
+            st.sampled_from((0.01, 0.3, 1.0, 1.4, 100.0)) | st.floats(0.001, 2.0, exclude_min=True)
+        ),
+        "context_tokens_max": context_tokens,
+        "retraction_policy": draw(st.sampled_from(("length", "newest", "priority"))),
+        "retracted_requeue": draw(st.sampled_from(("tail", "front"))),
+        **(draw(OF_THE_CACHE) if radix_cache else {}),
+    }
+
+
+@st.composite
+def loads(draw: st.DrawFn, context_tokens: int = 1_000, sharings: tuple[str, ...] = SHARINGS[:1]) -> Load:
+    """Draw requests of up to `context_tokens`."""
+    long = context_tokens > 2 * CLIP_MAX_NEW_TOKENS
+    return Load(
+        seed=draw(st.integers(0, 2**32 - 1)),
+        requests=draw(st.integers(2, LONG_REQUESTS_MAX) if long else st.integers(1, 120)),
+        prompt_tokens_max=draw(sizes(1, context_tokens)),
+        output_tokens_max=draw(
+            st.integers(CLIP_MAX_NEW_TOKENS, context_tokens) if long else sizes(1, max(context_tokens // 4, 1))
+        ),
+        gap_us=draw(st.sampled_from((1.0, 3e3, 3e4, 3e5))),
+        bursts=draw(st.sampled_from((0.0, 0.5, 0.95))),
+        round_to=draw(st.sampled_from((1, 16))),
+        warm_up=draw(st.sampled_from((0, 10))),
+        sharing=draw(st.sampled_from(sharings)),
+        branches=draw(st.sampled_from((0.0, 0.3))),
+    )
+
+
+CPUS = st.one_of(
+    st.just(CpuModel()),
+    st.just(CpuModel(0.0, 0.0, 0.0, 0.0, 0.0)),
+    st.builds(CpuModel, *[st.floats(0.0, limit) for limit in (30_000.0, 50.0, 10_000.0, 50.0, 6_000.0)]),
+)
+CONTEXTS = st.sampled_from((40, 300, 1_000, 1_000, 4_000))
+LONG_CONTEXTS = st.just(4 * CLIP_MAX_NEW_TOKENS)
+
+
+@st.composite
+def cases(draw: st.DrawFn, contexts: st.SearchStrategy[int] = CONTEXTS, sharings: tuple[str, ...] = SHARINGS) -> Case:
+    """Draw a run of one engine."""
+    context_tokens = draw(contexts)
+    load, concurrency, sent = draw(loads(context_tokens, sharings)), None, 0
+    if load.sharing == "sessions" and draw(st.booleans()):
+        load, concurrency = load._replace(branches=0.0), draw(sizes(1, 40))
+        sent = draw(st.integers(1, 2 * load.requests))
+    return Case(
+        draw(schedulers(context_tokens)),
+        load,
+        draw(CPUS),
+        draw(st.sampled_from((0.0, 0.0, 1_500.4))),
+        draw(st.booleans()),
+        concurrency,
+        sent,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- equality
+
+
+def differing(ours: RunData, theirs: RunData) -> str:
+    """Return the first measure in which two runs differ; empty if there is none."""
+    for name, table, other in (
+        ("requests", ours.requests, theirs.requests),
+        ("series", ours.series, theirs.series),
+        ("batches", ours.batches, theirs.batches),
+        ("cpu", ours.cpu, theirs.cpu),
+    ):
+        columns = table.columns()
+        for column, values in other.columns().items():
+            try:
+                np.testing.assert_array_equal(columns[column], values)
+            except AssertionError as error:
+                return f"{name}.{column}: {error}"
+    for name in ("values", "counts"):
+        if not np.array_equal(getattr(ours.itl_us, name), getattr(theirs.itl_us, name)):
+            return f"itl_us.{name}"
+    if ours.summary != theirs.summary:
+        return f"summary: {ours.summary} != {theirs.summary}"
+    return "" if ours.span_us == theirs.span_us else f"span_us: {ours.span_us} != {theirs.span_us}"
+
+
+def rare_events(data: RunData) -> Iterator[tuple[str, float]]:
+    """Yield counts that Hypothesis is to make large, with names: they show rare branches of the scheduler."""
+    scheduler, kv = data.summary["scheduler"], data.summary["cache"]
+    yield "decodes skipped", float(scheduler["decodes_skipped"])
+    for reason in ("running_limit", "kv_budget", "prefill_budget", "pages"):
+        yield f"deferred for {reason}", float(scheduler["admissions_deferred_by_reason"].get(reason, 0))
+    yield "cached tokens", float(kv["prompt_tokens_cached"])
+    yield "retractions", float(scheduler["retractions"])
+    yield "evicted pages", float(sum(kv["pages_evicted_by_reason"].values()) if "pages_evicted_by_reason" in kv else 0)
