@@ -139,7 +139,7 @@ from click.testing import CliRunner
 from lockstep.sim.cli.plan import plan
 from lockstep.sim.cli.simulate import simulate
 from lockstep.sim.scenario.scenario import Scenario
-print(*("--spare-gpus" in CliRunner().invoke(one, ["--help"]).output for one in (simulate, plan)))
+print(*("--spare-gpus" in CliRunner().invoke(one, ["--help-all"]).output for one in (simulate, plan)))
 print(Scenario(model="qwen3-8b", gpu="h200", workload="gen:rate=1", spare_gpus=3).command())
 """,
         printed="True True\n"

@@ -418,25 +418,39 @@ def test_the_answer_stops_at_the_first_rate_that_fails() -> None:
     class Fake:
         def __init__(self, met: bool) -> None:
             self.data = type("Data", (), {"summary": {"slos": [{"met": met}]}})
+            self.setup = SimpleNamespace(calibration=SimpleNamespace(is_tested=True))
 
-    assert answer({1: Fake(True), 2: Fake(False), 4: Fake(True)}).startswith("Meets the SLO up to 1 req/s")  # type: ignore[dict-item]
-    assert answer({1: Fake(False)}).startswith("Meets the SLO at none")  # type: ignore[dict-item]
+    runs: Any = {1: Fake(True), 2: Fake(False), 4: Fake(True)}
+    assert answer(runs, 1, 1).startswith("Meets the SLO up to 1 req/s")
+    none: Any = {1: Fake(False)}
+    assert answer(none, 0, 0).startswith("Does not meet the SLO for certain at 1 req/s")
+
+
+def test_the_answer_is_the_lower_end_of_its_interval() -> None:
+    calibration = SimpleNamespace(is_tested=True)
+    run = SimpleNamespace(
+        data=SimpleNamespace(summary={"slos": [{"met": True}]}), setup=SimpleNamespace(calibration=calibration)
+    )
+    runs: Any = {16: run, 32: run}
+    said = answer(runs, 16, 32)
+    assert said.startswith("Meets the SLO up to 16 req/s (")
+    assert said.endswith("; as predicted up to 32 req/s; 90 % interval 16 to 32 req/s")
 
 
 @pytest.mark.parametrize(
-    ("factors", "met_at_ends", "said"),
+    ("factors", "met_at_ends", "ends"),
     [
-        ((1.03, 1.5), {(24, 1.5): False, (8, 1.5): True}, "; 90 % interval 8 to 24 req/s"),
-        ((1.03, 1.5), {(24, 1.5): True}, "; 90 % interval 24 req/s"),
-        ((1.03, 1.5), {(24, 1.5): False, (8, 1.5): False}, "; 90 % interval below 8 to 24 req/s"),
-        ((0.8, 1.2), {(24, 1.2): True, (32, 0.8): True, (36, 0.8): False}, "; 90 % interval 24 to 32 req/s"),
+        ((1.03, 1.5), {(24, 1.5): False, (8, 1.5): True}, (8, 24)),
+        ((1.03, 1.5), {(24, 1.5): True}, (24, 24)),
+        ((1.03, 1.5), {(24, 1.5): False, (8, 1.5): False}, (0, 24)),
+        ((0.8, 1.2), {(24, 1.2): True, (32, 0.8): True, (36, 0.8): False}, (24, 32)),
     ],
 )
 def test_the_demo_reports_between_what_its_answer_lies(
     monkeypatch: pytest.MonkeyPatch,
     factors: tuple[float, float],
     met_at_ends: dict[tuple[int, float], bool],
-    said: str,
+    ends: tuple[int, int],
 ) -> None:
     def run(met: bool) -> Any:
         calibration = SimpleNamespace(interval=lambda kind, coverage, model: factors, is_tested=True)
@@ -446,7 +460,7 @@ def test_the_demo_reports_between_what_its_answer_lies(
     runs = {rate: run(rate <= 24) for rate in (8, 24, 32, 36)}
     # Any other name is a KeyError: only options that can change the answer are simulated.
     monkeypatch.setattr(demo_module, "_meets_at", lambda runs, rate, factor: met_at_ends[rate, factor])
-    assert demo_module._how_sure(runs) == said
+    assert demo_module._range_of_answers(runs) == ends
 
 
 # --------------------------------------------------------------------------------------------------------------- weight

@@ -18,7 +18,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.replay import replay
 from lockstep.host.admission_options import admission_word, parse_admission
 from lockstep.host.router_check import verify_router
-from lockstep.sim.cluster.result import ClusterRun
+from lockstep.sim.cluster.result import ClusterRun, replicas_text
 from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup, parse_scaling
 from lockstep.sim.cluster.setup import assemble_cluster
 from lockstep.sim.cluster.simulate import simulate_cluster
@@ -296,3 +296,26 @@ def test_the_command_line_reports_what_replicas_cost_and_its_command_repeats_it(
     assert second.exit_code == 0, second.output
     assert files(tmp_path / "a") == files(tmp_path / "b")
     assert CliRunner().invoke(command, [*again, "--json", "--no-intervals"]).exit_code == 0
+
+
+def test_an_autoscaled_run_has_its_dollars_its_replicas_over_time_and_the_memory_of_started_engines_only() -> None:
+    done = run(replicas=12, scaling=parse_scaling(BUSY))
+    scaled = done.autoscale
+    assert scaled is not None
+    assert scaled["usd"] == pytest.approx(scaled["gpu_hours"] * scaled["usd_per_gpu_hour"], abs=1e-3)
+    assert scaled["usd"] < scaled["usd_fixed"]
+    started = max(count for _, count in scaled["replicas_by_time"])
+    assert started < 12
+    assert done.data.summary["kv"]["pages"] % done.engines[0].data.summary["kv"]["pages"] == 0
+    assert done.data.summary["kv"]["pages"] < 12 * done.engines[0].data.summary["kv"]["pages"]
+    remarks = done.remarks()
+    assert any(line.startswith("cost: ") and " $ per GPU-hour (rental_3yr)" in line for line in remarks)
+    assert any(line.startswith("replicas over time: ") and ", 1 from " in line for line in remarks)
+
+
+def test_many_changes_of_replicas_are_shown_by_parts_of_time() -> None:
+    by_time = [(1_000_000 * second, 1 + second % 7) for second in range(200)]
+    text = replicas_text(by_time)
+    assert text.startswith("at most ")
+    assert text.count("from") <= 24
+    assert "7 from" in text

@@ -44,7 +44,7 @@ words = "--model qwen3-0.6b --gpu h100 --workload gen:n=2 --no-intervals --new-o
 done = CliRunner().invoke(simulate, [*words, sys.argv[1]])
 assert done.exit_code == 0, done.output
 for command in (simulate, plan):
-    assert "--new-option" in CliRunner().invoke(command, ["--help"]).output
+    assert "--new-option" in CliRunner().invoke(command, ["--help-all"]).output
 command = "lockstep simulate --model m --gpu g --workload w --new-option 5 --seed 7"
 scenario = requested_by_command(command)
 assert scenario.new_option == 5 and requested_by_command(scenario.command()) == scenario

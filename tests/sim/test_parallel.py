@@ -41,7 +41,13 @@ from lockstep.sim.cost import (
 )
 from lockstep.sim.cost.base_model import base_cost_model
 from lockstep.sim.cost.experts import EXACT_MAX, expected_max_load, expected_max_touched
-from lockstep.sim.cost.hardware import AllReduce
+from lockstep.sim.cost.hardware import (
+    NETWORK_GBS,
+    NETWORK_LATENCY_US,
+    AllReduce,
+    all_gather_of,
+    all_reduce_of,
+)
 from lockstep.sim.cost.models import WEIGHT_BYTES, ceil_div
 from lockstep.sim.cost.stages import PipelineModel, stages_of
 from lockstep.sim.cost.terms import fullest_shard
@@ -382,9 +388,45 @@ def test_impossible_layouts_are_one_error_each(model: str, layout: dict[str, Any
         assemble(Scenario(model=model, gpu="gb200-nvl72", workload="gen:n=1", settings={"pages": 99}, **layout))
 
 
-def test_a_stage_spans_no_more_than_a_domain_but_stages_may() -> None:
-    with pytest.raises(CapacityError, match="tp 16 needs 16 H200-SXM in one scale-up domain"):
-        base_cost_model(load_model("deepseek-v3"), GPU, Parallelism(tp=16, ep=16))
+def test_a_stage_over_several_domains_pays_for_the_network_between_them() -> None:
+    one, two = all_reduce_of(GPU, 8), all_reduce_of(GPU, 16)
+    assert two.direct_latency_us == one.direct_latency_us + 2 * NETWORK_LATENCY_US.value
+
+    def all_reduce_us(line: AllReduce, gpus: int, size: float) -> float:
+        return line.ring_latency_us + 2 * (gpus - 1) / gpus * size / (line.ring_gbs * 1e3)
+
+    size = 64e6
+    network_us = 2 * NETWORK_LATENCY_US.value + 2 * 1 / 2 * (size / 8) / (NETWORK_GBS.value * 1e3)
+    assert all_reduce_us(two, 16, size) == pytest.approx(all_reduce_us(one, 8, size) + network_us)
+    assert two.source.startswith("2 domains of 8: ")
+    gather, gathers = all_gather_of(GPU, 8), all_gather_of(GPU, 16)
+    assert gathers.latency_us == gather.latency_us + NETWORK_LATENCY_US.value
+    assert gathers.gbs < gather.gbs
+
+
+def test_wide_expert_parallelism_over_nodes_is_priced_and_named() -> None:
+    layouts = [Parallelism(tp=gpus, ep=gpus, attention_dp=gpus, moe_a2a=True) for gpus in (8, 16)]
+    near, wide = (base_cost_model(load_model("deepseek-v3"), GPU, layout) for layout in layouts)
+    batch = decode_shape(512, 4096)
+    assert wide.breakdown(batch)["dispatch"] > near.breakdown(batch)["dispatch"]
+    setup = assemble(
+        Scenario(model="deepseek-v3", gpu="h200", workload="gen:n=1", tp=16, ep=16, attention_dp=16, moe_a2a=True)
+    )
+    said = "tp 16 spans 2 nodes of 8 GPUs: the network between them is not measured"
+    assert any(said in one for one in setup.doubts())
+
+
+@pytest.mark.parametrize(("gpu", "doubted"), [("rtx4090", True), ("l40s", False), ("h100", False)])
+def test_collectives_over_pcie_that_are_not_measured_are_named(gpu: str, doubted: bool) -> None:
+    setup = assemble(Scenario(model="qwen3-8b", gpu=gpu, workload="gen:n=1", tp=4))
+    assert any("over PCIe: collectives of" in one for one in setup.doubts()) == doubted
+    if doubted:  # of the only measured GPU of this generation over PCIe
+        measured, taken = all_reduce_of(load_gpu("l40s"), 4), all_reduce_of(load_gpu(gpu), 4)
+        assert taken.ring_gbs == pytest.approx(measured.ring_gbs, rel=0.05)
+        assert taken.direct_gbs == pytest.approx(measured.direct_gbs, rel=0.05)
+
+
+def test_stages_may_span_domains() -> None:
     inside = base_cost_model(load_model("deepseek-v3"), GPU, Parallelism(tp=4, pp=2))
     across = base_cost_model(load_model("deepseek-v3"), GPU, Parallelism(tp=8, pp=2))
     assert isinstance(inside, PipelineModel)

@@ -92,6 +92,10 @@ MORE = {
     "adapters": "0.8x40:zipf:1.2",
     "max_lora_rank": "32",
     "samples": "0.3x2..8",
+    "sample": "spread",
+    "columns": "arrival=ts:ms,input=n",
+    "tokenizer": "a folder",
+    "chars_per_token": "3.5",
     "slos": "ttft_p99=500ms",
     "schedule_policy": "lpm",
     **{
@@ -100,7 +104,10 @@ MORE = {
     },
 }
 """A value of each other option that takes one."""
-OPTIONS: dict[str, click.Option] = {str(one.name): one for one in simulate.params if isinstance(one, click.Option)}
+OF_PARSING = ("save_options", "help_all")  # they act while the command line is parsed
+OPTIONS: dict[str, click.Option] = {
+    str(one.name): one for one in simulate.params if isinstance(one, click.Option) and one.name not in OF_PARSING
+}
 SCHEDULER = {name: kind for name, kind, _ in SCHEDULER_OPTIONS}
 
 

@@ -401,9 +401,9 @@ def test_sessions_without_think_times_are_only_names(tmp_path: Path) -> None:
         ("arrival_s,input_tokens,input_tokens,output_tokens\n0,5,5,5\n", "column `input_tokens`: occurs twice"),
         ('{"input_tokens": 5, "output_tokens": 5, "arrival_s": 0, "session": []}\n', "column `session`"),
         ('{"input_tokens": 5, "output_tokens": 5, "arrival_s": 0, "prompt_token_ids": [1]}\n', "expected 5 ids"),
-        ('{"input_tokens": 5, "arrival_s": 0}\n', "column `output_tokens`"),
-        ('{"prompt": "hi", "arrival_s": 0}\n', "add their lengths in tokens"),
-        ('[{"input_tokens": 5}]\n', "jq -c"),
+        ('{"input_tokens": 5, "arrival_s": 0}\n', "no column has the tokens of answers"),
+        ('{"prompt": "hi", "arrival_s": 0}\n', "--chars-per-token 4 estimates them"),
+        ('[{"input_tokens": 5}]\n', "no column has the tokens of answers"),
     ],
 )
 def test_a_bad_plain_file_is_refused(tmp_path: Path, text: str, says: str) -> None:

@@ -83,6 +83,15 @@ def inline_codes(text: str) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------------- files that they read
 
 
+QUESTION = """
+model = "qwen3-8b"
+gpus = "h100"
+workload = "usage.jsonl"
+slo = ["ttft_p99=500ms"]
+rate = 4
+"""
+
+
 def write_files(folder: Path) -> None:
     """Write a small file of the right format for each trace that the pages name."""
     mooncake = [
@@ -114,6 +123,22 @@ def write_files(folder: Path) -> None:
     plain = [("arrival_s", "input_tokens", "output_tokens", "tenant")]
     plain += [(str(0.2 * n), str(400 + n), "20", f"team-{n % 3}") for n in range(60)]
     (folder / "requests.csv").write_text(_rows(plain))
+    usage = [
+        {"created": 1764151200 + n, "usage": {"prompt_tokens": 400 + n, "completion_tokens": 20}} for n in range(60)
+    ]
+    for name in ("usage.jsonl", "requests.jsonl"):
+        (folder / name).write_text(_lines(usage))
+    own = [("when", "n_in", "n_out"), *((str(1000 * n), str(400 + n), "20") for n in range(60))]
+    (folder / "log.csv").write_text(_rows(own))
+    (folder / "usage.csv").write_text(_rows([("ts", "prompt_tokens", "completion_tokens"), *own[1:]]))
+    chats = [
+        {"ts": n, "messages": [{"role": "user", "content": "Hello " * (40 + n)}], "response": "Hi"} for n in range(60)
+    ]
+    (folder / "chats.jsonl").write_text(_lines(chats))
+    stamps = [f"26/Nov/2026:10:{n // 60:02}:{n % 60:02} +0000" for n in range(60)]
+    post = '"POST /v1/completions HTTP/1.1" 200 480 "-" "curl"'
+    (folder / "access.log").write_text("".join(f"10.0.0.1 - - [{stamp}] {post}\n" for stamp in stamps))
+    (folder / "question.toml").write_text(QUESTION)
     for name in ("servegen", "servegen_deepseek-r1", "servegen_mm-image"):
         (folder / f"{name}.tar.zst").write_bytes(_servegen(image="image" in name))
 

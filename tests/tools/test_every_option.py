@@ -39,6 +39,7 @@ HALVES = f"{PLAIN} --prefill-engines 1 --decode-engines 1"
 CLUSTER = f"{PLAIN} --replicas 2"
 TABLE = ["gemm_dtype,m,n,k,latency", *(f"bfloat16,{m},{n},{n},0.1" for m in (1, 4096) for n in (512, 65536))]
 DRAFTS = f"{PLAIN} --speculative-method ngram"
+FROM_LOG = "--model qwen3-0.6b --gpu h200 --workload LOGFILE"
 STAGES = f"{PLAIN} --pp 2 --pp-size 2"
 
 # By flag: the command line beside it, and its value. Other options stand beside PLAIN, with a value of their type.
@@ -93,6 +94,10 @@ LINES: dict[str, tuple[str, str]] = {
     "--lora-targets": (ADAPTERS, "q_proj,v_proj"),
     "--max-loras": (f"{PLAIN} --adapters 2", "4"),
     "--samples": (PLAIN, "2"),
+    "--sample": (FROM_LOG, "spread"),
+    "--columns": (FROM_LOG, "arrival=ts,input=prompt_tokens,output=7"),
+    "--chars-per-token": (FROM_LOG, "4"),
+    "--fail-on-slo": (f"{PLAIN} --slo ttft_p99=500s", ""),
     "--rank-schedulers": (of("qwen3-30b-a3b", "--tp 2 --attention-dp 2"), ""),
     "--host-link-gbs": (TIERS, "20"),
     "--host-write-policy": (TIERS, "write_back"),
@@ -154,7 +159,9 @@ LINES: dict[str, tuple[str, str]] = {
     "--pp-dynamic-chunking": (STAGES, ""),
 }
 KINDS = {"integer": "2", "float": "0.5", "duration": "20s"}
+LOG = "ts,prompt_tokens,completion_tokens\n0,40,6\n0.01,50,6\n0.02,60,6\n"
 NOT_HERE = {"--out", "--json", "--overwrite"}  # the place of the run's files, and the form of its output
+NOT_HERE |= {"--save", "--help-all", "--tokenizer"}  # they act while options are parsed; a tokenizer needs a model
 
 
 def line_of(option: click.Parameter) -> str:
@@ -167,7 +174,7 @@ def line_of(option: click.Parameter) -> str:
     return f"{beside} {flag} {value}"
 
 
-OPTIONS = [option for option in simulate.params if option.opts[0] not in NOT_HERE]
+OPTIONS = [one for one in simulate.params if isinstance(one, click.Option) and one.opts[0] not in NOT_HERE]
 
 
 def done(command: click.Command, *words: str) -> None:
@@ -189,7 +196,8 @@ def test_a_run_is_verified_explained_repeated_and_compared(option: click.Paramet
     run, tables = str(tmp_path / "run"), tmp_path / "tables"
     tables.mkdir()
     (tables / "gemm_perf.csv").write_text("\n".join(TABLE) + "\n", encoding="utf-8")
-    line = line_of(option).replace("OPERATORS", str(tables))
+    (tmp_path / "log.csv").write_text(LOG)
+    line = line_of(option).replace("OPERATORS", str(tables)).replace("LOGFILE", str(tmp_path / "log.csv"))
     files = [] if option.opts[0] in ("--trace", "--report") else ["--no-trace", "--no-report"]
     once = [] if option.opts[0] == "--intervals" else ["--no-intervals"]
     done(simulate, *shlex.split(line), *files, *once, "--out", run)

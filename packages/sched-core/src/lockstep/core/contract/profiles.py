@@ -46,6 +46,10 @@ PROFILES: dict[str, dict[str, Any]] = {
 """Named families of settings. Settings that a profile does not contain have SchedConfig's default."""
 
 
+DEFAULT_PROFILE = "lockstep"
+"""The profile of a simulation in which neither a profile nor an engine is named."""
+
+
 def profile_settings(name: str) -> dict[str, Any]:
     """Return the settings of a profile. Raises ConfigError for an unknown name."""
     if name not in PROFILES:

@@ -48,7 +48,7 @@ def demo(out: Path) -> None:
             runs[rate] = _run(scenario, folder)
             summary = f"{runs[rate].batches:,} batches in {runs[rate].cpu_s:.1f} s of CPU time"
             click.echo(f"{rate} requests/s: {scenario.workload.partition(',')[0]}, {summary}", err=True)
-        headline = answer(runs) + _how_sure(runs)
+        headline = answer(runs, *_range_of_answers(runs))
         report = _write_report(out, runs, headline)
     _show(runs, headline, report)
 
@@ -63,15 +63,27 @@ def highest_met(runs: dict[int, Run]) -> int:
     return met
 
 
-def answer(runs: dict[int, Run]) -> str:
-    """Return the highest rate that meets the SLOs, as a sentence."""
-    met = highest_met(runs)
-    slos = " and ".join(SLOS)
-    return f"Meets the SLO up to {met} req/s ({slos})" if met else f"Meets the SLO at none of these rates ({slos})"
+def answer(runs: dict[int, Run], low: int, high: int) -> str:
+    """Return the rate that meets the SLOs, as a sentence: the lower end of its interval, which is what to rely on.
+
+    Args:
+        low, high: highest rates that meet the SLOs with batches as slow, or as fast, as calibration allows; 0: none.
+    """
+    from lockstep.sim.cost.calibration import COVERAGE
+
+    met, slos = highest_met(runs), " and ".join(SLOS)
+    is_tested = next(iter(runs.values())).setup.calibration.is_tested
+    ends = " to ".join(dict.fromkeys(str(end) if end else f"below {min(runs)}" for end in (low, high)))
+    kind = f"{100 * COVERAGE:g} % interval" if is_tested else "range, coverage not tested:"
+    sure = f"Meets the SLO up to {low} req/s" if low else f"Does not meet the SLO for certain at {min(runs)} req/s"
+    expected = (
+        "" if met == low else f"; as predicted up to {met} req/s" if met else "; as predicted at none of these rates"
+    )
+    return f"{sure} ({slos}){expected}; {kind} {ends} req/s"
 
 
-def _how_sure(runs: dict[int, Run]) -> str:
-    """Return the interval of that rate as text: from every batch as slow to every batch as fast as calibration allows.
+def _range_of_answers(runs: dict[int, Run]) -> tuple[int, int]:
+    """Return the highest rates with every batch as slow, and with every batch as fast, as calibration allows; 0: none.
 
     A simulation stops as soon as it must miss an SLO, so only simulations that meet the SLOs run to their end.
     """
@@ -86,9 +98,7 @@ def _how_sure(runs: dict[int, Run]) -> str:
         if not _meets_at(runs, rate, fast):
             break
         high = rate
-    ends = [str(end) if end else f"below {min(runs)}" for end in (low, high)]
-    kind = f"{100 * COVERAGE:g} % interval" if setup.calibration.is_tested else "range, coverage not tested:"
-    return f"; {kind} {' to '.join(dict.fromkeys(ends))} req/s"
+    return low, high
 
 
 def _meets_at(runs: dict[int, Run], rate: int, factor: float) -> bool:

@@ -16,7 +16,8 @@ import click
 from lockstep.host.options import Option, options_of, take, with_flags
 from lockstep.sim.cli.cluster_options import check_router_options, cluster_given, cluster_options, router_given
 from lockstep.sim.cli.errors import EXIT_INTERRUPTED, refusals
-from lockstep.sim.cli.progress import terminal_bar
+from lockstep.sim.cli.option_file import FileCommand, with_option_file
+from lockstep.sim.cli.progress import ProgressLines, terminal_bar
 from lockstep.sim.run.out_paths import check_file
 from lockstep.sim.scenario.scenario import sim_options
 from lockstep.sim.scenario.settings import given_settings, scheduler_options, tier_options
@@ -100,7 +101,8 @@ def engine_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command(context_settings={"show_default": True, "max_content_width": 120})
+@click.command(cls=FileCommand, context_settings={"show_default": True, "max_content_width": 120})
+@with_option_file
 @with_flags(click.option, options_of(PlanOptions).values())
 @engine_flags
 def plan(**options: Any) -> None:
@@ -109,6 +111,7 @@ def plan(**options: Any) -> None:
     \b
     lockstep plan --model qwen3-8b --gpus h100,h200 --workload gen:turns=uniform:1:3 --slo ttft_p99=500ms --rate 40
     lockstep plan --model qwen3-32b --gpus h200 --search tp=1,2,4 --workload conv.jsonl.gz --slo tpot_p99=50ms
+    lockstep plan question.toml --save again.toml
     lockstep plan --model llama-3.1-70b --gpus h200 --max-gpus 16 --search tp=2,4 --search prefill_decode=auto ...
     """
     given = take(PlanOptions, options)
@@ -145,6 +148,8 @@ def question_of(given: PlanOptions, options: dict[str, Any]) -> Question:
     from lockstep.sim.cluster.scenario import parse_scaling
     from lockstep.sim.metrics.slo import Slo
     from lockstep.sim.plan.question import Question, natural_load, parse_prices, parse_search, split_of
+    from lockstep.sim.workload.logs import LogReading
+    from lockstep.sim.workload.workload import SourceReading
 
     if given.autoscale != "none":
         parse_scaling(given.autoscale)
@@ -160,8 +165,9 @@ def question_of(given: PlanOptions, options: dict[str, Any]) -> Question:
         common.get("tiers", {}).pop(key, None)
     router = RouterConfig(**policy)
     check_router_options(policy, dict(searched).get("router", (router.policy,)))
-    skip = bool(options["skip_bad_rows"])
-    usual_load: Load = "sessions" if given.sessions is not None else natural_load(given.workload, skip_bad_rows=skip)
+    log = LogReading(options["columns"], options["tokenizer"], options["chars_per_token"])
+    reading = SourceReading(bool(options["skip_bad_rows"]), log=log)
+    usual_load: Load = "sessions" if given.sessions is not None else natural_load(given.workload, reading=reading)
     return Question(
         model=given.model,
         gpus=tuple(gpu.strip() for gpu in given.gpus.split(",")),
@@ -201,7 +207,7 @@ def _effort(given: PlanOptions) -> Effort:
 def answer_of(question: Question, given: PlanOptions, ledger: TrialStore) -> PlanAnswer:
     """Search, print and write the answer. Raises KeyboardInterrupt if Ctrl-C ended a simulation."""
     from lockstep.sim.plan.answer import PlanAnswer
-    from lockstep.sim.plan.search import prepare, run_plan
+    from lockstep.sim.plan.search import prepare, run_plan, sample_line
     from lockstep.sim.plan.workers import workers_of
     from lockstep.sim.run.run_folder import workload_line
 
@@ -211,7 +217,9 @@ def answer_of(question: Question, given: PlanOptions, ledger: TrialStore) -> Pla
     jobs = usable_cores() if given.jobs is None else given.jobs
     with workers_of(jobs, given.ray_address) as workers, showing_progress(ledger) as progress:
         run_plan(question, candidates, workers, ledger, progress)
-    answer = PlanAnswer(question=question, candidates=candidates, workload_line=line)
+    answer = PlanAnswer(
+        question=question, candidates=candidates, workload_line=line, sample_line=sample_line(question, opened)
+    )
     show(answer)
     write_answer(answer, [*_given(given.json_path), *_given(given.out, "plan.json")])
     write_report(answer, [*_given(given.report_path), *_given(given.out, "plan.html")])
@@ -273,12 +281,12 @@ def announce(question: Any, line: str, configurations: int, out: Path | None) ->
 
 @contextmanager
 def showing_progress(ledger: Any) -> Iterator[Progress]:
-    """Show a bar of configurations on stderr, with the number of simulations; nothing if stderr is not a terminal."""
+    """Show a bar of configurations on stderr, with the number of simulations; lines if stderr is not a terminal."""
     from lockstep.sim.plan.search import Progress
 
     with terminal_bar() as bar:
         if bar is None:
-            yield Progress()
+            yield _progress_lines(ledger)
             return
         task = bar.add_task("configurations", total=None)
         stage_name = ""
@@ -292,6 +300,25 @@ def showing_progress(ledger: Any) -> Iterator[Progress]:
             bar.update(task, description=f"configurations, {stage_name}: {ledger.run} simulations")
 
         yield Progress(stage=stage, trial=trial, search=lambda: bar.advance(task))
+
+
+def _progress_lines(ledger: Any) -> Progress:
+    from lockstep.sim.plan.search import Progress
+
+    lines, stage_name, done, of = ProgressLines(), "", 0, 0
+
+    def stage(name: str, searches: int) -> None:
+        nonlocal stage_name, done, of
+        stage_name, done, of = name, 0, searches
+
+    def search() -> None:
+        nonlocal done
+        done += 1
+
+    def trial() -> None:
+        lines.line(f"{stage_name}: {done} of {of} configurations, {ledger.run} simulations")
+
+    return Progress(stage=stage, trial=trial, search=search)
 
 
 def print_next_commands(ledger: Any, out: Path | None) -> None:

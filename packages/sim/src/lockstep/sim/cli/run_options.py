@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import click
 
 from lockstep.host.options import Option
+from lockstep.sim.metrics.slo import Slo
+
+EXIT_MISSED = 3  # as `lockstep plan` ends where no configuration meets the SLOs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +28,22 @@ class RunOptions:
     requests: Annotated[bool, Option("write requests.parquet and requests.csv", negatable=True)] = True
     trace: Annotated[bool, Option("write trace.json.gz, for ui.perfetto.dev", negatable=True)] = True
     report: Annotated[bool, Option("write report.html", negatable=True)] = True
+    fail_on_slo: Annotated[bool, Option("exit with status 3 if an SLO is missed or was not measured")] = False
     as_json: Annotated[bool, Option("print metrics.json instead of tables", flag="--json")] = False
 
     @property
     def check_every(self) -> int:
         """Return the number of events between two checks; 0 means never."""
         return _parse_check(self.check)
+
+    def check_slos(self, slos: Sequence[Slo]) -> None:
+        """Raise UsageError if the exit status depends on SLOs and there are none."""
+        if self.fail_on_slo and not slos:
+            raise click.UsageError("--fail-on-slo needs an SLO\nhint: such as --slo ttft_p99=500ms")
+
+    def status_of(self, summary: Mapping[str, Any]) -> int:
+        """Return the exit status of a finished run with this summary: EXIT_MISSED with `fail_on_slo`, else 0."""
+        return EXIT_MISSED if self.fail_on_slo and not all(slo["met"] for slo in summary["slos"]) else 0
 
     @property
     def files(self) -> dict[str, bool]:

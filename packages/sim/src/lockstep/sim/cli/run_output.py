@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.sim.cli.progress import terminal_bar
+from lockstep.sim.cli.progress import ProgressLines, terminal_bar
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -42,10 +42,20 @@ def announce(setup: Setup, out: Path | None) -> None:
 
 
 @contextmanager
-def progress_bar(requests: int) -> Iterator[Callable[[int], None] | None]:
-    """Show a bar on stderr; yield a function that takes the number of ended requests, or None without a terminal."""
+def progress_bar(requests: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on stderr, lines if it is no terminal; yield a function that takes the number of ended requests."""
     with terminal_bar() as bar:
-        yield None if bar is None else _advance(bar, requests)
+        yield _lines(requests) if bar is None else _advance(bar, requests)
+
+
+def _lines(requests: int) -> Callable[[int], None]:
+    lines = ProgressLines()
+
+    def on_finish(ended: int) -> None:
+        if ended % PROGRESS_EVERY == 0:
+            lines.line(f"{ended:,} of {requests:,} requests have ended ({100 * ended / requests:.0f} %)")
+
+    return on_finish
 
 
 def _advance(bar: Progress, requests: int) -> Callable[[int], None]:

@@ -12,6 +12,7 @@ import click
 from lockstep.host.options import options_of, take, with_flags
 from lockstep.sim.cli.cluster_options import cluster_options
 from lockstep.sim.cli.errors import EXIT_INTERRUPTED, refusals
+from lockstep.sim.cli.option_file import FileCommand, with_option_file
 from lockstep.sim.cli.run_options import RunOptions
 from lockstep.sim.cli.run_output import announce, print_no_intervals, progress_bar, show
 from lockstep.sim.scenario.scenario import sim_options
@@ -47,7 +48,8 @@ def scenario_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command(context_settings={"show_default": True, "max_content_width": 120})
+@click.command(cls=FileCommand, context_settings={"show_default": True, "max_content_width": 120})
+@with_option_file
 @scenario_flags
 @with_flags(click.option, options_of(RunOptions).values())
 def simulate(**options: Any) -> None:
@@ -69,13 +71,14 @@ def simulate(**options: Any) -> None:
         from lockstep.sim.scenario.scenario import Scenario
 
         scenario = requested_of(options)
+        given.check_slos(scenario.slos if isinstance(scenario, Scenario) else scenario.base.slos)
         if not isinstance(scenario, Scenario):
             from lockstep.sim.cli.cluster import run_cluster
 
             done, cut_short = run_cluster(scenario, given)
             if done.interrupted or cut_short:
                 sys.exit(EXIT_INTERRUPTED)
-            return
+            sys.exit(given.status_of(done.data.summary))
         if given.out is not None:
             prepare_folder(given.out, overwrite=given.overwrite)
         setup = assemble(scenario)
@@ -92,3 +95,4 @@ def simulate(**options: Any) -> None:
         print_no_intervals()
     if run.interrupted or cut_short:
         sys.exit(EXIT_INTERRUPTED)
+    sys.exit(given.status_of(run.data.summary))

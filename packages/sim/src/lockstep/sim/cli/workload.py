@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lockstep.host.options import with_flags
 from lockstep.sim.cli.errors import refusals
+from lockstep.sim.scenario.scenario import sim_options
+from lockstep.sim.scenario.values import KINDS
 
 if TYPE_CHECKING:
     from lockstep.sim.workload.fit import Row
     from lockstep.sim.workload.workload import Workload
+
+LOG_OPTIONS = ("columns", "tokenizer", "chars_per_token")
+"""Options about request logs, as `simulate` has them."""
 
 _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.argument("workloads", nargs=-1, required=True, metavar="WORKLOAD..."),
@@ -26,6 +32,10 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     click.option("--limit", type=click.INT, help="keep only the first requests, up to this number"),
     click.option("--skip-bad-rows", is_flag=True, help="leave out invalid rows instead of failing"),
+    *(
+        with_flags(click.option, [one for one in sim_options("workload") if one.name == name], kinds=KINDS)
+        for name in LOG_OPTIONS
+    ),
     click.option("--seed", default=7, help="seed of all random draws"),
 )
 
@@ -39,12 +49,14 @@ def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def open_sources(workloads: Sequence[str], options: dict[str, Any]) -> Workload:
     """Open the workloads of a command line as one; `options` are those that all subcommands share."""
     from lockstep.sim.run.load import check_seed
+    from lockstep.sim.workload.logs import LogReading
     from lockstep.sim.workload.mix import mix_of
     from lockstep.sim.workload.workload import SourceReading, open_workload
 
     check_seed(options["seed"])
-    drawn = {name: value for name, value in options.items() if name != "skip_bad_rows"}
-    return open_workload(mix_of(workloads), reading=SourceReading(options["skip_bad_rows"]), **drawn)
+    drawn = {name: value for name, value in options.items() if name not in ("skip_bad_rows", *LOG_OPTIONS)}
+    log = LogReading(*(options[name] for name in LOG_OPTIONS))
+    return open_workload(mix_of(workloads), reading=SourceReading(options["skip_bad_rows"], log=log), **drawn)
 
 
 @click.group()
@@ -71,6 +83,40 @@ def describe(workloads: tuple[str, ...], as_json: bool, **options: Any) -> None:
     else:
         for line in description_lines(figures):
             click.echo(line)
+
+
+@workload.command("import", context_settings={"show_default": True, "max_content_width": 120})
+@_workload_options
+@click.option(
+    "-o", "--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="JSON lines, also .gz or .zst"
+)
+@click.option("--overwrite", is_flag=True, help="replace FILE")
+def import_(workloads: tuple[str, ...], out: Path, overwrite: bool, **options: Any) -> None:
+    """Read a request log or any other workload, print what was understood, and write it without its texts.
+
+    \b
+    lockstep workload import usage.csv -o usage.jsonl.gz
+    lockstep workload import log.csv --columns arrival=when:ms,input=n_in,output=n_out -o log.jsonl.gz
+    lockstep workload import chats.jsonl --chars-per-token 4 -o chats.jsonl.gz
+    """
+    with refusals():
+        from lockstep.sim.results.workload_figures import describe, description_lines
+        from lockstep.sim.run.out_paths import check_file
+        from lockstep.sim.run.run_folder import whole
+        from lockstep.sim.workload.export import write_workload
+
+        if out.exists() and not overwrite:
+            raise click.UsageError(f"{out} exists\nhint: choose another --out, or add --overwrite")
+        check_file(out)
+        opened = open_sources(workloads, options)
+        with whole(out) as part:
+            write_workload(part, opened.turns)
+        figures = describe(opened)
+    for line in description_lines(figures):
+        click.echo(line)
+    for example in opened.skipped.examples:
+        click.echo(f"left out: {example}", err=True)
+    click.echo(f"{out} written, {out.stat().st_size:,} bytes", err=True)
 
 
 @workload.command(context_settings={"show_default": True, "max_content_width": 120})

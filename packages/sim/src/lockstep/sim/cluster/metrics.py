@@ -8,7 +8,7 @@ because the maxima of different engines need not occur at the same time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -60,6 +60,7 @@ def combine(
     refused: Sequence[RefusedRequest] = NOT_REFUSED,
     sent: Sequence[int] = (),
     encoders: Sequence[int] = (),
+    started: Collection[int] = (),
 ) -> RunData:
     """Combine the data of at least one engine. Batches are those of all engines, by start; their ids are not unique.
 
@@ -69,7 +70,9 @@ def combine(
         sent: request ids by their numbers on engines, if these numbers differ from the ids; else empty.
         encoders: by engine, the number of the engine whose separate encoder GPUs it uses (ranks share them); empty:
             every engine has its own.
+        started: numbers of the engines that were up at any time; only these have KV memory and a device. Empty: all.
     """
+    up = [data for engine, data in enumerate(datas) if engine in started] if started else datas
     requests = _requests(datas, hop_us, waited_us or {}, refused, sent)
     itl_us = ValueCounts.join([data.itl_us for data in datas])
     begun = [data.span_us for data in datas if data.summary["requests"]["arrived"]]
@@ -79,9 +82,9 @@ def combine(
         "latency": describe_latency(requests, itl_us),
         "throughput": describe_throughput(requests, slos),
         "cache": _cache(datas),
-        "kv": _kv(datas),
+        "kv": _kv(up),
         "scheduler": _scheduler(datas),
-        "device": _device(datas, requests),
+        "device": _device(up, requests),
         "cpu": _cpu(datas),
         "slos": [describe_slo(slo, requests, itl_us) for slo in slos],
     }

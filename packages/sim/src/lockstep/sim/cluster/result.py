@@ -12,6 +12,7 @@ from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.cost import Calibration
 from lockstep.sim.metrics.balance import balance
 from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.results.results import show_us
 from lockstep.sim.run.simulate import Run
 
 if TYPE_CHECKING:
@@ -91,8 +92,40 @@ class ClusterRun:
                 "would be {replica_hours_fixed:.2f}; {replicas_mean:.2f} replicas on average, at most {replicas_max}, "
                 "{starts} started".format(**self.autoscale)
             )
+            if "usd" in self.autoscale:
+                lines.append(
+                    "cost: {usd:.2f} $ at {usd_per_gpu_hour:.2f} $ per GPU-hour ({price_kind}); all of them all the "
+                    "time would be {usd_fixed:.2f} $".format(**self.autoscale)
+                )
+            lines.append(f"replicas over time: {replicas_text(self.autoscale['replicas_by_time'])}")
         if self.admission is not None:
             lines.append(
                 "admission: {waited} requests waited at the router, {refused} were refused".format(**self.admission)
             )
         return lines
+
+
+CHANGES_MAX = 24  # in a line about replicas over time; of more changes the largest number of each part is listed
+
+
+def replicas_text(by_time: Sequence[Sequence[int]]) -> str:
+    """Return the numbers of paid replicas over time, such as `2 from 0 us, 3 from 40.0 s`.
+
+    Args:
+        by_time: time in us and the number from then on, ascending. More than CHANGES_MAX changes are divided into parts
+            of equal time, each with its largest number.
+    """
+    if len(by_time) <= CHANGES_MAX:
+        return _changes(by_time)
+    last_us, found = by_time[-1][0], []
+    for part in range(CHANGES_MAX):
+        start_us, stop_us = (round(last_us * (part + more) / CHANGES_MAX) for more in (0, 1))
+        before = [count for us, count in by_time if us <= start_us][-1:]
+        within = [count for us, count in by_time if start_us < us < stop_us]
+        found.append((start_us, max([*before, *within], default=0)))
+    changed = [one for at, one in enumerate(found) if at == 0 or found[at - 1][1] != one[1]]
+    return f"at most {_changes(changed)}"
+
+
+def _changes(by_time: Sequence[Sequence[int]]) -> str:
+    return ", ".join(f"{count} from {show_us(us)}" for us, count in by_time)

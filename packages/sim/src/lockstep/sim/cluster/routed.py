@@ -40,6 +40,7 @@ from lockstep.sim.cluster.metrics import RefusedRequest, combine
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.cluster.shared_clock import report_of
+from lockstep.sim.cost.hardware import PRICE_KINDS, GpuSpec
 from lockstep.sim.host.pipeline import with_stages
 from lockstep.sim.host.ports import NEVER_US, Observer
 from lockstep.sim.metrics.fold import MetricsFold
@@ -123,6 +124,8 @@ class Cluster:
         scaling = setup.scenario.scaling
         self._scaler = None if scaling is None else Autoscaler(scaling.config(len(setup.engines)))
         self._flushes = 0
+        up = range(len(setup.engines)) if scaling is None else range(scaling.config(len(setup.engines)).minimum)
+        self._started = set(up)  # engines that were up at any time
         self._turns_on: list[tuple[int, int]] = []  # us, and the number of paid replicas from then on
         turns = setup.workload.turns
         thinking = turns.think_us[turns.after >= 0]
@@ -342,6 +345,8 @@ class Cluster:
         )
         for changed in scaler.step(observed):
             engine = changed.engine
+            if changed.state == "up":
+                self._started.add(engine)
             if changed.state == "up" and router.state[engine] == "down" and self.lanes[engine].host.ended:
                 self._flushes += 1  # a replica that starts has an empty cache
                 self.lanes[engine].send(ControlRequested(now_us, self._flushes, Flush()))
@@ -392,6 +397,7 @@ class Cluster:
             "replica_hours": round(paid_us / hour_us, 6),
             "gpu_hours": round(paid_us / hour_us * gpus, 6),
             "replica_hours_fixed": round(until_us * len(setup.engines) / hour_us, 6),
+            **_price(setup.engines[0].gpu, paid_us / hour_us * gpus, until_us / hour_us * gpus * len(setup.engines)),
             "replicas_mean": round(paid_us / until_us, 6) if until_us else float(scaler.config.minimum),
             "replicas_max": scaler.most,
             "starts": scaler.starts,
@@ -417,7 +423,13 @@ class Cluster:
             with_stages(metrics.result(slos), lane.host) for metrics, lane in zip(self.metrics, self.lanes, strict=True)
         ]
         data = combine(
-            datas, hop_us=self._hop_us, slos=slos, waited_us=self.waited_us, refused=self.refused, sent=self.sent
+            datas,
+            hop_us=self._hop_us,
+            slos=slos,
+            waited_us=self.waited_us,
+            refused=self.refused,
+            sent=self.sent,
+            started=self._started,
         )
         cpu_s = time.process_time() - began_s
         return ClusterRun(
@@ -445,6 +457,20 @@ class Cluster:
             admission=self.describe_admission(),
             sent=self.sent,
         )
+
+
+def _price(gpu: GpuSpec, gpu_hours: float, gpu_hours_fixed: float) -> dict[str, Any]:
+    """Return the dollars of GPU-hours by the first known kind of price; empty without a price."""
+    kind = next((kind for kind in PRICE_KINDS if kind in gpu.usd_per_gpu_hour), None)
+    if kind is None:
+        return {}
+    usd = gpu.usd_per_gpu_hour[kind].value
+    return {
+        "price_kind": kind,
+        "usd_per_gpu_hour": usd,
+        "usd": round(gpu_hours * usd, 4),
+        "usd_fixed": round(gpu_hours_fixed * usd, 4),
+    }
 
 
 def room_of(seed: int, request_id: RequestId) -> int:

@@ -135,7 +135,7 @@ def kv_capacity(
         raise CapacityError(f"`page_tokens` must be at least 1, got `{page_tokens}`")
     split = parallelism_of(tp)
     if split.tp > 1:
-        all_reduce_of(gpu, split.tp)  # raises beyond the scale-up domain
+        all_reduce_of(gpu, split.tp)  # raises if scale-up domains are filled in part
     dtype = checked_weights_dtype(model, weights_dtype)
     room = _Room(gpu, split, mem_fraction, page_tokens, kv_dtype, needs)
     stages = stages_of(model, split)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from lockstep.sim.cost.expert_balance import spread_of
 from lockstep.sim.cost.experts import expected_max_load
-from lockstep.sim.cost.hardware import GpuSpec, all_gather_of
+from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US, GpuSpec, all_gather_of, domains_of
 from lockstep.sim.cost.model import BatchShape
 from lockstep.sim.cost.models import ACTIVATION_BYTES, ModelSpec, ceil_div
 from lockstep.sim.cost.parallel import Parallelism
@@ -46,6 +46,7 @@ class Exchange:
         all_reduce_us: Callable[[float], float],
     ) -> None:
         self._split, self._experts = split, model.experts
+        self._domains = domains_of(gpu, split.ep)
         self._all_reduce_us = all_reduce_us
         self._row_bytes = model.hidden * ACTIVATION_BYTES
         self._layers = model.layers
@@ -137,7 +138,15 @@ class Exchange:
         skew /= expected_max_load(assignments, split.ep, own)
         elsewhere = (split.ep - 1) * (1.0 - (1.0 - 1.0 / split.ep) ** experts.per_token)
         (latency, rate), (low_latency, low_rate) = self._lines_of[name]
-        return min(
-            latency + skew * rows * elsewhere * row_bytes / rate,
-            low_latency + skew * rows * experts.per_token * row_bytes / low_rate,
-        )
+        once_us = skew * rows * elsewhere * row_bytes / rate
+        each_us = skew * rows * experts.per_token * row_bytes / low_rate
+        if self._domains > 1:
+            # Over the network a row is sent once to every other domain that needs it, or once for every expert there.
+            domains = (self._domains - 1) * (1.0 - (1.0 - 1.0 / self._domains) ** experts.per_token)
+            there = experts.per_token * (1.0 - 1.0 / self._domains)
+            network_us_per_byte = 1.0 / (NETWORK_GBS.value * 1e3)
+            latency += NETWORK_LATENCY_US.value
+            low_latency += NETWORK_LATENCY_US.value
+            once_us = max(once_us, skew * rows * domains * row_bytes * network_us_per_byte)
+            each_us = max(each_us, skew * rows * there * row_bytes * network_us_per_byte)
+        return min(latency + once_us, low_latency + each_us)

@@ -128,8 +128,13 @@ LATENCIES: dict[str, tuple[float, str]] = {
 DIRECT_LINK_FRACTION, DIRECT_LATENCY_US = 0.51, 4.1
 RING_LINK_FRACTION, RING_LATENCY_US = 0.72, 68.0
 ADDING_LINK_FRACTION, ADDING_LATENCY_US = 0.99, 51.0
-PCIE_LINK_FRACTION, PCIE_LATENCY_US = 0.60, 5.5
 ADDING_ARCHS = ("Hopper", "Blackwell")
+
+# Over PCIe alone, by number of GPUs: fractions of the link and latencies of both lines, all from L40S.
+PCIE_LINES = {2: (0.60, 5.5, 0.63, 11.4), 4: (0.122, 12.5, 0.160, 10.9), 8: (0.062, 18.7, 0.051, 919.0)}
+
+PRICE_KINDS = ("rental_3yr", "on_demand_low", "on_demand_high", "owned_neocloud", "owned_hyperscaler")
+"""Kinds of prices per GPU-hour. Where one is unknown, the first known one stands for it."""
 
 # All-gather and reduce-scatter where the catalogue has no table: fractions of the link, from H100 and H200.
 GATHER_LINK_FRACTIONS = {2: 0.46, 4: 0.59, 8: 0.66}  # by number of GPUs; 8 is also for more
@@ -138,7 +143,7 @@ GATHER_LATENCIES_US = {2: 6.0, 4: 8.0, 8: 12.0}
 # The network between nodes. Not measured: an estimate for 400 Gbit/s per GPU, as in HGX H100 systems.
 NETWORK_GBS = Constant(40.0, "estimate: 0.8 of 400 Gbit/s per GPU (InfiniBand NDR, one adapter per GPU)")
 NETWORK_LATENCY_US = Constant(15.0, "estimate: one message between nodes, GPU to GPU")
-PCIE_GPUS_MAX = 8  # GPUs of one node: the limit of tensor parallelism over PCIe
+PCIE_GPUS_MAX = 8  # GPUs of one node that has PCIe alone
 
 
 def achieved(gpu: GpuSpec, name: str) -> Constant:
@@ -163,12 +168,27 @@ def achieved(gpu: GpuSpec, name: str) -> Constant:
 
 
 def all_reduce_of(gpu: GpuSpec, gpus: int) -> AllReduce:
-    """Return the all-reduce lines for `gpus` GPUs of one scale-up domain. Raises CapacityError beyond the domain."""
-    if gpus > scale_up_gpus(gpu):
-        raise CapacityError(
-            f"tp {gpus} needs {gpus} {gpu.name} in one scale-up domain, which holds {scale_up_gpus(gpu)}\n"
-            "hint: lower --tp, or choose a GPU with a larger domain; tensor parallelism across nodes is not modelled"
+    """Return the all-reduce lines for `gpus` GPUs of one or several scale-up domains.
+
+    Over several domains: a reduce-scatter in each, an all-reduce of each part over the network, an all-gather in each.
+    Raises: CapacityError for a number of GPUs beyond one domain that is no multiple of it.
+    """
+    if (domains := domains_of(gpu, gpus)) > 1:
+        size = scale_up_gpus(gpu)
+        inside = all_reduce_of(gpu, size)
+        across_us = 2 * (domains - 1) * NETWORK_LATENCY_US.value
+        across = 2 * (domains - 1) / domains / size / NETWORK_GBS.value  # us per kB of the whole message
+
+        def line(latency_us: float, gbs: float) -> tuple[float, float]:
+            per_kb = 2 * (size - 1) / size / gbs + across
+            return latency_us + across_us, 2 * (gpus - 1) / gpus / per_kb
+
+        (direct_us, direct_gbs), (ring_us, ring_gbs) = (
+            line(inside.direct_latency_us, inside.direct_gbs),
+            line(inside.ring_latency_us, inside.ring_gbs),
         )
+        source = f"{domains} domains of {size}: {inside.source}; between them {NETWORK_GBS.source}"
+        return AllReduce(direct_us, direct_gbs, ring_us, ring_gbs, source)
     for measured_gpus in sorted(gpu.all_reduce):
         if measured_gpus >= gpus:
             return gpu.all_reduce[measured_gpus]
@@ -178,9 +198,9 @@ def all_reduce_of(gpu: GpuSpec, gpus: int) -> AllReduce:
     )  # fmt: skip
     fits = "8 A100"
     if "scale_up_gbs" not in gpu.datasheet:
-        direct = ring = PCIE_LINK_FRACTION
-        latency_us = ring_latency_us = PCIE_LATENCY_US
-        fits = "2 L40S"
+        size = next((size for size in PCIE_LINES if size >= gpus), max(PCIE_LINES))
+        direct, latency_us, ring, ring_latency_us = PCIE_LINES[size]
+        fits = f"{size} L40S"
     elif gpu.arch.startswith(ADDING_ARCHS):
         ring, ring_latency_us, fits = ADDING_LINK_FRACTION, ADDING_LATENCY_US, "8 H100 and H200"
     return AllReduce(
@@ -193,7 +213,20 @@ def all_reduce_of(gpu: GpuSpec, gpus: int) -> AllReduce:
 
 
 def all_gather_of(gpu: GpuSpec, gpus: int) -> AllGather:
-    """Return the line of all-gather and reduce-scatter for `gpus` GPUs of one scale-up domain."""
+    """Return the line of all-gather and reduce-scatter for `gpus` GPUs of one or several scale-up domains.
+
+    Over several domains every GPU exchanges its part with those of the other domains over the network, then each domain
+    gathers. Raises: CapacityError as `all_reduce_of`.
+    """
+    if (domains := domains_of(gpu, gpus)) > 1:
+        size = scale_up_gpus(gpu)
+        inside = all_gather_of(gpu, size)
+        per_kb = (size - 1) / size / inside.gbs + (domains - 1) / domains / size / NETWORK_GBS.value
+        return AllGather(
+            inside.latency_us + (domains - 1) * NETWORK_LATENCY_US.value,
+            (gpus - 1) / gpus / per_kb,
+            f"{domains} domains of {size}: {inside.source}; between them {NETWORK_GBS.source}",
+        )
     for measured_gpus in sorted(gpu.all_gather):
         if measured_gpus >= gpus:
             return gpu.all_gather[measured_gpus]
@@ -212,9 +245,20 @@ def link_of(gpu: GpuSpec) -> Constant:
 
 
 def scale_up_gpus(gpu: GpuSpec) -> int:
-    """Return how many GPUs tensor parallelism may span: the NVLink domain, or with PCIe alone a node."""
+    """Return how many GPUs are connected without a network: the NVLink domain, or with PCIe alone a node."""
     domain = int(gpu.datasheet["scale_up_gpus"].value)
     return domain if "scale_up_gbs" in gpu.datasheet else max(domain, PCIE_GPUS_MAX)
+
+
+def domains_of(gpu: GpuSpec, gpus: int) -> int:
+    """Return how many scale-up domains `gpus` GPUs span. Raises CapacityError beyond one unless they fill each."""
+    size = scale_up_gpus(gpu)
+    if gpus > size and gpus % size:
+        raise CapacityError(
+            f"tp {gpus} spans scale-up domains of {size} {gpu.name}, and does not fill them\n"
+            f"hint: --tp {gpus // size * size} or {(gpus // size + 1) * size}"
+        )
+    return max(gpus // size, 1)
 
 
 REQUIRED = ("bf16_tflops", "memory_bytes", "memory_gbs", "pcie_gbs", "scale_up_gpus")

@@ -71,6 +71,12 @@ class Requests(Columns):
         """Return which requests the service failed to answer; see FAILED. Read-only."""
         return self._ended_by(FAILED)
 
+    @cached_property
+    def invalid(self) -> Bools:
+        """Return which requests were rejected as invalid, such as prompts beyond the context. Read-only."""
+        reasons = [reason for reason in set(self.finish_reason.tolist()) if reason.startswith("rejected_")]
+        return self._ended_by([reason for reason in reasons if reason not in FAILED])
+
     def _ended_by(self, reasons: Sequence[str]) -> Bools:
         matches = np.isin(self.finish_reason, reasons)
         matches.flags.writeable = False

@@ -13,6 +13,7 @@ from lockstep.sim.metrics.columns import Requests, Summary
 from lockstep.sim.metrics.latency import measure_slo, meets_every
 from lockstep.sim.metrics.packed import Packed
 from lockstep.sim.metrics.slo import Slo
+from lockstep.sim.metrics.steady import describe_steady
 from lockstep.sim.metrics.value_counts import ValueCounts
 
 PERCENTILES = (50, 90, 95, 99)
@@ -60,7 +61,10 @@ def describe_latency(requests: Requests, itl_us: ValueCounts) -> Summary:
 
 
 def describe_throughput(requests: Requests, slos: Sequence[Slo]) -> Summary:
-    """Return the `throughput` part of a summary: completed requests and their tokens over the makespan."""
+    """Return the `throughput` part of a summary: completed requests and their tokens over the makespan.
+
+    `steady` has the rates without filling and draining, which do not depend on the length of the run.
+    """
     done = requests.completed
     span = makespan(requests)
     makespan_us = span[1] - span[0] if span else None
@@ -81,6 +85,7 @@ def describe_throughput(requests: Requests, slos: Sequence[Slo]) -> Summary:
         "good_requests": good,
         "goodput_requests_per_s": per_s(good),
         "goodput_share": None if good is None else ratio(good, int((done | requests.failed).sum())),
+        "steady": describe_steady(requests, slos),
     }
 
 

@@ -63,8 +63,10 @@ def winner_of(question: Question, candidates: Sequence[Candidate]) -> Candidate 
     """Return the cheapest configuration that serves the load or, without a given load, the best one.
 
     Without a given load, the best one serves the largest load on `gpus_max` GPUs, or the largest load per cost.
+    Requests that are rejected as invalid are not served; of a given load, the configuration that rejects least comes
+    first.
     """
-    able = [c for c in candidates if c.best is not None]
+    able = [c for c in candidates if c.best is not None and c.best.served > 0]
     if not able:
         return None
 
@@ -75,10 +77,10 @@ def winner_of(question: Question, candidates: Sequence[Candidate]) -> Candidate 
         gpus = best.paid_replicas * candidate.gpus
         slack = max(_strain(candidate, best))
         if question.wanted is not None:
-            return cost, gpus, slack
+            return best.rejected_share, cost, gpus, slack
         if question.gpus_max is not None:
-            return -best.load, cost, slack
-        return cost / best.load, gpus, slack
+            return -best.served, cost, slack
+        return cost / best.served, gpus, slack
 
     return min(able, key=lambda c: (*preference(c), c.configuration.number))
 
@@ -93,7 +95,7 @@ def usd_per_million(candidate: Candidate) -> float | None:
     """Return the dollars per million output tokens, at the load that was found; None without a price."""
     best = candidate.best
     assert best is not None
-    usd, tokens_per_s = candidate.usd_per_hour(best.paid_replicas), best.mean("throughput", "output_tokens_per_s")
+    usd, tokens_per_s = candidate.usd_per_hour(best.paid_replicas), best.steady("output_tokens_per_s")
     return None if usd is None or not tokens_per_s else usd / (tokens_per_s * 3600) * 1e6
 
 
@@ -101,7 +103,7 @@ def gpu_hours_per_million(candidate: Candidate) -> float | None:
     """Return the GPU-hours per million output tokens, at the load that was found."""
     best = candidate.best
     assert best is not None
-    tokens_per_s = best.mean("throughput", "output_tokens_per_s")
+    tokens_per_s = best.steady("output_tokens_per_s")
     return None if not tokens_per_s else best.paid_replicas * candidate.gpus / (tokens_per_s * 3600) * 1e6
 
 
@@ -288,6 +290,7 @@ class PlanAnswer:
     question: Question
     candidates: Sequence[Candidate]
     workload_line: str
+    sample_line: str = ""  # how the simulated part of a trace differs from the whole one
 
     @property
     def winner(self) -> Candidate | None:
@@ -306,9 +309,13 @@ class PlanAnswer:
         usd = winner.usd_per_hour(best.paid_replicas)
         cost = "" if usd is None else f", {usd:.2f} $/h"
         on = f"{gpus} GPU{'s' if gpus > 1 else ''}: {best.replicas} x ({winner.configuration.name})"
+        rejected = rejections(winner, best)
+        rejected = f"; {rejected}" if rejected else ""
         if self.question.wanted is not None:
-            return f"{show_load(self.question, self.question.wanted)} within {slos} takes {on}{cost}"
-        return f"{on} sustains {show_load(self.question, best.load)} within {slos}{cost}"
+            wanted = show_load(self.question, self.question.wanted)
+            part = f"{_three(best.served)} of " if best.served < best.load else ""
+            return f"{part}{wanted} within {slos} takes {on}{cost}{rejected}"
+        return f"{on} sustains {show_load(self.question, float(_three(best.served)))} within {slos}{cost}{rejected}"
 
     def _best_achievable(self) -> str:
         """Return the values at the lowest load of the configuration that comes nearest to the SLOs."""
@@ -338,6 +345,7 @@ class PlanAnswer:
         else:
             unit = "Rates are requests per second"
         lines = [f"{unit}. Goodput: {GOODPUT}."]
+        lines += [self.sample_line] if self.sample_line else []
         if not any(slo.metric in ("ttft", "e2e") for slo in question.slos):
             lines.append("No SLO bounds the wait of a request: a load may count as sustained while the queue grows.")
         roaming = [c for c in self.candidates if c.trial is not None and c.trial.router.policy not in KEEPS_SESSIONS]
@@ -378,13 +386,26 @@ class PlanAnswer:
             )
         prices = sorted({(c.configuration.gpu, c.price_source) for c in self.candidates if c.price_source})
         if all(c.usd_per_gpu_hour is None for c in self.candidates):
-            lines += [f"GPU-hours, no dollars: {why}; --price {gpu}=USD" for gpu, why in prices if "no `" in why]
+            unknown = [(gpu, why) for gpu, why in prices if "has no price" in why]
+            lines += [f"GPU-hours, no dollars: {why}; --price {gpu}=USD" for gpu, why in unknown]
         else:
             lines += [f"Price of {gpu}: {why}" for gpu, why in prices]
         setups += [c.prefill_setup for c in self.candidates if c.prefill_setup is not None]
+        lines += [self._remark_on_rejections()] if self._rejecting else []
         if setups:
             lines += dict.fromkeys(line for setup in setups for line in setup.doubts())
         return lines
+
+    @property
+    def _rejecting(self) -> bool:
+        return any(c.best is not None and c.best.rejected_share for c in self.candidates)
+
+    def _remark_on_rejections(self) -> str:
+        counted = "" if self.question.load == "sessions" else ", and do not count in the rates above"
+        return (
+            f"Rejected requests (in brackets: their share of the prompt tokens) are never answered{counted}. "
+            "--context-tokens-max admits longer prompts, if the model is published for such a context."
+        )
 
     def table(self) -> Table:
         """Return a table with one line per configuration."""
@@ -394,7 +415,8 @@ class PlanAnswer:
             table.add_column(heading, no_wrap=True)
         priced = any(c.usd_per_gpu_hour is not None for c in self.candidates)
         headings = ["GPUs", "$/h" if priced else "GPU-h/h", "$/1M out" if priced else "GPU-h/1M"]
-        headings += ["rate/s" if question.load == "rate" else "sessions", "goodput"]
+        headings += ["rate/s" if question.load == "rate" else "sessions", *(["rejected"] if self._rejecting else [])]
+        headings += ["goodput"]
         for heading in (*headings, *(_slo_name(str(slo).partition("=")[0]) for slo in question.slos)):
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("limited by")
@@ -421,7 +443,8 @@ class PlanAnswer:
                 if priced
                 else (f"{gpu_hours:.3g}" if gpu_hours else NOTHING),
                 _load_text(candidate, best, question),
-                show_rate(best.mean("throughput", "goodput_requests_per_s")),
+                *([_rejected_cell(best)] if self._rejecting else []),
+                show_rate(best.steady("goodput_requests_per_s")),
                 *(interval_text(interval) for interval in best.intervals),
                 limit_of(candidate),
             )
@@ -546,9 +569,47 @@ def show_load(question: Question, load: float) -> str:
 
 def _load_text(candidate: Candidate, best: Evaluation, question: Question) -> str:
     """Return the load that is sustained, and the nearest one that is not."""
+    if best.served < best.load:
+        served, missed = _three(best.served), candidate.missed
+        if question.wanted is not None:
+            return f"{served} of {best.load:g}"
+        return served if missed is None else f"{served} (<{_three(missed.load * (1 - best.rejected_share))})"
     if question.wanted is not None or candidate.missed is None:
         return f"{best.load:g}"
     return f"{best.load:g} (<{candidate.missed.load:g})"
+
+
+def _three(value: float) -> str:
+    """Return a number with three digits."""
+    return f"{value:.3g}"
+
+
+def rejections(candidate: Candidate, evaluation: Evaluation) -> str:
+    """Return how many requests the first run rejects as invalid, with their share of the prompt tokens; else ""."""
+    rejected, requests = evaluation.results[0].rejected, evaluation.results[0].requests
+    if not rejected:
+        return ""
+    assert candidate.setup is not None
+    config = candidate.setup.config
+    limit = f"the context of {config.context_tokens_max:,} tokens"
+    if config.request_tokens_max != config.context_tokens_max:
+        limit = f"the KV memory of {config.pool_tokens:,} tokens"
+    return (
+        f"{rejected:,} of {requests:,} requests ({show_share(rejected / requests)}, with "
+        f"{show_share(_rejected_tokens(evaluation))} of the prompt tokens) are rejected as too long for {limit}"
+    )
+
+
+def _rejected_tokens(evaluation: Evaluation) -> float:
+    """Return the share of the prompt tokens in rejected requests."""
+    tokens = sum(one.prompt_tokens for one in evaluation.results)
+    return sum(one.rejected_prompt_tokens for one in evaluation.results) / tokens if tokens else 0.0
+
+
+def _rejected_cell(evaluation: Evaluation) -> str:
+    if not evaluation.rejected_share:
+        return "0 %"
+    return f"{show_share(evaluation.rejected_share)} ({show_share(_rejected_tokens(evaluation))})"
 
 
 def interval_text(interval: Interval) -> str:
@@ -576,8 +637,11 @@ def _describe_evaluation(question: Question, evaluation: Evaluation | None) -> d
         **({"replicas_mean": round(paid, 6)} if (paid := evaluation.paid_replicas) != evaluation.replicas else {}),
         "status": evaluation.status,
         "replications": len(evaluation.results),
-        "goodput_requests_per_s": evaluation.mean("throughput", "goodput_requests_per_s"),
-        "output_tokens_per_s": evaluation.mean("throughput", "output_tokens_per_s"),
+        "served": round(evaluation.served, 6),
+        "rejected_requests_share": evaluation.rejected_share,
+        "rejected_prompt_tokens_share": round(_rejected_tokens(evaluation), 6),
+        "goodput_requests_per_s": evaluation.steady("goodput_requests_per_s"),
+        "output_tokens_per_s": evaluation.steady("output_tokens_per_s"),
         "slos": [
             {
                 "slo": str(slo),

@@ -126,8 +126,8 @@ def _compare_payload(candidate: Candidate, points: Sequence[Evaluation]) -> Json
         ]
         limit = {"limit_us": slo.bound_us, "limit_label": slo.bound}
         charts.append({"name": f"compare_slo{number}", "kind": "latency", "lines": lines, **limit})
-    goodput = [e.mean("throughput", "goodput_requests_per_s") for e in points]
-    done = [e.mean("throughput", "requests_per_s") for e in points]
+    goodput = [e.steady("goodput_requests_per_s") for e in points]
+    done = [e.steady("requests_per_s") for e in points]
     lines = [
         {"name": "goodput", "colour": "--decode", "values": goodput},
         {"name": "completed", "colour": "--other", "values": done, "dash": [6, 4]},

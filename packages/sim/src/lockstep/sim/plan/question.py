@@ -16,6 +16,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.host.options import options_of
 from lockstep.sim.cluster.scenario import parse_scaling
 from lockstep.sim.cost import GpuSpec
+from lockstep.sim.cost.hardware import PRICE_KINDS
 from lockstep.sim.host.closed_loop import CONCURRENCY_MAX
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan.split import AUTO, MIXED, PREFILL_DECODE, RoleSplit, all_splits, parse_split
@@ -25,7 +26,7 @@ from lockstep.sim.scenario.settings import field_of, parse_setting, parse_tier
 from lockstep.sim.scenario.tier_options import TIER_KEYS
 from lockstep.sim.workload.generate import PREFIX
 from lockstep.sim.workload.mix import MIX_PREFIX, parse_mix
-from lockstep.sim.workload.workload import SourceReading, Workload, open_workload
+from lockstep.sim.workload.workload import STRICT, SourceReading, Workload, open_workload
 
 CONFIGURATIONS_MAX = 2_000
 OWN_KEYS = (*names_where("searched"), "router", "autoscale", PREFILL_DECODE)
@@ -35,7 +36,6 @@ LINK_KEYS = ("link_gbs", "link_latency_us")
 """Options of links between prefill and decode engines."""
 
 YES_NO = {"yes": True, "no": False, "true": True, "false": False}
-PRICE_KINDS = ("rental_3yr", "on_demand_low", "on_demand_high", "owned_neocloud", "owned_hyperscaler")
 
 
 class Length(NamedTuple):
@@ -379,10 +379,13 @@ def price_of(question: Question, name: str, gpu: GpuSpec) -> tuple[float | None,
     """Return the price in USD per GPU-hour and its source; None without a price."""
     if name in question.prices:
         return question.prices[name], "given"
-    known = gpu.usd_per_gpu_hour.get(question.price_kind)
-    if known is None:
-        return None, f"the catalogue has no `{question.price_kind}` price of {gpu.name}"
-    return known.value, f"{question.price_kind}: {known.source}"
+    kinds = [question.price_kind, *(kind for kind in PRICE_KINDS if kind != question.price_kind)]
+    kind = next((kind for kind in kinds if kind in gpu.usd_per_gpu_hour), None)
+    if kind is None:
+        return None, f"the catalogue has no price of {gpu.name}"
+    known = gpu.usd_per_gpu_hour[kind]
+    words = kind if kind == question.price_kind else f"{kind}, for lack of {question.price_kind}"
+    return known.value, f"{words}: {known.source}"
 
 
 def is_drawn(workload: Workload) -> bool:
@@ -392,11 +395,11 @@ def is_drawn(workload: Workload) -> bool:
     return not workload.has_clock or workload.format in ("generated", "fitted", "servegen")
 
 
-def natural_load(workload: str, *, skip_bad_rows: bool = False) -> Load:
+def natural_load(workload: str, *, reading: SourceReading = STRICT) -> Load:
     """Return "sessions" for recorded sessions without start times, and "rate" for everything else."""
     if workload.startswith((PREFIX, MIX_PREFIX)) or not Path(workload).is_file():
         return "rate"
-    opened = open_workload(workload, seed=0, rate=math.inf, digest=False, reading=SourceReading(skip_bad_rows))
+    opened = open_workload(workload, seed=0, rate=math.inf, digest=False, reading=reading)
     return "rate" if opened.has_clock or len(opened.turns.by_clock_rows) == len(opened.turns) else "sessions"
 
 
@@ -410,5 +413,7 @@ def content_files(question: Question) -> list[Path]:
     models = [question.model, *filter(None, [question.common.get("draft_model")])]
     folders = [*(Path(model, "config.json") for model in models), *(Path(gpu, "gpu.json") for gpu in question.gpus)]
     files += [path for path in folders if path.is_file()]
+    if (tokenizer := question.common.get("tokenizer")) is not None:
+        files += [path for path in (Path(tokenizer), Path(tokenizer, "tokenizer.json")) if path.is_file()]
     operators = question.common.get("operators")
     return files if operators is None else files + sorted(Path(operators).glob("*.csv*"))

@@ -64,7 +64,7 @@ from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.load import open_load
 from lockstep.sim.run.ranks import config_of_engine
 from lockstep.sim.run.setup import Setup
-from lockstep.sim.scenario.scenario import Scenario, names_where
+from lockstep.sim.scenario.scenario import SPREAD, Scenario, names_where
 from lockstep.sim.scenario.tier_options import HYBRID_KEYS, TIER_KEYS
 from lockstep.sim.workload.generate import PREFIX
 from lockstep.sim.workload.workload import Workload, WorkloadError, WorkloadSummary
@@ -114,6 +114,26 @@ class Evaluation:
     def met(self) -> bool:
         return self.status == "met"
 
+    @property
+    def rejected_share(self) -> float:
+        """Share of the requests that no engine admits, such as prompts beyond the context, to a tenth of a percent."""
+        return rejected_share(self.results)
+
+    @property
+    def served(self) -> float:
+        """The load without rejected requests. Sessions at a time are not reduced: after a rejection the next begins."""
+        return self.load if self.first_trial.base.concurrency is not None else self.load * (1.0 - self.rejected_share)
+
+    def steady(self, name: str) -> float | None:
+        """Return the mean of a rate in the steady state, which does not depend on the number of requests.
+
+        Runs without a steady state, such as of arrivals at one instant, count with their mean over the makespan.
+        """
+        throughputs = [result.summary["throughput"] for result in self.results]
+        rates = [one["steady"].get(name, one[name]) for one in throughputs]
+        known = [rate for rate in rates if rate is not None]
+        return math.fsum(known) / len(known) if known else None
+
     def mean(self, part: str, name: str) -> float | None:
         """Return the mean of a number of the summary over the replications."""
         values = [result.summary[part][name] for result in self.results]
@@ -144,6 +164,12 @@ def judge(
     return "met" if sure else "undecided", tuple(intervals)
 
 
+def rejected_share(results: Sequence[TrialResult]) -> float:
+    """Return the share of requests that were rejected as invalid, over all replications, to a tenth of a percent."""
+    requests = sum(result.requests for result in results)
+    return round(sum(result.rejected for result in results) / requests, 3) if requests else 0.0
+
+
 # ------------------------------------------------------------------------------------------------------------ candidate
 
 
@@ -167,6 +193,7 @@ class Candidate:
     replicas: int = 1  # in `narrow`, and in `confirm` if the largest load is searched
     narrow_met: float | None = None  # largest load that a short run sustained
     narrow_missed: float | None = None  # smallest load that a short run missed
+    narrow_rejected: float = 0.0  # share of requests that the last short run with a met SLO rejected as invalid
     pruned: str = ""  # reason why it was not confirmed
     impossible: Evaluation | None = None  # evaluation at the lowest load, if it misses the SLO even there
     evaluations: list[Evaluation] = field(default_factory=list)  # long runs
@@ -214,22 +241,46 @@ class Candidate:
         return float(replicas * self.gpus) if usd is None else usd
 
 
-def prepare(question: Question) -> tuple[list[Candidate], Workload]:
-    """Load what the question names. Return the configurations, with the best case of each, and the workload."""
-    effort = question.effort
-    limit = effort.long.requests_min
+def sampled(question: Question, limit: int | None) -> Workload:
+    """Return the workload of a simulation of `limit` requests, at its own rate; without a limit the whole one."""
     load = {name: value for name, value in question.common.items() if name in names_where("of_load")}
-    workload = open_load(
+    spec = question.workload if limit is None else with_count(question.workload, limit)
+    closed = 1 if question.load == "sessions" else None
+    return open_load(
         Scenario(
-            model=question.model,
-            gpu="",
-            workload=with_count(question.workload, limit),
-            seed=question.seed,
-            concurrency=1 if question.load == "sessions" else None,
-            limit=limit,
-            **load,
+            model=question.model, gpu="", workload=spec, seed=question.seed, concurrency=closed, limit=limit, **load
         )
     )
+
+
+def sample_line(question: Question, part: Workload) -> str:
+    """Return how the simulated part of a trace differs from the whole; "" if all of it is simulated, or it is drawn.
+
+    Args:
+        part: the workload of the shortest long simulation, as returned by `prepare`.
+    """
+    if question.load == "sessions" or is_drawn(part):
+        return ""
+    whole, found = sampled(question, None).summary(), part.summary()
+    if found.turns >= whole.turns:
+        return ""
+    spread = question.common.get("sample") == SPREAD
+    kind = "a sample from the whole time" if spread else "the first ones"
+    window = question.common.get("time_window")
+    line = (
+        f"Simulated are {found.turns:,} or more of {whole.turns:,} recorded requests"
+        f"{f' of the window {window}' if window else ''}, {kind}: {found.prompt.mean:,.0f} tokens in and "
+        f"{found.output.mean:,.0f} out on average, {100 * found.sharing_ratio:.0f} % of the prompts shared; in all of "
+        f"them {whole.prompt.mean:,.0f}, {whole.output.mean:,.0f} and {100 * whole.sharing_ratio:.0f} %."
+    )
+    if spread:
+        return f"{line} In the sample, uses of a prefix are closer together than recorded, which favours small caches."
+    return f"{line} --sample spread draws from their whole time, --time-window chooses a part, --requests takes more."
+
+
+def prepare(question: Question) -> tuple[list[Candidate], Workload]:
+    """Load what the question names. Return the configurations, with the best case of each, and the workload."""
+    workload = sampled(question, question.effort.long.requests_min)
     if question.load == "rate" and len(workload.turns.by_clock_rows) < 2:
         problem = "it has one arrival and so no rate: any rate would count as sustained"
         raise WorkloadError(question.workload, problem, "a longer trace, or --load sessions")
@@ -390,6 +441,7 @@ class Searcher:
             status, _ = judge(self.question.slos, [_without_samples(result)], 0.5, systematic=False)
             if status == "met":
                 candidate.narrow_met = load
+                candidate.narrow_rejected = rejected_share([result])
             else:
                 candidate.narrow_missed = load
             met, missed = candidate.narrow_met, candidate.narrow_missed
@@ -596,11 +648,12 @@ def prune(question: Question, candidates: Sequence[Candidate]) -> None:
     wanted = question.wanted
     if wanted is not None:
         bounds = {c.configuration.number: _replica_bounds(c, wanted) for c in running}
-        cheapest = min(
-            running, key=lambda c: (c.cost_per_hour(bounds[c.configuration.number][1]), c.configuration.number)
-        )
-        ceiling = cheapest.cost_per_hour(bounds[cheapest.configuration.number][1]) * PRUNE_MARGIN
         for candidate in running:
+            cheapest = min(  # of those that reject no more: a part of the load is no answer to the whole
+                (c for c in running if c.narrow_rejected <= candidate.narrow_rejected),
+                key=lambda c: (c.cost_per_hour(bounds[c.configuration.number][1]), c.configuration.number),
+            )
+            ceiling = cheapest.cost_per_hour(bounds[cheapest.configuration.number][1]) * PRUNE_MARGIN
             if candidate is cheapest:
                 continue
             if candidate.cost_per_hour(bounds[candidate.configuration.number][0]) > ceiling:
@@ -615,7 +668,7 @@ def prune(question: Question, candidates: Sequence[Candidate]) -> None:
             assert other.narrow_met is not None
             if other is candidate or most is None or not _same_gpus(candidate, other):
                 continue
-            if most * PRUNE_MARGIN < other.narrow_met:
+            if most * (1 - candidate.narrow_rejected) * PRUNE_MARGIN < other.narrow_met * (1 - other.narrow_rejected):
                 candidate.pruned = f"serves less than #{other.configuration.number} on the same GPUs"
                 break
 
@@ -665,11 +718,16 @@ def pruned_too_early(question: Question, candidates: Sequence[Candidate]) -> lis
             continue
         if wanted is not None:
             least_cost = candidate.cost_per_hour(_replica_bounds(candidate, wanted)[0])
-            worse = any(c.cost_per_hour(_best(c).paid_replicas) < least_cost for c in confirmed)
+            worse = any(
+                c.cost_per_hour(_best(c).paid_replicas) < least_cost
+                and _best(c).rejected_share <= candidate.narrow_rejected
+                for c in confirmed
+            )
         else:
             most = candidate.narrow_missed  # None: dropped because of its best case
             most = candidate.load_max if most is None else most
-            worse = any(_same_gpus(c, candidate) and _best(c).load > most for c in confirmed)
+            most *= 1 - candidate.narrow_rejected
+            worse = any(_same_gpus(c, candidate) and _best(c).served > most for c in confirmed)
         if not worse:
             candidate.pruned = ""
             in_vain.append(candidate)

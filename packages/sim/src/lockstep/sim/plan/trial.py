@@ -132,6 +132,9 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     slos: tuple[SloResult, ...] = ()
     gave_up: bool = False
     requests: int = 0
+    prompt_tokens: int = 0  # of all measured requests
+    rejected: int = 0  # measured requests that no engine admits, such as prompts beyond the context
+    rejected_prompt_tokens: int = 0
     extend_share: float | None = None  # share of the device's busy time in batches that extend
     summary: dict[str, Any] = {}
     replicas_mean: float | None = None  # mean number of paid replicas, with autoscaling
@@ -147,10 +150,14 @@ def run_trial(trial: Trial) -> TrialResult:
         return TrialResult(interrupted=True)
     data = run.data
     slos = run.setup.scenario.base.slos
+    prompt_tokens, invalid = data.requests.prompt_tokens, data.requests.invalid
     return TrialResult(
         slos=tuple(_slo_result(slo, data, trial) for slo in slos),
         gave_up=run.stopped_early,
         requests=data.summary["requests"]["arrived"],
+        prompt_tokens=int(prompt_tokens.sum()),
+        rejected=int(invalid.sum()),
+        rejected_prompt_tokens=int(prompt_tokens[invalid].sum()),
         extend_share=_extend_share(data),
         summary=_kept(data.summary),
         sides=sides_of(run) if run.setup.hands_over else {},

@@ -143,6 +143,12 @@ def _facts_table(summary: Summary, never_sent: int) -> Table:
         share = show_share(throughput["goodput_share"])
         good = show_rate(throughput["goodput_requests_per_s"])
         table.add_row("goodput", good, f"requests per s that met every SLO, {share} of them")
+    steady = throughput.get("steady")
+    if steady:
+        rates = f"{show_rate(steady['output_tokens_per_s'])} output tokens per s"
+        good = steady.get("goodput_requests_per_s")
+        rates += "" if good is None else f", {show_rate(good)} requests per s within every SLO"
+        table.add_row("in steady state", show_rate(steady["requests_per_s"]), f"requests per s; {rates}")
     table.add_row("makespan", show_us(throughput["makespan_us"]), "first arrival to last finish")
     table.add_section()
     hits = f"of {cache['prompt_tokens_admitted']:,} prompt tokens"

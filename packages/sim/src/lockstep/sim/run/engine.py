@@ -9,14 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.contract.profiles import profile_settings
+from lockstep.core.contract.profiles import DEFAULT_PROFILE, profile_settings
 from lockstep.sim.catalogue import load_calibration, load_engine
 from lockstep.sim.cost import UNCALIBRATED, Calibration, GpuSpec, ModelSpec
 from lockstep.sim.cost.engines import DEFAULT, LARGE_GPU_BYTES, NONE
 from lockstep.sim.cost.models import checked_weights_dtype
 from lockstep.sim.scenario.scenario import Scenario
-
-PROFILE = "lockstep"  # the profile where neither a profile nor an engine is named
 
 
 def calibration_of(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> Calibration:
@@ -46,7 +44,7 @@ def profile_of(scenario: Scenario) -> str:
     if scenario.profile is not None:
         return scenario.profile
     if scenario.engine is None or scenario.engine == NONE:
-        return PROFILE
+        return DEFAULT_PROFILE
     return load_engine(scenario.engine)[0].profile
 
 

@@ -10,8 +10,9 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.host.arrivals import Arrivals
 from lockstep.sim.host.closed_loop import CONCURRENCY_MAX, ConcurrentSessions
 from lockstep.sim.run.encoding import encoders_of
-from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.scenario import SAMPLES, SPREAD, Scenario
 from lockstep.sim.workload.adapters import describe_adapters, parse_adapters, with_adapters
+from lockstep.sim.workload.logs import LogReading
 from lockstep.sim.workload.media import RECORDED, describe_media, parse_media, with_media
 from lockstep.sim.workload.samples import describe_samples, parse_samples, with_samples
 from lockstep.sim.workload.server_sessions import describe_server_sessions, with_server_sessions
@@ -89,6 +90,8 @@ def open_load(scenario: Scenario) -> Workload:
     Raises: WorkloadError, ConfigError, CatalogueError.
     """
     closed = scenario.concurrency is not None
+    if scenario.sample not in SAMPLES:
+        raise ConfigError(f"`sample` must be one of {', '.join(SAMPLES)}, got `{scenario.sample}`")
     workload = open_workload(
         scenario.workload,
         seed=scenario.seed,
@@ -96,7 +99,12 @@ def open_load(scenario: Scenario) -> Workload:
         rate_scale=scenario.rate_scale,
         time_window=scenario.time_window,
         limit=None if closed else scenario.limit,
-        reading=SourceReading(scenario.skip_bad_rows, recorded_media=scenario.media == RECORDED),
+        reading=SourceReading(
+            scenario.skip_bad_rows,
+            recorded_media=scenario.media == RECORDED,
+            spread=scenario.sample == SPREAD and not closed,
+            log=LogReading(scenario.columns, scenario.tokenizer, scenario.chars_per_token),
+        ),
     )
     if scenario.media is not None:
         workload = _with_media(workload, scenario, scenario.media)

@@ -22,6 +22,7 @@ from lockstep.sim.cost import (
     ModelSpec,
 )
 from lockstep.sim.cost.expert_balance import spread_of
+from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US, domains_of, scale_up_gpus
 from lockstep.sim.cost.lora import LoraSpec, slot_bytes
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.stages import stages_of
@@ -171,7 +172,7 @@ class Setup:
 
     def _layout_doubts(self) -> list[str]:
         """Return the assumptions about rows, experts and stages, one sentence each."""
-        split, lines = self.split, []
+        split, lines = self.split, self._collective_doubts()
         if self.config.shares_passes:
             lines.append(
                 f"attention_dp {split.attention_dp}: a scheduler and a prefix cache per rank, which share out the "
@@ -201,6 +202,22 @@ class Setup:
             lines.append(
                 f"overlap_depth {self.config.overlap_depth} with microbatches: where two batches of one follow each "
                 "other, the second keeps the first stage waiting for its tokens; pp_async_batch_depth does not"
+            )
+        return lines
+
+    def _collective_doubts(self) -> list[str]:
+        """Return the assumptions about collectives that were measured on other hardware, or not at all."""
+        split, gpu, lines = self.split, self.gpu, []
+        domains = max(domains_of(gpu, split.tp), domains_of(gpu, split.ep))
+        if domains > 1:
+            lines.append(
+                f"tp {split.tp} spans {domains} nodes of {scale_up_gpus(gpu)} GPUs: the network between them is not "
+                f"measured, taken as {NETWORK_GBS.value:g} GB/s per GPU and {NETWORK_LATENCY_US.value:g} us"
+            )
+        if split.tp > 1 and "scale_up_gbs" not in gpu.datasheet and not gpu.all_reduce:
+            lines.append(
+                f"tp {split.tp} over PCIe: collectives of {gpu.name} are not measured, and are taken as those of as "
+                "many L40S; they depend on the machine's PCIe switches, by a factor of 3 and more"
             )
         return lines
 

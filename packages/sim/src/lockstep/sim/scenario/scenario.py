@@ -18,6 +18,9 @@ from lockstep.sim.metrics.slo import Slo
 if TYPE_CHECKING:
     from lockstep.sim.cost.parallel import Parallelism
 
+SAMPLES = BEGINNING, SPREAD = ("beginning", "spread")
+"""Values of `sample`."""
+
 SIMULATE = ("simulate",)
 """The command that takes options of a load and of one simulation. A plan varies these options or sets them itself."""
 
@@ -148,7 +151,6 @@ class Scenario:
         SimOption(
             "keep the requests that arrive in this span of recorded time: 600..1200, 10m..1h",
             metavar="FROM..TO",
-            commands=SIMULATE,
             of_load=True,
             sent=True,
         ),
@@ -169,6 +171,14 @@ class Scenario:
         int | None,
         SimOption("keep only the first requests, up to this number", commands=SIMULATE, stored=True, sent=True),
     ] = None
+    sample: Annotated[
+        str,
+        SimOption(
+            "requests of a trace that a limit keeps: beginning, or spread (groups of common prompts, from all of it)",
+            of_load=True,
+            sent=True,
+        ),
+    ] = SAMPLES[0]
     seed: Annotated[
         int,
         SimOption(
@@ -307,6 +317,23 @@ class Scenario:
     skip_bad_rows: Annotated[
         bool, SimOption("leave out invalid rows instead of failing", stored=True, of_load=True, sent=True)
     ] = False
+    columns: Annotated[
+        str | None,
+        SimOption(
+            "columns of a request log: arrival=ts,input=prompt_tokens,output=128; docs/workloads.md",
+            metavar="ROLE=COLUMN,...",
+            of_load=True,
+            sent=True,
+        ),
+    ] = None
+    tokenizer: Annotated[
+        str | None,
+        SimOption("folder of a tokenizer that counts the texts of a log", metavar="DIR", of_load=True, sent=True),
+    ] = None
+    chars_per_token: Annotated[
+        float | None,
+        SimOption("characters per token of the texts of a log, instead of a tokenizer", of_load=True, sent=True),
+    ] = None
     settings: Annotated[Mapping[str, Any], SimOption("given fields of SchedConfig", stored=True)] = field(
         default_factory=dict
     )

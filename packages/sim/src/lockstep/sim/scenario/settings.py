@@ -16,6 +16,7 @@ import msgspec
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.profiles import DEFAULT_PROFILE, PROFILES
 from lockstep.core.contract.setting import Setting, SettingField, setting_fields
 from lockstep.host.options import OptionField, option_of, options_of, with_flags
 from lockstep.sim.scenario.tier_options import HostTiers, HybridShares
@@ -33,11 +34,22 @@ def _kind_of(field: SettingField) -> ParamType:
 
 
 def _help_of(field: SettingField, setting: Setting) -> str:
-    """The help text of a setting with its default, in words or as the struct has it."""
+    """The help text of a setting with its default without --profile and --engine, and those of other profiles."""
     shown = setting.default
     if not shown and field.default not in (None, (), "", msgspec.UNSET):
-        shown = str(field.default).lower()
-    return f"{setting.help}  [default: {shown}]" if shown else setting.help
+        shown = _value_text(field.default)
+    by_profile = {
+        name: _value_text(settings[field.name]) if field.name in settings else shown
+        for name, settings in PROFILES.items()
+    }
+    usual = by_profile.pop(DEFAULT_PROFILE)
+    others = [f"{name}: {text or 'unset'}" for name, text in by_profile.items() if text != usual]
+    words = "; ".join([usual or "unset", *others] if others else [usual] if usual else [])
+    return f"{setting.help}  [default: {words}]" if words else setting.help
+
+
+def _value_text(value: Any) -> str:
+    return str(value).lower()
 
 
 PLAIN_KINDS: dict[type, ParamType] = {bool: click.BOOL, int: click.INT, float: click.FLOAT}

@@ -13,7 +13,7 @@ from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, TIME_US_MAX
 HASH_BLOCK_TOKENS = 512  # tokens per hash id of Mooncake
 AGENTIC_BLOCK_TOKENS = 64  # tokens per id of an agentic trace
 
-Content = Literal["unknown", "hash_ids", "block_runs", "token_ids"]
+Content = Literal["unknown", "hash_ids", "block_runs", "token_ids", "token_runs"]
 
 
 class TraceRow(NamedTuple):
@@ -225,7 +225,42 @@ def _name(column: str, cell: Any) -> str:
     return str(cell)
 
 
+def _imported_row(
+    line: int, arrival_us: Any, input_tokens: Any, output_tokens: Any, prompt_runs: Any, *optional: Any
+) -> TraceRow:
+    session, think_us, tenant = optional
+    tokens = _tokens("input_tokens", input_tokens)
+    if (
+        type(prompt_runs) is not list
+        or not set(map(type, prompt_runs)) <= {int}
+        or len(prompt_runs) % 2
+        or min(prompt_runs, default=0) < 0
+        or sum(prompt_runs[1::2]) != tokens
+    ):
+        raise BadCellError(
+            "prompt_runs", prompt_runs, f"first ids and counts, [0, 16, 64, 8], of {tokens} tokens in all"
+        )
+    return TraceRow(
+        line,
+        -1 if arrival_us is None else _time_us("arrival_us", arrival_us, 1, "microseconds"),
+        tokens,
+        _output_tokens("output_tokens", output_tokens),
+        prompt_runs,
+        session=_name("session", session),
+        think_us=None if think_us in (ABSENT, None) else _time_us("think_us", think_us, 1, "microseconds"),
+        tenant=_name("tenant", tenant),
+    )
+
+
 FORMATS = (
+    TraceFormat(
+        "imported",
+        ("json",),
+        ("arrival_us", "input_tokens", "output_tokens", "prompt_runs"),
+        _imported_row,
+        optional=("session", "think_us", "tenant"),
+        content="token_runs",
+    ),
     TraceFormat(
         "mooncake",
         ("json",),

@@ -109,6 +109,8 @@ def _identity(trace: Trace) -> tuple[_Prompt, int, tuple[str, ...]]:
             return _by_hash_ids(rows, trace.format.block_tokens)
         case "block_runs":
             return _by_block_runs(rows, trace.format.block_tokens)
+        case "token_runs":
+            return _by_token_runs(rows)
         case "token_ids" if any(row.content for row in rows):
             return _by_token_ids(rows)
     return _fresh_prompt, 0, ()
@@ -116,6 +118,17 @@ def _identity(trace: Trace) -> tuple[_Prompt, int, tuple[str, ...]]:
 
 def _fresh_prompt(_position: int, row: TraceRow, fresh: FreshTokens) -> Sequence[int]:
     return fresh.take(row.input_tokens), row.input_tokens
+
+
+def _by_token_runs(rows: Sequence[TraceRow]) -> tuple[_Prompt, int, tuple[str, ...]]:
+    """Take runs of tokens as they are."""
+    stop = max(
+        (first + count for row in rows for first, count in zip(row.content[::2], row.content[1::2], strict=True))
+    )
+    if stop > SHARED_IDS_MAX:
+        problem = f"its prompts have token ids up to {stop:,}, the largest is {SHARED_IDS_MAX:,}"
+        raise WorkloadError("prompt runs", problem, "import a part of the file: --limit")
+    return lambda _position, row, _fresh: row.content, stop, ()
 
 
 def _by_hash_ids(rows: Sequence[TraceRow], block_tokens: int) -> tuple[_Prompt, int, tuple[str, ...]]:

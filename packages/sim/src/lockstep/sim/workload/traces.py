@@ -15,11 +15,15 @@ from pathlib import Path
 
 import msgspec
 
+from lockstep.sim.workload.log_fields import TIME_WORDS
+from lockstep.sim.workload.logs import LogReading, LogRows, read_log
 from lockstep.sim.workload.trace_files import to_text
 from lockstep.sim.workload.trace_formats import ABSENT, FORMATS, BadCellError, TraceFormat, TraceRow, shorten
 from lockstep.sim.workload.turns import WorkloadError
 
 SKIPPED_EXAMPLES_MAX = 5
+PARQUET = b"PAR1"  # first bytes of a Parquet file
+USUAL_LOG = LogReading()
 
 _SKIP_HINT = "correct the row, or leave such rows out with --skip-bad-rows"
 
@@ -41,10 +45,17 @@ class Trace:
     notes: tuple[str, ...]  # changes to the rows that are not in their file
 
 
-def read_trace(path: Path, data: bytes, *, skip_bad_rows: bool = False) -> Trace:
-    """Read every row of a trace file; `data` is its decompressed content. Raises: WorkloadError."""
-    text = to_text(path, data)
-    trace_format, header = _detect(path, text)
+def read_trace(path: Path, data: bytes, *, skip_bad_rows: bool = False, log: LogReading = USUAL_LOG) -> Trace:
+    """Read every row of a trace file, or of a request log; `data` is its decompressed content. Raises: WorkloadError.
+
+    Args:
+        log: how a log is read; with any of its options the file is read as one, whatever its columns.
+    """
+    text = "" if data.startswith(PARQUET) else to_text(path, data)
+    detected = None if data.startswith(PARQUET) or log != USUAL_LOG else _detect(path, text)
+    if detected is None:
+        return _of_log(path, read_log(path, data, log, skip_bad_rows=skip_bad_rows))
+    trace_format, header = detected
     rows: list[TraceRow] = []
     bad_rows = 0
     examples: list[str] = []
@@ -76,6 +87,15 @@ def read_trace(path: Path, data: bytes, *, skip_bad_rows: bool = False) -> Trace
     if not any(row.session for row in rows):
         notes += _sort(rows)
     return Trace(trace_format, rows, has_clock, SkippedRows(bad_rows, tuple(examples)), notes)
+
+
+def _of_log(path: Path, log: LogRows) -> Trace:
+    rows = list(log.rows)
+    has_clock = any(row.arrival_us >= 0 for row in rows)
+    notes = log.notes
+    if has_clock and not any(row.session for row in rows):
+        notes += _sort(rows)
+    return Trace(log.format, rows, has_clock, SkippedRows(log.bad_rows, log.examples), notes)
 
 
 def _sessions(rows: list[TraceRow]) -> tuple[list[TraceRow], tuple[str, ...]]:
@@ -115,8 +135,11 @@ def _is_json(text: str) -> bool:
     return text.lstrip()[:1] == "{"
 
 
-def _detect(path: Path, text: str) -> tuple[TraceFormat, list[str]]:
-    """Return the format whose columns are all, or else at least half, in the first line, and the names in that line."""
+def _detect(path: Path, text: str) -> tuple[TraceFormat, list[str]] | None:
+    """Return the format whose columns are all in the first line, and the names in that line; None for a request log.
+
+    Raises: WorkloadError if only some columns of a format are there, and for an empty file.
+    """
     first_line = text.lstrip().split("\n", 1)[0].strip()
     if not first_line:
         raise WorkloadError(str(path), "the file is empty", f"known formats: {'; '.join(map(str, FORMATS))}")
@@ -125,6 +148,8 @@ def _detect(path: Path, text: str) -> tuple[TraceFormat, list[str]]:
         try:
             header = list(msgspec.json.decode(first_line))
         except msgspec.DecodeError as error:
+            if first_line[-1] in "{[,":  # an object over several lines
+                return None
             raise WorkloadError(f"{path}, line 1", f"not a JSON object: {error}", "is the line cut off?") from None
     else:
         try:
@@ -135,25 +160,23 @@ def _detect(path: Path, text: str) -> tuple[TraceFormat, list[str]]:
     for known in candidates:
         if set(known.columns) <= set(header):
             _check_header(path, known, header)
-            return known, header
+            return None if _is_other(known, header) else (known, header)
     for known in candidates:
         missing = [column for column in known.columns if column not in header]
-        if 2 * len(missing) <= len(known.columns):
+        if 2 * len(missing) <= len(known.columns) and known.name != "plain":
             raise WorkloadError(
                 f"{path}, line 1, column `{missing[0]}`",
                 f"expected the columns {', '.join(known.columns)} of format {known.name}, got {shorten(header)}",
                 "rename or add the column; both lengths are required for every request",
             )
-    hint = f"known formats: {'; '.join(map(str, FORMATS))}; or a folder or tar archive of ServeGen clients"
-    if first_line.startswith("["):
-        hint = "it looks like a JSON array; one object per line is read, which `jq -c '.[]'` makes of it. " + hint
-    elif is_json and {"prompt", "conversations", "messages", "text"} & set(header):
-        hint = "texts are not counted here: add their lengths in tokens, as `input_tokens` and `output_tokens`. " + hint
-    raise WorkloadError(
-        f"{path}, line 1",
-        f"unknown format: expected the columns of a known one, got `{shorten(first_line)}`",
-        hint,
-    )
+    return None
+
+
+def _is_other(known: TraceFormat, header: list[str]) -> bool:
+    """Return whether a file with the lengths of plain rows has its times under a name that plain rows do not have."""
+    times = ("arrival_s", "arrival_ms", "arrival_us", "arrival_ns")
+    others = [name for name in header if name not in (*known.columns, *known.optional)]
+    return known.name == "plain" and not set(times) & set(header) and any(map(TIME_WORDS.search, others))
 
 
 def _check_header(path: Path, known: TraceFormat, header: list[str]) -> None:

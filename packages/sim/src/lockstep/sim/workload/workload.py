@@ -25,6 +25,7 @@ from lockstep.sim.workload.arrivals import RATE_MIN, TimeWindow, mean_rate, stre
 from lockstep.sim.workload.fitted import WorkloadModel, draw_model, is_model, parse_model, parse_model_spec
 from lockstep.sim.workload.generate import PREFIX, generate, parse_spec, with_rate
 from lockstep.sim.workload.journal_turns import is_journal, turns_of_journal
+from lockstep.sim.workload.logs import LogReading
 from lockstep.sim.workload.mix import (
     MIX_PREFIX,
     check_names,
@@ -34,12 +35,13 @@ from lockstep.sim.workload.mix import (
     tenant_of_source,
 )
 from lockstep.sim.workload.recording_turns import turns_of_recording
+from lockstep.sim.workload.sampling import spread_sample
 from lockstep.sim.workload.servegen import read_servegen, servegen_files, turns_of_servegen
 from lockstep.sim.workload.summary import LengthSummary, WorkloadSummary, summarize
 from lockstep.sim.workload.token_runs import prompt_ids
 from lockstep.sim.workload.trace_files import is_tar, read_bytes, tar_files
 from lockstep.sim.workload.trace_turns import turns_of_trace
-from lockstep.sim.workload.traces import SkippedRows, read_trace
+from lockstep.sim.workload.traces import USUAL_LOG, SkippedRows, read_trace
 from lockstep.sim.workload.turns import TIME_US_MAX, Int64s, Turn, Turns, WorkloadError
 
 __all__ = [
@@ -58,6 +60,9 @@ __all__ = [
 ]
 
 _ENDINGS = (".gz", ".zst", ".tar", ".tgz", ".csv", ".json", ".jsonl", ".txt")
+DRAWN = ("generated", "fitted", "servegen")
+"""Formats whose requests are drawn, so that a beginning is like the rest."""
+
 _DIGEST_TURNS = 4_096  # per block of the digest
 
 
@@ -102,10 +107,14 @@ class SourceReading:
         skip_bad_rows: leave bad rows out and count them in `Workload.skipped`, instead of raising.
         recorded_media: media tokens of a trace that separates them from text, such as ServeGen's, become spans of
             prompts; otherwise they are tokens like any other.
+        log: how a request log is read where its content does not decide.
+        spread: `limit` keeps a sample of the whole trace instead of its first turns: see sampling.py.
     """
 
     skip_bad_rows: bool = False
     recorded_media: bool = False
+    spread: bool = False
+    log: LogReading = USUAL_LOG
 
 
 STRICT = SourceReading()
@@ -168,8 +177,11 @@ def open_workload(
     turns = content.turns
     if time_window is not None and not content.is_cut:
         turns = _cut_to_window(spec, turns, time_window)
+    if reading.spread and content.format in DRAWN:
+        problem = f"`sample` is spread, which is for recorded requests, and these are {content.format}"
+        raise WorkloadError(spec, problem, "leave out --sample: other requests of a generator are drawn alike")
     if limit is not None and not content.is_cut:
-        turns = turns.head(limit)
+        turns = spread_sample(turns, limit) if reading.spread else turns.head(limit)
     if not content.at_rate:
         turns = turns.at(_rescaled(asked, turns, content.own_rate))
     _check_duration(spec, turns)
@@ -237,6 +249,9 @@ def _open(asked: _Request) -> _Content:
     if asked.spec.startswith(MIX_PREFIX):
         return _open_mix(asked)
     if asked.spec.startswith(PREFIX):
+        if asked.reading.log != USUAL_LOG:
+            problem = "`columns`, `tokenizer` and `chars_per_token` are about files of requests"
+            raise WorkloadError(asked.spec, problem, "leave them out for a generator")
         return _open_generator(asked)
     path = Path(asked.spec)
     if path.is_dir() and (is_journal(path) or has_recording(path)):
@@ -251,7 +266,7 @@ def _open(asked: _Request) -> _Content:
         return _open_servegen(asked, name, tar_files(path, data))
     if is_model(data):
         return _open_model(asked, name, parse_model(asked.spec, data), None, None)
-    trace = read_trace(path, data, skip_bad_rows=asked.reading.skip_bad_rows)
+    trace = read_trace(path, data, skip_bad_rows=asked.reading.skip_bad_rows, log=asked.reading.log)
     turns, notes = turns_of_trace(asked.spec, trace, seed=asked.seed, rate=asked.target_rate)
     at_rate = not trace.has_clock and asked.rate is not None  # drawn at that rate
     return _Content(name, trace.format.name, turns, trace.skipped, notes, at_rate=at_rate, has_clock=trace.has_clock)
@@ -317,7 +332,7 @@ def _open_mix(asked: _Request) -> _Content:
             source.workload,
             seed=seed_of_source(asked.seed, place),
             rate=source.rate,
-            reading=SourceReading(skip_bad_rows=asked.reading.skip_bad_rows),
+            reading=_reading_of(asked.reading, source.workload),
             digest=False,
         )
         for place, source in enumerate(sources)
@@ -332,7 +347,7 @@ def _open_mix(asked: _Request) -> _Content:
     parts = [workload.turns for workload in opened]
     if asked.time_window is not None:  # sources start together, so each can be cut on its own
         parts = [part.take(_rows_in(part, asked.time_window)) for part in parts]
-    if asked.limit is not None:
+    if asked.limit is not None and not asked.reading.spread:
         parts = [part.head(asked.limit) for part in parts]
     left = [(name, part) for name, part in zip(names, parts, strict=True) if len(part)]
     if not left:
@@ -344,6 +359,12 @@ def _open_mix(asked: _Request) -> _Content:
         for tenant in workload.tenants_of_engines
     )
     return _Content("+".join(names), "mix", turns, skipped, notes, tenants_of_engines=at_engines)
+
+
+def _reading_of(reading: SourceReading, spec: str) -> SourceReading:
+    """Return how a source of a mix is read: options about logs are for those that are files."""
+    log = USUAL_LOG if spec.startswith(PREFIX) else reading.log
+    return SourceReading(skip_bad_rows=reading.skip_bad_rows, log=log)
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
