@@ -22,7 +22,6 @@ from lockstep.sim.host.pipeline import device_type_of
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.run.load import arrivals_of_load
 from lockstep.sim.workload.turns import Turns
-from lockstep.sim.workload.workload import Workload
 
 if TYPE_CHECKING:
     from lockstep.sim.run.setup import Setup
@@ -41,12 +40,6 @@ NEVER_READ = frozenset(
     "grammar_timeout_us max_input_tokens truncate_input isolate_tenants encoder_cache_tokens "
     "priority_preemption_threshold prefix_deduplication".split()
 )
-
-
-def _engines_share(workload: Workload) -> float:
-    """Return the share of the tenants whose turns were read off a journal, with the front end in their pauses."""
-    tenants = set(workload.turns.tenants)
-    return len(tenants & workload.tenants_of_engines) / len(tenants) if tenants else 0.0
 
 
 def unsupported_by(setup: Setup) -> str:
@@ -71,7 +64,7 @@ def unsupported_by(setup: Setup) -> str:
         "debugging": bool(setup.debug),
         "tenants": any(VERSION_MARK in name for name in turns.tenants),
         "stages": device_type_of(setup.cost) is not Device,
-        "turns of engines beside others": _engines_share(setup.workload) not in (0.0, 1.0),
+        "turns of a journal beside others": 0 < len(setup.workload.tenants_of_engines) < len(set(turns.tenants)),
         "no requests": not len(turns),
     }
     for name, is_there in beside.items():
@@ -153,7 +146,7 @@ def fast_run_of(
     scenario = setups[0].scenario
     first = setups[0]
     frontend_us = round(first.calibration.correction.frontend_us)
-    answer_us = 0 if _engines_share(first.workload) else frontend_us
+    answer_us = 0 if first.workload.tenants_of_engines else frontend_us
     return FastRun(
         FastLoad(first.workload.turns, scenario.seed, scenario.warm_up, answer_us, loop_of(first)),
         [FastEngine(one.config, one.cost, one.cpu, round(one.calibration.correction.frontend_us)) for one in setups],
