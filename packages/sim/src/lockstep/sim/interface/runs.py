@@ -6,7 +6,7 @@ import html
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,7 +185,6 @@ def simulate(*, out: str | Path | None = None, journal: bool | None = None, **op
     from lockstep.sim.cli.run_options import RunOptions
     from lockstep.sim.cli.simulate import simulate as command
     from lockstep.sim.run.run_folder import prepare_folder
-    from lockstep.sim.scenario.scenario import Scenario
 
     params = parsed(command, "lockstep.simulate", {**options, "out": out})
     given = take(RunOptions, params)
@@ -193,12 +192,10 @@ def simulate(*, out: str | Path | None = None, journal: bool | None = None, **op
         requested = requested_of(params)
     temporary = given.out is None
     folder = given.out or Path(tempfile.mkdtemp(prefix="lockstep-run-"))
-    run = _simulate_one if isinstance(requested, Scenario) else _simulate_cluster
     try:
         prepare_folder(folder, overwrite=given.overwrite)
-        kept = folder if (not temporary if journal is None else journal) else None
         files = {**given.files, "trace": given.trace and (not temporary or "trace" in options)}
-        run(requested, given, folder, kept, files)
+        _simulate_into(folder, requested, given, journal=not temporary if journal is None else journal, files=files)
     except BaseException:
         if temporary:
             shutil.rmtree(folder, ignore_errors=True)
@@ -231,34 +228,29 @@ def compare(*runs: RunFolder | str | Path, **named: RunFolder | str | Path) -> C
     )
 
 
-def _simulate_one(scenario: Any, given: Any, folder: Path, kept: Path | None, files: dict[str, bool]) -> None:
-    """Simulate one engine, and write its run folder. `kept`: the folder of its journal; None: no journal."""
-    from lockstep.sim.cluster.intervals import intervals_of
-    from lockstep.sim.run.assemble import assemble
-    from lockstep.sim.run.run_folder import write_run
-    from lockstep.sim.run.simulate import simulate as simulated
-
-    run = simulated(assemble(scenario), folder=kept, check_every=given.check_every)
-    if run.interrupted:
-        raise KeyboardInterrupt
-    if given.intervals:
-        run = replace(run, intervals=intervals_of(run))
-    write_run(folder, run, **files)
-
-
-def _simulate_cluster(scenario: Any, given: Any, folder: Path, kept: Path | None, files: dict[str, bool]) -> None:
-    """The same for a cluster."""
+def _simulate_into(folder: Path, requested: Any, given: Any, *, journal: bool, files: dict[str, bool]) -> None:
+    """Simulate one engine or a cluster, and write the run folder. Raises KeyboardInterrupt after Ctrl-C."""
     from lockstep.sim.cluster.intervals import intervals_of
     from lockstep.sim.cluster.run_folder import write_cluster_run
     from lockstep.sim.cluster.setup import assemble_cluster
     from lockstep.sim.cluster.simulate import simulate_cluster
+    from lockstep.sim.run.assemble import assemble
+    from lockstep.sim.run.run_folder import write_run
+    from lockstep.sim.run.simulate import simulate as simulate_engine
+    from lockstep.sim.scenario.scenario import Scenario
 
-    run = simulate_cluster(assemble_cluster(scenario), folder=kept, check_every=given.check_every)
+    run: Any
+    write: Callable[..., None]
+    options: dict[str, Any] = {"folder": folder if journal else None, "check_every": given.check_every}
+    if isinstance(requested, Scenario):
+        run, write = simulate_engine(assemble(requested), **options), write_run
+    else:
+        run, write = simulate_cluster(assemble_cluster(requested), **options), write_cluster_run
     if run.interrupted:
         raise KeyboardInterrupt
     if given.intervals:
         run = replace(run, intervals=intervals_of(run))
-    write_cluster_run(folder, run, **files)
+    write(folder, run, **files)
 
 
 def _shown(run: RunFolder) -> Iterator[tuple[str, str | None]]:
