@@ -269,11 +269,9 @@ def test_noisier_points_have_wider_intervals() -> None:
 def test_every_published_point_of_a_known_model_is_read() -> None:
     points, left_out = read_serving_points(DATA)
     figures = json.loads(RESULTS.read_text())
-    assert len(points) == 125
-    # MiniMax-M2.5 joined the catalogue after the figures.
-    later = {point.row for point in points if point.model.name == "minimax-m2.5"}
-    assert len(points) - len(later) == figures["points"] == 120
-    assert {row for rows in figures["left_out"].values() for row in rows} == later.union(*left_out.values())
+    assert len(points) == figures["points"] == 125
+    expected = {row for rows in left_out.values() for row in rows}
+    assert {row for rows in figures["left_out"].values() for row in rows} == expected
     assert not any("suspect" in why for why in left_out)  # the file marks none of them
 
 

@@ -177,6 +177,21 @@ def test_factors_of_conditions_multiply() -> None:
     assert spec.costs_of("bf16", gpu="H200-SXM") == EngineCosts(dense=1.1, row_layer_us=1.0)
 
 
+@pytest.mark.parametrize("name", engine_names())
+def test_the_front_end_of_an_engine_takes_as_long_on_every_gpu(name: str) -> None:
+    """HTTP and tokenising run on the CPU: a faster GPU does not delay them."""
+    spec, _ = load_engine(name)
+    assert not [when.gpus for when in spec.when if when.gpus and "frontend_us" in when.factors]
+    models = {model for model, _ in spec.fitted} | {"qwen3-8b"}
+    for model in models:
+        for dtype in ("bf16", "fp8", "mxfp4", "nvfp4"):
+            times = {
+                spec.costs_of(dtype, model=model, gpu=gpu).frontend_us
+                for gpu in ("H100-SXM", "H200-SXM", "B200-SXM", "L40S")
+            }
+            assert len(times) == 1, (model, dtype)
+
+
 def test_bad_names_and_files_are_refused_with_the_field() -> None:
     with pytest.raises(
         CatalogueError, match=r"`engine` must be an engine of the catalogue.*got `vlm`; known: lockstep"
@@ -311,6 +326,18 @@ def test_a_gpu_with_points_has_factors_of_its_own_and_one_without_is_at_its_pare
     assert usual[DENSE] < unseen[DENSE] < slow[DENSE]
     common = fit.spreads(fit.rows(elsewhere))[DENSE]
     assert 0.0 < common <= COSTS[DENSE].deviation + 0.06
+
+
+def test_late_first_tokens_on_one_gpu_do_not_change_the_front_end_there() -> None:
+    trial = trial_of(USUAL)
+    late = [replace(p, ttft_us=p.ttft_us + 20e3 * (p.gpu.name == "H200-SXM")) for p in trial.points]
+    fit = fit_trial(replace(trial, points=late), everything(trial))
+    sglang = next(p for p in trial.points if p.gpu.name == "H200-SXM")
+    front = [cost.name for cost in COSTS].index("frontend_us")
+    times = [fit.weights([replace(sglang, gpu=load_gpu(gpu))])[0][front] for gpu in ("h100", "h200", "b200")]
+    assert times == pytest.approx([times[0]] * 3)
+    vllm = next(p for p in trial.points if p.engine == "vllm")
+    assert times[0] > fit.weights([vllm])[0][front]
 
 
 def test_costs_are_positive_whatever_was_measured() -> None:

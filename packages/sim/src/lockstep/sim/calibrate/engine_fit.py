@@ -60,15 +60,19 @@ COSTS: tuple[Cost, ...] = (
 FEW = {"step_us": 0.5, "row_layer_us": 0.5, "prefill_us": 0.5, "frontend_us": 0.6}  # of the CPU
 
 
-def _deviations(kernels: Sequence[float], cpu: float) -> dict[str, float]:
+def _deviations(kernels: Sequence[float], cpu: float, *, by_gpu: bool = False) -> dict[str, float]:
     """Return deviations of a level.
 
     Args:
         kernels: of dense, attention, experts, experts_prefill, collectives, collective_us and moe_layer_us.
         cpu: of the costs of the CPU, as a share of FEW.
+        by_gpu: the groups of the level are those of a GPU, on which the front end does not depend.
     """
     names = ("dense", "attention", "experts", "experts_prefill", "collectives", "collective_us", "moe_layer_us")
-    return {**dict(zip(names, kernels, strict=True)), **{name: cpu * value for name, value in FEW.items()}}
+    found = {**dict(zip(names, kernels, strict=True)), **{name: cpu * value for name, value in FEW.items()}}
+    if by_gpu:
+        del found["frontend_us"]
+    return found
 
 
 RELEASES: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -101,11 +105,15 @@ def _release(point: ServingPoint) -> PointGroup | None:
 
 LEVELS: tuple[Level, ...] = (
     Level("engine", lambda p: PointGroup(engine=p.engine), _deviations((0.05, 0.10, 0.10, 0.3, 0.2, 0.5, 0.4), 0.6)),
-    Level("gpu", lambda p: PointGroup(gpu=p.gpu.name), _deviations((0.06, 0.10, 0.15, 0.3, 0.4, 0.4, 0.3), 0.3)),
+    Level(
+        "gpu",
+        lambda p: PointGroup(gpu=p.gpu.name),
+        _deviations((0.06, 0.10, 0.15, 0.3, 0.4, 0.4, 0.3), 0.3, by_gpu=True),
+    ),
     Level(
         "engine and gpu",
         lambda p: PointGroup(engine=p.engine, gpu=p.gpu.name),
-        _deviations((0.03, 0.05, 0.08, 0.2, 0.2, 0.2, 0.2), 0.3),
+        _deviations((0.03, 0.05, 0.08, 0.2, 0.2, 0.2, 0.2), 0.3, by_gpu=True),
     ),
     Level("release", _release, _deviations((0.04, 0.05, 0.10, 0.2, 0.1, 0.3, 0.3), 0.6)),
     Level(
@@ -119,7 +127,7 @@ LEVELS: tuple[Level, ...] = (
     Level(
         "gpu and precision",
         lambda p: PointGroup(gpu=p.gpu.name, precision=p.weights_dtype),
-        _deviations((0.05, 0.03, 0.15, 0.3, 0.0, 0.0, 0.3), 0.0),
+        _deviations((0.05, 0.03, 0.15, 0.3, 0.0, 0.0, 0.3), 0.0, by_gpu=True),
     ),
     Level(
         "engine and model",
@@ -129,7 +137,7 @@ LEVELS: tuple[Level, ...] = (
     Level(
         "cell",
         lambda p: PointGroup(p.engine, p.gpu.name, p.model.name, p.weights_dtype),
-        _deviations((0.04, 0.08, 0.20, 0.4, 0.30, 0.3, 0.5), 0.4),
+        _deviations((0.04, 0.08, 0.20, 0.4, 0.30, 0.3, 0.5), 0.4, by_gpu=True),
     ),
 )
 """The levels of a fit. Widths are guesses of how far engines, GPUs and models differ; those of the CPU by engine and
