@@ -26,6 +26,7 @@ from lockstep.sim.cost import (
     kv_capacity,
     roofline_model,
 )
+from lockstep.sim.cost.hardware import all_reduce_of
 from lockstep.sim.cost.roofline import Graphs
 from tests.support.shapes import shapes
 
@@ -299,8 +300,10 @@ def test_describe_gives_every_constant_a_source_and_survives_json() -> None:
 
 def test_impossible_settings_are_refused() -> None:
     model, gpu = load_model("qwen3-8b"), load_gpu("h100")
-    with pytest.raises(CapacityError, match=r"tp 12 spans scale-up domains of 8 H100-SXM, .*\nhint: --tp 8 or 16"):
+    with pytest.raises(CapacityError, match="tp 12 does not divide `num_attention_heads` 32 of qwen3-8b"):
         roofline_model(model, gpu, tp=12)
+    with pytest.raises(CapacityError, match=r"tp 12 spans scale-up domains of 8 H100-SXM, .*\nhint: --tp 8 or 16"):
+        all_reduce_of(gpu, 12)
     with pytest.raises(CapacityError, match="`tp` must be at least 1, got `0`"):
         roofline_model(model, gpu, tp=0)
     with pytest.raises(CatalogueError, match="`kv_dtype` must be one of bf16, fp8, got `int4`"):

@@ -408,7 +408,7 @@ def test_wide_expert_parallelism_over_nodes_is_priced_and_named() -> None:
     layouts = [Parallelism(tp=gpus, ep=gpus, attention_dp=gpus, moe_a2a=True) for gpus in (8, 16)]
     near, wide = (base_cost_model(load_model("deepseek-v3"), GPU, layout) for layout in layouts)
     batch = decode_shape(512, 4096)
-    assert wide.breakdown(batch)["dispatch"] > near.breakdown(batch)["dispatch"]
+    assert wide.terms_us(batch)["dispatch"] > near.terms_us(batch)["dispatch"]
     setup = assemble(
         Scenario(model="deepseek-v3", gpu="h200", workload="gen:n=1", tp=16, ep=16, attention_dp=16, moe_a2a=True)
     )

@@ -13,6 +13,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.interface.options import config_errors
 from lockstep.sim.interface.page import HtmlPage
 from lockstep.sim.interface.runs import RunFolder
+from lockstep.sim.report.parts import escape
 from lockstep.tools.explain import explain as command
 
 
@@ -27,8 +28,6 @@ class Explanation:
         return self.text
 
     def _repr_html_(self) -> str:
-        from html import escape
-
         return f"<pre>{escape(self.text)}</pre>" if self.page is None else self.page._repr_html_()
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import tempfile
 import webbrowser
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from lockstep.sim.report.parts import escape
 
 PAGE_HEIGHT = 720
 """Height of a report inside a notebook, in CSS pixels."""
@@ -32,6 +33,6 @@ class HtmlPage:
         webbrowser.open(Path(file.name).as_uri())
 
     def _repr_html_(self) -> str:
-        page = html.escape(self.text, quote=True)
+        page = escape(self.text)
         style = f"width: 100%; height: {PAGE_HEIGHT}px; border: 0"
-        return f'<iframe title="{html.escape(self.title)}" srcdoc="{page}" style="{style}"></iframe>'
+        return f'<iframe title="{escape(self.title)}" srcdoc="{page}" style="{style}"></iframe>'

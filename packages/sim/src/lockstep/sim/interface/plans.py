@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.sim.interface.options import config_errors, parsed
 from lockstep.sim.interface.page import HtmlPage
+from lockstep.sim.report.parts import escape
 
 if TYPE_CHECKING:
     import polars
@@ -79,7 +79,7 @@ class PlanResult:
         return "\n".join((self.headline, *self.remarks))
 
     def _repr_html_(self) -> str:
-        return f"<p><b>{html.escape(self.headline)}</b></p>{self.configurations._repr_html_()}"
+        return f"<p><b>{escape(self.headline)}</b></p>{self.configurations._repr_html_()}"
 
 
 def plan(*, out: str | Path | None = None, **options: Any) -> PlanResult:

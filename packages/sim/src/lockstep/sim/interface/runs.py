@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import shutil
 import tempfile
 import weakref
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.interface.options import config_errors, nearest, parsed, text_of
 from lockstep.sim.interface.page import HtmlPage
+from lockstep.sim.report.parts import escape
 
 if TYPE_CHECKING:
     import polars
@@ -116,8 +116,8 @@ class RunFolder:
 
     def _repr_html_(self) -> str:
         shown = {name: ends for name, ends in _shown(self) if ends is not None}
-        rows = "".join(f"<tr><th>{html.escape(name)}</th><td>{value}</td></tr>" for name, value in shown.items())
-        return f"<table><caption>{html.escape(self.stored.engines_title)}</caption>{rows}</table>"
+        rows = "".join(f"<tr><th>{escape(name)}</th><td>{value}</td></tr>" for name, value in shown.items())
+        return f"<table><caption>{escape(self.stored.engines_title)}</caption>{rows}</table>"
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class ComparedFolders:
         return "\n".join(comparison_lines(self.found))
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def simulate(*, out: str | Path | None = None, journal: bool | None = None, **options: Any) -> RunFolder:
