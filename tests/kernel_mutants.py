@@ -19,10 +19,12 @@ import ast
 import copy
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -144,16 +146,27 @@ def _text(source: str, node: ast.expr) -> str:
     return ast.unparse(copy.deepcopy(node)) if source else ""
 
 
+def _module_of(name: str, source: str) -> ModuleType:
+    """Import a changed copy of our own source."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "copy.py"
+        path.write_text(source, encoding="utf-8")
+        spec = spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+
 def advance_of(mutant: Mutant | None) -> Advance:
     """Return `kernel.advance` with the change of a mutant; None: unchanged."""
     functions: dict[str, Any] = {}
     module = ModuleType("unchanged")
     for path in machine_code.SOURCES:
-        module = ModuleType(f"lockstep.sim.fast._mutant_{path.stem}")
-        module.__file__ = str(path)
         changed = mutant is not None and mutant.path == path
-        tree = mutant.tree if mutant is not None and changed else ast.parse(path.read_text(encoding="utf-8"))
-        exec(compile(tree, str(path), "exec"), vars(module))  # our own source, with one change
+        source = ast.unparse(mutant.tree) if mutant is not None and changed else path.read_text(encoding="utf-8")
+        module = _module_of(f"lockstep.sim.fast._mutant_{path.stem}", source)
         for name, value in list(vars(module).items()):
             if isinstance(value, FunctionType):
                 if value.__module__ == module.__name__:

@@ -374,7 +374,7 @@ def test_no_answer_is_begun_in_the_background_for_which_there_is_no_place(tmp_pa
     generation: Any = SimpleNamespace(accepted=accepted, cancel=lambda: cancelled.append("later"))
     shape: Any = SimpleNamespace(response=lambda status: under_way("later", status=status))
     server: Any = SimpleNamespace(responses=store, background=set())
-    request: Any = SimpleNamespace(receive=never_disconnects)
+    request: Any = SimpleNamespace(receive=never_disconnects, scope={})
     call = Call(request, ResponseBody(input="a"), "a", 0.0)
     assert not store.put("a", under_way("now"), [], over=False)
     with pytest.raises(ApiError, match=r"`background`: .* 1 answers are in progress, .*stored_responses") as caught:

@@ -217,7 +217,7 @@ WRONG: dict[str, tuple[BatchPlan, str]] = {
     ),
     "another mode": (
         plan(1, "draft_extend", [(3, 0, 5, 6)]),
-        "batch 1 has mode 'draft_extend'; this executor runs decode, extend, mixed, verify",
+        "batch 1 has mode 'draft_extend'; this executor runs decode, extend, mixed, prebuilt, verify",
     ),
     "steps": (
         plan(1, "extend", [(3, 0, 0, 5)], steps=2),

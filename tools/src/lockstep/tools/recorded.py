@@ -21,7 +21,9 @@ from lockstep.tools.runs import engine_journal
 def journal_workload(run: Path) -> Workload:
     """Return the requests of a journal as a workload. Raises WorkloadError if it has no requests or no prompts."""
     turns, notes = turns_of_journal(engine_journal(run))
-    return Workload(run.name, str(run), "journal", workload_digest(turns), turns, notes=tuple(notes))
+    at_engines = frozenset(turns.tenants)
+    digest = workload_digest(turns)
+    return Workload(run.name, str(run), "journal", digest, turns, notes=tuple(notes), tenants_of_engines=at_engines)
 
 
 def output_limit(run: Path) -> int | None:
