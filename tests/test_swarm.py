@@ -18,6 +18,7 @@ SECONDS = 60.0
 SEEDS_MAX = 1000  # histories in which a planted bug must show; most need fewer than twenty
 WITHIN_BOUNDS = (
     283349191151,  # a resumed request is charged with its whole output, so admission pauses though its rest is short
+    495835177122,  # prompts are cut to two tokens, so the output that is computed again outweighs them
     757154242297,  # drafts hold pages that the reserve counts again until their results
 )
 """Histories whose waits are those that docs/scheduling.md prescribes: the bounds of quality must allow them."""

@@ -76,6 +76,11 @@ def _usual_reserve(config: SchedConfig) -> bool:
     return not overcommits and not config.retract_every
 
 
+def _whole_prompts(config: SchedConfig) -> bool:
+    """Whether the reserve is usual, and prompts are not cut to a few tokens: the share is one of their tokens."""
+    return _usual_reserve(config) and (config.max_input_tokens is None or config.max_input_tokens >= TINY_PAGES)
+
+
 def _whole_chunks(config: SchedConfig) -> bool:
     """Whether chunks are as long as their budgets allow, and neither the pool nor, without `chunk_tokens_min`, a window
     pool is tiny: of few free pages a prompt takes a few at a time."""
@@ -290,7 +295,7 @@ BOUNDS: dict[str, Bound] = {
         0.25, "in a storm most requests start too early; sound runs at overload have less than 0.1", _usual_reserve
     ),
     "share of tokens computed twice": Bound(
-        0.25, "of the new tokens of prompts; a storm of retractions has 0.3 to 0.6", _usual_reserve
+        0.25, "of the new tokens of prompts; a storm of retractions has 0.3 to 0.6", _whole_prompts
     ),
     "passes of a prompt beyond its length": Bound(
         16,
