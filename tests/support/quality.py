@@ -52,6 +52,8 @@ NOTHING = Before(False, 0, -1, ())
 
 TINY_PAGES = 1000
 """Pages below which a pool does not let a prompt take whole chunks beside active requests."""
+SHORT_PROMPT_TOKENS = 16
+"""Prompts that are cut to fewer tokens weigh little beside their output."""
 
 
 class Bound(NamedTuple):
@@ -78,7 +80,8 @@ def _usual_reserve(config: SchedConfig) -> bool:
 
 def _whole_prompts(config: SchedConfig) -> bool:
     """Whether the reserve is usual, and prompts are not cut to a few tokens: the share is one of their tokens."""
-    return _usual_reserve(config) and (config.max_input_tokens is None or config.max_input_tokens >= TINY_PAGES)
+    most = config.max_input_tokens
+    return _usual_reserve(config) and (most is None or most >= SHORT_PROMPT_TOKENS)
 
 
 def _whole_chunks(config: SchedConfig) -> bool:
