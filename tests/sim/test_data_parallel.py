@@ -269,7 +269,8 @@ def test_each_rank_has_its_part_of_the_pools_beside_full_attention(model: str, t
     assert 4 * pools.state_slots == kv.state_slots
     whole = config_of_engine(setup.config).hybrid
     assert (whole.window_pages, whole.state_slots) == (kv.window_pages, kv.state_slots)
-    assert made.data.requests.output_tokens.tolist() == plain.data.requests.output_tokens.tolist()
+    ended = [sorted(each.data.requests.output_tokens.tolist()) for each in (made, plain)]  # ranks take others by load
+    assert ended[0] == ended[1]
     verified = CliRunner().invoke(journal, ["verify", str(tmp_path)])
     assert verified.exit_code == 0, verified.output
 
