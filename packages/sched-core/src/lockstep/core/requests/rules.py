@@ -32,6 +32,13 @@ PREFILL_FIRST, MIXED, RUNNING_FIRST = range(3)
 BATCHINGS = {"prefill_first": PREFILL_FIRST, "mixed": MIXED, "running_first": RUNNING_FIRST}
 CONTINUE, NO_TOKENS, BUDGET_SPENT = range(3)  # verdicts on a budget
 
+# Operands for columns: arrays without dimensions. NumPy converts a Python scalar at every use, which costs more than
+# the addition itself.
+ZERO = np.array(0, np.int32)
+ONE = np.array(1, np.int32)
+CLIP = np.array(CLIP_MAX_NEW_TOKENS, np.int32)
+ZERO.flags.writeable = ONE.flags.writeable = CLIP.flags.writeable = False
+
 Number = Any  # an int or a float; where a function is elementwise, also a column
 
 
@@ -55,7 +62,7 @@ def pages_between(start: Number, stop: Number, page_size: int) -> Number:
 
 def opens_page(position: Number, page_mask: Number) -> Number:
     """Return whether the token at `position` opens a page; `page_mask` is the page size minus 1. Elementwise."""
-    return position & page_mask == 0
+    return position & page_mask == ZERO
 
 
 def ends_by_length(position: Number, limit: Number) -> Number:
@@ -63,7 +70,7 @@ def ends_by_length(position: Number, limit: Number) -> Number:
 
     The last output token is never fed back, so a request with `limit` tokens computes one position less.
     """
-    return position + 1 >= limit
+    return position + ONE >= limit
 
 
 def pages_to_evict(missing: int, pool_pages: int) -> int:
@@ -77,9 +84,6 @@ def pages_to_evict(missing: int, pool_pages: int) -> int:
 def clipped_output(tokens: Number) -> Number:
     """Return the output tokens that the reserve by ratio counts for an output of `tokens`. Elementwise."""
     return np.minimum(tokens, CLIP)
-
-
-CLIP = np.int32(CLIP_MAX_NEW_TOKENS)
 
 
 def reserved_by_ratio(certain: int, estimated: int, ratio: float) -> int:

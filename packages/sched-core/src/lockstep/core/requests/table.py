@@ -39,6 +39,8 @@ from lockstep.core.contract.events import (
     TokenRuns,
 )
 from lockstep.core.requests.radix_node import Found, RadixNode
+from lockstep.core.requests.rules import ONE as ONE
+from lockstep.core.requests.rules import ZERO as ZERO
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -46,11 +48,6 @@ Int64s = NDArray[np.int64]
 NO_ROW = -1
 TOKEN_IDS = 2**31  # ids fit an int32
 NO_IDS = np.empty(0, np.int32)
-# Operands for columns: arrays without dimensions. NumPy converts a Python scalar at every use, which costs more than
-# the addition itself.
-ZERO: Int32s = np.array(0, np.int32)
-ONE: Int32s = np.array(1, np.int32)
-ZERO.flags.writeable = ONE.flags.writeable = False
 FLAT_ROWS_MIN = 256  # number of table entries from which on one flat index array costs less than a pair of them
 HAS_GRAMMAR, WATCHES_TEXT, HAS_CADENCE = 1, 2, 4  # bits of RunningBatch.special
 FACTS = 7  # columns of a running batch

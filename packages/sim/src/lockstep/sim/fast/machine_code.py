@@ -192,7 +192,9 @@ def _compiled_copy(path: Path, jit: Callable[[FunctionType], Any], shared: dict[
     copy = module_from_spec(spec)
     spec.loader.exec_module(copy)
     for name, function in list(vars(copy).items()):
-        if isinstance(function, FunctionType):
+        if isinstance(function, np.ndarray) and not function.ndim:
+            setattr(copy, name, int(function))  # an operand for columns, see rules.py
+        elif isinstance(function, FunctionType):
             setattr(copy, name, jit(function) if function.__module__ == copy.__name__ else shared.get(name, function))
     return copy
 
