@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,6 +84,14 @@ class Layer:
 def config(section: Section) -> dict[str, Any]:
     """What is measured: Qwen3-8B's shape; a tiny one for a try."""
     return TINY if section.small else QWEN3_8B
+
+
+def model_folder(section: Section) -> Path:
+    """Make a folder beside the section's results with its config.json, and return it."""
+    folder = section.part.with_suffix("") / "qwen3-8b"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config(section)))
+    return folder
 
 
 def model(section: Section) -> Decoder:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
@@ -22,9 +21,7 @@ BEYOND = 0.01  # of the device, that may be in use beyond the fraction: the driv
 
 def run(section: Section) -> None:
     """With the default settings; then with a fraction of the memory that holds the weights but no KV."""
-    folder = section.part.with_suffix("") / "qwen3-8b"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(shapes.config(section)))
+    folder = shapes.model_folder(section)
     with section.trying("start"):
         started(section, folder)
     release(section)

@@ -6,7 +6,6 @@ of all slots move with the pages and are compared before each pass.
 
 from __future__ import annotations
 
-import json
 import random
 import tempfile
 import time
@@ -25,9 +24,7 @@ GREEDY = Params(max_new_tokens=8, ignore_eos=True)
 
 def run(section: Section) -> None:
     """Answers under each write policy, then from storage; times of a prompt computed, loaded and fetched."""
-    folder = section.part.with_suffix("") / "qwen3-8b"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(shapes.config(section)))
+    folder = shapes.model_folder(section)
     tokens = 160 if section.small else 4000
     rng = random.Random(5)
     prompts = [[rng.randrange(3, 290) for _ in range(tokens)] for _ in range(3)]

@@ -6,7 +6,6 @@ temporary folder. With `debug`, tags of all slots move with the pages and are co
 
 from __future__ import annotations
 
-import json
 import random
 import tempfile
 import time
@@ -44,9 +43,7 @@ def run(section: Section) -> None:
     for name in names:
         with section.trying(f"pages by {name}"):
             pages(section, name)
-    folder = section.part.with_suffix("") / "qwen3-8b"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(shapes.config(section)))
+    folder = shapes.model_folder(section)
     tokens = 160 if section.small else 2000
     rng = random.Random(5)
     prompts = [[rng.randrange(3, 290) for _ in range(tokens)] for _ in range(6)]

@@ -58,10 +58,10 @@ def build(package: Path, out: Path) -> tuple[Path, Path]:
     return sdist, wheel
 
 
-def timed(title: str, command: list[str], **options: object) -> None:
+def timed(title: str, command: list[str], *, cwd: Path, env: dict[str, str]) -> None:
     """Run a command, and print how long it took. Raises SystemExit with its output if it fails."""
     began = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=env)
     print(f"{time.monotonic() - began:8.1f} s  {title}", flush=True)
     if done.returncode != 0:
         raise SystemExit(f"`{' '.join(command)}` failed with status {done.returncode}:\n{done.stdout}{done.stderr}")

@@ -136,22 +136,31 @@ def row(name: str, *, processes: bool) -> str:
         built = build_model(folder, torch.float32, backend="transformers")
         rules, sliding = names_of(built.rules), len(sliding_layers(built))
 
-        def equal(**options: Any) -> str:
-            served = serve(Path(folder), model_backend="transformers", **options)
-            assert served.cached_tokens
-            assert served.retractions
-            return YES if served.answers == answers else NO
-
-        def split() -> str:
-            if processes:
-                return equal(tp=2, device="cpu")
-            return YES if split_logits_are_equal(Path(folder), model) else NO
-
+        equal, split = comparisons(Path(folder), model, answers, processes=processes)
         cells = [equal(overlap_depth=0), equal(overlap_depth=1), or_reason(split)]
         some = 0 < sliding < built.layers
         cells.append(equal(overlap_depth=1, swa_full_tokens_ratio=WINDOW_SHARE) if some else "")
         own = or_reason(lambda: "yes" if read_settings(folder, backend="native") else "")
     return "| " + " | ".join([name, f"`{kind}`", ", ".join(rules), *cells, own]) + " |"
+
+
+def comparisons(
+    folder: Path, model: Any, answers: Any, *, processes: bool, **settings: Any
+) -> tuple[Callable[..., str], Callable[[], str]]:
+    """Return a function that compares the answers served under options, and one that compares two ranks."""
+
+    def equal(**options: Any) -> str:
+        served = serve(folder, model_backend="transformers", **settings, **options)
+        assert served.cached_tokens
+        assert served.retractions
+        return YES if served.answers == answers else NO
+
+    def split() -> str:
+        if processes:
+            return equal(tp=2, device="cpu")
+        return YES if split_logits_are_equal(folder, model) else NO
+
+    return equal, split
 
 
 def row_with_states(name: str, *, processes: bool) -> str:
@@ -162,18 +171,8 @@ def row_with_states(name: str, *, processes: bool) -> str:
         built = build_model(folder, torch.float32, backend="transformers")
         layers = f"{built.layers} / {len({part.layer for part in built.states})}"
 
-        def equal(**options: Any) -> str:
-            settings = {"mamba_track_interval": TRACK_INTERVAL, **options}
-            served = serve(Path(folder), model_backend="transformers", **settings)
-            assert served.cached_tokens
-            assert served.retractions
-            return YES if served.answers == answers else NO
-
-        def split() -> str:
-            if processes:
-                return equal(tp=2, device="cpu")
-            return YES if split_logits_are_equal(Path(folder), model) else NO
-
+        settings = {"mamba_track_interval": TRACK_INTERVAL}
+        equal, split = comparisons(Path(folder), model, answers, processes=processes, **settings)
         drafts = equal(overlap_depth=1, speculative_method="ngram", num_speculative_tokens=2)
         cells = [equal(overlap_depth=0), equal(overlap_depth=1), drafts, or_reason(split)]
     return "| " + " | ".join([name, f"`{type(model).__name__}`", layers, *cells]) + " |"

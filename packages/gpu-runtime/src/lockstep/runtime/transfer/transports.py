@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Literal, Protocol, get_args
+from typing import Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from lockstep.host.handover.wire import StagingPlace
 
 SLOT_BYTES = 4 << 20  # of a slot, unless one page is larger
 SLOTS = 8  # for each decode engine
-MODULES: dict[TransferTransport, str] = {"shm": "shared_memory", "tcp": "tcp", "nixl": "nixl"}
+MODULES: dict[str, str] = {"shm": "shared_memory", "tcp": "tcp", "nixl": "nixl"}
 
 
 class TransferFailed(Exception):
@@ -70,8 +70,8 @@ def make_staging(name: TransferTransport, slots: int, slot_bytes: int, device: t
 def open_reader(place: StagingPlace, device: torch.device) -> Reader:
     """Open the staging memory of a sender. Raises ConfigError if that is not possible."""
     check_transport(place.transport)
-    name: Literal["shm", "tcp", "nixl"] = place.transport  # type: ignore[assignment]
-    made: Reader = import_module(f"lockstep.runtime.transfer.{MODULES[name]}").open_reader(place, device)
+    module = import_module(f"lockstep.runtime.transfer.{MODULES[place.transport]}")
+    made: Reader = module.open_reader(place, device)
     return made
 
 
