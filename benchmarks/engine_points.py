@@ -13,6 +13,11 @@ time; points far slower than one of more users; points whose requests wait for l
 of rows is not stated. Of repeated measurements the median stays. Settings of servers are those of the campaign's public
 scripts (`settings_of`).
 
+Two kinds of runs are in the file with a reason in the column `suspect`, so that no fit takes them: runs with drafts by
+their day (DRAFTS_SINCE), and runs whose first tokens have the compilation of kernels in them, because the load generator
+sent no requests before it measured (WARM_SINCE): first tokens are COLD_MIN times as late as in a later run under the
+same load. They are in the draw of the part that is kept aside.
+
 **Kept aside**, on every GPU. Column `aside` is `cell` for all points of a sixth of the cells (GPU, engine, model), and
 `layout` for a quarter of the other layouts (with precision and degrees of parallelism), both drawn by hash.
 Neither is in a fit. Points of layouts kept aside show what is lost on other layouts of a known model and GPU; points
@@ -57,7 +62,17 @@ OUTPUT_MAX = 2048  # longer answers take long to simulate, and show nothing that
 FIELDS = (
     "engine", "engine_version", "model", "gpu", "tp", "ep", "precision", "isl", "osl", "length_dist", "concurrency",
     "ttft_ms", "tpot_ms", "repeats", "aside", "kv_dtype", "prefill_tokens", "receive_interval", "overlap",
+    "extra_users", "suspect",
 )  # fmt: skip
+DRAFTS_SINCE = "2026-01-12"
+"""Day of SemiAnalysisAI/InferenceX's pull request 412: from then on TensorRT-LLM 1.1.0rc2.post2 runs DeepSeek-R1 with drafts.
+
+The same release on eight H200 had a TPOT of 20.2 ms with 16 users on 2025-12-15, and 14.2 on 2026-01-14.
+"""
+DRAFTS_RELEASE = "1.1.0rc2.post2"
+WARM_SINCE = "2026-01-27"
+"""Ten days after pull request 480 of SemiAnalysisAI/InferenceX was opened: from then on two requests per user come first."""
+COLD_MIN = 3.0  # times the TTFT of a warm run under the same conditions, from which first tokens have compilation in them
 CAMPAIGN = "InferenceX"  # its scripts are public: SemiAnalysisAI/InferenceX, benchmarks/, as of the days of measurement
 
 
@@ -121,12 +136,21 @@ class Settings(NamedTuple):
     prefill_tokens: int | None = None
     receive_interval: int = 1
     overlap: str = ""  # yes: the scheduler runs beside the GPU, whatever the release does by default
+    extra_users: int = 0  # users beyond the requests that the server takes at a time
 
 
 def settings_of(c: Condition) -> Settings:
-    """Return the settings of a point, which are those of the campaign's scripts; other campaigns use defaults."""
+    """Return the settings of a point, which are those of the campaign's scripts; other campaigns use defaults.
+
+    Llama-3.1-8B under TensorRT-LLM 1.0.0rc3 has one user more than the server takes requests: TTFT rises with the
+    length of answers, by the time of an answer over the number of users: 191, 318 and 550 ms with answers of 128, 256 and
+    512 tokens for 8 users on one GPU, 108, 150 and 234 ms on eight, where TPOT is 7.5 and 2.8 ms. TTFT of the other
+    models of that campaign does not depend on the length of answers.
+    """
     if not c.length_dist.startswith(CAMPAIGN):
-        return Settings("fp8" if c.engine == "trtllm" and c.precision == "fp8" else "")
+        waits = (c.engine, c.engine_version, c.model) == ("trtllm", "1.0.0rc3", "llama-3.1-8b")
+        fp8_kv = c.engine == "trtllm" and c.precision == "fp8"
+        return Settings("fp8" if fp8_kv else "", extra_users=1 if waits else 0)
     key = c.engine, c.model
     short = c.isl == c.osl == 1024
     if c.engine == "vllm" and c.model == "llama-3.1-70b":
@@ -155,6 +179,45 @@ def settings_of(c: Condition) -> Settings:
             return Settings("fp8", 16384)
         return Settings("fp8" if c.precision == "fp8" else "bf16", 32768, 30 if c.concurrency >= 16 else 10)
     return Settings()
+
+
+def measured_on(row: dict[str, str]) -> str:
+    """Return the day of a measurement, such as 2026-01-14; empty: it is not stated."""
+    _, stated, rest = row["silicon_data_source"].partition("measured=")
+    return rest[:10] if stated else ""
+
+
+def same_load(row: dict[str, str]) -> tuple[str, ...]:
+    """Return what runs of any release and layout of experts have in common: the load, and what serves it.
+
+    Rows of eight GPUs that share experts state the product of both ways to share them as their number of GPUs.
+    """
+    gpus, ep = int(row["tp_size"]), int(row["moe_ep_size"] or 1) or 1
+    if ep > 1 and gpus == ep * int(row["moe_tp_size"] or 1):
+        gpus = ep
+    kept = ("backend", "model_path", "system", "precision", "isl", "osl", "batch_size")
+    model = MODELS.get(row["model_path"], row["model_path"])
+    return (*(row[name] for name in kept if name != "model_path"), model, str(gpus))
+
+
+def warm_ttft(rows: Sequence[dict[str, str]]) -> dict[tuple[str, ...], float]:
+    """Return the least TTFT in ms of the campaign's runs since WARM_SINCE, by what they serve (`same_load`)."""
+    found: dict[tuple[str, ...], float] = {}
+    for row in rows:
+        if row["mode"] == "agg" and measured_on(row) >= WARM_SINCE:
+            key = same_load(row)
+            found[key] = min(found.get(key, float("inf")), float(row["silicon_ttft_ms"]))
+    return found
+
+
+def suspect_by_day(row: dict[str, str], warm: dict[tuple[str, ...], float]) -> str:
+    """Return why a run is suspect because of the day of its measurement; empty: it is not."""
+    day = measured_on(row)
+    drafts = row["backend"], row["backend_version"], MODELS.get(row["model_path"])
+    if drafts == ("trtllm", DRAFTS_RELEASE, "deepseek-r1") and day >= DRAFTS_SINCE:
+        return "drafts: the campaign uses them with this release from that day on"
+    cold = "" < day < WARM_SINCE and float(row["silicon_ttft_ms"]) > COLD_MIN * warm.get(same_load(row), float("inf"))
+    return "compilation in first tokens: later than in a warm run" if cold else ""
 
 
 def is_kept(c: Condition) -> bool:
@@ -210,13 +273,16 @@ def main() -> int:
     with arguments.table.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     measured: dict[Condition, list[tuple[float, float]]] = defaultdict(list)
+    by_day: dict[Condition, str] = {}
     left: Counter[str] = Counter()
+    warm = warm_ttft(rows)
     for row in rows:
         condition = condition_of(row)
         if isinstance(condition, str):
             left[condition] += 1
         else:
             measured[condition].append((float(row["silicon_tpot_ms"]), float(row["silicon_ttft_ms"])))
+            by_day[condition] = by_day.get(condition) or suspect_by_day(row, warm)
     kept = []
     for condition, values in measured.items():
         tpots = [tpot for tpot, _ in values]
@@ -238,7 +304,7 @@ def main() -> int:
     for one in kept:
         condition = Condition(*one[: len(Condition._fields)])
         if is_kept(condition):
-            stated.append((*one, aside[condition], *settings_of(condition)))
+            stated.append((*one, aside[condition], *settings_of(condition), by_day[condition]))
     left["other numbers of users or lengths than the kept ones"] = len(kept) - len(stated)
     kept = stated
     with arguments.out.open("w", newline="", encoding="utf-8") as file:
@@ -247,6 +313,9 @@ def main() -> int:
         writer.writerows(kept)
     for why, number in left.items():
         print(f"{number} rows left out: {why}", file=sys.stderr)
+    marked = Counter(one[FIELDS.index("suspect")] for one in kept if one[FIELDS.index("suspect")])
+    for why, number in marked.items():
+        print(f"{number} rows marked suspect: {why}", file=sys.stderr)
     print(f"{len(kept)} points: {dict(Counter(one[FIELDS.index('aside')] or 'fit' for one in kept))}")
     for gpu in GPUS.values():
         print(f"  {gpu}: {dict(Counter(one[FIELDS.index('aside')] or 'fit' for one in kept if one[3] == gpu))}")

@@ -319,3 +319,26 @@ def test_settings_of_a_server_are_read_and_change_the_simulated_point(tmp_path: 
     assert [(p.receive_interval, p.prefill_tokens, p.overlaps) for p in again] == [(1, 0, False), (30, 1024, True)]
     first, second = (play(p, CLIENTS["spread"]).ttft_us for p in again)
     assert second > 2 * first  # a request waits for up to 30 passes before the scheduler sees it
+
+
+def test_a_user_beyond_the_rows_of_a_server_adds_the_time_of_an_answer_over_the_number_of_users(tmp_path: Path) -> None:
+    path = tmp_path / "points.csv"
+    points = [point(output_tokens=tokens, extra_users=extra) for extra in (0, 1) for tokens in (48, 96)]
+    write_points(path, points)
+    again, _ = read_serving_points(path)
+    assert [p.extra_users for p in again] == [0, 0, 1, 1]
+    assert len({p.key for p in again}) == 4
+    alone, twice, waits, waits_longer = (play(p, CLIENTS["spread"]) for p in again)
+    assert twice.ttft_us == pytest.approx(alone.ttft_us, rel=0.3)
+    for one, longer, tokens in ((alone, waits, 48), (twice, waits_longer, 96)):
+        answer_us = one.ttft_us + tokens * one.tpot_us
+        assert longer.ttft_us - one.ttft_us == pytest.approx(answer_us / 4, rel=0.4)
+        assert longer.tpot_us == pytest.approx(one.tpot_us, rel=0.1)
+
+
+@pytest.mark.parametrize("text", ["-1", "1.5", "one", "99999999"])
+def test_a_number_of_further_users_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "points.csv"
+    path.write_text(f"{HEADER},extra_users\n{ROW},{text}\n")
+    with pytest.raises(CalibrationError, match=f"row 2: `extra_users` must be a whole number from 0.*got `{text}`"):
+        read_serving_points(path)

@@ -214,7 +214,7 @@ def write_points(path: Path, points: Sequence[ServingPoint]) -> None:
                     "engine_version": point.engine_version, "kv_dtype": point.kv_dtype,
                     "attention_backend": point.attention_backend, "ep": point.ep, "length_dist": known,
                     "prefill_tokens": point.prefill_tokens or "", "receive_interval": point.receive_interval,
-                    "overlap": "yes" if point.overlaps else "",
+                    "overlap": "yes" if point.overlaps else "", "extra_users": point.extra_users or "",
                 }
             )  # fmt: skip
 

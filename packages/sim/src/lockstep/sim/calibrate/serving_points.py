@@ -95,6 +95,7 @@ class ServingPoint:
     prefill_tokens: int = 0  # new tokens of a pass, at most; 0: as its engine usually has
     receive_interval: int = 1  # passes between two receptions of requests
     overlaps: bool = False  # the scheduler runs beside the GPU, although the release does not do so by default
+    extra_users: int = 0  # users beyond `concurrency`, whose requests wait: the server takes `concurrency` at a time
 
     @property
     def split(self) -> Parallelism:
@@ -111,7 +112,7 @@ class ServingPoint:
         return (
             self.engine, self.engine_version, self.model.name, self.gpu.name, self.split, self.weights_dtype,
             self.prompt_tokens, self.output_tokens, self.concurrency, self.kv_dtype, self.attention_backend,
-            self.prefill_tokens, self.receive_interval,
+            self.prefill_tokens, self.receive_interval, self.extra_users,
         )  # fmt: skip
 
     @property
@@ -124,7 +125,7 @@ class ServingPoint:
 REQUIRED = ("engine", "model", "gpu", "tp", "precision", "isl", "osl", "concurrency", "ttft_ms", "tpot_ms")
 OPTIONAL = (
     "engine_version", "kv_dtype", "attention_backend", "dp", "ep", "length_dist", "suspect", "prefill_tokens",
-    "receive_interval", "overlap",
+    "receive_interval", "overlap", "extra_users",
 )  # fmt: skip
 KV_DTYPES: dict[str, KvDtype] = {"bf16": "bf16", "fp16": "bf16", "auto": "bf16", "fp8": "fp8", "fp8_e4m3": "fp8"}
 PRECISIONS: dict[str, WeightsDtype] = {
@@ -218,7 +219,15 @@ def _point(row: Mapping[str, str], number: int, where: str, *, experts: bool) ->
         prefill_tokens=_whole(row, "prefill_tokens", where, LENGTH_TOKENS_MAX, default=0.0),
         receive_interval=_whole(row, "receive_interval", where, PASSES_MAX, default=1.0),
         overlaps=(row.get("overlap") or "").strip().lower() == "yes",
+        extra_users=_extra_users(row, where),
     )
+
+
+def _extra_users(row: Mapping[str, str], where: str) -> int:
+    text = (row.get("extra_users") or "").strip()
+    if text and not (text.isascii() and text.isdigit() and int(text) <= USERS_MAX):
+        raise CalibrationError(f"{where}: `extra_users` must be a whole number from 0 to {USERS_MAX:,}, got `{text}`")
+    return int(text or 0)
 
 
 def _kv_dtype(row: Mapping[str, str], where: str, usual: KvDtype) -> KvDtype:
@@ -391,7 +400,7 @@ def _simulate(
         settings = {**settings, **budget}
     config = SchedConfig(
         context_tokens_max=2 * (point.prompt_tokens + point.output_tokens),
-        **{**settings, "max_running_requests": max(point.concurrency, settings.get("max_running_requests", 256))},
+        **{**settings, "max_running_requests": _rows_max(point, settings)},
     )
     kv = kv_capacity(
         point.model,
@@ -424,10 +433,16 @@ def _fields(config: SchedConfig) -> dict[str, Any]:
     return {field: getattr(config, field) for field in config.__struct_fields__}
 
 
+def _rows_max(point: ServingPoint, settings: Mapping[str, Any]) -> int:
+    """Return the requests that a server takes at a time: its setting, or the concurrency if that is its limit."""
+    usual: int = settings.get("max_running_requests", 256)
+    return point.concurrency if point.extra_users else max(point.concurrency, usual)
+
+
 def turns_of(point: ServingPoint, client: LoadGenerator, seed: int) -> list[Turn]:
     """Return the requests of all users. The n-th request of a user follows the answer to its request before."""
     rng = np.random.Generator(np.random.Philox(seed))
-    users = point.concurrency
+    users = point.concurrency + point.extra_users
     count = users * client.requests_per_user
     prompts = rng.integers(math.ceil(point.lengths_from * point.prompt_tokens), point.prompt_tokens + 1, count)
     if point.lengths_known:
