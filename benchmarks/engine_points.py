@@ -14,9 +14,9 @@ of rows is not stated. Of repeated measurements the median stays. Settings of se
 scripts (`settings_of`).
 
 Two kinds of runs are in the file with a reason in the column `suspect`, so that no fit takes them: runs with drafts by
-their day (DRAFTS_SINCE), and runs whose first tokens have the compilation of kernels in them, because the load generator
-sent no requests before it measured (WARM_SINCE): first tokens are COLD_MIN times as late as in a later run under the
-same load. They are in the draw of the part that is kept aside.
+their day (DRAFTS_SINCE), and runs whose first tokens have the compilation of kernels in them, because the load
+generator sent no requests before it measured (WARM_SINCE): first tokens are COLD_MIN times as late as in a later run
+under the same load. They are in the draw of the part that is kept aside.
 
 **Kept aside**, on every GPU. Column `aside` is `cell` for all points of a sixth of the cells (GPU, engine, model), and
 `layout` for a quarter of the other layouts (with precision and degrees of parallelism), both drawn by hash.
@@ -65,14 +65,14 @@ FIELDS = (
     "extra_users", "suspect",
 )  # fmt: skip
 DRAFTS_SINCE = "2026-01-12"
-"""Day of SemiAnalysisAI/InferenceX's pull request 412: from then on TensorRT-LLM 1.1.0rc2.post2 runs DeepSeek-R1 with drafts.
+"""Day of SemiAnalysisAI/InferenceX's pull request 412, which runs DeepSeek-R1 under DRAFTS_RELEASE with drafts.
 
 The same release on eight H200 had a TPOT of 20.2 ms with 16 users on 2025-12-15, and 14.2 on 2026-01-14.
 """
 DRAFTS_RELEASE = "1.1.0rc2.post2"
 WARM_SINCE = "2026-01-27"
-"""Ten days after pull request 480 of SemiAnalysisAI/InferenceX was opened: from then on two requests per user come first."""
-COLD_MIN = 3.0  # times the TTFT of a warm run under the same conditions, from which first tokens have compilation in them
+"""Ten days after the same campaign's pull request 480 was opened: from then on two requests per user come first."""
+COLD_MIN = 3.0  # times the TTFT of a warm run under the same load, from which first tokens have compilation in them
 CAMPAIGN = "InferenceX"  # its scripts are public: SemiAnalysisAI/InferenceX, benchmarks/, as of the days of measurement
 
 
@@ -143,9 +143,9 @@ def settings_of(c: Condition) -> Settings:
     """Return the settings of a point, which are those of the campaign's scripts; other campaigns use defaults.
 
     Llama-3.1-8B under TensorRT-LLM 1.0.0rc3 has one user more than the server takes requests: TTFT rises with the
-    length of answers, by the time of an answer over the number of users: 191, 318 and 550 ms with answers of 128, 256 and
-    512 tokens for 8 users on one GPU, 108, 150 and 234 ms on eight, where TPOT is 7.5 and 2.8 ms. TTFT of the other
-    models of that campaign does not depend on the length of answers.
+    length of answers, by the time of an answer over the number of users: 191, 318 and 550 ms with answers of 128, 256
+    and 512 tokens for 8 users on one GPU, 108, 150 and 234 ms on eight, where TPOT is 7.5 and 2.8 ms. TTFT of the
+    other models of that campaign does not depend on the length of answers.
     """
     if not c.length_dist.startswith(CAMPAIGN):
         waits = (c.engine, c.engine_version, c.model) == ("trtllm", "1.0.0rc3", "llama-3.1-8b")

@@ -26,8 +26,8 @@ from lockstep.sim.run.simulate import simulate
 from lockstep.sim.scenario.scenario import Scenario
 
 NOISE = 0.04
-"""Relative difference of a median that is not one of the model: errors of TPOT have this size where a model, a GPU and an
-engine are in the fit together (`levels.ERRORS`), so a smaller difference between two GPUs has no sign that is known.
+"""Relative difference of a median that is not one of the model: errors of TPOT have this size where a model, a GPU and
+an engine are in the fit together (`levels.ERRORS`), so a smaller difference between two GPUs has no sign that is known.
 """
 REQUESTS = 120
 FASTER = {"l40s": "h100", "a100": "h100", "h100": "h200", "h200": "b200", "rtx4090": "h100"}
