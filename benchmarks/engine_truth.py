@@ -209,7 +209,7 @@ def by_catalogue(trial: EngineTrial) -> Predicted:
 def catalogue_calibration(point: ServingPoint) -> EngineCalibration:
     """Return the calibration of the catalogue's engine for a point; a release that is not stated is the usual one."""
     spec, _ = catalogue.load_engine(point.engine)
-    return spec.calibration(point.model.name, point.gpu.name, point.weights_dtype, release_of(point))
+    return spec.calibration(point.model, point.gpu.name, point.weights_dtype, release_of(point))
 
 
 # ---------------------------------------------------------------------------------------------------------- the report

@@ -422,7 +422,7 @@ def main() -> int:
         missed += judge(rows[-1], BARS.get(name, {}))
         series.append(compare_series(name, recording, replays[name]))
         show_series(series[-1])
-    engine = load_engine("vllm")[0].calibration(model.name, gpu.name, "bf16", recording.vllm_version)
+    engine = load_engine("vllm")[0].calibration(model, gpu.name, "bf16", recording.vllm_version)
     replays["engine"] = simulate(recording, engine.cost_model(roofline_model(model, gpu)), engine.cpu_model(CpuModel()))
     rows.append(compare("engine", measured, replays["engine"], everyone, "all requests"))
     show(rows[-1])

@@ -33,17 +33,25 @@ from lockstep.sim.calibrate.schedules import Schedule
 from lockstep.sim.calibrate.serving_points import CLIENTS, ServingPoint, base_of, play
 from lockstep.sim.catalogue import engine_names, load_engine, load_gpu, load_model
 from lockstep.sim.cli.simulate import simulate
-from lockstep.sim.cost import BatchShape, CalibrationError, CatalogueError, decode_shape, extend_shape, roofline_model
+from lockstep.sim.cost import (
+    BatchShape,
+    CalibrationError,
+    CatalogueError,
+    WeightsDtype,
+    decode_shape,
+    extend_shape,
+    roofline_model,
+)
 from lockstep.sim.cost.base_model import base_cost_model
 from lockstep.sim.cost.calibration import LOWER_BOUND
-from lockstep.sim.cost.engines import CostsWhen, EngineCosts, EngineModel, EngineSpec, release_key
+from lockstep.sim.cost.engines import CostsWhen, EngineCosts, EngineModel, EngineSpec, expert_rows_us, release_key
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.scenario.scenario import Scenario
 
 ALL = EngineCosts(
     dense=1.1, attention=1.2, experts=1.3, experts_prefill=0.5, collectives=1.4, collective_us=3.0, step_us=200.0,
-    row_layer_us=0.25, prefill_us=900.0, moe_layer_us=13.0, frontend_us=5e3,
+    row_layer_us=0.25, prefill_us=900.0, moe_layer_us=13.0, frontend_layer_us=100.0,
 )  # fmt: skip
 MIXED = BatchShape(
     extend_rows=2, extend_tokens=600, extend_pairs=90_000, decode_rows=5, decode_context_tokens=4000, sampled_rows=7
@@ -78,7 +86,7 @@ def test_each_cost_adds_to_batches_as_documented(name: str) -> None:
         "prefill_us": (900.0, 0.0),
         "moe_layer_us": (13.0 * layers, 13.0 * layers),
         "collective_us": (3.0 * collectives, 3.0 * collectives),
-        "frontend_us": (0.0, 0.0),
+        "frontend_layer_us": (0.0, 0.0),
     }
     if name in expected:
         assert added == pytest.approx(expected[name])
@@ -108,7 +116,7 @@ def test_more_work_never_takes_less_time_under_any_engine() -> None:
 
 
 def test_one_scheduler_serves_all_stages_of_a_pipeline() -> None:
-    calibration = load_engine("vllm")[0].calibration("qwen3-32b", "H100-SXM", "bf16")
+    calibration = load_engine("vllm")[0].calibration(load_model("qwen3-32b"), "H100-SXM", "bf16")
     base = base_cost_model(load_model("qwen3-32b"), load_gpu("h100"), Parallelism(tp=2, pp=2))
     terms = calibration.cost_model(base).terms_us(decode_shape(4, 100))  # type: ignore[attr-defined]
     assert terms["engine_step"] == calibration.costs.step_us
@@ -116,7 +124,7 @@ def test_one_scheduler_serves_all_stages_of_a_pipeline() -> None:
 
 
 def test_a_pass_under_a_factor_takes_the_factor_longer() -> None:
-    calibration = load_engine("sglang")[0].calibration("qwen3-8b", "H100-SXM", "bf16")
+    calibration = load_engine("sglang")[0].calibration(load_model("qwen3-8b"), "H100-SXM", "bf16")
     base = roofline_model(load_model("qwen3-8b"), load_gpu("h100"))
     one, two = (calibration.cost_model(base, factor).batch_us(decode_shape(9, 400)).mean_us for factor in (1.0, 2.0))
     assert two == pytest.approx(2.0 * one)
@@ -130,7 +138,7 @@ def test_every_engine_of_the_catalogue_has_a_card_and_errors_of_groups_left_out(
     spec, release = load_engine(name)
     assert release == ""
     assert set(spec.card) == {"fitted_on", "errors", "not_for"}
-    calibration = spec.calibration("qwen3-8b", "B200-SXM", "bf16")
+    calibration = spec.calibration(load_model("qwen3-8b"), "B200-SXM", "bf16")
     for metric in ("time", "ttft"):
         low, high = calibration.interval(metric)  # type: ignore[arg-type]
         assert 0.0 < low < 1.0 < high
@@ -148,7 +156,7 @@ def test_a_model_and_a_gpu_that_a_fit_lacked_have_the_errors_of_ones_left_out() 
     assert load_engine("lockstep")[0].unseen("qwen3-32b", "H100-SXM") == "engine"
     widths = []
     for model, gpu in (("qwen3-32b", "H100-SXM"), ("qwen3-8b", "H100-SXM"), ("qwen3-8b", "A100-80G-SXM")):
-        calibration = spec.calibration(model, gpu, "bf16")
+        calibration = spec.calibration(load_model(model), gpu, "bf16")
         low, high = calibration.interval("time")
         widths.append(high / low)
         assert bool(calibration.doubts(model, gpu, 1)) == (len(widths) > 1)
@@ -181,15 +189,34 @@ def test_factors_of_conditions_multiply() -> None:
 def test_the_front_end_of_an_engine_takes_as_long_on_every_gpu(name: str) -> None:
     """HTTP and tokenising run on the CPU: a faster GPU does not delay them."""
     spec, _ = load_engine(name)
-    assert not [when.gpus for when in spec.when if when.gpus and "frontend_us" in when.factors]
+    assert not [when.gpus for when in spec.when if when.gpus and "frontend_layer_us" in when.factors]
     models = {model for model, _ in spec.fitted} | {"qwen3-8b"}
     for model in models:
         for dtype in ("bf16", "fp8", "mxfp4", "nvfp4"):
             times = {
-                spec.costs_of(dtype, model=model, gpu=gpu).frontend_us
+                spec.costs_of(dtype, model=model, gpu=gpu).frontend_layer_us
                 for gpu in ("H100-SXM", "H200-SXM", "B200-SXM", "L40S")
             }
             assert len(times) == 1, (model, dtype)
+
+
+def test_the_front_end_of_a_model_is_in_proportion_to_its_layers() -> None:
+    small, large = load_model("qwen3-8b"), load_model("qwen3-32b")
+    spec = msgspec.structs.replace(load_engine("vllm")[0], when=())
+    times = [spec.calibration(one, "H100-SXM", "bf16").correction.frontend_us for one in (small, large)]
+    assert times[1] / times[0] == pytest.approx(large.layers / small.layers, rel=1e-3)
+
+
+def test_rows_of_experts_are_moved_as_fast_in_any_precision_and_for_experts_of_any_width() -> None:
+    model, gpu = load_model("qwen3-235b-a22b"), load_gpu("h200")
+    dtypes: tuple[WeightsDtype, ...] = ("bf16", "fp8")
+    times = {expert_rows_us(roofline_model(model, gpu, tp, weights_dtype=dtype)) for tp in (4, 8) for dtype in dtypes}
+    assert len(times) == 1
+    [alone] = times
+    shared = expert_rows_us(roofline_model(model, gpu, Parallelism(tp=8, ep=8)))
+    assert shared == pytest.approx(alone / 8)
+    expected_us = 94 * 8 * 4096 * 7.5 / 4002e3  # layers, experts of a token, columns, bytes a column by bytes a us
+    assert alone == pytest.approx(expected_us)
 
 
 def test_bad_names_and_files_are_refused_with_the_field() -> None:
@@ -333,7 +360,7 @@ def test_late_first_tokens_on_one_gpu_do_not_change_the_front_end_there() -> Non
     late = [replace(p, ttft_us=p.ttft_us + 20e3 * (p.gpu.name == "H200-SXM")) for p in trial.points]
     fit = fit_trial(replace(trial, points=late), everything(trial))
     sglang = next(p for p in trial.points if p.gpu.name == "H200-SXM")
-    front = [cost.name for cost in COSTS].index("frontend_us")
+    front = [cost.name for cost in COSTS].index("frontend_layer_us")
     times = [fit.weights([replace(sglang, gpu=load_gpu(gpu))])[0][front] for gpu in ("h100", "h200", "b200")]
     assert times == pytest.approx([times[0]] * 3)
     vllm = next(p for p in trial.points if p.engine == "vllm")
@@ -377,7 +404,7 @@ def test_features_times_costs_are_the_times_of_the_engine_model() -> None:
     cost = EngineModel(base_of(one), costs, "a test")
     batch_us = np.array([[cost.batch_us(shape).mean_us] for shape in schedule.batch_shapes()])
     assert schedule.tpot(batch_us)[0] == pytest.approx(float(trial.tpot_columns[0] @ USUAL), rel=3e-3)
-    assert schedule.ttft(batch_us)[0] + costs.frontend_us == pytest.approx(
+    assert schedule.ttft(batch_us)[0] + 48 * costs.frontend_layer_us == pytest.approx(
         float(trial.ttft_columns[0] @ USUAL), rel=3e-3
     )
 
@@ -412,10 +439,22 @@ def test_a_prediction_does_not_depend_on_the_points_of_its_own_group() -> None:
 
 
 def test_few_groups_give_wide_intervals() -> None:
-    assert [widened(n) for n in (1, 2, 5)] == [1.3, 1.3, pytest.approx(2.13 / 1.645)]
-    assert widened(5) > widened(8) > widened(30) > 1.0
+    assert [widened(n) for n in (1, 2, 5)] == [1.25, 1.25, 1.25]
+    assert widened(6) == pytest.approx(2.02 / 1.645)
+    assert widened(6) > widened(8) > widened(30) > 1.0
     ratios = np.array([0.9, 0.95, 1.0, 1.05, 1.12])
     narrow, wide = (residuals_of(ratios, n, metric="time", method="") for n in (0, 3))
     low, high = ([one.at([p])[0] for one in (wide, narrow)] for p in (0.05, 0.95))
     assert low[0] < low[1]
     assert high[0] > high[1]
+
+
+def test_errors_of_groups_have_both_signs() -> None:
+    """Groups that were all predicted too slow do not tell that the next one will be."""
+    ratios = np.array([0.8, 0.82, 0.85, 0.9, 0.95])
+    of_groups = residuals_of(ratios, 3, metric="time", method="")
+    low, middle, high = of_groups.at([0.05, 0.5, 0.95])
+    assert low * high == pytest.approx(1.0, rel=1e-3)
+    assert middle == pytest.approx(1.0, rel=1e-3)
+    assert of_groups.count == 5
+    assert residuals_of(ratios, 0, metric="time", method="").at([0.95])[0] < 1.0

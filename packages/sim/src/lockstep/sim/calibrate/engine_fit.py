@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,7 +32,7 @@ from lockstep.sim.cost.engines import (
     EngineSpec,
     GpuCard,
     Unseen,
-    narrow_experts_us,
+    expert_rows_us,
     release_key,
 )
 from lockstep.sim.cost.model import BatchShape
@@ -46,18 +47,18 @@ COSTS: tuple[Cost, ...] = (
     Cost("dense", 1.0, 0.07),  # the roofline's rates are medians over shapes of a table
     Cost("attention", 1.0, 0.12),
     Cost("experts", 1.0, 0.15),  # tables of three engines: 0.75 to 1.3 times the roofline from 16 to 256 tokens
-    Cost("experts_prefill", 0.7, 0.5),  # the same tables, 4,096 tokens and more: cost/engines.py, narrow_experts_us
+    Cost("experts_prefill", 1.0, 0.3),  # the same tables, 4,096 tokens and more: cost/engines.py, ROW_BYTES
     Cost("collectives", 1.2, 0.35),  # measured back to back in a loop; between kernels, ranks also wait for each other
     Cost("collective_us", 4.0, 0.8),  # a kernel's launch
     Cost("step_us", 600.0, 0.8),  # loops of engines take 0.1 to 3 ms
     Cost("row_layer_us", 0.2, 0.8),  # 0.3 to 17 us a row were measured (docs/cost-models.md, section 4)
     Cost("prefill_us", 1500.0, 0.8),
     Cost("moe_layer_us", 15.0, 0.7),  # tables of three engines, 1 to 16 tokens: 5 to 100 us above the roofline
-    Cost("frontend_us", 20e3, 1.0),
+    Cost("frontend_layer_us", 300.0, 1.0),
 )
 """The costs of a fit, with what is known before any point."""
 
-FEW = {"step_us": 0.5, "row_layer_us": 0.5, "prefill_us": 0.5, "frontend_us": 0.6}  # of the CPU
+FEW = {"step_us": 0.5, "row_layer_us": 0.5, "prefill_us": 0.5, "frontend_layer_us": 0.6}  # of the CPU
 
 
 def _deviations(kernels: Sequence[float], cpu: float, *, by_gpu: bool = False) -> dict[str, float]:
@@ -71,7 +72,7 @@ def _deviations(kernels: Sequence[float], cpu: float, *, by_gpu: bool = False) -
     names = ("dense", "attention", "experts", "experts_prefill", "collectives", "collective_us", "moe_layer_us")
     found = {**dict(zip(names, kernels, strict=True)), **{name: cpu * value for name, value in FEW.items()}}
     if by_gpu:
-        del found["frontend_us"]
+        del found["frontend_layer_us"]
     return found
 
 
@@ -104,45 +105,47 @@ def _release(point: ServingPoint) -> PointGroup | None:
 
 
 LEVELS: tuple[Level, ...] = (
-    Level("engine", lambda p: PointGroup(engine=p.engine), _deviations((0.05, 0.10, 0.10, 0.3, 0.2, 0.5, 0.4), 0.6)),
+    Level(
+        "engine", lambda p: PointGroup(engine=p.engine), _deviations((0.035, 0.07, 0.07, 0.13, 0.14, 0.35, 0.28), 0.42)
+    ),
     Level(
         "gpu",
         lambda p: PointGroup(gpu=p.gpu.name),
-        _deviations((0.06, 0.10, 0.15, 0.3, 0.4, 0.4, 0.3), 0.3, by_gpu=True),
+        _deviations((0.06, 0.10, 0.15, 0.18, 0.4, 0.4, 0.3), 0.3, by_gpu=True),
     ),
     Level(
         "engine and gpu",
         lambda p: PointGroup(engine=p.engine, gpu=p.gpu.name),
-        _deviations((0.03, 0.05, 0.08, 0.2, 0.2, 0.2, 0.2), 0.3, by_gpu=True),
+        _deviations((0.03, 0.05, 0.08, 0.12, 0.2, 0.2, 0.2), 0.3, by_gpu=True),
     ),
-    Level("release", _release, _deviations((0.04, 0.05, 0.10, 0.2, 0.1, 0.3, 0.3), 0.6)),
+    Level("release", _release, _deviations((0.04, 0.05, 0.10, 0.12, 0.1, 0.3, 0.3), 0.6)),
     Level(
-        "model", lambda p: PointGroup(model=p.model.name), _deviations((0.03, 0.08, 0.12, 0.3, 0.05, 0.05, 0.3), 0.15)
+        "model", lambda p: PointGroup(model=p.model.name), _deviations((0.03, 0.08, 0.12, 0.18, 0.05, 0.05, 0.3), 0.15)
     ),
     Level(
         "precision",
         lambda p: PointGroup(precision=p.weights_dtype),
-        _deviations((0.05, 0.03, 0.12, 0.2, 0.0, 0.0, 0.2), 0.0),
+        _deviations((0.03, 0.02, 0.07, 0.07, 0.0, 0.0, 0.12), 0.0),
     ),
     Level(
         "gpu and precision",
         lambda p: PointGroup(gpu=p.gpu.name, precision=p.weights_dtype),
-        _deviations((0.05, 0.03, 0.15, 0.3, 0.0, 0.0, 0.3), 0.0, by_gpu=True),
+        _deviations((0.05, 0.03, 0.15, 0.18, 0.0, 0.0, 0.3), 0.0, by_gpu=True),
     ),
     Level(
         "engine and model",
         lambda p: PointGroup(engine=p.engine, model=p.model.name),
-        _deviations((0.03, 0.06, 0.12, 0.3, 0.1, 0.2, 0.3), 0.3),
+        _deviations((0.03, 0.06, 0.12, 0.18, 0.1, 0.2, 0.3), 0.3),
     ),
     Level(
         "cell",
         lambda p: PointGroup(p.engine, p.gpu.name, p.model.name, p.weights_dtype),
-        _deviations((0.04, 0.08, 0.20, 0.4, 0.30, 0.3, 0.5), 0.4, by_gpu=True),
+        _deviations((0.055, 0.11, 0.28, 0.34, 0.42, 0.42, 0.7), 0.56, by_gpu=True),
     ),
 )
-"""The levels of a fit. Widths are guesses of how far engines, GPUs and models differ; those of the CPU by engine and
-release are 0.6 of the first guess, which predicts families, GPUs, engines and precisions left out best of five choices
-(docs/decisions/0112-rows-in-every-layer.md).
+"""The levels of a fit. Widths are guesses of how far engines, GPUs and models differ, scaled in a few choices by errors
+of families, GPUs, engines and precisions left out: docs/decisions/0112-rows-in-every-layer.md (costs of the CPU) and
+0119-first-tokens-by-layer.md (engines narrower, precisions narrower, cells wider).
 """
 
 
@@ -171,7 +174,7 @@ def batch_columns(base: BaseModel, shapes: Sequence[BatchShape]) -> Float64s:
     names = EngineCosts.__struct_fields__
     place = {name: i for i, name in enumerate(names)}
     found = np.zeros((len(shapes), len(names)))
-    token_us = narrow_experts_us(base) if model.moe_layers else 0.0
+    token_us = expert_rows_us(base) if model.moe_layers else 0.0
     by_tokens: dict[tuple[int, int], Float64s] = {}
     by_rows: dict[tuple[int, int], Float64s] = {}
     varying = {scope: [term for term in base.terms if term.scope == scope] for scope in ("decode", "extend", "rows")}
@@ -236,14 +239,14 @@ class EngineTrial:
             folder: where schedules are kept; a schedule that is there already is not simulated again.
         """
         tpot, ttft, kernels = [], [], []
-        front = [cost.name for cost in COSTS].index("frontend_us")
+        front = [cost.name for cost in COSTS].index("frontend_layer_us")
         for point in points:
             base, schedule = base_of(point), schedule_of(point, folder)
             shapes = schedule.batch_shapes()
             values = batch_columns(base, shapes)
             tpot.append(schedule.tpot(values))
             first = schedule.ttft(values)
-            first[front] = 1.0
+            first[front] = base.model.layers
             ttft.append(first)
             alone = np.array([[base.batch_us(shape).mean_us] for shape in shapes])
             kernels.append((schedule.tpot(alone)[0], schedule.ttft(alone)[0]))
@@ -481,7 +484,7 @@ def card_of(trial: EngineTrial, rows: Rows, residuals: Sequence[EngineResiduals]
 
 T_QUANTILES = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83)  # of Student's t at 0.95, by degrees of freedom
 NORMAL_QUANTILE = 1.645
-WIDENED_MAX = 1.3  # the factor for five groups; with fewer, intervals of all points cover more than they state
+WIDENED_MAX = 1.25  # with more, intervals of all points cover more than they state
 
 
 def widened(groups: int) -> float:
@@ -500,13 +503,17 @@ def widened(groups: int) -> float:
 def residuals_of(ratios: Float64s, groups: int, *, metric: Metric, method: str) -> Residuals:
     """Return the residuals of left-out points of `groups` groups, as wide as so few groups require.
 
+    The points of a group have a common error, whose sign for the next group is unknown: three GPUs that were predicted
+    too slow do not tell that a fourth one will be. So the logarithms of groups' errors are taken with both signs.
+
     Args:
-        groups: 0 for groups that a fit interpolates, such as degrees of parallelism: these are not widened.
+        groups: 0 for groups that a fit interpolates, such as degrees of parallelism: these are taken as they are.
     """
-    logs = np.log(ratios)
-    centre = float(np.median(logs))
-    wide = np.exp(centre + (logs - centre) * (widened(groups) if groups else 1.0))
-    return Residuals.of(wide, metric=metric, population="seen", method=method)
+    count = len(ratios)
+    if groups:
+        logs = np.log(ratios) * widened(groups)
+        ratios = np.exp(np.concatenate([logs, -logs]))
+    return msgspec.structs.replace(Residuals.of(ratios, metric=metric, population="seen", method=method), count=count)
 
 
 def engine_residuals(fitted: Fitted, engine: str) -> tuple[EngineResiduals, ...]:

@@ -1,7 +1,7 @@
 """Engines: what an engine adds to the kernels of the roofline, fitted to public serving points, with its errors.
 
 engine = load_engine("vllm")                                       # lockstep.sim.catalogue
-calibration = engine.calibration("qwen3-8b", "H200-SXM", "bf16")   # for one model, GPU and precision of weights
+calibration = engine.calibration(model, "H200-SXM", "bf16")        # for one model, GPU and precision of weights
 cost = calibration.cost_model(roofline_model(model, gpu))          # an EngineModel: a list of cost terms
 calibration.interval("ttft")                            # the spread of predictions that were left out of a fit
 
@@ -24,16 +24,23 @@ from lockstep.sim.cost.calibration import UNCALIBRATED, Calibration, Calibration
 from lockstep.sim.cost.errors import CalibrationError
 from lockstep.sim.cost.hardware import Constant
 from lockstep.sim.cost.model import BatchShape, CostModel
+from lockstep.sim.cost.models import ModelSpec
 from lockstep.sim.cost.parallel import USUAL, Parallelism
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.cost.tables import BaseModel
-from lockstep.sim.cost.terms import CostTerm, TermSum, TermUs
+from lockstep.sim.cost.terms import Constants, CostTerm, TermSum, TermUs
 
 FORMAT = "lockstep-engine"
-VERSION = 3
+VERSION = 4
 NONE = "none"  # the name under which `--engine` has no engine: the lower bound
 DEFAULT = "vllm"  # the engine where none is named
-NARROW_EXPERT = 256  # columns of an expert on one rank for which `experts_prefill` is stated
+ROW_BYTES = 7.5
+"""Bytes moved for one row of an expert and one column of the hidden state: gathering, quantising, adding up.
+
+Public operator tables (SGLang 0.5.10 and 0.5.14; grouped products of 4,096 to 16,384 tokens) are sums of a compute time
+and of 2.5 us (bf16), 2.8 (fp8), 3.1 (mxfp4) and 3.9 (4-bit integers) per million of these on H100, 1.8 to 3.6 on H200,
+3.5 to 4.9 on A100 and 7.8 to 14 on L40S: 5 to 11 bytes at the rate of weights, for any precision.
+"""
 LARGE_GPU_BYTES = 70 * 2**30  # from this memory on, vLLM and TensorRT-LLM take more new tokens in a pass
 Unseen = Literal["points", "cell", "model", "gpu", "engine"]
 """What a fit lacked when it predicted the points of some residuals.
@@ -49,21 +56,21 @@ engine   no point of the engine: the costs are those of other engines
 class EngineCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The costs of an engine. No cost is negative, so that more work never takes less time.
 
-    Factors are of the roofline's time: 1 is no change. Grouped products are the less efficient the narrower an expert
-    is on a rank: `experts_prefill` is the factor for NARROW_EXPERT columns, and inversely proportional to the columns.
+    Factors are of the roofline's time: 1 is no change. Rows of experts are gathered before grouped products and added
+    up after them, which takes as long for narrow experts as for wide ones: `experts_prefill` is a factor of that time.
     """
 
     dense: float = 1.0  # factor of dense products, norms, sampling and linear attention
     attention: float = 1.0  # factor of attention
     experts: float = 1.0  # factor of grouped products
-    experts_prefill: float = 0.0  # added per new token of a prompt: factor of its experts' compute time, see below
+    experts_prefill: float = 0.0  # added per new token of a prompt: factor of the time to move its rows of experts
     collectives: float = 1.0  # factor of collectives
     collective_us: float = 0.0  # per collective: the wait for the slowest rank
     step_us: float = 0.0  # per pass: scheduling, sampling, output, while the GPU is idle
     row_layer_us: float = 0.0  # per request of a pass and layer: writing KV, starting attention, sampling
     prefill_us: float = 0.0  # per pass with a prompt: it is not replayed from one graph
     moe_layer_us: float = 0.0  # per layer with experts in a pass: routing, sorting, small grouped products
-    frontend_us: float = 0.0  # per request, before it reaches the scheduler and after its first token; TTFT only
+    frontend_layer_us: float = 0.0  # per request and layer, outside of its passes; TTFT only
 
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:
@@ -212,32 +219,32 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             return "gpu"
         return "cell" if model in {model for model, _ in self.fitted} else "model"
 
-    def calibration(self, model: str, gpu: str, precision: str, release: str = "") -> EngineCalibration:
+    def calibration(self, model: ModelSpec, gpu: str, precision: str, release: str = "") -> EngineCalibration:
         """Return the calibration of one model, GPU and precision of weights.
 
         Its residuals are those of the population that the model and the GPU belong to (`unseen`), or of the next one,
         which lacked more, if this engine has none. For a model that the fit lacks on a GPU that it lacks too, the
         errors of both are added in quadrature.
         """
-        unseen = self.unseen(model, gpu)
+        unseen = self.unseen(model.name, gpu)
         by_key = {(one.metric, one.unseen): one for one in self.residuals}
         order: tuple[Unseen, ...] = ("gpu", "engine") if unseen == "gpu" else ("points", "cell", "model", "engine")
         lacked = order[order.index(unseen) :]
         metrics: tuple[Metric, ...] = ("time", "ttft")
         found = [next(by_key[metric, one] for one in lacked if (metric, one) in by_key) for metric in metrics]
-        if unseen == "gpu" and model not in {model for model, _ in self.fitted}:
+        if unseen == "gpu" and model.name not in {fitted for fitted, _ in self.fitted}:
             found = [
                 one.beside(by_key[one.metric, "model"]) if (one.metric, "model") in by_key else one for one in found
             ]
-        costs = self.costs_of(precision, release, model=model, gpu=gpu)
+        costs = self.costs_of(precision, release, model=model.name, gpu=gpu)
         return EngineCalibration(
             engine=self.engine,
             engine_version=release or self.release,
             gpu=gpu,
-            models=(model,),
+            models=(model.name,),
             date=self.date,
             cpu=self.cpu,
-            correction=Correction(frontend_us=costs.frontend_us),
+            correction=Correction(frontend_us=round(costs.frontend_layer_us * model.layers, 1)),
             costs=costs,
             unseen=unseen,
             residuals=tuple(one.residuals() for one in found),
@@ -345,7 +352,7 @@ class EngineModel(TermSum):
             us = costs.moe_layer_us * base.model.moe_layers
             yield CostTerm("engine_experts", "tokens", fixed(us), constant("moe_layer_us"))
         if costs.experts_prefill and base.model.moe_layers:
-            token_us = costs.experts_prefill * narrow_experts_us(base)
+            token_us = costs.experts_prefill * expert_rows_us(base)
 
             def prefill_us(batch: BatchShape, own: BatchShape) -> float:
                 return token_us * batch.extend_tokens
@@ -386,23 +393,12 @@ def _scaled(term: CostTerm, costs: EngineCosts) -> CostTerm:
     return replace(term, us=lambda batch, own: factor * us(batch, own))
 
 
-def expert_token_us(base: BaseModel) -> float:
-    """Return the compute time that one more token adds to the experts of all layers, in large batches."""
-    us = base.term("experts").us
-    many, few = BatchShape(decode_rows=65536), BatchShape(decode_rows=32768)
-    return (us(many, many) - us(few, few)) / (many.decode_rows - few.decode_rows)
-
-
-def narrow_experts_us(base: BaseModel) -> float:
-    """Return the compute time of one more token in experts of NARROW_EXPERT columns that cost as much as these.
-
-    Grouped products of prompts reach a rate that falls with the columns of an expert on a rank, w. Public operator
-    tables (SGLang 0.5.14 on H100, fp8, 4,096 tokens and more, four models) take 0.72 (1 + w0 / w) times the roofline,
-    with w0 between 275 and 362 columns.
-    """
-    experts = base.model.experts
-    assert experts is not None
-    return expert_token_us(base) * NARROW_EXPERT * base.split.expert_tp / experts.ffn
+def expert_rows_us(base: BaseModel) -> float:
+    """Return the time in which a rank moves the rows that one token has in the experts of all layers (ROW_BYTES)."""
+    model = base.model
+    assert model.experts is not None
+    rows = model.moe_layers * model.experts.per_token / base.split.ep
+    return rows * model.hidden * ROW_BYTES / Constants(base.gpu).us_rate("weight_read_gbs", 1e3)
 
 
 def release_key(release: str) -> tuple[int, ...]:

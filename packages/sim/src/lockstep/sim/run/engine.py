@@ -36,7 +36,7 @@ def calibration_of(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> Calibr
         return UNCALIBRATED
     spec, release = load_engine(scenario.engine or DEFAULT)
     precision = checked_weights_dtype(model, scenario.weights_dtype)
-    return spec.calibration(model.name, gpu.name, precision, release)
+    return spec.calibration(model, gpu.name, precision, release)
 
 
 def profile_of(scenario: Scenario) -> str:
