@@ -507,7 +507,7 @@ def residuals_of(ratios: Float64s, groups: int, *, metric: Metric, method: str) 
     too slow do not tell that a fourth one will be. So the logarithms of groups' errors are taken with both signs.
 
     Args:
-        groups: 0 for groups that a fit interpolates, such as degrees of parallelism: these are taken as they are.
+        groups: 0 for groups that a fit interpolates, such as degrees of parallelism; no error is changed then.
     """
     count = len(ratios)
     if groups:
