@@ -95,7 +95,7 @@ class ServingPoint:
     prefill_tokens: int = 0  # new tokens of a pass, at most; 0: as its engine usually has
     receive_interval: int = 1  # passes between two receptions of requests
     overlaps: bool = False  # the scheduler runs beside the GPU, although the release does not do so by default
-    extra_users: int = 0  # users beyond `concurrency`, whose requests wait: the server takes `concurrency` at a time
+    extra_users: int = 0  # users beyond `concurrency`, the number of requests that the server then takes at a time
 
     @property
     def split(self) -> Parallelism:
