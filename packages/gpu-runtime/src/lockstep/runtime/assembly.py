@@ -35,7 +35,7 @@ from lockstep.runtime.attention.rules import names_of
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_model import ModelDrafter
 from lockstep.runtime.drafting import Drafter, NgramDrafter
-from lockstep.runtime.executor import Executor, LookAhead, Matchers, RunnableModel
+from lockstep.runtime.executor import Executor, LookAhead, Matchers, RowSampler, RunnableModel
 from lockstep.runtime.forward import ForwardBatch, WindowedPages
 from lockstep.runtime.graphs import (
     ROWS_MAX,
@@ -51,6 +51,7 @@ from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
 from lockstep.runtime.models import LanguageModel, Parallel, build_model, stored_dtype
 from lockstep.runtime.models.config_reader import DTYPES
 from lockstep.runtime.models.packed import pack_matrices, packed_bytes
+from lockstep.runtime.models.stage import WHOLE
 from lockstep.runtime.overlap import CpuLane, CudaLane, StreamLane
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.processor import multiplies_bfloat16
@@ -63,6 +64,7 @@ from lockstep.runtime.sampling import (
     SamplingTable,
     processors,
 )
+from lockstep.runtime.stages import RankPlace, StageLinks, check_stage_settings
 from lockstep.runtime.states.pool import StateTensors, slot_bytes_of
 from lockstep.runtime.states.slots import RowSlots
 from lockstep.runtime.tables import DeviceTables, check_page_table
@@ -128,12 +130,40 @@ class TableSampler:
         return self.sampler.sample(logits, rows, positions, rows_host, allowed)
 
 
+class NoSampler:
+    """The sampler of a pipeline stage before the last one, which draws nothing."""
+
+    def take_row(self, taken: RowTaken, context: RowContext) -> None:
+        """Do nothing: the last stage stores the settings."""
+
+    def remembers(self, rows_host: Int32s) -> bool:
+        """Return False: no draw changes a later one here."""
+        return False
+
+    def sample(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, rows_host: Int32s, allowed: Tensor | None
+    ) -> Sampled:
+        """Raise: only the last stage samples."""
+        raise AssertionError("a stage before the last one sampled")
+
+
+NO_SAMPLER = NoSampler()
+
+
 class OtherRanks(Protocol):
     """What a rank needs from the other ranks while it is assembled; `ranks.RankGroup` on rank 0."""
 
     @property
     def matchers(self) -> Matchers | None:
         """Matchers for this rank's executor; None on rank 0, which uses its own or none."""
+
+    @property
+    def place(self) -> RankPlace:
+        """The place of this rank in the engine."""
+
+    @property
+    def links(self) -> StageLinks | None:
+        """The ends of this rank to the other pipeline stages; None: there is one stage."""
 
     def parallel(self) -> Parallel:
         """Return this rank's part of the tensor-parallel model."""
@@ -181,6 +211,14 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 
 def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ranks: OtherRanks | None) -> Assembled:
     mode, graph_rows_max = settings.cuda_graphs, settings.cuda_graph_max_batch
+    links = None if ranks is None else ranks.links
+    if links is not None:
+        if mode in ("on", "eager"):
+            raise ConfigError(
+                f"`cuda_graphs` is {mode}, but the engine has {links.stage.count} pipeline stages, whose passes begin "
+                "with results of others, which graphs do not read\nhint: auto, or off"
+            )
+        mode = "off"
     if settings.swa_full_tokens_ratio is not None:
         if mode in ("on", "eager"):
             raise ConfigError(
@@ -198,6 +236,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
             kv_fp8=settings.kv_cache_dtype == "fp8_e4m3",
             fp8_activations=settings.fp8_activations,
             backend=settings.model_backend,
+            stage=WHOLE if ranks is None else ranks.place.stage,
         )
         if model.settings.quantization is not None:
             log.info("weights as stored: %s", weights_of(model))
@@ -232,7 +271,8 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
     executor = make_executor(
         model,
         config,
-        stream_lane(device, clock),
+        stream_lane(device, clock, links),
+        links=links,
         kernels=kernels,
         logit_processors=enabled,
         pooling=settings.pooling,
@@ -374,9 +414,15 @@ class PassKernels:
 REFERENCE = PassKernels()
 
 
-def stream_lane(device: torch.device, clock: HostClock) -> StreamLane:
-    """The lane that runs passes on a device."""
-    return CudaLane(device, clock) if device.type == "cuda" else CpuLane(clock)
+def stream_lane(device: torch.device, clock: HostClock, links: StageLinks | None = None) -> StreamLane:
+    """The lane that runs passes on a device.
+
+    On a CPU the last of several stages computes when results are collected: a pass waits for the stages before, which
+    need the next plans meanwhile.
+    """
+    if device.type == "cuda":
+        return CudaLane(device, clock)
+    return CpuLane(clock, run_at="collection" if links is not None and links.stage.is_last else "launch")
 
 
 def make_executor(
@@ -389,14 +435,18 @@ def make_executor(
     pooling: Pooling | None = None,
     debug: bool = False,
     draft: LanguageModel | None = None,
+    links: StageLinks | None = None,
 ) -> Executor:
     """Make the executor of a model under these settings, with its pool, tables and sampler, and without matchers.
 
     Args:
         lane: see `stream_lane`.
         draft: the model that drafts, where the settings require one.
+        links: to the other pipeline stages; None: there is one stage.
     """
     device = model.device
+    if links is not None:
+        links.take_sizes(model.settings.hidden, model.dtype)
     gpu = device.type == "cuda"
     hybrid = None if config.hybrid is msgspec.UNSET else config.hybrid
     graph_sizes = kernels.graph_sizes if hybrid is None else ()  # graphs do not follow pages of windows
@@ -429,7 +479,10 @@ def make_executor(
             plans_in_flight=max(2, config.decode_steps_per_launch) * (config.overlap_depth + 1),
         )
         enabled = logit_processors or {}
-        table = SamplingTable(config.rows_max, model.settings.vocab, device, enabled)
+        sampler: RowSampler = NO_SAMPLER
+        if model.stage.is_last:
+            table = SamplingTable(config.rows_max, model.settings.vocab, device, enabled)
+            sampler = TableSampler(table, Sampler(table, processors=enabled))
         context = config.context_tokens_max if graph_sizes else None
         tables = DeviceTables(
             config.rows_max,
@@ -463,9 +516,8 @@ def make_executor(
                 graph_sizes[-1],
                 graphs.bytes / MIB,
             )
-        sampler = TableSampler(table, Sampler(table, processors=enabled))
         return Executor(
-            RunnableModel(model, attention, graphs, split=model.parallel.ranks > 1, states=states),
+            RunnableModel(model, attention, graphs, split=model.is_part, states=states, links=links),
             sampler,
             tables,
             lane,
@@ -624,7 +676,7 @@ def _sized(
     """Return scheduler settings with sizes that fit the model and the device."""
     gpu = device.type == "cuda"
     given: dict[str, Any] = {
-        "overlap_depth": 1 if gpu else 0,
+        "overlap_depth": 1 if gpu and model.stage.count == 1 else 0,
         "max_running_requests": 256 if gpu else 32,
         "chunked_prefill_size": 8192 if gpu else 1024,
         "eos_token_ids": model.settings.end_tokens,
@@ -675,6 +727,7 @@ def _sized(
         page_bytes += NgramDrafter.bytes_of(page_size)
     kernels = pick(without_pages)
     if ranks is not None:
+        check_stage_settings(without_pages, ranks.place.pp)
         rounded = f", rows in fp8, {model.activations}" if model.activations else ""
         ranks.compare(f"{kernels.backend} with {len(kernels.graph_sizes)} graphs{rounded}")
     budget = size_pool(
@@ -771,6 +824,9 @@ def _run_once(
         lengths=torch.from_numpy(lengths).to(device),
         page_table=torch.zeros((len(starts), -(-min(tokens, context) // page_size)), dtype=torch.int32, device=device),
         logits_at=torch.arange(samples, device=device) % tokens,
+        hidden=None
+        if model.stage.is_first
+        else torch.zeros((2, tokens, model.settings.hidden), dtype=model.dtype, device=device),
         extend_rows=len(starts),
         starts_host=np.zeros(len(starts), np.int32),
         lengths_host=lengths,
@@ -778,7 +834,7 @@ def _run_once(
     with torch.inference_mode():
         attention.plan(batch)
         hidden = model.forward(batch, attention)
-        if model.settings.generates:
+        if model.settings.generates and model.stage.is_last:
             _draw_once(model.logits(hidden.index_select(0, batch.logits_at)))
 
 

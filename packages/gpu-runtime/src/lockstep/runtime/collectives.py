@@ -46,7 +46,7 @@ class Collectives:
         self._reduce.timeout = self._gather.timeout = timeout
         self._nccl = device.type == "cuda"
         self._group: Any = None
-        self._attempt("meeting", lambda: self._meet(store, timeout))
+        self._attempt("meeting", lambda: self._meet(store, timeout_s))
 
     def parallel(self) -> Parallel:
         """Return this rank's part, with which models are built."""
@@ -85,24 +85,8 @@ class Collectives:
         self.abort()
         self._group = None
 
-    def _meet(self, store: str, timeout: timedelta) -> None:
-        shared = FileStore(store, self.ranks)
-        shared.set_timeout(timedelta(seconds=START_S))
-        if self._nccl:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # for the first contact only; data use NVLink or PCIe
-            # 2: release kernels that wait for a lost rank, but do not end this process; the caller reports the error
-            # first.
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(shared, self.rank, self.ranks, nccl)
-            self._group._set_sequence_number_for_group()
-            self._group.eager_connect_single_device(self.device)
-            return
-        gloo = dist.ProcessGroupGloo._Options()
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        gloo._timeout = timeout
-        self._group = dist.ProcessGroupGloo(shared, self.rank, self.ranks, gloo)
+    def _meet(self, store: str, timeout_s: float) -> None:
+        self._group = process_group(store, self.rank, self.ranks, self.device, timeout_s)
 
     def _attempt(self, what: str, begin: Callable[[], Any]) -> None:
         """Begin a collective and wait: on the CPU until it is done, with NCCL until it is on the stream."""
@@ -114,3 +98,30 @@ class Collectives:
             raise CollectiveFailed(
                 f"a {what} of the {self.ranks} ranks failed on rank {self.rank}: {reason}"
             ) from error
+
+
+def process_group(store: str, rank: int, ranks: int, device: torch.device, timeout_s: float) -> Any:
+    """Return a process group of torch's, outside of its global ones. Waits for all ranks. Raises RuntimeError.
+
+    Args:
+        store: a path that is passed to all ranks; the file is created.
+        timeout_s: limit for one operation on the CPU; with NCCL, the time after which torch itself aborts.
+    """
+    shared = FileStore(store, ranks)
+    shared.set_timeout(timedelta(seconds=START_S))
+    timeout = timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # for the first contact only; data use NVLink or PCIe
+        # 2: release kernels that wait for a lost rank, but do not end this process; the caller reports the error
+        # first.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        group = dist.ProcessGroupNCCL(shared, rank, ranks, nccl)
+        group._set_sequence_number_for_group()
+        group.eager_connect_single_device(device)
+        return group
+    gloo = dist.ProcessGroupGloo._Options()
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    gloo._timeout = timeout
+    return dist.ProcessGroupGloo(shared, rank, ranks, gloo)

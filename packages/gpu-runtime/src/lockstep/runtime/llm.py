@@ -116,6 +116,7 @@ from lockstep.runtime.sampling import (
     processors,
 )
 from lockstep.runtime.sources import find_model
+from lockstep.runtime.stages import check_stages
 from lockstep.runtime.tiers.lead import LeadMover
 from lockstep.runtime.transfer.lead import EngineTransport
 from lockstep.runtime.warmup import warm_up as run_warm_up
@@ -156,6 +157,8 @@ class LLM:
         tp, draft_model = config.tp, config.draft_model
         fp8_activations, backend = config.fp8_activations, config.model_backend
         sched = dict(config.sched)
+        if config.pp > 1:
+            sched = {"pp_size": config.pp} | sched
         packages = processors.versions(config.logit_processors)
         if draft_model is not None:
             sched = {"speculative_method": "draft_model"} | sched
@@ -173,7 +176,7 @@ class LLM:
             sched.pop("tiers", None)  # they follow from the options again; the keeper compares them
         if sources and not sched["max_loras"]:
             raise ConfigError("`lora` names adapters, but `max_loras` is 0, which is no LoRA\nhint: leave it out")
-        check_draft_model(draft_model, sched.get("speculative_method"), tp)
+        check_draft_model(draft_model, sched.get("speculative_method"), tp * config.pp)
         weights = WeightsLog() if keeper is None else keeper.weights
         if weights.version:
             check_lasting(weights.version, read_source(weights.source))
@@ -200,10 +203,12 @@ class LLM:
         with ExitStack() as undo:
             if fp8_activations == "on":  # before ranks are started
                 choose_activations(fp8_activations, read_settings(folder, backend=backend).quantization, where)
-            if tp != 1:
-                check_split(read_settings(folder, backend=backend), tp)
+            if tp != 1 or config.pp != 1:
+                of_model = read_settings(folder, backend=backend)
+                check_split(of_model, tp)
+                check_stages(of_model, config.pp)
                 read_settings(folder, tp, backend)
-                self.group = RankGroup(tp, where, settings, timeout_s=config.rank_timeout_s)
+                self.group = RankGroup(tp, where, settings, pp=config.pp, timeout_s=config.rank_timeout_s)
                 undo.callback(self.group.close)
                 where = self.group.device
             made = assemble(settings, where, clock, self.group)
@@ -248,6 +253,7 @@ class LLM:
                     model=model_name(folder),
                     gpu=device_name(where),
                     tp=tp,
+                    layout={} if config.pp == 1 else {"pp": config.pp},
                     logit_processors=packages or None,
                     kv_cache_dtype=None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
                     fp8_activations=self.model.activations or None,

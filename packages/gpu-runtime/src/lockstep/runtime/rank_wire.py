@@ -1,4 +1,4 @@
-"""Messages between rank 0 and the workers of a tensor-parallel group: typed, over one socket pair each.
+"""Messages between rank 0 and the workers of its engine: typed, over one socket pair each.
 
     4 bytes      length bytes
     | length   | message, msgpack |          little endian; never a pickle
@@ -56,7 +56,8 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The first message: the rank and the settings of the worker."""
 
     rank: int
-    ranks: int
+    tp: int
+    pp: int
     device: str
     threads: int  # torch's CPU threads: the same number on all ranks, since some results depend on it
     store: str  # a file in a folder that only this user can read, by which the ranks find each other

@@ -1,4 +1,6 @@
-"""Rank 0 of a tensor-parallel group: starts the workers, sends them every plan, and ends with the first of them.
+"""Rank 0 of an engine of several ranks: starts the workers, sends them every plan, and ends with the first of them.
+
+Ranks split the layers of a model (`tp`), and pipeline stages have some of the layers each (`pp`, stages.py).
 
     rank 0, the user's process                       ranks 1, 2, ...: worker.py, a process each
 
@@ -55,7 +57,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import BatchId, RequestId
 from lockstep.host.batches import NO_CONTEXT, BatchResult, ContextOf
 from lockstep.host.cache_moves import MoveEnd
-from lockstep.runtime.collectives import START_S, CollectiveFailed, Collectives
+from lockstep.runtime.collectives import START_S, CollectiveFailed
 from lockstep.runtime.errors import DeviceLost, RankLost
 from lockstep.runtime.executor import Executor, Matchers
 from lockstep.runtime.live import LiveModel
@@ -99,6 +101,7 @@ from lockstep.runtime.rank_wire import (
     drawn_digest,
     in_turn,
 )
+from lockstep.runtime.stages import RankEnds, RankPlace, StageLinks
 
 log = logging.getLogger("lockstep.runtime")
 
@@ -135,15 +138,16 @@ def check_split(model: ModelSettings, ranks: int) -> None:
         )
 
 
-def rank_device(first: torch.device, rank: int, ranks: int) -> torch.device:
+def rank_device(first: torch.device, rank: int, tp: int, pp: int = 1) -> torch.device:
     """Return the device of a rank, counted from that of rank 0. Raises ConfigError if there are too few GPUs."""
     if first.type != "cuda":
         return first
-    index, count = first.index or 0, torch.cuda.device_count()
+    index, count, ranks = first.index or 0, torch.cuda.device_count(), tp * pp
     if index + ranks > count:
+        what, smaller = (f"`tp` {tp}", "tp") if pp == 1 else (f"`tp` {tp} x `pp` {pp}", "tp or pp")
         raise ConfigError(
-            f"`tp` {ranks} from cuda:{index} on needs {index + ranks} GPUs, but torch sees {count}\n"
-            "hint: a smaller tp, or CUDA_VISIBLE_DEVICES"
+            f"{what} from cuda:{index} on needs {index + ranks} GPUs, but torch sees {count}\n"
+            f"hint: a smaller {smaller}, or CUDA_VISIBLE_DEVICES"
         )
     return torch.device("cuda", index + rank)
 
@@ -158,6 +162,7 @@ class _Worker:
     doing: str = "starting"
     chosen: Chosen | None = None
     sized: Sized | None = None
+    stage: str = ""  # ", stage 1 of 4": behind its name, where there are several
     ready: bool = False
     launched: deque[BatchId] = field(default_factory=deque)  # batches launched and not answered
     drawn: dict[BatchId, bytes] = field(default_factory=dict)  # the worker's digests that rank 0 still lacks
@@ -166,8 +171,8 @@ class _Worker:
     threads: list[threading.Thread] = field(default_factory=list)
 
     def described(self) -> str:
-        """Return rank and process."""
-        return f"rank {self.rank} (process {self.process.pid})"
+        """Return rank, stage and process."""
+        return f"rank {self.rank}{self.stage} (process {self.process.pid})"
 
     def busy(self) -> str:
         """Return the current activity, for a message about its end."""
@@ -190,13 +195,14 @@ class RankGroup:
     """
 
     def __init__(
-        self, ranks: int, device: torch.device, settings: RankSettings, *, timeout_s: float = TIMEOUT_S
+        self, tp: int, device: torch.device, settings: RankSettings, *, pp: int = 1, timeout_s: float = TIMEOUT_S
     ) -> None:
         if not timeout_s > 0:
             raise ConfigError(
                 f"`rank_timeout_s` must be above 0, got `{timeout_s}`\nhint: {TIMEOUT_S:g} is the default"
             )
-        self.ranks, self.timeout_s = ranks, timeout_s
+        self.place, self.timeout_s = RankPlace(0, tp, pp), timeout_s
+        ranks = self.ranks = self.place.ranks
         self.matchers = None  # rank 0 has its own
         self.failure = ""  # why the group has ended
         self.on_stuck: Callable[[str], None] | None = None
@@ -213,10 +219,10 @@ class RankGroup:
         self._chain = PlanChain()
         self._folder = Path(tempfile.mkdtemp(prefix="lockstep-ranks-"))  # of mode 0700
         self._workers: list[_Worker] = []
-        self._collectives: Collectives | None = None
+        self._ends: RankEnds | None = None
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         try:
-            devices = [rank_device(device, rank, ranks) for rank in range(ranks)]
+            devices = [rank_device(device, rank, tp, pp) for rank in range(ranks)]
             self.device = devices[0]
             self._workers += [self._spawn(rank) for rank in range(1, ranks)]
             self._watcher.start()
@@ -224,7 +230,8 @@ class RankGroup:
             for worker in self._workers:
                 given = WorkerSetup(
                     rank=worker.rank,
-                    ranks=ranks,
+                    tp=tp,
+                    pp=pp,
                     device=str(devices[worker.rank]),
                     threads=torch.get_num_threads(),
                     store=store,
@@ -232,7 +239,7 @@ class RankGroup:
                     settings=settings,
                 )
                 self._send(worker, given)
-            self._collectives = self._while_alive(lambda: Collectives(store, 0, ranks, devices[0], self._collective_s))
+            self._ends = self._while_alive(lambda: RankEnds(store, self.place, devices[0], self._collective_s))
         except BaseException:
             self.close()
             raise
@@ -245,9 +252,14 @@ class RankGroup:
     # ---------------------------------------------------------------------------------------------------- for rank 0
 
     def parallel(self) -> Parallel:
-        """Return rank 0's part of the model."""
-        assert self._collectives is not None
-        return self._collectives.parallel()
+        """Return rank 0's part of the layers of its stage."""
+        assert self._ends is not None
+        return self._ends.parallel()
+
+    @property
+    def links(self) -> StageLinks | None:
+        """The ends of rank 0 to the other stages; None: there is one stage."""
+        return None if self._ends is None else self._ends.links
 
     def compare(self, chosen: str) -> None:
         """Raise ConfigError if a rank has another choice, because its passes and rank 0's would wait for each other.
@@ -396,8 +408,8 @@ class RankGroup:
             worker.channel.close()
         if self._watcher.is_alive():
             self._watcher.join()
-        if self._collectives is not None and not stuck:
-            self._collectives.close()
+        if self._ends is not None and not stuck:
+            self._ends.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         if stuck:
             end_hard_at_exit("a thread of rank 0")
@@ -417,6 +429,9 @@ class RankGroup:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
         worker = _Worker(rank, process, Channel(ours, ToLead, self.timeout_s))
+        if self.place.pp > 1:
+            stage = RankPlace(rank, self.place.tp, self.place.pp).stage
+            worker.stage = f", stage {stage.number + 1} of {stage.count}"
         for name, run in (("listen", self._listen), ("log", self._forward)):
             thread = threading.Thread(target=run, args=(worker,), name=f"rank {rank} {name}", daemon=True)
             worker.threads.append(thread)
@@ -584,8 +599,8 @@ class RankGroup:
         self._failed.set()
         for worker in self._workers:
             worker.process.kill()
-        if self._collectives is not None:
-            threading.Thread(target=self._collectives.abort, name="ranks abort", daemon=True).start()
+        if self._ends is not None:
+            threading.Thread(target=self._ends.abort, name="ranks abort", daemon=True).start()
 
 
 class LeadExecutor:

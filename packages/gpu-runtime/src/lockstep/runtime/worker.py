@@ -38,7 +38,7 @@ from lockstep.core.contract.events import RequestId
 from lockstep.host.cache_moves import MoveEnd
 from lockstep.host.loop import HostClock
 from lockstep.runtime.assembly import assemble
-from lockstep.runtime.collectives import CollectiveFailed, Collectives
+from lockstep.runtime.collectives import CollectiveFailed
 from lockstep.runtime.errors import RankLost
 from lockstep.runtime.executor import Executor
 from lockstep.runtime.live import LiveModel
@@ -83,6 +83,7 @@ from lockstep.runtime.rank_wire import (
     drawn_digest,
     in_turn,
 )
+from lockstep.runtime.stages import RankEnds, RankPlace
 from lockstep.runtime.tiers.mover import HostMover
 from lockstep.runtime.transfer.follow import TransferOrders
 from lockstep.runtime.transfer.rank import RankPages
@@ -177,13 +178,14 @@ class SentMasks:
 class LeadRank:
     """The other ranks as seen by a worker while it is assembled: it follows rank 0."""
 
-    def __init__(self, orders: Orders, collectives: Collectives) -> None:
-        self._orders, self._collectives = orders, collectives
+    def __init__(self, orders: Orders, ends: RankEnds) -> None:
+        self._orders, self._ends = orders, ends
+        self.place, self.links = ends.place, ends.links
         self.matchers = SentMasks(orders)
 
     def parallel(self) -> Parallel:
         """Return this rank's part of the model."""
-        return self._collectives.parallel()
+        return self._ends.parallel()
 
     def compare(self, chosen: str) -> None:
         """Send the choices of this rank. Rank 0 ends all ranks if they differ."""
@@ -205,13 +207,14 @@ class Follower:
         executor: Executor,
         orders: Orders,
         live: LiveModel,
+        rank: int = 1,
         mover: HostMover | None = None,
         transfers: RankPages | None = None,
     ) -> None:
         self.mover = mover
         self.transfers: TransferOrders | None = None
         if transfers is not None:
-            self.transfers = TransferOrders(transfers, live.model.parallel.rank, orders.channel.send, orders.fail)
+            self.transfers = TransferOrders(transfers, rank, orders.channel.send, orders.fail)
         self.executor, self.orders, self.live, self.chain = executor, orders, live, PlanChain()
         self.host_adapters = HostAdapterCache(live.model)
         self._adapters = ThreadPoolExecutor(1, "lockstep-adapters")  # so that plans do not wait for a disk
@@ -304,12 +307,13 @@ def follow(orders: Orders) -> None:
         torch.cuda.set_device(device)
     send = orders.channel.send
     send(Doing("meeting the other ranks"))
-    collectives = Collectives(setup.store, setup.rank, setup.ranks, device, setup.timeout_s)
+    place = RankPlace(setup.rank, setup.tp, setup.pp)
+    ends = RankEnds(setup.store, place, device, setup.timeout_s)
     send(Doing("loading the model"))
-    assembled = assemble(setup.settings, device, HostClock(), LeadRank(orders, collectives))
+    assembled = assemble(setup.settings, device, HostClock(), LeadRank(orders, ends))
     send(Ready())
     live = LiveModel(assembled.model, assembled.executor, assembled.mover)
-    Follower(assembled.executor, orders, live, assembled.mover, assembled.transfers).run()
+    Follower(assembled.executor, orders, live, setup.rank, assembled.mover, assembled.transfers).run()
 
 
 def main(arguments: Sequence[str]) -> None:

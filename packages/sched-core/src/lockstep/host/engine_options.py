@@ -124,6 +124,9 @@ class EngineOptions(RankOptions, frozen=True, kw_only=True, forbid_unknown_field
 
     device: Annotated[str, Option("Device of the engine: auto, cpu, cuda, cuda:1, ...")] = "auto"
     tp: Annotated[int, Option("GPUs, or on the CPU processes, that share one copy of the model.")] = 1
+    pp: Annotated[
+        int, Option("Pipeline stages: groups of --tp GPUs, or of processes, with some of the layers each.")
+    ] = 1
     random_weights: Annotated[
         int | None, Option("Use small random weights of this seed; only config.json is read.", metavar="SEED")
     ] = None

@@ -282,6 +282,7 @@ class RuntimeHost:
         self.handover = device.handover
         self._wake_at_us: int | None = None
         self._nothing_new = False  # since the last LaneReady that launched nothing
+        self._offered, self._tried = -1, 0  # the last offered microbatch; microbatches offered in vain since an event
         self._stop = threading.Event()
 
     # ------------------------------------------------------------------------------------------- from any thread
@@ -481,13 +482,23 @@ class RuntimeHost:
         return bool(self.engine.requests or self._maintaining or self.moves.open or handing_over)
 
     def _may_launch(self) -> bool:
-        slots = self.engine.config.overlap_depth + 1
-        return not self._nothing_new and len(self.engine.in_flight) < slots
+        if self._nothing_new:
+            return False
+        if self.engine.microbatches.several:
+            return bool(self.engine.open_slots())
+        return len(self.engine.in_flight) <= self.engine.config.overlap_depth
 
     def _launch(self) -> None:
-        """Offer a free launch slot to the engine."""
-        step = self._fold(LaneReady(self._now()))
-        self._nothing_new = step.launched() is None
+        """Offer a free launch slot to the engine; with pipeline stages, the slot of the next microbatch in turn."""
+        several = self.engine.microbatches
+        if not several.several:
+            self._nothing_new = self._fold(LaneReady(self._now())).launched() is None
+            return
+        tried = self._tried
+        self._offered = several.next_slot(self.engine.open_slots(), self._offered)
+        if self._fold(LaneReady(self._now(), self._offered)).launched() is None:
+            self._tried = tried + 1
+            self._nothing_new = self._tried >= len(self.engine.open_slots())
 
     def _await_result(self) -> None:
         """Wait for the result of the oldest batch, an item of the inbox, or the wake time."""
@@ -538,7 +549,7 @@ class RuntimeHost:
         if step.commands:
             self.journal.flush()
         self._wake_at_us = step.wake_at_us
-        self._nothing_new = False
+        self._nothing_new, self._tried = False, 0
         if self.observe is not None:
             self.observe(event, step)
         if self.handover is not None:

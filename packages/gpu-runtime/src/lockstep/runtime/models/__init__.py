@@ -34,6 +34,7 @@ from lockstep.runtime.models.layers import Maker
 from lockstep.runtime.models.layers import Parallel as Parallel
 from lockstep.runtime.models.registry import BUILDERS, Builder
 from lockstep.runtime.models.settings import ModelSettings as ModelSettings
+from lockstep.runtime.models.stage import WHOLE, Stage
 
 MODELOPT = "hf_quant_config.json"
 GENERATES, VECTORS_ONLY = "ForCausalLM", "Model"
@@ -53,6 +54,7 @@ def build_model(
     kv_fp8: bool = False,
     fp8_activations: Fp8Activations = "off",
     backend: ModelBackend = "auto",
+    stage: Stage = WHOLE,
 ) -> LanguageModel:
     """Return a model ready to run, without gradients.
 
@@ -64,6 +66,7 @@ def build_model(
         kv_fp8: store its KV in fp8, with the scales of the folder, or 1.
         fp8_activations: whether rows are rounded to fp8 before products with fp8 weights: quantized/activations.py.
         backend: the code that runs it: our own, or that of transformers; auto: our own for the architectures here.
+        stage: the layers of one pipeline stage; only our own code has stages.
     Raises: ConfigError for settings that are not supported; its subclass CheckpointError for tensors.
     """
     config: Mapping[str, Any]
@@ -80,7 +83,7 @@ def build_model(
         raise ConfigError(f"`dtype` must be {', '.join(DTYPES)}, got `{dtype}`")
     parallel = parallel or Parallel()
     with torch.no_grad():
-        maker = Maker(dtype, torch.device(device), parallel, fp8_activations=fp8_activations)
+        maker = Maker(dtype, torch.device(device), parallel, fp8_activations=fp8_activations, stage=stage)
         if random_weights_seed is not None or folder is None:
             model = _builder(config, backend)(config, maker)
             fill_randomly(model.tensors(), random_weights_seed or 0, rank=parallel.rank, ranks=parallel.ranks)
@@ -93,7 +96,7 @@ def build_model(
                 load(wanted, checkpoint, rank=parallel.rank, ranks=parallel.ranks, surplus=model.surplus)
                 if kv_fp8:
                     prefix = "model." if "embed_tokens.weight" in checkpoint.stored else ""
-                    model.kv_scales = read_kv_scales(checkpoint, model.layers, prefix)
+                    model.kv_scales = read_kv_scales(checkpoint, model.layers, prefix, model.first_layer)
         model.prepare()
     model.eval()
     return model
@@ -113,13 +116,16 @@ def _for_tensors(
     return _builder(config, backend)(config, maker)
 
 
-def read_kv_scales(checkpoint: Checkpoint, layers: int, prefix: str = "") -> tuple[tuple[float, float], ...]:
+def read_kv_scales(
+    checkpoint: Checkpoint, layers: int, prefix: str = "", first: int = 0
+) -> tuple[tuple[float, float], ...]:
     """Return the scales of keys and values by layer; 1 for layers without scales in the checkpoint.
 
     compressed-tensors calls them `self_attn.k_scale`, ModelOpt `self_attn.k_proj.k_scale`; values likewise.
 
     Args:
         prefix: prefix that the names of the checkpoint lack.
+        first: the first of the layers.
     Raises: CheckpointError for invalid scales, and for layers with a scale of keys or values only.
     """
     problems: list[str] = []
@@ -140,7 +146,7 @@ def read_kv_scales(checkpoint: Checkpoint, layers: int, prefix: str = "") -> tup
         return value
 
     found = []
-    for layer in range(layers):
+    for layer in range(first, first + layers):
         key, value = scale(layer, "k"), scale(layer, "v")
         if (key is None) != (value is None):
             problems.append(f"layer {layer} has a scale of keys or of values, but not of both")

@@ -36,11 +36,13 @@ class LanguageModel(nn.Module, ABC):
     rules: tuple[LayerRules, ...] = ()  # by layer; empty: every layer attends to all positions with `scale`
     states: tuple[StatePart, ...] = ()  # of layers that keep a state beside KV, or instead of it
     uncapturable_because: str = ""  # why its passes cannot be captured in CUDA graphs; empty: they can
+    first_layer: int = 0  # of those that this stage has
     activations: str = ""  # how rows are rounded before products with fp8 weights; empty: not at all
 
     def __init__(self, make: Maker, settings: ModelSettings) -> None:
         super().__init__()
         self.settings, self.parallel, self.dtype, self.device = settings, make.parallel, make.dtype, make.device
+        self.stage = make.stage
         self.kv_scales: tuple[tuple[float, float], ...] | None = None  # of keys and values by layer, for KV in fp8
         self.adapter_slots, self.adapter_rank = 0, 0
         self.targets: tuple[LoraTarget, ...] = ()  # matrices that adapters may change
@@ -52,7 +54,8 @@ class LanguageModel(nn.Module, ABC):
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
         """Return the hidden states behind the last norm, [tokens, hidden].
 
-        The backend must be planned for this batch.
+        The backend must be planned for this batch. A pipeline stage before the last one returns what the next stage
+        needs as `batch.hidden`, [2, tokens, hidden]: residual, and what the next norm adds to it.
         """
 
     @abstractmethod
@@ -87,6 +90,11 @@ class LanguageModel(nn.Module, ABC):
         """
         prefix = "model." if "embed_tokens.weight" in stored else ""
         return [replace(want, name=want.name.removeprefix(prefix)) for want in wanted]
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks or stages have parts of the model."""
+        return self.parallel.ranks > 1 or self.stage.count > 1
 
     @property
     def weight_bytes(self) -> int:

@@ -27,6 +27,7 @@ from lockstep.runtime.lora.batch import AdapterBatch
 from lockstep.runtime.lora.slots import LoraSlots, LoraTarget
 from lockstep.runtime.models.elementwise import add_rms_norm, norm_and_turn, silu_and_mul
 from lockstep.runtime.models.packed import PackedMatrix
+from lockstep.runtime.models.stage import WHOLE, Stage
 from lockstep.runtime.quantized.fp8 import Fp8Matrices, RowRounding
 from lockstep.runtime.quantized.int4 import Int4Matrices
 from lockstep.runtime.quantized.matrices import Quantized, StoredMatrix
@@ -69,6 +70,7 @@ class Maker:
     fp8_activations: Fp8Activations = "off"  # the requested mode: quantized/activations.py
     activations: Activations = ""  # the mode in use
     prefix: str = ""  # prefix in a checkpoint of the layer that is made
+    stage: Stage = WHOLE  # the layers that are made
 
     def within(self, prefix: str) -> Maker:
         """Return this maker with another prefix."""
