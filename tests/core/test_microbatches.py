@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.core import invariants
 from lockstep.core.contract.commands import BatchPlan
-from lockstep.core.contract.config import HybridMemory, SchedConfig, refuse_in_runtime
+from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.errors import ConfigError, ContractError
 from lockstep.core.contract.events import (
     BatchFinished,
@@ -32,6 +32,8 @@ from lockstep.core.contract.events import (
 from lockstep.core.journal import snapshot
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.latency import ExtendLatency
+from lockstep.host.engine_options import EngineOptions
+from lockstep.host.stage_options import check_stage_options
 from tests.support.driver.actions import Action
 from tests.support.driver.draw import pipelined, random_actions, random_config
 from tests.support.driver.driver import Driver
@@ -130,9 +132,25 @@ def test_setting_under_which_nothing_could_run_is_refused_at_start(settings: dic
 
 
 @pytest.mark.parametrize("name", ["pp_size", "pp_async_batch_depth", "pp_max_micro_batch_size", "pp_dynamic_chunking"])
-def test_no_runtime_has_stages_yet(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"`{name}` is of pipeline stages, which are simulated only"):
-        refuse_in_runtime(name)
+def test_settings_of_stages_need_stages(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{name}` is of pipeline stages, and the engine has one"):
+        check_stage_options(EngineOptions(), {name: 2})
+    check_stage_options(EngineOptions(pp=2), {name: 2})
+
+
+@pytest.mark.parametrize(
+    ("options", "sched", "name"),
+    [
+        ({"pp": 0}, {}, "pp"),
+        ({"pp": 2, "host_cache_gb": 1.0}, {}, "host_cache_gb"),
+        ({"pp": 2, "swa_full_tokens_ratio": 0.5}, {}, "swa_full_tokens_ratio"),
+        ({"pp": 2, "draft_model": "small"}, {}, "draft_model"),
+        ({"pp": 2}, {"decode_steps_per_launch": 2}, "decode_steps_per_launch"),
+    ],
+)
+def test_what_stages_do_not_have_is_refused_by_name(options: dict[str, Any], sched: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^`{name}`"):
+        check_stage_options(EngineOptions(**options), sched)
 
 
 def test_slot_of_a_microbatch_that_does_not_exist_is_refused_and_changes_nothing() -> None:

@@ -665,6 +665,7 @@ def test_what_is_simulated_only_is_reported_and_not_in_the_line(
     for name in (real[at + 1].partition("=")[0] for at, word in enumerate(real) if word == "--set"):
         refuse_in_runtime(name)
     assert ("jump_forward_tokens=8" in served.line) == ("jump_forward_tokens" in settings)
+    assert ("--pp 2 " in served.line) == ("--set pp_size=2" in served.line) == ("pp" in scenario)
 
 
 def test_a_container_has_as_many_processes_as_it_may_use_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,9 +170,9 @@ def _devices(settings: ServeSettings, first: str) -> str:
     if settings.engines == 1:
         return first
     head, _, index = first.rpartition("cuda:")
-    if not index.isdecimal() or (head and not first.startswith(f"{settings.tp_of(0)} x ")):
+    if not index.isdecimal() or (head and not first.startswith(f"{settings.gpus_of(0)} x ")):
         return f"{first}, {settings.engines} times"
-    sizes = [settings.tp_of(engine) for engine in range(settings.engines)]
+    sizes = [settings.gpus_of(engine) for engine in range(settings.engines)]
     firsts = [int(index) + sum(sizes[:engine]) for engine in range(settings.engines)]
     spans = [f"cuda:{at}" if tp == 1 else f"cuda:{at}-{at + tp - 1}" for at, tp in zip(firsts, sizes, strict=True)]
     return ", ".join(spans)

@@ -18,13 +18,14 @@ from lockstep.api.observability.logs import LogFormat
 from lockstep.api.text.chat_formats.tables import THOUGHTS, TOOL_FORMATS
 from lockstep.core.cluster.dispatch import DispatchConfig
 from lockstep.core.cluster.router import RouterConfig, RouterPolicy, policy_settings
-from lockstep.core.contract.config import SchedConfig, refuse_in_runtime
+from lockstep.core.contract.config import PP_SIZE_MAX, SchedConfig, refuse_in_runtime
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.setting import setting_fields
 from lockstep.host.admission_options import parse_admission
 from lockstep.host.answer_folders import ANSWERS
 from lockstep.host.engine_options import EngineOptions, RankOptions
 from lockstep.host.options import Option, options_of
+from lockstep.host.stage_options import check_stage_options
 from lockstep.host.tier_options import check_tiers
 
 LOOPBACK = ("localhost",)
@@ -47,6 +48,7 @@ AT_MOST = {
     "api_workers": 256,
     "text_processes": 64,
     "tp": 1024,
+    "pp": PP_SIZE_MAX,
     "seed": 2**63 - 1,
     "random_weights": 2**63 - 1,
     "answer_tokens": 2**31 - 1,
@@ -276,7 +278,15 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
             raise ConfigError("`model` and `emulate` are two kinds of engine\nhint: give one of them")
         if self.emulate is not None and "@" not in self.emulate:
             raise ConfigError(f"`emulate` must be MODEL@GPU, got `{self.emulate}`\nhint: qwen3-8b@h200")
-        least_values = (("api_workers", 1), ("tp", 1), ("dp", 1), ("port", 0), ("answer_tokens", 0), ("seed", 0))
+        least_values = (
+            ("api_workers", 1),
+            ("tp", 1),
+            ("pp", 1),
+            ("dp", 1),
+            ("port", 0),
+            ("answer_tokens", 0),
+            ("seed", 0),
+        )
         more = (
             ("text_processes", 1),
             ("max_lora_rank", 1),
@@ -358,6 +368,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
             if name not in ("vllm", "sglang"):
                 raise ConfigError(f"`metrics_compat` must be vllm or sglang, got `{name}`")
         check_tiers(self, RankOptions())
+        check_stage_options(self, self.set)
         known = [one.name for one in msgspec.structs.fields(SchedConfig)]
         for name, value in self.set.items():
             refuse_in_runtime(name)
@@ -427,9 +438,13 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
         return "prefill" if engine < self.prefill_engines else "decode"
 
     def tp_of(self, engine: int) -> int:
-        """Return the GPUs of an engine."""
+        """Return the GPUs of each pipeline stage of an engine."""
         own = {"prefill": self.prefill_tp, "decode": self.decode_tp}.get(self.role_of(engine))
         return self.tp if own is None else own
+
+    def gpus_of(self, engine: int) -> int:
+        """Return the GPUs of an engine, of all its stages."""
+        return self.tp_of(engine) * self.pp
 
     def _check_roles(self) -> None:
         """Raise ConfigError for options of prefill and decode engines that contradict others."""
@@ -454,6 +469,11 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                     f"`{name}` is {value}; it must be at least 1, and is for prefill and decode engines\n"
                     "hint: --prefill-engines 1 --decode-engines 1"
                 )
+        if self.pp > 1 and self.hands_over and {self.prefill_tp or self.tp, self.decode_tp or self.tp} != {self.tp}:
+            raise ConfigError(
+                f"`pp` is {self.pp}, and prefill and decode engines have different `tp`: engines with pipeline stages "
+                "hand over to engines that are split alike\nhint: give tp alone"
+            )
         if self.emulate is None and self.hands_over and self.swa_full_tokens_ratio is not None:
             raise ConfigError(
                 f"`swa_full_tokens_ratio` is {self.swa_full_tokens_ratio}, but prefill and decode engines do not hand "

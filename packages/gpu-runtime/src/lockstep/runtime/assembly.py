@@ -64,7 +64,7 @@ from lockstep.runtime.sampling import (
     SamplingTable,
     processors,
 )
-from lockstep.runtime.stages import RankPlace, StageLinks, check_stage_settings
+from lockstep.runtime.stages import RankPlace, StageLinks
 from lockstep.runtime.states.pool import StateTensors, slot_bytes_of
 from lockstep.runtime.states.slots import RowSlots
 from lockstep.runtime.tables import DeviceTables, check_page_table
@@ -285,7 +285,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         with executor.lane.stream(), torch.inference_mode():
             run_once(model.targets, executor.lane.upload)
     mover = make_mover(settings, model, config, executor) if settings.host_cache_gb else None
-    transfers = make_transfers(settings, model, config, executor) if config.hands_over else None
+    transfers = make_transfers(settings, model, config, executor, ranks) if config.hands_over else None
     return Assembled(model, config, memory, kernels.backend, enabled, executor, mover, transfers)
 
 
@@ -331,7 +331,9 @@ def make_mover(settings: RankSettings, model: LanguageModel, config: SchedConfig
     return made
 
 
-def make_transfers(settings: RankSettings, model: LanguageModel, config: SchedConfig, executor: Executor) -> RankPages:
+def make_transfers(
+    settings: RankSettings, model: LanguageModel, config: SchedConfig, executor: Executor, ranks: OtherRanks | None
+) -> RankPages:
     """Make the transfers of a rank of a prefill or decode engine. Raises ConfigError."""
     check_transport(settings.transfer_transport)
     if config.hybrid is not msgspec.UNSET:
@@ -344,8 +346,7 @@ def make_transfers(settings: RankSettings, model: LanguageModel, config: SchedCo
     return RankPages(
         pages,
         config.page_size,
-        rank=model.parallel.rank,
-        ranks=model.parallel.ranks,
+        place=RankPlace(0) if ranks is None else ranks.place,
         kv_heads=model.settings.kv_heads,
         model=" ".join(map(str, computed)),
         transport=settings.transfer_transport,
@@ -727,7 +728,6 @@ def _sized(
         page_bytes += NgramDrafter.bytes_of(page_size)
     kernels = pick(without_pages)
     if ranks is not None:
-        check_stage_settings(without_pages, ranks.place.pp)
         rounded = f", rows in fp8, {model.activations}" if model.activations else ""
         ranks.compare(f"{kernels.backend} with {len(kernels.graph_sizes)} graphs{rounded}")
     budget = size_pool(

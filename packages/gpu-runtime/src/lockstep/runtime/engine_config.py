@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from lockstep.core.contract.config import STAGE_SETTINGS, SchedConfig, refuse_in_runtime
+from lockstep.core.contract.config import SchedConfig, refuse_in_runtime
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.engine_options import EngineOptions, RankOptions
 from lockstep.host.grammar_compiler import CompileLimits
@@ -17,6 +17,7 @@ from lockstep.host.handover.decode import DecodeSide
 from lockstep.host.handover.kv import KvTransport
 from lockstep.host.handover.prefill import PrefillSide
 from lockstep.host.options import Option, options_of
+from lockstep.host.stage_options import check_stage_options
 from lockstep.host.startup import Keeper
 from lockstep.host.text import Text
 from lockstep.host.tier_options import check_tiers
@@ -81,7 +82,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True):
             known, given = options_of(EngineOptions)[name].choices, getattr(self, name)
             if given not in known:
                 raise ConfigError(f"`{name}` must be {' or '.join(known)}, got `{given}`")
-        self._check_stages()
+        check_stage_options(self, self.sched)
         check_fp8_activations(self.fp8_activations)
         check_timeout(self.batch_timeout_s)
         check_tiers(self, RankOptions())
@@ -93,22 +94,6 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True):
                 )
         if self.journal is not None and any((Path(self.journal) / "journal").glob("*.log")):
             raise ConfigError(f"`journal`: {self.journal} already holds a journal\nhint: choose another run folder")
-
-    def _check_stages(self) -> None:
-        """Raise ConfigError for options that stages do not follow, and for settings of stages without stages."""
-        if self.pp < 1:
-            raise ConfigError(f"`pp` must be at least 1, got `{self.pp}`")
-        if self.pp == 1:
-            for name in ("pp_size", "pp_max_micro_batch_size", *STAGE_SETTINGS):
-                if name in self.sched and (name, self.sched[name]) != ("pp_size", 1):
-                    raise ConfigError(f"`{name}` is of pipeline stages, and there is one\nhint: give pp, or drop it")
-            return
-        for name, unset in (("swa_full_tokens_ratio", None), ("host_cache_gb", 0.0), ("draft_model", None)):
-            if getattr(self, name) != unset:
-                raise ConfigError(
-                    f"`{name}` is {getattr(self, name)}, but `pp` is {self.pp}: pipeline stages do not have that yet\n"
-                    "hint: drop one of the two"
-                )
 
     def rank_options(self) -> dict[str, Any]:
         """Return the options that every rank has, by name."""

@@ -8,8 +8,9 @@ launched batch once, in launch order.
 A batch with deferred sampling keeps its logits until `sample` is called for it. The batches behind it stay in the queue
 until then, because a decode reads the newest token of its row, which is not drawn yet.
 
-A pipeline stage (`RunnableModel.links`) runs each pass on its own layers, between a receive and a send of hidden states.
-Stages before the last one do not sample: they take over the drawn tokens when a later plan needs them, or at `collect`.
+A pipeline stage (`RunnableModel.links`) runs each pass on its own layers, between a receive and a send of hidden
+states. Stages before the last one do not sample: they take over the drawn tokens when a later plan needs them, or at
+`collect`.
 
 An exception of the model affects only its batch. `collect` returns that batch with `error`, and its changes of the
 tables are folded before the next batch runs. An error of the plan itself (PlanError) or of the device (DeviceLost) is

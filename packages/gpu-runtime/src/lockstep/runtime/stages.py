@@ -7,13 +7,13 @@
                  ^               ^               |
                  `---------------`---------------'               drawn tokens, to all stages before
 
-Every stage receives every plan and runs it on its own layers, in launch order. The last stage samples. The stages before
-it store the drawn tokens as if they had drawn them, so their tables stay equal. All receives are begun when a plan is
-launched, so that bytes move while other batches are computed.
+Every stage receives every plan and runs it on its own layers, in launch order. The last stage samples. The stages
+before it store the drawn tokens as if they had drawn them, so their tables stay equal. All receives are begun when a
+plan is launched, so that bytes move while other batches are computed.
 
-A stage is a tensor-parallel group of its own. Ranks of the same number in their groups form a *column*, and only ranks of
-one column send to each other. Columns use gloo on a CPU and NCCL between GPUs. Hidden states and tokens have a process
-group each, because NCCL runs the sends and receives of one pair of ranks in the order in which they were begun.
+A stage is a tensor-parallel group of its own. Ranks of the same number in their groups form a *column*, and only ranks
+of one column send to each other. Columns use gloo on a CPU and NCCL between GPUs. Hidden states and tokens have a
+process group each, because NCCL runs the sends and receives of one pair of ranks in the order in which they were begun.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.core.contract.config import PP_SIZE_MAX, SchedConfig
+from lockstep.core.contract.config import PP_SIZE_MAX
 from lockstep.core.contract.errors import ConfigError
 from lockstep.runtime.collectives import CollectiveFailed, Collectives, process_group
 from lockstep.runtime.models.layers import Parallel
@@ -196,17 +196,6 @@ def check_stages(model: ModelSettings, pp: int) -> None:
         raise ConfigError(f"`pp` is {pp}, but {model.architecture} has {model.layers} layers\nhint: at most {most}")
     if model.backend == "transformers":
         raise ConfigError(
-            f"`pp` is {pp}, but {model.architecture} runs by transformers' code, which this runtime does not split into "
-            "stages\nhint: tp splits it"
-        )
-
-
-def check_stage_settings(config: SchedConfig, pp: int) -> None:
-    """Raise ConfigError for settings of the scheduler that stages of the runtime do not follow."""
-    if pp == 1 and config.pipelines:
-        raise ConfigError(f"`pp_size` is {config.pp_size}, but the engine has one stage\nhint: give pp, or drop it")
-    if pp > 1 and config.decode_steps_per_launch > 1:
-        raise ConfigError(
-            f"`decode_steps_per_launch` is {config.decode_steps_per_launch}, but `pp` is {pp}: the steps of one launch "
-            "would keep all stages but one idle\nhint: drop one of the two"
+            f"`pp` is {pp}, but {model.architecture} runs by transformers' code, which this runtime does not split "
+            "into stages\nhint: tp splits it"
         )

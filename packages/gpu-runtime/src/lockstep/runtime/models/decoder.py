@@ -171,7 +171,7 @@ class Decoder(LanguageModel):
         """Return whether a checkpoint may hold this tensor although it is not read, because it follows from others."""
         if self.settings.quantization is not None and name.endswith(OF_ROWS):
             return True
-        if self.stage.lacks(name, self.settings.layers, tied=self.settings.tied and self.settings.generates):
+        if self.has_elsewhere(name):
             return True
         return name.endswith(".rotary_emb.inv_freq") or (
             name == "lm_head.weight" and (self.settings.tied or not self.settings.generates)

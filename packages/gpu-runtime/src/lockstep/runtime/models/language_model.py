@@ -91,6 +91,11 @@ class LanguageModel(nn.Module, ABC):
         prefix = "model." if "embed_tokens.weight" in stored else ""
         return [replace(want, name=want.name.removeprefix(prefix)) for want in wanted]
 
+    def has_elsewhere(self, name: str) -> bool:
+        """Return whether another pipeline stage has a tensor, by its name in a checkpoint, and this one does not."""
+        settings = self.settings
+        return self.stage.lacks(name, settings.layers, tied=settings.tied and settings.generates)
+
     @property
     def is_part(self) -> bool:
         """Whether other ranks or stages have parts of the model."""

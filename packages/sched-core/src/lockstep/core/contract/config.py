@@ -891,6 +891,9 @@ MEDIA_SETTINGS = ("encoder_cache_tokens", "encoder_budget_tokens")
 STAGE_SETTINGS: dict[str, Any] = {"pp_async_batch_depth": 0, "pp_dynamic_chunking": False}
 """Defaults of an engine with microbatches: SGLang's values. Other engines have none of these settings."""
 
+STAGES_ONLY = ("pp_size", "pp_max_micro_batch_size", *STAGE_SETTINGS)
+"""All settings of pipeline stages."""
+
 PP_SIZE_MAX = 64
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from lockstep.core.contract.config import DRAFT_SETTINGS, TRANSFER_SETTINGS, runtime_refusal
+from lockstep.core.contract.config import DRAFT_SETTINGS, STAGES_ONLY, TRANSFER_SETTINGS, runtime_refusal
 from lockstep.core.contract.profiles import profile_settings
 from lockstep.host.engine_options import RankOptions
 from lockstep.host.options import number_word, option_of, options_of
@@ -218,7 +218,12 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
         common += ["--max-lora-rank", str(base.max_lora_rank)]
     profile = profile_of(base)
     settings = profile_settings(profile) | dict(base.settings)
-    served = ["--model", "FOLDER", *common, *_tier_words(tiers), *_set_words(settings)]
+    stages = ["--pp", str(base.pp)] if base.pp > 1 else []
+    if not stages:
+        settings = {name: value for name, value in settings.items() if name not in STAGES_ONLY}
+    elif "pp_size" not in settings:
+        settings["pp_size"] = 1  # one running batch; a server has one for each stage by itself
+    served = ["--model", "FOLDER", *stages, *common, *_tier_words(tiers), *_set_words(settings)]
     emulated = ["--emulate", f"{base.model}@{base.gpu}", *common]
     for name in EMULATED:
         if name == "engine":
@@ -230,8 +235,12 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
             emulated += [option_of(name), str(getattr(base, name))]
     if base.calibration is not None:
         emulated += ["--calibration", base.calibration]
-    emulated += _set_words({name: value for name, value in base.settings.items() if name != NOT_EMULATED})
+    not_emulated = (NOT_EMULATED, *STAGES_ONLY)
+    emulated += _set_words({name: value for name, value in base.settings.items() if name not in not_emulated})
     emulated_lacks = [one for one in lacks if one.partition(" ")[0] not in EMULATED]
+    of_stages = [(name, value) for name, value in base.settings.items() if name in STAGES_ONLY and value]
+    emulated_lacks += [f"{name} {shown(value)}" for name, value in of_stages if (name, value) != ("pp_size", 1)]
+    lacks = [one for one in lacks if not one.startswith("pp ")]
     emulated_lacks += [f"{name} {shown(value)}" for name, value in tiers.items()]
     if base.settings.get(NOT_EMULATED):
         emulated_lacks.append(f"{NOT_EMULATED} {base.settings[NOT_EMULATED]}")
@@ -255,7 +264,7 @@ def _is_served(name: str) -> bool:
 
 def _is_missed(name: str, value: Any) -> bool:
     """Return whether a setting has an effect that a server lacks. Off, none and one stage have no effect."""
-    return name not in DRAFT_SETTINGS and not _is_served(name) and bool(value) and (name, value) != ("pp_size", 1)
+    return name not in DRAFT_SETTINGS and not _is_served(name) and bool(value)
 
 
 def _tiers_served(tiers: Mapping[str, Any]) -> dict[str, Any]:

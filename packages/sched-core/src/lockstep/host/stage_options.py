@@ -1,0 +1,50 @@
+"""Pipeline stages by options of a command line: what an engine with stages does not have, and the other way round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from lockstep.core.contract.config import PP_SIZE_MAX, STAGES_ONLY
+from lockstep.core.contract.errors import ConfigError
+
+
+class StageOptions(Protocol):
+    """Options of an engine with a model."""
+
+    @property
+    def pp(self) -> int: ...
+    @property
+    def swa_full_tokens_ratio(self) -> float | None: ...
+    @property
+    def host_cache_gb(self) -> float: ...
+    @property
+    def draft_model(self) -> str | None: ...
+
+
+NOT_IN_STAGES = {"swa_full_tokens_ratio": None, "host_cache_gb": 0.0, "draft_model": None}
+"""Options that stages do not follow yet, with the values that leave them out."""
+
+
+def check_stage_options(given: StageOptions, sched: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options that stages do not follow, and for settings of stages without stages."""
+    if not 1 <= given.pp <= PP_SIZE_MAX:
+        raise ConfigError(f"`pp` must be 1 to {PP_SIZE_MAX}, got `{given.pp}`")
+    if given.pp == 1:
+        for name in STAGES_ONLY:
+            if name in sched and (name, sched[name]) != ("pp_size", 1):
+                raise ConfigError(
+                    f"`{name}` is of pipeline stages, and the engine has one\nhint: give --pp N, or drop it"
+                )
+        return
+    for name, unset in NOT_IN_STAGES.items():
+        if (value := getattr(given, name)) != unset:
+            raise ConfigError(
+                f"`{name}` is {value}, but `pp` is {given.pp}: pipeline stages do not have that yet\n"
+                "hint: drop one of the two"
+            )
+    if (steps := sched.get("decode_steps_per_launch", 1)) != 1:
+        raise ConfigError(
+            f"`decode_steps_per_launch` is {steps}, but `pp` is {given.pp}: the steps of one launch would keep all "
+            "stages but one idle\nhint: drop one of the two"
+        )
