@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from lockstep.core.contract.config import PP_SIZE_MAX, STAGES_ONLY
 from lockstep.core.contract.errors import ConfigError
+from lockstep.host.engine_options import GraphMode
 
 
 class StageOptions(Protocol):
@@ -16,6 +17,8 @@ class StageOptions(Protocol):
     def pp(self) -> int: ...
     @property
     def swa_full_tokens_ratio(self) -> float | None: ...
+    @property
+    def cuda_graphs(self) -> GraphMode: ...
     @property
     def host_cache_gb(self) -> float: ...
     @property
@@ -43,6 +46,11 @@ def check_stage_options(given: StageOptions, sched: Mapping[str, Any]) -> None:
                 f"`{name}` is {value}, but `pp` is {given.pp}: pipeline stages do not have that yet\n"
                 "hint: drop one of the two"
             )
+    if given.cuda_graphs in ("on", "eager"):
+        raise ConfigError(
+            f"`cuda_graphs` is {given.cuda_graphs}, but `pp` is {given.pp}: graphs do not read what other stages send\n"
+            "hint: auto, or off"
+        )
     if (steps := sched.get("decode_steps_per_launch", 1)) != 1:
         raise ConfigError(
             f"`decode_steps_per_launch` is {steps}, but `pp` is {given.pp}: the steps of one launch would keep all "
