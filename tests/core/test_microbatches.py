@@ -142,7 +142,6 @@ def test_settings_of_stages_need_stages(name: str) -> None:
     ("options", "sched", "name"),
     [
         ({"pp": 0}, {}, "pp"),
-        ({"pp": 2, "host_cache_gb": 1.0}, {}, "host_cache_gb"),
         ({"pp": 2, "swa_full_tokens_ratio": 0.5}, {}, "swa_full_tokens_ratio"),
         ({"pp": 2, "draft_model": "small"}, {}, "draft_model"),
         ({"pp": 2, "cuda_graphs": "eager"}, {}, "cuda_graphs"),

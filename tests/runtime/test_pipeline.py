@@ -213,7 +213,7 @@ def test_adapters_and_grammars_are_split_like_layers(tmp_path: Path) -> None:
     assert answers[0][0].token_ids != answers[0][1].token_ids
 
 
-# ------------------------------------------------------------------------------------------------------ what a stage has
+# ---------------------------------------------------------------------------------------------------- what a stage has
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -251,7 +251,7 @@ def test_the_first_ranks_are_the_last_stage() -> None:
 def test_models_that_stages_cannot_split_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="`pp` is 6, but Qwen3ForCausalLM has 5 layers"):
         check_stages(read_settings(folder), 6)
-    with pytest.raises(ConfigError, match="`pp` is 2, but .* runs by transformers' code"):
+    with pytest.raises(ConfigError, match=r"`pp` is 2, but .* runs by transformers' code"):
         LLM(folder, pp=2, model_backend="transformers", **SMALL)
 
 

@@ -258,7 +258,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         of_draft = Needs(*kind, group=draft.heads // draft.kv_heads, special=names_of(draft.rules))
         choose(kernels.backend, replace(of_draft, numerics=kernels.numerics))
     if settings.host_cache_gb:
-        config = _with_tiers(settings, config, memory.page, model.parallel.ranks)
+        config = _with_tiers(settings, config, memory.page, model)
     if ranks is not None:
         config = ranks.agree(config)
         memory = replace(memory, pages=config.pages)
@@ -284,11 +284,11 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
     return Assembled(model, config, memory, kernels.backend, enabled, executor, mover, transfers)
 
 
-def _with_tiers(settings: RankSettings, config: SchedConfig, page_bytes: int, ranks: int) -> SchedConfig:
+def _with_tiers(settings: RankSettings, config: SchedConfig, page_bytes: int, model: LanguageModel) -> SchedConfig:
     """Return the settings of the scheduler with the tiers below the device. Raises ConfigError.
 
     Args:
-        page_bytes: of one page on one of the ranks.
+        page_bytes: of one page on this rank, whose stage has the layers of `model`.
     """
     if config.hybrid is not msgspec.UNSET:
         raise ConfigError(
@@ -297,7 +297,10 @@ def _with_tiers(settings: RankSettings, config: SchedConfig, page_bytes: int, ra
         )
     if settings.debug:
         page_bytes += Canary.bytes_per_page(config.page_size)
-    return msgspec.structs.replace(config, tiers=cache_tiers(settings, page_bytes * ranks))
+    of_all = page_bytes * model.parallel.ranks
+    if model.stage.count > 1:  # page bytes are proportional to layers, but for some numbers of each token
+        of_all = of_all * model.settings.layers // model.layers
+    return msgspec.structs.replace(config, tiers=cache_tiers(settings, of_all))
 
 
 def make_mover(settings: RankSettings, model: LanguageModel, config: SchedConfig, executor: Executor) -> HostMover:
@@ -310,7 +313,9 @@ def make_mover(settings: RankSettings, model: LanguageModel, config: SchedConfig
     store, identity = None, Identity(b"")
     if settings.storage is not None:
         store = open_store(settings.storage, page_bytes=pages.size, bytes_max=int(settings.storage_gb * 1e9))
-        parallel = (model.parallel.rank, model.parallel.ranks)
+        parallel: tuple[int, ...] = (model.parallel.rank, model.parallel.ranks)
+        if model.stage.count > 1:
+            parallel += (model.stage.number, model.stage.count)
         computed = (pages.layout(), type(model).__name__, str(model.dtype), model.activations, settings.numerics)
         folder, seed = Path(settings.model), settings.random_weights_seed
         weights = weights_digest(folder) if seed is None else random_weights_digest(folder, seed)

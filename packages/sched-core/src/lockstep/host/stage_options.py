@@ -20,12 +20,10 @@ class StageOptions(Protocol):
     @property
     def cuda_graphs(self) -> GraphMode: ...
     @property
-    def host_cache_gb(self) -> float: ...
-    @property
     def draft_model(self) -> str | None: ...
 
 
-NOT_IN_STAGES = {"swa_full_tokens_ratio": None, "host_cache_gb": 0.0, "draft_model": None}
+NOT_IN_STAGES = {"swa_full_tokens_ratio": None, "draft_model": None}
 """Options that stages do not follow yet, with the values that leave them out."""
 
 
