@@ -24,6 +24,7 @@ from safetensors.torch import save_file  # noqa: E402
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.core.contract.events import BatchFinished, RequestRetracted  # noqa: E402
 from lockstep.core.journal.replay import fold, replay  # noqa: E402
+from lockstep.host.startup import Keeper  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime import ranks as ranks_module  # noqa: E402
 from lockstep.runtime.errors import EngineStopped  # noqa: E402
@@ -193,6 +194,16 @@ def test_vectors_and_new_weights_are_those_of_one_stage(folder: Path, engines: d
             scores = [one.score([prompt], [[7, 8], [9]])[0].logprobs for one in (llm, single)]
             np.testing.assert_allclose(*scores, atol=2e-4)
         llm.update_weights(other if weights is folder else folder)
+
+
+def test_an_engine_of_stages_starts_again_from_its_journal(folder: Path, tmp_path: Path) -> None:
+    """Settings in which nothing was set did not pass to other ranks, so no engine of several ranks came back."""
+    prompts, params = [prompt for prompt, _ in REQUESTS[:6]], Params(max_new_tokens=6)
+    answers = []
+    for _ in range(2):
+        with LLM(folder, pp=2, keeper=Keeper(tmp_path / "run"), **SMALL) as llm:
+            answers.append([one.token_ids for one in llm.generate(prompts, params)])
+    assert answers[0] == answers[1]
 
 
 def test_adapters_and_grammars_are_split_like_layers(tmp_path: Path) -> None:

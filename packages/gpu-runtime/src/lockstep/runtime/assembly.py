@@ -251,6 +251,8 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         settings.max_mamba_cache_size,
     )
     sched = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.sched.items()}
+    if isinstance(recorded := sched.get("hybrid"), dict):  # as it came from rank 0
+        sched["hybrid"] = msgspec.convert(recorded, HybridMemory)
     draft = None if settings.draft_model is None else _draft_model(settings, settings.draft_model, model, device)
     config, memory, kernels = _sized(model, device, settings.mem_fraction, pick, sched, ranks, draft, shares)
     if draft is not None:  # the draft model uses the same backend, which may not support its heads
