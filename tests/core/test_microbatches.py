@@ -33,7 +33,7 @@ from lockstep.core.journal import snapshot
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.latency import ExtendLatency
 from lockstep.host.engine_options import EngineOptions
-from lockstep.host.stage_options import check_stage_options
+from lockstep.host.layout_options import check_layout
 from tests.support.driver.actions import Action
 from tests.support.driver.draw import pipelined, random_actions, random_config
 from tests.support.driver.driver import Driver
@@ -134,8 +134,8 @@ def test_setting_under_which_nothing_could_run_is_refused_at_start(settings: dic
 @pytest.mark.parametrize("name", ["pp_size", "pp_async_batch_depth", "pp_max_micro_batch_size", "pp_dynamic_chunking"])
 def test_settings_of_stages_need_stages(name: str) -> None:
     with pytest.raises(ConfigError, match=f"`{name}` is of pipeline stages, and the engine has one"):
-        check_stage_options(EngineOptions(), {name: 2})
-    check_stage_options(EngineOptions(pp=2), {name: 2})
+        check_layout(EngineOptions(), {name: 2})
+    check_layout(EngineOptions(pp=2), {name: 2})
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_settings_of_stages_need_stages(name: str) -> None:
 )
 def test_what_stages_do_not_have_is_refused_by_name(options: dict[str, Any], sched: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=f"^`{name}`"):
-        check_stage_options(EngineOptions(**options), sched)
+        check_layout(EngineOptions(**options), sched)
 
 
 def test_slot_of_a_microbatch_that_does_not_exist_is_refused_and_changes_nothing() -> None:

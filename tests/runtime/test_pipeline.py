@@ -28,8 +28,8 @@ from lockstep.host.startup import Keeper  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime import ranks as ranks_module  # noqa: E402
 from lockstep.runtime.errors import EngineStopped  # noqa: E402
-from lockstep.runtime.models import build_model, read_settings  # noqa: E402
-from lockstep.runtime.models.stage import Stage  # noqa: E402
+from lockstep.runtime.models import Parallel, build_model, read_settings  # noqa: E402
+from lockstep.runtime.models.stage import StageLayers  # noqa: E402
 from lockstep.runtime.stages import RankPlace, check_stages  # noqa: E402
 from tests.support.adapters import write_adapter  # noqa: E402
 from tests.support.live_server import until  # noqa: E402
@@ -234,23 +234,23 @@ def test_stages_have_every_tensor_of_the_model_and_only_their_own(tied: bool, co
     whole = {one.name: one.into for one in build_model(config, random_weights_seed=3).tensors()}
     found: dict[str, int] = {}
     for number in range(count):
-        model = build_model(config, random_weights_seed=3, stage=Stage(number, count))
+        model = build_model(config, random_weights_seed=3, parallel=Parallel(stage=StageLayers(number, count)))
         for one in model.tensors():
             assert torch.equal(one.into, whole[one.name])
             found[one.name] = found.get(one.name, 0) + 1
         mine = {one.name for one in model.tensors()}
         assert all(model.surplus(name) for name in whole.keys() - mine)
         assert not any(model.has_elsewhere(name) for name in mine)
-        assert model.layers == len(Stage(number, count).layers(5))
+        assert model.layers == len(StageLayers(number, count).layers(5))
     twice = {"model.embed_tokens.weight"} if tied and count > 1 else set()
     assert found == {name: 1 + (name in twice) for name in whole}
 
 
 def test_a_tensor_of_no_layer_is_not_in_another_stage() -> None:
-    assert not Stage(0, 2).lacks("model.layers.5.mlp.up_proj.weight", 5, tied=True)
-    assert Stage(0, 2).lacks("model.layers.4.mlp.up_proj.weight", 5, tied=True)
+    assert not StageLayers(0, 2).lacks("model.layers.5.mlp.up_proj.weight", 5, tied=True)
+    assert StageLayers(0, 2).lacks("model.layers.4.mlp.up_proj.weight", 5, tied=True)
     with pytest.raises(ValueError, match="`number` must be 0 to 1"):
-        Stage(2, 2)
+        StageLayers(2, 2)
 
 
 def test_the_first_ranks_are_the_last_stage() -> None:

@@ -24,8 +24,8 @@ from lockstep.core.contract.setting import setting_fields
 from lockstep.host.admission_options import parse_admission
 from lockstep.host.answer_folders import ANSWERS
 from lockstep.host.engine_options import EngineOptions, RankOptions
+from lockstep.host.layout_options import check_layout
 from lockstep.host.options import Option, options_of
-from lockstep.host.stage_options import check_stage_options
 from lockstep.host.tier_options import check_tiers
 
 LOOPBACK = ("localhost",)
@@ -368,7 +368,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
             if name not in ("vllm", "sglang"):
                 raise ConfigError(f"`metrics_compat` must be vllm or sglang, got `{name}`")
         check_tiers(self, RankOptions())
-        check_stage_options(self, self.set)
+        check_layout(self, self.set, sorted({self.tp_of(engine) for engine in range(self.engines)}))
         known = [one.name for one in msgspec.structs.fields(SchedConfig)]
         for name, value in self.set.items():
             refuse_in_runtime(name)

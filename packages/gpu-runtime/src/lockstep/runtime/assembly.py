@@ -51,7 +51,7 @@ from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
 from lockstep.runtime.models import LanguageModel, Parallel, build_model, stored_dtype
 from lockstep.runtime.models.config_reader import DTYPES
 from lockstep.runtime.models.packed import pack_matrices, packed_bytes
-from lockstep.runtime.models.stage import WHOLE
+from lockstep.runtime.models.stage import ExpertSplit
 from lockstep.runtime.overlap import CpuLane, CudaLane, StreamLane
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.processor import multiplies_bfloat16
@@ -211,7 +211,7 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 
 def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ranks: OtherRanks | None) -> Assembled:
     mode, graph_rows_max = settings.cuda_graphs, settings.cuda_graph_max_batch
-    links = None if ranks is None else ranks.links
+    links, experts = None if ranks is None else ranks.links, ExpertSplit(settings.ep, settings.moe_a2a)
     if links is not None:
         mode = "off"  # graphs do not read what other stages send
     if settings.swa_full_tokens_ratio is not None:
@@ -227,12 +227,14 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
             choose_dtype(settings.dtype, device, settings.model),
             device,
             random_weights_seed=settings.random_weights_seed,
-            parallel=None if ranks is None else ranks.parallel(),
+            parallel=None if ranks is None else replace(ranks.parallel(), stage=ranks.place.stage, experts=experts),
             kv_fp8=settings.kv_cache_dtype == "fp8_e4m3",
             fp8_activations=settings.fp8_activations,
             backend=settings.model_backend,
-            stage=WHOLE if ranks is None else ranks.place.stage,
         )
+        if links is not None:
+            links.take_sizes(model.settings.hidden, model.dtype)
+            model.links = links
         if model.settings.quantization is not None:
             log.info("weights as stored: %s", weights_of(model))
         if slots := settings.sched.get("max_loras"):
@@ -269,7 +271,6 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         model,
         config,
         stream_lane(device, clock, links),
-        links=links,
         kernels=kernels,
         logit_processors=enabled,
         pooling=settings.pooling,
@@ -438,18 +439,14 @@ def make_executor(
     pooling: Pooling | None = None,
     debug: bool = False,
     draft: LanguageModel | None = None,
-    links: StageLinks | None = None,
 ) -> Executor:
     """Make the executor of a model under these settings, with its pool, tables and sampler, and without matchers.
 
     Args:
         lane: see `stream_lane`.
         draft: the model that drafts, where the settings require one.
-        links: to the other pipeline stages; None: there is one stage.
     """
     device = model.device
-    if links is not None:
-        links.take_sizes(model.settings.hidden, model.dtype)
     gpu = device.type == "cuda"
     hybrid = None if config.hybrid is msgspec.UNSET else config.hybrid
     graph_sizes = kernels.graph_sizes if hybrid is None else ()  # graphs do not follow pages of windows
@@ -520,7 +517,7 @@ def make_executor(
                 graphs.bytes / MIB,
             )
         return Executor(
-            RunnableModel(model, attention, graphs, split=model.is_part, states=states, links=links),
+            RunnableModel(model, attention, graphs, split=model.is_part, states=states, links=model.links),
             sampler,
             tables,
             lane,

@@ -10,14 +10,14 @@ A collective that fails leaves the ranks out of step. This cannot be repaired: t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, FileStore
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, FileStore
 
 from lockstep.runtime.errors import DeviceLost
 from lockstep.runtime.models.layers import Parallel
@@ -40,17 +40,17 @@ class Collectives:
 
     def __init__(self, store: str, rank: int, ranks: int, device: torch.device, timeout_s: float) -> None:
         self.rank, self.ranks, self.device = rank, ranks, device
-        timeout = timedelta(seconds=timeout_s)
-        self._reduce, self._gather = dist.AllreduceOptions(), AllgatherOptions()
-        self._reduce.asyncOp = self._gather.asyncOp = False  # on the caller's stream, not on a stream of the group
-        self._reduce.timeout = self._gather.timeout = timeout
+        self._reduce, self._gather, self._exchange = dist.AllreduceOptions(), AllgatherOptions(), AllToAllOptions()
+        for options in (self._reduce, self._gather, self._exchange):
+            options.asyncOp = False  # on the caller's stream, not on a stream of the group
+            options.timeout = timedelta(seconds=timeout_s)
         self._nccl = device.type == "cuda"
         self._group: Any = None
         self._attempt("meeting", lambda: self._meet(store, timeout_s))
 
     def parallel(self) -> Parallel:
         """Return this rank's part, with which models are built."""
-        return Parallel(self.rank, self.ranks, self.all_reduce, self.all_gather)
+        return Parallel(self.rank, self.ranks, self.all_reduce, self.all_gather, self.all_to_all)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over all ranks, with the same bits on each. May overwrite `tensor`."""
@@ -74,6 +74,19 @@ class Collectives:
         else:
             self._attempt("join", lambda: self._group.allgather([parts], [tensor], self._gather))
         return all_ranks.movedim(0, 1).reshape(rows, self.ranks * columns)
+
+    def all_to_all(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """Send rows to each rank. Every rank calls this, also if it sends and receives nothing.
+
+        Args:
+            rows: [sum of sends, k], by receiver. sends, receives: numbers of rows to and from each rank.
+        Returns: [sum of receives, k], by sender.
+        """
+        rows = rows.contiguous()
+        got = rows.new_empty(sum(receives), *rows.shape[1:])
+        counts = list(receives), list(sends)
+        self._attempt("exchange", lambda: self._group.alltoall_base(got, rows, *counts, self._exchange))
+        return got
 
     def abort(self) -> None:
         """Release threads that wait for ranks that have ended. gloo detects the end itself, NCCL's kernels do not."""

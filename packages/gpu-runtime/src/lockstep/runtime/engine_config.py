@@ -16,8 +16,8 @@ from lockstep.host.grammar_compiler import CompileLimits
 from lockstep.host.handover.decode import DecodeSide
 from lockstep.host.handover.kv import KvTransport
 from lockstep.host.handover.prefill import PrefillSide
+from lockstep.host.layout_options import check_layout
 from lockstep.host.options import Option, options_of
-from lockstep.host.stage_options import check_stage_options
 from lockstep.host.startup import Keeper
 from lockstep.host.text import Text
 from lockstep.host.tier_options import check_tiers
@@ -82,7 +82,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True):
             known, given = options_of(EngineOptions)[name].choices, getattr(self, name)
             if given not in known:
                 raise ConfigError(f"`{name}` must be {' or '.join(known)}, got `{given}`")
-        check_stage_options(self, self.sched)
+        check_layout(self, self.sched)
         check_fp8_activations(self.fp8_activations)
         check_timeout(self.batch_timeout_s)
         check_tiers(self, RankOptions())

@@ -87,6 +87,7 @@ from lockstep.runtime.graphs import (
 from lockstep.runtime.live import LiveModel
 from lockstep.runtime.lora.host_cache import HostAdapterCache, LocalAdapters
 from lockstep.runtime.models import read_settings
+from lockstep.runtime.models.stage import ExpertSplit
 from lockstep.runtime.outputs import (
     OutputDelta,
     PendingRequest,
@@ -205,9 +206,9 @@ class LLM:
                 choose_activations(fp8_activations, read_settings(folder, backend=backend).quantization, where)
             if tp != 1 or config.pp != 1:
                 of_model = read_settings(folder, backend=backend)
-                check_split(of_model, tp)
+                check_split(of_model, tp, config.ep)
                 check_stages(of_model, config.pp)
-                read_settings(folder, tp, backend)
+                read_settings(folder, tp, backend, ExpertSplit(config.ep, config.moe_a2a))
                 self.group = RankGroup(tp, where, settings, pp=config.pp, timeout_s=config.rank_timeout_s)
                 undo.callback(self.group.close)
                 where = self.group.device
@@ -253,7 +254,7 @@ class LLM:
                     model=model_name(folder),
                     gpu=device_name(where),
                     tp=tp,
-                    layout={} if config.pp == 1 else {"pp": config.pp},
+                    layout=layout_of(config),
                     logit_processors=packages or None,
                     kv_cache_dtype=None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
                     fp8_activations=self.model.activations or None,
@@ -743,6 +744,12 @@ def model_name(folder: Path) -> str:
 
     name = folder.resolve()
     return "demo" if name == COMMITTED.resolve() else name.name
+
+
+def layout_of(config: EngineConfig) -> dict[str, int | bool]:
+    """Return how GPUs share the model beside `tp`, by the names of the simulator, for the header of the journal."""
+    given = {"pp": (config.pp, 1), "ep": (config.ep, 1), "moe_a2a": (config.moe_a2a, False)}
+    return {name: value for name, (value, usual) in given.items() if value != usual}
 
 
 def demo_folder() -> Path:

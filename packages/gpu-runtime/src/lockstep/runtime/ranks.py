@@ -116,16 +116,27 @@ END_S = 5.0  # a worker is killed this long after its StopWorker message
 POLL_S = 0.2
 
 
-def check_split(model: ModelSettings, ranks: int) -> None:
-    """Raise ConfigError, with the fields of config.json, if `ranks` ranks cannot split a model."""
+def check_split(model: ModelSettings, ranks: int, ep: int = 1) -> None:
+    """Raise ConfigError, with the fields of config.json, if `ranks` ranks cannot split a model.
+
+    Args:
+        ep: ranks over which whole experts are divided; 1: every rank has a part of each.
+    """
     if ranks < 1:
         raise ConfigError(f"`tp` must be at least 1, got `{ranks}`")
+    if ep > 1 and (model.experts is None or model.backend == "transformers"):
+        runs = " run by transformers' code" if model.backend == "transformers" else ""
+        raise ConfigError(
+            f"`ep` is {ep}, but {model.architecture}{runs} has no experts that ranks could divide\nhint: leave it out"
+        )
     if model.backend == "transformers":
         return  # its plan is checked with the model
     shared = {"num_attention_heads": model.heads}
     if model.experts is None or model.experts.dense_layers:
         shared["intermediate_size"] = model.intermediate
-    if model.experts is not None:
+    if model.experts is not None and ep > 1:
+        shared["num_experts"] = model.experts.experts
+    elif model.experts is not None:
         shared["moe_intermediate_size"] = model.experts.intermediate
     wrong = [f"`{name}` {size} is not divided by {ranks}" for name, size in shared.items() if size % ranks]
     if model.kv_heads % ranks and ranks % model.kv_heads:

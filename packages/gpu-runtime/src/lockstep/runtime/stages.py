@@ -31,7 +31,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.runtime.collectives import CollectiveFailed, Collectives, process_group
 from lockstep.runtime.models.layers import Parallel
 from lockstep.runtime.models.settings import ModelSettings
-from lockstep.runtime.models.stage import Stage
+from lockstep.runtime.models.stage import StageLayers
 
 UNWAITED = 64  # sends of drawn tokens that are not waited for; batches in flight are fewer
 
@@ -50,9 +50,9 @@ class RankPlace:
         return self.tp * self.pp
 
     @property
-    def stage(self) -> Stage:
+    def stage(self) -> StageLayers:
         """The stage of the rank."""
-        return Stage(self.pp - 1 - self.rank // self.tp, self.pp)
+        return StageLayers(self.pp - 1 - self.rank // self.tp, self.pp)
 
     @property
     def column(self) -> int:
@@ -68,7 +68,7 @@ class StageLinks:
     Raises: CollectiveFailed.
     """
 
-    def __init__(self, store: str, stage: Stage, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, store: str, stage: StageLayers, device: torch.device, timeout_s: float) -> None:
         self.stage, self.device = stage, device
         self._width, self._dtype = 0, torch.float32
         self._groups: list[Any] = []

@@ -34,7 +34,7 @@ from lockstep.runtime.models.layers import Maker
 from lockstep.runtime.models.layers import Parallel as Parallel
 from lockstep.runtime.models.registry import BUILDERS, Builder
 from lockstep.runtime.models.settings import ModelSettings as ModelSettings
-from lockstep.runtime.models.stage import WHOLE, Stage
+from lockstep.runtime.models.stage import SPLIT_EXPERTS, ExpertSplit
 
 MODELOPT = "hf_quant_config.json"
 GENERATES, VECTORS_ONLY = "ForCausalLM", "Model"
@@ -54,7 +54,6 @@ def build_model(
     kv_fp8: bool = False,
     fp8_activations: Fp8Activations = "off",
     backend: ModelBackend = "auto",
-    stage: Stage = WHOLE,
 ) -> LanguageModel:
     """Return a model ready to run, without gradients.
 
@@ -66,7 +65,6 @@ def build_model(
         kv_fp8: store its KV in fp8, with the scales of the folder, or 1.
         fp8_activations: whether rows are rounded to fp8 before products with fp8 weights: quantized/activations.py.
         backend: the code that runs it: our own, or that of transformers; auto: our own for the architectures here.
-        stage: the layers of one pipeline stage; only our own code has stages.
     Raises: ConfigError for settings that are not supported; its subclass CheckpointError for tensors.
     """
     config: Mapping[str, Any]
@@ -83,7 +81,7 @@ def build_model(
         raise ConfigError(f"`dtype` must be {', '.join(DTYPES)}, got `{dtype}`")
     parallel = parallel or Parallel()
     with torch.no_grad():
-        maker = Maker(dtype, torch.device(device), parallel, fp8_activations=fp8_activations, stage=stage)
+        maker = Maker(dtype, torch.device(device), parallel, fp8_activations=fp8_activations)
         if random_weights_seed is not None or folder is None:
             model = _builder(config, backend)(config, maker)
             fill_randomly(model.tensors(), random_weights_seed or 0, rank=parallel.rank, ranks=parallel.ranks)
@@ -156,15 +154,18 @@ def read_kv_scales(
     return tuple(found)
 
 
-def read_settings(folder: str | Path, ranks: int = 1, backend: ModelBackend = "auto") -> ModelSettings:
+def read_settings(
+    folder: str | Path, ranks: int = 1, backend: ModelBackend = "auto", experts: ExpertSplit = SPLIT_EXPERTS
+) -> ModelSettings:
     """Return the settings in a folder's config.json, without making a model. Raises ConfigError.
 
     Args:
         ranks: number of ranks that split the model; raises also if they cannot split its quantised matrices.
         backend: see `build_model`.
+        experts: how ranks share experts.
     """
     config = _with_other_files(read_config(Path(folder)), Path(folder))
-    parallel = Parallel() if ranks == 1 else Parallel(0, ranks, lambda one: one, lambda one: one)
+    parallel = Parallel() if ranks == 1 else Parallel(0, ranks, lambda one: one, lambda one: one, experts=experts)
     make = Maker(device=torch.device("meta"), parallel=parallel)
     return _builder(config, backend)(config, make).settings
 

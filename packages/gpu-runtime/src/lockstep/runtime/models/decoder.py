@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.checkpoint import TensorSpec
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.lora.slots import LoraTarget
-from lockstep.runtime.models.experts import Experts
+from lockstep.runtime.models.experts import Experts, experts_of
 from lockstep.runtime.models.language_model import LanguageModel
 from lockstep.runtime.models.layers import (
     Attention,
@@ -29,6 +30,7 @@ from lockstep.runtime.models.rope import Rotary
 from lockstep.runtime.models.settings import ModelSettings
 from lockstep.runtime.quantized.activations import choose_activations
 
+OF_EXPERT = re.compile(r"\.experts\.([0-9]+)\.")
 OF_ROWS = (".input_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
 """Suffixes of scales of rows and KV in a quantised checkpoint. They are read only if fp8 rows or fp8 KV are enabled."""
 
@@ -43,7 +45,7 @@ class Layer(nn.Module):
         prefix = f"model.layers.{layer}"
         self.attention = Attention(
             make.within(f"{prefix}.self_attn"),
-            layer - make.stage.layers(settings.layers).start,
+            layer - make.parallel.stage.layers(settings.layers).start,
             AttentionSizes(
                 hidden=settings.hidden,
                 heads=settings.heads,
@@ -97,7 +99,9 @@ class Decoder(LanguageModel):
     def __init__(self, make: Maker, settings: ModelSettings, *, qk_norm: bool = False) -> None:
         super().__init__(make, settings)
         self.rotary = Rotary(settings.rope, settings.head_dim, make.dtype, make.device)
-        stage, own = make.stage, make.stage.layers(settings.layers)
+        if make.parallel.experts.a2a:
+            self.uncapturable_because = "tokens are sent to the ranks of their experts, as many as are known on the CPU"
+        stage, own = make.parallel.stage, make.parallel.stage.layers(settings.layers)
         tied_head = stage.is_last and settings.tied and settings.generates
         self.embeddings: VocabEmbedding | None = None
         if stage.is_first or tied_head:
@@ -167,11 +171,19 @@ class Decoder(LanguageModel):
         if self.head is not None and self.head is not self.embeddings:
             yield from self.head.tensors("lm_head")
 
+    def _has_other_rank(self, name: str) -> bool:
+        """Return whether a tensor is of an expert that another rank has."""
+        if self.parallel.experts.ep == 1 or self.settings.experts is None or (found := OF_EXPERT.search(name)) is None:
+            return False
+        count = self.settings.experts.experts
+        expert = int(found[1])
+        return expert < count and expert not in experts_of(count, self.parallel.rank, self.parallel.ranks)
+
     def surplus(self, name: str) -> bool:
         """Return whether a checkpoint may hold this tensor although it is not read, because it follows from others."""
         if self.settings.quantization is not None and name.endswith(OF_ROWS):
             return True
-        if self.has_elsewhere(name):
+        if self.has_elsewhere(name) or self._has_other_rank(name):
             return True
         return name.endswith(".rotary_emb.inv_freq") or (
             name == "lm_head.weight" and (self.settings.tied or not self.settings.generates)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from lockstep.runtime.lora.slots import LoraTarget
 from lockstep.runtime.models.layers import Maker
 from lockstep.runtime.models.settings import ModelSettings
 from lockstep.runtime.states.pool import StatePart
+
+if TYPE_CHECKING:
+    from lockstep.runtime.stages import StageLinks
 
 
 class LanguageModel(nn.Module, ABC):
@@ -42,7 +46,8 @@ class LanguageModel(nn.Module, ABC):
     def __init__(self, make: Maker, settings: ModelSettings) -> None:
         super().__init__()
         self.settings, self.parallel, self.dtype, self.device = settings, make.parallel, make.dtype, make.device
-        self.stage = make.stage
+        self.stage = make.parallel.stage
+        self.links: StageLinks | None = None  # to the other pipeline stages
         self.kv_scales: tuple[tuple[float, float], ...] | None = None  # of keys and values by layer, for KV in fp8
         self.adapter_slots, self.adapter_rank = 0, 0
         self.targets: tuple[LoraTarget, ...] = ()  # matrices that adapters may change

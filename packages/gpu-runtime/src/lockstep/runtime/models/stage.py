@@ -1,4 +1,4 @@
-"""The part of a model that one pipeline stage has: some of its layers, and perhaps one of its ends."""
+"""The part of a model that one rank has: the layers of its pipeline stage, and its share of experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LAYER = re.compile(r"(?:model\.)?layers\.([0-9]+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageLayers:
     """Stage `number` of `count`. Layers are divided evenly: the sizes of stages differ by at most one layer.
 
     The first stage has the embedding, the last one the last norm and the output projection. If these two are one matrix
@@ -48,4 +48,18 @@ class Stage:
         return bare in ("norm.weight", "lm_head.weight") and not self.is_last
 
 
-WHOLE = Stage()
+WHOLE = StageLayers()
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSplit:
+    """How ranks share experts: each has a part of every expert (`ep` 1), or whole experts (`ep` is the ranks).
+
+    With `a2a` a token is sent to the ranks of its experts; otherwise each rank computes its experts for all tokens.
+    """
+
+    ep: int = 1
+    a2a: bool = False
+
+
+SPLIT_EXPERTS = ExpertSplit()

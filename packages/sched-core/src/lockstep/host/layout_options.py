@@ -1,8 +1,11 @@
-"""Pipeline stages by options of a command line: what an engine with stages does not have, and the other way round."""
+"""How the GPUs of an engine share a model, by options of a command line: what goes together.
+
+The options are `tp`, `pp` (pipeline stages), `ep` and `moe_a2a` (experts), as in the simulator.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from lockstep.core.contract.config import PP_SIZE_MAX, STAGES_ONLY
@@ -10,11 +13,17 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.host.engine_options import GraphMode
 
 
-class StageOptions(Protocol):
+class Layout(Protocol):
     """Options of an engine with a model."""
 
     @property
+    def tp(self) -> int: ...
+    @property
     def pp(self) -> int: ...
+    @property
+    def ep(self) -> int: ...
+    @property
+    def moe_a2a(self) -> bool: ...
     @property
     def swa_full_tokens_ratio(self) -> float | None: ...
     @property
@@ -27,7 +36,27 @@ NOT_IN_STAGES = {"swa_full_tokens_ratio": None, "draft_model": None}
 """Options that stages do not follow yet, with the values that leave them out."""
 
 
-def check_stage_options(given: StageOptions, sched: Mapping[str, Any]) -> None:
+def check_layout(given: Layout, sched: Mapping[str, Any], tps: Sequence[int] = ()) -> None:
+    """Raise ConfigError for options that do not go together.
+
+    Args:
+        tps: `tp` of all engines of a server; empty: of one engine, `tp`.
+    """
+    _check_stages(given, sched)
+    for tp in tps or (given.tp,):
+        if given.ep not in (1, tp):
+            raise ConfigError(
+                f"`ep` must be 1 (each expert split over the ranks) or `tp` {tp} (whole experts on each), "
+                f"got `{given.ep}`"
+            )
+    if given.moe_a2a and given.ep == 1:
+        raise ConfigError(
+            "`moe_a2a` sends tokens to the ranks of their experts, but `ep` is 1: every rank has a part of each\n"
+            "hint: --ep N with --tp N, or leave out --moe-a2a"
+        )
+
+
+def _check_stages(given: Layout, sched: Mapping[str, Any]) -> None:
     """Raise ConfigError for options that stages do not follow, and for settings of stages without stages."""
     if not 1 <= given.pp <= PP_SIZE_MAX:
         raise ConfigError(f"`pp` must be 1 to {PP_SIZE_MAX}, got `{given.pp}`")
