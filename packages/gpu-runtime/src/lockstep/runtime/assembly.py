@@ -319,6 +319,8 @@ def make_mover(settings: RankSettings, model: LanguageModel, config: SchedConfig
         parallel: tuple[int, ...] = (model.parallel.rank, model.parallel.ranks)
         if model.stage.count > 1:
             parallel += (model.stage.number, model.stage.count)
+        if settings.ep > 1:
+            parallel += (settings.ep, int(settings.moe_a2a))
         computed = (pages.layout(), type(model).__name__, str(model.dtype), model.activations, settings.numerics)
         folder, seed = Path(settings.model), settings.random_weights_seed
         weights = weights_digest(folder) if seed is None else random_weights_digest(folder, seed)

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, FileSt
 from lockstep.runtime.errors import DeviceLost
 from lockstep.runtime.models.layers import Parallel
 
+LOOPBACK = "127.0.0.1"
 START_S = 300.0  # limit for all ranks to join the group, and to finish loading after the first of them has
 
 
@@ -113,18 +114,21 @@ class Collectives:
             ) from error
 
 
-def process_group(store: str, rank: int, ranks: int, device: torch.device, timeout_s: float) -> Any:
+def process_group(
+    store: str, rank: int, ranks: int, device: torch.device, timeout_s: float, host: str = LOOPBACK
+) -> Any:
     """Return a process group of torch's, outside of its global ones. Waits for all ranks. Raises RuntimeError.
 
     Args:
-        store: a path that is passed to all ranks; the file is created.
+        store: the same for all ranks: a path, whose file is created, or HOST|PORT|NAME of a TCPStore.
         timeout_s: limit for one operation on the CPU; with NCCL, the time after which torch itself aborts.
+        host: address of this machine to which gloo is bound.
     """
-    shared = FileStore(store, ranks)
-    shared.set_timeout(timedelta(seconds=START_S))
+    shared = _shared(store, ranks)
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # for the first contact only; data use NVLink or PCIe
+        if host == LOOPBACK:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # for the first contact only; data use NVLink or PCIe
         # 2: release kernels that wait for a lost rank, but do not end this process; the caller reports the error
         # first.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
@@ -135,6 +139,17 @@ def process_group(store: str, rank: int, ranks: int, device: torch.device, timeo
         group.eager_connect_single_device(device)
         return group
     gloo = dist.ProcessGroupGloo._Options()
-    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     gloo._timeout = timeout
     return dist.ProcessGroupGloo(shared, rank, ranks, gloo)
+
+
+def _shared(store: str, ranks: int) -> Any:
+    """Return the store by which ranks find each other."""
+    if "|" not in store:
+        shared = FileStore(store, ranks)
+        shared.set_timeout(timedelta(seconds=START_S))
+        return shared
+    host, port, name = store.split("|")
+    limit = timedelta(seconds=START_S)
+    return dist.PrefixStore(name, dist.TCPStore(host, int(port), wait_for_workers=False, timeout=limit))

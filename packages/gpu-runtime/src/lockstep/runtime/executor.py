@@ -139,6 +139,7 @@ class _Launched:
     states: PlannedStates | None = None
     allowed: Int32s | None = None
     begun: Any = None
+    entered: Any = None  # with several stages: when it was sent to all of them, from which its time counts
     laid: list[PassTensors] = field(default_factory=list)
     logits: Tensor | None = None  # of a computed batch that may not sample yet
     wanted: dict[str, Tensor] = field(default_factory=dict)  # results to copy to the CPU
@@ -349,6 +350,7 @@ class Executor:
     def _expect(self, launched: _Launched, links: StageLinks) -> None:
         """Begin to receive what other stages will send for a batch."""
         one = launched.packed.passes[0]
+        launched.entered = self.lane.begin()
         with self.lane.stream():
             if not links.stage.is_first:
                 launched.hidden = links.expect_hidden(int(one.indptr[-1]))
@@ -566,7 +568,8 @@ class Executor:
                 launched.wanted[name] = joined
         if self.links is not None and drawn:
             self.links.send_drawn(_packed_drawn(launched.wanted))
-        launched.download = self.lane.download(launched.wanted, launched.begun)
+        begun = launched.begun if launched.entered is None else launched.entered
+        launched.download = self.lane.download(launched.wanted, begun)
         launched.wanted = {}
 
     def _verify(

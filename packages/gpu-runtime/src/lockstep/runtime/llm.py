@@ -209,7 +209,9 @@ class LLM:
                 check_split(of_model, tp, config.ep)
                 check_stages(of_model, config.pp)
                 read_settings(folder, tp, backend, ExpertSplit(config.ep, config.moe_a2a))
-                self.group = RankGroup(tp, where, settings, pp=config.pp, timeout_s=config.rank_timeout_s)
+                self.group = RankGroup(
+                    tp, where, settings, pp=config.pp, timeout_s=config.rank_timeout_s, ray=config.ray
+                )
                 undo.callback(self.group.close)
                 where = self.group.device
             made = assemble(settings, where, clock, self.group)

@@ -57,7 +57,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import BatchId, RequestId
 from lockstep.host.batches import NO_CONTEXT, BatchResult, ContextOf
 from lockstep.host.cache_moves import MoveEnd
-from lockstep.runtime.collectives import START_S, CollectiveFailed
+from lockstep.runtime.collectives import LOOPBACK, START_S, CollectiveFailed
 from lockstep.runtime.errors import DeviceLost, RankLost
 from lockstep.runtime.executor import Executor, Matchers
 from lockstep.runtime.live import LiveModel
@@ -101,6 +101,7 @@ from lockstep.runtime.rank_wire import (
     drawn_digest,
     in_turn,
 )
+from lockstep.runtime.ray_ranks import LOST, RayNodes, RayProcess
 from lockstep.runtime.stages import RankEnds, RankPlace, StageLinks
 
 log = logging.getLogger("lockstep.runtime")
@@ -168,8 +169,9 @@ class _Worker:
     """Rank 0's state of one worker. The group's lock guards all that changes."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | RayProcess
     channel: Channel
+    where: str = ""  # " on 10.0.0.2", if that is not the machine of rank 0
     doing: str = "starting"
     chosen: Chosen | None = None
     sized: Sized | None = None
@@ -183,7 +185,11 @@ class _Worker:
 
     def described(self) -> str:
         """Return rank, stage and process."""
-        return f"rank {self.rank}{self.stage} (process {self.process.pid})"
+        return f"rank {self.rank}{self.stage} (process {self.process.pid}{self.where})"
+
+    def state(self) -> str:
+        """Return the state of the process, if it is on this machine."""
+        return "" if self.where else _state(self.process.pid)
 
     def busy(self) -> str:
         """Return the current activity, for a message about its end."""
@@ -206,7 +212,14 @@ class RankGroup:
     """
 
     def __init__(
-        self, tp: int, device: torch.device, settings: RankSettings, *, pp: int = 1, timeout_s: float = TIMEOUT_S
+        self,
+        tp: int,
+        device: torch.device,
+        settings: RankSettings,
+        *,
+        pp: int = 1,
+        timeout_s: float = TIMEOUT_S,
+        ray: str | None = None,
     ) -> None:
         if not timeout_s > 0:
             raise ConfigError(
@@ -231,13 +244,19 @@ class RankGroup:
         self._folder = Path(tempfile.mkdtemp(prefix="lockstep-ranks-"))  # of mode 0700
         self._workers: list[_Worker] = []
         self._ends: RankEnds | None = None
+        self._nodes: RayNodes | None = None  # of the stages on other machines
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         try:
-            devices = [rank_device(device, rank, tp, pp) for rank in range(ranks)]
+            if ray is not None:
+                self._nodes = RayNodes(ray, self.place, gpus=device.type == "cuda")
+            devices = self._devices(device)
             self.device = devices[0]
             self._workers += [self._spawn(rank) for rank in range(1, ranks)]
             self._watcher.start()
-            store = str(self._folder / "store")
+            store, host = str(self._folder / "store"), LOOPBACK
+            if self._nodes is not None:
+                host = self._nodes.host
+                store = f"{host}|{self._nodes.store.port}|ranks"
             for worker in self._workers:
                 given = WorkerSetup(
                     rank=worker.rank,
@@ -250,7 +269,7 @@ class RankGroup:
                     settings=settings,
                 )
                 self._send(worker, given)
-            self._ends = self._while_alive(lambda: RankEnds(store, self.place, devices[0], self._collective_s))
+            self._ends = self._while_alive(lambda: RankEnds(store, self.place, devices[0], self._collective_s, host))
         except BaseException:
             self.close()
             raise
@@ -421,14 +440,27 @@ class RankGroup:
             self._watcher.join()
         if self._ends is not None and not stuck:
             self._ends.close()
+        if self._nodes is not None:
+            self._nodes.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         if stuck:
             end_hard_at_exit("a thread of rank 0")
 
     # -------------------------------------------------------------------------------------------------------- inside
 
+    def _devices(self, first: torch.device) -> list[torch.device]:
+        """Return the device of each rank, as its process sees it. A process of Ray sees only its own GPU."""
+        tp, pp, nodes = self.place.tp, self.place.pp, self._nodes
+        if nodes is None:
+            return [rank_device(first, rank, tp, pp) for rank in range(self.ranks)]
+        elsewhere = torch.device("cuda", 0) if first.type == "cuda" else first
+        return [elsewhere if nodes.has(rank) else rank_device(first, rank, tp) for rank in range(self.ranks)]
+
     def _spawn(self, rank: int) -> _Worker:
         """Start a worker in a new interpreter, because a forked one would have lost torch's threads."""
+        if self._nodes is not None and self._nodes.has(rank):
+            remote, connection = self._nodes.take(rank)
+            return self._served(rank, remote, connection, f" on {remote.node}")
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -439,7 +471,13 @@ class RankGroup:
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
-        worker = _Worker(rank, process, Channel(ours, ToLead, self.timeout_s))
+        return self._served(rank, process, ours)
+
+    def _served(
+        self, rank: int, process: subprocess.Popen[bytes] | RayProcess, ours: socket.socket, where: str = ""
+    ) -> _Worker:
+        """Return a worker whose messages and output are received."""
+        worker = _Worker(rank, process, Channel(ours, ToLead, self.timeout_s), where)
         if self.place.pp > 1:
             stage = RankPlace(rank, self.place.tp, self.place.pp).stage
             worker.stage = f", stage {stage.number + 1} of {stage.count}"
@@ -570,7 +608,8 @@ class RankGroup:
     def _forward(self, worker: _Worker) -> None:
         """Copy the output of a worker to this process's log."""
         printed: IO[bytes] | None = worker.process.stdout
-        assert printed is not None
+        if printed is None:  # Ray keeps the output
+            return
         with printed:
             for line in printed:
                 log.warning("rank %d: %s", worker.rank, line.decode("utf-8", "replace").rstrip())
@@ -589,7 +628,7 @@ class RankGroup:
                     worker.waited_s += passed
                 late = [worker for worker in late if worker.waited_s > self.timeout_s]
             if late:
-                names = ", ".join(worker.described() + _state(worker.process.pid) for worker in late)
+                names = ", ".join(worker.described() + worker.state() for worker in late)
                 self._fail(f"batch {late[0].launched[0]} did not come back in {self.timeout_s:g} s from {names}")
         if self._noticed.wait(GRACE_S):
             return
@@ -793,6 +832,8 @@ class ShownMasks:
 
 def _exit_text(status: int) -> str:
     """Describe how a process ended."""
+    if status == LOST:
+        return "was lost with its node"
     if status == -signal.SIGKILL:
         return "was ended by SIGKILL (the kernel does that when memory runs out)"
     if status < 0:

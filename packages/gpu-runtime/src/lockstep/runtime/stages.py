@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lockstep.core.contract.config import PP_SIZE_MAX
 from lockstep.core.contract.errors import ConfigError
-from lockstep.runtime.collectives import CollectiveFailed, Collectives, process_group
+from lockstep.runtime.collectives import LOOPBACK, CollectiveFailed, Collectives, process_group
 from lockstep.runtime.models.layers import Parallel
 from lockstep.runtime.models.settings import ModelSettings
 from lockstep.runtime.models.stage import StageLayers
@@ -64,17 +64,18 @@ class StageLinks:
     """What one rank sends to the other stages of its column, and receives from them.
 
     Args:
-        store: a path for this column, in a folder of the engine; files with this beginning are created.
+        store: of this column, see `collectives.process_group`; names with this beginning are used.
+        host: address of this machine to which gloo is bound.
     Raises: CollectiveFailed.
     """
 
-    def __init__(self, store: str, stage: StageLayers, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, store: str, stage: StageLayers, device: torch.device, timeout_s: float, host: str) -> None:
         self.stage, self.device = stage, device
         self._width, self._dtype = 0, torch.float32
         self._groups: list[Any] = []
         for what in ("hidden", "drawn"):
             with self._explained("meeting"):
-                made = process_group(f"{store}.{what}", stage.number, stage.count, device, timeout_s)
+                made = process_group(f"{store}.{what}", stage.number, stage.count, device, timeout_s, host)
             self._groups.append(made)
         self._hidden_sends: deque[tuple[Any, Tensor]] = deque()  # gloo reads a tensor until its send has ended
         self._drawn_sends: deque[tuple[Any, Tensor]] = deque()
@@ -158,11 +159,14 @@ class RankEnds:
     The constructor returns once all ranks have joined.
 
     Args:
-        store: a path that is passed to all ranks, in a folder of their own; files with this beginning are created.
+        store: the same for all ranks, see `collectives.process_group`; names with this beginning are used.
+        host: address of this machine, on which the ranks of its stage are, for the other stages.
     Raises: CollectiveFailed.
     """
 
-    def __init__(self, store: str, place: RankPlace, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self, store: str, place: RankPlace, device: torch.device, timeout_s: float, host: str = LOOPBACK
+    ) -> None:
         self.place = place
         self.collectives: Collectives | None = None
         self.links: StageLinks | None = None
@@ -170,7 +174,7 @@ class RankEnds:
             group = f"{store}.stage{place.stage.number}"
             self.collectives = Collectives(group, place.column, place.tp, device, timeout_s)
         if place.pp > 1:
-            self.links = StageLinks(f"{store}.column{place.column}", place.stage, device, timeout_s)
+            self.links = StageLinks(f"{store}.column{place.column}", place.stage, device, timeout_s, host)
 
     def parallel(self) -> Parallel:
         """Return this rank's part of the layers of its stage."""

@@ -1,5 +1,7 @@
 """A rank other than the first: `python -m lockstep.runtime.worker FD`, started by `ranks.py` only.
 
+On another machine a process of Ray starts it with HOST|PORT|RANK instead of FD (ray_ranks.py).
+
 It makes its part of the model, then carries out rank 0's messages in order: the same launches, samples and results. It
 makes no decisions, receives no requests and keeps no journal.
 
@@ -83,6 +85,7 @@ from lockstep.runtime.rank_wire import (
     drawn_digest,
     in_turn,
 )
+from lockstep.runtime.ray_ranks import connect
 from lockstep.runtime.stages import RankEnds, RankPlace
 from lockstep.runtime.tiers.mover import HostMover
 from lockstep.runtime.transfer.follow import TransferOrders
@@ -300,7 +303,8 @@ class Follower:
 def follow(orders: Orders) -> None:
     """Run a rank from its first message to its end."""
     setup = orders.expect(WorkerSetup)
-    orders.folder = Path(setup.store).parent
+    if "|" not in setup.store:
+        orders.folder = Path(setup.store).parent
     torch.set_num_threads(setup.threads)
     device = torch.device(setup.device)
     if device.type == "cuda":
@@ -308,7 +312,7 @@ def follow(orders: Orders) -> None:
     send = orders.channel.send
     send(Doing("meeting the other ranks"))
     place = RankPlace(setup.rank, setup.tp, setup.pp)
-    ends = RankEnds(setup.store, place, device, setup.timeout_s)
+    ends = RankEnds(setup.store, place, device, setup.timeout_s, orders.channel.host)
     send(Doing("loading the model"))
     assembled = assemble(setup.settings, device, HostClock(), LeadRank(orders, ends))
     send(Ready())
@@ -319,7 +323,11 @@ def follow(orders: Orders) -> None:
 def main(arguments: Sequence[str]) -> None:
     """Run the worker, then exit at once: torch may wait for ranks that have ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes at the terminal; rank 0 decides
-    orders = Orders(Channel(socket.socket(fileno=int(arguments[0])), ToWorker, timeout_s=30.0))
+    if "|" in arguments[0]:
+        end = connect(arguments[0])
+    else:
+        end = socket.socket(fileno=int(arguments[0]))
+    orders = Orders(Channel(end, ToWorker, timeout_s=30.0))
     status = 0
     try:
         follow(orders)

@@ -131,6 +131,12 @@ class EngineOptions(RankOptions, frozen=True, kw_only=True, forbid_unknown_field
     pp: Annotated[
         int, Option("Pipeline stages: groups of --tp GPUs, or of processes, with some of the layers each.")
     ] = 1
+    ray: Annotated[
+        str | None,
+        Option(
+            "Place the stages before the last one on nodes of a Ray cluster: auto, or HOST:PORT.", metavar="ADDRESS"
+        ),
+    ] = None
     random_weights: Annotated[
         int | None, Option("Use small random weights of this seed; only config.json is read.", metavar="SEED")
     ] = None

@@ -21,6 +21,8 @@ class Layout(Protocol):
     @property
     def pp(self) -> int: ...
     @property
+    def ray(self) -> str | None: ...
+    @property
     def ep(self) -> int: ...
     @property
     def moe_a2a(self) -> bool: ...
@@ -43,6 +45,12 @@ def check_layout(given: Layout, sched: Mapping[str, Any], tps: Sequence[int] = (
         tps: `tp` of all engines of a server; empty: of one engine, `tp`.
     """
     _check_stages(given, sched)
+    if given.ray is not None and given.pp == 1:
+        raise ConfigError(
+            f"`ray` is {given.ray}, but the engine has one stage, which is on this machine\nhint: give --pp N"
+        )
+    if given.ray == "":
+        raise ConfigError("`ray` is empty\nhint: auto, or HOST:PORT")
     for tp in tps or (given.tp,):
         if given.ep not in (1, tp):
             raise ConfigError(
