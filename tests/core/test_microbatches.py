@@ -153,6 +153,23 @@ def test_what_stages_do_not_have_is_refused_by_name(options: dict[str, Any], sch
         check_layout(EngineOptions(**options), sched)
 
 
+def test_slots_are_offered_in_turn_to_microbatches_with_work_and_room() -> None:
+    played = Played(pp_max_micro_batch_size=2)
+    several, engine = played.engine.microbatches, played.engine
+    assert engine.open_slots() == []
+    assert several.next_slot([], 0) == several.at
+    for _ in range(3):
+        played.arrive(3, 8)
+    assert engine.open_slots() == [0, 1]
+    assert [several.next_slot([0, 1], offered) for offered in (-1, 0, 1)] == [0, 1, 0]
+    assert played.ready(0) is not None
+    assert engine.open_slots() == [1], "the first has as many batches in flight as it may"
+    assert played.ready(1) is not None
+    assert engine.open_slots() == []
+    played.finish()
+    assert engine.open_slots() == [0]
+
+
 def test_slot_of_a_microbatch_that_does_not_exist_is_refused_and_changes_nothing() -> None:
     played = Played()
     played.arrive(3, 3)
