@@ -120,7 +120,8 @@ class RayNodes:
                 reason = str(error).strip().partition("\n")[0]
                 raise ConfigError(f"`ray`: no Ray cluster at `{address}`: {reason}\nhint: {HINT}") from None
         self.kind = "GPU" if gpus else "CPU"
-        self.host = str(ray.util.get_node_ip_address())
+        util: Any = ray.util
+        self.host = str(util.get_node_ip_address())
         self._listener = socket.create_server((self.host, 0))
         self._secret = secrets.token_bytes(32)
         self.store = dist.TCPStore(
