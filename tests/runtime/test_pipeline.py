@@ -24,6 +24,7 @@ from safetensors.torch import save_file  # noqa: E402
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.core.contract.events import BatchFinished, RequestRetracted  # noqa: E402
 from lockstep.core.journal.replay import fold, replay  # noqa: E402
+from lockstep.host.errors import killed_from_outside  # noqa: E402
 from lockstep.host.startup import Keeper  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime import ranks as ranks_module  # noqa: E402
@@ -288,5 +289,6 @@ def test_a_killed_stage_ends_the_engine_with_one_sentence(name: str, idle: bool,
         assert one.over.wait(120)
     where = f"rank {worker.rank}, stage 1 of {llm.config.pp_size} (process {worker.process.pid}) was ended by SIGKILL"
     assert where in str(said.value)
+    assert killed_from_outside(llm.host.error), "requests are not suspects of such an end"
     llm.close()
     assert all(one.process.returncode is not None for one in llm.group._workers)

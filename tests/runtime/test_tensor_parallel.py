@@ -37,6 +37,7 @@ from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.core.contract.events import Grammar, RequestRetracted, SamplingParams  # noqa: E402
 from lockstep.core.journal.replay import fold  # noqa: E402
 from lockstep.host.batches import BatchResult, RowContext  # noqa: E402
+from lockstep.host.errors import killed_from_outside  # noqa: E402
 from lockstep.host.loop import RequestServices  # noqa: E402
 from lockstep.runtime import LLM, Params, RequestOutput  # noqa: E402
 from lockstep.runtime import ranks as ranks_module  # noqa: E402
@@ -385,6 +386,7 @@ def test_a_worker_that_raises_ends_the_engine_with_its_error(
     said = lost(llm, RAISE)
     assert f"rank 1 (process {worker_of(llm)}) failed with batch" in said
     assert "ZeroDivisionError: planted" in said
+    assert not killed_from_outside(llm.host.error)
     assert "\n" not in said
     assert "rank 1: a word of the worker" in caplog.messages
 

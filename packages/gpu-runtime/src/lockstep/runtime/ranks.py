@@ -57,6 +57,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import BatchId, RequestId
 from lockstep.host.batches import NO_CONTEXT, BatchResult, ContextOf
 from lockstep.host.cache_moves import MoveEnd
+from lockstep.host.recovery import OUTSIDE_SIGNALS
 from lockstep.runtime.collectives import LOOPBACK, START_S, CollectiveFailed
 from lockstep.runtime.errors import DeviceLost, RankLost
 from lockstep.runtime.executor import Executor, Matchers
@@ -330,7 +331,7 @@ class RankGroup:
         """Raise RankLost if the group has ended."""
         if self.failure:
             self._noticed.set()
-            raise RankLost(self.failure)
+            raise self._lost()
 
     def explain(self, error: DeviceLost) -> DeviceLost:
         """Return the error for rank 0 to raise instead of `error`: its cause, if that is on another rank."""
@@ -339,7 +340,13 @@ class RankGroup:
         self._noticed.set()
         if not self.failure:
             self._fail(f"rank 0: {error}")
-        return error if self.failure.endswith(str(error)) else RankLost(self.failure)
+        return error if self.failure.endswith(str(error)) else self._lost()
+
+    def _lost(self) -> RankLost:
+        """Return the error of the failure."""
+        error = RankLost(self.failure)
+        error.killed = self._kind == "killed"
+        return error
 
     def launch(self, order: Order) -> None:
         """Send every worker the order that rank 0 is about to launch."""
@@ -555,7 +562,8 @@ class RankGroup:
             self._fail(f"{worker.described()} closed its channel {worker.busy()}, but still runs")
             return
         worker.threads[1].join(LAST_WORD_S)  # log what it wrote before its end is reported
-        self._fail(f"{worker.described()} {_exit_text(status)} {worker.busy()}")
+        kind = "killed" if -status in OUTSIDE_SIGNALS else "other"
+        self._fail(f"{worker.described()} {_exit_text(status)} {worker.busy()}", kind)
 
     def _take_in(self, worker: _Worker, message: ToLead) -> None:
         compared: tuple[BatchId, bytes, bytes] | None = None

@@ -252,6 +252,7 @@ class RuntimeHost:
     ) -> None:
         self.engine, self.executor, self.journal, self.clock = engine, executor, journal, clock
         self.failure = ""  # why the host ended; "" while it accepts requests
+        self.error: BaseException | None = None  # that ended the host; None if it was stopped, or ended from outside
         self.batches = 0
         self.drafts = DraftCounts()
         self.turns = 0  # turns of the loop: several per second unless a call does not return
@@ -411,6 +412,7 @@ class RuntimeHost:
                 else:
                     self._sleep()
         except BaseException as error:
+            self.error = error
             self._end(f"the engine failed: {type(error).__name__}: {error}")
             raise
         self._end("the engine was stopped")
