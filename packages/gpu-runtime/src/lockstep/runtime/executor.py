@@ -301,7 +301,8 @@ class Executor:
         launched = self._queue[0]
         if self.links is not None and not self.samples:
             self._take_over(launched)
-            self.links.sent()
+            with self.lane.stream():  # which may reuse the memory of the result only behind its send
+                self.links.sent()
         if launched.error:
             self._queue.popleft()
             for behind in self._queue:
