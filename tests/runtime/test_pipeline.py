@@ -60,6 +60,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         "batching": "mixed",
         "pages": 60,
         "reserve": "on_demand",
+        "retract_every": 6,
     },
 }
 KINDS: list[dict[str, Any]] = [
