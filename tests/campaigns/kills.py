@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
         given += ("--prefill-engines", str(told.prefill), "--decode-engines", str(told.decode))
     with tempfile.TemporaryDirectory() as folder:
         log = told.log or Path(folder) / "log"
-        with serving(log, *given, "--restarts", str(told.kills + 1)) as server:
+        with serving(log, *given, "--restarts", str(2 * told.kills + 1)) as server:
             client = None
             if told.demo_model:
                 expected = ModelStreams(server, requests_of(seed, told.requests))
