@@ -268,6 +268,7 @@ class LLM:
                     assert journal is not None
                     self._journal = JournalWriter.create(journal, header)
                 undo.callback(self._journal.close)
+            self._bubbles.resume(len(engine.requests), engine.now_us)
             self._host_adapters: LocalAdapters | LeadAdapters | None = None
             if self.config.max_loras:
                 cache = HostAdapterCache(self.model)
