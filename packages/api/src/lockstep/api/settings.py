@@ -264,7 +264,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
 
     # time
     slow_reader_s: Annotated[
-        float, Option("Seconds after which a stream is cancelled if its client reads nothing.")
+        float, Option("Seconds in which a client reads 16 KiB of an unsent answer, or the rest; slower ones are disconnected.")
     ] = 30.0
     stalled_s: Annotated[
         float, Option("Seconds without progress after which an engine with open requests is unhealthy.")

@@ -210,7 +210,7 @@ def _http(app: Any, settings: ServeSettings) -> HttpServer:
     return HttpServer(
         uvicorn.Config(
             app,
-            http=bounded_by(settings.limits),
+            http=bounded_by(settings.limits, settings.slow_reader_s),
             ws="none",
             lifespan="off",
             log_config=None,
