@@ -273,7 +273,7 @@ def lm_eval(client: Client, servers: Servers) -> str:
         (found,) = out.rglob("results_*.json")
         results = json.loads(found.read_text())["results"][task]
         assert (results.get("acc,none"), results.get("exact_match,none")) in ((1.0, None), (None, 1.0)), results
-    return "loglikelihoods of 8 choices, the right one likelier in 4 of 4; 4 answers to prompts and 4 to chats, all right"
+    return "loglikelihoods of 8 choices, the right one likelier in 4 of 4; 4 prompts and 4 chats answered right"
 
 
 def task_of(servers: Servers, name: str, rows: list[dict[str, Any]], about: str) -> None:

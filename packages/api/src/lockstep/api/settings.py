@@ -264,7 +264,8 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
 
     # time
     slow_reader_s: Annotated[
-        float, Option("Seconds in which a client reads 16 KiB of an unsent answer, or the rest; slower ones are disconnected.")
+        float,
+        Option("Seconds in which a client must read 16 KiB of an unsent answer, or the rest of it."),
     ] = 30.0
     stalled_s: Annotated[
         float, Option("Seconds without progress after which an engine with open requests is unhealthy.")
