@@ -27,7 +27,7 @@ from lockstep.host.engine_options import EngineOptions, RankOptions
 from lockstep.host.options import Option, options_of
 from lockstep.host.tier_options import check_tiers
 
-LOOPBACK = ("localhost",)
+LOOPBACK = ("localhost", "127.0.0.1")
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9a-fA-F:]+\](:[0-9]{1,5})?")
 EMULATED_TOO = (
     "tp",
@@ -280,6 +280,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
         least_values = (("api_workers", 1), ("tp", 1), ("dp", 1), ("port", 0), ("answer_tokens", 0), ("seed", 0))
         more = (
             ("text_processes", 1),
+            ("receive_interval", 1),
             ("max_lora_rank", 1),
             ("restarts", 0),
             ("journal_bytes", 2**20),
@@ -533,10 +534,12 @@ def _check_kind(name: str, value: Any) -> None:
 
 def is_loopback(host: str) -> bool:
     """Return whether an address can be reached from this machine only."""
+    if host in LOOPBACK:
+        return True
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host in LOOPBACK
+        return False
 
 
 def read_settings(file: Path | None, given: dict[str, Any]) -> ServeSettings:
