@@ -5,8 +5,8 @@
 
 The server emulates its model, at a speed at which batches take next to no time. Beside it stands the bare endpoint of
 http_overhead.py, which checks nothing and computes nothing. CPU time is that of each process; client and servers share
-the machine, and the cores that other programs used in each round are printed, since they change the rates. Bars: half as
-many requests per second as the bare endpoint, 1.3 times its time to the first token.
+the machine, and the cores that other programs used in each round are printed, since they change the rates. Bars: half
+as many requests per second as the bare endpoint, 1.3 times its time to the first token.
 
     python benchmarks/http_requests.py [--rounds 3] [--seconds 5] [--connections 64] [--streams 1000] [--chat]
 
