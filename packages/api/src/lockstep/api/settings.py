@@ -75,7 +75,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     samples_max: int = 128  # n
     stops_max: int = 16
     stop_characters_max: int = 512  # of one stop text
-    regex_states_max: int = 8192  # states of stop expressions times answers, in one request
+    regex_states_max: int = 2048  # states of stop expressions times answers, in one request
     bad_words_max: int = 128
     logprobs_max: int = 20
     logit_bias_max: int = 1024

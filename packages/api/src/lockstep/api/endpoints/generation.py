@@ -48,6 +48,9 @@ COMPILED_WITHIN_S = 5.0
 MEASURED_AT_ONCE = 16
 """Messages with tokens of an answer between two updates of the metrics, not counting the first and the last message."""
 
+REGEX_WORK = 4096
+"""Tokens, times states of stop expressions, that one choice reads before other tasks get their turn: a few ms."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -318,6 +321,7 @@ class Choice:
     counted: CountedAnswer  # by the metrics
     parameters: GenerationRequest
     interval: int = 1  # least number of tokens in a piece, except the last one
+    at_once: int = 0  # tokens that are searched for stop expressions at once; 0: there are none
     taken: int = 0  # tokens that were returned in pieces
     over: bool = False  # whether its last piece was returned, or it was cancelled
 
@@ -445,6 +449,8 @@ class Generation:
                     reply.measure = partial(self.metrics.observe_tokens, counted)
                     interval = sampling.stream_interval or 1
                     choice = Choice(len(self.choices), prompt, ticket, reply, answer, counted, parameters, interval)
+                    if parameters.regexes:
+                        choice.at_once = max(1, REGEX_WORK // sum(compiled(one).size for one in parameters.regexes))
                     self.choices.append(choice)
         except EngineUnavailable as error:
             self.cancel()
@@ -491,6 +497,9 @@ class Generation:
         while left:
             await self._changed.wait()
             self._changed.clear()
+            for choice in left:
+                while choice.at_once and not choice.answer.search(choice.reply.tokens, choice.at_once):
+                    await asyncio.sleep(0)
             if self._cuts:
                 new = self._repeated(left)
             else:
