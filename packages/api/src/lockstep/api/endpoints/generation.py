@@ -192,6 +192,18 @@ def check_regexes(requests: Sequence[GenerationRequest], limits: Limits) -> None
         raise ApiError(400, message, "stop_regex")
 
 
+def check_grammars(requests: Sequence[GenerationRequest], limits: Limits) -> None:
+    """Check what the first tokens of all answers to these requests cost under their grammars. Raises ApiError."""
+    work = sum(one.samples * len(one.grammar.source) for one in requests if one.grammar is not None)
+    under = next((one for one in requests if one.grammar is not None), None)
+    if under is not None and work > limits.grammar_work_max:
+        message = (
+            f"`{under.grammar_field}` has {work} characters over all answers, at most {limits.grammar_work_max} are "
+            "allowed; write it shorter, or ask for fewer answers at once"
+        )
+        raise ApiError(400, message, under.grammar_field)
+
+
 def check_logprobs(tops: int, name: str, info: EngineInfo, limits: Limits) -> None:
     """Check that the engine supports logprobs, and that their number is within the limit. Raises ApiError."""
     if not info.logprobs:
@@ -408,6 +420,7 @@ class Generation:
         pairs = list(zip(self._prompts, chosen, strict=True))
         requests = [request_of(prompt, parameters, self.bridge.info) for prompt, parameters in pairs]
         check_regexes(chosen, limits)
+        check_grammars(chosen, limits)
         for name, used in (("stop", "stops"), ("stop_regex", "regexes")):
             if text is None and any(getattr(one, used) for one in chosen):
                 raise ApiError(400, f"`{name}` needs a tokenizer, and this model has none", name)
