@@ -44,8 +44,8 @@ MIB = 2**20
 JSON = "application/json"
 
 SPEED = "2"
-"""Speed of the emulated device. Its own time is part of a gap: 64 answers behind a prompt of 30,000 tokens take an H200 57
-ms for a token, a device of this speed half of that."""
+"""Speed of the emulated device, whose own time is part of a gap: 64 answers behind a prompt of 30,000 tokens take an
+H200 57 ms for a token, and a device of this speed half of that."""
 
 READ_S = 8.0  # longest time for which an answer is read; then its connection is closed
 
