@@ -84,7 +84,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     allowed_tokens_max: int = 65536
     processors_max: int = 16
     grammar_bytes_max: int = 256 * 2**10  # of a schema, a regular expression or a grammar
-    grammar_work_max: int = 256 * 2**10  # bytes of grammars times answers, in one request
+    grammar_work_max: int = 256 * 2**10  # characters of grammars times answers, in one request
     grammar_depth_max: int = 64  # levels of a schema
     requests_max: int = 4096  # open answers of one worker
     waiting_max: int = 2048  # open answers of one worker for which the engine has sent nothing yet
