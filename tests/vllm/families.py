@@ -38,7 +38,9 @@ from tests.vllm.features import (
     AUDIO_TOKEN,
     DEMO,
     ENVIRONMENT,
+    IMAGE_SIDE,
     Ask,
+    blip2,
     eagle_head,
     engine_core,
     engine_options,
@@ -189,19 +191,31 @@ def about_audio(_: Path) -> Request:
 
     drawn = np.random.default_rng(0)
     clips = [drawn.normal(size=int(16_000 * seconds)).astype(np.float32) for seconds in drawn.uniform(0.3, 5, 40)]
-    return about("audio", [(clip, 16_000) for clip in clips], AUDIO_TOKEN)
-
-
-def about(kind: str, items: list[Any], token: int) -> Request:
-    """Return a drawer of greedy requests about up to three of these items, each in the place of one token."""
 
     def request(rng: random.Random, number: int, prompt: dict[str, Any]) -> Ask:
         ids = prompt["prompt_token_ids"]
-        chosen = [rng.choice(items) for _ in range(rng.randrange(4))]
+        chosen = [rng.choice(clips) for _ in range(rng.randrange(4))]
         for _ in chosen:
-            ids.insert(rng.randrange(len(ids) + 1), token)
+            ids.insert(rng.randrange(len(ids) + 1), AUDIO_TOKEN)
         if chosen:
-            prompt["multi_modal_data"] = {kind: chosen}
+            prompt["multi_modal_data"] = {"audio": [(clip, 16_000) for clip in chosen]}
+        return greedy(rng, number, prompt)
+
+    return request
+
+
+def about_images(_: Path) -> Request:
+    """Return a drawer of greedy requests, three of four about one of twelve images."""
+    import numpy as np
+    from PIL import Image
+
+    drawn = np.random.default_rng(0)
+    shape = (IMAGE_SIDE, IMAGE_SIDE, 3)
+    images = [Image.fromarray(drawn.integers(0, 256, shape, dtype=np.uint8)) for _ in range(12)]
+
+    def request(rng: random.Random, number: int, prompt: dict[str, Any]) -> Ask:
+        if rng.random() < 0.75:
+            prompt["multi_modal_data"] = {"image": rng.choice(images)}
         return greedy(rng, number, prompt)
 
     return request
@@ -259,6 +273,11 @@ def audio(folder: Path) -> dict[str, Any]:
     """Return options of an engine on a small Qwen2-Audio, with passes that split clips."""
     model, limits = qwen2_audio(folder), {"audio": 3}
     return engine_options(model, limit_mm_per_prompt=limits, max_num_batched_tokens=100, max_model_len=1024)
+
+
+def vision(folder: Path) -> dict[str, Any]:
+    """Return options of an engine on a small BLIP-2, with an encoder cache that holds six images."""
+    return engine_options(blip2(folder), limit_mm_per_prompt={"image": 1}, max_num_batched_tokens=100)
 
 
 def drafting(method: str) -> Callable[[Path], dict[str, Any]]:
@@ -388,7 +407,8 @@ FAMILIES = {
         lockstep={"mean_request_tokens": 64},
         shows=("retracted",),
     ),
-    "audio": Family("multimodal (Qwen2-Audio)", audio, about_audio, longest=60),
+    "audio": Family("multimodal, audio (Qwen2-Audio)", audio, about_audio, longest=60),
+    "vision": Family("multimodal, images (BLIP-2)", vision, about_images),
     "lora": Family(
         "LoRA, three adapters, two at once",
         on_llama(enable_lora=True, max_loras=2, max_lora_rank=8, max_cpu_loras=3),

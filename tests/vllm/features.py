@@ -465,6 +465,46 @@ def qwen2_audio(folder: Path) -> Path:
 AUDIO_TOKEN = 5
 
 
+def blip2(folder: Path) -> Path:
+    """Save a small BLIP-2, which puts 16 positions for an image before the text. Returns its folder.
+
+    Of vLLM's models with images it is one that requires no torchvision. Its processor would add the token of an image
+    behind the vocabulary, where the model has no row: the last word of the vocabulary becomes that token.
+    """
+    import transformers
+
+    tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = transformers.OPTConfig(
+        **small(num_attention_heads=2, ffn_dim=128, word_embed_proj_dim=64), architectures=["OPTForCausalLM"]
+    )
+    config = transformers.Blip2Config(
+        vision_config=tower | {"image_size": IMAGE_SIDE, "patch_size": 8},
+        qformer_config=tower | {"encoder_hidden_size": 64, "cross_attention_frequency": 1},
+        text_config=text.to_dict(),
+        num_query_tokens=16,
+        image_token_index=IMAGE_TOKEN,
+    )
+    path = save_model(folder / "blip2", config, auto="AutoModelForImageTextToText")
+    file = path / "tokenizer.json"
+    settings = json.loads(file.read_text())
+    model = settings["model"]
+    word = next(word for word, token in model["vocab"].items() if token == IMAGE_TOKEN)
+    del model["vocab"][word]
+    model["vocab"]["<image>"] = IMAGE_TOKEN
+    model["merges"] = [merge for merge in model["merges"] if "".join(merge) != word]
+    file.write_text(json.dumps(settings))
+    transformers.Blip2Processor(
+        image_processor=transformers.BlipImageProcessorPil(size={"height": IMAGE_SIDE, "width": IMAGE_SIDE}),
+        tokenizer=transformers.AutoTokenizer.from_pretrained(path),
+        num_query_tokens=16,
+    ).save_pretrained(path)
+    return path
+
+
+IMAGE_TOKEN = 2047
+IMAGE_SIDE = 32  # pixels
+
+
 def audio(folder: Path) -> Case:
     """Prompts with up to three audio clips of forty, chunks that split them, and a small encoder cache."""
     import numpy as np
