@@ -274,7 +274,7 @@ def _check_budget(config: SchedConfig, budget: int) -> None:
     if config.batching == "running_first":
         return  # one budget for prompts and decodes: `max_prefill_tokens`
     rows = config.max_running_requests
-    decodes = rows * (1 + (config.num_speculative_tokens or 0))
+    decodes = rows * (1 + config.drafts_max)
     if decodes > budget:
         raise ConfigError(
             f"`batching` {config.batching} decodes all {rows} running requests in one pass, with drafts {decodes} "
