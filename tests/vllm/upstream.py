@@ -194,7 +194,8 @@ def outcomes(folder: Path, scheduler: str, timeout_s: float) -> dict[str, dict[s
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.jsonl"
         report.touch()
-        paths = [str(HERE), str(folder.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        sources = [str(Path(one).resolve()) for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+        paths = [str(HERE), str(folder.parent), *sources]
         variables = {
             SCHEDULER: scheduler, REPORT: str(report), "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",
