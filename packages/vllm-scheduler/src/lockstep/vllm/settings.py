@@ -275,7 +275,7 @@ def _check_budget(config: SchedConfig, budget: int) -> None:
         return  # one budget for prompts and decodes: `max_prefill_tokens`
     rows = config.max_running_requests
     decodes = rows * (1 + config.drafts_max)
-    if decodes > budget:
+    if decodes + (config.batching == "mixed") > budget:  # mixed: and at least a token of a prompt
         raise ConfigError(
             f"`batching` {config.batching} decodes all {rows} running requests in one pass, with drafts {decodes} "
             f"tokens, but a pass of vLLM has at most {budget} tokens (--max-num-batched-tokens)\n"
