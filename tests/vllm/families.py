@@ -470,10 +470,13 @@ FAMILIES = {
         shows=("cached_tokens",),
     ),
     "logprobs": Family("log probabilities", on_llama(), always(with_logprobs)),
-    "v2_dense": Family("model runner V2: dense (Llama)", tiny("llama"), runner_v2=True),
+    "v2_dense": Family(
+        "model runner V2: dense (Llama)", tiny("llama"), always(greedy), runner_v2=True
+    ),  # without grammars: Triton's interpreter does not run the kernel of their masks
     "v2_draft_model": Family(
         "model runner V2: drafts of a model",
         drafting("draft_model"),
+        always(greedy),
         loops=("sync",),
         why="drafts with it and asynchronous scheduling are refused",
         shows=DRAFTS,
