@@ -21,8 +21,8 @@ from lockstep.sim.cost.calibration import Calibration
 from lockstep.sim.cost.encoder import Encoders, encoders_from_config
 from lockstep.sim.cost.engines import EngineSpec, release_key
 from lockstep.sim.cost.errors import CalibrationError, CatalogueError
-from lockstep.sim.cost.hardware import GpuSpec, gpu_from_json
 from lockstep.sim.cost.families import model_from_config
+from lockstep.sim.cost.hardware import GpuSpec, gpu_from_json
 from lockstep.sim.cost.models import ModelSpec
 
 __all__ = [

@@ -1,17 +1,18 @@
 """Models: the figures that are computed from the description of a model. `families.py` reads it from a config.json.
 
 A model is a list of weight matrices plus a description of its attention. Parameters, weight bytes, FLOPs and KV bytes
-are all sums over that list, so the roofline and the capacity model cannot disagree about a model's size. Bytes of weights and KV in fewer bits are those of `lockstep.host.quantization`, which the runtime uses, too.
+are all sums over that list, so the roofline and the capacity model cannot disagree about a model's size. Bytes of
+weights and KV in fewer bits are those of `lockstep.host.quantization`, which the runtime uses, too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from lockstep.host.quantization import Activations, rounds_rows
 from lockstep.host.quantization import KV_BYTES as KV_BYTES
 from lockstep.host.quantization import WEIGHT_BYTES as WEIGHT_BYTES
+from lockstep.host.quantization import Activations, rounds_rows
 from lockstep.host.quantization import Fp8Activations as Fp8Activations
 from lockstep.host.quantization import KvDtype as KvDtype
 from lockstep.host.quantization import WeightsDtype as WeightsDtype
@@ -53,6 +54,7 @@ class AttentionShape:
     kv_heads: int
     head_dim: int
     qk_norm: bool = False
+    whole_qk_norm: bool = False  # one norm over all heads of the query, and one over those of the key (OLMo 2)
     qkv_bias: bool = False
     o_bias: bool = False
     gated: bool = False  # the query projection also yields an output gate (Qwen3-Next)
@@ -62,7 +64,11 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek): every rank caches the same latent per token, shared by all heads."""
+    """Multi-head latent attention (DeepSeek): every rank caches the same latent per token, shared by all heads.
+
+    With an indexer (DeepSeek-V3.2) each query scores all earlier tokens by small keys, which every rank caches in fp8
+    beside the latent, and attends to the `index_topk` tokens with the highest scores.
+    """
 
     heads: int
     q_rank: int  # 0: the query is projected directly
@@ -70,6 +76,9 @@ class LatentAttention:
     nope_dim: int
     rope_dim: int
     value_dim: int
+    index_heads: int = 0  # 0: no indexer, every query attends to all tokens
+    index_dim: int = 0
+    index_topk: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +90,25 @@ class GatedDelta:
     key_dim: int
     value_dim: int
     conv_kernel: int
+
+    @property
+    def split_counts(self) -> dict[str, int]:
+        """The counts that the ranks of a layer must divide, by the names of their fields."""
+        return {"linear_num_key_heads": self.key_heads, "linear_num_value_heads": self.value_heads}
+
+    @property
+    def vector_params(self) -> int:
+        """Parameters of one layer that are not matrices: convolution, decay and time step per head, norm."""
+        return self.conv_kernel * self.conv_channels + 2 * self.value_heads + self.value_dim
+
+    def matrices(self, hidden: int, layers: int, ranks: int) -> list[WeightMatrix]:
+        """Return the matrices of one of `ranks` ranks."""
+        values, keys = self.value_heads * self.value_dim // ranks, self.key_heads * self.key_dim // ranks
+        return [
+            WeightMatrix("delta_qkvz", hidden, 2 * keys + 2 * values, layers),
+            WeightMatrix("delta_ba", hidden, 2 * self.value_heads // ranks, layers, "plain"),
+            WeightMatrix("delta_o", values, hidden, layers),
+        ]
 
     @property
     def conv_channels(self) -> int:
@@ -102,6 +130,70 @@ class GatedDelta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2:
+    """Mamba-2 (Nemotron-H, Granite 4, Bamba): a fixed state per request of `heads` matrices, no KV.
+
+    Its times are those of the gated delta rule with as many values: rates of its own kernels are not measured.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int  # B and C are shared by the heads of a group
+    state_dim: int
+    conv_kernel: int
+    chunk: int = 256  # tokens per chunk of the parallel form
+
+    @property
+    def value_heads(self) -> int:
+        return self.heads
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def split_counts(self) -> dict[str, int]:
+        """The counts that the ranks of a layer must divide, by the names of their fields."""
+        return {"mamba_n_heads": self.heads}
+
+    @property
+    def vector_params(self) -> int:
+        """Parameters of one layer that are not matrices: convolution with bias, A, D and time step, norm."""
+        return (self.conv_kernel + 1) * self.conv_channels + 3 * self.heads + self.inner
+
+    def matrices(self, hidden: int, layers: int, ranks: int) -> list[WeightMatrix]:
+        """Return the matrices of one of `ranks` ranks; a group is repeated where there are fewer groups than ranks."""
+        groups = ceil_div(self.groups, ranks)
+        outputs = 2 * self.inner // ranks + 2 * groups * self.state_dim + self.heads // ranks
+        return [
+            WeightMatrix("mamba_in", hidden, outputs, layers),
+            WeightMatrix("mamba_out", self.inner // ranks, hidden, layers),
+        ]
+
+    @property
+    def conv_channels(self) -> int:
+        return self.inner + 2 * self.groups * self.state_dim
+
+    @property
+    def recurrent_elements(self) -> int:
+        return self.inner * self.state_dim
+
+    @property
+    def chunk_flops(self) -> int:
+        """FLOPs of the parallel form per token and head: products with the state and with half of a chunk's tokens."""
+        return 4 * self.state_dim * self.head_dim + self.chunk * (self.state_dim + self.head_dim)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of state per request and layer: the matrices in float32, the convolution's tail in bf16."""
+        return STATE_BYTES * self.recurrent_elements + ACTIVATION_BYTES * (self.conv_kernel - 1) * self.conv_channels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShape:
     """The mixture of experts of one layer."""
 
@@ -112,6 +204,12 @@ class ExpertShape:
     shared_gate: bool = False
     bias: bool = False  # biases in router and experts (gpt-oss)
     score_bias: bool = False  # a correction per expert for load balance (DeepSeek-V3)
+    gated: bool = True  # three matrices per expert; False: two, without a gate (Nemotron-H)
+
+    @property
+    def up_matrices(self) -> int:
+        """Matrices of an expert from hidden to its width: gate and up, or up alone."""
+        return 2 if self.gated else 1
 
     def touched(self, tokens: int) -> float:
         """Return the expected number of distinct experts that `tokens` tokens visit, if each chooses evenly."""
@@ -136,12 +234,22 @@ class ModelSpec:
     sliding_layers: int
     linear_layers: int
     attention: AttentionShape | LatentAttention
-    delta: GatedDelta | None = None
+    delta: GatedDelta | Mamba2 | None = None
     experts: ExpertShape | None = None
     norms_per_layer: int = 2
+    norm_bias: bool = False  # norms have a bias, as a LayerNorm has
+    gated_ffn: bool = True  # dense layers have gate, up and down; False: up and down (GPT-2, Nemotron)
+    ffn_bias: bool = False
+    positions: int = 0  # rows of a table of learned positions; 0: rotary or none
     checkpoint_dtype: WeightsDtype = "bf16"
     weights_only: bool = False  # the checkpoint is fp8 and declares no precision of activations
     context_tokens_max: int
+    notes: tuple[str, ...] = ()  # parts of the architecture that are modelled as something else, one sentence each
+
+    @property
+    def up_matrices(self) -> int:
+        """Matrices of a dense layer from hidden to its width: gate and up, or up alone."""
+        return 2 if self.gated_ffn else 1
 
     @property
     def layers(self) -> int:
@@ -171,22 +279,18 @@ class ModelSpec:
             found.append(WeightMatrix("q_b", a.q_rank or hidden, heads * query, layers))
             found.append(WeightMatrix("kv_b", a.kv_rank, heads * (a.nope_dim + a.value_dim), layers))
             found.append(WeightMatrix("o", heads * a.value_dim, hidden, layers))
+            if a.index_heads:  # whole on every rank
+                found.append(WeightMatrix("index_q", a.q_rank or hidden, a.index_heads * a.index_dim, layers))
+                found.append(WeightMatrix("index_k", hidden, a.index_dim + a.index_heads, layers))
         elif layers:
             query = a.heads // attention_tp * a.head_dim
             kv = 2 * ceil_div(a.kv_heads, attention_tp) * a.head_dim
             found.append(WeightMatrix("qkv", hidden, query * (2 if a.gated else 1) + kv, layers))
             found.append(WeightMatrix("o", query, hidden, layers))
         if self.delta is not None:
-            d = self.delta
-            values = d.value_heads * d.value_dim // attention_tp
-            keys = d.key_heads * d.key_dim // attention_tp
-            found.append(WeightMatrix("delta_qkvz", hidden, 2 * keys + 2 * values, self.linear_layers))
-            found.append(
-                WeightMatrix("delta_ba", hidden, 2 * d.value_heads // attention_tp, self.linear_layers, "plain")
-            )
-            found.append(WeightMatrix("delta_o", values, hidden, self.linear_layers))
+            found.extend(self.delta.matrices(hidden, self.linear_layers, attention_tp))
         if self.dense_layers:
-            found.append(WeightMatrix("gate_up", hidden, 2 * ceil_div(self.ffn, tp), self.dense_layers))
+            found.append(WeightMatrix("gate_up", hidden, self.up_matrices * ceil_div(self.ffn, tp), self.dense_layers))
             found.append(WeightMatrix("down", ceil_div(self.ffn, tp), hidden, self.dense_layers))
         if self.experts is not None:
             e = self.experts
@@ -195,12 +299,12 @@ class ModelSpec:
                 self.moe_layers * ((e.count + split.redundant_experts) // split.ep),
             )
             found.append(WeightMatrix("router", hidden, e.count, self.moe_layers, "plain"))
-            found.append(WeightMatrix("expert_gate_up", hidden, 2 * ffn, total, "expert"))
+            found.append(WeightMatrix("expert_gate_up", hidden, e.up_matrices * ffn, total, "expert"))
             found.append(WeightMatrix("expert_down", ffn, hidden, total, "expert"))
             if e.shared_ffn:
                 # With all-to-all a rank has only its own rows there, so it needs the whole shared expert.
                 shared = ceil_div(e.shared_ffn, 1 if split.moe_a2a else tp)
-                found.append(WeightMatrix("shared_gate_up", hidden, 2 * shared, self.moe_layers))
+                found.append(WeightMatrix("shared_gate_up", hidden, e.up_matrices * shared, self.moe_layers))
                 found.append(WeightMatrix("shared_down", shared, hidden, self.moe_layers))
             if e.shared_gate:
                 found.append(WeightMatrix("shared_gate", hidden, 1, self.moe_layers, "plain"))
@@ -211,18 +315,20 @@ class ModelSpec:
     @property
     def vector_params(self) -> int:
         """Number of norm weights, biases and other parameters that are not matrices; all are bf16."""
-        total = self.layers * self.norms_per_layer * self.hidden + self.hidden
+        total = (self.layers * self.norms_per_layer + 1) * self.hidden * (1 + self.norm_bias)
+        total += self.positions * self.hidden
+        total += self.dense_layers * (self.up_matrices * self.ffn + self.hidden) * self.ffn_bias
         a = self.attention
         if isinstance(a, LatentAttention):
-            total += self.attention_layers * (a.q_rank + a.kv_rank)
+            total += self.attention_layers * (a.q_rank + a.kv_rank + 2 * a.index_dim)
         else:
             query, kv = a.heads * a.head_dim, 2 * a.kv_heads * a.head_dim
-            per_layer = 2 * a.head_dim * a.qk_norm + (query + kv) * a.qkv_bias
+            norms = query + kv // 2 if a.whole_qk_norm else 2 * a.head_dim
+            per_layer = norms * a.qk_norm + (query + kv) * a.qkv_bias
             per_layer += self.hidden * a.o_bias + a.heads * a.sinks
             total += self.attention_layers * per_layer
         if self.delta is not None:
-            d = self.delta
-            total += self.linear_layers * (d.conv_kernel * d.conv_channels + 2 * d.value_heads + d.value_dim)
+            total += self.linear_layers * self.delta.vector_params
         if self.experts is not None:
             e = self.experts
             per_layer = e.count * (1 + 2 * e.ffn + self.hidden) * e.bias + e.count * e.score_bias
@@ -248,7 +354,8 @@ class ModelSpec:
             return self.params
         e = self.experts
         idle = e.count - e.per_token
-        return self.params - self.moe_layers * idle * (3 * self.hidden * e.ffn + e.bias * (2 * e.ffn + self.hidden))
+        weights = (e.up_matrices + 1) * self.hidden * e.ffn
+        return self.params - self.moe_layers * idle * (weights + e.bias * (2 * e.ffn + self.hidden))
 
     @property
     def flops_per_token(self) -> int:
@@ -270,7 +377,10 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, dtype: KvDtype = "bf16", tp: int | Parallelism = 1) -> int:
         """Return the KV bytes of one token on one rank of its shard, as if every attention layer kept every token."""
-        return self.attention_layers * self.kv_values_per_layer(tp) * KV_BYTES[checked_kv_dtype(dtype)]
+        per_layer = self.kv_values_per_layer(tp) * KV_BYTES[checked_kv_dtype(dtype)]
+        if isinstance(self.attention, LatentAttention):
+            per_layer += self.attention.index_dim  # keys of the indexer, one byte each
+        return self.attention_layers * per_layer
 
     def state_bytes_per_request(self, tp: int | Parallelism = 1) -> int:
         """Return the bytes of a request's linear-attention state on one rank of its shard, equal for every length."""
@@ -320,7 +430,7 @@ def check_split(model: ModelSpec, tp: int | Parallelism) -> None:
     named = f"tp {split.tp}" if split.attention_dp == 1 else f"tp {split.tp} / attention_dp {split.attention_dp}"
     counts = {"num_attention_heads": model.attention.heads}
     if model.delta is not None:
-        counts |= {"linear_num_key_heads": model.delta.key_heads, "linear_num_value_heads": model.delta.value_heads}
+        counts |= model.delta.split_counts
     for field, count in counts.items():
         if count % ranks:
             fits = ", ".join(str(n * split.attention_dp) for n in divisors(count))
