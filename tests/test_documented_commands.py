@@ -140,6 +140,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for line in (
             "journal convert runs/own --model qwen3-8b --gpu h100",
             "calibrate --from runs/chat --date 2026-11-22 --out mine.json",
+            "catalogue gpus h100 -o card.json",
         ):
             assert main(line.split()) == 0, line
         shutil.copy("mine.json", "vllm-h100.json")

@@ -29,6 +29,7 @@ __all__ = [
     "CatalogueError",
     "calibration_names",
     "engine_names",
+    "gpu_entry",
     "gpu_names",
     "load_calibration",
     "load_encoders",
@@ -97,6 +98,17 @@ def load_gpu(name_or_path: str) -> GpuSpec:
     close_to = {alias: str(entry["name"]) for alias, entry in _gpus().items()}
     raise _unknown(
         "GPU", name_or_path, wanted, gpu_names(), "the path of a JSON file like catalogue/gpus/*.json", close_to
+    )
+
+
+def gpu_entry(name_or_path: str) -> dict[str, Any]:
+    """Return the entry of a GPU as its file has it, under the names of `load_gpu`. Raises CatalogueError."""
+    load_gpu(name_or_path)
+    path = _local(name_or_path, "gpu.json")
+    return (
+        _read(path)
+        if path is not None
+        else dict(_gpus().get(_gpu_key(name_or_path)) or _named(_entries("cpus"))["cpu"])
     )
 
 

@@ -29,7 +29,7 @@ class Family:
     gated: bool = False
     sinks: bool = False
     sliding: Literal["", "layer_types", "pattern", "all", "upper"] = ""
-    pattern: int = 0  # with sliding "pattern": every n-th layer is full, where the config does not say
+    pattern: int = 0  # with sliding "pattern": every n-th layer is full, unless the config has a number of its own
     state: Literal["", "delta", "mamba2"] = ""  # what the layers without KV are
     gated_ffn: bool = True
     ffn_bias: bool | None = None  # None: the value of `mlp_bias` or `use_bias`

@@ -356,6 +356,7 @@ class PlanAnswer:
         sure = f"{100 * question.confidence:g} %"
         setups = [c.setup for c in self.candidates if c.setup is not None]
         engine = setups[0].calibration if setups else None
+        lines += [f"{setups[0].model.name}: {note}." for note in setups[0].model.notes] if setups else []
         if engine is not None and engine.engine != NONE:
             lines.append(f"Times: {engine.line}.")
             what = "replications and the systematic error of the predicted times together"

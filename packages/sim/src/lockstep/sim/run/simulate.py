@@ -121,6 +121,7 @@ class Run:
         if extrapolated:
             lines.append(f"some batches were far from what the operator tables measured, in {', '.join(extrapolated)}")
         lines += self.setup.doubts(has_intervals=self.intervals is not None)
+        lines += [f"{self.setup.model.name}: {note}" for note in self.setup.model.notes]
         return lines + list(workload.notes)
 
 
