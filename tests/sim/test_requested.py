@@ -75,6 +75,8 @@ MORE = {
     "max_new_tokens": "99",
     "grammar_compile_us": "7ms",
     "receive_interval": "4",
+    "pue": "1.25",
+    "grid_gco2_per_kwh": "60.0",
     "mem_fraction": "0.8123456789",
     "weights_dtype": "fp8",
     "kv_dtype": "fp8",

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from lockstep.core.contract.events import RequestId
 from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.cost import Calibration
+from lockstep.sim.cost.power import Energy, describe_energy, energy_line
 from lockstep.sim.metrics.balance import balance
 from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.results.results import show_us
+from lockstep.sim.run.energy import energy_of, site_of
 from lockstep.sim.run.simulate import Run
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class ClusterRun:
         return {
             "about": self.about(),
             **self.data.summary,
+            **({} if (energy := self.energy()) is None else {"energy": energy}),
             **({} if self.intervals is None else {"intervals": self.intervals.describe()}),
             "router": {"routed_by_reason": dict(self.routed_by_reason)},
             **({} if self.autoscale is None else {"autoscale": dict(self.autoscale)}),
@@ -56,6 +59,19 @@ class ClusterRun:
             "balance": self.balance(),
             "engines": [run.data.summary for run in self.engines],
         }
+
+    def machine_energy(self) -> tuple[Energy, float] | None:
+        """Return the energy of the machines and their GPU-hours; None if the power of a GPU is not known."""
+        paid_s = 0.0 if self.autoscale is None else 3600 * float(self.autoscale["gpu_hours"])
+        return energy_of([(one.setup, one.data) for one in self.engines], paid_s)
+
+    def energy(self) -> dict[str, Any] | None:
+        """Return the energy and carbon of the run, see `describe_energy`; None if the power of a GPU is not known."""
+        found = self.machine_energy()
+        if found is None:
+            return None
+        tokens = self.data.summary["throughput"]["output_tokens"]
+        return describe_energy(found[0], site_of(self.setup.scenario.base), tokens, found[1])
 
     def balance(self) -> dict[str, Any]:
         """Return the evenness of the work of the engines; see `metrics.balance`."""
@@ -85,7 +101,7 @@ class ClusterRun:
             cpu_s=self.cpu_s,
             intervals=self.intervals,
         )
-        lines = together.remarks()
+        lines = together.remarks_on_requests()
         if self.autoscale is not None:
             lines.append(
                 "autoscale: {replica_hours:.2f} replica-hours ({gpu_hours:.2f} GPU-hours); all of them all the time "
@@ -98,6 +114,8 @@ class ClusterRun:
                     "time would be {usd_fixed:.2f} $".format(**self.autoscale)
                 )
             lines.append(f"replicas over time: {replicas_text(self.autoscale['replicas_by_time'])}")
+        if (energy := self.energy()) is not None:
+            lines.append(energy_line(energy))
         if self.admission is not None:
             lines.append(
                 "admission: {waited} requests waited at the router, {refused} were refused".format(**self.admission)
