@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.contract.events import RequestId
+from lockstep.sim.cluster.prices import HOUR_US
 from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.cost import Calibration
 from lockstep.sim.cost.power import Energy, describe_energy, energy_line
@@ -113,6 +114,12 @@ class ClusterRun:
                     "cost: {usd:.2f} $ at {usd_per_gpu_hour:.2f} $ per GPU-hour ({price_kind}); all of them all the "
                     "time would be {usd_fixed:.2f} $".format(**self.autoscale)
                 )
+            if len(by_time := self.autoscale.get("usd_by_time", ())) > 2:
+                dearest, cheapest = (pick(by_time[:-1], key=lambda row: row[2]) for pick in (max, min))
+                lines.append(
+                    f"cost over time: from {cheapest[2]:.2f} $ in the {_span(by_time)} from {show_us(cheapest[0])} to "
+                    f"{dearest[2]:.2f} $ in that from {show_us(dearest[0])}"
+                )
             lines.append(f"replicas over time: {replicas_text(self.autoscale['replicas_by_time'])}")
         if (energy := self.energy()) is not None:
             lines.append(energy_line(energy))
@@ -143,6 +150,10 @@ def replicas_text(by_time: Sequence[Sequence[int]]) -> str:
         found.append((start_us, max([*before, *within], default=0)))
     changed = [one for at, one in enumerate(found) if at == 0 or found[at - 1][1] != one[1]]
     return f"at most {_changes(changed)}"
+
+
+def _span(by_time: Sequence[Sequence[float]]) -> str:
+    return "hour" if by_time[1][0] - by_time[0][0] <= HOUR_US else "day"
 
 
 def _changes(by_time: Sequence[Sequence[int]]) -> str:

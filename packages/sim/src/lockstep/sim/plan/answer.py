@@ -9,7 +9,7 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich import box
@@ -298,6 +298,35 @@ def _set_words(settings: Mapping[str, Any]) -> list[str]:
 # ----------------------------------------------------------------------------------------------------------------- text
 
 
+@dataclass(frozen=True)
+class Forecast:
+    """The answer at a load that is `factor` times the one of the question."""
+
+    factor: float
+    load: float
+    configuration: str | None  # None: none serves the load within the SLO
+    replicas: int
+    gpus: int
+    usd_per_hour: float | None
+    headline: str
+
+    @classmethod
+    def of(cls, factor: float, answer: PlanAnswer) -> Forecast:
+        """Return the forecast of an answer."""
+        winner, load = answer.winner, float(answer.question.wanted or 0.0)
+        if winner is None or winner.best is None:
+            return cls(factor, load, None, 0, 0, None, answer.headline)
+        best = winner.best
+        usd = winner.usd_per_hour(best.paid_replicas)
+        gpus = best.replicas * winner.gpus
+        return cls(factor, load, winner.configuration.name, best.replicas, gpus, usd, answer.headline)
+
+    @property
+    def line(self) -> str:
+        """The answer in a line of text."""
+        return f"at {self.factor:g} times the load: {self.headline}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanAnswer:
     """A finished plan."""
@@ -305,6 +334,7 @@ class PlanAnswer:
     question: Question
     candidates: Sequence[Candidate]
     workload_line: str
+    forecast: tuple[Forecast, ...] = ()  # answers at other loads
     sample_line: str = ""  # how the simulated part of a trace differs from the whole one
 
     @property
@@ -521,6 +551,7 @@ class PlanAnswer:
             },
             "goodput": GOODPUT,
             "headline": self.headline,
+            "forecast": [asdict(one) for one in self.forecast],
             "remarks": self.remarks(),
             "winner": winner.configuration.number if winner is not None else None,
             "serve": [one._asdict() for one in serve_commands(winner)] if winner is not None else [],
