@@ -401,6 +401,7 @@ class Cluster:
             **self._cost(until_us, gpus),
             "replicas_mean": round(paid_us / until_us, 6) if until_us else float(scaler.config.minimum),
             "replicas_max": scaler.most,
+            "replicas_given": len(setup.engines),
             "starts": scaler.starts,
             "replicas_by_time": [list(pair) for pair in self._turns_on],
         }
