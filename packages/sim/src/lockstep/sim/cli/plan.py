@@ -235,8 +235,8 @@ def answer_of(
     question: Question, later: list[tuple[float, Question]], given: PlanOptions, ledger: TrialStore
 ) -> PlanAnswer:
     """Search, print and write the answer, and those at later loads. Raises KeyboardInterrupt after Ctrl-C."""
-    from lockstep.sim.plan.answer import Forecast, PlanAnswer
-    from lockstep.sim.plan.search import prepare, run_plan, sample_line
+    from lockstep.sim.plan.search import prepare
+    from lockstep.sim.plan.solve import solve
     from lockstep.sim.plan.workers import workers_of
     from lockstep.sim.run.run_folder import workload_line
 
@@ -244,20 +244,8 @@ def answer_of(
     line = workload_line(opened, closed=question.load == "sessions")
     announce(question, line, len(candidates), given.out)
     jobs = usable_cores() if given.jobs is None else given.jobs
-    forecast = []
     with workers_of(jobs, given.ray_address) as workers, showing_progress(ledger) as progress:
-        run_plan(question, candidates, workers, ledger, progress)
-        for factor, asked in later:
-            grown_candidates, _ = prepare(asked)
-            run_plan(asked, grown_candidates, workers, ledger, progress)
-            forecast.append((factor, PlanAnswer(question=asked, candidates=grown_candidates, workload_line=line)))
-    answer = PlanAnswer(
-        question=question,
-        candidates=candidates,
-        workload_line=line,
-        sample_line=sample_line(question, opened),
-        forecast=tuple(Forecast.of(factor, one) for factor, one in forecast),
-    )
+        answer = solve(question, (candidates, opened), later, workers, ledger, progress)
     show(answer)
     write_answer(answer, [*_given(given.json_path), *_given(given.out, "plan.json")])
     write_report(answer, [*_given(given.report_path), *_given(given.out, "plan.html")])

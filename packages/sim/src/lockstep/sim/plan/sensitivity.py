@@ -17,7 +17,7 @@ from lockstep.sim.results.results import show_us
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.scenario.settings import tier_fields
 
-ROOM_SHOWN = 10.0  # a bound that may fall or rise by more than this factor says nothing
+ROOM_SHOWN = 10.0  # a bound with more room than this factor is left out
 
 
 class Assumption(NamedTuple):
