@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 import lockstep
+from lockstep.core.cluster.router import RouterConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.options import take
 from lockstep.sim.cli.plan import PlanOptions, grown, question_of

@@ -8,8 +8,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from lockstep.core.cluster.router import RouterConfig
-from lockstep.host.options import number_word, option_of, options_of, setting_words
+from lockstep.core.cluster.router import RouterConfig, policy_settings
+from lockstep.host.options import number_word, option_of, options_of, setting_words, value_word
 from lockstep.sim.cluster.scenario import ClusterScenario
 from lockstep.sim.plan.question import FULL, QUICK, Question, shown
 from lockstep.sim.plan.search import Candidate
@@ -61,7 +61,7 @@ def _prices(question: Question, candidates: Sequence[Candidate], winner: Candida
         yield Assumption(
             f"{other.configuration.name} wins below {price:.2f} $ per GPU-hour; the assumed price is "
             f"{other.usd_per_gpu_hour:.2f} $.",
-            plan_command(question, prices={**question.prices, gpu: math.floor(price * 95) / 100}),
+            plan_command(question, prices={**question.prices, gpu: max(math.floor(price * 95) / 100, 0.01)}),
         )
 
 
@@ -157,7 +157,12 @@ def plan_command(question: Question, **changes: Any) -> str:
         else:
             words += [f"--{name.replace('_', '-')}", shown(value)]
     words += [word for name, value in question.settings.items() for word in setting_words(name, value)]
-    words += ["--router", question.router.policy] if question.router.policy != RouterConfig().policy else []
+    usual_router = RouterConfig()
+    words += ["--router", question.router.policy] if question.router.policy != usual_router.policy else []
+    for name in policy_settings():
+        if (value := getattr(question.router, name)) != getattr(usual_router, name):
+            words += [option_of(f"router_{name}"), value_word(name, value)]
+    words += ["--router-hop", f"{question.hop_us}us"] if question.hop_us else []
     words += ["--growth", changes["growth"]] if "growth" in changes else []
     words += ["--load", "sessions"] if question.load == "sessions" and question.sessions is None else []
     usual = {field.name: field.default for field in dataclasses.fields(question)}
