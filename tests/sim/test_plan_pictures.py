@@ -84,7 +84,8 @@ def test_the_page_has_growth_assumptions_and_next_questions_as_commands_that_par
 def test_the_command_of_a_question_asks_it_again() -> None:
     asked = replace(
         QUESTION, effort=QUICK, common={"kv_dtype": "fp8", "tiers": {"host_cache_gb": 20.0}}, prices={"h100": 1.25},
-        settings={"chunked_prefill_size": 4096}, seed=9,
+        settings={"chunked_prefill_size": 4096}, seed=9, hop_us=300,
+        router=RouterConfig(policy="prefix_affinity", load_bound=1.75),
     )  # fmt: skip
     context = plan_command.make_context("plan", shlex.split(plan_words(asked))[2:])
     params = dict(context.params)

@@ -19,7 +19,8 @@ SPLITS = (1, 2, 4, 8, 16)
 
 def model_facts(model: ModelSpec) -> dict[str, Any]:
     """Return the figures of a model; bytes of KV and state are those of one GPU that has the whole model."""
-    dtypes: list[WeightsDtype] = list(dict.fromkeys((model.checkpoint_dtype, "bf16", "fp8", "nvfp4", "int4")))
+    usual: tuple[WeightsDtype, ...] = (model.checkpoint_dtype, "bf16", "fp8", "nvfp4", "int4")
+    dtypes = list(dict.fromkeys(usual))
     return {
         "name": model.name,
         "architecture": model.model_type,

@@ -41,7 +41,7 @@ def models(names: tuple[str, ...], gpus: str, as_json: bool) -> None:
         from lockstep.sim.catalogue import gpu_names, load_gpu, load_model, model_names
         from lockstep.sim.catalogue.listing import model_facts, room_on
 
-        chosen = _chosen(names, model_names(), load_model, "model")
+        chosen = _chosen(names, model_names(), load_model)
         cards = [load_gpu(name.strip()) for name in (gpus.split(",") if gpus else gpu_names())]
         loaded = [load_model(name) for name in chosen]
         shown = len(loaded) <= 4 and bool(names)
@@ -111,7 +111,7 @@ def gpus(names: tuple[str, ...], out: Path | None, as_json: bool) -> None:
         from lockstep.sim.catalogue import gpu_entry, gpu_names, load_gpu
         from lockstep.sim.catalogue.listing import gpu_facts
 
-        chosen = _chosen(names, gpu_names(), load_gpu, "GPU")
+        chosen = _chosen(names, gpu_names(), load_gpu)
         if out is not None:
             _write_entry(chosen, out, gpu_entry)
             return
@@ -186,7 +186,7 @@ def engines(names: tuple[str, ...], as_json: bool) -> None:
         from lockstep.sim.catalogue import engine_names, load_engine
         from lockstep.sim.catalogue.listing import engine_facts
 
-        facts = [engine_facts(name) for name in _chosen(names, engine_names(), load_engine, "engine")]
+        facts = [engine_facts(name) for name in _chosen(names, engine_names(), load_engine)]
     if as_json:
         _print_json({"engines": facts})
         return
@@ -207,7 +207,7 @@ def engines(names: tuple[str, ...], as_json: bool) -> None:
             click.echo(f"  GPUs: {', '.join(cards)}")
 
 
-def _chosen(names: Sequence[str], known: Sequence[str], load: Callable[[str], object], what: str) -> list[str]:
+def _chosen(names: Sequence[str], known: Sequence[str], load: Callable[[str], object]) -> list[str]:
     """Return the entries that the arguments name, and those whose names contain an argument that names none.
 
     Raises: UsageError for an argument that is neither; the error of `load` for a file that is malformed.

@@ -41,7 +41,10 @@ def run_chart(requests: polars.DataFrame, name: str, slos: Sequence[SloRow]) -> 
         shown = shown.gather_every(-(-shown.height // POINTS_MAX)) if shown.height > POINTS_MAX else shown
         marks = alt.Chart(shown).mark_circle(size=18, opacity=0.6)
         x = alt.X("s:Q", title="arrival (s)")
-        return marks.encode(x=x, y=alt.Y("ms:Q", title="time to first token (ms)")).properties(title="TTFT by arrival")
+        cloud: altair.Chart = marks.encode(x=x, y=alt.Y("ms:Q", title="time to first token (ms)")).properties(
+            title="TTFT by arrival"
+        )
+        return cloud
     values = known.select(ms=pl.col(f"{metric}_us") / 1e3).sort("ms").with_row_index("rank", offset=1)
     values = values.with_columns(share=pl.col("rank") / max(values.height, 1))
     step = -(-values.height // POINTS_MAX)
@@ -59,7 +62,8 @@ def run_chart(requests: polars.DataFrame, name: str, slos: Sequence[SloRow]) -> 
         alt.Chart(pl.DataFrame({"ms": [bound]})).mark_rule(strokeDash=[4, 4], color="#b3261e").encode(x="ms:Q")
         for bound in bounds
     ]
-    return alt.layer(curve, *rules).properties(title=f"Requests by {METRICS[metric]}")
+    chart: altair.Chart = alt.layer(curve, *rules).properties(title=f"Requests by {METRICS[metric]}")
+    return chart
 
 
 def front_chart(described: Mapping[str, Any], slo: int) -> altair.LayerChart:
@@ -99,4 +103,5 @@ def front_chart(described: Mapping[str, Any], slo: int) -> altair.LayerChart:
         x=x, y="ms:Q", shape="kind:N", color="kind:N", tooltip=["configuration", "cost", "ms", "low", "high"]
     )
     names = base.mark_text(align="left", dx=8).encode(x=x, y="ms:Q", text="configuration:N")
-    return alt.layer(bars, points, names).properties(title=described["headline"])
+    chart: altair.LayerChart = alt.layer(bars, points, names).properties(title=described["headline"])
+    return chart
