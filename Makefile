@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign openapi clients schema-campaign bench dist site kernel-mutants gpu-check
+.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign openapi clients schema-campaign bench dist site pages container docs-test kernel-mutants gpu-check
 
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +75,15 @@ dist:       ## wheels and sdists in dist/, installed into an empty environment a
 
 site:       ## the documentation site in site/, with an error for a broken link; ARGS=--serve while pages are edited
 	@$(PYTHON) dev.py site $(ARGS)
+
+pages:      ## axe-core, widths and colour schemes of every page in headless Chromium; ARGS="--pictures DIR"
+	@$(PYTHON) dev.py pages $(ARGS)
+
+container:  ## the Containerfile: hadolint, and a build or, without a builder, its steps; ARGS=--no-build
+	@$(PYTHON) dev.py container $(ARGS)
+
+docs-test:  ## every command line of the documentation as long as it is printed; `make test` runs them cut short
+	@$(PYTHON) dev.py docs-test $(ARGS)
 
 gpu-check:  ## checks on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration; under nine minutes
 	@$(PYTHON) dev.py gpu-check $(ARGS)

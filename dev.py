@@ -24,6 +24,9 @@
     python3 dev.py bench ARGS         the benchmarks
     python3 dev.py dist ARGS          wheels and sdists in dist/, installed into an empty environment; --no-install
     python3 dev.py site ARGS          the documentation site in site/, no broken link; --serve while pages are edited
+    python3 dev.py pages ARGS         axe-core, widths and colours of every page in Chromium; --pictures DIR
+    python3 dev.py container ARGS     the Containerfile: hadolint, and a build or its steps; --no-build
+    python3 dev.py docs-test ARGS     every command line of README.md and docs/ as long as it is printed; about an hour
     python3 dev.py version VERSION    set the version of all distributions, or show it
     python3 dev.py gpu-check ARGS     checks on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration
     python3 dev.py run COMMAND ARGS   any other command in the environment, e.g. `run python`
@@ -259,6 +262,21 @@ def site(args):
     return call(PYTHON, "-m", "tests.campaigns.site", *args)
 
 
+def pages(args):
+    return call(PYTHON, "-m", "tests.campaigns.pages", *args)
+
+
+def container(args):
+    return call(PYTHON, "-m", "tests.campaigns.container", *args)
+
+
+def docs_test(args):
+    os.environ["LOCKSTEP_DOCUMENTED"] = "whole"
+    return call(
+        PYTHON, "-m", "pytest", "-q", "tests/test_documented_commands.py", "tests/test_documented_shell.py", *args
+    )
+
+
 def version(args):
     """Show the version of all distributions, or set it where it stands: in every pyproject.toml and its pins."""
     files = [ROOT / package / "pyproject.toml" for packages in PACKAGES.values() for package in packages]
@@ -316,6 +334,9 @@ TASKS = {
     "bench": ("demo", bench),
     "dist": ("dev", dist),
     "site": ("dev", site),
+    "pages": ("dev", pages),
+    "container": ("dev", container),
+    "docs-test": ("dev", docs_test),
     "version": (None, version),
     "gpu-check": ("runtime", gpu_check),
     "run": ("dev", run),

@@ -6,6 +6,7 @@ The launcher writes them as JSON into the folder of the server's sockets; the ot
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
 import tomllib
 from difflib import get_close_matches
@@ -568,27 +569,75 @@ def read_settings(file: Path | None, given: dict[str, Any]) -> ServeSettings:
 
     Raises: ConfigError, with the field, its value and the values allowed.
     """
-    found: dict[str, Any] = {}
-    if file is not None:
-        try:
-            found = tomllib.loads(file.read_text("utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"`config`: {file} cannot be read: {error}") from error
     known = [one.name for one in msgspec.structs.fields(ServeSettings)]
-    for name in found:
-        if name not in known:
-            raise ConfigError(f"{file}: there is no setting `{name}`{_near(name, known)}")
+    found, lines = _read_file(file, known) if file is not None else ({}, {})
     scheduler = {**found.get("set", {}), **given.get("set", {})} if isinstance(found.get("set", {}), dict) else None
     merged = {**found, **given} | ({"set": scheduler} if scheduler is not None else {})
+
+    def placed(text: str) -> str:
+        """Return an error with the line of the file that has the field, if a file has it."""
+        named = next((name for name in re.findall(r"`\$?\.?(\w+)", text) if name in lines and name not in given), None)
+        where = "" if file is None else f"{file}: " if named is None else f"{file}, line {lines[named]}: "
+        return f"{where}{text}"
+
     try:
         return msgspec.convert(merged, ServeSettings)
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        raise ConfigError(placed(str(error))) from None
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ConfigError):  # raised by __post_init__
-            raise error.__cause__ from None
-        where = f"{file}: " if file is not None else ""
-        raise ConfigError(f"{where}{error}") from error
+            raise ConfigError(placed(str(error.__cause__))) from None
+        raise ConfigError(placed(str(error))) from error
+
+
+def _read_file(file: Path, known: list[str]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the settings of a TOML file, and the line of each. Names may be flags without their dashes.
+
+    Raises: ConfigError for a file that cannot be read, and for a name that is not in `known`, with its line.
+    """
+    try:
+        text = file.read_text("utf-8")
+        table = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"`config`: {file} cannot be read: {error}") from error
+    flags = {field.flag.removeprefix("--").replace("-", "_"): name for name, field in options_of(ServeSettings).items()}
+    found: dict[str, Any] = {}
+    lines: dict[str, int] = {}
+    for key, value in table.items():
+        spelt = key.replace("-", "_")
+        name = spelt if spelt in known else flags.get(spelt, spelt)
+        pattern = re.compile(rf"\s*\[?\"?{re.escape(key)}\"?\s*[\].=]")
+        lines[name] = next((number for number, line in enumerate(text.split("\n"), 1) if pattern.match(line)), 1)
+        if name not in known:
+            raise ConfigError(f"{file}, line {lines[name]}: there is no setting `{key}`{_near(name, known)}")
+        if name in found:
+            raise ConfigError(f"{file}, line {lines[name]}: `{key}` is given twice\nhint: leave one of them out")
+        found[name] = value
+    return found, lines
+
+
+def settings_toml(settings: ServeSettings) -> str:
+    """Return the settings that are not their defaults as the text of a TOML file, which `read_settings` reads back."""
+    usual, values = (msgspec.to_builtins(one) for one in (ServeSettings(), settings))
+    changed = {name: value for name, value in values.items() if value is not None and value != usual[name]}
+    plain = {name: value for name, value in changed.items() if not isinstance(value, dict)}
+    lines = ["# lockstep serve", *(f"{name} = {_toml(value)}" for name, value in plain.items())]
+    for name, table in changed.items():
+        if isinstance(table, dict):
+            lines += ["", f"[{name}]", *(f"{_toml_key(key)} = {_toml(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_key(key)} = {_toml(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)
 
 
 def sched_values(settings: tuple[str, ...]) -> dict[str, Any]:
