@@ -23,6 +23,7 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.requests.budget import CLIP_MAX_NEW_TOKENS
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel, Duration
 from lockstep.sim.cost.calibration import Correction
+from lockstep.sim.fast.fast_path import POLICIES
 from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.setup import Setup
@@ -32,6 +33,8 @@ from lockstep.sim.workload.turns import TurnLabel, Turns, TurnsBuilder, TurnStar
 
 LONG_REQUESTS_MAX = 10  # requests of a run with outputs of thousands of tokens
 TOKENS_APART = 50_000  # distance of the token ids of two requests; above the longest prompt with its output
+POLICIES_WITH = tuple(POLICIES)
+POLICIES_WITHOUT = tuple(name for name in POLICIES if name != "lpm")  # without a radix cache
 SHARINGS = ("nothing", "documents", "turns", "sessions")
 
 
@@ -221,6 +224,7 @@ OF_THE_CACHE = st.fixed_dictionaries(
         "same_step_sharing": st.booleans(),
         "retracted_kv": st.sampled_from(("free", "cache")),
         "waiting_prefix_refresh": st.just(0) | sizes(1, 50),
+        "prefix_deduplication": st.sampled_from(("off", "last", "defer")),
     }
 )
 
@@ -260,6 +264,9 @@ def schedulers(draw: st.DrawFn, context_tokens: int = 1_000) -> dict[str, Any]:
         "context_tokens_max": context_tokens,
         "retraction_policy": draw(st.sampled_from(("length", "newest", "priority"))),
         "retracted_requeue": draw(st.sampled_from(("tail", "front"))),
+        "schedule_policy": draw(st.just("fcfs") | st.sampled_from(POLICIES_WITH if radix_cache else POLICIES_WITHOUT)),
+        "schedule_seed": draw(st.integers(0, 3)),
+        "bypass_limit": draw(st.none() | sizes(0, 300)),
         **(draw(OF_THE_CACHE) if radix_cache else {}),
     }
 
