@@ -23,7 +23,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -34,15 +34,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from lockstep.core.cluster.router import ROUTER_POLICIES, EngineShare, RouterConfig
-from lockstep.core.contract.config import SchedConfig
-from lockstep.sim.cluster.scenario import ClusterScenario
-from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.fast import fast_path, kernel, machine_code
 from lockstep.sim.fast.state import Arrays
 from lockstep.sim.run.simulate import simulate
-from tests.support.fast_path_cases import SHARINGS, Case, Load, cases, differing, loads, schedulers, sizes
+from tests.support.fast_path_cases import SHARINGS, Case, ClusterCase, Load, cases, cluster_cases, differing
 
 KNOWN = Path(__file__).resolve().parent / "data" / "kernel_mutants.txt"
 SLOWER = 20  # a mutant may take this many times as long as the kernel, plus a second
@@ -194,30 +190,22 @@ def examples(count: int, number: int) -> list[Example]:
     """Draw random runs of engines and clusters."""
     drawn: list[Any] = []
     options = {"database": None, "phases": [Phase.generate], "suppress_health_check": list(HealthCheck)}
-    routers = st.builds(
-        RouterConfig,
-        policy=st.sampled_from(ROUTER_POLICIES),
-        load_bound=st.sampled_from((1.0, 1.25, 3.0)),
-        load_floor=st.sampled_from((0, 8)),
-    )
-    engines = st.lists(st.tuples(schedulers(300), st.sampled_from((1.0, 0.3, 2.5))), min_size=2, max_size=4)
-    clusters = st.tuples(loads(300), engines, routers, st.just(0) | sizes(1, 500_000))
 
     @seed(number)
     @settings(max_examples=count, **options)
     @given(cases(st.sampled_from((40, 300, 1_000)), SHARINGS[1:]))
-    def engine_cases(case: Case) -> None:
+    def draw_engine(case: Case) -> None:
         drawn.append(case)
 
     @seed(number)
     @settings(max_examples=max(count // 4, 2), **options)
-    @given(clusters)
-    def cluster_cases(case: Any) -> None:
+    @given(cluster_cases(300))
+    def draw_cluster(case: ClusterCase) -> None:
         drawn.append(case)
 
-    engine_cases()
-    cluster_cases()
-    made = [_engine_example(one) if isinstance(one, Case) else _cluster_example(*one) for one in drawn]
+    draw_engine()
+    draw_cluster()
+    made = [_engine_example(one) if isinstance(one, Case) else _cluster_example(one) for one in drawn]
     found = []
     for run in made:
         expected = run(False)
@@ -247,16 +235,8 @@ def _engine_example(case: Case) -> Callable[[bool], Outcome]:
     return lambda compiled: [simulate(setup, compiled=compiled).data]
 
 
-def _cluster_example(load: Any, engines: Any, router: RouterConfig, hop_us: int) -> Callable[[bool], Outcome]:
-    configs = [SchedConfig(**sched) for sched, _ in engines]
-    turns = load.turns(configs)
-    setups = [Case(sched, load).setup_with(config, turns) for (sched, _), config in zip(engines, configs, strict=True)]
-    scenario = ClusterScenario(base=setups[0].scenario, replicas=len(setups), router=router, hop_us=hop_us)
-    setup = ClusterSetup(
-        scenario=scenario,
-        engines=tuple(replace(one, workload=setups[0].workload) for one in setups),
-        shares=tuple(EngineShare(weight=weight) for _, weight in engines),
-    )
+def _cluster_example(case: ClusterCase) -> Callable[[bool], Outcome]:
+    setup = case.setup()
 
     def run(compiled: bool) -> Outcome:
         made = simulate_cluster(setup, compiled=compiled)

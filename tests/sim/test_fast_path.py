@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings, target
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
 
-from lockstep.core.cluster.router import ROUTER_POLICIES, EngineShare, RouterConfig
+from lockstep.core.cluster.router import EngineShare, RouterConfig
 from lockstep.core.contract.config import SchedConfig
 from lockstep.sim.cluster.fast import unsupported_by_cluster
 from lockstep.sim.cluster.result import ClusterRun
@@ -40,17 +40,14 @@ from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.workload.turns import Turns
 from tests.support.fast_path_cases import (
     LONG_CONTEXTS,
-    SHARINGS,
     Case,
+    ClusterCase,
     Jittery,
-    Load,
     base,
     cases,
+    cluster_cases,
     differing,
-    loads,
     rare_events,
-    schedulers,
-    sizes,
     turns_of,
 )
 
@@ -133,41 +130,11 @@ def test_long_outputs_are_reserved_as_the_limit_of_a_reserve(batching: str, spli
     assert_equal(ours.data, theirs.data)
 
 
-ROUTERS = st.builds(
-    RouterConfig,
-    policy=st.sampled_from(ROUTER_POLICIES),
-    load_bound=st.sampled_from((1.0, 1.25, 3.0)) | st.floats(1.0, 10.0),
-    load_floor=st.sampled_from((0, 8)) | st.integers(0, 40),
-    block_tokens=st.sampled_from((1, 16, 256)) | sizes(1, 600),
-)
-SHARES = st.builds(
-    EngineShare,
-    weight=st.sampled_from((1.0, 1.0, 0.3, 2.5)) | st.floats(0.1, 10.0),
-    cache_tokens=st.just(1 << 40) | sizes(0, 20_000),
-)
-ENGINES = st.lists(st.tuples(schedulers(), SHARES), min_size=1, max_size=5)
-HOPS = st.sampled_from((0, 0, 700)) | sizes(1, 500_000)
-
-
 @pytest.mark.usefixtures("small_portions", "way")
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(loads(sharings=SHARINGS[:3]), ENGINES, ROUTERS, HOPS, st.sampled_from((None, 0, 2, 10**9)))
-def test_every_number_of_a_cluster_is_the_cores(
-    load: Load,
-    engines: list[tuple[dict[str, Any], EngineShare]],
-    router: RouterConfig,
-    hop_us: int,
-    patience: int | None,
-) -> None:
-    configs = [SchedConfig(**sched) for sched, _ in engines]
-    turns = load.turns(configs)
-    setups = [Case(sched, load).setup_with(config, turns) for (sched, _), config in zip(engines, configs, strict=True)]
-    scenario = ClusterScenario(base=setups[0].scenario, replicas=len(setups), router=router, hop_us=hop_us)
-    setup = ClusterSetup(
-        scenario=scenario,
-        engines=tuple(replace(one, workload=setups[0].workload) for one in setups),
-        shares=tuple(share for _, share in engines),
-    )
+@given(cluster_cases(), st.sampled_from((None, 0, 2, 10**9)))
+def test_every_number_of_a_cluster_is_the_cores(case: ClusterCase, patience: int | None) -> None:
+    setup = case.setup()
     assert unsupported_by_cluster(setup) == ""
     slos = (Slo.parse("ttft_p50=30ms"), Slo.parse("e2e_p90=300ms"))
 

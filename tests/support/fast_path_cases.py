@@ -19,8 +19,11 @@ import numpy as np
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
 
+from lockstep.core.cluster.router import ROUTER_POLICIES, EngineShare, RouterConfig
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.requests.budget import CLIP_MAX_NEW_TOKENS
+from lockstep.sim.cluster.scenario import ClusterScenario
+from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel, Duration
 from lockstep.sim.cost.calibration import Correction
 from lockstep.sim.fast.fast_path import POLICIES
@@ -316,6 +319,53 @@ def cases(draw: st.DrawFn, contexts: st.SearchStrategy[int] = CONTEXTS, sharings
         draw(st.booleans()),
         concurrency,
         sent,
+    )
+
+
+class ClusterCase(NamedTuple):
+    """One run of engines behind a router."""
+
+    load: Load
+    engines: list[tuple[Mapping[str, Any], EngineShare]]  # settings of each, and what the router knows of it
+    router: RouterConfig
+    hop_us: int
+
+    def setup(self) -> ClusterSetup:
+        """Return the setup of the run."""
+        configs = [SchedConfig(**sched) for sched, _ in self.engines]
+        turns = self.load.turns(configs)
+        setups = [Case(sched, self.load).setup_with(SchedConfig(**sched), turns) for sched, _ in self.engines]
+        return ClusterSetup(
+            scenario=ClusterScenario(
+                base=setups[0].scenario, replicas=len(setups), router=self.router, hop_us=self.hop_us
+            ),
+            engines=tuple(replace(one, workload=setups[0].workload) for one in setups),
+            shares=tuple(share for _, share in self.engines),
+        )
+
+
+ROUTERS = st.builds(
+    RouterConfig,
+    policy=st.sampled_from(ROUTER_POLICIES) | st.just("prefix_affinity"),
+    load_bound=st.sampled_from((1.0, 1.25, 3.0)) | st.floats(1.0, 10.0),
+    load_floor=st.sampled_from((0, 8)) | st.integers(0, 40),
+    block_tokens=st.sampled_from((1, 16, 256)) | sizes(1, 600),
+)
+SHARES = st.builds(
+    EngineShare,
+    weight=st.sampled_from((1.0, 1.0, 0.3, 2.5)) | st.floats(0.1, 10.0),
+    cache_tokens=st.just(1 << 40) | sizes(0, 20_000),
+)
+
+
+@st.composite
+def cluster_cases(draw: st.DrawFn, context_tokens: int = 1_000) -> ClusterCase:
+    """Draw a run of up to five engines behind a router."""
+    return ClusterCase(
+        draw(loads(context_tokens, SHARINGS[:3])),
+        draw(st.lists(st.tuples(schedulers(context_tokens), SHARES), min_size=1, max_size=5)),
+        draw(ROUTERS),
+        draw(st.sampled_from((0, 0, 700)) | sizes(1, 500_000)),
     )
 
 

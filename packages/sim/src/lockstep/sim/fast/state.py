@@ -146,7 +146,7 @@ ENGINE = np.dtype(
         (
             "block_free",
             np.int64,
-        ),  # the first unused entry below `block_entries`; `following` links to the next; 0: none
+        ),  # the first unused entry; `following` links to the next; 0: none
         ("block_entries", np.int64),  # the largest entry so far
     ],
     align=True,

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 LOOP_REQUESTS_MAX = 4_000_000  # requests of all sessions that a closed loop may begin
 # Settings that may have any value.
 FOLLOWED = frozenset(
-    "schedule_policy page_size pages radix_cache same_step_sharing context_tokens_max max_running_requests request_rows "
+    "page_size pages radix_cache same_step_sharing context_tokens_max max_running_requests request_rows "
     "schedule_conservativeness batching max_prefill_tokens chunked_prefill_size chunk_unit reserve "
     "prefill_max_requests truncation_align_size prefill_decode_interval overlap_depth waiting_prefix_refresh "
-    "retracted_requeue retracted_kv retraction_policy prefix_deduplication bypass_limit schedule_seed".split()
+    "retracted_requeue retracted_kv retraction_policy prefix_deduplication bypass_limit "
+    "schedule_seed schedule_policy".split()
 )
 NEVER_READ = frozenset(
     "force_stream_interval "
