@@ -64,7 +64,7 @@ STAMP = VENV / "lockstep-stamp.json"
 CONSTRAINTS = ROOT / "constraints.txt"
 
 # Three install sets, each containing the one before, all in the same environment:
-#   demo     the simulator and the tools for its journals; no torch.
+#   demo     the simulator, with numba for its machine code, and the tools for its journals; no torch.
 #   dev      adds the serving package and the requirements of tests and checks.
 #   runtime  adds the GPU runtime with torch, a gigabyte, which is therefore installed only on request.
 SETS = ("demo", "dev", "runtime")

@@ -34,13 +34,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from lockstep.sim.cluster.fast import run_compiled
 from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.fast import fast_path, kernel, machine_code
 from lockstep.sim.fast.state import Arrays
-from lockstep.sim.run.simulate import simulate
+from lockstep.sim.run import simulate as simulate_module
 from tests.support.fast_path_cases import SHARINGS, Case, ClusterCase, Load, cases, cluster_cases, differing
 
 KNOWN = Path(__file__).resolve().parent / "data" / "kernel_mutants.txt"
+TINY_PER_RUN = 8  # tiny runs, whose pages and budgets are spent to the last token, for each other run of an engine
+TINY_REQUESTS_MAX = 40
 SLOWER = 20  # a mutant may take this many times as long as the kernel, plus a second
 COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.GtE),
@@ -53,7 +56,8 @@ COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
 PLANTS = {"rules.py": (("CLIP_MAX_NEW_TOKENS = 4096", "CLIP_MAX_NEW_TOKENS = 9_000_000"),)}
 """Constants of modules that are changed in one place, by file: text before and after."""
 Advance = Callable[[Arrays, float], int]
-Outcome = list[Any]  # the RunData of a run: of the cluster and of each engine
+Run = Callable[[bool], "Outcome | None"]  # by the kernel or by the core; None: the kernel leaves the run to the core
+Outcome = tuple[list[Any], dict[str, int]]  # RunData, of a cluster and of each engine; requests by reason of routing
 
 
 class TooLongError(Exception):
@@ -180,7 +184,7 @@ def advance_of(mutant: Mutant | None) -> Advance:
 class Example:
     """One random run, with the outcome of the core."""
 
-    run: Callable[[bool], Outcome]
+    run: Run
     expected: Outcome
     took_s: float = 1.0
     kills: int = 0
@@ -198,20 +202,31 @@ def examples(count: int, number: int) -> list[Example]:
         drawn.append(case)
 
     @seed(number)
+    @settings(max_examples=TINY_PER_RUN * count, **options)
+    @given(cases(st.sampled_from((12, 40))))
+    def draw_tiny(case: Case) -> None:
+        if case.load.requests <= TINY_REQUESTS_MAX:
+            drawn.append(case)
+
+    @seed(number)
     @settings(max_examples=max(count // 4, 2), **options)
     @given(cluster_cases(300))
     def draw_cluster(case: ClusterCase) -> None:
         drawn.append(case)
 
     draw_engine()
+    draw_tiny()
     draw_cluster()
     made = [_engine_example(one) if isinstance(one, Case) else _cluster_example(one) for one in drawn]
     found = []
     for run in made:
         expected = run(False)
+        assert expected is not None
         began_s = time.process_time()
         ours = run(True)
         took_s = time.process_time() - began_s
+        if ours is None:
+            continue  # only the core can simulate it
         if why := _differing(ours, expected):
             raise SystemExit(f"the kernel itself differs from the core: {why}")
         found.append(Example(run, expected, took_s))
@@ -226,27 +241,44 @@ def long_examples() -> list[Example]:
     found = []
     for reserve in (0.4, 1.0):
         run = _engine_example(Case({**sched, "schedule_conservativeness": reserve}, long))
-        found.append(Example(run, run(False), 10.0))
+        expected = run(False)
+        assert expected is not None
+        found.append(Example(run, expected, 10.0))
     return found
 
 
-def _engine_example(case: Case) -> Callable[[bool], Outcome]:
-    setup = case.setup()
-    return lambda compiled: [simulate(setup, compiled=compiled).data]
-
-
-def _cluster_example(case: ClusterCase) -> Callable[[bool], Outcome]:
+def _engine_example(case: Case) -> Run:
     setup = case.setup()
 
-    def run(compiled: bool) -> Outcome:
-        made = simulate_cluster(setup, compiled=compiled)
-        return [made.data, *(one.data for one in made.engines)]
+    def run(compiled: bool) -> Outcome | None:
+        if not compiled:
+            return [simulate_module.simulate(setup, compiled=False).data], {}
+        made = simulate_module._run_compiled(setup, None, always=True)
+        return None if made is None else ([made.data], {})
 
     return run
 
 
-def _differing(ours: Outcome, theirs: Outcome) -> str:
-    return next(filter(None, map(differing, ours, theirs)), "")
+def _cluster_example(case: ClusterCase) -> Run:
+    setup = case.setup()
+
+    def run(compiled: bool) -> Outcome | None:
+        if compiled:
+            made = run_compiled(setup, None, None, always=True)
+        else:
+            made = simulate_cluster(setup, compiled=False)
+        return None if made is None else ([made.data, *(one.data for one in made.engines)], made.routed_by_reason)
+
+    return run
+
+
+def _differing(ours: Outcome | None, theirs: Outcome) -> str:
+    """Return how the outcome of the kernel differs from the core's; None: it has left the run to the core."""
+    if ours is None:
+        return "left to the core"
+    if dict(ours[1]) != dict(theirs[1]):
+        return "routed_by_reason"
+    return next(filter(None, map(differing, ours[0], theirs[0])), "")
 
 
 def finds(example: Example, advance: Advance) -> bool:
