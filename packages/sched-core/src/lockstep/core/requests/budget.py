@@ -43,6 +43,15 @@ from lockstep.core.requests.rules import (
     NO_LIMIT,
     NO_TOKENS,
     RESERVES,
+    beside_decodes,
+    charged_total,
+    clipped_output,
+    covers,
+    ratio_after_decode,
+    ratio_after_retraction,
+    reserved_by_ratio,
+    verdict,
+    wanted,
 )
 from lockstep.core.requests.rules import CLIP_MAX_NEW_TOKENS as CLIP_MAX_NEW_TOKENS
 from lockstep.core.requests.rules import aligned as aligned
@@ -77,7 +86,7 @@ class NewTokenRatio:
 
     def decoded(self) -> None:
         """Lower the ratio by one step: a decode was launched without a retraction."""
-        self.value = rules.ratio_after_decode(self.value, self.decay, self.floor)
+        self.value = ratio_after_decode(self.value, self.decay, self.floor)
 
     def retracted(self, outputs: int, max_new_tokens: int, survivors: int) -> None:
         """Set the ratio after a retraction to the share that the survivors used, plus RETRACT_DECODE_STEPS steps each.
@@ -87,7 +96,7 @@ class NewTokenRatio:
             max_new_tokens: the limit of output tokens of all survivors together.
             survivors: the number of running requests that were not retracted.
         """
-        self.value = rules.ratio_after_retraction(outputs, max_new_tokens, survivors)
+        self.value = ratio_after_retraction(outputs, max_new_tokens, survivors)
 
     def idle(self) -> None:
         """Reset the ratio to its initial value: no request runs."""
@@ -101,9 +110,9 @@ def reserve_by_ratio(remaining: NDArray[np.int32], ignores_eos: NDArray[np.int32
         remaining: int32 [n], output tokens up to the limit of each.
         ignores_eos: int32 [n], 1 for a request that ignores end tokens and so runs to its limit, else 0.
     """
-    clipped = rules.clipped_output(remaining)
+    clipped = clipped_output(remaining)
     certain = int(clipped.dot(ignores_eos))  # 32 bits suffice for half a million rows of 4,096 tokens
-    return rules.reserved_by_ratio(certain, int(np.add.reduce(clipped)) - certain, ratio)
+    return reserved_by_ratio(certain, int(np.add.reduce(clipped)) - certain, ratio)
 
 
 def lasts(left: NDArray[np.float64], held: NDArray[np.int32], free: int) -> bool:
@@ -192,15 +201,15 @@ class PrefillBudget:
         if self.policy == "ratio":  # under the other policies the reserve contains the pages of decodes
             self.total -= decodes
             self.current -= decodes
-        self.input = rules.beside_decodes(self.input, decodes, self.page_size)
+        self.input = beside_decodes(self.input, decodes, self.page_size)
         if self.chunk is not None:
-            self.chunk = rules.beside_decodes(self.chunk, decodes, self.page_size)
+            self.chunk = beside_decodes(self.chunk, decodes, self.page_size)
         self.set_aside = set_aside
 
     def verdict(self) -> Verdict:
         """Return whether another candidate may be considered at all."""
         chunk = NO_LIMIT if self.chunk is None else self.chunk
-        return VERDICTS[rules.verdict(self.total, self.current, self.input, chunk)]
+        return VERDICTS[verdict(self.total, self.current, self.input, chunk)]
 
     def regain(self, tokens: int, unreserved: int, set_aside: int) -> None:
         """Add the tokens of preempted requests to the budget.
@@ -228,7 +237,7 @@ class PrefillBudget:
 
     def charge(self, new_tokens: int, output_tokens: int) -> None:
         """Charge an extend of `new_tokens`, and the output behind it (0 unless the extend completes the prompt)."""
-        self.total -= rules.charged_total(self.reserve, new_tokens, output_tokens, self.page_size)
+        self.total -= charged_total(self.reserve, new_tokens, output_tokens, self.page_size)
         self.current -= ceil_to(new_tokens, self.page_size)
         charged = ceil_to(new_tokens, self.unit)
         self.input -= charged
@@ -237,11 +246,11 @@ class PrefillBudget:
 
     def wanted(self, new_tokens: int, remaining_output: int) -> int:
         """Return the tokens of `total` that a candidate needs to start: its whole prompt, and output by the policy."""
-        return rules.wanted(self.reserve, new_tokens, remaining_output, self.page_size, self.beyond)
+        return wanted(self.reserve, new_tokens, remaining_output, self.page_size, self.beyond)
 
     def has(self, wanted: int, locking: int) -> bool:
         """Return whether `total` covers `wanted` tokens after the candidate has locked `locking` cached tokens."""
-        return rules.covers(self.reserve, self.total - locking, wanted)
+        return covers(self.reserve, self.total - locking, wanted)
 
 
 def chunk_tokens(start: int, new_tokens: int, budget: PrefillBudget, first: bool, may_split: bool) -> int:

@@ -22,7 +22,8 @@ def verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> dict[int,
     """
     samplers = batch.samplers
     ends: dict[int, FinishReason] = dict.fromkeys(batch.ending, "length")
-    ends |= dict.fromkeys(event.grammar_ended, "grammar")
+    for i in event.grammar_ended:
+        ends[i] = "grammar"
     if samplers.stops.shape[1]:
         hits = tokens[:, None] == samplers.stops
         if hits.any():

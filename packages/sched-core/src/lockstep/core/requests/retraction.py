@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.requests import rules
+from lockstep.core.requests.rules import length_key, opens_page, pages_between
 from lockstep.core.requests.table import Int32s, Request, RunningBatch
 
 LEAST = -(2**63)
@@ -30,7 +30,7 @@ def choose_victim(config: SchedConfig, running_batch: RunningBatch, positions: I
     """
     if config.retraction_policy == "newest":
         return running_batch.size - 1
-    key = rules.length_key(positions - running_batch.prompts, running_batch.prompts, running_batch.request_ids)
+    key = length_key(positions - running_batch.prompts, running_batch.prompts, running_batch.request_ids)
     by_length: list[int] = np.lexsort(key[::-1]).tolist()
     if config.retraction_policy == "length":
         return by_length[0]
@@ -53,7 +53,7 @@ def pages_ahead(
         spare: int32 [members], pages that each member holds already behind those of its positions; None: none.
     """
     reach = np.minimum(positions + steps, running_batch.limits - 1)
-    opening = rules.pages_between(positions, reach, page_size)
+    opening = pages_between(positions, reach, page_size)
     if spare is not None:
         opening = np.maximum(opening - spare, 0)
     return int(opening.sum())
@@ -66,7 +66,7 @@ def pages_to_come(positions: Int32s, limits: Int32s, page_size: int) -> int:
         positions: int32 [n], the next position of each member.
         limits: int32 [n], positions of prompt and output together at which each ends by length.
     """
-    return int(rules.pages_between(positions, limits - 1, page_size).sum())
+    return int(pages_between(positions, limits - 1, page_size).sum())
 
 
 def members_growing(positions: Int32s, page_mask: Int32s) -> NDArray[np.intp]:
@@ -76,5 +76,5 @@ def members_growing(positions: Int32s, page_mask: Int32s) -> NDArray[np.intp]:
         positions: int32 [members], the next position of each member.
         page_mask: int32 [], the page size minus 1.
     """
-    growing: NDArray[np.intp] = rules.opens_page(positions, page_mask).nonzero()[0]
+    growing: NDArray[np.intp] = opens_page(positions, page_mask).nonzero()[0]
     return growing

@@ -254,7 +254,8 @@ class Engine(SchedulerState):
     def _plan_pass(self, running: RunningState, step: Step, *, extends: bool = True) -> InFlight | None:
         """Plan what a running batch computes next; None: nothing. `extends`: whether prompts may be computed."""
         batch, prefills = None, self.prefills
-        if extends and not self.decoding.decode_goes_first(running):
+        prompts = self.ordering.waiting or self.prefilling or self.transfers.ready
+        if extends and prompts and not self.decoding.decode_goes_first(running):
             batch = prefills.plan_prebuilt(running, step) or prefills.plan_extend(running, step)
         batch = batch or self.decoding.plan(running, step, prefills.plan_extend)
         if batch is None:

@@ -302,8 +302,11 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
         refresh(s, c, a.scratch)
     growing = _growing(s, a.requests, running_batch)
     lacking = growing - s.free_pages - s.evictable_pages
-    if not s.decoding or not decode_goes_first(
-        s.decode_owed != 0, s.batching, lacking, s.decode_launches - s.extended_at, s.prefill_decode_interval
+    if (s.waiting or s.prefilling != NONE) and not (
+        s.decoding
+        and decode_goes_first(
+            s.decode_owed != 0, s.batching, lacking, s.decode_launches - s.extended_at, s.prefill_decode_interval
+        )
     ):
         taken = _extend(s, c, running_batch, parts, growing, a.scratch)
     launches = taken > 0
@@ -321,7 +324,9 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
             launches = True
             if lacking <= 0:
                 s.ratio = ratio_after_decode(s.ratio, s.ratio_decay, s.ratio_floor)
-            _decode_batch(s, c, running_batch, flight, samplers, shape, growing)
+            if growing:
+                s.evicted_by_decode += alloc(s, c, growing)
+            _decode_batch(s, a.requests, running_batch, flight, samplers, shape)
     else:
         s.decode_owed = 0
     if launches:
@@ -534,7 +539,8 @@ def _extend_batch(
             s.decodes_skipped += 1
         else:
             along = s.decoding
-            decoded_tokens = _move_on(s, c, running_batch, samplers[sampling:], growing)
+            s.evicted_by_decode += alloc(s, c, growing)
+            decoded_tokens = _move_on(s, requests, running_batch, samplers[sampling:])
     for i in range(sampling):  # a request at the end of its prompt decodes next
         request = requests[samplers[i]]
         if ends_by_length(request.position, request.prompt_tokens + request.output_tokens):
@@ -558,11 +564,11 @@ def _extend_batch(
 
 
 def _decode_batch(
-    s: Record, c: Cache, running_batch: Array, flight: Record, samplers: Array, shape: Record, growing: int
+    s: Record, requests: Array, running_batch: Array, flight: Record, samplers: Array, shape: Record
 ) -> None:
     """Write a batch with one more token for the whole running batch, like `DecodePlanner.plan`."""
     rows = s.decoding
-    context_tokens = _move_on(s, c, running_batch, samplers, growing)
+    context_tokens = _move_on(s, requests, running_batch, samplers)
     s.decode_owed = 0
     flight.mode = DECODE
     flight.rows = flight.samplers = flight.new_tokens = rows
@@ -573,17 +579,15 @@ def _decode_batch(
     shape.decode_context_tokens = context_tokens
 
 
-def _move_on(s: Record, c: Cache, running_batch: Array, samplers: Array, growing: int) -> int:
+def _move_on(s: Record, requests: Array, running_batch: Array, samplers: Array) -> int:
     """Advance the running batch by one position, like `DecodePlanner._advance`; requests at their last token leave.
 
-    Returns: the sum of the positions before.
+    The caller has taken the pages that the tokens open. Returns: the sum of the positions before.
     """
-    if growing:
-        s.evicted_by_decode += alloc(s, c, growing)
     context_tokens = staying = 0
     for i in range(s.decoding):
         number = running_batch[i]
-        request = c.requests[number]
+        request = requests[number]
         samplers[i] = number
         context_tokens += request.position
         request.position += 1

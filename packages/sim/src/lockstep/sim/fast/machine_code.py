@@ -18,7 +18,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from importlib.metadata import version
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -39,7 +39,7 @@ SOURCES = tuple(Path(str(module.__file__)) for module in (rules, state, memory, 
 ENTRY = "lockstep_advance"
 
 Int64s = NDArray[np.int64]
-Advance = Callable[[int, float], int]
+Advance = Callable[[ctypes.c_void_p, float], int]
 
 
 @cache
@@ -52,13 +52,7 @@ def bound(arrays: Arrays) -> Callable[[float], int]:
     """Return `kernel.advance` over these arrays: machine code, or interpreted if numba is not installed."""
     if not is_available():
         return interpreted(arrays)
-    advance, table = load(), addresses(arrays)
-    address = table.ctypes.data
-
-    def advance_there(took_us: float, _kept: Int64s = table) -> int:  # the default keeps the table alive
-        return advance(address, took_us)
-
-    return advance_there
+    return partial(load(), addresses(arrays).ctypes.data_as(ctypes.c_void_p))  # the pointer keeps the table alive
 
 
 def interpreted(arrays: Arrays) -> Callable[[float], int]:
@@ -105,7 +99,7 @@ def load() -> Advance:
             engine.add_global_mapping(symbol, never)  # functions by which numba raises errors; this code raises none
     engine.finalize_object()
     _ENGINES.append(engine)
-    return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_double)(engine.get_function_address(ENTRY))
+    return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_double)(engine.get_function_address(ENTRY))
 
 
 @cache
