@@ -20,6 +20,8 @@ from msgspec.structs import replace as replace_struct
 
 from lockstep.core.cluster.router import EngineShare, RouterConfig
 from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.profiles import PROFILES, profile_settings
+from lockstep.core.scheduler.ordering import LPM_FALLBACK_WAITING, REFRESHED_REQUESTS
 from lockstep.sim.cluster.fast import unsupported_by_cluster
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.scenario import ClusterScenario
@@ -43,6 +45,7 @@ from tests.support.fast_path_cases import (
     Case,
     ClusterCase,
     Jittery,
+    Load,
     base,
     cases,
     cluster_cases,
@@ -327,13 +330,33 @@ def test_settings_are_distinguished() -> None:
     assert not fast_runs.FOLLOWED & fast_runs.NEVER_READ
 
 
-def test_prompts_that_share_prefixes_only_with_some_settings() -> None:
-    """De-duplication, and prefixes that are isolated by tenant, are left to the core where prompts begin alike."""
+def test_shared_prefixes_that_are_isolated_by_tenant_are_left_to_the_core() -> None:
     turns = turns_of(np.array([0, 10]), np.array([40, 40]), np.array([3, 3]), [[500, 20]] * 2)
     assert fast_runs.unsupported_by(setup_of(turns, {"pages": 64})) == ""
-    for name, value in (("prefix_deduplication", "defer"), ("isolate_tenants", True)):
-        reason = f"shared prefixes with {name}"
-        assert fast_runs.unsupported_by(setup_of(turns, {"pages": 64, name: value})) == reason
+    reason = "shared prefixes with isolate_tenants"
+    assert fast_runs.unsupported_by(setup_of(turns, {"pages": 64, "isolate_tenants": True})) == reason
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("profile", sorted(PROFILES))
+def test_every_profile_is_followed_with_shared_prefixes(profile: str) -> None:
+    """Two documents that many prompts begin with, and requests without output among the others."""
+    load = Load(5, 60, 700, 40, 4_000.0, 0.5, 1, 0, sharing="documents", prompts_only=0.1)
+    sched = {**profile_settings(profile), "context_tokens_max": 1_000}
+    sched["pages"] = 3_000 // sched.get("page_size", 16)
+    case = Case({**sched, "chunked_prefill_size": 256, "max_running_requests": 12}, load)
+    assert fast_runs.unsupported_by(case.setup()) == ""
+    theirs, ours = (
+        simulate(case.setup(), compiled=False),
+        simulate_module._run_compiled(case.setup(), None, always=True),
+    )
+    assert ours is not None
+    summary = theirs.data.summary
+    assert summary["requests"]["by_finish_reason"]["computed"] > 0
+    assert summary["kv"]["prompt_tokens_cached"] > 0
+    if profile == "vllm":
+        assert summary["scheduler"]["admissions_deferred_by_reason"]["prefix"] > 0
+    assert_equal(ours.data, theirs.data)
 
 
 def test_prompts_with_equal_tokens_behind_different_ones_are_left_to_the_core() -> None:
@@ -359,6 +382,7 @@ def test_a_tenant_that_is_refused_is_left_to_the_core() -> None:
 
 def test_the_kernel_has_the_cores_constants() -> None:
     assert state.NEVER_US == ports.NEVER_US
+    assert LPM_FALLBACK_WAITING <= REFRESHED_REQUESTS  # `scratch` has a place for each
     assert list(state.SHAPE.names)[:-2] == list(BatchShape.__struct_fields__)[:7]
 
 

@@ -76,6 +76,7 @@ class Load(NamedTuple):
     round_to: int  # prompt lengths are multiples of this, so that decodes open pages together
     warm_up: int
     sharing: str = "nothing"  # what prompts have in common, one of SHARINGS; turns of sessions also follow answers
+    prompts_only: float = 0.0  # share of the requests without output
     branches: float = 0.0  # share of the turns that may follow an answer that another turn follows, too
 
     def turns(self, configs: list[SchedConfig]) -> Turns:
@@ -87,6 +88,7 @@ class Load(NamedTuple):
         prompts = np.minimum(-(-prompts // self.round_to) * self.round_to, most)
         outputs = rng.integers(1, self.output_tokens_max, self.requests, endpoint=True)
         outputs = np.minimum(outputs, both - prompts)
+        outputs[rng.random(self.requests) < self.prompts_only] = 0
         gaps = rng.exponential(self.gap_us, self.requests)
         gaps[rng.random(self.requests) < self.bursts] = 0.0
         arrival_us = np.cumsum(gaps).astype(np.int64)
@@ -141,7 +143,8 @@ def whole_of(index: int, prompts: list[int], outputs: list[int], beginning: list
     runs, first = list(beginning), TOKENS_APART * index
     if own := prompts[index] - sum(beginning[1::2]):
         append_run(runs, first, own)
-    append_run(runs, first + prompts[index], outputs[index])
+    if outputs[index]:
+        append_run(runs, first + prompts[index], outputs[index])
     return runs
 
 
@@ -290,6 +293,7 @@ def loads(draw: st.DrawFn, context_tokens: int = 1_000, sharings: tuple[str, ...
         round_to=draw(st.sampled_from((1, 16))),
         warm_up=draw(st.sampled_from((0, 10))),
         sharing=draw(st.sampled_from(sharings)),
+        prompts_only=draw(st.sampled_from((0.0, 0.0, 0.1))),
         branches=draw(st.sampled_from((0.0, 0.3))),
     )
 

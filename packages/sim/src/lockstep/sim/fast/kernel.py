@@ -530,6 +530,9 @@ def _extend_batch(
         context_tokens += start
         pairs += new * start + new * (new + 1) // 2
         if stop == requests[number].prompt_tokens + requests[number].kept:
+            if not requests[number].output_tokens:
+                requests[number].last_batch = s.next_batch_id  # it ends without a token
+                continue
             samplers[sampling] = number
             sampling += 1
     along = decoded_tokens = 0
@@ -724,6 +727,9 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
     s.oldest = (s.oldest + 1) % a.flights.shape[1]
     s.nothing_new = 0
     c = cache_of(a, engine)
+    for i in range(flight.parts):
+        if parts[i, 0] != NONE and _ends_without_token(a.requests[parts[i, 0]], flight.batch_id):
+            _end(a, run, s, c, parts[i, 0])
     tokens = 0
     at, gap_requests, gaps = s.gaps, a.gap_requests[engine], a.gaps[engine]
     for i in range(flight.samplers):
@@ -743,17 +749,7 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
         request.last_us = now_us
         request.outputs += 1
         if request.outputs == request.output_tokens:
-            request.ended_us = now_us
-            s.ended += 1
-            s.active -= 1
-            s.batch_is_full = 0
-            leave(s, c, number, True)
-            if run.routes:
-                unseen = a.unseen[run.unseen]
-                unseen[0], unseen[1] = now_us + s.frontend_us + run.hop_us, number
-                run.unseen += 1
-            if run.loops:
-                _answered(a, run, s, number, now_us + s.answer_us)
+            _end(a, run, s, c, number)
     s.gaps = at
     if tokens:
         message = a.messages[engine, s.messages]
@@ -768,3 +764,23 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
         s.ratio = s.ratio_initial
         s.decode_owed = 0
     _spend(s, a.works[engine], s.result_fixed_us + s.result_row_us * flight.rows, RESULTS)
+
+
+def _ends_without_token(request: Record, batch_id: int) -> bool:
+    """Return whether a request without output ends with a batch, which computes the last of its prompt."""
+    return request.output_tokens == 0 and request.last_batch == batch_id
+
+
+def _end(a: Arrays, run: Record, s: Record, c: Cache, number: int) -> None:
+    """End a request at the present time, like `SchedulerState.finish`."""
+    a.requests[number].ended_us = s.now_us
+    s.ended += 1
+    s.active -= 1
+    s.batch_is_full = 0
+    leave(s, c, number, True)
+    if run.routes:
+        unseen = a.unseen[run.unseen]
+        unseen[0], unseen[1] = s.now_us + s.frontend_us + run.hop_us, number
+        run.unseen += 1
+    if run.loops:
+        _answered(a, run, s, number, s.now_us + s.answer_us)

@@ -74,8 +74,8 @@ def unsupported_by(setup: Setup) -> str:
         if is_there:
             return name
     prompts, outputs = turns.prompt_tokens.astype(np.int64), turns.output_tokens.astype(np.int64)
-    if not outputs.min() or not prompts.min():
-        return "empty prompts or answers"
+    if not prompts.min():
+        return "empty prompts"
     if prompts.max() > config.prompt_tokens_max(True) or (prompts + outputs).max() > config.request_tokens_max:
         return "prompts that do not fit"
     if scenario.concurrency is not None:
@@ -124,9 +124,10 @@ def are_chained(turns: Turns) -> bool:
     before = np.concatenate((np.full(1, -1), lasts[:-1]))
     before[turns.run_starts] = -1
     answers = turns.output_first_token.astype(np.int64)
-    stops = np.concatenate((firsts + counts, answers + turns.output_tokens))
-    before = np.concatenate((before, lasts[turns.run_stops - 1]))
-    firsts = np.concatenate((firsts, answers))
+    answered = turns.output_tokens > 0
+    stops = np.concatenate((firsts + counts, (answers + turns.output_tokens)[answered]))
+    before = np.concatenate((before, lasts[turns.run_stops - 1][answered]))
+    firsts = np.concatenate((firsts, answers[answered]))
     order = np.lexsort((before, firsts))
     firsts, stops, before = firsts[order], stops[order], before[order]
     again = firsts[1:] == firsts[:-1]
