@@ -44,6 +44,7 @@ from tests.support.fast_path_cases import SHARINGS, Case, ClusterCase, Load, cas
 KNOWN = Path(__file__).resolve().parent / "data" / "kernel_mutants.txt"
 TINY_PER_RUN = 8  # tiny runs, whose pages and budgets are spent to the last token, for each other run of an engine
 TINY_REQUESTS_MAX = 40
+REQUESTS_MIN = 20  # of the other runs
 SLOWER = 20  # a mutant may take this many times as long as the kernel, plus a second
 COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.GtE),
@@ -196,10 +197,11 @@ def examples(count: int, number: int) -> list[Example]:
     options = {"database": None, "phases": [Phase.generate], "suppress_health_check": list(HealthCheck)}
 
     @seed(number)
-    @settings(max_examples=count, **options)
+    @settings(max_examples=4 * count, **options)
     @given(cases(st.sampled_from((40, 300, 1_000)), SHARINGS[1:]))
     def draw_engine(case: Case) -> None:
-        drawn.append(case)
+        if case.load.requests >= REQUESTS_MIN and len(drawn) < count:  # the first cases that are drawn are the smallest
+            drawn.append(case)
 
     @seed(number)
     @settings(max_examples=TINY_PER_RUN * count, **options)
