@@ -194,7 +194,7 @@ class Example:
 def examples(count: int, number: int) -> list[Example]:
     """Draw random runs of engines and clusters."""
     drawn: list[Any] = []
-    options = {"database": None, "phases": [Phase.generate], "suppress_health_check": list(HealthCheck)}
+    options: Any = {"database": None, "phases": [Phase.generate], "suppress_health_check": list(HealthCheck)}
 
     @seed(number)
     @settings(max_examples=4 * count, **options)
@@ -269,7 +269,7 @@ def _cluster_example(case: ClusterCase) -> Run:
             made = run_compiled(setup, None, None, always=True)
         else:
             made = simulate_cluster(setup, compiled=False)
-        return None if made is None else ([made.data, *(one.data for one in made.engines)], made.routed_by_reason)
+        return None if made is None else ([made.data, *(one.data for one in made.engines)], dict(made.routed_by_reason))
 
     return run
 
