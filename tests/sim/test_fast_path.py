@@ -353,7 +353,7 @@ def test_every_profile_is_followed_with_shared_prefixes(profile: str) -> None:
     assert ours is not None
     summary = theirs.data.summary
     assert summary["requests"]["by_finish_reason"]["computed"] > 0
-    assert summary["kv"]["prompt_tokens_cached"] > 0
+    assert summary["cache"]["prompt_tokens_cached"] > 0
     if profile == "vllm":
         assert summary["scheduler"]["admissions_deferred_by_reason"]["prefix"] > 0
     assert_equal(ours.data, theirs.data)

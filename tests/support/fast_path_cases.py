@@ -402,7 +402,7 @@ def rare_events(data: RunData) -> Iterator[tuple[str, float]]:
     """Yield counts that Hypothesis is to make large, with names: they show rare branches of the scheduler."""
     scheduler, kv = data.summary["scheduler"], data.summary["cache"]
     yield "decodes skipped", float(scheduler["decodes_skipped"])
-    for reason in ("running_limit", "kv_budget", "prefill_budget", "pages"):
+    for reason in ("running_limit", "kv_budget", "prefill_budget", "pages", "prefix"):
         yield f"deferred for {reason}", float(scheduler["admissions_deferred_by_reason"].get(reason, 0))
     yield "cached tokens", float(kv["prompt_tokens_cached"])
     yield "retractions", float(scheduler["retractions"])
