@@ -26,7 +26,7 @@ exact.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,14 +34,12 @@ from numpy.typing import NDArray
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import DeferReason
 from lockstep.core.requests import rules
+from lockstep.core.requests.rules import CLIP_MAX_NEW_TOKENS as CLIP_MAX_NEW_TOKENS
 from lockstep.core.requests.rules import (
-    BUDGET_SPENT,
-    CONTINUE,
     NEW_TOKEN_RATIO_DECAY_STEPS,
     NEW_TOKEN_RATIO_INIT,
     NEW_TOKEN_RATIO_MIN_FACTOR,
     NO_LIMIT,
-    NO_TOKENS,
     RESERVES,
     beside_decodes,
     charged_total,
@@ -53,15 +51,11 @@ from lockstep.core.requests.rules import (
     verdict,
     wanted,
 )
-from lockstep.core.requests.rules import CLIP_MAX_NEW_TOKENS as CLIP_MAX_NEW_TOKENS
 from lockstep.core.requests.rules import aligned as aligned
 from lockstep.core.requests.rules import ceil_to as ceil_to
 from lockstep.core.requests.table import ONE, Int32s, Request, RunningBatch
 
 IGNORE_EOS_RESERVE_TOKENS = 1  # tokens per running request that must stay free at every moment
-
-Verdict = Literal["continue", "no_tokens", "budget_spent"]
-VERDICTS: dict[int, Verdict] = {CONTINUE: "continue", NO_TOKENS: "no_tokens", BUDGET_SPENT: "budget_spent"}
 
 
 class Deferral(NamedTuple):
@@ -206,10 +200,9 @@ class PrefillBudget:
             self.chunk = beside_decodes(self.chunk, decodes, self.page_size)
         self.set_aside = set_aside
 
-    def verdict(self) -> Verdict:
-        """Return whether another candidate may be considered at all."""
-        chunk = NO_LIMIT if self.chunk is None else self.chunk
-        return VERDICTS[verdict(self.total, self.current, self.input, chunk)]
+    def verdict(self) -> int:
+        """Return whether another candidate may be considered at all, see `rules.verdict`."""
+        return verdict(self.total, self.current, self.input, NO_LIMIT if self.chunk is None else self.chunk)
 
     def regain(self, tokens: int, unreserved: int, set_aside: int) -> None:
         """Add the tokens of preempted requests to the budget.
@@ -238,8 +231,9 @@ class PrefillBudget:
     def charge(self, new_tokens: int, output_tokens: int) -> None:
         """Charge an extend of `new_tokens`, and the output behind it (0 unless the extend completes the prompt)."""
         self.total -= charged_total(self.reserve, new_tokens, output_tokens, self.page_size)
-        self.current -= ceil_to(new_tokens, self.page_size)
-        charged = ceil_to(new_tokens, self.unit)
+        pages = ceil_to(new_tokens, self.page_size)
+        self.current -= pages
+        charged = pages if self.unit == self.page_size else ceil_to(new_tokens, self.unit)
         self.input -= charged
         if self.chunk is not None:
             self.chunk -= charged

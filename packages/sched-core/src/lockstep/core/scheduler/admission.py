@@ -26,6 +26,7 @@ from lockstep.core.requests.budget import (
     counts_on_ends,
     lasts_with,
 )
+from lockstep.core.requests.rules import CONTINUE, NO_TOKENS
 from lockstep.core.requests.table import Int32s, Request
 
 
@@ -82,15 +83,16 @@ class ExtendBudget(Resource):
         if most is not None and share.parts >= most:
             return self.spent
         verdict = share.budget.verdict()
-        if verdict == "continue":
+        if verdict == CONTINUE:
             return None
-        return self.no_tokens if verdict == "no_tokens" else self.spent
+        return self.no_tokens if verdict == NO_TOKENS else self.spent
 
     def reserve(self, share: ExtendShare) -> None:
         """Charge the tokens of the extend, and by the reserve policy those that the request needs until it ends."""
         budget, request = share.budget, share.request
         budget.newcomers.append(request)
-        budget.hold(share.locked_pages * budget.page_size)
+        if share.locked_pages:
+            budget.hold(share.locked_pages * budget.page_size)
         if budget.policy == "full":
             budget.promise(share.new_tokens, request.max_new_tokens - request.outputs)
         budget.charge(share.take, request.max_new_tokens if share.take == share.new_tokens else 0)
