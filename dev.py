@@ -11,6 +11,7 @@
     python3 dev.py golden ARGS        record missing golden journals, or named ones again
     python3 dev.py swarm ARGS         random histories with every invariant checked; --seconds 600 or --steps 10_000_000
     python3 dev.py explore ARGS       every interleaving of small worlds; --transitions 4_000, --world NAME
+    python3 dev.py fast-path-campaign 20,000 random runs by the simulator's fast path and by the core; --runs 500
     python3 dev.py kernel-mutants     mutants of the simulator's fast path that no random run finds; --module memory.py
     python3 dev.py fleet-swarm ARGS   random histories of prefill and decode engines with a bad network, 1,000,000 steps
     python3 dev.py rank-swarm ARGS    random histories of four data-parallel ranks; --steps 100_000
@@ -66,7 +67,7 @@ STAMP = VENV / "lockstep-stamp.json"
 CONSTRAINTS = ROOT / "constraints.txt"
 
 # Three install sets, each containing the one before, all in the same environment:
-#   demo     the simulator and the tools for its journals; no torch.
+#   demo     the simulator, with numba for its machine code, and the tools for its journals; no torch.
 #   dev      adds the serving package and the requirements of tests and checks.
 #   runtime  adds the GPU runtime with torch, a gigabyte, which is therefore installed only on request.
 SETS = ("demo", "dev", "runtime")
@@ -214,6 +215,10 @@ def kernel_mutants(args):
     return call(PYTHON, "tests/kernel_mutants.py", *args)
 
 
+def fast_path_campaign(args):
+    return call(PYTHON, "-m", "tests.campaigns.fast_path", *args)
+
+
 def fleet_swarm(args):
     return call(PYTHON, "tests/fleet_swarm.py", "--steps", "1_000_000", *args)
 
@@ -322,6 +327,7 @@ TASKS = {
     "swarm": ("dev", swarm),
     "explore": ("dev", explore),
     "kernel-mutants": ("dev", kernel_mutants),
+    "fast-path-campaign": ("dev", fast_path_campaign),
     "fleet-swarm": ("dev", fleet_swarm),
     "rank-swarm": ("dev", rank_swarm),
     "attacks": ("dev", attacks),
