@@ -89,6 +89,7 @@ from lockstep.core.contract.samples import sample_count, sample_of
 from lockstep.core.journal.sinks import JournalSink
 from lockstep.core.requests.table import Request
 from lockstep.core.scheduler.engine import Engine
+from lockstep.core.scheduler.intake import ReceiveSkipper
 from lockstep.host.adapters import AdapterLoader, AdaptersLog, KnownAdapters
 from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, RowContext
 from lockstep.host.cache_moves import CacheMoves, PageMover, name_adapter
@@ -178,17 +179,19 @@ class Profiler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RequestServices:
-    """Functions of the model and its tokenizer that requests need.
+    """How requests are received, and functions of the model and its tokenizer that they need.
 
     Args:
         check: raises ConfigError for a request that this runtime cannot serve; the message rejects it.
         watch_text: makes the watch of a request with stop texts; without it such requests are rejected.
         compile_grammar: without it, a request under a grammar is rejected with that reason.
+        receive_interval: decodes between two receptions of messages while batches run, at most; see `ReceiveSkipper`.
     """
 
     check: Callable[[RequestArrived], None] | None = None
     watch_text: Callable[[RequestArrived], TextWatch] | None = None
     compile_grammar: GrammarCompiler | None = None
+    receive_interval: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,12 +255,15 @@ class RuntimeHost:
     ) -> None:
         self.engine, self.executor, self.journal, self.clock = engine, executor, journal, clock
         self.failure = ""  # why the host ended; "" while it accepts requests
+        self.error: BaseException | None = None  # that ended the host; None if it was stopped, or ended from outside
         self.batches = 0
         self.drafts = DraftCounts()
         self.turns = 0  # turns of the loop: several per second unless a call does not return
         self._check_request = requests.check
         self._watch_text = requests.watch_text
         self._compile_grammar = requests.compile_grammar
+        self._skipper = ReceiveSkipper(requests.receive_interval) if requests.receive_interval != 1 else None
+        self._receives = True  # whether messages are received although batches run
         self._profiler = device.profiler
         self._weight_loader = device.weight_loader
         self._maintaining = False
@@ -282,6 +288,7 @@ class RuntimeHost:
         self.handover = device.handover
         self._wake_at_us: int | None = None
         self._nothing_new = False  # since the last LaneReady that launched nothing
+        self._offered, self._tried = -1, 0  # the last offered microbatch; microbatches offered in vain since an event
         self._stop = threading.Event()
 
     # ------------------------------------------------------------------------------------------- from any thread
@@ -410,6 +417,7 @@ class RuntimeHost:
                 else:
                     self._sleep()
         except BaseException as error:
+            self.error = error
             self._end(f"the engine failed: {type(error).__name__}: {error}")
             raise
         self._end("the engine was stopped")
@@ -457,7 +465,10 @@ class RuntimeHost:
 
     def _take_in(self) -> None:
         """Fold all facts: items sent up to now, results of the device, a wake time that has passed."""
-        sent = self._inbox.qsize()  # excludes items sent meanwhile: an endless sender must not keep the device idle
+        waits = self.executor.in_flight and not self._receives
+        sent = (
+            0 if waits else self._inbox.qsize()
+        )  # excludes items sent meanwhile: an endless sender must not keep the device idle
         taken = 0
         while not self._stop.is_set():
             if sent and taken < TAKEN_BYTES:
@@ -481,18 +492,32 @@ class RuntimeHost:
         return bool(self.engine.requests or self._maintaining or self.moves.open or handing_over)
 
     def _may_launch(self) -> bool:
-        slots = self.engine.config.overlap_depth + 1
-        return not self._nothing_new and len(self.engine.in_flight) < slots
+        if self._nothing_new:
+            return False
+        if self.engine.microbatches.several:
+            return bool(self.engine.open_slots())
+        return len(self.engine.in_flight) <= self.engine.config.overlap_depth
 
     def _launch(self) -> None:
-        """Offer a free launch slot to the engine."""
-        step = self._fold(LaneReady(self._now()))
-        self._nothing_new = step.launched() is None
+        """Offer a free launch slot to the engine; with pipeline stages, the slot of the next microbatch in turn."""
+        several, tried = self.engine.microbatches, self._tried
+        if several.several:
+            self._offered = several.next_slot(self.engine.open_slots(), self._offered)
+            plan = self._fold(LaneReady(self._now(), self._offered)).launched()
+            if plan is None:
+                self._tried = tried + 1
+                if self._tried < len(self.engine.open_slots()):
+                    return  # another microbatch may have a launch
+        else:
+            plan = self._fold(LaneReady(self._now())).launched()
+        self._nothing_new = plan is None
+        if self._skipper is not None:
+            self._receives = self._skipper.due(None if plan is None else plan.mode)
 
     def _await_result(self) -> None:
-        """Wait for the result of the oldest batch, an item of the inbox, or the wake time."""
+        """Wait for the result of the oldest batch, an item of the inbox if it is received now, or the wake time."""
         pause_s = self.executor.pause_s()
-        if pause_s:
+        if pause_s and self._receives:
             self._listen(pause_s)
         else:
             self._collect()
@@ -538,7 +563,7 @@ class RuntimeHost:
         if step.commands:
             self.journal.flush()
         self._wake_at_us = step.wake_at_us
-        self._nothing_new = False
+        self._nothing_new, self._tried = False, 0
         if self.observe is not None:
             self.observe(event, step)
         if self.handover is not None:

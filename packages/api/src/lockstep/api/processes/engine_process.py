@@ -69,7 +69,7 @@ from lockstep.core.contract.events import GetState, Grammar
 from lockstep.core.contract.samples import sample_count
 from lockstep.core.journal.records import JournalError
 from lockstep.core.journal.replay import Divergence
-from lockstep.host.errors import EngineStopped
+from lockstep.host.errors import EngineStopped, killed_from_outside
 from lockstep.host.handover.decode import DecodeSide
 from lockstep.host.handover.prefill import PrefillSide
 from lockstep.host.loop import Sink
@@ -160,7 +160,7 @@ class EngineProcess:
                 with suppress(zmq.Again):  # nothing came within LOOK_MS
                     self.handle(read_by_engine(self._mailbox.recv()))
                 if self.host.failure:
-                    raise EngineStopped(self.host.failure)
+                    raise EngineStopped(self.host.failure) from self.host.error
                 now_s = time.monotonic()
                 if now_s - expired_s >= 1.0:
                     expired_s = now_s
@@ -184,6 +184,10 @@ class EngineProcess:
         its state, and its workers already accept requests.
         """
         until_s = time.monotonic() + self._claim_s
+        if self._claims.workers:
+            if not self.generation:
+                self._alive()
+            log.info("waiting up to %g s for open requests of %d workers", self._claim_s, len(self._claims.workers))
         while self._claims.workers and not self.stopping and (left_s := until_s - time.monotonic()) > 0:
             if not self.generation:
                 self._alive()
@@ -481,5 +485,7 @@ def main(folder: Path, generation: int, before: PriorState, alive: Callable[[], 
         full = isinstance(error, JournalError) and isinstance(error.__cause__, OSError)
         if full:
             return children.EXIT_UNWRITABLE
+        if killed_from_outside(error) or killed_from_outside(error.__cause__):
+            return children.EXIT_RANK_KILLED
         return children.EXIT_FOR_GOOD if for_good else 1
     return 0
