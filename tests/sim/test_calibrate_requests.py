@@ -578,5 +578,5 @@ def test_the_rtx_4090_is_calibrated_by_a_fifth_of_its_run(data: Path) -> None:
     assert (kept.requests, kept.of) == (240, 300)
     assert abs(kept.error("end to end mean")) < 0.015
     assert abs(kept.error("TPOT mean")) < 0.01
-    # Before: the catalogue's vLLM, which has no point of this GPU and yet predicts it within 0.5 %.
-    assert 0.005 > abs(kept.error("end to end mean", before=True)) > abs(kept.error("end to end mean"))
+    # Before: the catalogue's vLLM, which has no point of this GPU, is within the bar of benchmarks/rtx4090_truth.py.
+    assert 0.05 > abs(kept.error("end to end mean", before=True)) > 5 * abs(kept.error("end to end mean"))
