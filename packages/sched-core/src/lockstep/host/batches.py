@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lockstep.core.contract.commands import NO_ROWS as NONE
 from lockstep.core.contract.commands import BatchPlan, RowTaken
-from lockstep.core.contract.events import BatchId, RequestId, RequestKind
+from lockstep.core.contract.events import BatchId, PromptSpan, RequestId, RequestKind
 
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
@@ -31,6 +31,7 @@ class RowContext:
     namespace: str = ""  # requests of different namespaces share no KV
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    spans: tuple[PromptSpan, ...] = ()  # media of the prompt, where `tokens` are placeholders
 
 
 ContextOf = Callable[[RowTaken], RowContext]

@@ -12,8 +12,8 @@ the process before any command that follows from it is performed.
 Failures and their effects:
 
 - a model that raises: its batch ends with BatchFinished(error=...), the requests in it with reason "error";
-- a command that this host does not support (media; weights, adapters, grammars without a loader or compiler): answered
-  with the error event that the contract defines for it;
+- a command that this host does not support (media, weights, adapters, grammars without encoder, loader or compiler):
+  answered with the error event that the contract defines for it;
 - a lost device, an impossible plan, a journal that cannot be written, an error in host or core: `run` raises, the sink
   of every open request receives `failed`, and requests are refused from then on. No request waits for ever.
 """
@@ -23,7 +23,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -77,6 +77,7 @@ from lockstep.core.contract.events import (
     LoadAdapterControl,
     MediaEncoded,
     ObservedEvent,
+    PromptSpan,
     RequestArrived,
     RequestCancelled,
     RequestId,
@@ -98,6 +99,7 @@ from lockstep.host.errors import EngineStopped
 from lockstep.host.handover.results import Handover, unpacked
 from lockstep.host.handover.wire import PromptResults
 from lockstep.host.inbox import Inbox
+from lockstep.host.media.content import EncoderInput
 from lockstep.host.sinks import Kept, drop_behind_the_end, taken_from, with_logprobs
 from lockstep.host.sinks import ResultExtras as ResultExtras
 from lockstep.host.sinks import Sink as Sink
@@ -138,6 +140,7 @@ class _OpenRequest:
 class _Submitted:
     event: RequestArrived
     sinks: tuple[Sink, ...]
+    contents: tuple[EncoderInput, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +194,19 @@ class RequestServices:
     compile_grammar: GrammarCompiler | None = None
 
 
+class MediaEncoder(Protocol):
+    """Media of open requests. Its methods are called in the host's thread."""
+
+    def hold(self, request_id: RequestId, contents: Iterable[EncoderInput]) -> None:
+        """Keep the contents of a request until `release`."""
+
+    def release(self, request_id: RequestId, spans: Iterable[PromptSpan]) -> None:
+        """Forget the contents that no other request has."""
+
+    def encode(self, digest: bytes, drop: Iterable[bytes]) -> str:
+        """Drop outputs, then encode a content behind all earlier work. Returns why it cannot be encoded, or ""."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceServices:
     """Operations on the device besides batches.
@@ -201,6 +217,7 @@ class DeviceServices:
         adapters: loads adapters on the device; without it a load fails.
         mover: moves KV between the device, host memory and storage; without it the engine must have no tiers.
         handover: transfers of requests between prefill and decode engines; without it the engine must be mixed.
+        encoder: encodes media; without it no content can be encoded.
     """
 
     profiler: Profiler | None = None
@@ -208,6 +225,7 @@ class DeviceServices:
     adapters: AdapterLoader | None = None
     mover: PageMover | None = None
     handover: Handover | None = None
+    encoder: MediaEncoder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,15 +298,18 @@ class RuntimeHost:
         tiers = engine.config.tiers
         self._stores = tiers is not msgspec.UNSET and tiers.storage
         self.handover = device.handover
+        self._encoder = device.encoder
         self._wake_at_us: int | None = None
         self._nothing_new = False  # since the last LaneReady that launched nothing
         self._stop = threading.Event()
 
     # ------------------------------------------------------------------------------------------- from any thread
 
-    def submit(self, request: RequestArrived, *sinks: Sink) -> RequestId:
+    def submit(self, request: RequestArrived, *sinks: Sink, contents: Sequence[EncoderInput] = ()) -> RequestId:
         """Send a request; the host sets its time and its id. A request with n samples takes n ids and needs n sinks.
 
+        Args:
+            contents: of its spans.
         Returns: its id, or the id of its first sample.
         Raises: EngineStopped; ValueError for a wrong number of sinks.
         """
@@ -299,13 +320,21 @@ class RuntimeHost:
             self._refuse_after_end()
             request_id = self._next_request_id
             self._next_request_id += samples
-            self._inbox.put(_Submitted(msgspec.structs.replace(request, request_id=request_id), sinks))
+            named = msgspec.structs.replace(request, request_id=request_id)
+            self._inbox.put(_Submitted(named, sinks, tuple(contents)))
         return request_id
 
-    def adopt(self, event: RequestArrived, sinks: Sequence[Sink], unsent: Sequence[UnsentOutput | None]) -> None:
+    def adopt(
+        self,
+        event: RequestArrived,
+        sinks: Sequence[Sink],
+        unsent: Sequence[UnsentOutput | None],
+        contents: Sequence[EncoderInput] = (),
+    ) -> None:
         """Resume a request that the engine accepted before a restart. Call it before `run`.
 
         Args:
+            contents: of its spans.
             event: the arrival with its id.
             sinks: one for each sample.
             unsent: for each sample, the output that its sink has not received; None if the sink has received the end.
@@ -337,6 +366,8 @@ class RuntimeHost:
                         for at, token in enumerate(outputs.tolist()):
                             opened.watch.push(at, token)
                     self._open[request_id] = opened
+                    if self._encoder is not None and contents:
+                        self._encoder.hold(request_id, contents)
 
     def cancel(self, request_id: RequestId) -> None:
         """Cancel a request whose client left. Ids of unknown or ended requests are ignored."""
@@ -553,7 +584,7 @@ class RuntimeHost:
 
     def _receive(self, item: _Submitted | _Cancel | _ControlItem | _Fact | None) -> None:
         match item:
-            case _Submitted(event, sinks):
+            case _Submitted(event, sinks, contents):
                 event = msgspec.structs.replace(event, time_us=self._now())
                 with self._gate:
                     ended = self.failure
@@ -568,6 +599,9 @@ class RuntimeHost:
                     self.handover.arriving(event)
                 refused = self._refusal(event)
                 if refused is None:
+                    if self._encoder is not None and contents:
+                        for number in range(len(sinks)):
+                            self._encoder.hold(event.request_id + number, contents)
                     self._fold(name_adapter(event, self.adapters_log) if self._stores else event)
                     if self.handover is not None:
                         ids = range(event.request_id, event.request_id + len(sinks))
@@ -792,8 +826,10 @@ class RuntimeHost:
                 self._compile(command)
             case LoadAdapter():
                 self._load_adapter(command)
-            case EncodeMedia(digest, _, generation):
+            case EncodeMedia(digest, _, generation, drop):
                 error = "this runtime has no encoder"
+                if self._encoder is not None:
+                    error = self._encoder.encode(digest, drop)
                 self._inbox.put(_Fact(lambda now: MediaEncoded(now, digest, error, generation)))
             case SwapWeights() | ReleaseDeviceMemory() | ResumeDeviceMemory():
                 self._maintain(command)
@@ -884,7 +920,10 @@ class RuntimeHost:
     def _taken_out(self, request_id: RequestId) -> _OpenRequest | None:
         """Remove an open request. From then on only the caller may call its sink."""
         with self._gate:
-            return self._open.pop(request_id, None)
+            opened = self._open.pop(request_id, None)
+        if self._encoder is not None and opened is not None and opened.event.spans:
+            self._encoder.release(request_id, opened.event.spans)
+        return opened
 
     def _stream(self, command: StreamTokens) -> None:
         """Send tokens to their sinks. A decode sends to every request, which takes most of the loop's time."""
@@ -935,6 +974,7 @@ def row_context(request: Request, kind: RequestKind) -> RowContext:
         namespace=request.namespace,
         min_new_tokens=request.min_new_tokens,
         stop_token_ids=request.stop_token_ids,
+        spans=() if request.extras is None else request.extras.spans,
     )
 
 
