@@ -41,6 +41,18 @@ class WindowView:
 
 
 @dataclass(slots=True)
+class MediaRows:
+    """Embeddings of media that take the place of those of tokens in one pass.
+
+    `deeper` are added to the hidden states behind the first layers, one for each layer; empty: to none.
+    """
+
+    at: Tensor  # int64 [positions], new tokens
+    embeddings: Tensor  # [positions, hidden]
+    deeper: tuple[Tensor, ...] = ()  # [positions, hidden] each
+
+
+@dataclass(slots=True)
 class ForwardBatch:
     """One pass over `tokens` new tokens of `rows` requests: extend rows first, then rows that compute one token each.
 
@@ -68,6 +80,8 @@ class ForwardBatch:
     adapters: AdapterBatch | None = None  # slots of tokens on adapters; None: no token is on an adapter
     windows: WindowView | None = None  # None: layers with windows use the pages of all layers
     states: StateView | None = None  # None: no layer keeps a state; or, in a trial of memory, none is stored
+    media: MediaRows | None = None  # None: all new tokens are tokens
+    rope_offsets: Tensor | None = None  # int64 [3, tokens], to add to positions: time, height, width; None: all are 0
 
     @property
     def count(self) -> int:
