@@ -126,7 +126,8 @@ def bare(step_s: float = STEP_S) -> Iterator[tuple[str, dict[str, int]]]:
 def served(streams: int) -> Iterator[tuple[str, dict[str, int]]]:
     """`lockstep serve` with an emulated model, at the pace of the bare endpoint."""
     pace_us = decode_us(streams)
-    with serving("--emulate", "qwen3-8b@h200", "--speed", str(pace_us / 1e6 / STEP_S)) as (url, pid):
+    emulated = ("--emulate", "qwen3-8b@h200", "--engine", "none")  # the costs of `decode_us`
+    with serving(*emulated, "--speed", str(pace_us / 1e6 / STEP_S)) as (url, pid):
         yield url, children(pid)
 
 

@@ -5,7 +5,8 @@
 
 The server emulates its model, at a speed at which batches take next to no time. Beside it stands the bare endpoint of
 http_overhead.py, which checks nothing and computes nothing. CPU time is that of each process; client and servers share
-the machine. Bars: half as many requests per second as the bare endpoint, 1.3 times its time to the first token.
+the machine, and the cores that other programs used in each round are printed, since they change the rates. Bars: half
+as many requests per second as the bare endpoint, 1.3 times its time to the first token.
 
     python benchmarks/http_requests.py [--rounds 3] [--seconds 5] [--connections 64] [--streams 1000] [--chat]
 
@@ -23,7 +24,7 @@ import time
 from pathlib import Path
 
 from http_overhead import bare, children, cpu_us
-from live_server import serving
+from live_server import OtherPrograms, serving
 
 RATE_BAR, TTFT_BAR = 0.5, 1.3
 BURST_TOKENS = 4
@@ -103,6 +104,7 @@ def main() -> int:
     rates: dict[str, list[float]] = {"bare": [], "lockstep": []}
     firsts: dict[str, list[list[float]]] = {"bare": [], "lockstep": []}
     cpu: dict[str, list[float]] = {}
+    others: list[float] = []
     emulated = ("--emulate", "qwen3-0.6b@h200", "--speed", SPEED, "--tokenizer", str(TOKENIZER))
     with bare(BARE_STEP_S) as (bare_url, bare_pids), serving(*emulated) as (url, pid):
         servers = {"bare": (bare_url, bare_pids), "lockstep": (url, children(pid))}
@@ -112,8 +114,12 @@ def main() -> int:
             for name, (address, pids) in servers.items():
                 before = {role: cpu_us(one) for role, one in pids.items()}
                 began_s = time.monotonic()
-                answered = asyncio.run(one_after_the_other(address, given.connections, given.seconds, chat=given.chat))
+                with OtherPrograms() as beside:
+                    answered = asyncio.run(
+                        one_after_the_other(address, given.connections, given.seconds, chat=given.chat)
+                    )
                 rates[name].append(answered / (time.monotonic() - began_s))
+                others.append(beside.cores)
                 for role, one in pids.items():
                     cpu.setdefault(role, []).append((cpu_us(one) - before[role]) / answered)
                 if given.streams:
@@ -125,6 +131,7 @@ def main() -> int:
     for role, found in cpu.items():
         print(f"  {role:10}{statistics.median(found):8.0f} CPU us/request   {' '.join(f'{one:.0f}' for one in found)}")
     print(f"  lockstep / bare {rate['lockstep'] / rate['bare']:.2f} (bar {RATE_BAR})")
+    print(f"  cores of other programs meanwhile: {' '.join(f'{one:.2f}' for one in others)}")
     missed = rate["lockstep"] < RATE_BAR * rate["bare"]
     if given.streams:
         print(f"time to the first token, {given.streams} streams that begin at once")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -10,6 +11,8 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
 
 RUN = "import sys; from lockstep.core.command import main; sys.exit(main(sys.argv[1:]))"
 READY_S = 120.0
@@ -41,3 +44,35 @@ def wait_ready(url: str) -> None:
             return
         time.sleep(0.1)
     raise SystemExit(f"{url} does not get ready")
+
+
+class OtherPrograms:
+    """A context that measures how many cores programs other than this one and its children use: `cores`."""
+
+    def __enter__(self) -> OtherPrograms:
+        self.cores = 0.0
+        self._began_s, self._used_s = time.monotonic(), _used_s()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cores = max(0.0, _used_s() - self._used_s) / (time.monotonic() - self._began_s)
+
+
+def _used_s() -> float:
+    """CPU seconds so far of all programs but this one and its children. The children must not end meanwhile."""
+    tick = os.sysconf("SC_CLK_TCK")
+    user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:8])
+    parents, used = {}, {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                parents[int(folder.name)], used[int(folder.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
+    own = 0
+    for pid, ticks in used.items():
+        while pid and pid != os.getpid():
+            pid = parents.get(pid, 0)
+        own += ticks if pid else 0
+    return (user + nice + system + sum(interrupts) - own) / tick

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +43,7 @@ from lockstep.api.processes.wire import (  # noqa: E402
 )
 from lockstep.api.serve import serve  # noqa: E402
 from lockstep.api.settings import read_settings  # noqa: E402
+from lockstep.api.worker import SHARED_S  # noqa: E402
 from lockstep.core.cluster.dispatch import DispatchConfig  # noqa: E402
 from lockstep.core.cluster.router import (  # noqa: E402
     ROUTER_POLICIES,
@@ -550,9 +551,21 @@ def test_a_drained_engine_gets_nothing_new_until_it_is_resumed(clean: LiveServer
     assert twelve() == {0: 6, 1: 6}
 
 
+def settled(server: LiveServer, names: Sequence[str]) -> list[list[float]]:
+    """Figures by engine, once all workers have added theirs."""
+    found: list[list[float]] = []
+    since_s = 0.0
+    while not found or time.monotonic() - since_s < 4 * SHARED_S:
+        newest = [per_engine(server, name) for name in names]
+        if newest != found:
+            found, since_s = newest, time.monotonic()
+        time.sleep(0.02)
+    return found
+
+
 def test_figures_are_labelled_by_engine_and_their_sum_is_right(clean: LiveServer) -> None:
     names = ("lockstep_generation_tokens_total", "lockstep_prompt_tokens_total", "lockstep_num_requests_total")
-    before = [per_engine(clean, name) for name in names]
+    before = settled(clean, names)
     with client_of(clean, ALICE) as client:
         for number in range(8):
             client.completions.create(
@@ -561,8 +574,8 @@ def test_figures_are_labelled_by_engine_and_their_sum_is_right(clean: LiveServer
                 max_tokens=5,
                 extra_body={"ignore_eos": True},
             )
-    for name, then, each in zip(names, before, (5, 2, 1), strict=True):
-        grown = [now - one for now, one in zip(per_engine(clean, name), then, strict=True)]
+    for after, then, each in zip(settled(clean, names), before, (5, 2, 1), strict=True):
+        grown = [now - one for now, one in zip(after, then, strict=True)]
         assert sum(grown) == 16 * each
         assert min(grown) > 0
     assert per_engine(clean, "lockstep_engine_up") == [1, 1]

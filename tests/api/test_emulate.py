@@ -32,7 +32,7 @@ from lockstep.core.contract.events import (
 from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import AdapterRegistry
-from lockstep.host.loop import DeviceServices, HostClock, ResultExtras, RuntimeHost, TokenLogprobs
+from lockstep.host.loop import DeviceServices, HostClock, RequestServices, ResultExtras, RuntimeHost, TokenLogprobs
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import BatchShape, Duration, roofline_model
 from lockstep.sim.host.batch_shapes import RowAdapters
@@ -120,6 +120,32 @@ def test_several_steps_in_a_launch_give_the_same_tokens() -> None:
     wanted = [request(text, tokens=40) for text in ("one", "two", "three")]
     single = served(wanted)
     assert [one.said for one in served(wanted, decode_steps_per_launch=4)] == [one.said for one in single]
+
+
+@pytest.mark.parametrize("interval", [1, 6])
+def test_requests_are_received_after_so_many_decodes(interval: int) -> None:
+    """A request is submitted as the seventh decode begins: its arrival waits for the end of the interval."""
+    seen: list[str] = []
+    config = SchedConfig(pages=256, eos_token_ids=(256,), context_tokens_max=2048)
+    clock = HostClock()
+    executor = EmulatedExecutor(EmulatedTimes(FixedCost(), seed=1), WORDS, config.rows_max, clock)
+
+    def observe(event: Any, step: Any) -> None:
+        if isinstance(event, RequestArrived):
+            seen.append("arrival")
+        if (plan := step.launched()) is not None:
+            seen.append(plan.mode)
+            if seen.count("decode") == 7 and plan.mode == "decode":
+                host.submit(request("b", tokens=4, ignore_eos=True), second)
+
+    services = RequestServices(receive_interval=interval)
+    host = RuntimeHost(Engine(config), executor, NoJournal(), clock, requests=services, observe=observe)
+    first, second = Heard(), Heard()
+    host.submit(request("a", tokens=40, ignore_eos=True), first)
+    host.run(until_idle=True)
+    assert (len(first.said), len(second.said)) == (40, 4)
+    arrived = seen.index("arrival", 1)
+    assert seen[:arrived].count("decode") == (7 if interval == 1 else 12)
 
 
 def test_an_answer_is_the_same_behind_a_retraction() -> None:

@@ -79,6 +79,18 @@ def test_a_grammar_that_cannot_be_followed_is_a_bad_request(client: Any, fields:
         assert "non-verbose" not in answer.text
 
 
+def test_a_large_grammar_has_few_answers(client: Any) -> None:
+    """Each answer takes milliseconds of the engine for its first token under a large grammar."""
+    schema = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(500)}}
+    fields = {"prompt": "x", "max_tokens": 4, "json_schema": schema}
+    assert client.post("/v1/completions", json={**fields, "n": 2}).status_code == 200
+    for more in ({"n": 64}, {"prompt": ["x"] * 64}):
+        answer = client.post("/v1/completions", json={**fields, **more})
+        assert answer.status_code == 400, answer.text
+        assert "`json_schema` has 827008 characters over all answers" in answer.text
+        assert "fewer answers at once" in answer.text
+
+
 def test_a_grammar_that_was_dropped_is_compiled_again(client: Any) -> None:
     """More grammars than are kept; the first one, which the scheduler has as compiled, is asked for again and left."""
     for number in [*range(COMPILED_MAX + 4), 0, 1]:

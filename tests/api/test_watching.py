@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -21,8 +22,11 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs lockstep-api")
 
+from prometheus_client import Counter, Histogram
+
+from lockstep.api.observability.batched import BatchedCounter, BatchedHistogram, BatchedLabels, ManyHistogram
 from lockstep.api.observability.logs import EXTRA, JsonFormatter
-from lockstep.api.observability.metrics import Metrics
+from lockstep.api.observability.metrics import ITL_S, Metrics
 from lockstep.api.observability.served import RECENT, Recent, Served
 from lockstep.api.processes.wire import DraftFigures, Gauges, TierFigures
 from lockstep.api.serve import check
@@ -35,6 +39,40 @@ from tests.support.live_server import EMULATED, LiveServer, serving, until
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "docs" / "grafana" / "lockstep.json"
 ONLY_WITH_A_CALIBRATION = {"lockstep_batch_seconds_total", "lockstep_batch_predicted_seconds_total"}
+
+
+def values_of(figure: Counter | Histogram) -> dict[tuple[str, ...], float]:
+    """The values of a figure by name and labels, without the times at which its parts were made."""
+    found = ((one.name, *one.labels.values(), one.value) for one in figure.collect()[0].samples)
+    return {(name, *labels): value for name, *labels, value in found if not name.endswith("_created")}
+
+
+def test_values_added_together_count_as_one_by_one() -> None:
+    values = [-1.0, 0.0, 0.01, math.nextafter(0.01, 1.0), 0.025, 0.3, 0.3, 80.0, 80.5]
+    one_by_one = Histogram("times", "Times.", buckets=ITL_S, registry=None)
+    together = ManyHistogram("times", "Times.", buckets=ITL_S, registry=None)
+    collected = BatchedHistogram(together)
+    collected.observe(values[0])
+    collected.observe_many(values[1:])
+    for value in values:
+        one_by_one.observe(value)
+    for _ in range(2):  # what was added is not added again
+        collected.add_all()
+        assert values_of(together) == pytest.approx(values_of(one_by_one))
+
+
+def test_increments_added_together_count_as_one_by_one() -> None:
+    total, labelled = Counter("all", "T.", registry=None), Counter("named", "N.", ("name",), registry=None)
+    collected, names = BatchedCounter(total), BatchedLabels(labelled)
+    for amount in (3, 0, 4):
+        collected.inc(amount)
+    for name in ("a", "b", "a"):
+        names.inc(name)
+    for _ in range(2):
+        collected.add_all()
+        names.add_all()
+    assert values_of(total) == {("all_total",): 7.0}
+    assert values_of(labelled) == {("named_total", "a"): 2.0, ("named_total", "b"): 1.0}
 
 
 def complete(url: str, label: str, **headers: str) -> dict[str, str]:

@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.support.live_server import LiveServer, serving
 from tests.support.words import word_tokenizer
@@ -241,26 +242,49 @@ def _proof(servers: Servers) -> str:
 
 
 def lm_eval(client: Client, servers: Servers) -> str:
-    """The evaluation harness: loglikelihoods of choices, and generated text, on a task of this repository."""
+    """The evaluation harness, on tasks of this repository: loglikelihoods of choices, text of prompts and of chats."""
     if servers.logits is None:
         raise Skipped("needs the demo model, and torch is not installed")
-    task = servers.folder / "task"
-    task.mkdir()
-    rows = [{"text": "Returns the number of", "choices": [" items", " xyzzy"], "label": 0} for _ in range(4)]
-    (task / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (task / "choices.yaml").write_text(
-        "task: choices\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: "
-        f"{task / 'rows.jsonl'}\ntest_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{{{text}}}}'\n"
-        "doc_to_choice: '{{choices}}'\ndoc_to_target: label\nmetric_list:\n  - metric: acc\n"
+    choices = [{"text": "Returns the number of", "choices": [" items", " xyzzy"], "label": 0} for _ in range(4)]
+    words = [{"text": f"{number}. Say the word", "word": "lighthouse"} for number in range(4)]
+    task_of(
+        *(servers, "choices", choices),
+        "output_type: multiple_choice\ndoc_to_text: '{{text}}'\ndoc_to_choice: '{{choices}}'\n"
+        "doc_to_target: label\nmetric_list:\n  - metric: acc\n",
     )
-    about = f"model=demo,base_url={servers.logits.url}/v1/completions,tokenizer={DEMO},num_concurrent=2,max_length=256"
-    words = [client.program("lm_eval"), "--model", "local-completions", "--model_args", about]
-    words += ["--tasks", "choices", "--include_path", str(task), "--output_path", str(servers.folder / "out")]
-    run(client, servers, words, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
-    (found,) = (servers.folder / "out").rglob("results_*.json")
-    accuracy = json.loads(found.read_text())["results"]["choices"]["acc,none"]
-    assert accuracy == 1.0, accuracy
-    return "local-completions: loglikelihoods of 8 choices; the right one is likelier in 4 of 4"
+    task_of(
+        *(servers, "words", words),
+        "output_type: generate_until\ndoc_to_text: '{{text}}'\ndoc_to_target: '{{word}}'\n"
+        'generation_kwargs:\n  until: ["\\n\\n"]\n  max_gen_toks: 12\nmetric_list:\n  - metric: exact_match\n',
+    )
+    text, logits = f"{servers.text.url}/v1", f"{servers.logits.url}/v1"
+    tokenizer = word_tokenizer(servers.folder / "words", eos="<eos>")
+    runs = (
+        ("choices", "local-completions", f"model=demo,base_url={logits}/completions,tokenizer={DEMO},max_length=256"),
+        ("words", "local-completions", f"model={MODEL},base_url={text}/completions,tokenizer={tokenizer}"),
+        ("words", "local-chat-completions", f"model={MODEL},base_url={text}/chat/completions"),
+    )
+    for task, kind, about in runs:
+        out = servers.folder / f"{task}-{kind}"
+        words_of = [client.program("lm_eval"), "--model", kind, "--model_args", f"{about},num_concurrent=2"]
+        words_of += ["--tasks", task, "--include_path", str(servers.folder / "tasks"), "--output_path", str(out)]
+        words_of += ["--apply_chat_template"] if kind == "local-chat-completions" else []
+        run(client, servers, words_of, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+        (found,) = out.rglob("results_*.json")
+        results = json.loads(found.read_text())["results"][task]
+        assert (results.get("acc,none"), results.get("exact_match,none")) in ((1.0, None), (None, 1.0)), results
+    return "loglikelihoods of 8 choices, the right one likelier in 4 of 4; 4 prompts and 4 chats answered right"
+
+
+def task_of(servers: Servers, name: str, rows: list[dict[str, Any]], about: str) -> None:
+    """Write a task of the evaluation harness: its rows, and the file that describes it."""
+    folder = servers.folder / "tasks"
+    folder.mkdir(exist_ok=True)
+    data = folder / f"{name}.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    (folder / f"{name}.yaml").write_text(
+        f"task: {name}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {data}\ntest_split: test\n{about}"
+    )
 
 
 def guidellm(client: Client, servers: Servers) -> str:

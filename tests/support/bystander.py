@@ -5,11 +5,49 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
+
+SLEEPER = """
+import sys, time
+while True:
+    began = time.monotonic()
+    time.sleep(0.005)
+    late = time.monotonic() - began - 0.005
+    if late > 0.005:
+        print(began + 0.005, late, flush=True)
+"""
+
+
+class Sleeper:
+    """A process that only sleeps, and reports how late it is woken: what the machine does to a process by itself."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, text=True)
+        self._late: list[tuple[float, float]] = []  # (when it was to be woken, seconds late), time.monotonic
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            due, late = map(float, line.split())
+            self._late.append((due, late))
+
+    def worst_s(self, since_s: float) -> float:
+        """Return the longest delay since a time; 0 for none above 5 ms."""
+        return max((late for due, late in list(self._late) if due >= since_s), default=0.0)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
 
 class Bystander:

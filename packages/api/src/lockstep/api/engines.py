@@ -630,7 +630,9 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None, place: Place | Non
         executor,
         journal or NoJournal(),
         clock,
-        requests=RequestServices(check, watch, None if grammars is None else grammars.compiler),
+        requests=RequestServices(
+            check, watch, None if grammars is None else grammars.compiler, settings.receive_interval
+        ),
         device=DeviceServices(
             weight_loader=EmulatedWeightLoader(executor, weights_bytes, bus_gbs, speed=settings.speed),
             adapters=cache,

@@ -27,7 +27,7 @@ from lockstep.host.engine_options import EngineOptions, RankOptions
 from lockstep.host.options import Option, options_of
 from lockstep.host.tier_options import check_tiers
 
-LOOPBACK = ("localhost",)
+LOOPBACK = ("localhost", "127.0.0.1")
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9a-fA-F:]+\](:[0-9]{1,5})?")
 EMULATED_TOO = (
     "tp",
@@ -75,7 +75,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     samples_max: int = 128  # n
     stops_max: int = 16
     stop_characters_max: int = 512  # of one stop text
-    regex_states_max: int = 8192  # states of stop expressions times answers, in one request
+    regex_states_max: int = 2048  # states of stop expressions times answers, in one request
     bad_words_max: int = 128
     logprobs_max: int = 20
     logit_bias_max: int = 1024
@@ -89,6 +89,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     allowed_tokens_max: int = 65536
     processors_max: int = 16
     grammar_bytes_max: int = 256 * 2**10  # of a schema, a regular expression or a grammar
+    grammar_work_max: int = 256 * 2**10  # characters of grammars times answers, in one request
     grammar_depth_max: int = 64  # levels of a schema
     requests_max: int = 4096  # open answers of one worker
     waiting_max: int = 2048  # open answers of one worker for which the engine has sent nothing yet
@@ -279,7 +280,8 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
 
     # time
     slow_reader_s: Annotated[
-        float, Option("Seconds after which a stream is cancelled if its client reads nothing.")
+        float,
+        Option("Seconds in which a client must read 16 KiB of an unsent answer, or the rest of it."),
     ] = 30.0
     stalled_s: Annotated[
         float, Option("Seconds without progress after which an engine with open requests is unhealthy.")
@@ -294,6 +296,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
         least_values = (("api_workers", 1), ("tp", 1), ("dp", 1), ("port", 0), ("answer_tokens", 0), ("seed", 0))
         more = (
             ("text_processes", 1),
+            ("receive_interval", 1),
             ("max_lora_rank", 1),
             ("restarts", 0),
             ("journal_bytes", 2**20),
@@ -547,10 +550,12 @@ def _check_kind(name: str, value: Any) -> None:
 
 def is_loopback(host: str) -> bool:
     """Return whether an address can be reached from this machine only."""
+    if host in LOOPBACK:
+        return True
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host in LOOPBACK
+        return False
 
 
 def read_settings(file: Path | None, given: dict[str, Any]) -> ServeSettings:

@@ -51,6 +51,7 @@ GARBAGE_THRESHOLDS = 20_000, 20, 20
 """Collections of the worker's garbage: a burst of requests allocates much, and leaves few cycles."""
 
 TIDY_S = 2.0
+SHARED_S = 0.25  # within which other workers serve the figures of a worker
 LAST_ERRORS_S = 2  # seconds after `shutdown_s` in which the last error messages reach clients
 
 
@@ -70,6 +71,13 @@ async def tidy(bridge: Engines, processes: TextProcesses, seconds: float = TIDY_
             gc.collect()
             if trim is not None:
                 trim(0)
+
+
+async def share(metrics: Metrics, seconds: float = SHARED_S) -> None:
+    """Add the figures of this worker to those that other workers read, every few moments."""
+    while True:
+        await asyncio.sleep(seconds)
+        metrics.add_collected()
 
 
 class HttpServer(uvicorn.Server):
@@ -181,7 +189,9 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
 
     loop.add_signal_handler(signal.SIGTERM, stop)
     reading = asyncio.create_task(bridge.run())
-    tidying = asyncio.create_task(tidy(bridge, processes))
+    beside = [asyncio.create_task(tidy(bridge, processes))]
+    if settings.api_workers > 1:
+        beside.append(asyncio.create_task(share(server.metrics)))
     serving = asyncio.gather(*(one.serve(sockets=[at]) for one, at in servers))
     try:
         await asyncio.wait((reading, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -196,7 +206,9 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         reading.cancel()
-        tidying.cancel()
+        for task in beside:
+            task.cancel()
+        server.metrics.add_collected()
         bridge.close()
         await processes.close()
         for one in (responses, conversations):
@@ -210,7 +222,7 @@ def _http(app: Any, settings: ServeSettings) -> HttpServer:
     return HttpServer(
         uvicorn.Config(
             app,
-            http=bounded_by(settings.limits),
+            http=bounded_by(settings.limits, settings.slow_reader_s),
             ws="none",
             lifespan="off",
             log_config=None,

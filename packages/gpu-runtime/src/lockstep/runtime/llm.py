@@ -287,6 +287,7 @@ class LLM:
                     check=self._check,
                     watch_text=self._watch if self.text is not None else None,
                     compile_grammar=None if self.grammars is None else self.grammars.compiler,
+                    receive_interval=config.receive_interval,
                 ),
                 device=DeviceServices(self._profiler, weight_loader, self._host_adapters, mover, self.handover, media),
                 earlier=EarlierGeneration(weights) if keeper is None else keeper.earlier_generation(),

@@ -128,6 +128,9 @@ class EngineOptions(RankOptions, frozen=True, kw_only=True, forbid_unknown_field
         int | None, Option("Use small random weights of this seed; only config.json is read.", metavar="SEED")
     ] = None
     seed: Annotated[int, Option("Seed of requests without a seed.")] = 0
+    receive_interval: Annotated[
+        int, Option("Decodes between two receptions of requests, at most; every other batch is followed by one.")
+    ] = 1
     grammar_backend: Annotated[BackendName, Option("Library that compiles grammars.")] = "auto"
     batch_timeout_s: Annotated[
         float, Option("Seconds without a result after which an engine with work has failed; 0: never.")

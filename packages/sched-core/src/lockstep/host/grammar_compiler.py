@@ -40,6 +40,7 @@ log = logging.getLogger("lockstep.host")
 START_S = 120.0  # until a trial process has started and imported the library; the machine may be busy
 WALL_PER_CPU = 60.0  # wall-clock limit over CPU limit; a trial that computes reaches its CPU limit long before
 STACK_BYTES = 8 * 2**20  # of the compiling threads; the thread of a trial process has half of it
+FIRST_TOKENS = 4  # of a grammar that are read where it is compiled
 ENDED_S = 5.0  # wait for each thread in `close`
 
 
@@ -152,9 +153,8 @@ class GrammarCompiler:
                     if trial is None or trial.over:
                         trial = self._begin()
                     error = trial.compile(grammar)
-                    if not error:  # the first mask takes longest; its states are shared by all matchers
-                        words = -(-self._settings.vocabulary // 32)
-                        self.compiled.get(grammar).matcher().fill(np.zeros(words, np.int32))
+                    if not error:
+                        self._make_first(grammar)
             except GrammarError as failed:
                 error = str(failed)
             except Exception as failed:  # every request that waits for it must get an answer
@@ -165,6 +165,19 @@ class GrammarCompiler:
             answer(error)
         if trial is not None:
             trial.kill()
+
+    def _make_first(self, grammar: Grammar) -> None:
+        """Make the first mask, and read first tokens: both take longest, and all matchers share what is made for them.
+
+        Under a schema of 119 kB a first token takes 70 ms, later ones less than 1 ms.
+        """
+        mask = np.zeros(-(-self._settings.vocabulary // 32), np.int32)
+        matcher = self.compiled.get(grammar).matcher()
+        matcher.fill(mask)
+        for token in np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[:FIRST_TOKENS].tolist():
+            if matcher.accept(token):
+                matcher.is_done()
+                matcher.rollback(1)
 
     def _over(self) -> bool:
         return self._closed

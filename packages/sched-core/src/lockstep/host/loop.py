@@ -90,6 +90,7 @@ from lockstep.core.contract.samples import sample_count, sample_of
 from lockstep.core.journal.sinks import JournalSink
 from lockstep.core.requests.table import Request
 from lockstep.core.scheduler.engine import Engine
+from lockstep.core.scheduler.intake import ReceiveSkipper
 from lockstep.host.adapters import AdapterLoader, AdaptersLog, KnownAdapters
 from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, RowContext
 from lockstep.host.cache_moves import CacheMoves, PageMover, name_adapter
@@ -181,17 +182,19 @@ class Profiler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RequestServices:
-    """Functions of the model and its tokenizer that requests need.
+    """How requests are received, and functions of the model and its tokenizer that they need.
 
     Args:
         check: raises ConfigError for a request that this runtime cannot serve; the message rejects it.
         watch_text: makes the watch of a request with stop texts; without it such requests are rejected.
         compile_grammar: without it, a request under a grammar is rejected with that reason.
+        receive_interval: decodes between two receptions of messages while batches run, at most; see `ReceiveSkipper`.
     """
 
     check: Callable[[RequestArrived], None] | None = None
     watch_text: Callable[[RequestArrived], TextWatch] | None = None
     compile_grammar: GrammarCompiler | None = None
+    receive_interval: int = 1
 
 
 class MediaEncoder(Protocol):
@@ -276,6 +279,8 @@ class RuntimeHost:
         self._check_request = requests.check
         self._watch_text = requests.watch_text
         self._compile_grammar = requests.compile_grammar
+        self._skipper = ReceiveSkipper(requests.receive_interval) if requests.receive_interval != 1 else None
+        self._receives = True  # whether messages are received although batches run
         self._profiler = device.profiler
         self._weight_loader = device.weight_loader
         self._maintaining = False
@@ -488,7 +493,10 @@ class RuntimeHost:
 
     def _take_in(self) -> None:
         """Fold all facts: items sent up to now, results of the device, a wake time that has passed."""
-        sent = self._inbox.qsize()  # excludes items sent meanwhile: an endless sender must not keep the device idle
+        waits = self.executor.in_flight and not self._receives
+        sent = (
+            0 if waits else self._inbox.qsize()
+        )  # excludes items sent meanwhile: an endless sender must not keep the device idle
         taken = 0
         while not self._stop.is_set():
             if sent and taken < TAKEN_BYTES:
@@ -517,13 +525,15 @@ class RuntimeHost:
 
     def _launch(self) -> None:
         """Offer a free launch slot to the engine."""
-        step = self._fold(LaneReady(self._now()))
-        self._nothing_new = step.launched() is None
+        plan = self._fold(LaneReady(self._now())).launched()
+        self._nothing_new = plan is None
+        if self._skipper is not None:
+            self._receives = self._skipper.due(None if plan is None else plan.mode)
 
     def _await_result(self) -> None:
-        """Wait for the result of the oldest batch, an item of the inbox, or the wake time."""
+        """Wait for the result of the oldest batch, an item of the inbox if it is received now, or the wake time."""
         pause_s = self.executor.pause_s()
-        if pause_s:
+        if pause_s and self._receives:
             self._listen(pause_s)
         else:
             self._collect()

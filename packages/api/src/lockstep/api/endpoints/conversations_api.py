@@ -24,8 +24,6 @@ from lockstep.api.endpoints.server import Call, Server
 from lockstep.api.endpoints.stored_conversations import StoredConversations
 
 NONE_STORED = "this server stores no conversations (--stored-responses 0)"
-ITEMS_AT_ONCE = 20
-"""Most items that one request adds, as at OpenAI."""
 
 
 def _found(server: Server, call: Call[Any]) -> tuple[StoredConversations, str, dict[str, Any]]:

@@ -49,6 +49,9 @@ COMPILED_WITHIN_S = 5.0
 MEASURED_AT_ONCE = 16
 """Messages with tokens of an answer between two updates of the metrics, not counting the first and the last message."""
 
+REGEX_WORK = 4096
+"""Tokens, times states of stop expressions, that one choice reads before other tasks get their turn: a few ms."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -189,6 +192,18 @@ def check_regexes(requests: Sequence[GenerationRequest], limits: Limits) -> None
             "write it shorter, or ask for fewer answers at once"
         )
         raise ApiError(400, message, "stop_regex")
+
+
+def check_grammars(requests: Sequence[GenerationRequest], limits: Limits) -> None:
+    """Check what the first tokens of all answers to these requests cost under their grammars. Raises ApiError."""
+    work = sum(one.samples * len(one.grammar.source) for one in requests if one.grammar is not None)
+    under = next((one for one in requests if one.grammar is not None), None)
+    if under is not None and work > limits.grammar_work_max:
+        message = (
+            f"`{under.grammar_field}` has {work} characters over all answers, at most {limits.grammar_work_max} are "
+            "allowed; write it shorter, or ask for fewer answers at once"
+        )
+        raise ApiError(400, message, under.grammar_field)
 
 
 def check_logprobs(tops: int, name: str, info: EngineInfo, limits: Limits) -> None:
@@ -333,6 +348,7 @@ class Choice:
     counted: CountedAnswer  # by the metrics
     parameters: GenerationRequest
     interval: int = 1  # least number of tokens in a piece, except the last one
+    at_once: int = 0  # tokens that are searched for stop expressions at once; 0: there are none
     taken: int = 0  # tokens that were returned in pieces
     over: bool = False  # whether its last piece was returned, or it was cancelled
 
@@ -419,6 +435,7 @@ class Generation:
         pairs = list(zip(self._prompts, chosen, strict=True))
         requests = [request_of(prompt, parameters, self.bridge.info) for prompt, parameters in pairs]
         check_regexes(chosen, limits)
+        check_grammars(chosen, limits)
         for name, used in (("stop", "stops"), ("stop_regex", "regexes")):
             if text is None and any(getattr(one, used) for one in chosen):
                 raise ApiError(400, f"`{name}` needs a tokenizer, and this model has none", name)
@@ -468,6 +485,8 @@ class Generation:
                     reply.measure = partial(self.metrics.observe_tokens, counted)
                     interval = sampling.stream_interval or 1
                     choice = Choice(len(self.choices), prompt, ticket, reply, answer, counted, parameters, interval)
+                    if parameters.regexes:
+                        choice.at_once = max(1, REGEX_WORK // sum(compiled(one).size for one in parameters.regexes))
                     self.choices.append(choice)
         except EngineUnavailable as error:
             self.cancel()
@@ -514,6 +533,9 @@ class Generation:
         while left:
             await self._changed.wait()
             self._changed.clear()
+            for choice in left:
+                while choice.at_once and not choice.answer.search(choice.reply.tokens, choice.at_once):
+                    await asyncio.sleep(0)
             if self._cuts:
                 new = self._repeated(left)
             else:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -23,8 +21,6 @@ from lockstep.api.endpoints.schemas import Body, id_fields, known_fields
 from lockstep.api.processes.text_jobs import JobError, ParseBody
 from lockstep.api.processes.text_processes import PARSED_AT_ONCE_BYTES, TextProcesses, TooManyJobs
 from lockstep.api.settings import Limits
-
-log = logging.getLogger("lockstep.http")
 
 BodyType = TypeVar("BodyType", bound=Body)
 Result = TypeVar("Result")
@@ -343,7 +339,6 @@ class EventStream(Response):
 
     Args:
         events: the events to send. They are closed at the end of the stream in any case.
-        slow_s: seconds after which a client that reads nothing is disconnected.
         over: called at the end in any case.
     """
 
@@ -353,29 +348,26 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[bytes, None],
         *,
-        slow_s: float,
         over: Callable[[], object],
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         del self.headers["content-length"]
-        self.events, self._slow_s, self.over = events, slow_s, over
+        self.events, self.over = events, over
         self.ended: Callable[[bool], object] | None = None  # called at the end with whether everything was sent
-        self._waits_since: float | None = None  # when the current send began
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until all events are sent, the client has left, or the client is disconnected."""
+        """Send until all events are sent, or the client has left."""
         sending = asyncio.ensure_future(self._send(send))
         leaving = asyncio.ensure_future(_left(receive))
         all_sent = False
         try:
-            while not (sending.done() or leaving.done() or self._stuck()):
-                await asyncio.wait((sending, leaving), timeout=self._slow_s / 4, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
                 all_sent = True
         finally:
-            if not (sending.done() or leaving.done()):  # the client is disconnected: unsent bytes are discarded
+            if not (sending.done() or leaving.done()):  # cancelled: unsent bytes are discarded
                 incoming: Incoming | None = scope.get(INCOMING)
                 if incoming is not None:
                     incoming.abort()
@@ -388,20 +380,11 @@ class EventStream(Response):
             if self.ended is not None:
                 self.ended(all_sent)
 
-    def _stuck(self) -> bool:
-        """Return whether the client has read nothing for `slow_s` seconds."""
-        if self._waits_since is None or time.monotonic() - self._waits_since < self._slow_s:
-            return False
-        log.warning("a client read nothing for %g s and is disconnected", self._slow_s)
-        return True
-
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         unbroken = 0  # bytes since other tasks had their turn
         async for data in self.events:
-            self._waits_since = time.monotonic()
             await send({"type": "http.response.body", "body": data, "more_body": True})
-            self._waits_since = None
             unbroken += len(data)
             if unbroken > YIELDS_BYTES:
                 unbroken = 0

@@ -409,7 +409,7 @@ async def streamed(
     except BaseException:
         generation.cancel()
         raise
-    return EventStream(events, slow_s=server.settings.slow_reader_s, over=generation.cancel)
+    return EventStream(events, over=generation.cancel)
 
 
 async def _stream(generation: Generation, shape: CompletionShape) -> AsyncGenerator[bytes, None]:

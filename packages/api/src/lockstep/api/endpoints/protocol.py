@@ -1,4 +1,5 @@
-"""HTTP below the application: deadlines and sizes of heads and bodies, and a bounded number of connections.
+"""HTTP below the application: deadlines and sizes of heads and bodies, clients that do not read, and a bounded number
+of connections.
 
 connection ──head_s──> headers ──body_s──> body ──> the application
      │                    │                  │     a late head: 408; a late body: 408 by the application, or closed
@@ -6,11 +7,15 @@ connection ──head_s──> headers ──body_s──> body ──> the appl
      │                    │                  └ chunks with more around them than CHUNKS_SPARE allows: 400
      │                    └ larger than HEAD_BYTES_MAX, no `Host` or several, beyond PIPELINED_MAX: 400
      └ beyond connections_max: 503, and closed
+
+A connection with unsent bytes of answers is aborted if its client does not read READ_BYTES_MIN of them, or the rest,
+within `slow_reader_s`. That holds while the application waits until it may write more, and after the last answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from typing import Any
 
@@ -20,8 +25,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from lockstep.api.endpoints.http import INCOMING, Incoming
 from lockstep.api.settings import Limits
 
+log = logging.getLogger("lockstep.http")
+
 SEND_BYTES_MAX = 128 * 1024  # unsent bytes of a connection in the kernel, for a client that reads slowly
-CLOSE_S = 30.0  # time for a client to read the rest of the last answer
+READ_BYTES_MIN = 16 * 1024  # what a client reads at least within `slow_reader_s` while its connection has unsent bytes
 HEAD_BYTES_MAX = 64 * 1024  # request line and headers together
 PIECE_BYTES = 4096  # of received bytes that are parsed at once, where what is between bodies is counted
 CHUNKS_SPARE, CHUNK_SPARE = 16 * 1024, 16  # bytes around the chunks of a body, and more for each chunk
@@ -66,6 +73,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """An HTTP connection with limits. `bounded_by` makes a subclass with the values."""
 
     limits = Limits()
+    slow_reader_s = 30.0
     _head_bytes = 0
     _in_head = True
     _head_size = 0  # of the headers that were parsed
@@ -76,6 +84,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _spare = 0  # bytes between the chunks of this body, beyond those that every chunk may have
     _late: asyncio.TimerHandle | None = None
     _messages = 0  # received up to their ends
+    _unread: asyncio.TimerHandle | None = None  # the next look at the unsent bytes
     _awaited: tuple[bool, int] | None = None  # the part that `_late` waits for: whether it is a head, and its message
 
     def connection_made(self, transport: Any) -> None:
@@ -91,8 +100,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._await((True, 0))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Drop the deadline, and report the end of the connection to the requests that it brought."""
+        """Drop the deadlines, and report the end of the connection to the requests that it brought."""
         self._await(None)
+        if self._unread is not None:
+            self._unread.cancel()
         super().connection_lost(exc)
         for incoming in self._open:
             incoming.leave()
@@ -179,11 +190,36 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._open:
             del self._open[0]
         super().on_response_complete()
+        if self.transport.is_closing():
+            self._watch_reader()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection, after CLOSE_S even if the client never reads the rest of the last answer."""
+        """Close an idle connection."""
         super().timeout_keep_alive_handler()
-        self.loop.call_later(CLOSE_S, self.transport.abort)
+        self._watch_reader()
+
+    def pause_writing(self) -> None:
+        """Let the application wait until the client has read."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def _watch_reader(self) -> None:
+        """Begin to look at the unsent bytes, unless that has begun."""
+        size = self.transport.get_write_buffer_size()
+        if size and self._unread is None:
+            self._unread = self.loop.call_later(self.slow_reader_s, self._look_at_reader, size)
+
+    def _look_at_reader(self, before: int) -> None:
+        """Abort the connection if its client has read too little, with `before` unsent bytes `slow_reader_s` ago."""
+        self._unread = None
+        size = self.transport.get_write_buffer_size()
+        if not size or not (self.flow.write_paused or self.transport.is_closing()):
+            return
+        if before - size < READ_BYTES_MIN:
+            log.warning("a client read less than %d bytes in %g s: disconnected", READ_BYTES_MIN, self.slow_reader_s)
+            self.transport.abort()
+        else:
+            self._watch_reader()
 
     def _await(self, part: tuple[bool, int] | None) -> None:
         """Set the deadline of the next part, unless it is set; None: no deadline."""
@@ -219,6 +255,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-def bounded_by(limits: Limits) -> type[BoundedProtocol]:
+def bounded_by(limits: Limits, slow_reader_s: float) -> type[BoundedProtocol]:
     """Return a protocol class with these limits."""
-    return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits})
+    return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits, "slow_reader_s": slow_reader_s})

@@ -266,7 +266,7 @@ async def _kept_background(
         async for one in _stream(generation, shape, keep):
             yield one
 
-    return EventStream(events(), slow_s=server.settings.slow_reader_s, over=generation.cancel)
+    return EventStream(events(), over=generation.cancel)
 
 
 async def _in_background(store: StoredResponses, tenant: str, generation: Generation, shape: ResponseShape) -> None:

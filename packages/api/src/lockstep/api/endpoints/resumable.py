@@ -149,9 +149,7 @@ async def reply(
         raise ApiError(503, "the answer ended without a result")
     about = {**dict(head.headers), STREAM_ID: name}
     if head.stream:
-        return EventStream(
-            _numbered(records, after), slow_s=server.settings.slow_reader_s, over=lambda: None, headers=about
-        )
+        return EventStream(_numbered(records, after), over=lambda: None, headers=about)
     if always_stream:
         raise ApiError(400, f"answer {name} is no stream; leave out `stream`")
     data = b""

@@ -644,9 +644,7 @@ class RerankBody(Timed):
 
     model: Name | None = None
     query: Text
-    documents: Annotated[
-        list[Text | dict[str, Any]], PlainValidator(_check_documents), WithJsonSchema(DOCUMENTS_SCHEMA)
-    ]
+    documents: Documents
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool = True
     user: Name | None = None
@@ -758,16 +756,20 @@ class ResponseBody(Sampling, Timed):
     )
 
 
+ITEMS_AT_ONCE = 20
+"""Most items that one request adds to a conversation, as at OpenAI."""
+
+
 class ConversationItemsBody(Body):
     """POST /v1/conversations/{id}/items"""
 
-    items: Annotated[list[InputItem], Field(min_length=1, max_length=20, fail_fast=True)]
+    items: Annotated[list[InputItem], Field(min_length=1, max_length=ITEMS_AT_ONCE, fail_fast=True)]
 
 
 class ConversationBody(Body):
     """POST /v1/conversations"""
 
-    items: Annotated[list[InputItem], Field(max_length=20, fail_fast=True)] | None = None
+    items: Annotated[list[InputItem], Field(max_length=ITEMS_AT_ONCE, fail_fast=True)] | None = None
     metadata: Metadata | None = None
 
 

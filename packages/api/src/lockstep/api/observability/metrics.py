@@ -12,14 +12,16 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from operator import sub
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.samples import Sample
 
+from lockstep.api.observability.batched import BatchedCounter, BatchedHistogram, BatchedLabels, ManyHistogram
 from lockstep.api.observability.metrics_folder import FOLDER
 from lockstep.api.processes.wire import (
     ITERATION_TOKENS,
@@ -68,6 +70,12 @@ NOT_VLLM = (
 NOT_VLLM_GROUPS = ("http_", "batch_", "tier_", "storage_", "prompt_tokens_from_")
 """Metrics with these prefixes have no vLLM equivalent; every other metric is also served under its vLLM name."""
 
+ADDED_AT_ONCE = 256
+"""Requests, or parts of answers, whose figures are collected before they are added."""
+
+
+Batched = TypeVar("Batched", BatchedHistogram, BatchedCounter, BatchedLabels)
+
 
 @dataclass(slots=True)
 class CountedAnswer:
@@ -90,22 +98,42 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._compat = tuple(compat)
         self._model = ""
-        self._http = Counter(
-            "lockstep_http_requests", "HTTP requests.", ("path", "method", "status"), registry=self.registry
-        )
+        self._batched: list[BatchedHistogram | BatchedCounter | BatchedLabels] = []
+        self._collected = 0  # requests and parts of answers since the figures were added
+        http = ("lockstep_http_requests", "HTTP requests.", ("path", "method", "status"))
+        self._http = self._collecting(BatchedLabels(Counter(*http, registry=self.registry)))
+
+    def _collecting(self, one: Batched) -> Batched:
+        self._batched.append(one)
+        return one
+
+    def add_collected(self) -> None:
+        """Add the collected figures to those that `exposition` returns, of this worker and of others."""
+        self._collected = 0
+        for one in self._batched:
+            one.add_all()
+
+    def _collect(self) -> None:
+        self._collected += 1
+        if self._collected >= ADDED_AT_ONCE:
+            self.add_collected()
 
     def name_model(self, name: str, engines: int = 1) -> None:
         """Set the model label of all figures, before the first request is generated."""
         self._model = name
         keys = ("model_name", "engine")
 
-        def histogram(suffix: str, text: str, buckets: tuple[float, ...]) -> _ByEngine[Histogram]:
-            made = Histogram(f"lockstep_{suffix}", text, keys, buckets=buckets, registry=self.registry)
-            return _ByEngine(lambda engine: made.labels(*self._labels(engine)), engines)
+        def histogram(suffix: str, text: str, buckets: tuple[float, ...]) -> _ByEngine[BatchedHistogram]:
+            made = ManyHistogram(f"lockstep_{suffix}", text, keys, buckets=buckets, registry=self.registry)
+            return _ByEngine(
+                lambda engine: self._collecting(BatchedHistogram(made.labels(*self._labels(engine)))), engines
+            )
 
-        def counter(suffix: str, text: str) -> _ByEngine[Counter]:
+        def counter(suffix: str, text: str) -> _ByEngine[BatchedCounter]:
             made = Counter(f"lockstep_{suffix}", text, keys, registry=self.registry)
-            return _ByEngine(lambda engine: made.labels(*self._labels(engine)), engines)
+            return _ByEngine(
+                lambda engine: self._collecting(BatchedCounter(made.labels(*self._labels(engine)))), engines
+            )
 
         self._ttft = histogram("time_to_first_token_seconds", "From the request to its first token.", TTFT_S)
         self._itl = histogram("inter_token_latency_seconds", "Between two tokens of an answer.", ITL_S)
@@ -128,7 +156,7 @@ class Metrics:
         self._requests = counter("num_requests", "Answers requested.")
         self._aborted = counter("num_aborted_requests", "Answers that were cancelled, also because the client left.")
         ended = ("lockstep_request_success", "Answers that ended.", (*keys, "finished_reason"))
-        self._ended = Counter(*ended, registry=self.registry)
+        self._ended = self._collecting(BatchedLabels(Counter(*ended, registry=self.registry)))
 
     # --------------------------------------------------------------------------------------------------------- requests
 
@@ -144,6 +172,7 @@ class Metrics:
 
     def observe_tokens(self, answer: CountedAnswer) -> None:
         """Count new tokens of an answer, or its end. Each token is counted once."""
+        self._collect()
         reply, engine = answer.reply, answer.ticket.engine
         arrivals, reply.arrivals = reply.arrivals, []
         if arrivals:
@@ -156,7 +185,7 @@ class Metrics:
         if ended is None or answer.end:
             return
         answer.end = True
-        self._ended.labels(*self._labels(engine), ended.reason).inc()
+        self._ended.inc(*self._labels(engine), ended.reason)
         if ended.reason == "cancelled":
             self._aborted[engine].inc()
         if ended.rejected:
@@ -186,13 +215,12 @@ class Metrics:
             times.insert(0, answer.newest_s)
         else:
             self._ttft[answer.ticket.engine].observe(times[0] - answer.arrived_s)
-        observe = self._itl[answer.ticket.engine].observe
-        for before_s, now_s in pairwise(times):
-            observe(now_s - before_s)
+        self._itl[answer.ticket.engine].observe_many(map(sub, times[1:], times))
 
     def answered(self, path: str, method: str, status: int) -> None:
         """Count an HTTP request that was answered."""
-        self._http.labels(path, method, str(status)).inc()
+        self._http.inc(path, method, str(status))
+        self._collect()
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -204,6 +232,7 @@ class Metrics:
             up: for each engine whether it takes requests; empty if that is unknown.
             blocked: for each engine whether it waits until its journal can be written.
         """
+        self.add_collected()
         source: Any = self.registry
         if FOLDER in os.environ:
             source = CollectorRegistry()

@@ -20,9 +20,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 import zmq
-import zmq.asyncio
 
-from lockstep.api.processes.sockets import engine_address, reader_options, worker_address, writer
+from lockstep.api.processes.sockets import engine_address, read_all, reader, worker_address, writer
 from lockstep.api.processes.wire import (
     OVER,
     PROTOCOL,
@@ -208,12 +207,10 @@ class Bridge:
         self.over: Callable[[Ticket], object] | None = None  # called when a ticket has ended
         self._unanswered: dict[int, asyncio.Future[Answered]] = {}
         self._next_ticket = 0
-        self._context = zmq.asyncio.Context()
-        self._mailbox = self._context.socket(zmq.SocketType.PULL)
-        reader_options(self._mailbox)
-        self._mailbox.bind(worker_address(folder, worker))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._mailbox = reader(self._context, worker_address(folder, worker))
         self._address = engine_address(folder)
-        self._engine = writer(zmq.Context(self._context), self._address)
+        self._engine = writer(self._context, self._address)
 
     @property
     def media_bytes(self) -> int:
@@ -239,10 +236,12 @@ class Bridge:
     async def run(self) -> None:
         """Read messages until cancelled. Raises WireError."""
         self._send(Hello(self.worker, PROTOCOL))
-        while True:
-            message = read_by_worker(await self._mailbox.recv(), self.worker)
-            self.last_message_s = time.monotonic()
-            HANDLERS[type(message)](self, message)
+        await read_all(self._mailbox, self._handle)
+
+    def _handle(self, frame: bytes) -> None:
+        message = read_by_worker(frame, self.worker)
+        self.last_message_s = time.monotonic()
+        HANDLERS[type(message)](self, message)
 
     def close(self) -> None:
         """Close the sockets."""
@@ -447,7 +446,7 @@ class Bridge:
         self.gauges = None
         self.known = KnownAdapters(-1, self.known.entries)  # the next generation counts its revisions anew
         self._engine.close(0)
-        self._engine = writer(zmq.Context(self._context), self._address)
+        self._engine = writer(self._context, self._address)
         self._send(Hello(self.worker, PROTOCOL, message.generation))
         self._fail_questions(message.message)
         self._report_state()

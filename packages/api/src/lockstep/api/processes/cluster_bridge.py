@@ -18,10 +18,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import zmq
-import zmq.asyncio
 
 from lockstep.api.processes.bridge import Bridge, EngineUnavailable, Ticket, make_ticket
-from lockstep.api.processes.sockets import engine_folder, reader_options, router_address, worker_address, writer
+from lockstep.api.processes.sockets import engine_folder, read_all, reader, router_address, worker_address, writer
 from lockstep.api.processes.wire import (
     Drained,
     EngineInfo,
@@ -81,26 +80,21 @@ class ClusterBridge:
         self._next_number = 0
         self._combined: list[EngineInfo] = []  # properties of the engines in `left`
         self._info: EngineInfo | None = None  # value of `info`, derived from `_combined`
-        self._context = zmq.asyncio.Context()
-        self._mailbox = self._context.socket(zmq.SocketType.PULL)
-        reader_options(self._mailbox)
-        self._mailbox.bind(worker_address(folder, worker))
-        self._to_router = writer(zmq.Context(self._context), router_address(folder))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._mailbox = reader(self._context, worker_address(folder, worker))
+        self._to_router = writer(self._context, router_address(folder))
 
     async def run(self) -> None:
         """Read messages until cancelled. Raises WireError."""
         readers = [asyncio.ensure_future(one.run()) for one in self.engines]
-        readers.append(asyncio.ensure_future(self._read_routes()))
+        routes = read_all(self._mailbox, lambda frame: self._routed(read_routed(frame, self.worker)))
+        readers.append(asyncio.ensure_future(routes))
         try:
             await asyncio.gather(*readers)
         finally:
             for one in readers:
                 one.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
-
-    async def _read_routes(self) -> None:
-        while True:
-            self._routed(read_routed(await self._mailbox.recv(), self.worker))
 
     def close(self) -> None:
         """Close the sockets."""

@@ -184,6 +184,10 @@ class EngineProcess:
         its state, and its workers already accept requests.
         """
         until_s = time.monotonic() + self._claim_s
+        if self._claims.workers:
+            if not self.generation:
+                self._alive()
+            log.info("waiting up to %g s for open requests of %d workers", self._claim_s, len(self._claims.workers))
         while self._claims.workers and not self.stopping and (left_s := until_s - time.monotonic()) > 0:
             if not self.generation:
                 self._alive()

@@ -51,7 +51,6 @@ TENANT: ContextVar[str] = ContextVar("tenant", default="")
 JOB_S = 60.0
 WAITING_MAX = 1024  # jobs without a process
 PIECE_BYTES = 2**18  # of a body, written at once
-CLOSE_S = 2.0
 
 
 class TooManyJobs(Exception):

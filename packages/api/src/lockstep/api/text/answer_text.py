@@ -43,22 +43,36 @@ class AnswerText:
         watched = text is not None and (any(stops) or bool(regexes))
         self._end = TextEnd(stops) if watched else None
         self._regexes = StopRegexes(text, prompt_ids, regexes) if text is not None and regexes else None
+        self._searched = 0  # tokens searched for `regexes`
         self._step = text.stream(prompt_ids) if text is not None else None
         self._spelled = 0  # tokens decoded
         self.stop_reason: int | str | None = None  # the stop token or text that ended the answer; None: neither did
         self.characters = 0  # characters returned so far
         self.starts: list[int] = []  # for each token the number of characters before it
 
+    def search(self, tokens: Sequence[int], most: int) -> bool:
+        """Search `tokens`, all tokens so far, for the regular expressions, at most `most` of those that are new.
+
+        Returns: whether all were searched. `spell` searches the rest.
+        """
+        if self._regexes is None:
+            return True
+        until = min(len(tokens), self._searched + most)
+        for number in range(self._searched, until):
+            self._regexes.push(number, tokens[number])
+        self._searched = max(self._searched, until)
+        return self._searched >= len(tokens)
+
     def spell(self, tokens: Sequence[int], ended: SampleEnded | None) -> str:
         """Return the new text of `tokens`, all tokens so far. If the answer `ended`, this is all text that is left."""
         until = len(tokens)
+        if self._regexes is not None:
+            self.search(tokens, until)
         if ended is None and self._step is not None and until == self._spelled + 1:  # the usual case: one new token
             self.starts.append(self.characters)
             self._spelled = until
             new = self._step(tokens[-1])
             self.characters += len(new)
-            if self._regexes is not None:
-                self._regexes.push(until - 1, tokens[-1])
             if self._end is not None:
                 self._end.add(new)
             return new
@@ -80,8 +94,6 @@ class AnswerText:
         for number in range(self._spelled, until):
             token = tokens[number]
             self.starts.append(self.characters)
-            if self._regexes is not None:
-                self._regexes.push(number, token)
             text = self._step(token)
             self.characters += len(text)
             new += text
