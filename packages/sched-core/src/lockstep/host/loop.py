@@ -23,7 +23,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -77,7 +77,6 @@ from lockstep.core.contract.events import (
     LoadAdapterControl,
     MediaEncoded,
     ObservedEvent,
-    PromptSpan,
     RequestArrived,
     RequestCancelled,
     RequestId,
@@ -101,6 +100,7 @@ from lockstep.host.handover.results import Handover, unpacked
 from lockstep.host.handover.wire import PromptResults
 from lockstep.host.inbox import Inbox
 from lockstep.host.media.content import EncoderInput
+from lockstep.host.media.encoding import MediaEncoder
 from lockstep.host.sinks import Kept, drop_behind_the_end, taken_from, with_logprobs
 from lockstep.host.sinks import ResultExtras as ResultExtras
 from lockstep.host.sinks import Sink as Sink
@@ -195,19 +195,6 @@ class RequestServices:
     watch_text: Callable[[RequestArrived], TextWatch] | None = None
     compile_grammar: GrammarCompiler | None = None
     receive_interval: int = 1
-
-
-class MediaEncoder(Protocol):
-    """Media of open requests. Its methods are called in the host's thread."""
-
-    def hold(self, request_id: RequestId, contents: Iterable[EncoderInput]) -> None:
-        """Keep the contents of a request until `release`."""
-
-    def release(self, request_id: RequestId, spans: Iterable[PromptSpan]) -> None:
-        """Forget the contents that no other request has."""
-
-    def encode(self, digest: bytes, drop: Iterable[bytes]) -> str:
-        """Drop outputs, then encode a content behind all earlier work. Returns why it cannot be encoded, or ""."""
 
 
 @dataclass(frozen=True, slots=True)
