@@ -5,10 +5,10 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign openapi clients schema-campaign bench dist site kernel-mutants gpu-check
+.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign openapi clients schema-campaign bench dist site pages container docs-test kernel-mutants fast-path-campaign gpu-check
 
 help:       ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo:       ## requests per second that one GPU serves within its SLOs; no GPU, no torch
 	@$(PYTHON) dev.py demo $(ARGS)
@@ -39,6 +39,9 @@ explore:    ## every interleaving of small worlds, each two features together; A
 
 kernel-mutants: ## mutants of the simulator's fast path, and which of them no random run finds; ARGS="--module memory.py"
 	@$(PYTHON) dev.py kernel-mutants $(ARGS)
+
+fast-path-campaign: ## 20,000 random runs by the simulator's fast path and by the core, equal; ARGS="--runs 500"
+	@$(PYTHON) dev.py fast-path-campaign $(ARGS)
 
 fleet-swarm: ## random histories of prefill and decode engines with a bad network, 10^6 steps; ARGS="--steps 100_000"
 	@$(PYTHON) dev.py fleet-swarm $(ARGS)
@@ -75,6 +78,15 @@ dist:       ## wheels and sdists in dist/, installed into an empty environment a
 
 site:       ## the documentation site in site/, with an error for a broken link; ARGS=--serve while pages are edited
 	@$(PYTHON) dev.py site $(ARGS)
+
+pages:      ## axe-core, widths and colour schemes of every page in headless Chromium; ARGS="--pictures DIR"
+	@$(PYTHON) dev.py pages $(ARGS)
+
+container:  ## the Containerfile: hadolint, and a build or, without a builder, its steps; ARGS=--no-build
+	@$(PYTHON) dev.py container $(ARGS)
+
+docs-test:  ## every command line of the documentation as long as it is printed; `make test` runs them cut short
+	@$(PYTHON) dev.py docs-test $(ARGS)
 
 gpu-check:  ## checks on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration; under nine minutes
 	@$(PYTHON) dev.py gpu-check $(ARGS)

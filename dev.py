@@ -11,6 +11,7 @@
     python3 dev.py golden ARGS        record missing golden journals, or named ones again
     python3 dev.py swarm ARGS         random histories with every invariant checked; --seconds 600 or --steps 10_000_000
     python3 dev.py explore ARGS       every interleaving of small worlds; --transitions 4_000, --world NAME
+    python3 dev.py fast-path-campaign 20,000 random runs by the simulator's fast path and by the core; --runs 500
     python3 dev.py kernel-mutants     mutants of the simulator's fast path that no random run finds; --module memory.py
     python3 dev.py fleet-swarm ARGS   random histories of prefill and decode engines with a bad network, 1,000,000 steps
     python3 dev.py rank-swarm ARGS    random histories of four data-parallel ranks; --steps 100_000
@@ -24,6 +25,9 @@
     python3 dev.py bench ARGS         the benchmarks
     python3 dev.py dist ARGS          wheels and sdists in dist/, installed into an empty environment; --no-install
     python3 dev.py site ARGS          the documentation site in site/, no broken link; --serve while pages are edited
+    python3 dev.py pages ARGS         axe-core, widths and colours of every page in Chromium; --pictures DIR
+    python3 dev.py container ARGS     the Containerfile: hadolint, and a build or its steps; --no-build
+    python3 dev.py docs-test ARGS     every command line of README.md and docs/ as long as it is printed; about an hour
     python3 dev.py version VERSION    set the version of all distributions, or show it
     python3 dev.py gpu-check ARGS     checks on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration
     python3 dev.py run COMMAND ARGS   any other command in the environment, e.g. `run python`
@@ -63,7 +67,7 @@ STAMP = VENV / "lockstep-stamp.json"
 CONSTRAINTS = ROOT / "constraints.txt"
 
 # Three install sets, each containing the one before, all in the same environment:
-#   demo     the simulator and the tools for its journals; no torch.
+#   demo     the simulator, with numba for its machine code, and the tools for its journals; no torch.
 #   dev      adds the serving package and the requirements of tests and checks.
 #   runtime  adds the GPU runtime with torch, a gigabyte, which is therefore installed only on request.
 SETS = ("demo", "dev", "runtime")
@@ -211,6 +215,10 @@ def kernel_mutants(args):
     return call(PYTHON, "tests/kernel_mutants.py", *args)
 
 
+def fast_path_campaign(args):
+    return call(PYTHON, "-m", "tests.campaigns.fast_path", *args)
+
+
 def fleet_swarm(args):
     return call(PYTHON, "tests/fleet_swarm.py", "--steps", "1_000_000", *args)
 
@@ -259,6 +267,21 @@ def site(args):
     return call(PYTHON, "-m", "tests.campaigns.site", *args)
 
 
+def pages(args):
+    return call(PYTHON, "-m", "tests.campaigns.pages", *args)
+
+
+def container(args):
+    return call(PYTHON, "-m", "tests.campaigns.container", *args)
+
+
+def docs_test(args):
+    os.environ["LOCKSTEP_DOCUMENTED"] = "whole"
+    return call(
+        PYTHON, "-m", "pytest", "-q", "tests/test_documented_commands.py", "tests/test_documented_shell.py", *args
+    )
+
+
 def version(args):
     """Show the version of all distributions, or set it where it stands: in every pyproject.toml and its pins."""
     files = [ROOT / package / "pyproject.toml" for packages in PACKAGES.values() for package in packages]
@@ -304,6 +327,7 @@ TASKS = {
     "swarm": ("dev", swarm),
     "explore": ("dev", explore),
     "kernel-mutants": ("dev", kernel_mutants),
+    "fast-path-campaign": ("dev", fast_path_campaign),
     "fleet-swarm": ("dev", fleet_swarm),
     "rank-swarm": ("dev", rank_swarm),
     "attacks": ("dev", attacks),
@@ -316,6 +340,9 @@ TASKS = {
     "bench": ("demo", bench),
     "dist": ("dev", dist),
     "site": ("dev", site),
+    "pages": ("dev", pages),
+    "container": ("dev", container),
+    "docs-test": ("dev", docs_test),
     "version": (None, version),
     "gpu-check": ("runtime", gpu_check),
     "run": ("dev", run),

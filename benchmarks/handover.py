@@ -23,6 +23,7 @@ import torch
 from lockstep.host.engine_options import TransferTransport
 from lockstep.host.handover.kv import Fetch
 from lockstep.runtime.kv_pool import KvPool
+from lockstep.runtime.stages import RankPlace
 from lockstep.runtime.tiers.page_parts import parts_of
 from lockstep.runtime.transfer.rank import RankPages
 
@@ -64,7 +65,7 @@ def main() -> None:
 def pages_of(transport: TransferTransport, count: int, checked: bool) -> RankPages:
     """Return the pages of a pool of the demo model."""
     pool = KvPool(LAYERS, 2 * count, PAGE_SIZE, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
-    about = {"rank": 0, "ranks": 1, "kv_heads": KV_HEADS}
+    about = {"place": RankPlace(0), "kv_heads": KV_HEADS}
     made = RankPages(parts_of(pool), PAGE_SIZE, **about, model="demo", transport=transport, checksums=checked)
     if checked:
         return made

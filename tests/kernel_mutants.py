@@ -23,7 +23,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -34,17 +34,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from lockstep.core.cluster.router import ROUTER_POLICIES, EngineShare, RouterConfig
-from lockstep.core.contract.config import SchedConfig
-from lockstep.sim.cluster.scenario import ClusterScenario
-from lockstep.sim.cluster.setup import ClusterSetup
+from lockstep.sim.cluster.fast import run_compiled
 from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.fast import fast_path, kernel, machine_code
 from lockstep.sim.fast.state import Arrays
-from lockstep.sim.run.simulate import simulate
-from tests.support.fast_path_cases import SHARINGS, Case, Load, cases, differing, loads, schedulers, sizes
+from lockstep.sim.run import simulate as simulate_module
+from tests.support.fast_path_cases import SHARINGS, Case, ClusterCase, Load, cases, cluster_cases, differing
 
 KNOWN = Path(__file__).resolve().parent / "data" / "kernel_mutants.txt"
+TINY_PER_RUN = 8  # tiny runs, whose pages and budgets are spent to the last token, for each other run of an engine
+TINY_REQUESTS_MAX = 40
+REQUESTS_MIN = 20  # of the other runs
 SLOWER = 20  # a mutant may take this many times as long as the kernel, plus a second
 COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.GtE),
@@ -57,7 +57,8 @@ COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
 PLANTS = {"rules.py": (("CLIP_MAX_NEW_TOKENS = 4096", "CLIP_MAX_NEW_TOKENS = 9_000_000"),)}
 """Constants of modules that are changed in one place, by file: text before and after."""
 Advance = Callable[[Arrays, float], int]
-Outcome = list[Any]  # the RunData of a run: of the cluster and of each engine
+Run = Callable[[bool], "Outcome | None"]  # by the kernel or by the core; None: the kernel leaves the run to the core
+Outcome = tuple[list[Any], dict[str, int]]  # RunData, of a cluster and of each engine; requests by reason of routing
 
 
 class TooLongError(Exception):
@@ -184,7 +185,7 @@ def advance_of(mutant: Mutant | None) -> Advance:
 class Example:
     """One random run, with the outcome of the core."""
 
-    run: Callable[[bool], Outcome]
+    run: Run
     expected: Outcome
     took_s: float = 1.0
     kills: int = 0
@@ -193,37 +194,41 @@ class Example:
 def examples(count: int, number: int) -> list[Example]:
     """Draw random runs of engines and clusters."""
     drawn: list[Any] = []
-    options = {"database": None, "phases": [Phase.generate], "suppress_health_check": list(HealthCheck)}
-    routers = st.builds(
-        RouterConfig,
-        policy=st.sampled_from(ROUTER_POLICIES),
-        load_bound=st.sampled_from((1.0, 1.25, 3.0)),
-        load_floor=st.sampled_from((0, 8)),
-    )
-    engines = st.lists(st.tuples(schedulers(300), st.sampled_from((1.0, 0.3, 2.5))), min_size=2, max_size=4)
-    clusters = st.tuples(loads(300), engines, routers, st.just(0) | sizes(1, 500_000))
+    options: Any = {"database": None, "phases": [Phase.generate], "suppress_health_check": list(HealthCheck)}
 
     @seed(number)
-    @settings(max_examples=count, **options)
+    @settings(max_examples=4 * count, **options)
     @given(cases(st.sampled_from((40, 300, 1_000)), SHARINGS[1:]))
-    def engine_cases(case: Case) -> None:
-        drawn.append(case)
+    def draw_engine(case: Case) -> None:
+        if case.load.requests >= REQUESTS_MIN and len(drawn) < count:  # the first cases that are drawn are the smallest
+            drawn.append(case)
+
+    @seed(number)
+    @settings(max_examples=TINY_PER_RUN * count, **options)
+    @given(cases(st.sampled_from((12, 40))))
+    def draw_tiny(case: Case) -> None:
+        if case.load.requests <= TINY_REQUESTS_MAX:
+            drawn.append(case)
 
     @seed(number)
     @settings(max_examples=max(count // 4, 2), **options)
-    @given(clusters)
-    def cluster_cases(case: Any) -> None:
+    @given(cluster_cases(300))
+    def draw_cluster(case: ClusterCase) -> None:
         drawn.append(case)
 
-    engine_cases()
-    cluster_cases()
-    made = [_engine_example(one) if isinstance(one, Case) else _cluster_example(*one) for one in drawn]
+    draw_engine()
+    draw_tiny()
+    draw_cluster()
+    made = [_engine_example(one) if isinstance(one, Case) else _cluster_example(one) for one in drawn]
     found = []
     for run in made:
         expected = run(False)
+        assert expected is not None
         began_s = time.process_time()
         ours = run(True)
         took_s = time.process_time() - began_s
+        if ours is None:
+            continue  # only the core can simulate it
         if why := _differing(ours, expected):
             raise SystemExit(f"the kernel itself differs from the core: {why}")
         found.append(Example(run, expected, took_s))
@@ -238,35 +243,44 @@ def long_examples() -> list[Example]:
     found = []
     for reserve in (0.4, 1.0):
         run = _engine_example(Case({**sched, "schedule_conservativeness": reserve}, long))
-        found.append(Example(run, run(False), 10.0))
+        expected = run(False)
+        assert expected is not None
+        found.append(Example(run, expected, 10.0))
     return found
 
 
-def _engine_example(case: Case) -> Callable[[bool], Outcome]:
+def _engine_example(case: Case) -> Run:
     setup = case.setup()
-    return lambda compiled: [simulate(setup, compiled=compiled).data]
 
-
-def _cluster_example(load: Any, engines: Any, router: RouterConfig, hop_us: int) -> Callable[[bool], Outcome]:
-    configs = [SchedConfig(**sched) for sched, _ in engines]
-    turns = load.turns(configs)
-    setups = [Case(sched, load).setup_with(config, turns) for (sched, _), config in zip(engines, configs, strict=True)]
-    scenario = ClusterScenario(base=setups[0].scenario, replicas=len(setups), router=router, hop_us=hop_us)
-    setup = ClusterSetup(
-        scenario=scenario,
-        engines=tuple(replace(one, workload=setups[0].workload) for one in setups),
-        shares=tuple(EngineShare(weight=weight) for _, weight in engines),
-    )
-
-    def run(compiled: bool) -> Outcome:
-        made = simulate_cluster(setup, compiled=compiled)
-        return [made.data, *(one.data for one in made.engines)]
+    def run(compiled: bool) -> Outcome | None:
+        if not compiled:
+            return [simulate_module.simulate(setup, compiled=False).data], {}
+        made = simulate_module._run_compiled(setup, None, always=True)
+        return None if made is None else ([made.data], {})
 
     return run
 
 
-def _differing(ours: Outcome, theirs: Outcome) -> str:
-    return next(filter(None, map(differing, ours, theirs)), "")
+def _cluster_example(case: ClusterCase) -> Run:
+    setup = case.setup()
+
+    def run(compiled: bool) -> Outcome | None:
+        if compiled:
+            made = run_compiled(setup, None, None, always=True)
+        else:
+            made = simulate_cluster(setup, compiled=False)
+        return None if made is None else ([made.data, *(one.data for one in made.engines)], dict(made.routed_by_reason))
+
+    return run
+
+
+def _differing(ours: Outcome | None, theirs: Outcome) -> str:
+    """Return how the outcome of the kernel differs from the core's; None: it has left the run to the core."""
+    if ours is None:
+        return "left to the core"
+    if dict(ours[1]) != dict(theirs[1]):
+        return "routed_by_reason"
+    return next(filter(None, map(differing, ours[0], theirs[0])), "")
 
 
 def finds(example: Example, advance: Advance) -> bool:

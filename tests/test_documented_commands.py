@@ -60,6 +60,7 @@ ALL = [*commands(), *examples_of_help()]
 SHOWN = [one for one in ALL if not one.inline]
 INLINE = [one for one in ALL if one.inline]
 
+WHOLE = os.environ.get("LOCKSTEP_DOCUMENTED") == "whole"  # make docs-test: as long as they are printed
 REQUESTS = 30  # of a simulation, instead of as many as printed
 RUN_REQUESTS = 400  # of the stored run that other commands read; steps up to `--step 4821`
 PARSED = {  # commands whose callback does nothing: they require what a test does not have
@@ -140,6 +141,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for line in (
             "journal convert runs/own --model qwen3-8b --gpu h100",
             "calibrate --from runs/chat --date 2026-11-22 --out mine.json",
+            "catalogue gpus h100 -o card.json",
         ):
             assert main(line.split()) == 0, line
         shutil.copy("mine.json", "vllm-h100.json")
@@ -177,6 +179,8 @@ def argv_of(command: Command) -> list[str]:
             words[at : at + 1] = base
     if words[0] == "plan" and not {"--slo"} & set(words):
         words += ["--slo", "ttft_p99=1s"]
+    if WHOLE:
+        return [*words, "--dry-run"] if words[0] == "serve" else words
     match words[0]:
         case "simulate" if "--help" not in words:
             warm_up = int(words[words.index("--warm-up") + 1]) if "--warm-up" in words else 0
@@ -210,7 +214,7 @@ def test_a_command_of_a_page_runs_or_is_parsed(
         pytest.skip("the GPU runtime is not installed")
     if not runs(words):
         monkeypatch.setattr(click.Context, "invoke", lambda *_, **__: 0)
-    if words[0] == "plan" and LONG & set(words):  # the arguments are checked, and the plan is not made
+    if words[0] == "plan" and LONG & set(words) and not WHOLE:  # the arguments are checked, and the plan is not made
         answer = SimpleNamespace(winner="")
         monkeypatch.setattr("lockstep.sim.cli.plan.answer_of", lambda *_: answer)
     for flag, found in pairwise(words):

@@ -95,6 +95,9 @@ def variants(section: Section) -> Iterator[Variant]:
         for graphs in ("on", "off"):
             two: dict[str, Any] = {"tp": 2, "attention_backend": "triton", "cuda_graphs": graphs}
             yield Variant(f"triton float32, two ranks, graphs {graphs}", options=two)
+        for depth in (0, 1):
+            stages: dict[str, Any] = {"pp": 2, "attention_backend": "triton", "overlap_depth": depth}
+            yield Variant(f"triton float32, two stages, overlap {depth}", options=stages)
     yield Variant("triton bfloat16, invariant", "bfloat16", {"attention_backend": "triton", "numerics": "invariant"})
 
 
@@ -113,12 +116,19 @@ def run(section: Section) -> None:
 
 
 def few(section: Section) -> list[Variant]:
-    """With graphs and without, in fp32."""
+    """With graphs and without, in fp32; and whole experts on two GPUs."""
     backend, graphs = ("triton", "on") if section.gpu else ("reference", "eager")
-    return [
+    found = [
         Variant(f"{backend}, graphs {one}", options={"attention_backend": backend, "cuda_graphs": one})
         for one in (graphs, "off")
     ]
+    if section.gpu and torch.cuda.device_count() > 1:
+        whole = {"tp": 2, "ep": 2, "attention_backend": backend}
+        found += [
+            Variant(f"{backend}, two ranks, whole experts, graphs {graphs}", options={**whole, "cuda_graphs": graphs})
+        ]
+        found += [Variant(f"{backend}, two ranks, tokens sent to experts", options={**whole, "moe_a2a": True})]
+    return found
 
 
 def experts_folder(section: Section) -> Path:

@@ -20,6 +20,7 @@ from lockstep.api.processes.launch import listen
 from lockstep.api.serve import check, serve
 from lockstep.api.settings import ServeSettings, read_settings, sched_values
 from lockstep.core.cluster.router import RouterConfig, policy_settings
+from lockstep.core.command import main
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.options import options_of
 from lockstep.sim import cost
@@ -248,8 +249,6 @@ def test_errors_of_an_emulated_engine_name_options_that_there_are() -> None:
         serve.main(["--emulate", "qwen3-8b@h200", "--dry-run", "--fp8-activations", "on"], standalone_mode=False)
     options = {option for parameter in serve.params for option in parameter.opts}
     elsewhere = {
-        "--pp",
-        "--ep",
         "--redundant-experts",
         "--attention-dp",
     }  # of errors about divisions that a client cannot cause
@@ -275,3 +274,41 @@ def errors_of(path: Path) -> Iterator[str]:
 def test_every_setting_has_a_flag_or_is_a_table() -> None:
     flags = {parameter.name for parameter in serve.params}
     assert set(ServeSettings.__struct_fields__) - flags == {"limits", "set"}
+
+
+def test_a_file_of_settings_may_have_the_names_of_flags_and_errors_have_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('emulate = "qwen3-8b@h200"\nserved-model-name = ["chat"]\nport = 8001\n[set]\npage_size = 32\n')
+    settings = read_settings(file, {"port": 8002})
+    assert (settings.port, settings.served_model_name, settings.set) == (8002, ("chat",), {"page_size": 32})
+    for text, message in (
+        ('host = "127.0.0.1"\nprot = 1\n', "line 2: there is no setting `prot`\nhint: did you mean port"),
+        ('host = "127.0.0.1"\n\nport = 70000\n', "line 3: `port`"),
+        ("port = 8000\nemulate = 3\n", "line 2: Expected `str"),
+        ("api-workers = 1\napi_workers = 2\n", "line 2: `api_workers` is given twice"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            read_settings(file, {})
+        assert f"serve.toml, {message}" in str(caught.value)
+
+
+def test_saved_settings_are_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "again.toml"
+    asked = [
+        "serve",
+        "--emulate",
+        "qwen3-8b@h200",
+        "--dp",
+        "2",
+        "--set",
+        "page_size=32",
+        "--save",
+        str(file),
+        "--dry-run",
+    ]
+    assert main(asked) == 0
+    settings = read_settings(file, {})
+    assert (settings.emulate, settings.dp, settings.set) == ("qwen3-8b@h200", 2, {"page_size": 32})
+    assert main(["serve", str(file), "--dry-run"]) == 0
+    assert main(["serve", str(file), "--config", str(file), "--dry-run"]) == 2

@@ -21,6 +21,8 @@ import tomllib
 import venv
 from pathlib import Path
 
+from tests.test_notebooks import script_of
+
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = ("fast", "serve")
 """Extras that are installed by default: those whose requirements are small."""
@@ -32,6 +34,19 @@ plan = lockstep.plan(model="qwen3-8b", gpus="h100,h200", workload="gen:n=300", s
 assert plan.found, plan
 assert run.requests.height == 100
 print(plan.headline)
+"""
+
+
+QUESTION = """
+model = "qwen3-8b"
+gpus = ["h100", "h200"]
+workload = "gen:n=300"
+slo = ["ttft_p99=500ms"]
+rate = 20
+quick = true
+
+[search]
+tp = [1, 2]
 """
 
 
@@ -67,6 +82,15 @@ def timed(title: str, command: list[str], *, cwd: Path, env: dict[str, str]) -> 
         raise SystemExit(f"`{' '.join(command)}` failed with status {done.returncode}:\n{done.stdout}{done.stderr}")
 
 
+def index_of(folder: Path, env: dict[str, str]) -> str:
+    """Return the index that pip uses, for uv, which does not read pip's settings."""
+    done = subprocess.run(
+        [str(folder / "python"), "-m", "pip", "config", "get", "global.index-url"],
+        capture_output=True, text=True, check=False, env=env,
+    )  # fmt: skip
+    return done.stdout.strip() or env.get("PIP_INDEX_URL") or "https://pypi.org/simple"
+
+
 def use(wheels: Path, extras: str) -> None:
     """Install the wheels into an empty environment, and run commands there."""
     with tempfile.TemporaryDirectory() as name:
@@ -81,11 +105,24 @@ def use(wheels: Path, extras: str) -> None:
         constraints = ["--constraint", str(ROOT / "constraints.txt"), "--find-links", str(wheels)]
         timed(f"pip install {wanted}", [*pip, *constraints, wanted], cwd=place, env=clean)
         (place / "plan.py").write_text(PLAN)
+        (place / "question.toml").write_text(QUESTION)
+        notebook = ROOT / "examples" / "size_a_service.ipynb"
+        (place / "notebook.py").write_text(script_of(notebook))
         lockstep = str(folder / "lockstep")
+        uvx = [shutil.which("uv") or str(folder / "uv"), "tool", "run", "--find-links", str(wheels), "lockstep", "demo"]
+        timed("pip install uv", [*pip, "uv"], cwd=place, env=clean)
+        clean |= {
+            "UV_CACHE_DIR": str(place / "uv"),
+            "UV_INDEX_URL": index_of(folder, clean),
+            "UV_PYTHON": sys.executable,
+        }
         for title, command in (
+            ("uv tool run lockstep demo", uvx),
             ("lockstep --version", [lockstep, "--version"]),
             ("lockstep demo", [lockstep, "demo"]),
             ("a simulation and a plan by `import lockstep`", [str(folder / "python"), "plan.py"]),
+            ("lockstep plan question.toml", [lockstep, "plan", "question.toml"]),
+            (f"the notebook {notebook.stem}", [str(folder / "python"), "notebook.py"]),
             ("lockstep workload describe gen:n=100", [lockstep, "workload", "describe", "gen:n=100"]),
         ):
             timed(title, command, cwd=place, env=clean)

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.core import invariants
 from lockstep.core.contract.commands import BatchPlan
-from lockstep.core.contract.config import HybridMemory, SchedConfig, refuse_in_runtime
+from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.errors import ConfigError, ContractError
 from lockstep.core.contract.events import (
     BatchFinished,
@@ -32,6 +32,8 @@ from lockstep.core.contract.events import (
 from lockstep.core.journal import snapshot
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.latency import ExtendLatency
+from lockstep.host.engine_options import EngineOptions
+from lockstep.host.layout_options import check_layout
 from tests.support.driver.actions import Action
 from tests.support.driver.draw import pipelined, random_actions, random_config
 from tests.support.driver.driver import Driver
@@ -130,9 +132,42 @@ def test_setting_under_which_nothing_could_run_is_refused_at_start(settings: dic
 
 
 @pytest.mark.parametrize("name", ["pp_size", "pp_async_batch_depth", "pp_max_micro_batch_size", "pp_dynamic_chunking"])
-def test_no_runtime_has_stages_yet(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"`{name}` is of pipeline stages, which are simulated only"):
-        refuse_in_runtime(name)
+def test_settings_of_stages_need_stages(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{name}` is of pipeline stages, and the engine has one"):
+        check_layout(EngineOptions(), {name: 2})
+    check_layout(EngineOptions(pp=2), {name: 2})
+
+
+@pytest.mark.parametrize(
+    ("options", "sched", "name"),
+    [
+        ({"pp": 0}, {}, "pp"),
+        ({"pp": 2, "swa_full_tokens_ratio": 0.5}, {}, "swa_full_tokens_ratio"),
+        ({"pp": 2, "draft_model": "small"}, {}, "draft_model"),
+        ({"pp": 2, "cuda_graphs": "eager"}, {}, "cuda_graphs"),
+        ({"pp": 2}, {"decode_steps_per_launch": 2}, "decode_steps_per_launch"),
+    ],
+)
+def test_what_stages_do_not_have_is_refused_by_name(options: dict[str, Any], sched: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^`{name}`"):
+        check_layout(EngineOptions(**options), sched)
+
+
+def test_slots_are_offered_in_turn_to_microbatches_with_work_and_room() -> None:
+    played = Played(pp_max_micro_batch_size=2)
+    several, engine = played.engine.microbatches, played.engine
+    assert engine.open_slots() == []
+    assert several.next_slot([], 0) == several.at
+    for _ in range(3):
+        played.arrive(3, 8)
+    assert engine.open_slots() == [0, 1]
+    assert [several.next_slot([0, 1], offered) for offered in (-1, 0, 1)] == [0, 1, 0]
+    assert played.ready(0) is not None
+    assert engine.open_slots() == [1], "the first has as many batches in flight as it may"
+    assert played.ready(1) is not None
+    assert engine.open_slots() == []
+    played.finish()
+    assert engine.open_slots() == [0]
 
 
 def test_slot_of_a_microbatch_that_does_not_exist_is_refused_and_changes_nothing() -> None:

@@ -58,6 +58,18 @@ def test_time_without_a_batch_while_a_request_waits_is_a_bubble() -> None:
     assert run.timer.read().bubble_share == 140 / 360
 
 
+def test_requests_that_an_earlier_generation_left_open_are_counted() -> None:
+    """Their ends made the number of open requests negative, and two samples that followed ended the engine."""
+    run = Run()
+    run.timer.resume(1, 100)
+    run.ran(150, 200, 205, ends=True)
+    assert run.timer.read() == DeviceTime(work_us=105, busy_us=50, bubble_us=55)
+    run.arrive(1000, samples=2)
+    run.end(1010)
+    run.end(1020)
+    assert run.timer.read().work_us == 125
+
+
 def test_a_batch_that_outlives_its_requests_is_busy_and_no_bubble() -> None:
     """Dead rows: launched before it was known that the request had ended."""
     run = Run()

@@ -156,6 +156,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "tp 2 to 2": {"prefill": {"tp": 2}, "decode": {"tp": 2}},
     "tp 2 to 1": {"prefill": {"tp": 2}},
     "tp 1 to 2": {"decode": {"tp": 2}},
+    "pp 2 to 2": {"prefill": {"pp": 2}, "decode": {"pp": 2}, "transfer_checksums": True},
     "ngram": {"speculative_method": "ngram", "num_speculative_tokens": 3},
     "draft model": {"speculative_method": "draft_model", "num_speculative_tokens": 3, "draft_model": "demo"},
     "fp8": {"kv_cache_dtype": "fp8_e4m3"},

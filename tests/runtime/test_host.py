@@ -53,6 +53,8 @@ from tests.support.small_runtime import (  # noqa: E402
 )
 
 SETTINGS: dict[str, dict[str, Any]] = {
+    "microbatches": {"pp_size": 2, "overlap_depth": 1, "retract_every": 5},
+    "microbatches, more than stages": {"pp_size": 2, "pp_async_batch_depth": 1, "overlap_depth": 0},
     "plain": {},
     "depth 0": {"overlap_depth": 0},
     "depth 2": {"overlap_depth": 2},
@@ -68,7 +70,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 STIRRED: dict[str, Any] = {"retract_every": 4, "overlap_depth": 1, "same_step_sharing": True, "batching": "mixed"}
-RETRACTING = ("retractions", "short of pages", "several steps, depth 0")
+RETRACTING = ("microbatches", "retractions", "short of pages", "several steps, depth 0")
 
 
 def random_requests(seed: int, count: int) -> list[tuple[list[int], int]]:
@@ -91,7 +93,7 @@ def test_every_request_is_answered_as_if_it_were_alone(name: str, run_at: Any) -
     for answer, (prompt, count) in zip(answers, requests, strict=True):
         assert answer.tokens == alone(prompt, count, stops=(5,))
         assert answer.reason == ("stop" if answer.tokens[-1] == 5 else "length")
-    assert runtime.deepest == runtime.config.overlap_depth + 1
+    assert runtime.deepest == runtime.config.microbatches * (runtime.config.overlap_depth + 1)
     assert bool(runtime.decided(RequestRetracted)) == (name in RETRACTING)
 
 

@@ -262,7 +262,7 @@ def test_matrices_take_the_bytes_of_the_planners_table(kind: str, dtype: str) ->
 
 
 def test_the_planner_reads_the_same_configs() -> None:
-    from lockstep.sim.cost.models import _checkpoint_dtype, _ConfigFields
+    from lockstep.sim.cost.families import _checkpoint_dtype, _ConfigFields
 
     for kind, (settings, _) in KINDS.items():
         problems: list[str] = []

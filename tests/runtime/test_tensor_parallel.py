@@ -37,13 +37,15 @@ from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.core.contract.events import Grammar, RequestRetracted, SamplingParams  # noqa: E402
 from lockstep.core.journal.replay import fold  # noqa: E402
 from lockstep.host.batches import BatchResult, RowContext  # noqa: E402
+from lockstep.host.errors import killed_from_outside  # noqa: E402
 from lockstep.host.loop import RequestServices  # noqa: E402
 from lockstep.runtime import LLM, Params, RequestOutput  # noqa: E402
 from lockstep.runtime import ranks as ranks_module  # noqa: E402
 from lockstep.runtime.errors import DeviceLost, EngineStopped, RankLost  # noqa: E402
 from lockstep.runtime.executor import Executor  # noqa: E402
 from lockstep.runtime.generate import generate  # noqa: E402
-from lockstep.runtime.models import build_model, read_settings  # noqa: E402
+from lockstep.runtime.models import Parallel, build_model, read_settings  # noqa: E402
+from lockstep.runtime.models.stage import ExpertSplit  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from lockstep.runtime.rank_wire import (  # noqa: E402
     Channel,
@@ -152,6 +154,8 @@ ENGINES: dict[str, dict[str, Any]] = {
         "reserve": "on_demand",
     },
     "experts, depth 1": {"overlap_depth": 1, "retract_every": 5},
+    "whole experts, retractions": {"ep": 2, "retract_every": 5},
+    "whole experts, sent to, retractions": {"ep": 2, "moe_a2a": True, "retract_every": 4},
 }
 
 
@@ -324,7 +328,8 @@ def worker_of(llm: LLM) -> int:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_two_ranks_give_what_one_gives(engines: Engines, name: str) -> None:
-    with LLM(**engines.options(name)) as single:
+    alone = {key: value for key, value in engines.options(name).items() if key not in ("ep", "moe_a2a")}
+    with LLM(**alone) as single:
         expected, pages = answered(single), single.config.pages
     llm = engines(name)
     found = answered(llm)
@@ -340,7 +345,7 @@ def test_two_ranks_give_what_one_gives(engines: Engines, name: str) -> None:
             list(ours.prompt_logprobs.values()), list(theirs.prompt_logprobs.values()), atol=2e-4
         )
     one = some_requests(1)[0][0]
-    with LLM(**engines.options(name)) as single:
+    with LLM(**alone) as single:
         np.testing.assert_allclose(llm.embed([one])[0].vector, single.embed([one])[0].vector, atol=2e-4)
     assert llm._journal is not None
     llm._journal.flush()
@@ -381,6 +386,7 @@ def test_a_worker_that_raises_ends_the_engine_with_its_error(
     said = lost(llm, RAISE)
     assert f"rank 1 (process {worker_of(llm)}) failed with batch" in said
     assert "ZeroDivisionError: planted" in said
+    assert not killed_from_outside(llm.host.error)
     assert "\n" not in said
     assert "rank 1: a word of the worker" in caplog.messages
 
@@ -484,6 +490,33 @@ def test_ranks_that_do_not_divide_a_model_are_one_error(
     with pytest.raises(ConfigError) as said:
         LLM(tmp_path, tp=ranks)
     assert all(name in str(said.value) for name in names)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+def test_ranks_have_every_expert_once(ranks: int) -> None:
+    names: list[str] = []
+    whole = {one.name: one.into for one in build_model(MOE, random_weights_seed=3).tensors()}
+    for rank in range(ranks):
+        split = Parallel(rank, ranks, lambda one: one, lambda one: one, experts=ExpertSplit(ranks))
+        config = {**MOE, "num_attention_heads": 6, "intermediate_size": 48}
+        model = build_model(config, random_weights_seed=3, parallel=split)
+        own = [one for one in model.tensors() if ".experts." in one.name]
+        assert all(torch.equal(one.into, whole[one.name]) for one in own)
+        names += [one.name for one in own]
+        assert all(model.surplus(name) for name in whole if ".experts." in name and name not in {x.name for x in own})
+        assert not model.surplus("model.layers.1.mlp.experts.6.up_proj.weight")
+    assert sorted(names) == sorted(name for name in whole if ".experts." in name)
+
+
+def test_experts_that_ranks_cannot_divide_are_one_error(experts: Path) -> None:
+    with pytest.raises(ConfigError, match="`num_experts` 6 is not divided by 4"):
+        check_split(read_settings(experts), 4, 4)
+    with pytest.raises(ConfigError, match="`ep` is 2, but Qwen3ForCausalLM has no experts"):
+        LLM(tp=2, ep=2)
+    with pytest.raises(ConfigError, match=r"`ep` must be 1 .* or `tp` 2"):
+        LLM(experts, tp=2, ep=4)
+    with pytest.raises(ConfigError, match="`moe_a2a` sends tokens"):
+        LLM(experts, tp=2, moe_a2a=True)
 
 
 def test_each_rank_has_the_gpu_behind_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -376,10 +376,11 @@ def test_a_model_answers_with_host_memory_and_storage_as_without(expected: list[
     assert stats.store.pages_missed + stats.store.pages_damaged <= len(expected)
 
 
-def test_two_ranks_move_their_parts(expected: list[list[int]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", ["tp", "pp"])
+def test_two_ranks_move_their_parts(split: str, expected: list[list[int]], tmp_path: Path) -> None:
     below: dict[str, Any] = {"host_cache_gb": 0.05, "storage": str(tmp_path), "storage_gb": 0.2}
     for number in range(2):
-        with LLM(**SMALL, **below, tp=2, prefetch_policy="wait_complete") as llm:
+        with LLM(**SMALL, **below, **{split: 2}, prefetch_policy="wait_complete") as llm:
             assert answers_of(llm) == expected
             stats = llm.stats()
         assert stats.tiers.host_tokens > 500

@@ -17,6 +17,7 @@ from lockstep.host.handover.kv import Fetch  # noqa: E402
 from lockstep.host.handover.link import prove  # noqa: E402
 from lockstep.runtime import LLM  # noqa: E402
 from lockstep.runtime.kv_pool import KvPool  # noqa: E402
+from lockstep.runtime.stages import RankPlace  # noqa: E402
 from lockstep.runtime.tiers.page_parts import PageParts, parts_of  # noqa: E402
 from lockstep.runtime.transfer.rank import RankPages  # noqa: E402
 from lockstep.runtime.transfer.slices import heads_of, sources_of  # noqa: E402
@@ -112,8 +113,7 @@ def rank_of(full: list[Any] | None, rank: int, ranks: int, **more: Any) -> tuple
     made = RankPages(
         PageParts([*named, ("tags", tags)]),
         PAGE_SIZE,
-        rank=rank,
-        ranks=ranks,
+        place=RankPlace(rank, ranks),
         kv_heads=HEADS,
         model="m",
         checksums=True,

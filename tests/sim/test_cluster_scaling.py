@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -18,6 +19,8 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.replay import replay
 from lockstep.host.admission_options import admission_word, parse_admission
 from lockstep.host.router_check import verify_router
+from lockstep.sim.cli.stored_command import requested_by_command
+from lockstep.sim.cluster.prices import cost_over_time, parse_price
 from lockstep.sim.cluster.result import ClusterRun, replicas_text
 from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup, parse_scaling
 from lockstep.sim.cluster.setup import assemble_cluster
@@ -319,3 +322,35 @@ def test_many_changes_of_replicas_are_shown_by_parts_of_time() -> None:
     assert text.startswith("at most ")
     assert text.count("from") <= 24
     assert "7 from" in text
+
+
+# ------------------------------------------------------------------------------------------------ prices over the day
+
+
+def test_prices_hold_from_their_time_of_the_day_on_and_repeat_every_day() -> None:
+    price = parse_price("8h=2,20h=0.5")
+    hour = 3_600_000_000
+    assert price.usd(0, 8 * hour) == pytest.approx(8 * 0.5)  # the last price of the day before
+    assert price.usd(7 * hour, 21 * hour) == pytest.approx(0.5 + 12 * 2 + 0.5)
+    assert price.usd(24 * hour, 48 * hour) == pytest.approx(price.usd(0, 24 * hour))
+    assert price.mean == pytest.approx((12 * 2 + 12 * 0.5) / 24)
+    assert parse_price(str(price)) == price
+    assert parse_price("1.25").usd(0, 2 * hour) == 2.5
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "8h", "8h=x", "25h=1", "8h=1,8h=2", "inf"])
+def test_impossible_prices_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="`price`"):
+        parse_price(text)
+
+
+def test_cost_over_time_is_that_of_the_replicas_at_the_prices_of_the_hours() -> None:
+    hour = 3_600_000_000
+    cost = cost_over_time(parse_price("0h=1,1h=3"), [(0, 1), (hour // 2, 2), (2 * hour, 0)], 3 * hour, gpus=4)
+    assert cost["usd_by_time"] == [[0, 1.5, 6.0], [hour, 2.0, 24.0], [2 * hour, 0.0, 0.0]]
+    assert cost["usd"] == 30.0
+
+
+def test_a_price_needs_replicas_that_come_and_go() -> None:
+    with pytest.raises(click.UsageError, match="--autoscale"):
+        requested_by_command("lockstep simulate --model qwen3-8b --gpu h100 --workload gen:n=5 --replicas 2 --price 1")

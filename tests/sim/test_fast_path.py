@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings, target
+from hypothesis import HealthCheck, given, settings, target
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
 
-from lockstep.core.cluster.router import ROUTER_POLICIES, EngineShare, RouterConfig
+from lockstep.core.cluster.router import EngineShare, RouterConfig
 from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.profiles import PROFILES, profile_settings
+from lockstep.core.scheduler.ordering import LPM_FALLBACK_WAITING, REFRESHED_REQUESTS
 from lockstep.sim.cluster.fast import unsupported_by_cluster
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.scenario import ClusterScenario
@@ -40,17 +42,15 @@ from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.workload.turns import Turns
 from tests.support.fast_path_cases import (
     LONG_CONTEXTS,
-    SHARINGS,
     Case,
+    ClusterCase,
     Jittery,
     Load,
     base,
     cases,
+    cluster_cases,
     differing,
-    loads,
     rare_events,
-    schedulers,
-    sizes,
     turns_of,
 )
 
@@ -133,36 +133,12 @@ def test_long_outputs_are_reserved_as_the_limit_of_a_reserve(batching: str, spli
     assert_equal(ours.data, theirs.data)
 
 
-ROUTERS = st.builds(
-    RouterConfig,
-    policy=st.sampled_from(ROUTER_POLICIES),
-    load_bound=st.sampled_from((1.0, 1.25, 3.0)) | st.floats(1.0, 10.0),
-    load_floor=st.sampled_from((0, 8)) | st.integers(0, 40),
-)
-WEIGHTS = st.sampled_from((1.0, 1.0, 0.3, 2.5)) | st.floats(0.1, 10.0)
-ENGINES = st.lists(st.tuples(schedulers(), WEIGHTS), min_size=1, max_size=5)
-HOPS = st.sampled_from((0, 0, 700)) | sizes(1, 500_000)
-
-
 @pytest.mark.usefixtures("small_portions", "way")
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(loads(sharings=SHARINGS[:3]), ENGINES, ROUTERS, HOPS, st.sampled_from((None, 0, 2, 10**9)))
-def test_every_number_of_a_plain_cluster_is_the_cores(
-    load: Load, engines: list[tuple[dict[str, Any], float]], router: RouterConfig, hop_us: int, patience: int | None
-) -> None:
-    configs = [SchedConfig(**sched) for sched, _ in engines]
-    turns = load.turns(configs)
-    setups = [Case(sched, load).setup_with(config, turns) for (sched, _), config in zip(engines, configs, strict=True)]
-    scenario = ClusterScenario(base=setups[0].scenario, replicas=len(setups), router=router, hop_us=hop_us)
-    shares = tuple(EngineShare(weight=weight) for _, weight in engines)
-    setup = ClusterSetup(
-        scenario=scenario,
-        engines=tuple(replace(one, workload=setups[0].workload) for one in setups),
-        shares=shares,
-    )
-    unsupported = unsupported_by_cluster(setup)
-    assert unsupported in ("", "prefixes at the router")
-    assume(not unsupported)
+@given(cluster_cases(), st.sampled_from((None, 0, 2, 10**9)))
+def test_every_number_of_a_cluster_is_the_cores(case: ClusterCase, patience: int | None) -> None:
+    setup = case.setup()
+    assert unsupported_by_cluster(setup) == ""
     slos = (Slo.parse("ttft_p50=30ms"), Slo.parse("e2e_p90=300ms"))
 
     def run(compiled: bool) -> ClusterRun:
@@ -183,12 +159,15 @@ def test_every_number_of_a_plain_cluster_is_the_cores(
     for mine, other in zip(ours.engines, theirs.engines, strict=True):
         assert_equal(mine.data, other.data)
         assert mine.batches == other.batches
+    for reason, count in theirs.routed_by_reason.items():
+        target(float(np.log1p(count)), label=reason)
     for name in ("routed_by_reason", "stopped_early", "never_sent", "interrupted"):
         assert getattr(ours, name) == getattr(theirs, name), name
 
 
-def test_prefixes_that_a_router_follows_are_left_to_the_core() -> None:
-    turns = turns_of(np.array([0, 10]), np.array([40, 40]), np.array([3, 3]), [[200_000, 20]] * 2)
+def test_prefixes_that_a_router_follows_are_left_to_the_core_if_equal_tokens_are_behind_different_ones() -> None:
+    beginnings = [[200_000, 20], [300_000, 9, 200_000, 20]]
+    turns = turns_of(np.array([0, 10]), np.array([40, 40]), np.array([3, 3]), beginnings)
     for sched in ({"pages": 64}, {"pages": 64, "radix_cache": False}):
         setup = setup_of(turns, sched)
         scenario = ClusterScenario(base=setup.scenario, replicas=1, router=RouterConfig(policy="prefix_affinity"))
@@ -325,7 +304,7 @@ NOT_FOLLOWED: dict[str, Any] = {
     "max_queued_requests": 10,
     "waiting_timeout_us": 10**9,
     "running_timeout_us": 10**9,
-    "schedule_policy": "lof",
+    "schedule_policy": "dfs-weight",
     "chunk_target_us": 10_000,
     "decode_look_ahead": 2,
     "retract_every": 5,
@@ -351,13 +330,33 @@ def test_settings_are_distinguished() -> None:
     assert not fast_runs.FOLLOWED & fast_runs.NEVER_READ
 
 
-def test_prompts_that_share_prefixes_only_with_some_settings() -> None:
-    """De-duplication, and prefixes that are isolated by tenant, are left to the core where prompts begin alike."""
+def test_shared_prefixes_that_are_isolated_by_tenant_are_left_to_the_core() -> None:
     turns = turns_of(np.array([0, 10]), np.array([40, 40]), np.array([3, 3]), [[500, 20]] * 2)
     assert fast_runs.unsupported_by(setup_of(turns, {"pages": 64})) == ""
-    for name, value in (("prefix_deduplication", "defer"), ("isolate_tenants", True)):
-        reason = f"shared prefixes with {name}"
-        assert fast_runs.unsupported_by(setup_of(turns, {"pages": 64, name: value})) == reason
+    reason = "shared prefixes with isolate_tenants"
+    assert fast_runs.unsupported_by(setup_of(turns, {"pages": 64, "isolate_tenants": True})) == reason
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("profile", sorted(PROFILES))
+def test_every_profile_is_followed_with_shared_prefixes(profile: str) -> None:
+    """Two documents that many prompts begin with, and requests without output among the others."""
+    load = Load(5, 60, 700, 40, 4_000.0, 0.5, 1, 0, sharing="documents", prompts_only=0.1)
+    sched = {**profile_settings(profile), "context_tokens_max": 1_000}
+    sched["pages"] = 3_000 // sched.get("page_size", 16)
+    case = Case({**sched, "chunked_prefill_size": 256, "max_running_requests": 12}, load)
+    assert fast_runs.unsupported_by(case.setup()) == ""
+    theirs, ours = (
+        simulate(case.setup(), compiled=False),
+        simulate_module._run_compiled(case.setup(), None, always=True),
+    )
+    assert ours is not None
+    summary = theirs.data.summary
+    assert summary["requests"]["by_finish_reason"]["computed"] > 0
+    assert summary["cache"]["prompt_tokens_cached"] > 0
+    if profile == "vllm":
+        assert summary["scheduler"]["admissions_deferred_by_reason"]["prefix"] > 0
+    assert_equal(ours.data, theirs.data)
 
 
 def test_prompts_with_equal_tokens_behind_different_ones_are_left_to_the_core() -> None:
@@ -383,6 +382,7 @@ def test_a_tenant_that_is_refused_is_left_to_the_core() -> None:
 
 def test_the_kernel_has_the_cores_constants() -> None:
     assert state.NEVER_US == ports.NEVER_US
+    assert LPM_FALLBACK_WAITING <= REFRESHED_REQUESTS  # `scratch` has a place for each
     assert list(state.SHAPE.names)[:-2] == list(BatchShape.__struct_fields__)[:7]
 
 

@@ -661,10 +661,10 @@ def test_what_is_simulated_only_is_reported_and_not_in_the_line(
     assert words[words.index("--set") :] == ["--set", "schedule_policy=lpm"]
     shown = CliRunner().invoke(serve, [*words[2:], "--dry-run"])
     assert shown.exit_code == 0, shown.output
-    real = shlex.split(served.line)
-    for name in (real[at + 1].partition("=")[0] for at, word in enumerate(real) if word == "--set"):
-        refuse_in_runtime(name)
+    for word in (word for word in shlex.split(served.line) if "=" in word):
+        refuse_in_runtime(word.partition("=")[0])
     assert ("jump_forward_tokens=8" in served.line) == ("jump_forward_tokens" in settings)
+    assert ("--pp 2 " in served.line) == ("--set pp_size=2" in served.line) == ("pp" in scenario)
 
 
 def test_a_container_has_as_many_processes_as_it_may_use_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

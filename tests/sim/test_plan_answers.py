@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 
 from lockstep.core.contract.profiles import DEFAULT_PROFILE, PROFILES
 from lockstep.sim.cli import progress
+from lockstep.sim.cli.plan import plan as plan_command
 from lockstep.sim.cli.progress import ProgressLines
 from lockstep.sim.cli.run_output import progress_bar
 from lockstep.sim.cli.simulate import simulate as simulate_command
@@ -246,3 +248,18 @@ def test_a_search_over_cards_of_all_kinds_has_dollars_with_the_kind_of_each_pric
     candidates, _ = prepare(question)
     assert [c.usd_per_gpu_hour for c in candidates] == [1.3, 0.8, 0.34, 0.8]
     assert candidates[2].price_source.startswith("on_demand_low, for lack of rental_3yr: ")
+
+
+def test_a_plan_answers_at_later_loads_too(tmp_path: Path) -> None:
+    asked = "--model qwen3-8b --gpus h100 --workload gen:n=200 --slo ttft_p99=2s --quick --requests 20 --jobs 1".split()
+    path = tmp_path / "plan.json"
+    result = CliRunner().invoke(plan_command, [*asked, "--rate", "4", "--growth", "2,40", "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    later = json.loads(path.read_text())["forecast"]
+    assert [one["load"] for one in later] == [8.0, 160.0]
+    assert later[1]["gpus"] > later[0]["gpus"] >= 1
+    assert "at 40 times the load: " in result.output
+    for growth, message in (("x", "must be factors above 0"), ("0", "must be factors above 0")):
+        result = CliRunner().invoke(plan_command, [*asked, "--rate", "4", "--growth", growth])
+        assert message in result.output
+    assert "none is given" in CliRunner().invoke(plan_command, [*asked, "--growth", "2"]).output

@@ -31,6 +31,7 @@ NEW = {
     "pp_layer_partition": (f"{PLAIN} --pp 2 --pp-layer-partition 17,19", f"{PLAIN} --pp 2"),
     "lora_targets": (f"{PLAIN} --adapters 4 --lora-targets q_proj,v_proj", f"{PLAIN} --adapters 4"),
     "router": (f"{CLUSTER} --router least_tokens", CLUSTER),
+    "price": (f"{CLUSTER} --autoscale open_requests=4 --price 8h=1.5,20h=0.5", f"{CLUSTER} --autoscale open_requests=4"),  # noqa: E501
     "hop_us": (f"{CLUSTER} --router-hop 300us", CLUSTER),
     "report_interval_us": (
         f"{CLUSTER} --router total_requests --router-report-interval 1s",
@@ -75,6 +76,8 @@ MORE = {
     "max_new_tokens": "99",
     "grammar_compile_us": "7ms",
     "receive_interval": "4",
+    "pue": "1.25",
+    "grid_gco2_per_kwh": "60.0",
     "mem_fraction": "0.8123456789",
     "weights_dtype": "fp8",
     "kv_dtype": "fp8",

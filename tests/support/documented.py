@@ -92,6 +92,12 @@ rate = 4
 """
 
 
+CONFIG = {
+    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "num_hidden_layers": 8, "vocab_size": 32000, "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
 def write_files(folder: Path) -> None:
     """Write a small file of the right format for each trace that the pages name."""
     mooncake = [
@@ -139,6 +145,8 @@ def write_files(folder: Path) -> None:
     post = '"POST /v1/completions HTTP/1.1" 200 480 "-" "curl"'
     (folder / "access.log").write_text("".join(f"10.0.0.1 - - [{stamp}] {post}\n" for stamp in stamps))
     (folder / "question.toml").write_text(QUESTION)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
     for name in ("servegen", "servegen_deepseek-r1", "servegen_mm-image"):
         (folder / f"{name}.tar.zst").write_bytes(_servegen(image="image" in name))
 

@@ -19,10 +19,14 @@ import numpy as np
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
 
+from lockstep.core.cluster.router import ROUTER_POLICIES, EngineShare, RouterConfig
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.requests.budget import CLIP_MAX_NEW_TOKENS
+from lockstep.sim.cluster.scenario import ClusterScenario
+from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel, Duration
 from lockstep.sim.cost.calibration import Correction
+from lockstep.sim.fast.fast_path import POLICIES
 from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.setup import Setup
@@ -32,6 +36,8 @@ from lockstep.sim.workload.turns import TurnLabel, Turns, TurnsBuilder, TurnStar
 
 LONG_REQUESTS_MAX = 10  # requests of a run with outputs of thousands of tokens
 TOKENS_APART = 50_000  # distance of the token ids of two requests; above the longest prompt with its output
+POLICIES_WITH = tuple(POLICIES)
+POLICIES_WITHOUT = tuple(name for name in POLICIES if name != "lpm")  # without a radix cache
 SHARINGS = ("nothing", "documents", "turns", "sessions")
 
 
@@ -70,6 +76,7 @@ class Load(NamedTuple):
     round_to: int  # prompt lengths are multiples of this, so that decodes open pages together
     warm_up: int
     sharing: str = "nothing"  # what prompts have in common, one of SHARINGS; turns of sessions also follow answers
+    prompts_only: float = 0.0  # share of the requests without output
     branches: float = 0.0  # share of the turns that may follow an answer that another turn follows, too
 
     def turns(self, configs: list[SchedConfig]) -> Turns:
@@ -81,6 +88,7 @@ class Load(NamedTuple):
         prompts = np.minimum(-(-prompts // self.round_to) * self.round_to, most)
         outputs = rng.integers(1, self.output_tokens_max, self.requests, endpoint=True)
         outputs = np.minimum(outputs, both - prompts)
+        outputs[rng.random(self.requests) < self.prompts_only] = 0
         gaps = rng.exponential(self.gap_us, self.requests)
         gaps[rng.random(self.requests) < self.bursts] = 0.0
         arrival_us = np.cumsum(gaps).astype(np.int64)
@@ -135,7 +143,8 @@ def whole_of(index: int, prompts: list[int], outputs: list[int], beginning: list
     runs, first = list(beginning), TOKENS_APART * index
     if own := prompts[index] - sum(beginning[1::2]):
         append_run(runs, first, own)
-    append_run(runs, first + prompts[index], outputs[index])
+    if outputs[index]:
+        append_run(runs, first + prompts[index], outputs[index])
     return runs
 
 
@@ -221,6 +230,7 @@ OF_THE_CACHE = st.fixed_dictionaries(
         "same_step_sharing": st.booleans(),
         "retracted_kv": st.sampled_from(("free", "cache")),
         "waiting_prefix_refresh": st.just(0) | sizes(1, 50),
+        "prefix_deduplication": st.sampled_from(("off", "last", "defer")),
     }
 )
 
@@ -260,6 +270,9 @@ def schedulers(draw: st.DrawFn, context_tokens: int = 1_000) -> dict[str, Any]:
         "context_tokens_max": context_tokens,
         "retraction_policy": draw(st.sampled_from(("length", "newest", "priority"))),
         "retracted_requeue": draw(st.sampled_from(("tail", "front"))),
+        "schedule_policy": draw(st.just("fcfs") | st.sampled_from(POLICIES_WITH if radix_cache else POLICIES_WITHOUT)),
+        "schedule_seed": draw(st.integers(0, 3)),
+        "bypass_limit": draw(st.none() | sizes(0, 300)),
         **(draw(OF_THE_CACHE) if radix_cache else {}),
     }
 
@@ -280,6 +293,7 @@ def loads(draw: st.DrawFn, context_tokens: int = 1_000, sharings: tuple[str, ...
         round_to=draw(st.sampled_from((1, 16))),
         warm_up=draw(st.sampled_from((0, 10))),
         sharing=draw(st.sampled_from(sharings)),
+        prompts_only=draw(st.sampled_from((0.0, 0.0, 0.1))),
         branches=draw(st.sampled_from((0.0, 0.3))),
     )
 
@@ -312,6 +326,53 @@ def cases(draw: st.DrawFn, contexts: st.SearchStrategy[int] = CONTEXTS, sharings
     )
 
 
+class ClusterCase(NamedTuple):
+    """One run of engines behind a router."""
+
+    load: Load
+    engines: list[tuple[Mapping[str, Any], EngineShare]]  # settings of each, and what the router knows of it
+    router: RouterConfig
+    hop_us: int
+
+    def setup(self) -> ClusterSetup:
+        """Return the setup of the run."""
+        configs = [SchedConfig(**sched) for sched, _ in self.engines]
+        turns = self.load.turns(configs)
+        setups = [Case(sched, self.load).setup_with(SchedConfig(**sched), turns) for sched, _ in self.engines]
+        return ClusterSetup(
+            scenario=ClusterScenario(
+                base=setups[0].scenario, replicas=len(setups), router=self.router, hop_us=self.hop_us
+            ),
+            engines=tuple(replace(one, workload=setups[0].workload) for one in setups),
+            shares=tuple(share for _, share in self.engines),
+        )
+
+
+ROUTERS = st.builds(
+    RouterConfig,
+    policy=st.sampled_from(ROUTER_POLICIES) | st.just("prefix_affinity"),
+    load_bound=st.sampled_from((1.0, 1.25, 3.0)) | st.floats(1.0, 10.0),
+    load_floor=st.sampled_from((0, 8)) | st.integers(0, 40),
+    block_tokens=st.sampled_from((1, 16, 256)) | sizes(1, 600),
+)
+SHARES = st.builds(
+    EngineShare,
+    weight=st.sampled_from((1.0, 1.0, 0.3, 2.5)) | st.floats(0.1, 10.0),
+    cache_tokens=st.just(1 << 40) | sizes(0, 20_000),
+)
+
+
+@st.composite
+def cluster_cases(draw: st.DrawFn, context_tokens: int = 1_000) -> ClusterCase:
+    """Draw a run of up to five engines behind a router."""
+    return ClusterCase(
+        draw(loads(context_tokens, SHARINGS[:3])),
+        draw(st.lists(st.tuples(schedulers(context_tokens), SHARES), min_size=1, max_size=5)),
+        draw(ROUTERS),
+        draw(st.sampled_from((0, 0, 700)) | sizes(1, 500_000)),
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------- equality
 
 
@@ -341,7 +402,7 @@ def rare_events(data: RunData) -> Iterator[tuple[str, float]]:
     """Yield counts that Hypothesis is to make large, with names: they show rare branches of the scheduler."""
     scheduler, kv = data.summary["scheduler"], data.summary["cache"]
     yield "decodes skipped", float(scheduler["decodes_skipped"])
-    for reason in ("running_limit", "kv_budget", "prefill_budget", "pages"):
+    for reason in ("running_limit", "kv_budget", "prefill_budget", "pages", "prefix"):
         yield f"deferred for {reason}", float(scheduler["admissions_deferred_by_reason"].get(reason, 0))
     yield "cached tokens", float(kv["prompt_tokens_cached"])
     yield "retractions", float(scheduler["retractions"])

@@ -17,7 +17,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -207,6 +209,8 @@ def campaign(
 ) -> Outcome:
     """Kill the engine, or one of several, at random instants, below clients that send one request after another.
 
+    The ranks of an engine with `tp` or `pp` are killed as often as their engine's own process.
+
     Args:
         streams: number of clients.
         gap_s: shortest and longest time between two kills, in seconds.
@@ -241,6 +245,7 @@ def campaign(
                 in_a_row = 0
         if now_s >= next_s and in_a_row < IN_A_ROW:
             engines = sorted((name, pid) for name, pid in server.children().items() if name.startswith("engine"))
+            engines += [(name, rank) for name, pid in engines for rank in ranks_of(pid)]
             name, alive = rng.choice(engines) if engines else ("", 0)
             if alive and alive not in killed:
                 os.kill(alive, how)
@@ -290,6 +295,17 @@ class Awaited:
         if self._sent is None:
             self._sent = sent
         return time.monotonic() - self._killed_s if sent > self._sent else None
+
+
+def ranks_of(engine: int) -> list[int]:
+    """Return the processes of the other ranks of an engine: those of its `tp`, and those of its pipeline stages."""
+    found = []
+    for listed in Path(f"/proc/{engine}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, listed.read_text().split()):
+                if b"lockstep.runtime.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(child)
+    return sorted(found)
 
 
 def tokens_of_engine(server: LiveServer, number: str) -> float:

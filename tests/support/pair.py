@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.host.handover.decode import DecodeSide
 from lockstep.host.handover.prefill import PrefillSide
+from lockstep.runtime.stages import RankPlace
 from lockstep.runtime.tiers.page_parts import parts_of
 from lockstep.runtime.transfer.lead import EngineTransport
 from lockstep.runtime.transfer.rank import RankPages
@@ -22,7 +23,7 @@ def pages_of(runtime: SmallRuntime, **more: Any) -> RankPages:
     """The pages of a small runtime."""
     executor = runtime.executor
     parts = parts_of(executor.attention.pool, executor.drafter, executor.canary)
-    about = {"rank": 0, "ranks": 1, "kv_heads": 1, "model": "sum", "checksums": True, **more}
+    about = {"place": RankPlace(0), "kv_heads": 1, "model": "sum", "checksums": True, **more}
     return RankPages(parts, runtime.config.page_size, **about)
 
 

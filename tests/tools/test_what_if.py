@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import msgspec
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.requests.table import prompt_bytes
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.admission_options import parse_admission
+from lockstep.host.options import options_of
 from lockstep.host.router_journal import engines_of
 from lockstep.sim.results.stored_run import read_run
 from lockstep.sim.run.assemble import assemble
@@ -481,3 +483,33 @@ def test_help_of_both_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--interactive" not in found
     assert main(["--version"]) == 0
     capsys.readouterr()
+
+
+def test_every_option_of_simulate_is_taken_or_refused_with_the_way_to_it() -> None:
+    from lockstep.sim.cli.run_options import RunOptions
+    from lockstep.sim.cli.simulate import simulate
+    from lockstep.tools.what_if import what_if as command
+
+    own = {field.flag for field in options_of(RunOptions).values()} | {"--save", "--help-all"}
+    known = {flag for option in command.params for flag in option.opts}
+    asked = {flag for option in simulate.params if isinstance(option, click.Option) for flag in option.opts}
+    assert asked - own - known == set()
+
+
+def test_precision_memory_and_slos_are_changed(run: Path, tmp_path: Path) -> None:
+    changes = "--weights-dtype fp8 --kv-dtype fp8 --mem-fraction 0.8 --host-cache-gb 20 --slo ttft_p99=5s".split()
+    result = what_if(run, *changes, "--out", tmp_path / "b")
+    assert result.exit_code == 0, result.output
+    about = json.loads((tmp_path / "b" / "metrics.json").read_text())["about"]
+    for words in ("--weights-dtype fp8", "--kv-dtype fp8", "--mem-fraction 0.8", "--host-cache-gb 20"):
+        assert words in about["command"]
+    assert "--slo ttft_p99=5s" in about["command"]
+    assert what_if(run, "--pp", 3, "--tp", 5).exit_code == 2  # the checks of simulate
+
+
+@pytest.mark.parametrize("change", ["--rate 3", "--workload gen:n=3", "--autoscale open_requests=2", "--seed 3"])
+def test_other_requests_and_roles_are_refused_with_the_way_to_them(run: Path, change: str) -> None:
+    result = what_if(run, *change.split())
+    assert result.exit_code == 2
+    assert f"{change.split()[0]} is not for --what-if" in result.output
+    assert "lockstep compare" in result.output

@@ -5,8 +5,8 @@
 A family is a kind of model, or of fields of requests. Each runs in two processes, one with vLLM's synchronous loop
 and one with its asynchronous loop. A process starts one engine, runs the requests under vLLM's own scheduler, replaces
 the scheduler of the idle engine by Lockstep's, and runs them again: model, weights and workers are the same. The
-requests have mixed lengths and shared prefixes; they arrive over many passes; some clients leave; the KV pool is so
-small that requests are preempted.
+requests have mixed lengths and shared prefixes; some are bound to an expression; they arrive over many passes; some
+clients leave; the KV pool is so small that requests are preempted.
 
 Every answer is *equal* (tokens, ends, log probabilities within LOGPROBS_DIFFER), a *tie*, or *different*. It is a tie
 if the request, alone in an engine with vLLM's own scheduler, has scores at the first unequal token that are at most TIE
@@ -35,7 +35,6 @@ from typing import Any
 
 from tests.vllm import features, triton_interpreter
 from tests.vllm.features import (
-    AUDIO_TOKEN,
     DEMO,
     ENVIRONMENT,
     Ask,
@@ -46,11 +45,11 @@ from tests.vllm.features import (
     make_asynchronous,
     markov,
     perturbed,
-    qwen2_audio,
     replace_scheduler,
     save_adapter,
     token_prompts,
 )
+from tests.vllm.media_models import AUDIO_TOKEN, IMAGE_SIDE, blip2, qwen2_audio
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUESTS = 200
@@ -59,6 +58,9 @@ TIE = 2e-3
 LOGPROBS_DIFFER = 5e-3
 VECTORS_DIFFER = 1e-4  # of components of embeddings with norm 1
 ARRIVE = 8  # requests that arrive before each pass
+PASSES_MORE = 1.4  # the most passes under Lockstep for one under vLLM's own scheduler
+ENCODED_MORE = 1.25  # likewise multimodal items that the encoder computes
+DRAFTS_LESS = 0.85  # the least share of right drafts under Lockstep, for that under vLLM's own scheduler
 TIMEOUT_S = 900
 
 Request = Callable[[random.Random, int, dict[str, Any]], Ask]
@@ -103,10 +105,15 @@ class Row:
     passes: tuple[int, int]  # under vLLM's own scheduler, under Lockstep's
     tie_max: float  # the largest difference of scores of a tie
     seconds: float
-    why: list[str] = field(default_factory=list)  # of the first different answers
+    why: list[str] = field(default_factory=list)  # of the first different answers, and what the run fails to show
+    own_drafts: tuple[int, int] = (0, 0)  # verified and right under vLLM's own scheduler
+    encoded: tuple[int, int] = (0, 0)  # multimodal items, under vLLM's own scheduler, under Lockstep's
 
 
 # ------------------------------------------------------------------------------------------------------------ requests
+
+
+REGEX = r"[a-z]{3,8}( [a-z]{2,5}){1,6}\."
 
 
 def greedy(rng: random.Random, number: int, prompt: dict[str, Any]) -> Ask:
@@ -119,6 +126,17 @@ def greedy(rng: random.Random, number: int, prompt: dict[str, Any]) -> Ask:
     return Ask(prompt, params, abort_after=rng.randrange(1, length) if number % 12 == 11 and length > 1 else 0)
 
 
+def usual(rng: random.Random, number: int, prompt: dict[str, Any]) -> Ask:
+    """Return a greedy request; every twelfth is bound to an expression."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    ask = greedy(rng, number, prompt)
+    if number % 12 == 5:
+        ask.params.structured_outputs = StructuredOutputsParams(regex=REGEX)
+        ask.params.min_tokens = 0
+    return ask
+
+
 def with_logprobs(rng: random.Random, number: int, prompt: dict[str, Any]) -> Ask:
     """Return a greedy request with log probabilities of its tokens, every fourth with those of its prompt."""
     ask = greedy(rng, number, prompt)
@@ -129,7 +147,6 @@ def with_logprobs(rng: random.Random, number: int, prompt: dict[str, Any]) -> As
     return ask
 
 
-REGEX = r"[a-z]{3,8}( [a-z]{2,5}){1,6}\."
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer"}},
@@ -175,7 +192,7 @@ def on_adapters(folder: Path) -> Request:
     paths = [save_adapter(folder / f"adapter{i}", i, 64, 4, 2, 32, 3) for i in range(3)]
 
     def request(rng: random.Random, number: int, prompt: dict[str, Any]) -> Ask:
-        ask = greedy(rng, number, prompt)
+        ask = usual(rng, number, prompt)
         i = rng.randrange(len(paths))
         ask.lora = LoRARequest(f"adapter{i}", i + 1, paths[i])
         return ask
@@ -189,20 +206,32 @@ def about_audio(_: Path) -> Request:
 
     drawn = np.random.default_rng(0)
     clips = [drawn.normal(size=int(16_000 * seconds)).astype(np.float32) for seconds in drawn.uniform(0.3, 5, 40)]
-    return about("audio", [(clip, 16_000) for clip in clips], AUDIO_TOKEN)
-
-
-def about(kind: str, items: list[Any], token: int) -> Request:
-    """Return a drawer of greedy requests about up to three of these items, each in the place of one token."""
 
     def request(rng: random.Random, number: int, prompt: dict[str, Any]) -> Ask:
         ids = prompt["prompt_token_ids"]
-        chosen = [rng.choice(items) for _ in range(rng.randrange(4))]
+        chosen = [rng.choice(clips) for _ in range(rng.randrange(4))]
         for _ in chosen:
-            ids.insert(rng.randrange(len(ids) + 1), token)
+            ids.insert(rng.randrange(len(ids) + 1), AUDIO_TOKEN)
         if chosen:
-            prompt["multi_modal_data"] = {kind: chosen}
-        return greedy(rng, number, prompt)
+            prompt["multi_modal_data"] = {"audio": [(clip, 16_000) for clip in chosen]}
+        return usual(rng, number, prompt)
+
+    return request
+
+
+def about_images(_: Path) -> Request:
+    """Return a drawer of greedy requests, three of four about one of twelve images."""
+    import numpy as np
+    from PIL import Image
+
+    drawn = np.random.default_rng(0)
+    shape = (IMAGE_SIDE, IMAGE_SIDE, 3)
+    images = [Image.fromarray(drawn.integers(0, 256, shape, dtype=np.uint8)) for _ in range(12)]
+
+    def request(rng: random.Random, number: int, prompt: dict[str, Any]) -> Ask:
+        if rng.random() < 0.75:
+            prompt["multi_modal_data"] = {"image": rng.choice(images)}
+        return usual(rng, number, prompt)
 
     return request
 
@@ -217,6 +246,7 @@ def always(request: Request) -> Callable[[Path], Request]:
 
 USUAL = ("retracted", "cached_tokens")
 DRAFTS = (*USUAL, "drafts")
+MEDIA = (*USUAL, "freed")
 
 
 @dataclass(frozen=True)
@@ -225,7 +255,7 @@ class Family:
 
     title: str
     options: Callable[[Path], dict[str, Any]]  # of the engine, given a folder for the model
-    requests: Callable[[Path], Request] = lambda _: greedy  # given a folder for the files that they name
+    requests: Callable[[Path], Request] = lambda _: usual  # given a folder for the files that they name
     loops: tuple[str, ...] = ("sync", "async")
     why: str = ""  # why a loop is missing
     longest: int = 120  # tokens of a prompt behind its shared prefix
@@ -259,6 +289,11 @@ def audio(folder: Path) -> dict[str, Any]:
     """Return options of an engine on a small Qwen2-Audio, with passes that split clips."""
     model, limits = qwen2_audio(folder), {"audio": 3}
     return engine_options(model, limit_mm_per_prompt=limits, max_num_batched_tokens=100, max_model_len=1024)
+
+
+def vision(folder: Path) -> dict[str, Any]:
+    """Return options of an engine on a small BLIP-2, with an encoder cache that holds six images."""
+    return engine_options(blip2(folder), limit_mm_per_prompt={"image": 1}, max_num_batched_tokens=100)
 
 
 def drafting(method: str) -> Callable[[Path], dict[str, Any]]:
@@ -360,7 +395,12 @@ FAMILIES = {
     "trained": Family("dense, trained (the demo model)", lambda _: engine_options(DEMO)),
     "moe": Family("mixture of experts (Mixtral)", tiny("mixtral")),
     "mla": Family(
-        "latent attention (DeepSeek-V2)", tiny("deepseek"), loops=("sync",), why=LATENT, shows=("retracted",)
+        "latent attention (DeepSeek-V2)",
+        tiny("deepseek"),
+        always(greedy),  # a grammar, compiled beside the passes, would change the batches and so these answers
+        loops=("sync",),
+        why=LATENT,
+        shows=("retracted",),
     ),
     "encoder": Family("encoder, pooling (BERT)", encoder, always(pooled), longest=300, shows=()),
     "embedding": Family(
@@ -388,7 +428,8 @@ FAMILIES = {
         lockstep={"mean_request_tokens": 64},
         shows=("retracted",),
     ),
-    "audio": Family("multimodal (Qwen2-Audio)", audio, about_audio, longest=60),
+    "audio": Family("multimodal, audio (Qwen2-Audio)", audio, about_audio, longest=60, shows=MEDIA),
+    "vision": Family("multimodal, images (BLIP-2)", vision, about_images, shows=MEDIA),
     "lora": Family(
         "LoRA, three adapters, two at once",
         on_llama(enable_lora=True, max_loras=2, max_lora_rank=8, max_cpu_loras=3),
@@ -429,10 +470,13 @@ FAMILIES = {
         shows=("cached_tokens",),
     ),
     "logprobs": Family("log probabilities", on_llama(), always(with_logprobs)),
-    "v2_dense": Family("model runner V2: dense (Llama)", tiny("llama"), runner_v2=True),
+    "v2_dense": Family(
+        "model runner V2: dense (Llama)", tiny("llama"), always(greedy), runner_v2=True
+    ),  # without grammars: Triton's interpreter does not run the kernel of their masks
     "v2_draft_model": Family(
         "model runner V2: drafts of a model",
         drafting("draft_model"),
+        always(greedy),
         loops=("sync",),
         why="drafts with it and asynchronous scheduling are refused",
         shows=DRAFTS,
@@ -513,7 +557,7 @@ class Counts:
     """Counts of what one scheduler let the workers do."""
 
     def __init__(self, scheduler: Any) -> None:
-        self.passes = self.drafts = self.right = self.retracted = self.in_flight = 0
+        self.passes = self.drafts = self.right = self.retracted = self.in_flight = self.encoded = self.freed = 0
         self._open = 0  # passes without result
         self._schedule = scheduler.schedule
         scheduler.schedule = self._scheduling
@@ -530,11 +574,26 @@ class Counts:
         self._open -= bool(output.num_scheduled_tokens)
         self.passes += bool(output.num_scheduled_tokens)
         self.retracted += len(output.preempted_req_ids or ())
+        self.encoded += sum(len(inputs) for inputs in output.scheduled_encoder_inputs.values())
+        self.freed += len(output.free_encoder_mm_hashes)
         for name, drafts in output.scheduled_spec_decode_tokens.items():
             if drafts and name in result.req_id_to_index:
                 self.drafts += len(drafts)
                 self.right += max(len(result.sampled_token_ids[result.req_id_to_index[name]]) - 1, 0)
         return self._update(output, result)
+
+    def more_work_than(self, own: Counts) -> list[str]:
+        """Return, in words, where this scheduler had the workers do clearly more than the other."""
+        found = []
+        if self.passes > PASSES_MORE * own.passes:
+            found.append(f"{self.passes} passes, and {own.passes} under vLLM's own scheduler")
+        if self.encoded > ENCODED_MORE * own.encoded:
+            found.append(f"{self.encoded} items are encoded, and {own.encoded} under vLLM's own scheduler")
+        if self.right * own.drafts < DRAFTS_LESS * own.right * self.drafts:
+            found.append(
+                f"{self.right} of {self.drafts} drafts are right, and {own.right} of {own.drafts} under vLLM's"
+            )
+        return found
 
 
 # ---------------------------------------------------------------------------------------------------------- comparison
@@ -660,7 +719,8 @@ def compare(name: str, loop: str, folder: Path, requests: int) -> Row:
     wrong = [i for i, (text, gap) in enumerate(found) if text and gap > TIE and is_right(llm, asks[i], ours[i])]
     retracted, cached = engine.counts.retractions, engine.counts.cached_tokens
     shown = {"retracted": retracted, "cached_tokens": cached, "drafts": counts.right, "in_flight": counts.in_flight > 1}
-    shown["loaded"] = scheduler._copies.loaded_pages
+    shown |= {"loaded": scheduler._copies.loaded_pages, "freed": counts.freed}
+    why += counts.more_work_than(own_counts)
     why += [f"the run shows no {one}" for one in family.shows if not shown[one]]
     why += [
         f"request {i}: {text}, {gap:.5f} apart"
@@ -684,6 +744,8 @@ def compare(name: str, loop: str, folder: Path, requests: int) -> Row:
         tie_max=max(ties, default=0.0),
         seconds=round(time.monotonic() - began, 1),
         why=why[:8],
+        own_drafts=(own_counts.drafts, own_counts.right),
+        encoded=(own_counts.encoded, counts.encoded),
     )
 
 

@@ -34,6 +34,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",  # the models are tiny
+    "NUMBA_DISABLE_JIT": "1",  # n-gram drafting: its compilation takes longer than a run
 }
 
 
@@ -266,66 +267,29 @@ def save_adapter(folder: Path, seed: int, hidden: int, heads: int, kv_heads: int
 # --------------------------------------------------------------------------------------------------------------- cases
 
 
-def adapter_requests(folder: Path, adapters: int, *, base: bool) -> Callable[[Any], list[Ask]]:
-    """Return requests on random adapters, of the base model among them if `base`."""
-    from vllm import SamplingParams
-    from vllm.lora.request import LoRARequest
-
-    paths = [save_adapter(folder / f"adapter{i}", i, 64, 4, 2, 32, 3) for i in range(adapters)]
-
-    def requests(_: Any) -> list[Ask]:
-        rng = random.Random(7)
-        asks = []
-        for prompt in token_prompts(120):
-            i = rng.randrange(-1 if base else 0, adapters)
-            adapter = LoRARequest(f"adapter{i}", i + 1, paths[i]) if i >= 0 else None
-            params = SamplingParams(temperature=0, max_tokens=rng.choice([1, 5, 20, 60]), ignore_eos=rng.random() < 0.3)
-            asks.append(Ask(prompt, params, adapter))
-        return asks
-
-    return requests
-
-
-def lora(folder: Path) -> Case:
-    """Three adapters, of which two run at once."""
-    options = engine_options(llama(folder), enable_lora=True, max_loras=2, max_lora_rank=8, max_cpu_loras=3)
-    return Case(options, adapter_requests(folder, 3, base=False))
-
-
 def lora_and_base(folder: Path) -> Case:
     """Two adapters beside the base model.
 
     vLLM's kernels for CPUs compute rows without an adapter with that of the last slot, so the third slot stays empty.
     """
-    options = engine_options(llama(folder), enable_lora=True, max_loras=3, max_lora_rank=8, max_cpu_loras=3)
-    return Case(options, adapter_requests(folder, 2, base=True))
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
-
-def embed(folder: Path) -> Case:
-    """Embeddings of a decoder, with prompts longer than a pass."""
-    from vllm import PoolingParams
-
-    options = engine_options(llama(folder), runner="pooling", convert="embed", max_num_batched_tokens=100)
+    paths = [save_adapter(folder / f"adapter{i}", i, 64, 4, 2, 32, 3) for i in range(2)]
 
     def requests(_: Any) -> list[Ask]:
-        return [Ask(prompt, PoolingParams()) for prompt in token_prompts(120, longest=300)]
+        rng = random.Random(7)
+        asks = []
+        for prompt in token_prompts(120):
+            i = rng.randrange(-1, len(paths))
+            adapter = LoRARequest(f"adapter{i}", i + 1, paths[i]) if i >= 0 else None
+            params = SamplingParams(temperature=0, max_tokens=rng.choice([1, 5, 20, 60]), ignore_eos=rng.random() < 0.3)
+            asks.append(Ask(prompt, params, adapter))
+        return asks
 
-    return Case(options | {"enable_chunked_prefill": True}, requests)
-
-
-def encoder(folder: Path) -> Case:
-    """Embeddings of an encoder without KV cache."""
-    import transformers
-    from vllm import PoolingParams
-
-    sizes = small(num_attention_heads=2)
-    del sizes["num_key_value_heads"], sizes["tie_word_embeddings"]
-    model = save_model(folder / "bert", transformers.BertConfig(**sizes), auto="AutoModel")
-
-    def requests(_: Any) -> list[Ask]:
-        return [Ask(prompt, PoolingParams()) for prompt in token_prompts(120, longest=300)]
-
-    return Case(engine_options(model, runner="pooling"), requests)
+    return Case(
+        engine_options(llama(folder), enable_lora=True, max_loras=3, max_lora_rank=8, max_cpu_loras=3), requests
+    )
 
 
 def mixed_requests(number: int = 120, seed: int = 9) -> Callable[[Any], list[Ask]]:
@@ -348,26 +312,6 @@ def mixed_requests(number: int = 120, seed: int = 9) -> Callable[[Any], list[Ask
         return asks
 
     return requests
-
-
-def draft_model(folder: Path) -> Case:
-    """Drafts of a smaller model."""
-    model = markov(folder)
-    drafts = {"method": "draft_model", "model": str(perturbed(model, folder, 0.02)), "num_speculative_tokens": 3}
-    return Case(engine_options(model, speculative_config=drafts), mixed_requests())
-
-
-def eagle(folder: Path) -> Case:
-    """Drafts of an EAGLE head."""
-    model = markov(folder)
-    drafts = {"method": "eagle", "model": str(eagle_head(model, folder)), "num_speculative_tokens": 3}
-    return Case(engine_options(model, speculative_config=drafts), mixed_requests())
-
-
-def ngram(folder: Path) -> Case:
-    """Drafts from the text of the request."""
-    drafts = {"method": "ngram", "prompt_lookup_max": 3, "num_speculative_tokens": 3}
-    return Case(engine_options(markov(folder), speculative_config=drafts), mixed_requests())
 
 
 def sampling(folder: Path) -> Case:
@@ -435,89 +379,8 @@ def tensor_parallel(folder: Path) -> Case:
     return Case(options, mixed_requests(60))
 
 
-def qwen2_audio(folder: Path) -> Path:
-    """Save a small Qwen2-Audio, which has about 25 positions for each second of audio. Returns its folder."""
-    import transformers
-    from safetensors.torch import load_file, save_file
-
-    encoder = {"d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
-    config = transformers.Qwen2AudioConfig(
-        text_config=transformers.Qwen2Config(**small(hidden_size=128)),
-        audio_config=transformers.Qwen2AudioEncoderConfig(**encoder, num_mel_bins=128),
-        audio_token_index=AUDIO_TOKEN,
-    )
-    path = save_model(folder / "audio", config, auto="AutoModelForMultimodalLM")
-    weights = path / "model.safetensors"  # saved under names that vLLM does not read
-    tensors = {name.replace("model.model.model", "model.model"): one for name, one in load_file(weights).items()}
-    save_file(tensors, weights, metadata={"format": "pt"})
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    names = tokenizer.convert_ids_to_tokens([AUDIO_TOKEN, AUDIO_TOKEN + 1, AUDIO_TOKEN + 2])
-    transformers.Qwen2AudioProcessor(
-        feature_extractor=transformers.WhisperFeatureExtractor(feature_size=128),
-        tokenizer=tokenizer,
-        audio_token=names[0],
-        audio_bos_token=names[1],
-        audio_eos_token=names[2],
-    ).save_pretrained(path)
-    return path
-
-
-AUDIO_TOKEN = 5
-
-
-def audio(folder: Path) -> Case:
-    """Prompts with up to three audio clips of forty, chunks that split them, and a small encoder cache."""
-    import numpy as np
-    from vllm import SamplingParams
-
-    drawn = np.random.default_rng(0)
-    clips = [drawn.normal(size=int(16_000 * seconds)).astype(np.float32) for seconds in drawn.uniform(0.3, 5, 40)]
-
-    def requests(_: Any) -> list[Ask]:
-        rng = random.Random(4)
-        asks = []
-        for prompt in token_prompts(150, longest=60):
-            ids = prompt["prompt_token_ids"]
-            chosen = [rng.choice(clips) for _ in range(rng.randrange(4))]
-            for _ in chosen:
-                ids.insert(rng.randrange(len(ids) + 1), AUDIO_TOKEN)
-            if chosen:
-                prompt["multi_modal_data"] = {"audio": [(clip, 16_000) for clip in chosen]}
-            asks.append(Ask(prompt, SamplingParams(temperature=0, max_tokens=rng.choice([1, 5, 20, 60]))))
-        return asks
-
-    options = engine_options(
-        qwen2_audio(folder), limit_mm_per_prompt={"audio": 3}, max_num_batched_tokens=100, max_model_len=1024
-    )
-    return Case(options, requests)
-
-
-def windows(folder: Path) -> Case:
-    """A model with full attention in every third layer and windows of 64 tokens in the others."""
-    import transformers
-
-    layers = ["sliding_attention", "sliding_attention", "full_attention"]
-    sizes = small(head_dim=32, sliding_window=64, layer_types=layers, query_pre_attn_scalar=32)
-    model = save_model(folder / "gemma3", transformers.Gemma3TextConfig(**sizes))
-    return Case(engine_options(model, num_gpu_blocks_override=90), mixed_requests(200), {"mean_request_tokens": 160})
-
-
 CASES: dict[str, Callable[[Path], Case]] = {
-    one.__name__: one
-    for one in (
-        lora,
-        lora_and_base,
-        embed,
-        encoder,
-        draft_model,
-        eagle,
-        ngram,
-        sampling,
-        pauses,
-        tensor_parallel,
-        audio,
-        windows,
-    )
+    one.__name__: one for one in (lora_and_base, sampling, pauses, tensor_parallel)
 }
 
 

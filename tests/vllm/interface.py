@@ -8,6 +8,7 @@ sides are read as syntax, so that a release without a wheel for this machine can
 - a name that `lockstep.vllm` imports, and the module of vLLM does not define
 - a keyword of a class of vLLM, or a field of its outputs, that the class does not have
 - an option of vLLM's configuration that `settings.py` reads, and its class does not have
+- an option that vLLM's scheduler reads, and that is neither read here nor named in WITHOUT_EFFECT
 
 The exit status is 1 if there is a finding.
 """
@@ -49,6 +50,30 @@ OUTPUTS = {
     ("results.py", "result"): ("v1/outputs.py", "ModelRunnerOutput"),
 }
 """Variables of modules, and the classes of vLLM that their values have."""
+
+SCHEDULERS = ("v1/core/sched/scheduler.py", "v1/core/sched/async_scheduler.py")
+
+WITHOUT_EFFECT = {
+    "disable_eagle_block_drop": "the core drops no block behind a hit: the first draft there may be wrong, no answer",
+    "ec_manager_config": "its class is read",
+    "enable_logging_iteration_details": "vLLM's engine core writes them; encoder inputs are not among them",
+    "enable_mamba_shared_prefix_checkpoint": "prefix caching of recurrent state is refused",
+    "get_encoder_cache_manager_obj": "a class of another package is refused",
+    "is_kv_consumer": "connectors other than HostTier are refused",
+    "is_kv_producer": "connectors other than HostTier are refused",
+    "kv_cache_metrics_sample": "these metrics are refused",
+    "kv_load_failure_policy": "connectors other than HostTier are refused",
+    "long_prefill_token_threshold_adaptive": "the threshold itself is refused",
+    "max_concurrent_batches": "follows from asynchronous scheduling and stages",
+    "max_in_flight_tokens": "follows from other options; the core knows what is in flight",
+    "needs_eagle_block_drop": "the core drops no block behind a hit: the first draft there may be wrong, no answer",
+    "num_gpu_blocks": "the KV cache configuration has it",
+    "num_hash_lookahead_tokens": "the core hashes no blocks",
+    "num_lookahead_tokens": "positions behind those of a plan are written to the null block",
+    "use_eagle": "the method is read",
+    "use_eagle_block_drop": "the core drops no block behind a hit: the first draft there may be wrong, no answer",
+}
+"""Options that vLLM's scheduler reads, and why they need no counterpart here."""
 
 
 def reader(path: Path | None) -> Read:
@@ -191,16 +216,41 @@ def fields_that_are_missing(read: Read, file: str, tree: ast.Module) -> Iterator
     known = {name: members(classes(read(path))[kind]) for name, (path, kind) in table.items()}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            owner = node.value
-            name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+            name = owner_of(node)
             if name in known and node.attr not in known[name]:
                 yield f"{file}: {table[name][1]} has no `{node.attr}`"
+
+
+def owner_of(node: ast.Attribute) -> str:
+    """Return the name of what has an attribute: of a variable, or of an attribute itself; else empty."""
+    owner = node.value
+    return owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+
+
+def options_that_are_ignored(read: Read) -> Iterator[str]:
+    """Compare the options that vLLM's scheduler reads with what this package reads."""
+    read_here = {
+        node.attr
+        for path in OURS.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    for file in SCHEDULERS:
+        for node in ast.walk(ast.parse(read(file))):
+            if isinstance(node, ast.Attribute):
+                owner = node.value
+                name = (
+                    owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+                )
+                known = node.attr in read_here or node.attr in WITHOUT_EFFECT
+                if name.endswith("_config") and name != "kv_cache_config" and not known:
+                    yield f"vLLM's scheduler reads the option `{name}.{node.attr}`, which is neither read nor refused"
 
 
 def findings(read: Read) -> list[str]:
     """Return all differences, in words."""
     own = classes((OURS / "scheduler.py").read_text())["Scheduler"]
-    found = [*methods_that_differ(read, own), *calls_that_are_missing(read, own)]
+    found = [*methods_that_differ(read, own), *calls_that_are_missing(read, own), *options_that_are_ignored(read)]
     for path in sorted(OURS.glob("*.py")):
         tree = ast.parse(path.read_text())
         found += imports_that_are_missing(read, path.name, tree)

@@ -155,3 +155,38 @@ def test_every_read_finds_the_content_of_its_prefix(name: str, seed: int) -> Non
     if world.host_pages:
         assert scheduler._copies.written_pages > 0
         assert scheduler._copies.loaded_pages > 0
+
+
+@pytest.mark.parametrize("setting", ["waiting_timeout_us", "running_timeout_us"])
+def test_a_request_ends_at_its_deadline(setting: str) -> None:
+    """Of two requests that must run one after the other, the second waits and never runs: it ends with an error."""
+    from vllm import SamplingParams
+    from vllm.v1.engine import FinishReason
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+    world = World(options={"max_num_seqs": 1}, settings={"scheduler": {setting: 1_000_000}})
+    scheduler, worker = scheduler_of(world), FakeWorker(list(world.kinds), BLOCK_TOKENS)
+    clock = iter(range(0, 60_000_000, 100_000))  # each look at it is a tenth of a second after the one before
+    scheduler._now_us = lambda: next(clock)
+    for name in ("first", "second"):
+        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        params.update_from_generation_config({}, None)
+        scheduler.add_request(Request(name, [5, 6, 7], params, None))
+    ended, tokens = {}, {"first": 0, "second": 0}
+    for _ in range(200):
+        output = scheduler.schedule()
+        sampled = worker.run(output)
+        result = ModelRunnerOutput(list(sampled), {one: i for i, one in enumerate(sampled)}, list(sampled.values()))
+        for outputs in scheduler.update_from_output(output, result).values():
+            for one in outputs.outputs:
+                tokens[one.request_id] += len(one.new_token_ids)
+                if one.finish_reason is not None:
+                    ended[one.request_id] = one.finish_reason
+        if len(ended) == 2:
+            break
+    waits = setting == "waiting_timeout_us"
+    assert ended == {"first": FinishReason.LENGTH if waits else FinishReason.ABORT, "second": FinishReason.ERROR}
+    assert tokens["first"] == 100 if waits else 0 < tokens["first"] < 100
+    assert tokens["second"] == 0
+    assert not scheduler.requests

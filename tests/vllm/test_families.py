@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,22 @@ from tests.vllm.families import FAMILIES, LOGPROBS_DIFFER, Answer, Ask, Row, Sam
 from tests.vllm.support import needs_vllm
 
 RUNS = [(name, loop) for name, family in FAMILIES.items() for loop in family.loops]
-SHORT = ("dense", "hybrid", "stages", "host_tier")  # the others have tests of their own, or are long
+SHORT = ("dense", "hybrid", "stages", "host_tier", "encoder", "embedding")
 REQUESTS = 60
+
+
+Rows = Callable[[str, str], Row]
+
+
+@pytest.fixture(scope="module")
+def rows(request: pytest.FixtureRequest) -> Iterator[Rows]:
+    """Rows by family and loop. Those of all selected tests are computed at once, as many processes as cores."""
+    selected = [item.callspec.params for item in request.session.items if "rows" in getattr(item, "fixturenames", ())]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        runs = [(one["name"], one["loop"]) for one in selected]
+        found = {run: pool.submit(row_of, *run, REQUESTS) for run in runs}
+        yield lambda name, loop: found[name, loop].result()
+        pool.shutdown(cancel_futures=True)  # after a stop at the first failure
 
 
 @needs_vllm
@@ -22,8 +39,8 @@ REQUESTS = 60
     ("name", "loop"),
     [run if run[0] in SHORT and run[1] == "sync" else pytest.param(*run, marks=pytest.mark.long) for run in RUNS],
 )
-def test_answers_are_those_of_vllm(name: str, loop: str) -> None:
-    row = row_of(name, loop, REQUESTS)
+def test_answers_are_those_of_vllm(name: str, loop: str, rows: Rows) -> None:
+    row = rows(name, loop)
     assert row.equal + row.ties + row.own_wrong == row.requests == REQUESTS, row
     assert not [one for one in row.why if "the run shows no" not in one], row  # fewer requests may not be preempted
     assert row.ties <= 0.1 * REQUESTS

@@ -44,6 +44,10 @@ def test_the_installed_vllm_fits() -> None:
             "config/scheduler.py", "prefill_schedule_interval", "prefill_interval",
             "settings.py: SchedulerConfig has no `prefill_schedule_interval`",
         ),
+        (
+            "v1/core/sched/scheduler.py", "self.scheduler_config.watermark", "self.scheduler_config.low_watermark",
+            "reads the option `scheduler_config.low_watermark`, which is neither read nor refused",
+        ),
         ("v1/metrics/stats.py", "num_waiting_reqs", "waiting", "SchedulerStats has no field `num_waiting_reqs`"),
         ("v1/request.py", "class Request:", "class Query:", "`vllm.v1.request` has no `Request`"),
     ],

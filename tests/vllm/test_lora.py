@@ -12,9 +12,8 @@ pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.lon
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("case", ["lora", "lora_and_base"])
-def test_answers_on_adapters_equal_those_of_vllm(case: str, mode: str, tmp_path: Path) -> None:
-    outcome = outcome_of(case, mode, tmp_path)
+def test_answers_on_adapters_and_the_base_model_equal_those_of_vllm(mode: str, tmp_path: Path) -> None:
+    outcome = outcome_of("lora_and_base", mode, tmp_path)
     assert outcome.requests == 120
     assert not outcome.differ, outcome
     assert outcome.retracted

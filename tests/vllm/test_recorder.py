@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.host.recording import FILE, Arrived, Ended, PassFinished, Planned, RecordingHeader, read_recording
+from lockstep.sim.cli.calibrate import calibrate
 from lockstep.sim.cli.compare import compare
 from lockstep.sim.cli.workload import workload
 from lockstep.sim.results.batch_times import read_batch_times
@@ -80,6 +81,10 @@ def test_other_commands_read_it(recorded: Path, tmp_path: Path) -> None:
     assert len(read_batch_times(recorded / "batches.jsonl").batches) > 20
     assert command(compare, recorded, shutil.copytree(recorded, tmp_path / "other"))
     assert command(workload, "describe", recorded / "requests.jsonl")
+    command(workload, "fit", recorded, "--out", tmp_path / "load.json")
+    assert json.loads((tmp_path / "load.json").read_text())
+    words = ("--from", recorded, "--model", "demo", "--date", "2026-11-26", "--out", tmp_path / "twin.json")
+    assert "measured, simulated with this calibration" in command(calibrate, *words)
     assert json.loads((recorded / "metrics.json").read_text())["requests"]["arrived"] == 40
 
 

@@ -39,6 +39,7 @@ def configuration(**changed: Any) -> Any:
         additional_config={},
         aux_output_config=SimpleNamespace(enabled=False),
         cache_config=SimpleNamespace(enable_prefix_caching=True),
+        ec_manager_config=SimpleNamespace(encoder_cache_manager_cls=None),
         ec_transfer_config=None,
         kv_events_config=None,
         is_mm_encoder_only=False,
@@ -49,6 +50,9 @@ def configuration(**changed: Any) -> Any:
             runner_type="generate", supports_multimodal_inputs=False,
         ),
         num_speculative_tokens=0,
+        observability_config=SimpleNamespace(
+            enable_mfu_metrics=False, kv_cache_metrics=False, per_request_spec_decode_metrics="none"
+        ),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1, pipeline_parallel_size=1, prefill_context_parallel_size=1
         ),
@@ -56,7 +60,7 @@ def configuration(**changed: Any) -> Any:
             async_scheduling=False, disable_chunked_mm_input=False, enable_chunked_prefill=True,
             long_prefill_token_threshold=0, max_num_active_seqs=None, max_num_batched_tokens=1024,
             max_num_scheduled_tokens=None, max_num_seqs=64,
-            policy="fcfs", prefill_schedule_interval=1, watermark=0.0,
+            policy="fcfs", prefill_schedule_interval=1, scheduler_reserve_full_isl=True, watermark=0.0,
         ),
         speculative_config=None,
         use_v2_model_runner=False,
@@ -270,6 +274,26 @@ def test_a_pass_larger_than_the_workers_buffers_is_refused() -> None:
     assert sched_config(configuration(), kv_cache(), fits, 16).chunked_prefill_size == 960
 
 
+@pytest.mark.parametrize("batching", ["prefill_first", "mixed"])
+def test_verifications_larger_than_the_workers_buffers_are_refused(batching: str) -> None:
+    """Without one budget for prompts and decodes, a pass verifies the drafts of all running requests."""
+    settings = VllmSettings(scheduler={"batching": batching, "chunked_prefill_size": 64})
+
+    def drafted(number: int) -> Any:
+        return sched_config(
+            configuration(speculative_config=drafts(), num_speculative_tokens=number), kv_cache(), settings, 16
+        )
+
+    assert drafted(14).num_speculative_tokens == 14  # 64 requests: 960 tokens, and 64 of a prompt
+    with pytest.raises(ConfigError, match=r"decodes all 64 running requests .* 1088 tokens, .* at most 1024 tokens"):
+        drafted(16)
+
+
+def test_a_mean_length_without_layers_of_several_kinds_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`mean_request_tokens` divides KV blocks .* have one pool\nhint: remove it"):
+        sched_config(configuration(), kv_cache(), VllmSettings(mean_request_tokens=300), 16)
+
+
 def test_the_budget_leaves_room_for_drafts() -> None:
     assert token_budget(configuration()) == 1024
     assert token_budget(configuration(scheduler_config__max_num_scheduled_tokens=600)) == 600
@@ -331,6 +355,11 @@ REFUSALS: dict[str, dict[str, Any]] = {
         "kv_transfer_config": connector(*CONNECTOR, host_gb=1),
         "parallel_config__pipeline_parallel_size": 2,
     },
+    "--ec-manager-config": {"ec_manager_config": SimpleNamespace(encoder_cache_manager_cls="package.Manager")},
+    "--no-scheduler-reserve-full-isl": {"scheduler_config__scheduler_reserve_full_isl": False},
+    "--per-request-spec-decode-metrics": {"observability_config__per_request_spec_decode_metrics": "summary"},
+    "--kv-cache-metrics": {"observability_config__kv_cache_metrics": True},
+    "--enable-mfu-metrics": {"observability_config__enable_mfu_metrics": True},
     "--ec-transfer-config": {"ec_transfer_config": "shared storage"},
     "--kv-events-config": {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)},
     "--no-async-scheduling": {"parallel_config__pipeline_parallel_size": 2, "scheduler_config__async_scheduling": True},

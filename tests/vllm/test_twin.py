@@ -15,10 +15,14 @@ from click.testing import CliRunner
 
 from lockstep.core.journal.reader import read_journal
 from lockstep.sim.cli.calibrate import calibrate
+from lockstep.sim.cli.compare import compare
 from lockstep.sim.cli.simulate import simulate
 from lockstep.sim.cost import Calibration, CpuModel
 from lockstep.sim.results.stored_run import read_run
 from lockstep.sim.workload.workload import open_workload
+from lockstep.tools.diff import diff
+from lockstep.tools.explain import explain
+from lockstep.tools.export import export
 from lockstep.tools.journal import journal
 from lockstep.tools.replay import replay
 
@@ -87,6 +91,25 @@ def test_the_journal_is_converted_into_a_run_that_was_measured(tmp_path: Path) -
     refused = CliRunner().invoke(journal, ["convert", str(ENGINE)])
     assert refused.exit_code != 0
     assert "a journal needs `--out`" in refused.output
+
+
+def test_the_journal_is_stepped_through_compared_exported_and_shown_as_a_page(tmp_path: Path) -> None:
+    story = CliRunner().invoke(replay, [str(ENGINE), "-i"], input="step 200\nlast\nback 100\nplan\nquit\n")
+    assert story.exit_code == 0, story.output
+    assert "before step 100" in story.output
+    assert "cmpl-" in story.output
+    said = run(diff, ENGINE, ENGINE)
+    assert "every fact and every decision" in said
+    assert "requests.parquet: 60 rows" in run(export, ENGINE, "--out", tmp_path / "tables")
+    for page, words in {
+        "slow.html": (explain, ENGINE, "--slowest", "ttft", 3),
+        "request.html": (explain, ENGINE, "--request", "cmpl-ae8426cbf4989be9"),
+    }.items():
+        run(*words, "--html", tmp_path / page)
+        assert "cmpl-ae8426cbf4989be9" in (tmp_path / page).read_text("utf-8")
+    run(journal, "convert", ENGINE, "--out", tmp_path / "measured")
+    run(compare, tmp_path / "measured", CLIENT, "--html", tmp_path / "compared.html")
+    assert "measured" in (tmp_path / "compared.html").read_text("utf-8")
 
 
 def test_a_what_if_of_the_journal_takes_the_calibration(calibration: Path) -> None:

@@ -49,12 +49,14 @@ FIELDS = {
     "test_pending_hisparse_spill_keeps_scheduler_alive": "replaces a connector",
     "test_priority_scheduling_preemption_victim_selection": "reads the order of `running`",
     "test_priority_scheduling_with_limited_slots": "reads the order of `running`",
+    "test_resumable_request_handoff": "requires streaming input, which is refused by request",
     "test_schedule_prefills_gating": "requires --prefill-schedule-interval, which is refused at start",
     "test_schedule_spec_decoding_stats": "reads `spec_token_ids`",
     "test_scheduler_ec_connector_stats": "calls update_from_output without schedule()",
     "test_scheduler_kv_connector_stats": "calls update_from_output without schedule()",
     "test_scheduler_reset_prefix_cache": "replaces a connector",
     "test_stop_via_update_from_output": "fills `running` by hand",
+    "test_streaming_pause_does_not_over_admit_worker_slot": "requires streaming input, which is refused by request",
     "test_throttle_defers_inflight_prefill_chunk": "requires --prefill-schedule-interval, which is refused at start",
     "test_update_draft_token_ids_strips_ngram_padding": "reads `spec_token_ids`",
     "test_update_from_output_routes_multi_position_sampling_masks": "fills `running` by hand",
@@ -194,7 +196,8 @@ def outcomes(folder: Path, scheduler: str, timeout_s: float) -> dict[str, dict[s
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.jsonl"
         report.touch()
-        paths = [str(HERE), str(folder.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        sources = [str(Path(one).resolve()) for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+        paths = [str(HERE), str(folder.parent), *sources]
         variables = {
             SCHEDULER: scheduler, REPORT: str(report), "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",

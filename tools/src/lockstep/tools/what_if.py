@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from lockstep.core.contract.profiles import profile_settings
 from lockstep.core.contract.text import shown
 from lockstep.core.journal.reader import read_journal
 from lockstep.host.host_header import HostHeader
-from lockstep.host.options import Option, options_of, take, with_flags
+from lockstep.host.options import Option, option_of, options_of, take, with_flags
 from lockstep.host.router_journal import Route
 from lockstep.sim.cli.cluster_options import router_flag
 from lockstep.sim.cli.errors import refusals
@@ -41,6 +41,7 @@ from lockstep.sim.cluster.scenario import ClusterScenario
 from lockstep.sim.cluster.setup import REPORTING, assemble_cluster
 from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost.parallel import BESIDES_TP
+from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.report.compare_page import write_comparison
 from lockstep.sim.report.parts import escape
 from lockstep.sim.results.compare import compare, match_requests
@@ -53,7 +54,8 @@ from lockstep.sim.run.out_paths import check_file
 from lockstep.sim.run.run_folder import prepare_folder, write_run
 from lockstep.sim.run.simulate import simulate
 from lockstep.sim.scenario.scenario import Scenario
-from lockstep.sim.scenario.settings import given_settings, scheduler_options
+from lockstep.sim.scenario.settings import given_settings, scheduler_options, tier_options
+from lockstep.sim.scenario.values import KINDS
 from lockstep.sim.workload.adapters import RECORDED
 from lockstep.sim.workload.workload import Workload, WorkloadError
 from lockstep.tools.narration import key_text
@@ -62,14 +64,32 @@ from lockstep.tools.recorded_waits import RecordedWaits, SimulatedWaits
 from lockstep.tools.runs import RUN, divergences
 from lockstep.tools.waits import Waited, WaitFold
 
-OF_SCENARIO = ("model", "gpu", "tp", "engine", "calibration", "profile")
+OF_THE_RUN = tuple(
+    name for name in options_of(Scenario) if name in ("workload", "rate", "time_window", "concurrency", "warm_up")
+    or name in ("limit", "sample", "seed", "skip_bad_rows", "columns", "tokenizer", "chars_per_token", "max_new_tokens")
+    or name in ("media", "adapters", "samples", "server_sessions")
+)  # fmt: skip
+"""Options about the requests, which --what-if takes from the run."""
+OF_SCENARIO = tuple(
+    name
+    for name, field in options_of(Scenario).items()
+    if name not in (*OF_THE_RUN, "rate_scale", "settings", "tiers") and field.takes("simulate")
+)
 OF_CLUSTER = ("replicas",)
+ROLES = ("prefill", "decode")
 AS_IT_WAS = "as in the run"
 CHANGED = (
     *(options_of(Scenario)[name].absent(AS_IT_WAS) for name in OF_SCENARIO),
     *(options_of(ClusterScenario)[name].absent(AS_IT_WAS) for name in OF_CLUSTER),
 )
 """Options of `lockstep simulate` that may have another value. Absent ones are as in the run."""
+OF_MEMORY = tuple(
+    name
+    for name, field in options_of(Scenario).items()
+    if name in ("model", "gpu", "mem_fraction", "draft_model", "max_lora_rank")
+    or getattr(field.option, "configures", False)
+)
+"""Options on which the number of pages depends."""
 REQUESTS_SHOWN = 3  # requests whose TTFT rose most, and as many whose TTFT fell most
 PARTS_SHOWN = 4  # largest parts of a change
 
@@ -132,21 +152,52 @@ class WhatIfOptions:
     as_json: Annotated[bool, Option("one JSON object instead of text", flag="--json")] = False
 
 
+def refused_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add hidden options for those of `simulate` that a what-if does not take; each is refused with the way to it."""
+
+    def refuse(_context: click.Context, option: click.Parameter, value: Any) -> None:
+        if value not in (None, (), False):
+            flag = option.opts[0]
+            other = "--rate-scale 2 doubles the rate of the run; or " if flag == "--rate" else ""
+            raise click.UsageError(
+                f"{flag} is not for --what-if, which has the requests and the roles of the run\n"
+                f"hint: {other}`lockstep simulate` with the command of the run (in its metrics.json) and {flag}, then "
+                "`lockstep compare` of both"
+            )
+
+    fields = [options_of(Scenario)[name] for name in OF_THE_RUN]
+    fields += [field for name, field in options_of(ClusterScenario).items() if name not in OF_CLUSTER]
+    flags = [*(f"--{role}-engines" for role in ROLES), *(option_of(f"router_{name}") for name in policy_settings())]
+    roles = [click.option(flag, hidden=True, expose_value=False, callback=refuse) for flag in flags]
+    for decorator in roles:
+        command = decorator(command)
+    for field in fields:
+        switch: dict[str, Any] = {"is_flag": True} if field.kind is bool else {"multiple": field.multiple}
+        command = click.option(field.flag, field.name, hidden=True, expose_value=False, callback=refuse, **switch)(
+            command
+        )
+    return command
+
+
 @click.command(context_settings={"max_content_width": 120})
 @RUN
-@with_flags(click.option, CHANGED, keep_absent=True)
+@with_flags(click.option, CHANGED, keep_absent=True, kinds=KINDS)
 @router_flag(AS_IT_WAS)
 @with_flags(click.option, options_of(WhatIfOptions).values())
+@tier_options
 @scheduler_options
+@refused_options
 def what_if(run: Path, **options: Any) -> None:
     """Simulate the same requests under other settings, and show whose TTFT changed most, with the causes.
 
-    Takes every scheduler setting of `lockstep simulate`. Arrivals, prompts and lengths of answers are those of the run;
-    later turns of a conversation are sent the recorded time after the previous answer.
+    Takes every option of `lockstep simulate` about engines, memory and the scheduler. Arrivals, prompts and lengths of
+    answers are those of the run; later turns of a conversation are sent the recorded time after the previous answer.
+    Other requests, or other roles of engines, are a run of their own: `lockstep simulate`, then `lockstep compare`.
 
     \b
     lockstep replay runs/chat --what-if --policy lpm
     lockstep replay runs/chat --what-if --gpu b200 --html b200.html
+    lockstep replay runs/chat --what-if --weights-dtype fp8 --kv-dtype fp8 --host-cache-gb 200
     lockstep replay runs/chat --what-if --replicas 2 --router prefix_affinity
     """
     asks = take(WhatIfOptions, options)
@@ -159,7 +210,7 @@ def what_if(run: Path, **options: Any) -> None:
         changed = given_settings(options)
         if asks.policy:
             changed["schedule_policy"] = asks.policy
-        given = {name: value for name, value in options.items() if value is not None}
+        given = {name: value for name, value in options.items() if value not in (None, ())}
         base = read_base(run, given)
         for note in (*base.notes, *base.workload.notes):
             click.echo(f"note: {note}", err=True)
@@ -292,7 +343,7 @@ def changed_base(base: Base, given: dict[str, Any], settings: dict[str, Any]) ->
     """Return the base with the changes of the command line. Raises ConfigError for changes that do not fit it."""
     scenario = base.scenario
     kept = dict(scenario.settings)
-    moved = [name for name in ("model", "gpu", "tp") if name in given and given[name] != getattr(scenario, name)]
+    moved = [name for name in OF_MEMORY if name in given and given[name] != getattr(scenario, name)]
     named = profile_settings(given["profile"]) if "profile" in given else {}
     if not base.simulated and (moved or "page_size" in settings or "page_size" in named):
         kept.pop("pages", None)  # the number of pages follows from the model, the GPU and the page size
@@ -301,10 +352,14 @@ def changed_base(base: Base, given: dict[str, Any], settings: dict[str, Any]) ->
     if settings.get("speculative_method") == "none":  # drop the other settings of drafts, too
         kept = {name: value for name, value in kept.items() if name not in DRAFT_SETTINGS}
         scenario = replace(scenario, acceptance=None, acceptance_spread=0.0, draft_model=None)
+    named_options = {name: given[name] for name in OF_SCENARIO if name in given}
+    if "slos" in named_options:
+        named_options["slos"] = tuple(map(Slo.parse, named_options["slos"]))
     scenario = replace(
         scenario,
-        **{name: given[name] for name in OF_SCENARIO if name in given},
+        **named_options,
         settings={**kept, **settings},
+        tiers={**scenario.tiers, **given.get("tiers", {})},
     )
     cluster, notes = base.cluster, list(base.notes)
     if cluster is None and "replicas" in given:

@@ -344,7 +344,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, place: Place | None) 
         kind="model",
         vocabulary=llm.model.settings.vocab,
         logprobs=llm.model.settings.generates,
-        device=f"{settings.tp} x {llm.model.device}" if settings.tp > 1 else str(llm.model.device),
+        device=f"{gpus} x {llm.model.device}" if (gpus := settings.tp * settings.pp) > 1 else str(llm.model.device),
         generates=llm.model.settings.generates,
         vector_size=llm.model.settings.hidden,
         matryoshka=_matryoshka(folder),
@@ -410,12 +410,12 @@ def _device(settings: ServeSettings, number: int) -> str:
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, torch.get_num_threads() // settings.engines))
         return "cpu"
-    sizes = [settings.tp_of(engine) for engine in range(settings.engines)]
+    sizes = [settings.gpus_of(engine) for engine in range(settings.engines)]
     index, needed, count = first.index or 0, sum(sizes), torch.cuda.device_count()
     if index + needed > count:
         raise ConfigError(
-            f"{settings.engines} engines with `tp` {', '.join(map(str, sizes))} need {needed} GPUs from cuda:{index} "
-            f"on, but torch sees {count}\nhint: fewer engines, a smaller tp, or CUDA_VISIBLE_DEVICES"
+            f"{settings.engines} engines of {', '.join(map(str, sizes))} GPUs (`tp` x `pp`) need {needed} from "
+            f"cuda:{index} on, but torch sees {count}\nhint: fewer engines, a smaller tp or pp, or CUDA_VISIBLE_DEVICES"
         )
     return f"cuda:{index + sum(sizes[:number])}"
 

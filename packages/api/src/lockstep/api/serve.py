@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from lockstep.api.observability.logs import start_log
-from lockstep.api.settings import ServeSettings, read_settings, sched_values
+from lockstep.api.settings import ServeSettings, read_settings, sched_values, settings_toml
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.adapters import named_folders
 from lockstep.host.options import options_of, with_flags
@@ -26,7 +26,8 @@ DEFAULTS = ServeSettings()
 
 
 @click.command("serve")
-@click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="A TOML file with these settings.")
+@click.argument("file", required=False, metavar="[FILE.toml]", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="The same as FILE.toml.")
 @with_flags(click.option, options_of(ServeSettings).values(), keep_absent=True, choice=click.Choice)
 @click.option(
     "--lora",
@@ -35,20 +36,36 @@ DEFAULTS = ServeSettings()
     help="LoRA adapter NAME from a PEFT folder; requests select it by name.",
 )
 @click.option("--set", "scheduler", multiple=True, metavar="NAME=VALUE", help="A setting of the scheduler.")
+@click.option(
+    "--save", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.toml", help="Write the settings to a file."
+)
 @click.option("--dry-run", is_flag=True, help="Print settings, memory and processes of the server without starting it.")
-def serve(config: Path | None, scheduler: tuple[str, ...], dry_run: bool, **given: Any) -> int:
+def serve(
+    file: Path | None, config: Path | None, scheduler: tuple[str, ...], save: Path | None, dry_run: bool, **given: Any
+) -> int:
     """Serve a model over HTTP, for clients of OpenAI's API.
 
     Without arguments it serves the small demo model on the CPU, at http://127.0.0.1:8000. Ctrl-C shuts
-    the server down in order, with exit status 130; SIGTERM does the same with exit status 0. Limits of requests are set
-    in the table [limits] of the --config file.
+    the server down in order, with exit status 130; SIGTERM does the same with exit status 0. Settings may be in a TOML
+    file by the names of their flags; those of the command line win. Limits of requests are set in its table [limits].
+
+    \b
+    lockstep serve --emulate qwen3-8b@h200 --save mine.toml --dry-run
+    lockstep serve serve.toml --port 8001
     """
     options = {name: value for name, value in given.items() if value not in (None, ())}
     if scheduler:
         options["set"] = sched_values(scheduler)
     if lora := options.get("lora"):
         options["lora"] = named_folders(lora)
-    settings = read_settings(config, options)
+    if file is not None and config is not None:
+        raise ConfigError(f"`config` is {config}, and {file} is given too\nhint: leave one of them out")
+    settings = read_settings(config if file is None else file, options)
+    if save is not None:
+        try:
+            save.write_text(settings_toml(settings), encoding="utf-8", newline="\n")
+        except OSError as error:
+            raise ConfigError(f"`save`: {save} cannot be written: {error.strerror or error}") from None
     if dry_run:
         click.echo(describe(settings))
         return 0
@@ -170,9 +187,9 @@ def _devices(settings: ServeSettings, first: str) -> str:
     if settings.engines == 1:
         return first
     head, _, index = first.rpartition("cuda:")
-    if not index.isdecimal() or (head and not first.startswith(f"{settings.tp_of(0)} x ")):
+    if not index.isdecimal() or (head and not first.startswith(f"{settings.gpus_of(0)} x ")):
         return f"{first}, {settings.engines} times"
-    sizes = [settings.tp_of(engine) for engine in range(settings.engines)]
+    sizes = [settings.gpus_of(engine) for engine in range(settings.engines)]
     firsts = [int(index) + sum(sizes[:engine]) for engine in range(settings.engines)]
     spans = [f"cuda:{at}" if tp == 1 else f"cuda:{at}-{at + tp - 1}" for at, tp in zip(firsts, sizes, strict=True)]
     return ", ".join(spans)

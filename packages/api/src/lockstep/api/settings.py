@@ -6,6 +6,7 @@ The launcher writes them as JSON into the folder of the server's sockets; the ot
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
 import tomllib
 from difflib import get_close_matches
@@ -18,12 +19,13 @@ from lockstep.api.observability.logs import LogFormat
 from lockstep.api.text.chat_formats.tables import THOUGHTS, TOOL_FORMATS
 from lockstep.core.cluster.dispatch import DispatchConfig
 from lockstep.core.cluster.router import RouterConfig, RouterPolicy, policy_settings
-from lockstep.core.contract.config import SchedConfig, refuse_in_runtime
+from lockstep.core.contract.config import PP_SIZE_MAX, SchedConfig, refuse_in_runtime
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.setting import setting_fields
 from lockstep.host.admission_options import parse_admission
 from lockstep.host.answer_folders import ANSWERS
 from lockstep.host.engine_options import EngineOptions, RankOptions
+from lockstep.host.layout_options import check_layout
 from lockstep.host.options import Option, options_of
 from lockstep.host.tier_options import check_tiers
 
@@ -47,6 +49,7 @@ AT_MOST = {
     "api_workers": 256,
     "text_processes": 64,
     "tp": 1024,
+    "pp": PP_SIZE_MAX,
     "seed": 2**63 - 1,
     "random_weights": 2**63 - 1,
     "answer_tokens": 2**31 - 1,
@@ -293,7 +296,15 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
             raise ConfigError("`model` and `emulate` are two kinds of engine\nhint: give one of them")
         if self.emulate is not None and "@" not in self.emulate:
             raise ConfigError(f"`emulate` must be MODEL@GPU, got `{self.emulate}`\nhint: qwen3-8b@h200")
-        least_values = (("api_workers", 1), ("tp", 1), ("dp", 1), ("port", 0), ("answer_tokens", 0), ("seed", 0))
+        least_values = (
+            ("api_workers", 1),
+            ("tp", 1),
+            ("pp", 1),
+            ("dp", 1),
+            ("port", 0),
+            ("answer_tokens", 0),
+            ("seed", 0),
+        )
         more = (
             ("text_processes", 1),
             ("receive_interval", 1),
@@ -376,6 +387,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
             if name not in ("vllm", "sglang"):
                 raise ConfigError(f"`metrics_compat` must be vllm or sglang, got `{name}`")
         check_tiers(self, RankOptions())
+        check_layout(self, self.set, sorted({self.tp_of(engine) for engine in range(self.engines)}))
         known = [one.name for one in msgspec.structs.fields(SchedConfig)]
         for name, value in self.set.items():
             refuse_in_runtime(name)
@@ -445,9 +457,13 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
         return "prefill" if engine < self.prefill_engines else "decode"
 
     def tp_of(self, engine: int) -> int:
-        """Return the GPUs of an engine."""
+        """Return the GPUs of each pipeline stage of an engine."""
         own = {"prefill": self.prefill_tp, "decode": self.decode_tp}.get(self.role_of(engine))
         return self.tp if own is None else own
+
+    def gpus_of(self, engine: int) -> int:
+        """Return the GPUs of an engine, of all its stages."""
+        return self.tp_of(engine) * self.pp
 
     def _check_roles(self) -> None:
         """Raise ConfigError for options of prefill and decode engines that contradict others."""
@@ -472,6 +488,11 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                     f"`{name}` is {value}; it must be at least 1, and is for prefill and decode engines\n"
                     "hint: --prefill-engines 1 --decode-engines 1"
                 )
+        if self.pp > 1 and self.hands_over and {self.prefill_tp or self.tp, self.decode_tp or self.tp} != {self.tp}:
+            raise ConfigError(
+                f"`pp` is {self.pp}, and prefill and decode engines have different `tp`: engines with pipeline stages "
+                "hand over to engines that are split alike\nhint: give tp alone"
+            )
         if self.emulate is None and self.hands_over and self.swa_full_tokens_ratio is not None:
             raise ConfigError(
                 f"`swa_full_tokens_ratio` is {self.swa_full_tokens_ratio}, but prefill and decode engines do not hand "
@@ -563,27 +584,75 @@ def read_settings(file: Path | None, given: dict[str, Any]) -> ServeSettings:
 
     Raises: ConfigError, with the field, its value and the values allowed.
     """
-    found: dict[str, Any] = {}
-    if file is not None:
-        try:
-            found = tomllib.loads(file.read_text("utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"`config`: {file} cannot be read: {error}") from error
     known = [one.name for one in msgspec.structs.fields(ServeSettings)]
-    for name in found:
-        if name not in known:
-            raise ConfigError(f"{file}: there is no setting `{name}`{_near(name, known)}")
+    found, lines = _read_file(file, known) if file is not None else ({}, {})
     scheduler = {**found.get("set", {}), **given.get("set", {})} if isinstance(found.get("set", {}), dict) else None
     merged = {**found, **given} | ({"set": scheduler} if scheduler is not None else {})
+
+    def placed(text: str) -> str:
+        """Return an error with the line of the file that has the field, if a file has it."""
+        named = next((name for name in re.findall(r"`\$?\.?(\w+)", text) if name in lines and name not in given), None)
+        where = "" if file is None else f"{file}: " if named is None else f"{file}, line {lines[named]}: "
+        return f"{where}{text}"
+
     try:
         return msgspec.convert(merged, ServeSettings)
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        raise ConfigError(placed(str(error))) from None
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ConfigError):  # raised by __post_init__
-            raise error.__cause__ from None
-        where = f"{file}: " if file is not None else ""
-        raise ConfigError(f"{where}{error}") from error
+            raise ConfigError(placed(str(error.__cause__))) from None
+        raise ConfigError(placed(str(error))) from error
+
+
+def _read_file(file: Path, known: list[str]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the settings of a TOML file, and the line of each. Names may be flags without their dashes.
+
+    Raises: ConfigError for a file that cannot be read, and for a name that is not in `known`, with its line.
+    """
+    try:
+        text = file.read_text("utf-8")
+        table = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"`config`: {file} cannot be read: {error}") from error
+    flags = {field.flag.removeprefix("--").replace("-", "_"): name for name, field in options_of(ServeSettings).items()}
+    found: dict[str, Any] = {}
+    lines: dict[str, int] = {}
+    for key, value in table.items():
+        spelt = key.replace("-", "_")
+        name = spelt if spelt in known else flags.get(spelt, spelt)
+        pattern = re.compile(rf"\s*\[?\"?{re.escape(key)}\"?\s*[\].=]")
+        lines[name] = next((number for number, line in enumerate(text.split("\n"), 1) if pattern.match(line)), 1)
+        if name not in known:
+            raise ConfigError(f"{file}, line {lines[name]}: there is no setting `{key}`{_near(name, known)}")
+        if name in found:
+            raise ConfigError(f"{file}, line {lines[name]}: `{key}` is given twice\nhint: leave one of them out")
+        found[name] = value
+    return found, lines
+
+
+def settings_toml(settings: ServeSettings) -> str:
+    """Return the settings that are not their defaults as the text of a TOML file, which `read_settings` reads back."""
+    usual, values = (msgspec.to_builtins(one) for one in (ServeSettings(), settings))
+    changed = {name: value for name, value in values.items() if value is not None and value != usual[name]}
+    plain = {name: value for name, value in changed.items() if not isinstance(value, dict)}
+    lines = ["# lockstep serve", *(f"{name} = {_toml(value)}" for name, value in plain.items())]
+    for name, table in changed.items():
+        if isinstance(table, dict):
+            lines += ["", f"[{name}]", *(f"{_toml_key(key)} = {_toml(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_key(key)} = {_toml(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)
 
 
 def sched_values(settings: tuple[str, ...]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from lockstep.runtime.attention.rules import names_of
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_model import ModelDrafter
 from lockstep.runtime.drafting import Drafter, NgramDrafter
-from lockstep.runtime.executor import Executor, LookAhead, Matchers, RunnableModel
+from lockstep.runtime.executor import Executor, LookAhead, Matchers, RowSampler, RunnableModel
 from lockstep.runtime.forward import ForwardBatch, WindowedPages
 from lockstep.runtime.graphs import (
     ROWS_MAX,
@@ -52,6 +52,7 @@ from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
 from lockstep.runtime.models import LanguageModel, Parallel, build_model, stored_dtype
 from lockstep.runtime.models.config_reader import DTYPES
 from lockstep.runtime.models.packed import pack_matrices, packed_bytes
+from lockstep.runtime.models.stage import ExpertSplit
 from lockstep.runtime.overlap import CpuLane, CudaLane, StreamLane
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.processor import multiplies_bfloat16
@@ -64,6 +65,7 @@ from lockstep.runtime.sampling import (
     SamplingTable,
     processors,
 )
+from lockstep.runtime.stages import RankPlace, StageLinks
 from lockstep.runtime.states.pool import StateTensors, slot_bytes_of
 from lockstep.runtime.states.slots import RowSlots
 from lockstep.runtime.tables import DeviceTables, check_page_table
@@ -130,12 +132,40 @@ class TableSampler:
         return self.sampler.sample(logits, rows, positions, rows_host, allowed)
 
 
+class NoSampler:
+    """The sampler of a pipeline stage before the last one, which draws nothing."""
+
+    def take_row(self, taken: RowTaken, context: RowContext) -> None:
+        """Do nothing: the last stage stores the settings."""
+
+    def remembers(self, rows_host: Int32s) -> bool:
+        """Return False: no draw changes a later one here."""
+        return False
+
+    def sample(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, rows_host: Int32s, allowed: Tensor | None
+    ) -> Sampled:
+        """Raise: only the last stage samples."""
+        raise AssertionError("a stage before the last one sampled")
+
+
+NO_SAMPLER = NoSampler()
+
+
 class OtherRanks(Protocol):
     """What a rank needs from the other ranks while it is assembled; `ranks.RankGroup` on rank 0."""
 
     @property
     def matchers(self) -> Matchers | None:
         """Matchers for this rank's executor; None on rank 0, which uses its own or none."""
+
+    @property
+    def place(self) -> RankPlace:
+        """The place of this rank in the engine."""
+
+    @property
+    def links(self) -> StageLinks | None:
+        """The ends of this rank to the other pipeline stages; None: there is one stage."""
 
     def parallel(self) -> Parallel:
         """Return this rank's part of the tensor-parallel model."""
@@ -183,6 +213,9 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 
 def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ranks: OtherRanks | None) -> Assembled:
     mode, graph_rows_max = settings.cuda_graphs, settings.cuda_graph_max_batch
+    links, experts = None if ranks is None else ranks.links, ExpertSplit(settings.ep, settings.moe_a2a)
+    if links is not None:
+        mode = "off"  # graphs do not read what other stages send
     if settings.swa_full_tokens_ratio is not None:
         if mode in ("on", "eager"):
             raise ConfigError(
@@ -196,11 +229,14 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
             choose_dtype(settings.dtype, device, settings.model),
             device,
             random_weights_seed=settings.random_weights_seed,
-            parallel=None if ranks is None else ranks.parallel(),
+            parallel=None if ranks is None else replace(ranks.parallel(), stage=ranks.place.stage, experts=experts),
             kv_fp8=settings.kv_cache_dtype == "fp8_e4m3",
             fp8_activations=settings.fp8_activations,
             backend=settings.model_backend,
         )
+        if links is not None:
+            links.take_sizes(model.settings.hidden, model.dtype)
+            model.links = links
         if model.settings.quantization is not None:
             log.info("weights as stored: %s", weights_of(model))
         if slots := settings.sched.get("max_loras"):
@@ -219,6 +255,8 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         settings.max_mamba_cache_size,
     )
     sched = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.sched.items()}
+    if isinstance(recorded := sched.get("hybrid"), dict):  # as it came from rank 0
+        sched["hybrid"] = msgspec.convert(recorded, HybridMemory)
     draft = None if settings.draft_model is None else _draft_model(settings, settings.draft_model, model, device)
     config, memory, kernels = _sized(model, device, settings.mem_fraction, pick, sched, ranks, draft, shares)
     if draft is not None:  # the draft model uses the same backend, which may not support its heads
@@ -226,7 +264,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         of_draft = Needs(*kind, group=draft.heads // draft.kv_heads, special=names_of(draft.rules))
         choose(kernels.backend, replace(of_draft, numerics=kernels.numerics))
     if settings.host_cache_gb:
-        config = _with_tiers(settings, config, memory.page, model.parallel.ranks)
+        config = _with_tiers(settings, config, memory.page, model)
     if ranks is not None:
         config = ranks.agree(config)
         memory = replace(memory, pages=config.pages)
@@ -234,7 +272,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
     executor = make_executor(
         model,
         config,
-        stream_lane(device, clock),
+        stream_lane(device, clock, links),
         kernels=kernels,
         logit_processors=enabled,
         pooling=settings.pooling,
@@ -247,15 +285,15 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         with executor.lane.stream(), torch.inference_mode():
             run_once(model.targets, executor.lane.upload)
     mover = make_mover(settings, model, config, executor) if settings.host_cache_gb else None
-    transfers = make_transfers(settings, model, config, executor) if config.hands_over else None
+    transfers = make_transfers(settings, model, config, executor, ranks) if config.hands_over else None
     return Assembled(model, config, memory, kernels.backend, enabled, executor, mover, transfers)
 
 
-def _with_tiers(settings: RankSettings, config: SchedConfig, page_bytes: int, ranks: int) -> SchedConfig:
+def _with_tiers(settings: RankSettings, config: SchedConfig, page_bytes: int, model: LanguageModel) -> SchedConfig:
     """Return the settings of the scheduler with the tiers below the device. Raises ConfigError.
 
     Args:
-        page_bytes: of one page on one of the ranks.
+        page_bytes: of one page on this rank, whose stage has the layers of `model`.
     """
     if config.hybrid is not msgspec.UNSET:
         raise ConfigError(
@@ -264,7 +302,10 @@ def _with_tiers(settings: RankSettings, config: SchedConfig, page_bytes: int, ra
         )
     if settings.debug:
         page_bytes += Canary.bytes_per_page(config.page_size)
-    return msgspec.structs.replace(config, tiers=cache_tiers(settings, page_bytes * ranks))
+    of_all = page_bytes * model.parallel.ranks
+    if model.stage.count > 1:  # page bytes are proportional to layers, but for some numbers of each token
+        of_all = of_all * model.settings.layers // model.layers
+    return msgspec.structs.replace(config, tiers=cache_tiers(settings, of_all))
 
 
 def make_mover(settings: RankSettings, model: LanguageModel, config: SchedConfig, executor: Executor) -> HostMover:
@@ -277,7 +318,11 @@ def make_mover(settings: RankSettings, model: LanguageModel, config: SchedConfig
     store, identity = None, Identity(b"")
     if settings.storage is not None:
         store = open_store(settings.storage, page_bytes=pages.size, bytes_max=int(settings.storage_gb * 1e9))
-        parallel = (model.parallel.rank, model.parallel.ranks)
+        parallel: tuple[int, ...] = (model.parallel.rank, model.parallel.ranks)
+        if model.stage.count > 1:
+            parallel += (model.stage.number, model.stage.count)
+        if settings.ep > 1:
+            parallel += (settings.ep, int(settings.moe_a2a))
         computed = (pages.layout(), type(model).__name__, str(model.dtype), model.activations, settings.numerics)
         folder, seed = Path(settings.model), settings.random_weights_seed
         weights = weights_digest(folder) if seed is None else random_weights_digest(folder, seed)
@@ -293,7 +338,9 @@ def make_mover(settings: RankSettings, model: LanguageModel, config: SchedConfig
     return made
 
 
-def make_transfers(settings: RankSettings, model: LanguageModel, config: SchedConfig, executor: Executor) -> RankPages:
+def make_transfers(
+    settings: RankSettings, model: LanguageModel, config: SchedConfig, executor: Executor, ranks: OtherRanks | None
+) -> RankPages:
     """Make the transfers of a rank of a prefill or decode engine. Raises ConfigError."""
     check_transport(settings.transfer_transport)
     if config.hybrid is not msgspec.UNSET:
@@ -306,8 +353,7 @@ def make_transfers(settings: RankSettings, model: LanguageModel, config: SchedCo
     return RankPages(
         pages,
         config.page_size,
-        rank=model.parallel.rank,
-        ranks=model.parallel.ranks,
+        place=RankPlace(0) if ranks is None else ranks.place,
         kv_heads=model.settings.kv_heads,
         model=" ".join(map(str, computed)),
         transport=settings.transfer_transport,
@@ -376,9 +422,15 @@ class PassKernels:
 REFERENCE = PassKernels()
 
 
-def stream_lane(device: torch.device, clock: HostClock) -> StreamLane:
-    """The lane that runs passes on a device."""
-    return CudaLane(device, clock) if device.type == "cuda" else CpuLane(clock)
+def stream_lane(device: torch.device, clock: HostClock, links: StageLinks | None = None) -> StreamLane:
+    """The lane that runs passes on a device.
+
+    On a CPU the last of several stages computes when results are collected: a pass waits for the stages before, which
+    need the next plans meanwhile.
+    """
+    if device.type == "cuda":
+        return CudaLane(device, clock)
+    return CpuLane(clock, run_at="collection" if links is not None and links.stage.is_last else "launch")
 
 
 def make_executor(
@@ -431,7 +483,10 @@ def make_executor(
             plans_in_flight=max(2, config.decode_steps_per_launch) * (config.overlap_depth + 1),
         )
         enabled = logit_processors or {}
-        table = SamplingTable(config.rows_max, model.settings.vocab, device, enabled)
+        sampler: RowSampler = NO_SAMPLER
+        if model.stage.is_last:
+            table = SamplingTable(config.rows_max, model.settings.vocab, device, enabled)
+            sampler = TableSampler(table, Sampler(table, processors=enabled))
         context = config.context_tokens_max if graph_sizes else None
         tables = DeviceTables(
             config.rows_max,
@@ -468,9 +523,8 @@ def make_executor(
                 graph_sizes[-1],
                 graphs.bytes / MIB,
             )
-        sampler = TableSampler(table, Sampler(table, processors=enabled))
         return Executor(
-            RunnableModel(model, attention, graphs, split=model.parallel.ranks > 1, states=states, media=media),
+            RunnableModel(model, attention, graphs, split=model.is_part, states=states, media=media, links=model.links),
             sampler,
             tables,
             lane,
@@ -629,7 +683,7 @@ def _sized(
     """Return scheduler settings with sizes that fit the model and the device."""
     gpu = device.type == "cuda"
     given: dict[str, Any] = {
-        "overlap_depth": 1 if gpu else 0,
+        "overlap_depth": 1 if gpu and model.stage.count == 1 else 0,
         "max_running_requests": 256 if gpu else 32,
         "chunked_prefill_size": 8192 if gpu else 1024,
         "eos_token_ids": model.settings.end_tokens,
@@ -777,6 +831,9 @@ def _run_once(
         lengths=torch.from_numpy(lengths).to(device),
         page_table=torch.zeros((len(starts), -(-min(tokens, context) // page_size)), dtype=torch.int32, device=device),
         logits_at=torch.arange(samples, device=device) % tokens,
+        hidden=None
+        if model.stage.is_first
+        else torch.zeros((2, tokens, model.settings.hidden), dtype=model.dtype, device=device),
         extend_rows=len(starts),
         starts_host=np.zeros(len(starts), np.int32),
         lengths_host=lengths,
@@ -784,7 +841,7 @@ def _run_once(
     with torch.inference_mode():
         attention.plan(batch)
         hidden = model.forward(batch, attention)
-        if model.settings.generates:
+        if model.settings.generates and model.stage.is_last:
             _draw_once(model.logits(hidden.index_select(0, batch.logits_at)))
 
 

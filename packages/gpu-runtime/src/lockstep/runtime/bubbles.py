@@ -55,6 +55,13 @@ class BubbleTimer:
         self._busy_at_work_us = 0
         self._spans: deque[list[int]] = deque()  # [start, stop) with open requests; stop is -1 while it is open
 
+    def resume(self, requests: int, now_us: int) -> None:
+        """Count requests that an earlier generation of the engine left open, from now on."""
+        if requests:
+            self._open += requests
+            self._newest_us = now_us
+            self._spans.append([now_us, -1])
+
     def fold(self, event: ObservedEvent, step: Step) -> None:
         """Fold one event and its Step."""
         self._newest_us = event.time_us

@@ -10,18 +10,19 @@ A collective that fails leaves the ranks out of step. This cannot be repaired: t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, FileStore
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, FileStore
 
 from lockstep.runtime.errors import DeviceLost
 from lockstep.runtime.models.layers import Parallel
 
+LOOPBACK = "127.0.0.1"
 START_S = 300.0  # limit for all ranks to join the group, and to finish loading after the first of them has
 
 
@@ -40,17 +41,17 @@ class Collectives:
 
     def __init__(self, store: str, rank: int, ranks: int, device: torch.device, timeout_s: float) -> None:
         self.rank, self.ranks, self.device = rank, ranks, device
-        timeout = timedelta(seconds=timeout_s)
-        self._reduce, self._gather = dist.AllreduceOptions(), AllgatherOptions()
-        self._reduce.asyncOp = self._gather.asyncOp = False  # on the caller's stream, not on a stream of the group
-        self._reduce.timeout = self._gather.timeout = timeout
+        self._reduce, self._gather, self._exchange = dist.AllreduceOptions(), AllgatherOptions(), AllToAllOptions()
+        for options in (self._reduce, self._gather, self._exchange):
+            options.asyncOp = False  # on the caller's stream, not on a stream of the group
+            options.timeout = timedelta(seconds=timeout_s)
         self._nccl = device.type == "cuda"
         self._group: Any = None
-        self._attempt("meeting", lambda: self._meet(store, timeout))
+        self._attempt("meeting", lambda: self._meet(store, timeout_s))
 
     def parallel(self) -> Parallel:
         """Return this rank's part, with which models are built."""
-        return Parallel(self.rank, self.ranks, self.all_reduce, self.all_gather)
+        return Parallel(self.rank, self.ranks, self.all_reduce, self.all_gather, self.all_to_all)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over all ranks, with the same bits on each. May overwrite `tensor`."""
@@ -75,6 +76,19 @@ class Collectives:
             self._attempt("join", lambda: self._group.allgather([parts], [tensor], self._gather))
         return all_ranks.movedim(0, 1).reshape(rows, self.ranks * columns)
 
+    def all_to_all(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """Send rows to each rank. Every rank calls this, also if it sends and receives nothing.
+
+        Args:
+            rows: [sum of sends, k], by receiver. sends, receives: numbers of rows to and from each rank.
+        Returns: [sum of receives, k], by sender.
+        """
+        rows = rows.contiguous()
+        got = rows.new_empty(sum(receives), *rows.shape[1:])
+        counts = list(receives), list(sends)
+        self._attempt("exchange", lambda: self._group.alltoall_base(got, rows, *counts, self._exchange))
+        return got
+
     def abort(self) -> None:
         """Release threads that wait for ranks that have ended. gloo detects the end itself, NCCL's kernels do not."""
         if self._nccl:
@@ -85,24 +99,8 @@ class Collectives:
         self.abort()
         self._group = None
 
-    def _meet(self, store: str, timeout: timedelta) -> None:
-        shared = FileStore(store, self.ranks)
-        shared.set_timeout(timedelta(seconds=START_S))
-        if self._nccl:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # for the first contact only; data use NVLink or PCIe
-            # 2: release kernels that wait for a lost rank, but do not end this process; the caller reports the error
-            # first.
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(shared, self.rank, self.ranks, nccl)
-            self._group._set_sequence_number_for_group()
-            self._group.eager_connect_single_device(self.device)
-            return
-        gloo = dist.ProcessGroupGloo._Options()
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        gloo._timeout = timeout
-        self._group = dist.ProcessGroupGloo(shared, self.rank, self.ranks, gloo)
+    def _meet(self, store: str, timeout_s: float) -> None:
+        self._group = process_group(store, self.rank, self.ranks, self.device, timeout_s)
 
     def _attempt(self, what: str, begin: Callable[[], Any]) -> None:
         """Begin a collective and wait: on the CPU until it is done, with NCCL until it is on the stream."""
@@ -114,3 +112,44 @@ class Collectives:
             raise CollectiveFailed(
                 f"a {what} of the {self.ranks} ranks failed on rank {self.rank}: {reason}"
             ) from error
+
+
+def process_group(
+    store: str, rank: int, ranks: int, device: torch.device, timeout_s: float, host: str = LOOPBACK
+) -> Any:
+    """Return a process group of torch's, outside of its global ones. Waits for all ranks. Raises RuntimeError.
+
+    Args:
+        store: the same for all ranks: a path, whose file is created, or HOST|PORT|NAME of a TCPStore.
+        timeout_s: limit for one operation on the CPU; with NCCL, the time after which torch itself aborts.
+        host: address of this machine to which gloo is bound.
+    """
+    shared = _shared(store, ranks)
+    timeout = timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        if host == LOOPBACK:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # for the first contact only; data use NVLink or PCIe
+        # 2: release kernels that wait for a lost rank, but do not end this process; the caller reports the error
+        # first.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        group = dist.ProcessGroupNCCL(shared, rank, ranks, nccl)
+        group._set_sequence_number_for_group()
+        group.eager_connect_single_device(device)
+        return group
+    gloo = dist.ProcessGroupGloo._Options()
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    gloo._timeout = timeout
+    return dist.ProcessGroupGloo(shared, rank, ranks, gloo)
+
+
+def _shared(store: str, ranks: int) -> Any:
+    """Return the store by which ranks find each other."""
+    if "|" not in store:
+        shared = FileStore(store, ranks)
+        shared.set_timeout(timedelta(seconds=START_S))
+        return shared
+    host, port, name = store.split("|")
+    limit = timedelta(seconds=START_S)
+    return dist.PrefixStore(name, dist.TCPStore(host, int(port), wait_for_workers=False, timeout=limit))

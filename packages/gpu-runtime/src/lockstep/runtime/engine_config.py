@@ -16,6 +16,7 @@ from lockstep.host.grammar_compiler import CompileLimits
 from lockstep.host.handover.decode import DecodeSide
 from lockstep.host.handover.kv import KvTransport
 from lockstep.host.handover.prefill import PrefillSide
+from lockstep.host.layout_options import check_layout
 from lockstep.host.options import Option, options_of
 from lockstep.host.startup import Keeper
 from lockstep.host.text import Text
@@ -75,12 +76,13 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise ConfigError for invalid values, before a model is loaded."""
-        for name in ("tp", "seed", "random_weights", "cuda_graph_max_batch", "max_lora_rank"):
+        for name in ("tp", "pp", "seed", "random_weights", "cuda_graph_max_batch", "max_lora_rank"):
             _check_whole(name, getattr(self, name), optional=name in ("random_weights", "cuda_graph_max_batch"))
         for name in ("kv_cache_dtype", "model_backend"):
             known, given = options_of(EngineOptions)[name].choices, getattr(self, name)
             if given not in known:
                 raise ConfigError(f"`{name}` must be {' or '.join(known)}, got `{given}`")
+        check_layout(self, self.sched)
         check_fp8_activations(self.fp8_activations)
         check_timeout(self.batch_timeout_s)
         check_tiers(self, RankOptions())

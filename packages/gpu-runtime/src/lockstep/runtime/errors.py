@@ -15,4 +15,10 @@ class DeviceLost(LockstepError):
 
 
 class RankLost(DeviceLost):
-    """A rank of a tensor-parallel group ended, does not respond, or is out of step with the others. The engine ends."""
+    """A rank of an engine ended, does not respond, or is out of step with the others. The engine ends.
+
+    Attributes:
+        killed: it was ended by a signal from outside.
+    """
+
+    killed = False

@@ -8,6 +8,10 @@ launched batch once, in launch order.
 A batch with deferred sampling keeps its logits until `sample` is called for it. The batches behind it stay in the queue
 until then, because a decode reads the newest token of its row, which is not drawn yet.
 
+A pipeline stage (`RunnableModel.links`) runs each pass on its own layers, between a receive and a send of hidden
+states. Stages before the last one do not sample: they take over the drawn tokens when a later plan needs them, or at
+`collect`.
+
 An exception of the model affects only its batch. `collect` returns that batch with `error`, and its changes of the
 tables are folded before the next batch runs. An error of the plan itself (PlanError) or of the device (DeviceLost) is
 raised, and ends the engine.
@@ -16,7 +20,7 @@ raised, and ends the engine.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -50,6 +54,7 @@ from lockstep.runtime.media import DeviceMedia
 from lockstep.runtime.overlap import POLL_S, Download, StreamLane
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.sampling import Sampled, logprobs_of
+from lockstep.runtime.stages import StageLinks
 from lockstep.runtime.states.slots import PlannedStates, RowSlots
 from lockstep.runtime.tables import (
     NONE,
@@ -135,6 +140,7 @@ class _Launched:
     states: PlannedStates | None = None
     allowed: Int32s | None = None
     begun: Any = None
+    entered: Any = None  # with several stages: when it was sent to all of them, from which its time counts
     laid: list[PassTensors] = field(default_factory=list)
     logits: Tensor | None = None  # of a computed batch that may not sample yet
     wanted: dict[str, Tensor] = field(default_factory=dict)  # results to copy to the CPU
@@ -143,6 +149,8 @@ class _Launched:
     scored: list[int] = field(default_factory=list)  # rows of the plan whose last logits are requested
     prompt_tops: list[int] = field(default_factory=list)  # requested number of likeliest tokens, by span of the plan
     behind_failure: bool = False  # launched before the failure of an earlier batch was known
+    hidden: Callable[[], Tensor] | None = None  # waits for the result of the stage before
+    drawn: Callable[[], Tensor] | None = None  # waits for the tokens that the last stage drew
 
     @property
     def over(self) -> bool:
@@ -160,6 +168,7 @@ class RunnableModel:
     Args:
         graphs: prepared; decodes that they hold are replayed.
         split: the model is one rank's part. A pass that raises leaves the ranks out of step, and ends the engine.
+        links: to the other pipeline stages; None: there is one stage.
         states: slots of the layers that keep states; None: the model has none.
         media: contents of requests and output of the encoder; None: plans with media are refused.
     """
@@ -170,6 +179,7 @@ class RunnableModel:
     split: bool = False
     states: RowSlots | None = None
     media: DeviceMedia | None = None
+    links: StageLinks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +222,8 @@ class Executor:
         self.model, self.attention, self.sampler = runnable.model, runnable.attention, sampler
         self.graphs, self.split, self.states = runnable.graphs, runnable.split, runnable.states
         self.media = runnable.media
+        self.links = runnable.links
+        self.samples = self.links is None or self.links.stage.is_last  # whether this stage draws the tokens
         self.tables, self.lane, self.matchers, self.canary = tables, lane, matchers, canary
         self.pooling, self.drafter, self.jumps = pooling or Pooling(), ahead.drafter, ahead.jumps
         self.forwards = 0
@@ -254,6 +266,8 @@ class Executor:
             if not deferred:
                 launched.allowed = self._allowed(plan)
         self._queue.append(launched)
+        if self.links is not None:
+            self._expect(launched, self.links)
         if self.lane.eager:
             self._advance(len(self._queue))
 
@@ -291,6 +305,10 @@ class Executor:
         """Wait for the results of the oldest batch and return them. Raises DeviceLost if they cannot arrive."""
         self._advance(1)
         launched = self._queue[0]
+        if self.links is not None and not self.samples:
+            self._take_over(launched)
+            with self.lane.stream():  # which may reuse the memory of the result only behind its send
+                self.links.sent()
         if launched.error:
             self._queue.popleft()
             for behind in self._queue:
@@ -316,7 +334,11 @@ class Executor:
                     if launched.begun is None:
                         self._unfolded.append(launched)
                         launched.begun = self.lane.begin()
+                        if not self.samples:
+                            self._take_over_for(launched.plan)
                         self._compute(launched)
+                    if not self.samples:
+                        continue
                     if not launched.may_sample:
                         return
                     self._finish(launched)
@@ -331,6 +353,46 @@ class Executor:
                 if self.canary is not None:
                     with self.lane.stream():
                         self._spoil(launched)
+
+    def _expect(self, launched: _Launched, links: StageLinks) -> None:
+        """Begin to receive what other stages will send for a batch."""
+        one = launched.packed.passes[0]
+        launched.entered = self.lane.begin()
+        with self.lane.stream():
+            if not links.stage.is_first:
+                launched.hidden = links.expect_hidden(int(one.indptr[-1]))
+            if not links.stage.is_last and (values := _drawn_values(one)):
+                launched.drawn = links.expect_drawn(values)
+
+    def _take_over_for(self, plan: BatchPlan) -> None:
+        """Take over the tokens of all batches up to the last one that sampled a row of this plan."""
+        rows, last = plan.rows, -1
+        for number, one in enumerate(self._queue):
+            if one.plan is plan:
+                break
+            if not one.over and np.isin(one.plan.rows[one.plan.sample_rows], rows).any():
+                last = number
+        for one in list(self._queue)[: last + 1]:
+            self._take_over(one)
+
+    def _take_over(self, launched: _Launched) -> None:
+        """Store the tokens that the last stage drew for a batch, and start the copy of them. Raises DeviceLost."""
+        if launched.over:
+            return
+        with self.lane.stream(), torch.inference_mode():
+            launched.logits = None
+            if launched.drawn is not None:
+                one, tensors = launched.packed.passes[0], launched.laid[0]
+                found = _unpacked_drawn(launched.drawn(), one, len(tensors.sampled_rows))
+                if one.verifying is not None:
+                    places_host, _ = places_of(_samples(one))
+                    last = self.lane.upload(places_host).gather(1, (found["accepted"].to(torch.int64) - 1)[:, None])
+                    self.tables.verified(tensors, found["tokens"], last[:, 0])
+                else:
+                    self.tables.sampled(tensors, found["tokens"])
+                launched.wanted |= found
+            launched.download = self.lane.download(launched.wanted, launched.begun)
+            launched.wanted = {}
 
     def _compute(self, launched: _Launched) -> None:
         """Fold a plan, after those that failed before they were folded, and run its first pass up to the logits."""
@@ -386,9 +448,11 @@ class Executor:
         graphs = self.graphs if one.adapter_slots is None and offsets is None else None
         if graphs is not None and not graphs.holds(one):
             graphs = None
-        batch = None  # made once for all readers, because laying out adapters takes time
+        batch, received = None, None  # made once for all readers, because laying out adapters takes time
+        if launched.hidden is not None:
+            received, launched.hidden = launched.hidden(), None
         if graphs is None or self.drafter is not None or self.canary is not None:
-            batch = self._batch(launched.states, one, tensors)
+            batch = self._batch(launched.states, one, tensors, received)
             batch.media, batch.rope_offsets = media, offsets
             self._before_pass(launched, batch)
         if graphs is not None:
@@ -400,6 +464,9 @@ class Executor:
             if batch.states is not None and batch.states.copies is not None:
                 batch.states.pool.copy(*batch.states.copies)
         self.forwards += 1
+        if self.links is not None and not self.samples:
+            self.links.send_hidden(hidden)
+            return hidden
         samples = len(tensors.sampled_rows)
         if len(one.logprob_targets):
             plan = launched.plan
@@ -458,7 +525,9 @@ class Executor:
         guessed = torch.nn.functional.pad(guessed, (0, width - guessed.shape[1]))
         return torch.where(self.lane.upload(is_given), self.lane.upload(given), guessed)
 
-    def _batch(self, states: PlannedStates | None, one: ForwardPass, tensors: PassTensors) -> ForwardBatch:
+    def _batch(
+        self, states: PlannedStates | None, one: ForwardPass, tensors: PassTensors, hidden: Tensor | None
+    ) -> ForwardBatch:
         """Return the pass as a batch for the model and the attention backend."""
         return ForwardBatch(
             token_ids=self.tables.token_ids(tensors),
@@ -472,6 +541,7 @@ class Executor:
             extend_rows=one.extend_rows,
             starts_host=one.starts,
             lengths_host=one.stops,
+            hidden=hidden,
             windows=self.tables.window_view(tensors.rows, tensors.slots),
             states=None
             if self.states is None or states is None
@@ -508,7 +578,10 @@ class Executor:
         for name, parts in drawn.items():
             if (joined := _joined(parts)).numel():  # top logprobs have width 0 if no row requested them
                 launched.wanted[name] = joined
-        launched.download = self.lane.download(launched.wanted, launched.begun)
+        if self.links is not None and drawn:
+            self.links.send_drawn(_packed_drawn(launched.wanted))
+        begun = launched.begun if launched.entered is None else launched.entered
+        launched.download = self.lane.download(launched.wanted, begun)
         launched.wanted = {}
 
     def _verify(
@@ -665,6 +738,8 @@ class Executor:
             rows = plan.rows[plan.sample_rows]
             under = np.flatnonzero(self.tables.under_grammar[rows]) if plan.steps == 1 and len(result.tokens) else NONE
             result.look_at_grammars(under.tolist(), self.matchers, jumps=self.jumps)
+        if not self.samples:
+            return result
         first = 0
         for span, tops in zip(plan.logprob_spans, launched.prompt_tops, strict=True):
             stop = first + len(span.targets)
@@ -693,6 +768,30 @@ class Executor:
                 case ["pooled", i]:
                     result.pooled.append(Pooled(int(plan.request_ids[int(i)]), "embed", array))
         return result
+
+
+def _samples(one: ForwardPass) -> Int32s:
+    """Return the number of samples of each sampler of a pass, int32 [samplers]."""
+    return np.ones(len(one.sample_rows), np.int32) if one.samples is None else one.samples
+
+
+def _drawn_values(one: ForwardPass) -> int:
+    """Return how many numbers a stage sends for a pass: tokens, whether they are invalid, and accepted drafts."""
+    return 2 * int(_samples(one).sum()) + (len(one.sample_rows) if one.verifying is not None else 0)
+
+
+def _packed_drawn(found: dict[str, Tensor]) -> Tensor:
+    """Return drawn tokens as one tensor, int32 [values]."""
+    parts = [found["tokens"], found["invalid"].to(torch.int32)]
+    return torch.cat([*parts, found["accepted"]] if "accepted" in found else parts)
+
+
+def _unpacked_drawn(drawn: Tensor, one: ForwardPass, samples: int) -> dict[str, Tensor]:
+    """Return the tensors of `_packed_drawn` by name."""
+    found = {"tokens": drawn[:samples], "invalid": drawn[samples : 2 * samples] != 0}
+    if one.verifying is not None:
+        found["accepted"] = drawn[2 * samples :]
+    return found
 
 
 def _forced_by_sampler(one: ForwardPass) -> Int32s | None:
@@ -769,7 +868,6 @@ def refuse_unknown(plan: BatchPlan) -> None:
     if plan.mode not in MODES:
         raise PlanError(f"batch {plan.batch_id} has mode {plan.mode!r}; this executor runs {', '.join(sorted(MODES))}")
     for name, given in (
-        ("microbatch", plan.microbatch),
         ("ranks", plan.ranks),
         ("layers", plan.layers),
     ):

@@ -79,6 +79,7 @@ class ForwardBatch:
     lengths_host: Int32s  # [rows]; a row's new tokens are [starts_host:lengths_host)
     adapters: AdapterBatch | None = None  # slots of tokens on adapters; None: no token is on an adapter
     windows: WindowView | None = None  # None: layers with windows use the pages of all layers
+    hidden: Tensor | None = None  # [2, tokens, hidden], of the stage before; None: the pass begins at the embedding
     states: StateView | None = None  # None: no layer keeps a state; or, in a trial of memory, none is stored
     media: MediaRows | None = None  # None: all new tokens are tokens
     rope_offsets: Tensor | None = None  # int64 [3, tokens], to add to positions: time, height, width; None: all are 0

@@ -107,7 +107,7 @@ class LiveModel:
     def join_group(self, name: str, address: str, port: int, rank: int, ranks: int, backend: Backend = "gloo") -> None:
         """Connect to the group of a trainer, which sends weights. Raises ConfigError."""
         check_backend(backend, self.model.device)
-        if self.model.parallel.ranks > 1:
+        if self.model.is_part:
             raise ConfigError("an engine of several ranks joins no group\nhint: update it from a folder")
         if name in self._groups:
             raise ConfigError(f"this engine is in the group {name!r} already\nhint: leave it first")
@@ -139,8 +139,10 @@ class LiveModel:
 
     def read(self, name: str, rows: int) -> WeightsRead:
         """Return the first rows of a tensor, by its name in a checkpoint. Raises ConfigError."""
-        if self.model.parallel.ranks > 1:
-            raise ConfigError("weights are split over the ranks, of which no one has all\nhint: read them without `tp`")
+        if self.model.is_part:
+            raise ConfigError(
+                "weights are split over the ranks, of which no one has all\nhint: read them without `tp` and `pp`"
+            )
         found = {want.name: want.into for want in self._wanted}
         if name not in found:
             raise ConfigError(

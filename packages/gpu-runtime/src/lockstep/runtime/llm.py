@@ -92,6 +92,7 @@ from lockstep.runtime.graphs import (
 from lockstep.runtime.live import LiveModel
 from lockstep.runtime.lora.host_cache import HostAdapterCache, LocalAdapters
 from lockstep.runtime.models import read_settings
+from lockstep.runtime.models.stage import ExpertSplit
 from lockstep.runtime.outputs import (
     OutputDelta,
     PendingRequest,
@@ -121,6 +122,7 @@ from lockstep.runtime.sampling import (
     processors,
 )
 from lockstep.runtime.sources import find_model
+from lockstep.runtime.stages import check_stages
 from lockstep.runtime.tiers.lead import LeadMover
 from lockstep.runtime.transfer.lead import EngineTransport
 from lockstep.runtime.warmup import warm_up as run_warm_up
@@ -164,6 +166,8 @@ class LLM:
         tp, draft_model = config.tp, config.draft_model
         fp8_activations, backend = config.fp8_activations, config.model_backend
         sched = dict(config.sched)
+        if config.pp > 1:
+            sched = {"pp_size": config.pp} | sched
         packages = processors.versions(config.logit_processors)
         if draft_model is not None:
             sched = {"speculative_method": "draft_model"} | sched
@@ -182,7 +186,7 @@ class LLM:
             sched.pop("tiers", None)  # they follow from the options again; the keeper compares them
         if sources and not sched["max_loras"]:
             raise ConfigError("`lora` names adapters, but `max_loras` is 0, which is no LoRA\nhint: leave it out")
-        check_draft_model(draft_model, sched.get("speculative_method"), tp)
+        check_draft_model(draft_model, sched.get("speculative_method"), tp * config.pp)
         weights = WeightsLog() if keeper is None else keeper.weights
         if weights.version:
             check_lasting(weights.version, read_source(weights.source))
@@ -209,10 +213,14 @@ class LLM:
         with ExitStack() as undo:
             if fp8_activations == "on":  # before ranks are started
                 choose_activations(fp8_activations, read_settings(folder, backend=backend).quantization, where)
-            if tp != 1:
-                check_split(read_settings(folder, backend=backend), tp)
-                read_settings(folder, tp, backend)
-                self.group = RankGroup(tp, where, settings, timeout_s=config.rank_timeout_s)
+            if tp != 1 or config.pp != 1:
+                of_model = read_settings(folder, backend=backend)
+                check_split(of_model, tp, config.ep)
+                check_stages(of_model, config.pp)
+                read_settings(folder, tp, backend, ExpertSplit(config.ep, config.moe_a2a))
+                self.group = RankGroup(
+                    tp, where, settings, pp=config.pp, timeout_s=config.rank_timeout_s, ray=config.ray
+                )
                 undo.callback(self.group.close)
                 where = self.group.device
             made = assemble(settings, where, clock, self.group)
@@ -258,6 +266,7 @@ class LLM:
                     model=model_name(folder),
                     gpu=device_name(where),
                     tp=tp,
+                    layout=layout_of(config),
                     logit_processors=packages or None,
                     kv_cache_dtype=None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
                     fp8_activations=self.model.activations or None,
@@ -269,6 +278,7 @@ class LLM:
                     assert journal is not None
                     self._journal = JournalWriter.create(journal, header)
                 undo.callback(self._journal.close)
+            self._bubbles.resume(len(engine.requests), engine.now_us)
             self._host_adapters: LocalAdapters | LeadAdapters | None = None
             if self.config.max_loras:
                 cache = HostAdapterCache(self.model)
@@ -821,6 +831,12 @@ def model_name(folder: Path) -> str:
 
     name = folder.resolve()
     return "demo" if name == COMMITTED.resolve() else name.name
+
+
+def layout_of(config: EngineConfig) -> dict[str, int | bool]:
+    """Return how GPUs share the model beside `tp`, by the names of the simulator, for the header of the journal."""
+    given = {"pp": (config.pp, 1), "ep": (config.ep, 1), "moe_a2a": (config.moe_a2a, False)}
+    return {name: value for name, (value, usual) in given.items() if value != usual}
 
 
 def demo_folder() -> Path:

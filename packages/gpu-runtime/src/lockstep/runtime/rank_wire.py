@@ -1,4 +1,4 @@
-"""Messages between rank 0 and the workers of a tensor-parallel group: typed, over one socket pair each.
+"""Messages between rank 0 and the workers of its engine: typed, over one socket pair each.
 
     4 bytes      length bytes
     | length   | message, msgpack |          little endian; never a pickle
@@ -30,6 +30,7 @@ from lockstep.host.cache_moves import Move
 from lockstep.host.engine_options import RankOptions
 from lockstep.host.handover.kv import Fetch
 from lockstep.host.handover.wire import PageLayout, StagingPlace
+from lockstep.runtime.collectives import LOOPBACK
 from lockstep.runtime.errors import RankLost
 from lockstep.runtime.pooling import Pooling
 
@@ -56,10 +57,11 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The first message: the rank and the settings of the worker."""
 
     rank: int
-    ranks: int
+    tp: int
+    pp: int
     device: str
     threads: int  # torch's CPU threads: the same number on all ranks, since some results depend on it
-    store: str  # a file in a folder that only this user can read, by which the ranks find each other
+    store: str  # by which the ranks find each other: a file in a folder of this user, or HOST|PORT|NAME
     timeout_s: float
     settings: RankSettings
 
@@ -387,6 +389,12 @@ class Channel:
         # Only sending has a limit: SO_SNDTIMEO, because settimeout would limit receiving as well.
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", max(1, round(timeout_s)), 0))
         self._sending = threading.Lock()
+
+    @property
+    def host(self) -> str:
+        """Address of this machine that the other end can reach; that of the loopback device for a socket pair."""
+        ours = self._socket.getsockname()
+        return str(ours[0]) if self._socket.family in (socket.AF_INET, socket.AF_INET6) else LOOPBACK
 
     def send(self, message: ToWorker | ToLead) -> None:
         """Send a message. Raises OSError if the other end is closed, or receives nothing within the limit."""

@@ -1,4 +1,6 @@
-"""Rank 0 of a tensor-parallel group: starts the workers, sends them every plan, and ends with the first of them.
+"""Rank 0 of an engine of several ranks: starts the workers, sends them every plan, and ends with the first of them.
+
+Ranks split the layers of a model (`tp`), and pipeline stages have some of the layers each (`pp`, stages.py).
 
     rank 0, the user's process                       ranks 1, 2, ...: worker.py, a process each
 
@@ -55,7 +57,8 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import BatchId, RequestId
 from lockstep.host.batches import NO_CONTEXT, BatchResult, ContextOf
 from lockstep.host.cache_moves import MoveEnd
-from lockstep.runtime.collectives import START_S, CollectiveFailed, Collectives
+from lockstep.host.recovery import OUTSIDE_SIGNALS
+from lockstep.runtime.collectives import LOOPBACK, START_S, CollectiveFailed
 from lockstep.runtime.errors import DeviceLost, RankLost
 from lockstep.runtime.executor import Executor, Matchers
 from lockstep.runtime.live import LiveModel
@@ -99,6 +102,8 @@ from lockstep.runtime.rank_wire import (
     drawn_digest,
     in_turn,
 )
+from lockstep.runtime.ray_ranks import LOST, RayNodes, RayProcess
+from lockstep.runtime.stages import RankEnds, RankPlace, StageLinks
 
 log = logging.getLogger("lockstep.runtime")
 
@@ -113,16 +118,27 @@ END_S = 5.0  # a worker is killed this long after its StopWorker message
 POLL_S = 0.2
 
 
-def check_split(model: ModelSettings, ranks: int) -> None:
-    """Raise ConfigError, with the fields of config.json, if `ranks` ranks cannot split a model."""
+def check_split(model: ModelSettings, ranks: int, ep: int = 1) -> None:
+    """Raise ConfigError, with the fields of config.json, if `ranks` ranks cannot split a model.
+
+    Args:
+        ep: ranks over which whole experts are divided; 1: every rank has a part of each.
+    """
     if ranks < 1:
         raise ConfigError(f"`tp` must be at least 1, got `{ranks}`")
+    if ep > 1 and (model.experts is None or model.backend == "transformers"):
+        runs = " run by transformers' code" if model.backend == "transformers" else ""
+        raise ConfigError(
+            f"`ep` is {ep}, but {model.architecture}{runs} has no experts that ranks could divide\nhint: leave it out"
+        )
     if model.backend == "transformers":
         return  # its plan is checked with the model
     shared = {"num_attention_heads": model.heads}
     if model.experts is None or model.experts.dense_layers:
         shared["intermediate_size"] = model.intermediate
-    if model.experts is not None:
+    if model.experts is not None and ep > 1:
+        shared["num_experts"] = model.experts.experts
+    elif model.experts is not None:
         shared["moe_intermediate_size"] = model.experts.intermediate
     wrong = [f"`{name}` {size} is not divided by {ranks}" for name, size in shared.items() if size % ranks]
     if model.kv_heads % ranks and ranks % model.kv_heads:
@@ -135,15 +151,16 @@ def check_split(model: ModelSettings, ranks: int) -> None:
         )
 
 
-def rank_device(first: torch.device, rank: int, ranks: int) -> torch.device:
+def rank_device(first: torch.device, rank: int, tp: int, pp: int = 1) -> torch.device:
     """Return the device of a rank, counted from that of rank 0. Raises ConfigError if there are too few GPUs."""
     if first.type != "cuda":
         return first
-    index, count = first.index or 0, torch.cuda.device_count()
+    index, count, ranks = first.index or 0, torch.cuda.device_count(), tp * pp
     if index + ranks > count:
+        what, smaller = (f"`tp` {tp}", "tp") if pp == 1 else (f"`tp` {tp} x `pp` {pp}", "tp or pp")
         raise ConfigError(
-            f"`tp` {ranks} from cuda:{index} on needs {index + ranks} GPUs, but torch sees {count}\n"
-            "hint: a smaller tp, or CUDA_VISIBLE_DEVICES"
+            f"{what} from cuda:{index} on needs {index + ranks} GPUs, but torch sees {count}\n"
+            f"hint: a smaller {smaller}, or CUDA_VISIBLE_DEVICES"
         )
     return torch.device("cuda", index + rank)
 
@@ -153,11 +170,13 @@ class _Worker:
     """Rank 0's state of one worker. The group's lock guards all that changes."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | RayProcess
     channel: Channel
+    where: str = ""  # " on 10.0.0.2", if that is not the machine of rank 0
     doing: str = "starting"
     chosen: Chosen | None = None
     sized: Sized | None = None
+    stage: str = ""  # ", stage 1 of 4": behind its name, where there are several
     ready: bool = False
     launched: deque[BatchId] = field(default_factory=deque)  # batches launched and not answered
     drawn: dict[BatchId, bytes] = field(default_factory=dict)  # the worker's digests that rank 0 still lacks
@@ -166,8 +185,12 @@ class _Worker:
     threads: list[threading.Thread] = field(default_factory=list)
 
     def described(self) -> str:
-        """Return rank and process."""
-        return f"rank {self.rank} (process {self.process.pid})"
+        """Return rank, stage and process."""
+        return f"rank {self.rank}{self.stage} (process {self.process.pid}{self.where})"
+
+    def state(self) -> str:
+        """Return the state of the process, if it is on this machine."""
+        return "" if self.where else _state(self.process.pid)
 
     def busy(self) -> str:
         """Return the current activity, for a message about its end."""
@@ -190,13 +213,21 @@ class RankGroup:
     """
 
     def __init__(
-        self, ranks: int, device: torch.device, settings: RankSettings, *, timeout_s: float = TIMEOUT_S
+        self,
+        tp: int,
+        device: torch.device,
+        settings: RankSettings,
+        *,
+        pp: int = 1,
+        timeout_s: float = TIMEOUT_S,
+        ray: str | None = None,
     ) -> None:
         if not timeout_s > 0:
             raise ConfigError(
                 f"`rank_timeout_s` must be above 0, got `{timeout_s}`\nhint: {TIMEOUT_S:g} is the default"
             )
-        self.ranks, self.timeout_s = ranks, timeout_s
+        self.place, self.timeout_s = RankPlace(0, tp, pp), timeout_s
+        ranks = self.ranks = self.place.ranks
         self.matchers = None  # rank 0 has its own
         self.failure = ""  # why the group has ended
         self.on_stuck: Callable[[str], None] | None = None
@@ -213,18 +244,25 @@ class RankGroup:
         self._chain = PlanChain()
         self._folder = Path(tempfile.mkdtemp(prefix="lockstep-ranks-"))  # of mode 0700
         self._workers: list[_Worker] = []
-        self._collectives: Collectives | None = None
+        self._ends: RankEnds | None = None
+        self._nodes: RayNodes | None = None  # of the stages on other machines
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         try:
-            devices = [rank_device(device, rank, ranks) for rank in range(ranks)]
+            if ray is not None:
+                self._nodes = RayNodes(ray, self.place, gpus=device.type == "cuda")
+            devices = self._devices(device)
             self.device = devices[0]
             self._workers += [self._spawn(rank) for rank in range(1, ranks)]
             self._watcher.start()
-            store = str(self._folder / "store")
+            store, host = str(self._folder / "store"), LOOPBACK
+            if self._nodes is not None:
+                host = self._nodes.host
+                store = f"{host}|{self._nodes.store.port}|ranks"
             for worker in self._workers:
                 given = WorkerSetup(
                     rank=worker.rank,
-                    ranks=ranks,
+                    tp=tp,
+                    pp=pp,
                     device=str(devices[worker.rank]),
                     threads=torch.get_num_threads(),
                     store=store,
@@ -232,7 +270,7 @@ class RankGroup:
                     settings=settings,
                 )
                 self._send(worker, given)
-            self._collectives = self._while_alive(lambda: Collectives(store, 0, ranks, devices[0], self._collective_s))
+            self._ends = self._while_alive(lambda: RankEnds(store, self.place, devices[0], self._collective_s, host))
         except BaseException:
             self.close()
             raise
@@ -245,9 +283,14 @@ class RankGroup:
     # ---------------------------------------------------------------------------------------------------- for rank 0
 
     def parallel(self) -> Parallel:
-        """Return rank 0's part of the model."""
-        assert self._collectives is not None
-        return self._collectives.parallel()
+        """Return rank 0's part of the layers of its stage."""
+        assert self._ends is not None
+        return self._ends.parallel()
+
+    @property
+    def links(self) -> StageLinks | None:
+        """The ends of rank 0 to the other stages; None: there is one stage."""
+        return None if self._ends is None else self._ends.links
 
     def compare(self, chosen: str) -> None:
         """Raise ConfigError if a rank has another choice, because its passes and rank 0's would wait for each other.
@@ -288,7 +331,7 @@ class RankGroup:
         """Raise RankLost if the group has ended."""
         if self.failure:
             self._noticed.set()
-            raise RankLost(self.failure)
+            raise self._lost()
 
     def explain(self, error: DeviceLost) -> DeviceLost:
         """Return the error for rank 0 to raise instead of `error`: its cause, if that is on another rank."""
@@ -297,7 +340,13 @@ class RankGroup:
         self._noticed.set()
         if not self.failure:
             self._fail(f"rank 0: {error}")
-        return error if self.failure.endswith(str(error)) else RankLost(self.failure)
+        return error if self.failure.endswith(str(error)) else self._lost()
+
+    def _lost(self) -> RankLost:
+        """Return the error of the failure."""
+        error = RankLost(self.failure)
+        error.killed = self._kind == "killed"
+        return error
 
     def launch(self, order: Order) -> None:
         """Send every worker the order that rank 0 is about to launch."""
@@ -396,16 +445,29 @@ class RankGroup:
             worker.channel.close()
         if self._watcher.is_alive():
             self._watcher.join()
-        if self._collectives is not None and not stuck:
-            self._collectives.close()
+        if self._ends is not None and not stuck:
+            self._ends.close()
+        if self._nodes is not None:
+            self._nodes.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         if stuck:
             end_hard_at_exit("a thread of rank 0")
 
     # -------------------------------------------------------------------------------------------------------- inside
 
+    def _devices(self, first: torch.device) -> list[torch.device]:
+        """Return the device of each rank, as its process sees it. A process of Ray sees only its own GPU."""
+        tp, pp, nodes = self.place.tp, self.place.pp, self._nodes
+        if nodes is None:
+            return [rank_device(first, rank, tp, pp) for rank in range(self.ranks)]
+        elsewhere = torch.device("cuda", 0) if first.type == "cuda" else first
+        return [elsewhere if nodes.has(rank) else rank_device(first, rank, tp) for rank in range(self.ranks)]
+
     def _spawn(self, rank: int) -> _Worker:
         """Start a worker in a new interpreter, because a forked one would have lost torch's threads."""
+        if self._nodes is not None and self._nodes.has(rank):
+            remote, connection = self._nodes.take(rank)
+            return self._served(rank, remote, connection, f" on {remote.node}")
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -416,7 +478,16 @@ class RankGroup:
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
-        worker = _Worker(rank, process, Channel(ours, ToLead, self.timeout_s))
+        return self._served(rank, process, ours)
+
+    def _served(
+        self, rank: int, process: subprocess.Popen[bytes] | RayProcess, ours: socket.socket, where: str = ""
+    ) -> _Worker:
+        """Return a worker whose messages and output are received."""
+        worker = _Worker(rank, process, Channel(ours, ToLead, self.timeout_s), where)
+        if self.place.pp > 1:
+            stage = RankPlace(rank, self.place.tp, self.place.pp).stage
+            worker.stage = f", stage {stage.number + 1} of {stage.count}"
         for name, run in (("listen", self._listen), ("log", self._forward)):
             thread = threading.Thread(target=run, args=(worker,), name=f"rank {rank} {name}", daemon=True)
             worker.threads.append(thread)
@@ -491,7 +562,8 @@ class RankGroup:
             self._fail(f"{worker.described()} closed its channel {worker.busy()}, but still runs")
             return
         worker.threads[1].join(LAST_WORD_S)  # log what it wrote before its end is reported
-        self._fail(f"{worker.described()} {_exit_text(status)} {worker.busy()}")
+        kind = "killed" if -status in OUTSIDE_SIGNALS else "other"
+        self._fail(f"{worker.described()} {_exit_text(status)} {worker.busy()}", kind)
 
     def _take_in(self, worker: _Worker, message: ToLead) -> None:
         compared: tuple[BatchId, bytes, bytes] | None = None
@@ -544,7 +616,8 @@ class RankGroup:
     def _forward(self, worker: _Worker) -> None:
         """Copy the output of a worker to this process's log."""
         printed: IO[bytes] | None = worker.process.stdout
-        assert printed is not None
+        if printed is None:  # Ray keeps the output
+            return
         with printed:
             for line in printed:
                 log.warning("rank %d: %s", worker.rank, line.decode("utf-8", "replace").rstrip())
@@ -563,7 +636,7 @@ class RankGroup:
                     worker.waited_s += passed
                 late = [worker for worker in late if worker.waited_s > self.timeout_s]
             if late:
-                names = ", ".join(worker.described() + _state(worker.process.pid) for worker in late)
+                names = ", ".join(worker.described() + worker.state() for worker in late)
                 self._fail(f"batch {late[0].launched[0]} did not come back in {self.timeout_s:g} s from {names}")
         if self._noticed.wait(GRACE_S):
             return
@@ -584,8 +657,8 @@ class RankGroup:
         self._failed.set()
         for worker in self._workers:
             worker.process.kill()
-        if self._collectives is not None:
-            threading.Thread(target=self._collectives.abort, name="ranks abort", daemon=True).start()
+        if self._ends is not None:
+            threading.Thread(target=self._ends.abort, name="ranks abort", daemon=True).start()
 
 
 class LeadExecutor:
@@ -767,6 +840,8 @@ class ShownMasks:
 
 def _exit_text(status: int) -> str:
     """Describe how a process ended."""
+    if status == LOST:
+        return "was lost with its node"
     if status == -signal.SIGKILL:
         return "was ended by SIGKILL (the kernel does that when memory runs out)"
     if status < 0:

@@ -1,5 +1,7 @@
 """A rank other than the first: `python -m lockstep.runtime.worker FD`, started by `ranks.py` only.
 
+On another machine a process of Ray starts it with HOST|PORT|RANK instead of FD (ray_ranks.py).
+
 It makes its part of the model, then carries out rank 0's messages in order: the same launches, samples and results. It
 makes no decisions, receives no requests and keeps no journal.
 
@@ -38,7 +40,7 @@ from lockstep.core.contract.events import RequestId
 from lockstep.host.cache_moves import MoveEnd
 from lockstep.host.loop import HostClock
 from lockstep.runtime.assembly import assemble
-from lockstep.runtime.collectives import CollectiveFailed, Collectives
+from lockstep.runtime.collectives import CollectiveFailed
 from lockstep.runtime.errors import RankLost
 from lockstep.runtime.executor import Executor
 from lockstep.runtime.live import LiveModel
@@ -83,6 +85,8 @@ from lockstep.runtime.rank_wire import (
     drawn_digest,
     in_turn,
 )
+from lockstep.runtime.ray_ranks import connect
+from lockstep.runtime.stages import RankEnds, RankPlace
 from lockstep.runtime.tiers.mover import HostMover
 from lockstep.runtime.transfer.follow import TransferOrders
 from lockstep.runtime.transfer.rank import RankPages
@@ -177,13 +181,14 @@ class SentMasks:
 class LeadRank:
     """The other ranks as seen by a worker while it is assembled: it follows rank 0."""
 
-    def __init__(self, orders: Orders, collectives: Collectives) -> None:
-        self._orders, self._collectives = orders, collectives
+    def __init__(self, orders: Orders, ends: RankEnds) -> None:
+        self._orders, self._ends = orders, ends
+        self.place, self.links = ends.place, ends.links
         self.matchers = SentMasks(orders)
 
     def parallel(self) -> Parallel:
         """Return this rank's part of the model."""
-        return self._collectives.parallel()
+        return self._ends.parallel()
 
     def compare(self, chosen: str) -> None:
         """Send the choices of this rank. Rank 0 ends all ranks if they differ."""
@@ -205,13 +210,14 @@ class Follower:
         executor: Executor,
         orders: Orders,
         live: LiveModel,
+        rank: int = 1,
         mover: HostMover | None = None,
         transfers: RankPages | None = None,
     ) -> None:
         self.mover = mover
         self.transfers: TransferOrders | None = None
         if transfers is not None:
-            self.transfers = TransferOrders(transfers, live.model.parallel.rank, orders.channel.send, orders.fail)
+            self.transfers = TransferOrders(transfers, rank, orders.channel.send, orders.fail)
         self.executor, self.orders, self.live, self.chain = executor, orders, live, PlanChain()
         self.host_adapters = HostAdapterCache(live.model)
         self._adapters = ThreadPoolExecutor(1, "lockstep-adapters")  # so that plans do not wait for a disk
@@ -297,25 +303,31 @@ class Follower:
 def follow(orders: Orders) -> None:
     """Run a rank from its first message to its end."""
     setup = orders.expect(WorkerSetup)
-    orders.folder = Path(setup.store).parent
+    if "|" not in setup.store:
+        orders.folder = Path(setup.store).parent
     torch.set_num_threads(setup.threads)
     device = torch.device(setup.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     send = orders.channel.send
     send(Doing("meeting the other ranks"))
-    collectives = Collectives(setup.store, setup.rank, setup.ranks, device, setup.timeout_s)
+    place = RankPlace(setup.rank, setup.tp, setup.pp)
+    ends = RankEnds(setup.store, place, device, setup.timeout_s, orders.channel.host)
     send(Doing("loading the model"))
-    assembled = assemble(setup.settings, device, HostClock(), LeadRank(orders, collectives))
+    assembled = assemble(setup.settings, device, HostClock(), LeadRank(orders, ends))
     send(Ready())
     live = LiveModel(assembled.model, assembled.executor, assembled.mover)
-    Follower(assembled.executor, orders, live, assembled.mover, assembled.transfers).run()
+    Follower(assembled.executor, orders, live, setup.rank, assembled.mover, assembled.transfers).run()
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the worker, then exit at once: torch may wait for ranks that have ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes at the terminal; rank 0 decides
-    orders = Orders(Channel(socket.socket(fileno=int(arguments[0])), ToWorker, timeout_s=30.0))
+    if "|" in arguments[0]:
+        end = connect(arguments[0])
+    else:
+        end = socket.socket(fileno=int(arguments[0]))
+    orders = Orders(Channel(end, ToWorker, timeout_s=30.0))
     status = 0
     try:
         follow(orders)

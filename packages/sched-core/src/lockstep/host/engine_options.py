@@ -75,6 +75,10 @@ class RankOptions(ModelOptions, frozen=True, kw_only=True, forbid_unknown_fields
             default="by the ratio, and with `pages` one or more for each running request",
         ),
     ] = None
+    ep: Annotated[int, Option("Ranks over which the experts of a mixture of experts are divided: 1, or as --tp.")] = 1
+    moe_a2a: Annotated[
+        bool, Option("With --ep: send each token to the ranks of its experts, instead of summing over all ranks.")
+    ] = False
     mem_fraction: Annotated[float, Option("Share of a GPU's memory that the engine may use, weights included.")] = 0.9
     cuda_graphs: Annotated[GraphMode, Option("Whether decodes replay CUDA graphs.")] = "auto"
     cuda_graph_max_batch: Annotated[
@@ -124,6 +128,15 @@ class EngineOptions(RankOptions, frozen=True, kw_only=True, forbid_unknown_field
 
     device: Annotated[str, Option("Device of the engine: auto, cpu, cuda, cuda:1, ...")] = "auto"
     tp: Annotated[int, Option("GPUs, or on the CPU processes, that share one copy of the model.")] = 1
+    pp: Annotated[
+        int, Option("Pipeline stages: groups of --tp GPUs, or of processes, with some of the layers each.")
+    ] = 1
+    ray: Annotated[
+        str | None,
+        Option(
+            "Place the stages before the last one on nodes of a Ray cluster: auto, or HOST:PORT.", metavar="ADDRESS"
+        ),
+    ] = None
     random_weights: Annotated[
         int | None, Option("Use small random weights of this seed; only config.json is read.", metavar="SEED")
     ] = None

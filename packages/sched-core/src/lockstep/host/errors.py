@@ -7,3 +7,8 @@ from lockstep.core.contract.errors import LockstepError
 
 class EngineStopped(LockstepError):
     """The host has ended, by `stop` or a failure, and accepts no requests. The message has the reason."""
+
+
+def killed_from_outside(error: BaseException | None) -> bool:
+    """Return whether an engine ended because another process of it was killed from outside (`RankLost.killed`)."""
+    return bool(getattr(error, "killed", False))

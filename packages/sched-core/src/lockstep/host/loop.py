@@ -80,18 +80,16 @@ from lockstep.core.contract.events import (
     RequestArrived,
     RequestCancelled,
     RequestId,
-    RequestKind,
     TokenIds,
     TokensForced,
     WeightsSwapped,
 )
 from lockstep.core.contract.samples import sample_count, sample_of
 from lockstep.core.journal.sinks import JournalSink
-from lockstep.core.requests.table import Request
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.intake import ReceiveSkipper
 from lockstep.host.adapters import AdapterLoader, AdaptersLog, KnownAdapters
-from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, RowContext
+from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, RowContext, row_context
 from lockstep.host.cache_moves import CacheMoves, PageMover, name_adapter
 from lockstep.host.clock import HostClock as HostClock
 from lockstep.host.drafts import DraftCounts
@@ -260,6 +258,7 @@ class RuntimeHost:
     ) -> None:
         self.engine, self.executor, self.journal, self.clock = engine, executor, journal, clock
         self.failure = ""  # why the host ended; "" while it accepts requests
+        self.error: BaseException | None = None  # that ended the host; None if it was stopped, or ended from outside
         self.batches = 0
         self.drafts = DraftCounts()
         self.turns = 0  # turns of the loop: several per second unless a call does not return
@@ -293,6 +292,7 @@ class RuntimeHost:
         self._encoder = device.encoder
         self._wake_at_us: int | None = None
         self._nothing_new = False  # since the last LaneReady that launched nothing
+        self._offered, self._tried = -1, 0  # the last offered microbatch; microbatches offered in vain since an event
         self._stop = threading.Event()
 
     # ------------------------------------------------------------------------------------------- from any thread
@@ -433,6 +433,7 @@ class RuntimeHost:
                 else:
                     self._sleep()
         except BaseException as error:
+            self.error = error
             self._end(f"the engine failed: {type(error).__name__}: {error}")
             raise
         self._end("the engine was stopped")
@@ -507,12 +508,24 @@ class RuntimeHost:
         return bool(self.engine.requests or self._maintaining or self.moves.open or handing_over)
 
     def _may_launch(self) -> bool:
-        slots = self.engine.config.overlap_depth + 1
-        return not self._nothing_new and len(self.engine.in_flight) < slots
+        if self._nothing_new:
+            return False
+        if self.engine.microbatches.several:
+            return bool(self.engine.open_slots())
+        return len(self.engine.in_flight) <= self.engine.config.overlap_depth
 
     def _launch(self) -> None:
-        """Offer a free launch slot to the engine."""
-        plan = self._fold(LaneReady(self._now())).launched()
+        """Offer a free launch slot to the engine; with pipeline stages, the slot of the next microbatch in turn."""
+        several, tried = self.engine.microbatches, self._tried
+        if several.several:
+            self._offered = several.next_slot(self.engine.open_slots(), self._offered)
+            plan = self._fold(LaneReady(self._now(), self._offered)).launched()
+            if plan is None:
+                self._tried = tried + 1
+                if self._tried < len(self.engine.open_slots()):
+                    return  # another microbatch may have a launch
+        else:
+            plan = self._fold(LaneReady(self._now())).launched()
         self._nothing_new = plan is None
         if self._skipper is not None:
             self._receives = self._skipper.due(None if plan is None else plan.mode)
@@ -566,7 +579,7 @@ class RuntimeHost:
         if step.commands:
             self.journal.flush()
         self._wake_at_us = step.wake_at_us
-        self._nothing_new = False
+        self._nothing_new, self._tried = False, 0
         if self.observe is not None:
             self.observe(event, step)
         if self.handover is not None:
@@ -960,19 +973,6 @@ class RuntimeHost:
 def _raise(error: BaseException, now_us: int) -> ObservedEvent:
     """Raise an error of another thread in the host's thread."""
     raise error
-
-
-def row_context(request: Request, kind: RequestKind) -> RowContext:
-    """Return the context of a request that takes a row: its tokens with those of its session, after truncation."""
-    return RowContext(
-        tokens=np.frombuffer(request.tokens, np.int32),
-        prompt_tokens=request.prompt_tokens,
-        kind=kind,
-        namespace=request.namespace,
-        min_new_tokens=request.min_new_tokens,
-        stop_token_ids=request.stop_token_ids,
-        spans=() if request.extras is None else request.extras.spans,
-    )
 
 
 def sampled_spans(engine: Engine, plan: BatchPlan, accepted: Int32s | None) -> tuple[Int32s, Int32s]:

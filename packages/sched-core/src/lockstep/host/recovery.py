@@ -11,13 +11,15 @@ the journal was ever sent.
 **Suspects.** A crash of an engine may be caused by a request. The requests in flight at that time are suspects. After
 the restart they are admitted one at a time (`Probation`): each must get past the token that it had reached before the
 next one is admitted. If the engine crashes again, the suspect on trial is guilty and fails, and the others are cleared.
-An engine that was killed from outside makes no suspects, unless it had not completed a single batch: then the kernel
-may have killed it for lack of memory. The suspect on trial is guilty when that happens for the fourth time.
+An engine makes no suspects if it, or one of its ranks, was killed from outside, unless it had not completed a single
+batch: then the kernel may have killed it for lack of memory. The suspect on trial is guilty when that happens for the
+fourth time.
 """
 
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +55,9 @@ log = logging.getLogger("lockstep.host")
 
 Death = Literal["killed", "crashed"]
 """Killed from outside, or crashed: by an error, a signal that it caused itself, or a stall."""
+
+OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that a process does not cause itself, except that the kernel sends SIGKILL when memory runs out."""
 
 STRIKES_MAX = 2
 KILLED_MAX = 4  # kills of an engine with the same single request on trial, after which the request fails

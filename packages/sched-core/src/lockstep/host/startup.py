@@ -124,7 +124,8 @@ class Keeper:
         """
         assert self.config is not None
         self.check(msgspec.structs.replace(self.config, **given))
-        return {one.name: getattr(self.config, one.name) for one in msgspec.structs.fields(SchedConfig)}
+        names = [one.name for one in msgspec.structs.fields(SchedConfig)]
+        return {name: value for name in names if (value := getattr(self.config, name)) is not msgspec.UNSET}
 
     def check(self, config: SchedConfig) -> None:
         """Raise ConfigError if settings differ from those of the recorded journal."""

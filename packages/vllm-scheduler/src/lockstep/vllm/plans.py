@@ -52,9 +52,11 @@ class OutputBuilder:
             context_tokens_max: vLLM's max_model_len.
             groups: KV cache groups of the model.
             drafts_stay: whether drafts stay with the workers, as they do with asynchronous scheduling.
+            v2_runner: whether the workers run vLLM's model runner V2, which gets resumed requests as new ones.
             sends_tokens: whether plans have the tokens to be computed, as workers of all pipeline stages but the last
                 need them: the last stage has its own samples.
-            v2_runner: whether the workers run vLLM's model runner V2, which gets resumed requests as new ones.
+            uses_mrope: whether the model has positions of several dimensions, which the workers compute from the items.
+            media: multimodal items, of all requests.
         """
         self._tokens_max = tokens_max
         self._context_tokens_max = context_tokens_max

@@ -44,7 +44,7 @@ class SchedulerRecorder(Scheduler):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Raises ConfigError without a run folder, or for a vLLM version that is not supported."""
         super().__init__(*arguments, **options)
-        _, version = versions.installed_version()
+        version = versions.installed_version()
         versions.check_version(version)
         settings = read_settings(self.vllm_config.additional_config)
         if not settings.journal:

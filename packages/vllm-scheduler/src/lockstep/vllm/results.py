@@ -54,7 +54,7 @@ def batch_finished(
     """
     sampled, index, plan = result.sampled_token_ids, result.req_id_to_index, batch.plan
     names = [entry.request.request_id for entry in batch.samplers]
-    tokens = [sampled[index[name]] for name in names] if sampled or names else []
+    tokens = [sampled[index[name]] for name in names]
     counts = [len(row) for row in tokens]
     verifies = plan.speculation is not None
     for name, count in zip(names, counts, strict=True):

@@ -100,7 +100,7 @@ class Scheduler(SchedulerInterface):
         log_stats: bool = False,
     ) -> None:
         """Raises ConfigError for a vLLM version or a configuration that is not supported."""
-        _, version = versions.installed_version()
+        version = versions.installed_version()
         versions.check_version(version)
         settings = read_settings(vllm_config.additional_config)
         encoder = None
@@ -400,6 +400,7 @@ class Scheduler(SchedulerInterface):
                 taken.setdefault(client, EngineCoreOutputs()).finished_requests = names
             self._finished_by_client = {}
         if (stats := self.make_stats()) is not None:
+            stats.cudagraph_stats = model_runner_output.cudagraph_stats
             if not taken:
                 taken[0] = EngineCoreOutputs()
             next(iter(taken.values())).scheduler_stats = stats

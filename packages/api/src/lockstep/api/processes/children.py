@@ -20,6 +20,9 @@ EXIT_FOR_GOOD = 3
 continued.
 """
 
+EXIT_RANK_KILLED = 5
+"""Exit status of an engine of several ranks one of which was killed from outside."""
+
 EXIT_UNWRITABLE = 4
 """Exit status of an engine whose journal cannot be written, which may be temporary: the disk is full."""
 

@@ -118,6 +118,8 @@ class Claims:
         try:
             first = recovered.find(request.origin, [sample for sample, had in enumerate(have) if had != OVER])
         except JournalError as error:
+            if not any(have):  # the client has nothing of the answer; or the request never arrived, and later ones did
+                return None
             raise Lost(f"the engine ended and restarted: {error}", "engine") from error
         if first is None:
             return None

@@ -69,7 +69,7 @@ from lockstep.core.contract.events import GetState, Grammar
 from lockstep.core.contract.samples import sample_count
 from lockstep.core.journal.records import JournalError
 from lockstep.core.journal.replay import Divergence
-from lockstep.host.errors import EngineStopped
+from lockstep.host.errors import EngineStopped, killed_from_outside
 from lockstep.host.handover.decode import DecodeSide
 from lockstep.host.handover.prefill import PrefillSide
 from lockstep.host.loop import Sink
@@ -160,7 +160,7 @@ class EngineProcess:
                 with suppress(zmq.Again):  # nothing came within LOOK_MS
                     self.handle(read_by_engine(self._mailbox.recv()))
                 if self.host.failure:
-                    raise EngineStopped(self.host.failure)
+                    raise EngineStopped(self.host.failure) from self.host.error
                 now_s = time.monotonic()
                 if now_s - expired_s >= 1.0:
                     expired_s = now_s
@@ -488,5 +488,7 @@ def main(folder: Path, generation: int, before: PriorState, alive: Callable[[], 
         full = isinstance(error, JournalError) and isinstance(error.__cause__, OSError)
         if full:
             return children.EXIT_UNWRITABLE
+        if killed_from_outside(error) or killed_from_outside(error.__cause__):
+            return children.EXIT_RANK_KILLED
         return children.EXIT_FOR_GOOD if for_good else 1
     return 0

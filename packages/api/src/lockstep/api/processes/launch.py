@@ -46,7 +46,6 @@ from lockstep.api.processes.routing import RouterService, RouterThread
 from lockstep.api.processes.sockets import engine_folder, fresh_folder, router_address, writer
 from lockstep.api.processes.supervisor import (
     GRACE_S,
-    OUTSIDE_SIGNALS,
     Child,
     EngineReport,
     Supervisor,
@@ -66,6 +65,7 @@ from lockstep.api.processes.wire import (
 from lockstep.api.settings import ServeSettings
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.inbox import Inbox
+from lockstep.host.recovery import OUTSIDE_SIGNALS
 
 log = logging.getLogger("lockstep.serve")
 

@@ -28,13 +28,12 @@ from lockstep.api.processes.outbox import Writers
 from lockstep.api.processes.sockets import engine_address, writer
 from lockstep.api.processes.wire import EngineGone, EngineRestarting, ToEngine, encode
 from lockstep.api.settings import ServeSettings
-from lockstep.host.recovery import Death
+from lockstep.host.recovery import OUTSIDE_SIGNALS, Death
 
 log = logging.getLogger("lockstep.serve")
 
 GRACE_S = 5.0  # from the end of `shutdown_s` until a process that has not ended is killed
 # signals that come from outside, not from a fault of the engine itself
-OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 RETRY_MIN_S, RETRY_MAX_S = 0.5, 30.0
@@ -169,7 +168,8 @@ class Supervisor:
         self._restarts_s.append(self._down_s)
         for worker in self._workers():
             self._to_workers.send(EngineRestarting(worker, self.next_generation, message))
-        self._begin_engine("killed" if -status in OUTSIDE_SIGNALS and not current.hangs else "crashed")
+        from_outside = -status in OUTSIDE_SIGNALS or status == children.EXIT_RANK_KILLED
+        self._begin_engine("killed" if from_outside and not current.hangs else "crashed")
         return True
 
     def _wait_for_journal(self, message: str) -> None:

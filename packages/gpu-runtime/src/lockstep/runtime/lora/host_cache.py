@@ -41,7 +41,14 @@ class HostAdapterCache:
         model, parallel = self._model, self._model.parallel
         folder = folder_of(source)
         try:
-            found = read_adapter(folder, model.targets, model.adapter_rank, rank=parallel.rank, ranks=parallel.ranks)
+            found = read_adapter(
+                folder,
+                model.targets,
+                model.adapter_rank,
+                rank=parallel.rank,
+                ranks=parallel.ranks,
+                elsewhere=model.has_elsewhere,
+            )
         except (OSError, MemoryError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
             raise CheckpointError(folder, [f"{type(error).__name__}: {reason}"]) from error

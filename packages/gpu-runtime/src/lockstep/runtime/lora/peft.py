@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -58,13 +58,20 @@ class AdapterWeights:
 
 
 def read_adapter(
-    folder: Path, targets: Sequence[LoraTarget], rank_max: int, *, rank: int = 0, ranks: int = 1
+    folder: Path,
+    targets: Sequence[LoraTarget],
+    rank_max: int,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    elsewhere: Callable[[str], bool] = lambda name: False,
 ) -> AdapterWeights:
     """Read this rank's part of an adapter.
 
     Args:
         targets: the matrices that adapters may change; rank_max: the rank of the slots.
         rank, ranks: this tensor-parallel rank, and their number.
+        elsewhere: returns whether another pipeline stage has the matrix of a tensor, by its name in the model.
     Raises: CheckpointError with all problems of the folder.
     """
     if not folder.is_dir():
@@ -79,7 +86,7 @@ def read_adapter(
         raise CheckpointError(folder, problems, "PEFT's `save_pretrained` writes safetensors")
     with TensorFile(folder / TENSORS, str(folder)) as file:
         found = {_plain(name): name for name in file.stored}
-        wanted = _compared(file, found, targets, settings, rank_max, problems)
+        wanted = _compared(file, found, targets, settings, rank_max, problems, elsewhere)
         if problems:
             raise CheckpointError(folder, problems, "an adapter must be of the model that runs")
         with torch.no_grad():
@@ -130,8 +137,9 @@ def _compared(
     settings: Mapping[str, Any],
     rank_max: int,
     problems: list[str],
+    elsewhere: Callable[[str], bool],
 ) -> list[LoraTarget]:
-    """Return the matrices that the folder changes; mismatches are added to `problems`."""
+    """Return the matrices here that the folder changes; mismatches are added to `problems`."""
     wanted, known = [], set()
     for target in targets:
         down, up = target.name + DOWN, target.name + UP
@@ -151,13 +159,14 @@ def _compared(
     problems += [
         f"{original}: not of a matrix that adapters may change here, found {file.stored[original]}"
         for name, original in sorted(found.items())
-        if name not in known
+        if name not in known and not elsewhere(name)
     ]
-    if not wanted and not problems:
+    others = [name.removesuffix(DOWN) for name in found if name.endswith(DOWN) and elsewhere(name)]
+    if not wanted and not others and not problems:
         problems.append(f"{TENSORS} holds no tensor")
     named = settings.get("target_modules")
     for module in named if isinstance(named, list) else ():
-        if not any(_is_named(target.name, str(module)) for target in wanted):
+        if not any(_is_named(name, str(module)) for name in (*others, *(target.name for target in wanted))):
             problems.append(f"{CONFIG}: `target_modules` has {_short(module)}, of which there is no tensor")
     return wanted
 

@@ -34,6 +34,7 @@ from lockstep.runtime.models.layers import Maker
 from lockstep.runtime.models.layers import Parallel as Parallel
 from lockstep.runtime.models.registry import BUILDERS, Builder
 from lockstep.runtime.models.settings import ModelSettings as ModelSettings
+from lockstep.runtime.models.stage import SPLIT_EXPERTS, ExpertSplit
 
 MODELOPT = "hf_quant_config.json"
 GENERATES, VECTORS_ONLY = "ForCausalLM", "Model"
@@ -93,7 +94,7 @@ def build_model(
                 load(wanted, checkpoint, rank=parallel.rank, ranks=parallel.ranks, surplus=model.surplus)
                 if kv_fp8:
                     prefix = "model." if "embed_tokens.weight" in checkpoint.stored else ""
-                    model.kv_scales = read_kv_scales(checkpoint, model.layers, prefix)
+                    model.kv_scales = read_kv_scales(checkpoint, model.layers, prefix, model.first_layer)
         model.prepare()
     model.eval()
     return model
@@ -113,13 +114,16 @@ def _for_tensors(
     return _builder(config, backend)(config, maker)
 
 
-def read_kv_scales(checkpoint: Checkpoint, layers: int, prefix: str = "") -> tuple[tuple[float, float], ...]:
+def read_kv_scales(
+    checkpoint: Checkpoint, layers: int, prefix: str = "", first: int = 0
+) -> tuple[tuple[float, float], ...]:
     """Return the scales of keys and values by layer; 1 for layers without scales in the checkpoint.
 
     compressed-tensors calls them `self_attn.k_scale`, ModelOpt `self_attn.k_proj.k_scale`; values likewise.
 
     Args:
         prefix: prefix that the names of the checkpoint lack.
+        first: the first of the layers.
     Raises: CheckpointError for invalid scales, and for layers with a scale of keys or values only.
     """
     problems: list[str] = []
@@ -140,7 +144,7 @@ def read_kv_scales(checkpoint: Checkpoint, layers: int, prefix: str = "") -> tup
         return value
 
     found = []
-    for layer in range(layers):
+    for layer in range(first, first + layers):
         key, value = scale(layer, "k"), scale(layer, "v")
         if (key is None) != (value is None):
             problems.append(f"layer {layer} has a scale of keys or of values, but not of both")
@@ -150,15 +154,18 @@ def read_kv_scales(checkpoint: Checkpoint, layers: int, prefix: str = "") -> tup
     return tuple(found)
 
 
-def read_settings(folder: str | Path, ranks: int = 1, backend: ModelBackend = "auto") -> ModelSettings:
+def read_settings(
+    folder: str | Path, ranks: int = 1, backend: ModelBackend = "auto", experts: ExpertSplit = SPLIT_EXPERTS
+) -> ModelSettings:
     """Return the settings in a folder's config.json, without making a model. Raises ConfigError.
 
     Args:
         ranks: number of ranks that split the model; raises also if they cannot split its quantised matrices.
         backend: see `build_model`.
+        experts: how ranks share experts.
     """
     config = _with_other_files(read_config(Path(folder)), Path(folder))
-    parallel = Parallel() if ranks == 1 else Parallel(0, ranks, lambda one: one, lambda one: one)
+    parallel = Parallel() if ranks == 1 else Parallel(0, ranks, lambda one: one, lambda one: one, experts=experts)
     make = Maker(device=torch.device("meta"), parallel=parallel)
     return _builder(config, backend)(config, make).settings
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.checkpoint import TensorSpec
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.lora.slots import LoraTarget
-from lockstep.runtime.models.experts import Experts
+from lockstep.runtime.models.experts import Experts, experts_of
 from lockstep.runtime.models.language_model import LanguageModel
 from lockstep.runtime.models.layers import (
     Attention,
@@ -29,6 +30,7 @@ from lockstep.runtime.models.rope import Rotary
 from lockstep.runtime.models.settings import ModelSettings
 from lockstep.runtime.quantized.activations import choose_activations
 
+OF_EXPERT = re.compile(r"\.experts\.([0-9]+)\.")
 OF_ROWS = (".input_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
 """Suffixes of scales of rows and KV in a quantised checkpoint. They are read only if fp8 rows or fp8 KV are enabled."""
 
@@ -37,12 +39,13 @@ class Layer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, make: Maker, layer: int, settings: ModelSettings, qk_norm: bool) -> None:
+        """Make layer `layer` of the model; its KV has the place of the layer in its stage."""
         super().__init__()
         self.norm = RmsNorm(make, settings.hidden, settings.norm_eps)
         prefix = f"model.layers.{layer}"
         self.attention = Attention(
             make.within(f"{prefix}.self_attn"),
-            layer,
+            layer - make.parallel.stage.layers(settings.layers).start,
             AttentionSizes(
                 hidden=settings.hidden,
                 heads=settings.heads,
@@ -91,36 +94,53 @@ class Layer(nn.Module):
 
 
 class Decoder(LanguageModel):
-    """A causal language model of one rank, of our own layers."""
+    """A causal language model of one rank, of our own layers. A pipeline stage has some of the layers."""
 
     def __init__(self, make: Maker, settings: ModelSettings, *, qk_norm: bool = False) -> None:
         super().__init__(make, settings)
         self.rotary = Rotary(settings.rope, settings.head_dim, make.dtype, make.device)
-        self.embeddings = VocabEmbedding(make, settings.vocab, settings.hidden)
+        if make.parallel.experts.a2a:
+            self.uncapturable_because = "tokens are sent to the ranks of their experts, as many as are known on the CPU"
+        stage, own = make.parallel.stage, make.parallel.stage.layers(settings.layers)
+        tied_head = stage.is_last and settings.tied and settings.generates
+        self.embeddings: VocabEmbedding | None = None
+        if stage.is_first or tied_head:
+            self.embeddings = VocabEmbedding(make, settings.vocab, settings.hidden)
         self.activations = choose_activations(make.fp8_activations, settings.quantization, make.device)
         of_layers = replace(make, stored=settings.quantization, activations=self.activations)
-        stack = [Layer(of_layers, layer, settings, qk_norm) for layer in range(settings.layers)]
+        stack = [Layer(of_layers, layer, settings, qk_norm) for layer in own]
         self.stack = nn.ModuleList(stack)
-        self.norm = RmsNorm(make, settings.hidden, settings.norm_eps)
+        self.norm = RmsNorm(make, settings.hidden, settings.norm_eps) if stage.is_last else None
         self.head: VocabEmbedding | None = None
-        if settings.generates:
-            self.head = self.embeddings if settings.tied else VocabEmbedding(make, settings.vocab, settings.hidden)
+        if settings.generates and stage.is_last:
+            self.head = self.embeddings if tied_head else VocabEmbedding(make, settings.vocab, settings.hidden)
+            assert self.head is not None
             self.head.packed = packable(self.head.weight)
         query, key, _ = stack[0].attention.qkv.sizes
-        self.layers, self.head_dim, self.scale = settings.layers, settings.head_dim, settings.head_dim**-0.5
+        self.layers, self.first_layer = len(own), own.start
+        self.head_dim, self.scale = settings.head_dim, settings.head_dim**-0.5
         self.heads, self.kv_heads = query // settings.head_dim, key // settings.head_dim
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
-        """Return the hidden states behind the last norm, [tokens, hidden].
-
-        The backend must be planned for this batch.
-        """
-        residual, added = self.embeddings.embed(batch.token_ids), None
+        """Return the hidden states behind the last norm, or what the next stage needs; see `LanguageModel.forward`."""
+        residual, added = self._input(batch)
         rotation = self.rotary(batch.positions)
         for layer in self.stack:
             residual, added = layer(residual, added, rotation, batch, attention)
+        if self.norm is None:
+            assert added is not None
+            return torch.stack((residual, added))
+        normed: Tensor
         _, normed = self.norm(residual, added)
         return normed
+
+    def _input(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """Return the input of the first layer here: residual, and what its norm adds."""
+        if batch.hidden is not None:
+            residual, added = batch.hidden.unbind()
+            return residual, added
+        assert self.embeddings is not None
+        return self.embeddings.embed(batch.token_ids), None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [samples, vocab] of hidden states [samples, hidden] that `forward` returned.
@@ -135,23 +155,35 @@ class Decoder(LanguageModel):
 
     def _adapted(self, slots: int, rank: int) -> Iterator[LoraTarget]:
         """Allocate adapter slots, and yield the matrices that adapters may change."""
-        for index, layer in enumerate(self.stack):
+        for index, layer in enumerate(self.stack, self.first_layer):
             assert isinstance(layer, Layer)
             yield from layer.take_adapters(slots, rank, f"model.layers.{index}")
 
     def tensors(self) -> Iterator[TensorSpec]:
         """Yield the tensors of a checkpoint that fill the model."""
-        yield from self.embeddings.tensors("model.embed_tokens")
-        for index, layer in enumerate(self.stack):
+        if self.embeddings is not None:
+            yield from self.embeddings.tensors("model.embed_tokens")
+        for index, layer in enumerate(self.stack, self.first_layer):
             assert isinstance(layer, Layer)
             yield from layer.tensors(f"model.layers.{index}")
-        yield from self.norm.tensors("model.norm")
+        if self.norm is not None:
+            yield from self.norm.tensors("model.norm")
         if self.head is not None and self.head is not self.embeddings:
             yield from self.head.tensors("lm_head")
+
+    def _has_other_rank(self, name: str) -> bool:
+        """Return whether a tensor is of an expert that another rank has."""
+        if self.parallel.experts.ep == 1 or self.settings.experts is None or (found := OF_EXPERT.search(name)) is None:
+            return False
+        count = self.settings.experts.experts
+        expert = int(found[1])
+        return expert < count and expert not in experts_of(count, self.parallel.rank, self.parallel.ranks)
 
     def surplus(self, name: str) -> bool:
         """Return whether a checkpoint may hold this tensor although it is not read, because it follows from others."""
         if self.settings.quantization is not None and name.endswith(OF_ROWS):
+            return True
+        if self.has_elsewhere(name) or self._has_other_rank(name):
             return True
         return name.endswith(".rotary_emb.inv_freq") or (
             name == "lm_head.weight" and (self.settings.tied or not self.settings.generates)

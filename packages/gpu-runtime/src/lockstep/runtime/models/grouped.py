@@ -25,8 +25,9 @@ def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
     Args:
         rows: [rows, inputs], groups end to end. weights: [groups, outputs, inputs].
-        ends: int32 [groups], on the same device: group g is rows [ends[g - 1]:ends[g]); the last is the number of rows.
-    Returns: [rows, outputs].
+        ends: int32 [groups], on the same device: group g is rows [ends[g - 1]:ends[g]). Rows behind the last
+            end are not computed.
+    Returns: [rows, outputs]; rows behind the last end have any values.
     """
     if rows.device.type != "cuda":
         return grouped_linear_reference(rows, weights, ends)
@@ -47,7 +48,8 @@ def grouped_linear_reference(rows: Tensor, weights: Tensor, ends: Tensor) -> Ten
         for weight, start, stop in zip(weights.unbind(), starts, starts[1:], strict=False)
         if start != stop
     ]
-    return torch.cat(parts) if parts else rows.new_empty(0, weights.shape[1])
+    parts.append(rows.new_zeros(len(rows) - starts[-1], weights.shape[1]))
+    return torch.cat(parts)
 
 
 def has_torch_kernel(rows: Tensor, weights: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,9 @@ from lockstep.runtime.media import ContentEncoder
 from lockstep.runtime.models.layers import Maker
 from lockstep.runtime.models.settings import ModelSettings
 from lockstep.runtime.states.pool import StatePart
+
+if TYPE_CHECKING:
+    from lockstep.runtime.stages import StageLinks
 
 
 class LanguageModel(nn.Module, ABC):
@@ -38,11 +42,14 @@ class LanguageModel(nn.Module, ABC):
     states: tuple[StatePart, ...] = ()  # of layers that keep a state beside KV, or instead of it
     uncapturable_because: str = ""  # why its passes cannot be captured in CUDA graphs; empty: they can
     pictures: ContentEncoder | None = None  # of models that take media
+    first_layer: int = 0  # of those that this stage has
     activations: str = ""  # how rows are rounded before products with fp8 weights; empty: not at all
 
     def __init__(self, make: Maker, settings: ModelSettings) -> None:
         super().__init__()
         self.settings, self.parallel, self.dtype, self.device = settings, make.parallel, make.dtype, make.device
+        self.stage = make.parallel.stage
+        self.links: StageLinks | None = None  # to the other pipeline stages
         self.kv_scales: tuple[tuple[float, float], ...] | None = None  # of keys and values by layer, for KV in fp8
         self.adapter_slots, self.adapter_rank = 0, 0
         self.targets: tuple[LoraTarget, ...] = ()  # matrices that adapters may change
@@ -54,7 +61,8 @@ class LanguageModel(nn.Module, ABC):
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
         """Return the hidden states behind the last norm, [tokens, hidden].
 
-        The backend must be planned for this batch.
+        The backend must be planned for this batch. A pipeline stage before the last one returns what the next stage
+        needs as `batch.hidden`, [2, tokens, hidden]: residual, and what the next norm adds to it.
         """
 
     @abstractmethod
@@ -89,6 +97,16 @@ class LanguageModel(nn.Module, ABC):
         """
         prefix = "model." if "embed_tokens.weight" in stored else ""
         return [replace(want, name=want.name.removeprefix(prefix)) for want in wanted]
+
+    def has_elsewhere(self, name: str) -> bool:
+        """Return whether another pipeline stage has a tensor, by its name in a checkpoint, and this one does not."""
+        settings = self.settings
+        return self.stage.lacks(name, settings.layers, tied=settings.tied and settings.generates)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks or stages have parts of the model."""
+        return self.parallel.ranks > 1 or self.stage.count > 1
 
     @property
     def weight_bytes(self) -> int:

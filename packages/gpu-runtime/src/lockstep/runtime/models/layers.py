@@ -27,12 +27,16 @@ from lockstep.runtime.lora.batch import AdapterBatch
 from lockstep.runtime.lora.slots import LoraSlots, LoraTarget
 from lockstep.runtime.models.elementwise import add_rms_norm, norm_and_turn, silu_and_mul
 from lockstep.runtime.models.packed import PackedMatrix
+from lockstep.runtime.models.stage import SPLIT_EXPERTS, WHOLE, ExpertSplit, StageLayers
 from lockstep.runtime.quantized.fp8 import Fp8Matrices, RowRounding
 from lockstep.runtime.quantized.int4 import Int4Matrices
 from lockstep.runtime.quantized.matrices import Quantized, StoredMatrix
 
 Weight: TypeAlias = Tensor | Quantized
 """A matrix [outputs, inputs], or quantised matrices."""
+
+
+AllToAll: TypeAlias = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
@@ -44,12 +48,20 @@ class Parallel:
     """This rank of the group that splits one model, and the functions that combine partial results.
 
     `all_reduce` sums [tokens, hidden] over the ranks; `all_gather` joins [samples, vocab / ranks] of all side by side.
+    `all_to_all` sends rows to each rank: given the rows by receiver, and the numbers of rows to and from each rank, it
+    returns the received rows by sender.
+
+    Args:
+        stage: the layers of this rank's pipeline stage, whose ranks these are; only our own models have stages.
     """
 
     rank: int = 0
     ranks: int = 1
     all_reduce: Callable[[Tensor], Tensor] = _unchanged
     all_gather: Callable[[Tensor], Tensor] = _unchanged
+    all_to_all: AllToAll | None = None
+    stage: StageLayers = WHOLE
+    experts: ExpertSplit = SPLIT_EXPERTS
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks:

@@ -15,13 +15,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.core.contract.errors import ConfigError
 from lockstep.host.engine_options import TransferTransport
 from lockstep.host.handover.kv import Fetch, Int32s
 from lockstep.host.handover.wire import LayoutPart, PageLayout, StagingPlace
+from lockstep.runtime.stages import RankPlace
 from lockstep.runtime.tiers.page_parts import WORDS, PageParts
 from lockstep.runtime.transfer.slices import Source, sources_of
 from lockstep.runtime.transfer.transports import (
@@ -51,6 +54,7 @@ class RankPages:
 
     Args:
         model: describes what the bytes of KV depend on; equal on engines that hand over to each other.
+        place: of this rank in its engine.
         kv_heads: of the whole model.
     """
 
@@ -59,19 +63,20 @@ class RankPages:
         pages: PageParts,
         page_size: int,
         *,
-        rank: int,
-        ranks: int,
+        place: RankPlace,
         kv_heads: int,
         model: str,
         transport: TransferTransport = "shm",
         checksums: bool = False,
     ) -> None:
-        self._pages, self._rank = pages, rank
+        self._pages, self._place = pages, place
         self._transport, self._checksums = transport, checksums
         self._device = pages.device
         self._stagings: dict[int, Staging] = {}
         self._senders: dict[int, _Opened] = {}
-        self.layout = PageLayout(model, page_size, pages.size, ranks, kv_heads, parts_in(pages))
+        self.layout = PageLayout(model, page_size, pages.size, place.ranks, kv_heads, parts_in(pages))
+        if place.pp > 1:
+            self.layout = msgspec.structs.replace(self.layout, model=f"{model}, {place.pp} stages")
         self._stream: Any = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self.pages_per_slot = max(1, SLOT_BYTES // pages.size)
 
@@ -99,10 +104,26 @@ class RankPages:
 
     def open_sender(self, number: int, layout: PageLayout, places: tuple[StagingPlace, ...]) -> None:
         """Prepare to read a prefill engine under a number. Raises ConfigError."""
-        opened = _Opened(layout, sources_of(layout, self.layout, self._rank))
+        if self._place.pp > 1:
+            layout = self._of_stage(layout)
+        opened = _Opened(layout, sources_of(layout, self.layout, self._place.rank))
         for source in opened.sources:
             opened.readers[source.rank] = open_reader(places[source.rank], self._device)
         self._senders[number] = opened
+
+    def _of_stage(self, layout: PageLayout) -> PageLayout:
+        """Return the layout of the rank of the sender that has this rank's layers. `layout` is that of its rank 0.
+
+        Raises: ConfigError if the engines are not split alike.
+        """
+        for name in ("model", "page_size", "kv_heads", "ranks"):
+            there, here = getattr(layout, name), getattr(self.layout, name)
+            if there != here:
+                raise ConfigError(
+                    f"the prefill engine has `{name}` {there}, the decode engine {here}: engines with pipeline stages "
+                    "hand over to engines that are split alike"
+                )
+        return self.layout
 
     def fetch(self, number: int, order: Fetch) -> None:
         """Copy a slot into pages, and wait for it. Raises TransferFailed."""

@@ -603,11 +603,6 @@ def runtime_refusal(name: str) -> str:
             f"`{name}` is of data-parallel attention, which is simulated only: no runtime exchanges proposals of ranks "
             "yet\nhint: drop it, or try lockstep simulate --attention-dp N --rank-schedulers"
         )
-    if name in ("pp_size", "pp_max_micro_batch_size", *STAGE_SETTINGS):
-        return (
-            f"`{name}` is of pipeline stages, which are simulated only: no runtime has several yet\n"
-            "hint: drop it, or try lockstep simulate --pp N --pp-size N"
-        )
     return ""
 
 
@@ -887,6 +882,9 @@ def _settle_ranks(config: SchedConfig) -> None:
 
 STAGE_SETTINGS: dict[str, Any] = {"pp_async_batch_depth": 0, "pp_dynamic_chunking": False}
 """Defaults of an engine with microbatches: SGLang's values. Other engines have none of these settings."""
+
+STAGES_ONLY = ("pp_size", "pp_max_micro_batch_size", *STAGE_SETTINGS)
+"""All settings of pipeline stages."""
 
 PP_SIZE_MAX = 64
 

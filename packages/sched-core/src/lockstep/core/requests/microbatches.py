@@ -121,6 +121,11 @@ class Microbatches:
         self.current = self.states[number]
         return self.current
 
+    def next_slot(self, open_slots: Sequence[int], offered: int) -> int:
+        """Return the microbatch to offer a slot to: the next open one behind `offered`, the one offered last."""
+        behind = [number for number in open_slots if number > offered]
+        return (behind or [*open_slots, self.at])[0]
+
     def check(self, event: LaneReady) -> None:
         """Raise ContractError for a slot of a microbatch that does not exist."""
         if not self.several and event.microbatch:

@@ -248,6 +248,14 @@ class SchedulerState:
         decodes = self.microbatches.states[number].batch.size > 0
         return bool(decodes or self.waiting or self.prefilling or self.transfers.ready)
 
+    def open_slots(self) -> list[int]:
+        """Return the microbatches that have a free slot and may have something to launch, by ascending number."""
+        taken = [0] * self.microbatches.count
+        for batch in self.in_flight:
+            taken[batch.plan.microbatch] += 1
+        depth = self.config.overlap_depth
+        return [number for number, launched in enumerate(taken) if launched <= depth and self.has_work(number)]
+
     def launches_to_refresh(self) -> int:
         """Return the launches until the next refresh of the cached prefixes of waiting requests."""
         return self.refreshed_at + self.config.waiting_prefix_refresh - self.next_batch_id

@@ -21,13 +21,15 @@ from lockstep.sim.cost.calibration import Calibration
 from lockstep.sim.cost.encoder import Encoders, encoders_from_config
 from lockstep.sim.cost.engines import EngineSpec, release_key
 from lockstep.sim.cost.errors import CalibrationError, CatalogueError
+from lockstep.sim.cost.families import model_from_config
 from lockstep.sim.cost.hardware import GpuSpec, gpu_from_json
-from lockstep.sim.cost.models import ModelSpec, model_from_config
+from lockstep.sim.cost.models import ModelSpec
 
 __all__ = [
     "CatalogueError",
     "calibration_names",
     "engine_names",
+    "gpu_entry",
     "gpu_names",
     "load_calibration",
     "load_encoders",
@@ -96,6 +98,17 @@ def load_gpu(name_or_path: str) -> GpuSpec:
     close_to = {alias: str(entry["name"]) for alias, entry in _gpus().items()}
     raise _unknown(
         "GPU", name_or_path, wanted, gpu_names(), "the path of a JSON file like catalogue/gpus/*.json", close_to
+    )
+
+
+def gpu_entry(name_or_path: str) -> dict[str, Any]:
+    """Return the entry of a GPU as its file has it, under the names of `load_gpu`. Raises CatalogueError."""
+    load_gpu(name_or_path)
+    path = _local(name_or_path, "gpu.json")
+    return (
+        _read(path)
+        if path is not None
+        else dict(_gpus().get(_gpu_key(name_or_path)) or _named(_entries("cpus"))["cpu"])
     )
 
 

@@ -49,6 +49,12 @@ class PlanOptions:
     sessions: Annotated[
         int | None, Option("find the cheapest configuration that serves this many concurrent sessions")
     ] = None
+    growth: Annotated[
+        str | None,
+        Option(
+            "with --rate or --sessions: factors of the load to answer as well, such as 1.25,1.5,2", metavar="FACTORS"
+        ),
+    ] = None
     load: Annotated[
         str | None,
         Option(
@@ -131,8 +137,9 @@ def plan(**options: Any) -> None:
         if json_path is not None and report_path is not None and json_path.resolve() == report_path.resolve():
             raise ConfigError(f"--json and --report both name `{json_path}`\nhint: give each its own file")
         ledger = TrialStore(given.out)
+        later = grown(question, given.growth)
         try:
-            answer = answer_of(question, given, ledger)
+            answer = answer_of(question, later, given, ledger)
         except KeyboardInterrupt:
             print_next_commands(ledger, given.out)
             sys.exit(EXIT_INTERRUPTED)
@@ -204,10 +211,32 @@ def _effort(given: PlanOptions) -> Effort:
     return replace(effort, long=Length(requests, requests, 0.0), short=short)
 
 
-def answer_of(question: Question, given: PlanOptions, ledger: TrialStore) -> PlanAnswer:
-    """Search, print and write the answer. Raises KeyboardInterrupt if Ctrl-C ended a simulation."""
-    from lockstep.sim.plan.answer import PlanAnswer
-    from lockstep.sim.plan.search import prepare, run_plan, sample_line
+def grown(question: Question, growth: str | None) -> list[tuple[float, Question]]:
+    """Return the question at each factor of its load. Raises ConfigError."""
+    from lockstep.core.contract.errors import ConfigError
+
+    if growth is None:
+        return []
+    try:
+        factors = [float(word) for word in growth.split(",")]
+    except ValueError:
+        factors = []
+    if not factors or not all(math.isfinite(factor) and factor > 0 for factor in factors):
+        raise ConfigError(f"`growth` must be factors above 0, got `{growth}`\nhint: --growth 1.25,1.5,2")
+    if question.wanted is None:
+        raise ConfigError("`growth` multiplies a load, and none is given\nhint: add --rate or --sessions")
+    if question.rate is not None:
+        return [(factor, replace(question, rate=question.rate * factor)) for factor in factors]
+    assert question.sessions is not None
+    return [(factor, replace(question, sessions=round(question.sessions * factor))) for factor in factors]
+
+
+def answer_of(
+    question: Question, later: list[tuple[float, Question]], given: PlanOptions, ledger: TrialStore
+) -> PlanAnswer:
+    """Search, print and write the answer, and those at later loads. Raises KeyboardInterrupt after Ctrl-C."""
+    from lockstep.sim.plan.search import prepare
+    from lockstep.sim.plan.solve import solve
     from lockstep.sim.plan.workers import workers_of
     from lockstep.sim.run.run_folder import workload_line
 
@@ -216,10 +245,7 @@ def answer_of(question: Question, given: PlanOptions, ledger: TrialStore) -> Pla
     announce(question, line, len(candidates), given.out)
     jobs = usable_cores() if given.jobs is None else given.jobs
     with workers_of(jobs, given.ray_address) as workers, showing_progress(ledger) as progress:
-        run_plan(question, candidates, workers, ledger, progress)
-    answer = PlanAnswer(
-        question=question, candidates=candidates, workload_line=line, sample_line=sample_line(question, opened)
-    )
+        answer = solve(question, (candidates, opened), later, workers, ledger, progress)
     show(answer)
     write_answer(answer, [*_given(given.json_path), *_given(given.out, "plan.json")])
     write_report(answer, [*_given(given.report_path), *_given(given.out, "plan.html")])
@@ -344,6 +370,8 @@ def show(answer: Any) -> None:
         console.print(sides)
     click.echo("> winner   * on the Pareto front of cost and latency")
     click.echo(answer.headline)
+    for later in answer.forecast:
+        click.echo(later.line)
     for line in answer.remarks():
         click.echo(line)
     winner = answer.winner

@@ -16,6 +16,7 @@ from lockstep.core.cluster.router import RouterConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.admission_options import parse_admission
 from lockstep.sim.cli.cluster_options import check_router_options, cluster_given, router_given
+from lockstep.sim.cluster.prices import parse_price
 from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup, parse_engines, parse_scaling
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.scenario.scenario import Scenario
@@ -50,7 +51,7 @@ def requested_of(options: Mapping[str, Any]) -> Scenario | ClusterScenario:
         base = replace(base, gpu="")  # the engine groups name the GPU
     elif "engines" in cluster:
         cluster["engines"] = parse_engines(cluster["engines"], parse_setting)
-    for name, parse in (("scaling", parse_scaling), ("dispatch", parse_admission)):
+    for name, parse in (("scaling", parse_scaling), ("dispatch", parse_admission), ("price", parse_price)):
         if name in cluster:
             cluster[name] = parse(cluster[name])
     return ClusterScenario(base=base, router=config, **cluster)
@@ -70,6 +71,8 @@ def _check_together(gpu: str | None, cluster: Mapping[str, Any], shared_out: boo
         raise click.UsageError(
             "'--prefill-engines' and '--decode-engines' are numbers of engines: leave out '--replicas' and '--engines'."
         )
+    if "price" in cluster and "scaling" not in cluster:
+        raise click.UsageError("'--price' is the price of replicas that come and go: add '--autoscale'.")
     if not shared_out and "role=" not in cluster.get("engines", ""):
         for flag, name in (("--link-bandwidth", "link_gbs"), ("--link-latency", "link_latency_us")):
             if name in cluster:

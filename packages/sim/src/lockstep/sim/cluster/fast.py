@@ -17,7 +17,7 @@ from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.fast.fast_path import pays
 from lockstep.sim.fast.machine_code import is_available
 from lockstep.sim.metrics.fold import MetricsFold
-from lockstep.sim.run.fast_runs import fast_run_of, follows_answers, share_prefixes, unsupported_by
+from lockstep.sim.run.fast_runs import are_chained, fast_run_of, follows_answers, unsupported_by
 from lockstep.sim.run.simulate import Run, collecting_seldom, stopping_on_interrupt
 
 
@@ -63,7 +63,8 @@ class FastCluster:
         data = combine(datas, hop_us=setup.scenario.hop_us, slos=setup.scenario.base.slos)
         cpu_s = time.process_time() - began_s
         reason = "room" if setup.scenario.router.policy == "follow_bootstrap_room" else "policy"
-        routed = self.fast.routed()
+        by_reason = self.fast.routed_by_prefix()
+        by_reason[reason] = self.fast.routed() - sum(by_reason.values())
         return ClusterRun(
             setup=setup,
             engines=tuple(
@@ -80,7 +81,7 @@ class FastCluster:
                 for engine, (one, measured) in enumerate(zip(setup.engines, datas, strict=True))
             ),
             data=data,
-            routed_by_reason={reason: routed} if routed else {},
+            routed_by_reason={name: count for name, count in by_reason.items() if count},
             never_sent=0,
             interrupted=self.fast.stop_requested,
             stopped_early=stopped_early,
@@ -93,7 +94,7 @@ def unsupported_by_cluster(setup: ClusterSetup) -> str:
     scenario, turns = setup.scenario, setup.workload.turns
     beside = {
         "closed loop": any(follows_answers(one) for one in setup.engines),
-        "prefixes at the router": scenario.router.policy == "prefix_affinity" and share_prefixes(turns),
+        "prefixes at the router": scenario.router.policy == "prefix_affinity" and not are_chained(turns),
         "engines that meet": not setup.each_alone,
         "autoscaling": scenario.scaling is not None,
         "waiting at the router": scenario.dispatch is not None,

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.contract.events import RequestId
+from lockstep.sim.cluster.prices import HOUR_US
 from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.cost import Calibration
+from lockstep.sim.cost.power import Energy, describe_energy, energy_line
 from lockstep.sim.metrics.balance import balance
 from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.results.results import show_us
+from lockstep.sim.run.energy import energy_of, site_of
 from lockstep.sim.run.simulate import Run
 
 if TYPE_CHECKING:
@@ -49,6 +52,7 @@ class ClusterRun:
         return {
             "about": self.about(),
             **self.data.summary,
+            **({} if (energy := self.energy()) is None else {"energy": energy}),
             **({} if self.intervals is None else {"intervals": self.intervals.describe()}),
             "router": {"routed_by_reason": dict(self.routed_by_reason)},
             **({} if self.autoscale is None else {"autoscale": dict(self.autoscale)}),
@@ -56,6 +60,19 @@ class ClusterRun:
             "balance": self.balance(),
             "engines": [run.data.summary for run in self.engines],
         }
+
+    def machine_energy(self) -> tuple[Energy, float] | None:
+        """Return the energy of the machines and their GPU-hours; None if the power of a GPU is not known."""
+        paid_s = 0.0 if self.autoscale is None else 3600 * float(self.autoscale["gpu_hours"])
+        return energy_of([(one.setup, one.data) for one in self.engines], paid_s)
+
+    def energy(self) -> dict[str, Any] | None:
+        """Return the energy and carbon of the run, see `describe_energy`; None if the power of a GPU is not known."""
+        found = self.machine_energy()
+        if found is None:
+            return None
+        tokens = self.data.summary["throughput"]["output_tokens"]
+        return describe_energy(found[0], site_of(self.setup.scenario.base), tokens, found[1])
 
     def balance(self) -> dict[str, Any]:
         """Return the evenness of the work of the engines; see `metrics.balance`."""
@@ -85,7 +102,7 @@ class ClusterRun:
             cpu_s=self.cpu_s,
             intervals=self.intervals,
         )
-        lines = together.remarks()
+        lines = together.remarks_on_requests()
         if self.autoscale is not None:
             lines.append(
                 "autoscale: {replica_hours:.2f} replica-hours ({gpu_hours:.2f} GPU-hours); all of them all the time "
@@ -97,7 +114,15 @@ class ClusterRun:
                     "cost: {usd:.2f} $ at {usd_per_gpu_hour:.2f} $ per GPU-hour ({price_kind}); all of them all the "
                     "time would be {usd_fixed:.2f} $".format(**self.autoscale)
                 )
+            if len(by_time := self.autoscale.get("usd_by_time", ())) > 2:
+                dearest, cheapest = (pick(by_time[:-1], key=lambda row: row[2]) for pick in (max, min))
+                lines.append(
+                    f"cost over time: from {cheapest[2]:.2f} $ in the {_span(by_time)} from {show_us(cheapest[0])} to "
+                    f"{dearest[2]:.2f} $ in that from {show_us(dearest[0])}"
+                )
             lines.append(f"replicas over time: {replicas_text(self.autoscale['replicas_by_time'])}")
+        if (energy := self.energy()) is not None:
+            lines.append(energy_line(energy))
         if self.admission is not None:
             lines.append(
                 "admission: {waited} requests waited at the router, {refused} were refused".format(**self.admission)
@@ -125,6 +150,10 @@ def replicas_text(by_time: Sequence[Sequence[int]]) -> str:
         found.append((start_us, max([*before, *within], default=0)))
     changed = [one for at, one in enumerate(found) if at == 0 or found[at - 1][1] != one[1]]
     return f"at most {_changes(changed)}"
+
+
+def _span(by_time: Sequence[Sequence[float]]) -> str:
+    return "hour" if by_time[1][0] - by_time[0][0] <= HOUR_US else "day"
 
 
 def _changes(by_time: Sequence[Sequence[int]]) -> str:

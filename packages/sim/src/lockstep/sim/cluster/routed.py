@@ -37,10 +37,11 @@ from lockstep.core.journal.sinks import JournalSink
 from lockstep.host.router_journal import NoRouterJournal, RouterJournal, label_key
 from lockstep.sim.cluster.lane import EngineLane, Feed, LaneClock
 from lockstep.sim.cluster.metrics import RefusedRequest, combine
+from lockstep.sim.cluster.prices import PriceOfDay, cost_over_time
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.cluster.shared_clock import report_of
-from lockstep.sim.cost.hardware import PRICE_KINDS, GpuSpec
+from lockstep.sim.cost.hardware import PRICE_KINDS
 from lockstep.sim.host.pipeline import with_stages
 from lockstep.sim.host.ports import NEVER_US, Observer
 from lockstep.sim.metrics.fold import MetricsFold
@@ -397,12 +398,26 @@ class Cluster:
             "replica_hours": round(paid_us / hour_us, 6),
             "gpu_hours": round(paid_us / hour_us * gpus, 6),
             "replica_hours_fixed": round(until_us * len(setup.engines) / hour_us, 6),
-            **_price(setup.engines[0].gpu, paid_us / hour_us * gpus, until_us / hour_us * gpus * len(setup.engines)),
+            **self._cost(until_us, gpus),
             "replicas_mean": round(paid_us / until_us, 6) if until_us else float(scaler.config.minimum),
             "replicas_max": scaler.most,
+            "replicas_given": len(setup.engines),
             "starts": scaler.starts,
             "replicas_by_time": [list(pair) for pair in self._turns_on],
         }
+
+    def _cost(self, until_us: int, gpus: int) -> dict[str, Any]:
+        """Return the dollars of the replicas until a time, together and over time; empty without a price."""
+        setup, price, kind = self.setup, self.setup.scenario.price, "given"
+        if price is None:
+            known = setup.engines[0].gpu.usd_per_gpu_hour
+            kind = next((kind for kind in PRICE_KINDS if kind in known), "")
+            if not kind:
+                return {}
+            price = PriceOfDay(((0, known[kind].value),))
+        fixed = price.usd(0, until_us) * gpus * len(setup.engines)
+        cost = cost_over_time(price, self._turns_on, until_us, gpus)
+        return {"price_kind": kind, "usd_fixed": round(fixed, 4), **cost}
 
     def describe_admission(self) -> dict[str, Any] | None:
         """Return the number of requests that waited at the router, and their waits; None without a queue there."""
@@ -457,20 +472,6 @@ class Cluster:
             admission=self.describe_admission(),
             sent=self.sent,
         )
-
-
-def _price(gpu: GpuSpec, gpu_hours: float, gpu_hours_fixed: float) -> dict[str, Any]:
-    """Return the dollars of GPU-hours by the first known kind of price; empty without a price."""
-    kind = next((kind for kind in PRICE_KINDS if kind in gpu.usd_per_gpu_hour), None)
-    if kind is None:
-        return {}
-    usd = gpu.usd_per_gpu_hour[kind].value
-    return {
-        "price_kind": kind,
-        "usd_per_gpu_hour": usd,
-        "usd": round(gpu_hours * usd, 4),
-        "usd_fixed": round(gpu_hours_fixed * usd, 4),
-    }
 
 
 def room_of(seed: int, request_id: RequestId) -> int:

@@ -20,6 +20,7 @@ def write_cluster_run(
         trace: whether to write a trace.json.gz per engine.
         report: whether to write report.html; it is not written if no request arrived.
     """
+    from lockstep.sim.cluster.fleet_section import fleet_section
     from lockstep.sim.report import ReportRun, write_report
     from lockstep.sim.results.perfetto import write_trace
     from lockstep.sim.results.results import write_metrics_json, write_requests
@@ -67,6 +68,7 @@ def write_cluster_run(
                 subtitle=workload_line(run.setup.workload, closed=run.setup.scenario.base.concurrency is not None),
                 headline=interrupted_headline(len(run.setup.workload.turns), run.data) if run.interrupted else None,
                 parts=parts,
+                sections=[] if run.autoscale is None else [fleet_section(run.autoscale)],
             )
 
 

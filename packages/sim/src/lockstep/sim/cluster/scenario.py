@@ -19,6 +19,7 @@ from lockstep.core.cluster.router import (
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.admission_options import admission_word, pairs
 from lockstep.host.options import changed_words, number_word, option_of, value_word
+from lockstep.sim.cluster.prices import PriceOfDay
 from lockstep.sim.scenario.scenario import SIMULATE, Scenario, SimOption
 
 LAYOUT = ("ep", "attention_dp", "pp")  # layout options of an engine besides `tp`
@@ -222,6 +223,16 @@ class ClusterScenario:
             commands=SIMULATE,
         ),
     ] = None  # None: all replicas are always up
+    price: Annotated[
+        PriceOfDay | None,
+        SimOption(
+            "with --autoscale: USD per GPU-hour, or prices over the day: 0h=0.9,8h=2.1,20h=0.9",
+            metavar="PRICE",
+            default="of the catalogue",
+            text=str,
+            commands=SIMULATE,
+        ),
+    ] = None
     dispatch: Annotated[
         DispatchConfig | None,
         SimOption(

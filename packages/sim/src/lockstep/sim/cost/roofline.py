@@ -32,6 +32,7 @@ from lockstep.sim.cost.models import (
     GatedDelta,
     KvDtype,
     LatentAttention,
+    Mamba2,
     ModelSpec,
     WeightMatrix,
     WeightsDtype,
@@ -76,7 +77,7 @@ LATENT_DECODE = ("latent_decode_tflops", "latent_decode_latency_us")
 
 # Matrices by the rows that they multiply. OF_SHARD: the rows of a shard. OF_RANK: with all-to-all, the rows of a rank.
 # All other matrices multiply the rows of all shards.
-OF_SHARD = frozenset(("qkv_a", "q_b", "kv_b", "qkv", "o", "delta_qkvz", "delta_ba", "delta_o"))
+OF_SHARD = frozenset("qkv_a q_b kv_b qkv o index_q index_k delta_qkvz delta_ba delta_o mamba_in mamba_out".split())
 OF_RANK = frozenset(("router", "shared_gate_up", "shared_down", "shared_gate"))
 
 
@@ -350,7 +351,7 @@ class RooflineModel(TermSum):
             kernels += model.linear_layers * DELTA_KERNELS
             values += model.linear_layers * (2 * d.conv_channels + 4 * d.value_heads * d.value_dim) // heads_tp
         kernels += model.dense_layers * ACTIVATION_KERNELS
-        dense_values = model.dense_layers * 3 * model.ffn // tp
+        dense_values = model.dense_layers * (model.up_matrices + 1) * model.ffn // tp
         expert_values = 0
         if model.experts is not None:
             e = model.experts
@@ -410,7 +411,7 @@ class RooflineModel(TermSum):
         e = self.model.experts
         assert e is not None
         width = ceil_div(e.ffn, self.split.expert_tp)
-        return 3.0 * self.model.hidden * width * WEIGHT_BYTES[self.weights_dtype]["expert"]
+        return (e.up_matrices + 1.0) * self.model.hidden * width * WEIGHT_BYTES[self.weights_dtype]["expert"]
 
     @property
     def moved_bytes(self) -> float:
@@ -447,7 +448,9 @@ class RooflineModel(TermSum):
         decoding.rate("attention_decode_read_gbs")
         heads = a.heads // tp
         kv_bytes = model.kv_values_per_layer(tp) * KV_BYTES[self.kv_dtype]
-        self._expand_us = 0.0
+        self._expand_us = self._index_pair_us = self._index_read_us = 0.0
+        self._full, self._sliding = model.full_layers, model.sliding_layers
+        self._window = a.window if isinstance(a, AttentionShape) else 0
         if isinstance(a, LatentAttention):
             # Prefill expands the latent to keys and values per head; decode stays in the latent ("absorbed").
             pair_flops = 2.0 * heads * (a.nope_dim + a.rope_dim + a.value_dim)
@@ -458,6 +461,13 @@ class RooflineModel(TermSum):
             rate = extending.us_rate(f"{self.precision_of(kv_b)}_gemm_tflops", 1e6)
             # Per context token and layer: keys and values of earlier chunks are expanded again.
             self._expand_us = 2.0 * kv_b.inputs * kv_b.outputs / rate
+            if a.index_heads:
+                # Every query attends to `index_topk` tokens, as in a sliding layer, and scores all tokens before it.
+                # The chosen tokens differ from query to query, so prompts stay in the latent, too.
+                self._full, self._sliding, self._window = 0, model.full_layers, a.index_topk
+                pair_flops, self._expand_us = decode_flops, 0.0
+                self._index_pair_us = 2.0 * a.index_heads * a.index_dim / flops_us
+                self._index_read_us = a.index_dim / read_us
         else:
             pair_flops = decode_flops = 4.0 * heads * a.head_dim
             decode_flops_us, decode_latency_us = decoding.us_rate(DECODE[0], 1e6), decoding.rate(DECODE[1])
@@ -468,12 +478,10 @@ class RooflineModel(TermSum):
         self._extra_keys = extending.rate("attention_prefill_extra_keys")
         self._decode_latency_us = model.attention_layers * decode_latency_us
         self._extend_latency_us = model.attention_layers * extending.rate("attention_prefill_latency_us")
-        self._full, self._sliding = model.full_layers, model.sliding_layers
-        self._window = a.window if isinstance(a, AttentionShape) else 0
         self._attention_constants = decoding.read, extending.read
         self._delta_constants = {} if model.delta is None else self._prepare_delta(model.delta)
 
-    def _prepare_delta(self, d: GatedDelta) -> dict[str, Constant]:
+    def _prepare_delta(self, d: GatedDelta | Mamba2) -> dict[str, Constant]:
         """Compute and store the times of the gated delta rule, all linear layers together; return the constants read.
 
         A prompt passes through a series of kernels: inverses within chunks of DELTA_CHUNK tokens, states from chunk to
@@ -514,6 +522,7 @@ class RooflineModel(TermSum):
             # The sums do not show which rows are longer than the window. The result is exact if all rows or no rows
             # are longer, and too high otherwise.
             us += self._sliding * min(context_tokens, rows * self._window) * token_us
+            us += self._sliding * context_tokens * max(self._index_read_us, self._index_pair_us)
         return us
 
     def delta_us(self, shape: BatchShape) -> float:
@@ -582,6 +591,7 @@ class RooflineModel(TermSum):
             pairs = min(own.extend_pairs, tokens * self._window)
             keys = min(context, rows * self._window) + tokens
             us += self._sliding * max((pairs + extra) * self._pair_us, keys * self._read_us)
+            us += self._sliding * max(own.extend_pairs * self._index_pair_us, (context + tokens) * self._index_read_us)
         return us
 
     # --- logits and sampling: a function of the sampled rows ----------------------------------------------------------

@@ -90,7 +90,7 @@ def stages_of(model: ModelSpec, split: Parallelism) -> tuple[Stage, ...]:
             sliding_layers=count["sliding"],
             linear_layers=count["linear"],
             dense_layers=dense,
-            moe_layers=stop - start - dense,
+            moe_layers=stop - start - dense if model.moe_layers else 0,
         )
         stages.append(Stage(part, number == 0, number == split.pp - 1))
         start = stop

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,13 @@ from lockstep.core.contract.commands import Int64s
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.requests.budget import NewTokenRatio
 from lockstep.core.requests.rules import BATCHINGS, NO_LIMIT, RESERVES
-from lockstep.core.scheduler.ordering import REFRESHED_REQUESTS
+from lockstep.core.scheduler.ordering import (
+    DUPLICATE_CACHED_TOKENS_MAX,
+    DUPLICATE_SHARED_TOKENS_MIN,
+    LPM_FALLBACK_WAITING,
+    REFRESHED_REQUESTS,
+    shuffled,
+)
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel
 from lockstep.sim.fast import machine_code
 from lockstep.sim.fast import state as arrays_of
@@ -39,7 +46,19 @@ FLUSH_ROWS_ALL = 65_536  # most such rows of all engines together
 FLUSH_ROWS_MIN = 64  # fewest such rows of an engine; this limit overrides FLUSH_ROWS_ALL
 GAPS = 16  # rows for gaps between messages, per row of batches
 MODES, WORKS = ("extend", "decode", "mixed"), ("arrival", "plan", "results")  # in the order of the kernel's numbers
-DEFERRED = ("running_limit", "rows", "kv_budget", "prefill_budget", "pages")
+DEFERRED = ("running_limit", "rows", "kv_budget", "prefill_budget", "pages", "prefix")
+POLICIES = {
+    "fcfs": arrays_of.QUEUE_ORDER,
+    "priority": arrays_of.QUEUE_ORDER,  # simulated requests have no priorities
+    "routing-key": arrays_of.QUEUE_ORDER,  # and no routing keys
+    "lpm": arrays_of.LONGEST_CACHED,
+    "lof": arrays_of.LONGEST_OUTPUT,
+    "random": arrays_of.SHUFFLED,
+    "hrrn": arrays_of.RESPONSE_RATIO,
+    "spf": arrays_of.FEWEST_UNCACHED,
+}
+"""Policies of the waiting queue that the kernel follows, with its numbers for them."""
+DEDUPLICATIONS = {"off": arrays_of.KEEPS, "last": arrays_of.LAST, "defer": arrays_of.DEFERS}
 _requests = 0  # requests of this process that machine code could have simulated
 
 
@@ -72,6 +91,7 @@ class FastLoad(NamedTuple):
     warm_up: int  # requests with an id below this are not measured
     answer_us: int = 0  # time from the end of an answer to its client, and from there to the engine
     loop: Loop | None = None  # the requests, if some follow the answers of others; only for one engine
+    shares_prefixes: bool = True  # whether prompts may begin alike
 
 
 class FastRun:
@@ -111,11 +131,12 @@ class FastRun:
             requests[name] = getattr(turns, name)[turn_of]
         requests["run_start"], requests["run_stop"] = turns.run_starts[turn_of], turns.run_stops[turn_of]
         requests["id"], requests["last_batch"], requests["cached_tokens"] = turn_of, arrays_of.NONE, -1
+        requests["waits_for"] = arrays_of.NONE
         for name in ("admitted_us", "first_us", "last_us", "ended_us", "itl_us_max"):
             requests[name] = -1
         flush_rows = max(min(FLUSH_ROWS, FLUSH_ROWS_ALL // count), FLUSH_ROWS_MIN)
         gap_rows = GAPS * flush_rows + rows
-        self._state = np.array([_engine(one) for one in engines])
+        self._state = np.array([_engine(one, load.shares_prefixes) for one in engines])
         # Without a router all requests are sent to one engine at the start, which then runs without a pause.
         requests["next"] = np.append(np.arange(1, len(turn_of)), arrays_of.NONE)
         self._state["coming"] = 0
@@ -143,6 +164,10 @@ class FastRun:
             thinking=thinking,
             sessions=np.zeros(1, np.int32) if loop is None else np.append(loop.sessions, 0).astype(np.int32),
             scratch=np.zeros(REFRESHED_REQUESTS, np.int64),
+            shuffled=_shuffled(engines, len(turn_of)),
+            block_keys=np.zeros(1, np.int32),
+            blocks=np.zeros((count, 1), arrays_of.BLOCK),
+            block_buckets=np.zeros((count, 1), np.int32),
             unseen=np.zeros((2 * rows, 2), np.int64),
             shape=np.zeros(1, arrays_of.SHAPE),
             launches=np.zeros((count, flush_rows, 9), np.int64),
@@ -194,6 +219,29 @@ class FastRun:
         run["load_bound"], run["load_floor"] = config.load_bound, config.load_floor
         run["first_guess"], run["hop_us"] = OUTPUT_TOKENS_FIRST_GUESS, hop_us
         self._state["weight"] = [share.weight for share in shares]
+        if config.policy == "prefix_affinity" and self._load.shares_prefixes:
+            self._follow_prefixes(config, shares)
+
+    def _follow_prefixes(self, config: RouterConfig, shares: Sequence[EngineShare]) -> None:
+        """Let the router send requests to engines that received the beginning of their prompts, see `Router`."""
+        turns, requests = self._load.turns, self._arrays.requests
+        requests["block_start"], requests["block_stop"], keys = block_keys(turns, config.block_tokens)
+        different = int(keys.max(initial=-1)) + 1
+        longest = int((requests["block_stop"] - requests["block_start"]).max())
+        most = [min(share.cache_tokens // config.block_tokens, different) for share in shares]
+        self._state["blocks_max"] = most
+        entries = min(max(most) + longest, different) + 1
+        self._arrays = self._arrays._replace(
+            block_keys=keys,
+            blocks=np.zeros((len(shares), entries), arrays_of.BLOCK),
+            block_buckets=np.zeros((len(shares), 1 << entries.bit_length()), np.int32),
+        )
+        self._advance = machine_code.bound(self._arrays)
+
+    def routed_by_prefix(self) -> dict[str, int]:
+        """Return the requests that prefix_affinity sent by a prefix, and those whose engine was over the bound."""
+        run = self._arrays.run[0]
+        return {"prefix": int(run["routed_by_prefix"]), "bound": int(run["routed_by_bound"])}
 
     def run(self, pause_after: int = -1, on_pause: Callable[[int], int] | None = None) -> bool:
         """Run to the end, or until `stop_requested`, and pass all measurements to the folds.
@@ -338,11 +386,44 @@ def _run_stops(turns: Turns) -> Int64s:
     return stops - np.repeat(before, turns.run_stops - turns.run_starts)
 
 
-def _engine(engine: FastEngine) -> Any:
+def block_keys(turns: Turns, block_tokens: int) -> tuple[Int64s, Int64s, Any]:
+    """Return where the whole blocks of each prompt start and stop among all of them, and the key of each block, int32.
+
+    Blocks have the same key exactly if their prompts have the same tokens up to their end, and the same tenant. Token
+    ids are chained, so the last token of a block identifies these tokens.
+    """
+    counts = turns.prompt_tokens.astype(np.int64) // block_tokens
+    stops = np.cumsum(counts)
+    starts = stops - counts
+    run_stops = np.cumsum(turns.run_tokens, dtype=np.int64)
+    begins = np.append(0, run_stops)[turns.run_starts]
+    ends = np.arange(1, int(counts.sum()) + 1) - np.repeat(starts, counts)  # blocks of the prompt up to this one
+    last = np.repeat(begins, counts) + ends * block_tokens - 1
+    run = np.searchsorted(run_stops, last, side="right")
+    tokens = turns.run_first_token[run].astype(np.int64) + last - (run_stops[run] - turns.run_tokens[run])
+    tenants = np.repeat(turns.tenant.astype(np.int64), counts)
+    _, keys = np.unique(tenants << 32 | tokens, return_inverse=True)
+    return starts, stops, keys.astype(np.int32)
+
+
+def _shuffled(engines: Sequence[FastEngine], requests: int) -> Any:
+    """Return the rank of each request id on each engine whose waiting queue is shuffled, int32 [engines, requests]."""
+    shuffles = any(one.config.schedule_policy == "random" for one in engines)
+    ranks = np.zeros((len(engines), requests if shuffles else 1), np.int32)
+    for row, one in zip(ranks, engines, strict=True):
+        if one.config.schedule_policy == "random":
+            queue: Any = SimpleNamespace(request_ids=range(requests), config=one.config)
+            row[shuffled(queue)] = np.arange(requests)
+    return ranks
+
+
+def _engine(engine: FastEngine, shares_prefixes: bool) -> Any:
     """Return the initial state of an engine, a `arrays_of.ENGINE`."""
     config, cpu = engine.config, engine.cpu
     ratio = NewTokenRatio(config.schedule_conservativeness)
     chunked, most = config.chunked_prefill_size, config.prefill_max_requests
+    policy = POLICIES[config.schedule_policy]
+    deduplication = DEDUPLICATIONS[config.prefix_deduplication] if shares_prefixes else arrays_of.KEEPS
     state = np.zeros((), arrays_of.ENGINE)
     values = {
         "page_size": config.page_size,
@@ -362,6 +443,13 @@ def _engine(engine: FastEngine) -> Any:
         "prefill_decode_interval": config.prefill_decode_interval,
         "max_prefill_tokens": config.max_prefill_tokens,
         "chunked_prefill_size": NO_LIMIT if chunked is None else chunked,
+        "policy": policy,
+        "deduplication": deduplication,
+        "passes": policy != arrays_of.QUEUE_ORDER or deduplication != arrays_of.KEEPS,
+        "bypass_limit": NO_LIMIT if config.bypass_limit is None else config.bypass_limit,
+        "matched_waiting_max": LPM_FALLBACK_WAITING,
+        "duplicate_tokens": DUPLICATE_SHARED_TOKENS_MIN,
+        "duplicate_cached_max": DUPLICATE_CACHED_TOKENS_MAX,
         "align": config.split_tokens,
         "unit": config.chunk_unit_tokens,
         "ratio_initial": ratio.initial,

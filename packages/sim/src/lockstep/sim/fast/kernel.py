@@ -52,6 +52,7 @@ from lockstep.sim.fast.memory import (
     returning_pages,
     take_match,
 )
+from lockstep.sim.fast.ordering import admitted, begin_pass, close_pass, joins, next_in_pass, writer_of_prefix
 from lockstep.sim.fast.routing import route_due
 from lockstep.sim.fast.state import (
     ARRIVAL,
@@ -179,7 +180,10 @@ def _arrive(a: Arrays, run: Record, s: Record, engine: int) -> None:
             _pop_thinking(a, s)
     else:
         s.coming = request.next
+    request.prefilled_before = s.prefilled_tokens
     _wait(s, a.requests, number, s.tail if s.waiting else NONE)
+    if s.passes:
+        joins(s, cache_of(a, engine), number, a.shuffled[engine])
     s.arrived += 1
     s.nothing_new = 0
     if run.loops:
@@ -304,7 +308,7 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
             s.decode_owed != 0, s.batching, lacking, s.decode_launches - s.extended_at, s.prefill_decode_interval
         )
     ):
-        taken = _extend(s, c, running_batch, parts, growing)
+        taken = _extend(s, c, running_batch, parts, growing, a.scratch)
     launches = taken > 0
     flight.samplers = flight.parts = 0
     if taken:
@@ -313,7 +317,7 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
         s.extended_at = s.decode_launches
     elif s.decoding:
         if lacking > 0:
-            if _make_room(s, c, running_batch, growing) == NO_ROOM_EVER:
+            if _make_room(s, c, running_batch, growing, a.shuffled[engine]) == NO_ROOM_EVER:
                 return LOST  # the last request cannot go on
             growing = _growing(s, a.requests, running_batch)
         if growing <= s.free_pages + s.evictable_pages:
@@ -352,7 +356,7 @@ def _growing(s: Record, requests: Array, running_batch: Array) -> int:
     return growing
 
 
-def _extend(s: Record, c: Cache, running_batch: Array, parts: Array, growing: int) -> int:
+def _extend(s: Record, c: Cache, running_batch: Array, parts: Array, growing: int, scratch: Array) -> int:
     """Plan the next chunk of the split prompt, then waiting requests within the budgets.
 
     See `PrefillPlanner.plan_extend`.
@@ -395,10 +399,20 @@ def _extend(s: Record, c: Cache, running_batch: Array, parts: Array, growing: in
                 chunk -= ceil_to(take, s.unit)
         else:
             admitting = False
+    before = taken
+    if admitting and s.passes:
+        begin_pass(s, c, scratch)
     while admitting and s.waiting:
-        number = s.head
+        number = next_in_pass(s, c) if s.passes else s.head
+        if number == NONE:
+            break
         request = requests[number]
         node, cached_pages, locking = match(s, c, number)
+        if s.passes:
+            writer = writer_of_prefix(s, c, number, cached_pages, parts[before:taken])
+            if writer != NONE:
+                _defer_behind(s, request, writer)
+                continue
         start = cached_pages * page_size
         new = request.prompt_tokens + request.kept - start
         remaining = request.output_tokens - request.kept
@@ -424,10 +438,13 @@ def _extend(s: Record, c: Cache, running_batch: Array, parts: Array, growing: in
         if take <= 0:
             _defer(s, number, reason)
             break
-        s.head = request.behind
-        if s.head == NONE:
-            s.tail = NONE
-        s.waiting -= 1
+        if s.passes:
+            admitted(s, c, number)
+        else:
+            s.head = request.behind
+            if s.head == NONE:
+                s.tail = NONE
+            s.waiting -= 1
         s.active += 1
         if s.deferred == number:
             s.deferred = NONE
@@ -445,7 +462,17 @@ def _extend(s: Record, c: Cache, running_batch: Array, parts: Array, growing: in
             chunk -= ceil_to(take, s.unit)
         _extend_to(s, c, number, start + take, parts[taken])
         taken += 1
+    if admitting and s.passes:
+        close_pass(s, c)
     return taken
+
+
+def _defer_behind(s: Record, request: Record, writer: int) -> None:
+    """Count once that a request waits until another one has computed the pages that it needs next."""
+    s.waits_for_prefix = 1
+    if request.waits_for != writer:
+        request.waits_for = writer
+        s.deferred_prefix += 1
 
 
 def _defer(s: Record, number: int, reason: int) -> None:
@@ -475,6 +502,7 @@ def _extend_to(s: Record, c: Cache, number: int, stop: int, part: Array) -> None
     request = c.requests[number]
     s.evicted_by_admission += alloc(s, c, pages_between(request.position, stop, s.page_size))
     part[0], part[1], part[2] = number, request.position, stop
+    s.prefilled_tokens += stop - request.position
     request.position = stop
     if stop < request.prompt_tokens + request.kept:
         s.prefilling = number
@@ -502,6 +530,9 @@ def _extend_batch(
         context_tokens += start
         pairs += new * start + new * (new + 1) // 2
         if stop == requests[number].prompt_tokens + requests[number].kept:
+            if not requests[number].output_tokens:
+                requests[number].last_batch = s.next_batch_id  # it ends without a token
+                continue
             samplers[sampling] = number
             sampling += 1
     along = decoded_tokens = 0
@@ -576,7 +607,7 @@ def _move_on(s: Record, requests: Array, running_batch: Array, samplers: Array) 
 # ----------------------------------------------------------------------------------------------------------- retraction
 
 
-def _make_room(s: Record, c: Cache, running_batch: Array, growing: int) -> int:
+def _make_room(s: Record, c: Cache, running_batch: Array, growing: int, shuffled: Array) -> int:
     """Retract requests until the next decode fits, or has to wait for what is in flight, like `DecodePlanner`.
 
     Returns: the number of retracted requests; NO_ROOM_EVER: no request could be retracted or would free a page.
@@ -598,11 +629,11 @@ def _make_room(s: Record, c: Cache, running_batch: Array, growing: int) -> int:
             s.decoding -= 1
             s.tokens_discarded += c.requests[victim].position + 1 - c.requests[victim].prompt_tokens
             s.tokens_discarded -= c.requests[victim].outputs
-            _retract(s, c, victim)
+            _retract(s, c, victim, shuffled)
         elif s.prefilling != NONE:
             victim = s.prefilling
             s.prefilling = NONE
-            _retract(s, c, victim)
+            _retract(s, c, victim, shuffled)
         elif s.in_flight:
             s.decode_owed = 1
             s.decodes_skipped += 1
@@ -635,7 +666,7 @@ def _victim(s: Record, requests: Array, running_batch: Array) -> int:
     return first
 
 
-def _retract(s: Record, c: Cache, number: int) -> None:
+def _retract(s: Record, c: Cache, number: int, shuffled: Array) -> None:
     """Free the pages of a request, which waits again and keeps its delivered tokens, like `SchedulerState.retract`."""
     request = c.requests[number]
     request.kept = request.outputs
@@ -650,6 +681,8 @@ def _retract(s: Record, c: Cache, number: int) -> None:
         while other != NONE and c.requests[other].cached_tokens >= 0 and c.requests[other].id < request.id:
             before, other = other, c.requests[other].behind
     _wait(s, c.requests, number, before)
+    if s.passes:
+        joins(s, c, number, shuffled)
 
 
 # ------------------------------------------------------------------------------------------------------------ admission
@@ -694,6 +727,9 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
     s.oldest = (s.oldest + 1) % a.flights.shape[1]
     s.nothing_new = 0
     c = cache_of(a, engine)
+    for i in range(flight.parts):
+        if parts[i, 0] != NONE and _ends_without_token(a.requests[parts[i, 0]], flight.batch_id):
+            _end(a, run, s, c, parts[i, 0])
     tokens = 0
     at, gap_requests, gaps = s.gaps, a.gap_requests[engine], a.gaps[engine]
     for i in range(flight.samplers):
@@ -713,17 +749,7 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
         request.last_us = now_us
         request.outputs += 1
         if request.outputs == request.output_tokens:
-            request.ended_us = now_us
-            s.ended += 1
-            s.active -= 1
-            s.batch_is_full = 0
-            leave(s, c, number, True)
-            if run.routes:
-                unseen = a.unseen[run.unseen]
-                unseen[0], unseen[1] = now_us + s.frontend_us + run.hop_us, number
-                run.unseen += 1
-            if run.loops:
-                _answered(a, run, s, number, now_us + s.answer_us)
+            _end(a, run, s, c, number)
     s.gaps = at
     if tokens:
         message = a.messages[engine, s.messages]
@@ -738,3 +764,23 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
         s.ratio = s.ratio_initial
         s.decode_owed = 0
     _spend(s, a.works[engine], s.result_fixed_us + s.result_row_us * flight.rows, RESULTS)
+
+
+def _ends_without_token(request: Record, batch_id: int) -> bool:
+    """Return whether a request without output ends with a batch, which computes the last of its prompt."""
+    return request.output_tokens == 0 and request.last_batch == batch_id
+
+
+def _end(a: Arrays, run: Record, s: Record, c: Cache, number: int) -> None:
+    """End a request at the present time, like `SchedulerState.finish`."""
+    a.requests[number].ended_us = s.now_us
+    s.ended += 1
+    s.active -= 1
+    s.batch_is_full = 0
+    leave(s, c, number, True)
+    if run.routes:
+        unseen = a.unseen[run.unseen]
+        unseen[0], unseen[1] = s.now_us + s.frontend_us + run.hop_us, number
+        run.unseen += 1
+    if run.loops:
+        _answered(a, run, s, number, s.now_us + s.answer_us)

@@ -30,11 +30,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.requests import rules
-from lockstep.sim.fast import kernel, memory, routing, state
+from lockstep.sim.fast import kernel, memory, ordering, routing, state
 from lockstep.sim.fast.state import Arrays
 
 SOURCE = Path(kernel.__file__)
-SOURCES = tuple(Path(str(module.__file__)) for module in (rules, state, memory, routing, kernel))
+SOURCES = tuple(Path(str(module.__file__)) for module in (rules, state, memory, ordering, routing, kernel))
 """The modules with compiled functions; each imports functions of earlier ones only."""
 ENTRY = "lockstep_advance"
 
@@ -216,11 +216,11 @@ def _made() -> str:
 
     carray = numba.carray
     run_t, engine_t, request_t, node_t = state.RUN, state.ENGINE, state.REQUEST, state.NODE
-    flight_t, shape_t, deferred_t = state.FLIGHT, state.SHAPE, state.DEFERRED_ROW
+    flight_t, shape_t, deferred_t, block_t = state.FLIGHT, state.SHAPE, state.DEFERRED_ROW, state.BLOCK
     int64, int32 = np.int64, np.int32
 
     def entry(table: Any, took_us: float) -> int:
-        t = carray(table, (26, 5))
+        t = carray(table, (30, 5))
         arrays = kernel_arrays(
             carray(at(t[0, 0]), (t[0, 1],), run_t),
             carray(at(t[1, 0]), (t[1, 1],), engine_t),
@@ -240,14 +240,18 @@ def _made() -> str:
             carray(at(t[15, 0]), (t[15, 1],), int32),
             carray(at(t[16, 0]), (t[16, 1],), int32),
             carray(at(t[17, 0]), (t[17, 1],), int64),
-            carray(at(t[18, 0]), (t[18, 1], t[18, 2]), int64),
-            carray(at(t[19, 0]), (t[19, 1],), shape_t),
-            carray(at(t[20, 0]), (t[20, 1], t[20, 2], t[20, 3]), int64),
-            carray(at(t[21, 0]), (t[21, 1], t[21, 2], t[21, 3]), int64),
-            carray(at(t[22, 0]), (t[22, 1], t[22, 2], t[22, 3]), int64),
-            carray(at(t[23, 0]), (t[23, 1], t[23, 2], t[23, 3]), int64),
-            carray(at(t[24, 0]), (t[24, 1], t[24, 2]), int64),
-            carray(at(t[25, 0]), (t[25, 1], t[25, 2]), int64),
+            carray(at(t[18, 0]), (t[18, 1], t[18, 2]), int32),
+            carray(at(t[19, 0]), (t[19, 1],), int32),
+            carray(at(t[20, 0]), (t[20, 1], t[20, 2]), block_t),
+            carray(at(t[21, 0]), (t[21, 1], t[21, 2]), int32),
+            carray(at(t[22, 0]), (t[22, 1], t[22, 2]), int64),
+            carray(at(t[23, 0]), (t[23, 1],), shape_t),
+            carray(at(t[24, 0]), (t[24, 1], t[24, 2], t[24, 3]), int64),
+            carray(at(t[25, 0]), (t[25, 1], t[25, 2], t[25, 3]), int64),
+            carray(at(t[26, 0]), (t[26, 1], t[26, 2], t[26, 3]), int64),
+            carray(at(t[27, 0]), (t[27, 1], t[27, 2], t[27, 3]), int64),
+            carray(at(t[28, 0]), (t[28, 1], t[28, 2]), int64),
+            carray(at(t[29, 0]), (t[29, 1], t[29, 2]), int64),
         )
         return int(advance(arrays, took_us))
 

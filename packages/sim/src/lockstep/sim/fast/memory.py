@@ -471,6 +471,12 @@ def returning_pages(s: Record, c: Cache) -> int:
             if number != NONE and c.requests[number].last_batch == flight.batch_id:
                 request = c.requests[number]
                 pages += freed_by(s, c, request.position, request.cached_pages, request.handle)
+        for j in range(flight.parts):
+            number = c.parts[slot, j, 0]
+            if number != NONE and not c.requests[number].output_tokens:
+                request = c.requests[number]
+                if request.last_batch == flight.batch_id:
+                    pages += freed_by(s, c, request.position, request.cached_pages, request.handle)
     return pages
 
 

@@ -11,9 +11,12 @@ from lockstep.sim.fast.state import (
     LEAST_PROMPTS,
     LEAST_TOKENS,
     NONE,
+    Array,
     Arrays,
     Record,
 )
+
+HASH_FACTOR = 2_654_435_761  # 2**32 by the golden ratio: neighbouring keys are spread over the buckets
 
 
 def route_due(a: Arrays, run: Record) -> None:
@@ -56,7 +59,7 @@ def route_due(a: Arrays, run: Record) -> None:
 
 
 def _engine_for(a: Arrays, run: Record, request: Record) -> int:
-    """Return the engine for a request, like `Router._chosen` with all engines up and no shared prefixes."""
+    """Return the engine for a request, like `Router._chosen` with all engines up."""
     engines = a.engines
     if run.routing_rule == GIVEN:
         return request.engine
@@ -71,18 +74,11 @@ def _engine_for(a: Arrays, run: Record, request: Record) -> int:
                 best = engine
         engines[best].credit -= weights
         return best
-    total, weights = 1, 0.0
     if run.routing_rule == BOUNDED:
-        for engine in range(engines.size):
-            total += engines[engine].open_requests
-            weights += engines[engine].weight
+        return _by_prefix(a, run, request)
     best, least, chosen = NONE, 0.0, 0
     for engine in range(engines.size):
         s = engines[engine]
-        if run.routing_rule == BOUNDED:
-            fair = np.int64(np.ceil(run.load_bound * total * s.weight / weights))
-            if s.open_requests >= max(run.load_floor, fair):
-                continue
         if run.routing_rule == LEAST_TOKENS:
             load = s.open_tokens + request.open_tokens
         elif run.routing_rule == LEAST_PROMPTS:
@@ -93,3 +89,123 @@ def _engine_for(a: Arrays, run: Record, request: Record) -> int:
         if best == NONE or share < least or (share == least and s.last_chosen < chosen):
             best, least, chosen = engine, share, s.last_chosen
     return best
+
+
+# ------------------------------------------------------------------------------------------------------ prefix affinity
+
+
+def _by_prefix(a: Arrays, run: Record, request: Record) -> int:
+    """Return the engine within the bound that received most of the prompt before, like `Router._by_prefix`."""
+    engines = a.engines
+    total, weights, longest = 1, 0.0, 0
+    for engine in range(engines.size):
+        s = engines[engine]
+        total += s.open_requests
+        weights += s.weight
+        s.matched = _matched(a.block_keys[request.block_start : request.block_stop], a, engine)
+        longest = max(longest, s.matched)
+    best, least = NONE, 0.0
+    for engine in range(engines.size):
+        s = engines[engine]
+        fair = np.int64(np.ceil(run.load_bound * total * s.weight / weights))
+        if s.open_requests >= max(run.load_floor, fair):
+            continue
+        share = (s.open_requests + 1) / s.weight
+        if best != NONE:
+            other = engines[best]
+            if s.matched < other.matched:
+                continue
+            if s.matched == other.matched:
+                if share > least or (share == least and s.last_chosen >= other.last_chosen):
+                    continue
+        best, least = engine, share
+    if longest > engines[best].matched:
+        run.routed_by_bound += 1
+    elif longest:
+        run.routed_by_prefix += 1
+    _sent(engines[best], a.block_keys[request.block_start : request.block_stop], a.blocks[best], a.block_buckets[best])
+    return best
+
+
+def _matched(keys: Array, a: Arrays, engine: int) -> int:
+    """Return how many blocks of a prompt, from its beginning on, an engine received before."""
+    blocks, buckets = a.blocks[engine], a.block_buckets[engine]
+    for length in range(keys.size):
+        if not _entry_of(keys[length], blocks, buckets):
+            return length
+    return keys.size
+
+
+def _sent(s: Record, keys: Array, blocks: Array, buckets: Array) -> None:
+    """Record a prompt sent to an engine, like `PrefixHomes.sent`: its end is dropped before its beginning."""
+    for i in range(keys.size - 1, -1, -1):
+        entry = _entry_of(keys[i], blocks, buckets)
+        if entry:
+            _unlink(s, blocks, entry)
+        else:
+            entry = _new_entry(s, keys[i], blocks, buckets)
+        blocks[entry].older, blocks[entry].newer = s.newest_block, 0
+        if s.newest_block:
+            blocks[s.newest_block].newer = entry
+        else:
+            s.oldest_block = entry
+        s.newest_block = entry
+    while s.blocks > s.blocks_max:
+        entry = s.oldest_block
+        _unlink(s, blocks, entry)
+        _drop(s, entry, blocks, buckets)
+
+
+def _bucket_of(key: int, buckets: Array) -> int:
+    return (np.int64(key) * HASH_FACTOR >> 16) & (buckets.size - 1)
+
+
+def _entry_of(key: int, blocks: Array, buckets: Array) -> int:
+    """Return the entry of a block of an engine; 0: it has none."""
+    entry = buckets[_bucket_of(key, buckets)]
+    while entry and blocks[entry].key != key:
+        entry = blocks[entry].following
+    return entry
+
+
+def _new_entry(s: Record, key: int, blocks: Array, buckets: Array) -> int:
+    """Return a new entry, in the hash table and in no order yet."""
+    if s.block_free:
+        entry = s.block_free
+        s.block_free = blocks[entry].following
+    else:
+        s.block_entries += 1
+        entry = s.block_entries
+    s.blocks += 1
+    bucket = _bucket_of(key, buckets)
+    blocks[entry].key, blocks[entry].following = key, buckets[bucket]
+    buckets[bucket] = entry
+    return entry
+
+
+def _drop(s: Record, entry: int, blocks: Array, buckets: Array) -> None:
+    """Remove an entry from the hash table."""
+    bucket = _bucket_of(blocks[entry].key, buckets)
+    other = buckets[bucket]
+    if other == entry:
+        buckets[bucket] = blocks[entry].following
+    else:
+        while blocks[other].following != entry:
+            other = blocks[other].following
+        blocks[other].following = blocks[entry].following
+    blocks[entry].following = s.block_free
+    s.block_free = entry
+    s.blocks -= 1
+
+
+def _unlink(s: Record, blocks: Array, entry: int) -> None:
+    """Remove an entry from the order in which blocks are dropped."""
+    older, newer = blocks[entry].older, blocks[entry].newer
+    if older:
+        blocks[older].newer = newer
+    else:
+        s.oldest_block = newer
+    if newer:
+        blocks[newer].older = older
+    else:
+        s.newest_block = older

@@ -19,6 +19,8 @@ NONE = -1
 EXTEND, DECODE, BOTH = range(3)  # batch modes; BOTH is mixed
 ARRIVAL, PLAN, RESULTS = range(3)  # kinds of work of the CPU lane
 RUNNING_LIMIT, ROWS, KV_BUDGET, PREFILL_BUDGET, PAGES = range(5)  # deferral reasons of the head of the waiting queue
+QUEUE_ORDER, LONGEST_CACHED, LONGEST_OUTPUT, SHUFFLED, RESPONSE_RATIO, FEWEST_UNCACHED = range(6)  # waiting queue
+KEEPS, LAST, DEFERS = range(3)  # what becomes of waiting requests with a prefix that another request computes
 IN_TURN, LEAST_REQUESTS, LEAST_TOKENS, LEAST_PROMPTS, BOUNDED, GIVEN = range(6)  # rules of a router
 PRICED, FLUSH, ASKED, DONE, LOST, PAUSED = range(6)  # reasons for which `advance` and `_advance` return
 
@@ -42,6 +44,13 @@ ENGINE = np.dtype(
         ("prefill_decode_interval", np.int64),
         ("max_prefill_tokens", np.int64),
         ("chunked_prefill_size", np.int64),
+        ("policy", np.int64),  # order of the waiting queue, such as LONGEST_CACHED
+        ("deduplication", np.int64),  # KEEPS, LAST or DEFERS
+        ("passes", np.int64),  # 1: admission goes by `ordering.py`; 0: in the order of the queue, none is bypassed
+        ("bypass_limit", np.int64),
+        ("matched_waiting_max", np.int64),  # with more waiting requests, their cached prefixes are not looked up
+        ("duplicate_tokens", np.int64),  # tokens that two prompts share if one is a duplicate
+        ("duplicate_cached_max", np.int64),  # a request with more cached tokens is no duplicate
         ("align", np.int64),
         ("unit", np.int64),
         ("ratio_initial", np.float64),
@@ -75,6 +84,17 @@ ENGINE = np.dtype(
         ("decoding", np.int64),  # requests of the running batch
         ("prefilling", np.int64),
         ("batch_is_full", np.int64),
+        # the present pass over the waiting queue
+        ("pass_number", np.int64),
+        ("by_rank", np.int64),  # 1: requests are considered by `rank`, duplicates last; 0: in the order of the queue
+        ("cursor", np.int64),  # in the order of the queue: the request considered last; NONE: none yet
+        ("split_before", np.int64),  # the request whose prompt was split when the pass began
+        ("considered", np.int64),  # requests of the queue whose `turn` is not 0
+        ("urgent", np.int64),  # waiting requests that have been bypassed as often as they may be
+        ("admitted", np.int64),  # requests admitted since bypasses were counted
+        ("admissions_left", np.int64),  # number of these after which bypasses are counted
+        ("waits_for_prefix", np.int64),  # 1: a request of this pass waits for a prefix
+        ("prefilled_tokens", np.int64),  # tokens of all extends
         ("deferred", np.int64),  # the request that was deferred last
         ("deferred_reason", np.int64),  # its reason
         ("decode_owed", np.int64),
@@ -102,6 +122,7 @@ ENGINE = np.dtype(
         ("deferred_kv_budget", np.int64),
         ("deferred_prefill_budget", np.int64),
         ("deferred_pages", np.int64),
+        ("deferred_prefix", np.int64),
         ("decodes_skipped", np.int64),
         ("retractions", np.int64),
         ("tokens_discarded", np.int64),
@@ -117,6 +138,16 @@ ENGINE = np.dtype(
         ("open_requests", np.int64),
         ("open_tokens", np.int64),
         ("last_chosen", np.int64),
+        ("matched", np.int64),  # blocks of the routed prompt that were sent here before, from its beginning on
+        ("blocks", np.int64),  # blocks of prompts that the router counts as cached here
+        ("blocks_max", np.int64),
+        ("oldest_block", np.int64),  # it is dropped first; `newer` links to the next; 0: none
+        ("newest_block", np.int64),
+        (
+            "block_free",
+            np.int64,
+        ),  # the first unused entry; `following` links to the next; 0: none
+        ("block_entries", np.int64),  # the largest entry so far
     ],
     align=True,
 )
@@ -136,6 +167,11 @@ REQUEST = np.dtype(
         ("run_start", np.int64),  # its prompt is the runs [run_start:run_stop)
         ("run_stop", np.int64),
         ("open_tokens", np.int64),  # tokens by the count of the router
+        ("block_start", np.int64),  # its whole blocks are `block_keys` [block_start:block_stop)
+        ("block_stop", np.int64),
+        ("prefilled_before", np.int64),  # `prefilled_tokens` of its engine when it arrived
+        ("duplicate_in", np.int64),  # number of the last pass in which it was a duplicate
+        ("rank", np.float64),  # the least is considered first; equal ones in the order of the queue
         ("prompt_tokens", np.int32),
         ("output_tokens", np.int32),  # final number of output tokens
         ("outputs", np.int32),  # output tokens so far
@@ -152,6 +188,9 @@ REQUEST = np.dtype(
         ("engine", np.int32),  # NONE: not sent yet; with GIVEN: the engine to which it will be sent
         ("next", np.int32),  # the request that was sent next to the same engine
         ("behind", np.int32),  # the request behind it in the waiting queue
+        ("bypassed", np.int32),  # requests behind it in the waiting queue that were admitted before it
+        ("turn", np.int32),  # in the present pass: 0 not considered, 1 considered, 2 admitted
+        ("waits_for", np.int32),  # the request that computes its prefix, at its last deferral for that
     ],
     align=True,
 )
@@ -201,6 +240,16 @@ DEFERRED_ROW = np.dtype(
     align=True,
 )
 
+BLOCK = np.dtype(
+    [
+        ("key", np.int32),
+        ("older", np.int32),  # the entry that is dropped before it
+        ("newer", np.int32),
+        ("following", np.int32),  # the next entry of its bucket, or the next unused entry
+    ],
+    align=True,
+)
+
 SHAPE = np.dtype(
     [
         ("extend_rows", np.int64),
@@ -235,6 +284,8 @@ RUN = np.dtype(
         ("output_tokens", np.int64),  # output tokens of these ended requests
         ("first_guess", np.int64),  # tokens of an answer that the router expects at the start
         ("unseen", np.int64),  # ends that have not reached the router yet
+        ("routed_by_prefix", np.int64),  # requests sent to the engine with the longest beginning of their prompt
+        ("routed_by_bound", np.int64),  # requests whose engine with a longer beginning is over the bound
     ],
     align=True,
 )
@@ -261,6 +312,10 @@ class Arrays(NamedTuple):
     thinking: Array  # int32 [requests]: heap of requests whose time of arrival is known, by time and key
     sessions: Array  # int32 [sessions]: first request of each further session of a closed loop
     scratch: Array  # int64 [requests]: numbers within one call
+    shuffled: Array  # int32 [engines, requests]: rank of each id if the waiting queue is shuffled
+    block_keys: Array  # int32 [blocks]: one number for all blocks with the same tokens up to their end
+    blocks: Array  # BLOCK [engines, entries]: blocks of prompts by engine; entry 0 means none
+    block_buckets: Array  # int32 [engines, power of two]: first entry of each bucket; 0: none
     unseen: Array  # int64 [ends, 2]: time at which an end reaches the router, and its request
     shape: Array  # SHAPE [1]: shape of the batch whose time is to be computed
     launches: Array  # int64 [engines, rows, len(BATCH_COLUMNS)]

@@ -348,7 +348,7 @@ class EngineHost:
         """Offer the slot to the engine. Return the time at which a batch was handed to the device; None: no batch."""
         engine = self.engine
         several, tried = engine.microbatches if engine.microbatches.several else None, self._tried
-        if several is not None and engine.ranks is not None and not self._awaited and not self._able(several):
+        if several is not None and engine.ranks is not None and not self._awaited and not self.engine.open_slots():
             self._nothing_new = (
                 True  # the round keeps its microbatch until another rank waits: the next arrival may join this one
             )
@@ -367,7 +367,7 @@ class EngineHost:
         if plan is None:
             if several is not None:
                 self._tried = tried + 1
-                if self._tried < len(self._able(several)):
+                if self._tried < len(self.engine.open_slots()):
                     return now_us  # another microbatch may have a launch
             self._nothing_new = self._receives = True  # a lane with nothing to launch receives arrivals again at once
             return None
@@ -385,19 +385,8 @@ class EngineHost:
         """Return the microbatch to offer a slot to: that of the ranks' round, or the next one that may launch."""
         if self.engine.ranks is not None:
             return self.engine.ranks.slot
-        able = self._able(several)
-        behind = [number for number in able if number > self._offered]
-        self._offered = (behind or able or [several.at])[0]
+        self._offered = several.next_slot(self.engine.open_slots(), self._offered)
         return self._offered
-
-    def _able(self, several: Microbatches) -> list[int]:
-        """Return the microbatches that have a free slot and may have something to launch."""
-        engine = self.engine
-        taken = [0] * several.count
-        for batch in engine.in_flight:
-            taken[batch.plan.microbatch] += 1
-        depth = engine.config.overlap_depth
-        return [number for number in range(several.count) if taken[number] <= depth and engine.has_work(number)]
 
     def _receive(self, exchange: RankExchange, now_us: int) -> int:
         """Fold the agreement of all ranks and run the batch; or offer a slot, if other ranks wait for this rank."""

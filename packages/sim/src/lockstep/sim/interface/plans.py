@@ -12,6 +12,7 @@ from lockstep.sim.interface.page import HtmlPage
 from lockstep.sim.report.parts import escape
 
 if TYPE_CHECKING:
+    import altair
     import polars
 
     from lockstep.sim.plan.answer import PlanAnswer
@@ -69,6 +70,17 @@ class PlanResult:
         }  # fmt: skip
         return pl.DataFrame(rows, schema=schema, orient="row")
 
+    def chart(self, slo: int = 0) -> altair.LayerChart:
+        """Return cost against the latency of one SLO as an Altair chart, intervals as bars, the winner named.
+
+        Args:
+            slo: number of the SLO, in the order of the question.
+        Raises: ConfigError without Altair, or if no configuration has an answer.
+        """
+        from lockstep.sim.interface.charts import front_chart
+
+        return front_chart(self.describe(), slo)
+
     def report(self) -> HtmlPage:
         """Return the page of the answer."""
         from lockstep.sim.plan.page import render_plan
@@ -91,21 +103,18 @@ def plan(*, out: str | Path | None = None, **options: Any) -> PlanResult:
     Raises: ConfigError, WorkloadError, CatalogueError, CapacityError: bad options, as of the command.
     """
     from lockstep.host.options import take
-    from lockstep.sim.cli.plan import PlanOptions, question_of, usable_cores
+    from lockstep.sim.cli.plan import PlanOptions, grown, question_of, usable_cores
     from lockstep.sim.cli.plan import plan as command
-    from lockstep.sim.plan.answer import PlanAnswer
     from lockstep.sim.plan.ledger import TrialStore
-    from lockstep.sim.plan.search import Progress, prepare, run_plan
+    from lockstep.sim.plan.search import Progress, prepare
+    from lockstep.sim.plan.solve import solve
     from lockstep.sim.plan.workers import workers_of
-    from lockstep.sim.run.run_folder import workload_line
 
     params = parsed(command, "lockstep.plan", {**options, "out": out})
     given = take(PlanOptions, params)
     with config_errors():
         question = question_of(given, params)
-    candidates, opened = prepare(question)
-    line = workload_line(opened, closed=question.load == "sessions")
+        later = grown(question, given.growth)
     jobs = usable_cores() if given.jobs is None else given.jobs
     with workers_of(jobs, given.ray_address) as workers:
-        run_plan(question, candidates, workers, TrialStore(given.out), Progress())
-    return PlanResult(PlanAnswer(question=question, candidates=candidates, workload_line=line))
+        return PlanResult(solve(question, prepare(question), later, workers, TrialStore(given.out), Progress()))

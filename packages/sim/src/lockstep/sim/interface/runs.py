@@ -16,6 +16,7 @@ from lockstep.sim.interface.page import HtmlPage
 from lockstep.sim.report.parts import escape
 
 if TYPE_CHECKING:
+    import altair
     import polars
 
     from lockstep.sim.results.compare import Comparison
@@ -98,6 +99,17 @@ class RunFolder:
                 return None if values[name] is None else float(values[name])
         known = self.figures["name"].to_list()
         raise ConfigError(f"`{name}` is no figure of the run{nearest(name, known)}")
+
+    def chart(self, name: str = "ttft") -> altair.Chart:
+        """Return an Altair chart: the share of requests below each `ttft`, `tpot`, `e2e` or `queue`, or `arrivals`.
+
+        `arrivals` is TTFT over the time of arrival. A chart is shown by a notebook, and saved by
+        `chart.save("ttft.svg")`; the end of the name chooses PNG, SVG or HTML.
+        Raises: ConfigError for another name, or without Altair.
+        """
+        from lockstep.sim.interface.charts import run_chart
+
+        return run_chart(self.requests, name, self.stored.slos)
 
     def report(self) -> HtmlPage:
         """Return the report of the run. Raises ConfigError for a run without one."""

@@ -290,7 +290,10 @@ class MetricsFold:
         if requests:
             self._first_us = int(measured.arrival_us[0])
         self._last_us = measured.last_us
-        ended = self._finish_reasons["length"]
+        codes = np.where(measured.ended_us < 0, 0, self._finish_reasons["length"])
+        computed = (measured.ended_us >= 0) & (measured.output_tokens == 0)
+        if computed.any():  # only their prompts were run
+            codes[computed] = self._finish_reasons["computed"]
         for column, values in (
             (self._request_ids, measured.request_id),
             (self._arrival_us, measured.arrival_us),
@@ -299,7 +302,7 @@ class MetricsFold:
             (self._cached_tokens, measured.cached_tokens),
             (self._retractions, measured.retractions),
             (self._ended_us, measured.ended_us),
-            (self._finish_codes, np.where(measured.ended_us < 0, 0, ended)),
+            (self._finish_codes, codes),
             (self._tenant_codes, [self._tenants[tenant] for tenant in measured.tenants]),
             (self._sent, measured.output_tokens),
             (self._output_tokens, measured.output_tokens),

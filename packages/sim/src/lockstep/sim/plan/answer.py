@@ -9,17 +9,18 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from lockstep.core.contract.config import DRAFT_SETTINGS, TRANSFER_SETTINGS, runtime_refusal
+from lockstep.core.contract.config import DRAFT_SETTINGS, STAGES_ONLY, TRANSFER_SETTINGS, runtime_refusal
 from lockstep.core.contract.profiles import profile_settings
 from lockstep.host.engine_options import RankOptions
 from lockstep.host.options import number_word, option_of, options_of
 from lockstep.sim.cost.engines import NONE
+from lockstep.sim.cost.power import GRID_GCO2_PER_KWH, PUE, Energy, Site, describe_energy, energy_line
 from lockstep.sim.plan.interval import Interval
 from lockstep.sim.plan.question import Question, shown
 from lockstep.sim.plan.search import Candidate, Evaluation
@@ -97,6 +98,20 @@ def usd_per_million(candidate: Candidate) -> float | None:
     assert best is not None
     usd, tokens_per_s = candidate.usd_per_hour(best.paid_replicas), best.steady("output_tokens_per_s")
     return None if usd is None or not tokens_per_s else usd / (tokens_per_s * 3600) * 1e6
+
+
+def energy_per_million(candidate: Candidate) -> dict[str, Any] | None:
+    """Return energy and carbon at the load that was found, see `describe_energy`; None if no power is known."""
+    best, common = candidate.best, candidate.question.common
+    assert best is not None
+    results = [result for result in best.results if result.machine_kwh]
+    tokens = sum(result.summary["throughput"]["output_tokens"] for result in results)
+    if not tokens:
+        return None
+    energy = Energy(*(sum(kwh) for kwh in zip(*(result.machine_kwh for result in results), strict=True)))
+    site = Site(common.get("pue", PUE), common.get("grid_gco2_per_kwh", GRID_GCO2_PER_KWH))
+    hours = sum(result.summary["throughput"]["makespan_us"] for result in results) / 3.6e9
+    return describe_energy(energy, site, tokens, hours * best.paid_replicas * candidate.gpus)
 
 
 def gpu_hours_per_million(candidate: Candidate) -> float | None:
@@ -218,7 +233,12 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
         common += ["--max-lora-rank", str(base.max_lora_rank)]
     profile = profile_of(base)
     settings = profile_settings(profile) | dict(base.settings)
-    served = ["--model", "FOLDER", *common, *_tier_words(tiers), *_set_words(settings)]
+    stages = ["--pp", str(base.pp)] if base.pp > 1 else []
+    if not stages:
+        settings = {name: value for name, value in settings.items() if name not in STAGES_ONLY}
+    elif "pp_size" not in settings:
+        settings["pp_size"] = 1  # one running batch; a server has one for each stage by itself
+    served = ["--model", "FOLDER", *stages, *common, *_tier_words(tiers), *_set_words(settings)]
     emulated = ["--emulate", f"{base.model}@{base.gpu}", *common]
     for name in EMULATED:
         if name == "engine":
@@ -230,8 +250,12 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
             emulated += [option_of(name), str(getattr(base, name))]
     if base.calibration is not None:
         emulated += ["--calibration", base.calibration]
-    emulated += _set_words({name: value for name, value in base.settings.items() if name != NOT_EMULATED})
+    not_emulated = (NOT_EMULATED, *STAGES_ONLY)
+    emulated += _set_words({name: value for name, value in base.settings.items() if name not in not_emulated})
     emulated_lacks = [one for one in lacks if one.partition(" ")[0] not in EMULATED]
+    of_stages = [(name, value) for name, value in base.settings.items() if name in STAGES_ONLY and value]
+    emulated_lacks += [f"{name} {shown(value)}" for name, value in of_stages if (name, value) != ("pp_size", 1)]
+    lacks = [one for one in lacks if not one.startswith("pp ")]
     emulated_lacks += [f"{name} {shown(value)}" for name, value in tiers.items()]
     if base.settings.get(NOT_EMULATED):
         emulated_lacks.append(f"{NOT_EMULATED} {base.settings[NOT_EMULATED]}")
@@ -255,7 +279,7 @@ def _is_served(name: str) -> bool:
 
 def _is_missed(name: str, value: Any) -> bool:
     """Return whether a setting has an effect that a server lacks. Off, none and one stage have no effect."""
-    return name not in DRAFT_SETTINGS and not _is_served(name) and bool(value) and (name, value) != ("pp_size", 1)
+    return name not in DRAFT_SETTINGS and not _is_served(name) and bool(value)
 
 
 def _tiers_served(tiers: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,6 +307,35 @@ def _set_words(settings: Mapping[str, Any]) -> list[str]:
 # ----------------------------------------------------------------------------------------------------------------- text
 
 
+@dataclass(frozen=True)
+class Forecast:
+    """The answer at a load that is `factor` times the one of the question."""
+
+    factor: float
+    load: float
+    configuration: str | None  # None: none serves the load within the SLO
+    replicas: int
+    gpus: int
+    usd_per_hour: float | None
+    headline: str
+
+    @classmethod
+    def of(cls, factor: float, answer: PlanAnswer) -> Forecast:
+        """Return the forecast of an answer."""
+        winner, load = answer.winner, float(answer.question.wanted or 0.0)
+        if winner is None or winner.best is None:
+            return cls(factor, load, None, 0, 0, None, answer.headline)
+        best = winner.best
+        usd = winner.usd_per_hour(best.paid_replicas)
+        gpus = best.replicas * winner.gpus
+        return cls(factor, load, winner.configuration.name, best.replicas, gpus, usd, answer.headline)
+
+    @property
+    def line(self) -> str:
+        """The answer in a line of text."""
+        return f"at {self.factor:g} times the load: {self.headline}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanAnswer:
     """A finished plan."""
@@ -290,6 +343,7 @@ class PlanAnswer:
     question: Question
     candidates: Sequence[Candidate]
     workload_line: str
+    forecast: tuple[Forecast, ...] = ()  # answers at other loads
     sample_line: str = ""  # how the simulated part of a trace differs from the whole one
 
     @property
@@ -356,6 +410,7 @@ class PlanAnswer:
         sure = f"{100 * question.confidence:g} %"
         setups = [c.setup for c in self.candidates if c.setup is not None]
         engine = setups[0].calibration if setups else None
+        lines += [f"{setups[0].model.name}: {note}." for note in setups[0].model.notes] if setups else []
         if engine is not None and engine.engine != NONE:
             lines.append(f"Times: {engine.line}.")
             what = "replications and the systematic error of the predicted times together"
@@ -390,6 +445,8 @@ class PlanAnswer:
             lines += [f"GPU-hours, no dollars: {why}; --price {gpu}=USD" for gpu, why in unknown]
         else:
             lines += [f"Price of {gpu}: {why}" for gpu, why in prices]
+        if (winner := self.winner) is not None and (energy := energy_per_million(winner)) is not None:
+            lines.append(f"The winner's {energy_line(energy)}.")
         setups += [c.prefill_setup for c in self.candidates if c.prefill_setup is not None]
         lines += [self._remark_on_rejections()] if self._rejecting else []
         if setups:
@@ -503,6 +560,7 @@ class PlanAnswer:
             },
             "goodput": GOODPUT,
             "headline": self.headline,
+            "forecast": [asdict(one) for one in self.forecast],
             "remarks": self.remarks(),
             "winner": winner.configuration.number if winner is not None else None,
             "serve": [one._asdict() for one in serve_commands(winner)] if winner is not None else [],
@@ -524,6 +582,7 @@ class PlanAnswer:
             "estimated_load_max": None if estimate is None else round(candidate.estimated_load, 4),
             "usd_per_hour": None if best is None else candidate.usd_per_hour(best.paid_replicas),
             "usd_per_million_output_tokens": None if best is None else usd_per_million(candidate),
+            "energy": None if best is None else energy_per_million(candidate),
             "gpu_hours_per_million_output_tokens": None if best is None else gpu_hours_per_million(candidate),
             **({} if candidate.split is None or best is None else {"sides": best.results[0].sides}),
             "best": _describe_evaluation(self.question, best),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from lockstep.sim.plan.pictures import forecast_section, front_section, sensitivity_section, split_section
 from lockstep.sim.report.answer import head
 from lockstep.sim.report.details import details
 from lockstep.sim.report.page import SPANS_MAX, whole_page
@@ -30,11 +31,12 @@ def render_plan(answer: PlanAnswer) -> str:
     title = f"{question.model} on {', '.join(question.gpus)}"
     remarks = "".join(f"<li>{escape(line)}</li>" for line in answer.remarks())
     below = f'<p class="subtitle">{escape(answer.workload_line)}</p>'
-    body = [head("plan", title, below, answer.headline, ""), _configurations(answer, remarks)]
+    body = [head("plan", title, below, answer.headline, ""), front_section(answer), _configurations(answer, remarks)]
+    body += [section for section in (split_section(answer), forecast_section(answer)) if section]
     data: Json = {"runs": [], "first": 0}
     if winner is not None:
         points = sweep(winner)
-        body.append(_commands(winner))
+        body += [sensitivity_section(answer, winner), _commands(winner)]
         if len(points) > 1:
             data["compare"] = _compare_payload(winner, points)
             body.append(_compare([slo.title for slo in _slo_rows(winner)]))
@@ -65,7 +67,11 @@ def _load(candidate: Candidate) -> str:
 def _configurations(answer: PlanAnswer, remarks: str) -> str:
     """Return the table of the terminal as HTML, followed by the remarks."""
     sides = answer.sides_table()
-    below = "" if sides is None else f"<h3>{escape(str(sides.title))}</h3>\n{_html(sides, 'Prefill and decode')}\n"
+    below = (
+        ""
+        if sides is None
+        else f"<h3 class='pair'>{escape(str(sides.title))}</h3>\n{_html(sides, 'Prefill and decode')}\n"
+    )
     return f"""<section id="plan" aria-labelledby="plan-h">
 <h2 id="plan-h">Every configuration</h2>
 <p class="lead">&gt; is the winner. * is on the Pareto front: no other one is cheaper without being slower in some
@@ -77,11 +83,13 @@ SLO.</p>
 
 def _html(shown: Table, caption: str) -> str:
     """Return a table of the terminal as HTML."""
-    head_cells = "".join(f'<th scope="col" class="text">{escape(str(column.header))}</th>' for column in shown.columns)
+    head_cells = "".join(
+        f'<th scope="col" class="wrapped text">{escape(str(column.header))}</th>' for column in shown.columns
+    )
     cells = [[str(cell) for cell in column.cells] for column in shown.columns]
     rows = []
     for row_cells in zip(*cells, strict=True):
-        row = "".join(f'<td class="text">{escape(cell.strip())}</td>' for cell in row_cells)
+        row = "".join(f'<td class="wrapped text">{escape(cell.strip())}</td>' for cell in row_cells)
         rows.append(f"<tr>{row}</tr>")
     return table(head_cells, rows, caption)
 

@@ -139,6 +139,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     summary: dict[str, Any] = {}
     replicas_mean: float | None = None  # mean number of paid replicas, with autoscaling
     sides: dict[str, dict[str, Any]] = {}  # of prefill and decode engines and the transfers between them: see sides.py
+    machine_kwh: tuple[float, ...] = ()  # low, likely, high, without PUE; empty if a GPU's power is not known
     cpu_s: float = 0.0  # never part of an answer
     interrupted: bool = False
 
@@ -162,6 +163,7 @@ def run_trial(trial: Trial) -> TrialResult:
         summary=_kept(data.summary),
         sides=sides_of(run) if run.setup.hands_over else {},
         replicas_mean=None if run.autoscale is None else run.autoscale["replicas_mean"],
+        machine_kwh=() if (energy := run.machine_energy()) is None else tuple(round(kwh, 9) for kwh in energy[0]),
         cpu_s=run.cpu_s,
     )
 

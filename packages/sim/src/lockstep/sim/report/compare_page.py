@@ -151,7 +151,7 @@ the time from the first arrival to the last finish of any engine.</p>
 
 def _engines_table(run: StoredRun) -> str:
     heads = (
-        ("engine", ""), ("", '<span class="unseen">load</span>'), ("requests", ""), ("of fair", "share"),
+        ("engine", ""), ('<span class="unseen">load</span>', ""), ("requests", ""), ("of fair", "share"),
         ("output", "tokens/s"), ("TTFT", "p99"), ("TPOT", "p99"), ("cache", "hit ratio"), ("KV", "peak"),
         ("GPU", "busy"),
     )  # fmt: skip
@@ -286,8 +286,9 @@ def _pair_tables(pairs: Pairs, first: str) -> str:
     head = "".join(
         f'<th scope="col"{kind}>{name}</th>'
         for name, kind in (
-            ("", ""), ('<span class="unseen">shares</span>', ' class="text"'), ("faster", ""), ("same, within 1 %", ""),
-            ("slower", ""), ("median change", ""), ("worst", ""), ("best", ""),
+            ('<span class="unseen">metric</span>', ""), ('<span class="unseen">shares</span>', ' class="text"'),
+            ("faster", ""), ("same, within 1 %", ""), ("slower", ""), ("median change", ""), ("worst", ""),
+            ("best", ""),
         )
     )  # fmt: skip
     rows = [_paired_row(METRIC_NAMES[metric], row) for metric, row in pairs.metrics.items()]

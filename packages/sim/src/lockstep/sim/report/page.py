@@ -31,6 +31,7 @@ def write_report(
     subtitle: str = "",
     headline: str | None = None,
     parts: str = "",
+    sections: Sequence[str] = (),
 ) -> Path:
     """Write the report of `runs` to `path`. Several runs make a comparison, with a switch between them.
 
@@ -39,12 +40,15 @@ def write_report(
             from the numbers.
         parts: a sentence about the parts of a run. With it the first run is a whole and the others are its parts, not
             runs at other loads.
+        sections: HTML that follows the answer.
     Raises: ValueError without runs.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
-        render_report(runs, title=title, subtitle=subtitle, headline=headline, parts=parts), "utf-8", newline="\n"
+        render_report(runs, title=title, subtitle=subtitle, headline=headline, parts=parts, sections=sections),
+        "utf-8",
+        newline="\n",
     )
     return path
 
@@ -56,6 +60,7 @@ def render_report(
     subtitle: str = "",
     headline: str | None = None,
     parts: str = "",
+    sections: Sequence[str] = (),
     bytes_max: int = PAGE_BYTES_MAX,
 ) -> str:
     """Return the page as text. Timelines are merged until it has at most `bytes_max` bytes or SPANS_MIN is reached."""
@@ -63,19 +68,25 @@ def render_report(
         raise ValueError("a report needs at least one run, got none")
     spans_max = max(min(SPANS_MAX, 2 * SPANS_MAX // len(runs)), SPANS_MIN)
     while True:
-        text = _render(runs, title, subtitle, headline, parts, spans_max)
+        text = _render(runs, title, subtitle, headline, parts, spans_max, sections)
         if len(text.encode()) <= bytes_max or spans_max == SPANS_MIN:
             return text
         spans_max = max(spans_max // 2, SPANS_MIN)
 
 
 def _render(
-    runs: Sequence[ReportRun], title: str, subtitle: str, headline: str | None, parts: str, spans_max: int
+    runs: Sequence[ReportRun],
+    title: str,
+    subtitle: str,
+    headline: str | None,
+    parts: str,
+    spans_max: int,
+    sections: Sequence[str],
 ) -> str:
     payloads = [run_payload(run, spans_max) for run in runs]
     data: Json = {"runs": payloads, "first": 0 if parts else _first_shown(runs)}
     alone = len(runs) == 1
-    body = [answer(runs, title, subtitle, headline, of_parts=bool(parts))]
+    body = [answer(runs, title, subtitle, headline, of_parts=bool(parts)), *sections]
     if not alone:
         data["compare"] = comparison_payload(runs, by_rate=not parts)
         body += [comparison(runs, parts), switch(runs)]

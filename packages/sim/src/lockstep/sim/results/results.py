@@ -305,6 +305,11 @@ def write_metrics_json(
     metrics = {"about": dict(about or {}), **run.summary}
     if intervals is not None:
         metrics["intervals"] = intervals.describe()
+    write_json(path, metrics)
+
+
+def write_json(path: Path, metrics: Mapping[str, Any]) -> None:
+    """Write the contents of a metrics.json. Raises ValueError for a NaN."""
     text = json.dumps(metrics, indent=2, allow_nan=False, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
 

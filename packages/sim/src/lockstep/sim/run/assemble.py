@@ -40,6 +40,7 @@ from lockstep.sim.host.speculation import Acceptance, Drafting, ModelDraftCost, 
 from lockstep.sim.run.adapters import check_adapters, lora_of
 from lockstep.sim.run.capacity import _capacity
 from lockstep.sim.run.encoding import EncoderSetup, check_encoding
+from lockstep.sim.run.energy import site_of
 from lockstep.sim.run.engine import calibration_of, scheduling
 from lockstep.sim.run.environment import debug_level, environment_settings
 from lockstep.sim.run.layout import layout_of
@@ -71,6 +72,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
     check_adapters(scenario)
     check_samples(scenario)
     check_server_sessions(scenario)
+    site_of(scenario)
     config, kv = configure(scenario, model, gpu)
     check_load(scenario)
     if workload is None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.requests.table import VERSION_MARK
-from lockstep.sim.fast.fast_path import FastEngine, FastLoad, FastRun
+from lockstep.sim.fast.fast_path import POLICIES, FastEngine, FastLoad, FastRun
 from lockstep.sim.fast.loops import Loop, closed_loop, open_loop
 from lockstep.sim.host.closed_loop import ConcurrentSessions
 from lockstep.sim.host.device import Device
@@ -32,13 +32,14 @@ FOLLOWED = frozenset(
     "page_size pages radix_cache same_step_sharing context_tokens_max max_running_requests request_rows "
     "schedule_conservativeness batching max_prefill_tokens chunked_prefill_size chunk_unit reserve "
     "prefill_max_requests truncation_align_size prefill_decode_interval overlap_depth waiting_prefix_refresh "
-    "retracted_requeue retracted_kv retraction_policy".split()
+    "retracted_requeue retracted_kv retraction_policy prefix_deduplication bypass_limit "
+    "schedule_seed schedule_policy".split()
 )
 NEVER_READ = frozenset(
-    "force_stream_interval schedule_seed "
-    "schedule_low_priority_values_first default_priority_value bypass_limit session_kv max_sessions "
+    "force_stream_interval "
+    "schedule_low_priority_values_first default_priority_value session_kv max_sessions "
     "grammar_timeout_us max_input_tokens truncate_input isolate_tenants encoder_cache_tokens "
-    "priority_preemption_threshold prefix_deduplication".split()
+    "priority_preemption_threshold".split()
 )
 
 
@@ -49,6 +50,8 @@ def unsupported_by(setup: Setup) -> str:
     """
     config, scenario, turns = setup.config, setup.scenario, setup.workload.turns
     plain = SchedConfig()
+    if config.schedule_policy not in POLICIES:
+        return "schedule_policy"
     for name in config.__struct_fields__:
         if name not in FOLLOWED and name not in NEVER_READ and getattr(config, name) != getattr(plain, name):
             return name
@@ -71,8 +74,8 @@ def unsupported_by(setup: Setup) -> str:
         if is_there:
             return name
     prompts, outputs = turns.prompt_tokens.astype(np.int64), turns.output_tokens.astype(np.int64)
-    if not outputs.min() or not prompts.min():
-        return "empty prompts or answers"
+    if not prompts.min():
+        return "empty prompts"
     if prompts.max() > config.prompt_tokens_max(True) or (prompts + outputs).max() > config.request_tokens_max:
         return "prompts that do not fit"
     if scenario.concurrency is not None:
@@ -80,11 +83,9 @@ def unsupported_by(setup: Setup) -> str:
         if sessions * int(np.bincount(turns.root()).max()) > LOOP_REQUESTS_MAX:
             return "many long sessions"
     if config.radix_cache and (follows_answers(setup) or share_prefixes(turns)):
-        if config.prefix_deduplication != "off":
-            return "shared prefixes with prefix_deduplication"
         if config.isolate_tenants and len(turns.tenants) > 1:
             return "shared prefixes with isolate_tenants"
-        if not _are_chained(turns):
+        if not are_chained(turns):
             return "prompts with equal tokens behind different ones"
     return ""
 
@@ -112,7 +113,7 @@ def share_prefixes(turns: Turns) -> bool:
     return len(np.unique(firsts)) < len(firsts)
 
 
-def _are_chained(turns: Turns) -> bool:
+def are_chained(turns: Turns) -> bool:
     """Return whether all occurrences of a token id have the same prefix before them, answers included.
 
     Each run of consecutive ids must begin behind the same id as all other runs that begin with its first id; and a run
@@ -123,9 +124,10 @@ def _are_chained(turns: Turns) -> bool:
     before = np.concatenate((np.full(1, -1), lasts[:-1]))
     before[turns.run_starts] = -1
     answers = turns.output_first_token.astype(np.int64)
-    stops = np.concatenate((firsts + counts, answers + turns.output_tokens))
-    before = np.concatenate((before, lasts[turns.run_stops - 1]))
-    firsts = np.concatenate((firsts, answers))
+    answered = turns.output_tokens > 0
+    stops = np.concatenate((firsts + counts, (answers + turns.output_tokens)[answered]))
+    before = np.concatenate((before, lasts[turns.run_stops - 1][answered]))
+    firsts = np.concatenate((firsts, answers[answered]))
     order = np.lexsort((before, firsts))
     firsts, stops, before = firsts[order], stops[order], before[order]
     again = firsts[1:] == firsts[:-1]
@@ -144,11 +146,18 @@ def fast_run_of(
     `unsupported_by` must be empty for each setup.
     """
     scenario = setups[0].scenario
-    first = setups[0]
+    first, turns = setups[0], setups[0].workload.turns
     frontend_us = round(first.calibration.correction.frontend_us)
     answer_us = 0 if first.workload.tenants_of_engines else frontend_us
     return FastRun(
-        FastLoad(first.workload.turns, scenario.seed, scenario.warm_up, answer_us, loop_of(first)),
+        FastLoad(
+            turns,
+            scenario.seed,
+            scenario.warm_up,
+            answer_us,
+            loop_of(first),
+            follows_answers(first) or share_prefixes(turns),
+        ),
         [FastEngine(one.config, one.cost, one.cpu, round(one.calibration.correction.frontend_us)) for one in setups],
         metrics,
         on_finish,

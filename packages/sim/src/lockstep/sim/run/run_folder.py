@@ -66,12 +66,12 @@ def write_run(folder: Path, run: Run, *, requests: bool = True, trace: bool = Tr
     """
     from lockstep.sim.report import write_report
     from lockstep.sim.results.perfetto import write_trace
-    from lockstep.sim.results.results import write_metrics_json, write_requests
+    from lockstep.sim.results.results import write_json, write_requests
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     about = run.about()
     with whole(folder / "metrics.json") as path:
-        write_metrics_json(path, run.data, about, run.intervals)
+        write_json(path, run.metrics())
     if requests:
         with whole(folder / "requests.parquet") as parquet, whole(folder / "requests.csv") as csv:
             write_requests(run.data, parquet, csv)

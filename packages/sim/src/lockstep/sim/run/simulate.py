@@ -38,6 +38,7 @@ from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.cost import (
     Calibration,
 )
+from lockstep.sim.cost.power import describe_energy, energy_line
 from lockstep.sim.fast.fast_path import pays
 from lockstep.sim.fast.machine_code import is_available
 from lockstep.sim.host.arrivals import Arrivals
@@ -50,6 +51,7 @@ from lockstep.sim.host.sessions import Conversations
 from lockstep.sim.host.watch import WatchedMetrics
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.run.energy import energy_of, site_of
 from lockstep.sim.run.fast_runs import fast_run_of, unsupported_by
 from lockstep.sim.run.load import arrivals_of_load
 from lockstep.sim.run.setup import Setup
@@ -83,7 +85,21 @@ class Run:
     def metrics(self) -> dict[str, Any]:
         """Return the contents of metrics.json."""
         intervals = {} if self.intervals is None else {"intervals": self.intervals.describe()}
-        return {"about": self.about(), **self.data.summary, **intervals}
+        energy = self.energy()
+        return {
+            "about": self.about(),
+            **self.data.summary,
+            **({} if energy is None else {"energy": energy}),
+            **intervals,
+        }
+
+    def energy(self) -> dict[str, Any] | None:
+        """Return the energy and carbon of the run, see `describe_energy`; None if the power of the GPU is not known."""
+        found = energy_of([(self.setup, self.data)], 0.0)
+        if found is None:
+            return None
+        tokens = self.data.summary["throughput"]["output_tokens"]
+        return describe_energy(found[0], site_of(self.setup.scenario), tokens, found[1])
 
     def about(self) -> dict[str, Any]:
         """Return `Setup.about` with the facts that qualify the numbers: interruption, clamped and unsent requests."""
@@ -95,7 +111,12 @@ class Run:
         }
 
     def remarks(self) -> list[str]:
-        """Return remarks to be shown with the results, one line each; empty if the run went as requested."""
+        """Return remarks to be shown with the results, one line each."""
+        energy = self.energy()
+        return [*self.remarks_on_requests(), *([] if energy is None else [energy_line(energy)])]
+
+    def remarks_on_requests(self) -> list[str]:
+        """Return the remarks that hold for one engine and for several; empty if the run went as requested."""
         workload, config, scenario = self.setup.workload, self.setup.config, self.setup.scenario
         requests = self.data.summary["requests"]
         lines = []
@@ -121,6 +142,7 @@ class Run:
         if extrapolated:
             lines.append(f"some batches were far from what the operator tables measured, in {', '.join(extrapolated)}")
         lines += self.setup.doubts(has_intervals=self.intervals is not None)
+        lines += [f"{self.setup.model.name}: {note}" for note in self.setup.model.notes]
         return lines + list(workload.notes)
 
 

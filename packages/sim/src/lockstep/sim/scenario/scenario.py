@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from lockstep.host.options import Option, OptionField, changed_words, options_of
 from lockstep.host.quantization import Fp8Activations, KvDtype, WeightsDtype
+from lockstep.sim.cost.power import GRID_GCO2_PER_KWH, PUE
 from lockstep.sim.metrics.slo import Slo
 
 if TYPE_CHECKING:
@@ -314,6 +315,10 @@ class Scenario:
     receive_interval: Annotated[
         int, SimOption("decodes between two reads of the socket, at most; 1: read at every decode", commands=SIMULATE)
     ] = 1
+    pue: Annotated[
+        float, SimOption("energy of the facility by that of its machines, for kWh and g CO2 per million tokens")
+    ] = PUE
+    grid_gco2_per_kwh: Annotated[float, SimOption("grams of CO2 per kWh of the grid, for the same")] = GRID_GCO2_PER_KWH
     skip_bad_rows: Annotated[
         bool, SimOption("leave out invalid rows instead of failing", stored=True, of_load=True, sent=True)
     ] = False

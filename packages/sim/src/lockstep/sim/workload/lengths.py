@@ -18,7 +18,7 @@ from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX
 
 SIGMA_MAX = 5.0  # exp(5) is a factor of 148 at one standard deviation; more is a typing error
 THINK_US_MAX = 7 * 24 * 3600 * 10**6  # a week
-_UNITS_US = {"us": 1, "ms": 1_000, "s": 1_000_000, "min": 60_000_000}
+_UNITS_US = {"us": 1, "ms": 1_000, "s": 1_000_000, "min": 60_000_000, "h": 3_600_000_000}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def parse_duration_us(text: str) -> int:
             return round(duration_us)
     except ValueError:
         pass
-    raise ValueError("expected durations with a unit (us, ms, s, min), at most a week, such as 5s or 250ms")
+    raise ValueError("expected durations with a unit (us, ms, s, min, h), at most a week, such as 5s or 250ms")
 
 
 def parse_rate(text: str) -> float:

@@ -1,0 +1,32 @@
+// Opens pages in headless Chromium, at three widths and in both colour schemes, and prints what is wrong with them:
+// violations that axe-core finds, pages wider than the window, errors of scripts. A line of JSON for each view.
+import puppeteer from "puppeteer-core";
+import {readFileSync, mkdirSync} from "node:fs";
+import {createRequire} from "node:module";
+
+const [browserPath, pictures, ...pages] = process.argv.slice(2);
+const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+if (pictures) mkdirSync(pictures, {recursive: true});
+const browser = await puppeteer.launch({executablePath: browserPath, args: ["--no-sandbox"]});
+for (const page of pages) {
+  const [name, address] = [page.slice(0, page.indexOf("=")), page.slice(page.indexOf("=") + 1)];
+  for (const scheme of ["light", "dark"]) for (const width of [1300, 800, 420]) {
+    const tab = await browser.newPage(), problems = [];
+    await tab.setBypassCSP(true);   // for axe-core alone: the page itself loads nothing
+    await tab.emulateMediaFeatures([{name: "prefers-color-scheme", value: scheme}]);
+    await tab.setViewport({width, height: 900});
+    tab.on("pageerror", (error) => problems.push(`error of a script: ${error}`));
+    await tab.goto(address, {waitUntil: "load"});
+    if (address.startsWith("http")) await tab.waitForSelector("#rows tr", {timeout: 60_000});
+    await tab.evaluate(axe);
+    const found = await tab.evaluate(() => axe.run(document, {resultTypes: ["violations"]}));
+    for (const one of found.violations) for (const node of one.nodes)
+      problems.push(`${one.id} (${one.impact}): ${one.help}: ${node.target.join(" ")}`);
+    const wide = await tab.evaluate(() => document.documentElement.scrollWidth);
+    if (wide > width) problems.push(`the page is ${wide} px wide`);
+    if (pictures) await tab.screenshot({path: `${pictures}/${name}-${width}-${scheme}.png`, fullPage: true});
+    console.log(JSON.stringify({name, width, scheme, rules: found.passes.length, problems}));
+    await tab.close();
+  }
+}
+await browser.close();
