@@ -101,7 +101,12 @@ def test_errors_have_the_shape_that_the_client_reads(client: Any) -> None:
         ({"temperature": 1.5}, "temperature"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
         ({"tools": [{"name": "now", "type": "bash_20250124"}]}, "tools"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.type"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.source"),
+        ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, "messages.0.content.0.type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
+            "messages.0.content.0.source",
+        ),
     ):
         extra = {name: value for name, value in asked.items() if name == "temperature"}
         given = {name: value for name, value in asked.items() if name != "temperature"}

@@ -184,7 +184,7 @@ def test_content_parts_are_text_and_tools_go_to_the_template(client: Any) -> Non
     tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
     assert client.chat.completions.create(messages=HELLO, tools=[tool], **asked).choices[0].finish_reason == "length"
     picture = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/secret"}}]
-    with pytest.raises(openai.BadRequestError, match=r"messages\.0\.content\.0\.type"):
+    with pytest.raises(openai.BadRequestError, match=r"messages\.0\.content\.0\.image_url` is an image, but"):
         client.chat.completions.create(messages=[{"role": "user", "content": picture}], **asked)
 
 

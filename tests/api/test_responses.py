@@ -149,7 +149,8 @@ def test_leaving_a_stream_cancels_it(client: Any, emulated: LiveServer) -> None:
         ({"input": "x" * 50_000}, "input"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.type"),
         ({"input": [{"role": "user"}]}, "input.0.content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.image_url"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0.type"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -22,6 +22,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lockstep.core.contract.errors import ConfigError
+from lockstep.runtime import LLM
 from lockstep.runtime.assembly import sliding_layers
 from lockstep.runtime.attention.rules import names_of
 from lockstep.runtime.checkpoint import read_config
@@ -42,6 +43,7 @@ from tests.support.architectures import (
     serve,
 )
 from tests.support.model_passes import Passes
+from tests.support.pictures import FAMILIES, conversations, greedy_pictures, save_family, serve_pictures
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 YES, NO = "equal", "**different**"
@@ -83,7 +85,27 @@ state with which each row begins is verified, too. "drafts": n-grams, with a sta
 """
 BEHIND = """
 A later chunk of a prompt is computed token by token in Jamba, whose code ignores the state in front of several tokens.
+"""
+PICTURES_HEAD = f"""
+## Models with pictures
 
+A small random model of each family, with its processor, answers {REQUESTS} conversations with 0 to 3 pictures of four
+shapes, and its greedy tokens are compared with those of `transformers.generate`. Chunks of {CHUNK} tokens end inside
+of pictures, too; prefixes with pictures are found in the cache, requests are retracted. "little room": the encoder's
+cache holds no more than the largest request needs, and the encoder is given 16 tokens at once. LLaVA-OneVision takes
+one picture at most: of several the library makes other features than of one. How it works:
+[runtime.md](runtime.md), "Pictures".
+
+| model | class | positions | overlap 0 | overlap 1 | little room | drafts |
+|---|---|---|---|---|---|---|
+"""
+NO_PICTURES = """
+Other models of the library with `get_image_features` are tried, and were not compared. Refused by name: pictures whose
+tokens attend to later ones (Gemma 3, PaliGemma), pictures of an engine with several ranks (Qwen3.5 is served as its
+text then), with a draft model, or with prefill and decode engines. Without torchvision the processors of transformers
+take pictures only, by Pillow; those of Pixtral and Mistral 3 need torchvision. Video and sound are refused.
+"""
+REFUSED_HEAD = """
 ## What is refused
 
 Each is one error at start, before weights are read if config.json shows it, and otherwise after one small pass:
@@ -110,10 +132,10 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     there = PAGE.read_text(encoding="utf-8").splitlines() if given.again else []
     rows: dict[str, str] = {}
-    for name in (*ARCHITECTURES, *HYBRIDS):
+    for name in (*ARCHITECTURES, *HYBRIDS, *FAMILIES):
         if only is None or name == only:
             began, kept = time.perf_counter(), next((one for one in there if one.startswith(f"| {name} | `")), None)
-            made = row if name in ARCHITECTURES else row_with_states
+            made = row if name in ARCHITECTURES else row_with_states if name in HYBRIDS else row_with_pictures
             again = name in given.again or kept is None
             rows[name] = made(name, processes=given.processes) if again else str(kept)
             if again:
@@ -121,8 +143,11 @@ def main(arguments: list[str]) -> int:
     refused = [f"| {name} | {refusal(name)} |" for name in REFUSED if only is None or name == only]
     print("\n".join(refused))
     if only is None:
-        plain, states = ("".join(f"{rows[name]}\n" for name in names) for names in (ARCHITECTURES, HYBRIDS))
-        text = HEAD + plain + STATES_HEAD + states + BEHIND + "\n".join(refused) + "\n" + LIMITS
+        plain, states, pictures = (
+            "".join(f"{rows[name]}\n" for name in names) for names in (ARCHITECTURES, HYBRIDS, FAMILIES)
+        )
+        text = HEAD + plain + STATES_HEAD + states + BEHIND + PICTURES_HEAD + pictures + NO_PICTURES
+        text += REFUSED_HEAD + "\n".join(refused) + "\n" + LIMITS
         PAGE.write_text(text, encoding="utf-8")
     return int(any(NO in one for one in rows.values()))
 
@@ -176,6 +201,34 @@ def row_with_states(name: str, *, processes: bool) -> str:
         drafts = equal(overlap_depth=1, speculative_method="ngram", num_speculative_tokens=2)
         cells = [equal(overlap_depth=0), equal(overlap_depth=1), drafts, or_reason(split)]
     return "| " + " | ".join([name, f"`{type(model).__name__}`", layers, *cells]) + " |"
+
+
+def row_with_pictures(name: str, *, processes: bool) -> str:
+    """Return the row of one family with pictures."""
+    family = FAMILIES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        model, processor = save_family(Path(folder), name)
+        asked = conversations(REQUESTS, family.pictures_max)
+        answers = greedy_pictures(Path(folder), model, processor, asked)
+
+        def equal(**options: Any) -> str:
+            served = serve_pictures(Path(folder), asked, **family.settings, **options)
+            assert served.cached_tokens
+            assert served.retractions
+            return YES if served.answers == answers else NO
+
+        axes = "time, height, width" if hasattr(model.model, "get_rope_index") else ""
+        cells = [equal(overlap_depth=0), equal(overlap_depth=1)]
+        cells.append(equal(encoder_cache_tokens=room(Path(folder), asked), encoder_budget_tokens=16))
+        cells.append(equal(overlap_depth=1, speculative_method="ngram", num_speculative_tokens=2))
+    return "| " + " | ".join([name, f"`{type(model).__name__}`", axes, *cells]) + " |"
+
+
+def room(folder: Path, asked: Any) -> int:
+    """Return the tokens of encoder output that the conversation with the most needs."""
+    with LLM(folder, device="cpu") as llm:
+        prompts = [llm.chat_prompt(messages) for messages, _, _ in asked]
+    return max(sum(one.positions for one in prompt.contents) for prompt in prompts if not isinstance(prompt, list))
 
 
 def split_logits_are_equal(folder: Path, model: Any) -> bool:

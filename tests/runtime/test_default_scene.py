@@ -1,8 +1,10 @@
-"""The default scene, as far as it runs: a multimodal hybrid with experts, its text served, and its journal read."""
+"""The default scene: a multimodal hybrid with experts served end to end, and its journal read."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import urllib.error
@@ -16,14 +18,16 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 pytest.importorskip("transformers", reason="the model runs by transformers' code")
 pytest.importorskip("fastapi", reason="the server is not installed")
 pytest.importorskip("llguidance", reason="structured output needs a grammar library")
+pytest.importorskip("PIL", reason="images are decoded by Pillow")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
-from lockstep.core.contract.commands import LaunchBatch  # noqa: E402
+from lockstep.core.contract.commands import EncodeMedia, LaunchBatch  # noqa: E402
 from lockstep.core.contract.events import RequestFinished  # noqa: E402
 from lockstep.core.journal.replay import fold  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from tests.support.architectures import greedy_answers  # noqa: E402
-from tests.support.live_server import RUN, serving  # noqa: E402
+from tests.support.live_server import RUN, LiveServer, serving  # noqa: E402
+from tests.support.pictures import data_url, picture  # noqa: E402
 from tests.support.scene import save_scene  # noqa: E402
 
 OPTIONS = ("--device", "cpu", "--mamba-track-interval", "32", "--set=chunked_prefill_size=48", "--set=page_size=16")
@@ -66,10 +70,10 @@ def test_its_text_is_that_of_transformers(scene: tuple[Path, Any]) -> None:
     assert answers[2].cached_tokens == 64  # the last checkpoint within the same prompt
 
 
-def asked(url: str, **body: Any) -> tuple[int, Any]:
+def asked(url: str, *, path: str = "/v1/chat/completions", **body: Any) -> tuple[int, Any]:
     """Status and answer of a chat."""
     sent = json.dumps({"model": "scene", "max_tokens": 200, "temperature": 0, **body}).encode()
-    request = urllib.request.Request(f"{url}/v1/chat/completions", sent, {"Content-Type": "application/json"})
+    request = urllib.request.Request(f"{url}{path}", sent, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=120) as answer:
             return answer.status, json.load(answer)
@@ -77,8 +81,70 @@ def asked(url: str, **body: Any) -> tuple[int, Any]:
         return error.code, json.load(error)
 
 
+def see_pictures(url: str) -> str:
+    """Send the same two pictures in three dialects, which have the same answer, then broken ones. Returns an id."""
+    urls = [data_url(picture(number)) for number in (3, 2)]
+    pictures = [{"type": "image_url", "image_url": {"url": one}} for one in urls]
+    text, limits = "compare", {"ignore_eos": True, "max_tokens": 12}
+    seen = [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}]
+    status, first = asked(url, messages=seen, **limits)
+    assert status == 200, first
+    status, again = asked(url, messages=seen, **limits)
+    assert status == 200, again
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
+    wanted = first["choices"][0]["message"]["content"]
+    assert again["choices"][0]["message"]["content"] == wanted
+    sources = [{"type": "base64", "media_type": "image/png", "data": one.partition(",")[2]} for one in urls]
+    parts = [*({"type": "image", "source": one} for one in sources), {"type": "text", "text": text}]
+    status, third = asked(url, path="/v1/messages", messages=[{"role": "user", "content": parts}], max_tokens=12)
+    assert status == 200, third
+    assert wanted.startswith(third["content"][0]["text"])
+    parts = [*({"type": "input_image", "image_url": one} for one in urls), {"type": "input_text", "text": text}]
+    given = [{"role": "user", "content": parts}]
+    status, fourth = asked(url, path="/v1/responses", input=given, max_output_tokens=16)
+    assert status == 200, fourth
+    begun = fourth["output"][0]["content"][0]["text"]
+    assert begun.startswith(wanted) or wanted.startswith(begun)
+    for broken, why in (
+        ("data:image/png;base64,AAAA", "cannot be decoded"),
+        ("file:///etc/hostname", "reads no files"),
+        ("http://127.0.0.1/", "fetches no images"),
+    ):
+        part = {"type": "image_url", "image_url": {"url": broken}}
+        status, refused = asked(url, messages=[{"role": "user", "content": [pictures[0], part]}])
+        assert status == 400, refused
+        assert refused["error"]["param"] == "messages.0.content.1.image_url"
+        assert why in refused["error"]["message"]
+    status, refused = asked(url, messages=seen, prompt_logprobs=1)
+    assert status == 400
+    assert refused["error"]["param"] == "prompt_logprobs"
+    return str(first["id"])
+
+
+def picture_outlives_the_engine(server: LiveServer) -> None:
+    """Kill the engine in the middle of an answer about a picture: the next engine gets the picture, and continues."""
+    parts = [{"type": "image_url", "image_url": {"url": data_url(picture(3))}}, {"type": "text", "text": "what?"}]
+    body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 150, "temperature": 0, "ignore_eos": True}
+    status, wanted = asked(server.url, **body)
+    assert status == 200, wanted
+    sent = json.dumps({"model": "scene", "stream": True, **body}).encode()
+    request = urllib.request.Request(f"{server.url}/v1/chat/completions", sent, {"Content-Type": "application/json"})
+    text, killed = "", False
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                said = json.loads(line[6:])
+                assert "error" not in said, said
+                text += said["choices"][0]["delta"].get("content") or ""
+                if len(text) > 40 and not killed:
+                    os.kill(server.children()["engine"], signal.SIGKILL)
+                    killed = True
+    assert killed
+    assert text == wanted["choices"][0]["message"]["content"]
+
+
 def test_it_is_served_and_its_journal_tells_the_story(scene: tuple[Path, Any], tmp_path: Path) -> None:
-    """A prompt in chunks, the same beginning from the cache, a tool call, structured output, a refused picture."""
+    """A prompt in chunks, the same beginning from the cache, a tool call, structured output, pictures, a broken one."""
     folder, _ = scene
     journal = tmp_path / "journal"
     system = {"role": "system", "content": SYSTEM}
@@ -98,16 +164,19 @@ def test_it_is_served_and_its_journal_tells_the_story(scene: tuple[Path, Any], t
         status, formed = asked(server.url, messages=[user], response_format=form)
         assert status == 200, formed
         assert isinstance(json.loads(formed["choices"][0]["message"]["content"])["ok"], bool)
-        picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-        status, refused = asked(server.url, messages=[{"role": "user", "content": [picture]}])
-        assert status == 400, refused
+        seen = see_pictures(server.url)
+        picture_outlives_the_engine(server)
     steps = [step for _, step in fold(journal)]  # compares every digest: the same decisions
     assert sum(isinstance(one, RequestFinished) for step in steps for one in step.decided) >= 4
     commands = [one for step in steps for one in step.commands]
     plans = [one.plan for one in commands if isinstance(one, LaunchBatch) and one.plan.hybrid is not None]
     assert any((plan.hybrid.state_sources >= 0).any() for plan in plans)  # a row begins with a checkpoint
     assert any(plan.hybrid.checkpoint_slots.size for plan in plans)
-    for command in (["journal", "verify", str(journal)], ["explain", str(journal), "--slowest", "ttft", "3"]):
+    assert sum(isinstance(one, EncodeMedia) for one in commands) == 3  # one of two again, in the second engine
+    spans = [span for one in plans for span in one.media_spans]
+    assert any(span.offset for span in spans)  # a chunk ended inside of a picture
+    for command in (["journal", "verify", str(journal)], ["explain", str(journal), "--request", seen]):
         done = subprocess.run([sys.executable, "-c", RUN, *command], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         assert done.stdout
+    assert "its media were being encoded" in done.stdout

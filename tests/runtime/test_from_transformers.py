@@ -114,7 +114,7 @@ REASONS = {
     "DiffLlama": "layers attend as [0, 0, 1, 1]; each of its 2 layers must attend once",
     "Falcon": "its attention does not go through transformers' attention interface",
     "Falcon-Mamba": "its code takes no positions of tokens",
-    "Gemma 3 with pictures": "it takes more than text",
+    "Gemma 3 with pictures": "tokens of a picture attend to later ones of it",
     "GPT-J": "its attention does not go through transformers' attention interface",
     "Llama 4": "`layer_types` holds `chunked_attention`",
     "Llama with dynamic positions": "`rope_type` dynamic: its frequencies would depend on the batch",

@@ -318,7 +318,7 @@ def test_a_run_with_media_counts_what_is_encoded_and_what_is_not() -> None:
     assert run.data.encoder is not None
     assert media["encoder_busy_us"] == int((run.data.encoder[:, 1] - run.data.encoder[:, 0]).sum()) > 0
     assert 0 < media["requests_waited"] < len(spans)
-    assert any("simulated only" in line for line in run.remarks())
+    assert any("uncalibrated" in line for line in run.remarks())
     assert run.data.summary["requests"]["completed"] == 40
 
 
@@ -410,7 +410,7 @@ def test_a_plan_has_media_and_reports_that_they_are_simulated_only() -> None:
     words += ["--workload", "gen:input=fixed:64,output=fixed:4", "--media", "image=1:640x480/4"]
     done = CliRunner().invoke(plan, words)
     assert done.exit_code == 0, done.output
-    assert "media are simulated only" in done.output
+    assert "its times are uncalibrated" in done.output
     refused = CliRunner().invoke(plan, [*words[:-2], "--mm-encoder-tp-mode", "data"])
     assert refused.exit_code
     assert "`mm_encoder_tp_mode` is about media, and there are none" in refused.output

@@ -330,7 +330,7 @@ class ClusterCase(NamedTuple):
     """One run of engines behind a router."""
 
     load: Load
-    engines: list[tuple[Mapping[str, Any], EngineShare]]  # settings of each, and what the router knows of it
+    engines: list[tuple[Mapping[str, Any], EngineShare]]  # settings of each, and its place at the router
     router: RouterConfig
     hop_us: int
 

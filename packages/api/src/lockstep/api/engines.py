@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +22,7 @@ import numpy as np
 
 from lockstep.api.processes import rpc
 from lockstep.api.processes.sockets import engine_folder
-from lockstep.api.processes.wire import BatchDrift, EngineInfo, JoinGroup, LeaveGroup
+from lockstep.api.processes.wire import NO_MEDIA, BatchDrift, EngineInfo, JoinGroup, LeaveGroup
 from lockstep.api.settings import ServeSettings, for_scheduler
 from lockstep.api.text.chat_formats.tables import ChatFormats, choose
 from lockstep.api.text.plain_text import END, FIRST_WORD, PlainText, Texts
@@ -43,6 +44,8 @@ from lockstep.host.handover.kv import KvTransport
 from lockstep.host.handover.prefill import PrefillSide
 from lockstep.host.host_header import EMULATED, HostHeader
 from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, Observer, RequestServices, RuntimeHost
+from lockstep.host.media.processor import has_processor
+from lockstep.host.media.source import MediaLimits
 from lockstep.host.options import options_of
 from lockstep.host.recovery import Death
 from lockstep.host.startup import Keeper
@@ -218,6 +221,30 @@ def text_of(settings: ServeSettings) -> Texts | None:
     return text
 
 
+def _no_images(folder: Path, text: Texts | None) -> str:
+    """Return why the server cannot read images for a model that takes them; empty if it can."""
+    if text is None:
+        return "it needs a tokenizer.json in the model's folder, and there is none"
+    if not has_processor(folder):
+        return "the model's folder has no settings of a processor (preprocessor_config.json)"
+    if find_spec("PIL") is None:
+        return 'Pillow is not installed: pip install "lockstep-core[images]"'
+    return ""
+
+
+def media_limits(settings: ServeSettings) -> MediaLimits:
+    """Return the limits of images."""
+    limits = settings.limits
+    return MediaLimits(
+        images=limits.images_max,
+        image_bytes=limits.image_bytes_max,
+        image_pixels=limits.image_pixels_max,
+        fetch_s=limits.media_fetch_s,
+        folder=settings.allowed_local_media_path,
+        hosts=settings.allowed_media_domains,
+    )
+
+
 def formats_of(settings: ServeSettings, text: Texts | None) -> ChatFormats:
     """Return the formats in which the model writes tool calls and thoughts."""
     template = None if text is None else text.chat_template
@@ -325,6 +352,8 @@ def _model(settings: ServeSettings, keeper: Keeper | None, place: Place | None) 
         able=() if settings.profile_dir is None else ("profile",),
         grammars="" if llm.grammars is None else llm.grammars.backend,
         no_grammars=llm.no_grammars,
+        media=() if (why := llm.no_media or _no_images(folder, text)) else llm.model.settings.media,
+        no_media=why or NO_MEDIA,
     )
 
     def trace(options: dict[str, Any] | None) -> str:

@@ -47,6 +47,7 @@ from lockstep.runtime.graphs import (
 )
 from lockstep.runtime.kv_pool import KvPool, LatentPool
 from lockstep.runtime.lora.slots import run_once
+from lockstep.runtime.media import DeviceMedia
 from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
 from lockstep.runtime.models import LanguageModel, Parallel, build_model, stored_dtype
 from lockstep.runtime.models.config_reader import DTYPES
@@ -105,10 +106,11 @@ class TableSampler:
         before a request reaches the engine. This covers settings that pass that check, or that come from a journal.
         """
         try:
+            prompt = context.tokens[: context.prompt_tokens]
             self.table.take_row(
                 taken.row,
                 taken.sampling,
-                context.tokens[: context.prompt_tokens],
+                prompt[prompt >= 0] if context.spans else prompt,  # without placeholders of media
                 context.tokens[context.prompt_tokens :],
                 min_new_tokens=context.min_new_tokens,
                 stop_token_ids=context.stop_token_ids,
@@ -508,6 +510,9 @@ def make_executor(
             windows = (0, 0) if hybrid is None else (hybrid.window_tokens, window_pages)
             sizes = (config.rows_max, config.pages, config.page_size, config.context_tokens_max)
             canary = Canary(*sizes, device, *windows, state_slots=slots)
+        media = None
+        if model.pictures is not None and draft is None and not config.hands_over:
+            media = DeviceMedia(model.pictures, lane, config.rows_max)
         graphs = None
         if graph_sizes:
             graphs = DecodeGraphs(model, attention, tables, graph_sizes, CudaGraphs() if gpu else EagerGraphs())
@@ -519,7 +524,7 @@ def make_executor(
                 graphs.bytes / MIB,
             )
         return Executor(
-            RunnableModel(model, attention, graphs, split=model.is_part, states=states, links=model.links),
+            RunnableModel(model, attention, graphs, split=model.is_part, states=states, media=media, links=model.links),
             sampler,
             tables,
             lane,
@@ -734,7 +739,8 @@ def _sized(
     budget = size_pool(
         page_bytes=page_bytes,
         weight_bytes=sum(one.weight_bytes + packed_bytes(one) for one in (model, draft) if one is not None)
-        + slot_bytes * (slots or 0),
+        + slot_bytes * (slots or 0)
+        + (0 if model.pictures is None else model.pictures.token_bytes * (without_pages.encoder_cache_tokens or 0)),
         device=device,
         mem_fraction=mem_fraction,
         largest_pass=lambda: _run_once(

@@ -50,6 +50,7 @@ from lockstep.runtime.errors import DeviceLost, PlanError
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import DecodeGraphs
 from lockstep.runtime.lora.batch import lay_out
+from lockstep.runtime.media import DeviceMedia
 from lockstep.runtime.overlap import POLL_S, Download, StreamLane
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.sampling import Sampled, logprobs_of
@@ -169,6 +170,7 @@ class RunnableModel:
         split: the model is one rank's part. A pass that raises leaves the ranks out of step, and ends the engine.
         links: to the other pipeline stages; None: there is one stage.
         states: slots of the layers that keep states; None: the model has none.
+        media: contents of requests and output of the encoder; None: plans with media are refused.
     """
 
     model: Model
@@ -176,6 +178,7 @@ class RunnableModel:
     graphs: DecodeGraphs | None = None
     split: bool = False
     states: RowSlots | None = None
+    media: DeviceMedia | None = None
     links: StageLinks | None = None
 
 
@@ -218,6 +221,7 @@ class Executor:
     ) -> None:
         self.model, self.attention, self.sampler = runnable.model, runnable.attention, sampler
         self.graphs, self.split, self.states = runnable.graphs, runnable.split, runnable.states
+        self.media = runnable.media
         self.links = runnable.links
         self.samples = self.links is None or self.links.stage.is_last  # whether this stage draws the tokens
         self.tables, self.lane, self.matchers, self.canary = tables, lane, matchers, canary
@@ -244,6 +248,8 @@ class Executor:
         Raises: PlanError for a plan that no executor can run; DeviceLost.
         """
         refuse_unknown(plan)
+        if plan.media_spans and self.media is None:
+            raise PlanError(f"batch {plan.batch_id} has `media_spans`, but this executor has no encoder")
         if plan.hybrid is not None:
             refuse_blocks(plan, windows=self.tables.window_of is not None, states=self.states is not None)
         if plan.speculation is not None and self.drafter is None and plan.speculation.drafted().any():
@@ -417,6 +423,8 @@ class Executor:
             self._kinds[taken.row] = context.kind
             self._prompt_tops[taken.row] = 0 if taken.sampling is None else taken.sampling.prompt_top_logprobs
             self._sums.pop(taken.row, None)
+            if self.media is not None:
+                self.media.take_row(taken.row, context.spans, context.prompt_tokens)
             if self.canary is not None:
                 self.canary.take_row(taken.row, context.namespace, context.tokens)
 
@@ -435,7 +443,9 @@ class Executor:
         if self.drafter is not None or launched.packed.passes[number].verifying is not None:
             self._draft(launched, number)
         one, tensors = launched.packed.passes[number], launched.laid[number]
-        graphs = self.graphs if one.adapter_slots is None else None
+        media = None if self.media is None else self.media.rows(launched.plan, one)
+        offsets = None if self.media is None else self.media.offsets(one)
+        graphs = self.graphs if one.adapter_slots is None and offsets is None else None
         if graphs is not None and not graphs.holds(one):
             graphs = None
         batch, received = None, None  # made once for all readers, because laying out adapters takes time
@@ -443,6 +453,7 @@ class Executor:
             received, launched.hidden = launched.hidden(), None
         if graphs is None or self.drafter is not None or self.canary is not None:
             batch = self._batch(launched.states, one, tensors, received)
+            batch.media, batch.rope_offsets = media, offsets
             self._before_pass(launched, batch)
         if graphs is not None:
             hidden = graphs.run(one, tensors)
@@ -859,7 +870,6 @@ def refuse_unknown(plan: BatchPlan) -> None:
     for name, given in (
         ("ranks", plan.ranks),
         ("layers", plan.layers),
-        ("media_spans", plan.media_spans),
     ):
         if given:
             raise PlanError(f"batch {plan.batch_id} has `{name}`, which this executor does not support")

@@ -41,6 +41,18 @@ class WindowView:
 
 
 @dataclass(slots=True)
+class MediaRows:
+    """Embeddings of media that take the place of those of tokens in one pass.
+
+    `deeper` are added to the hidden states behind the first layers, one for each layer; empty: to none.
+    """
+
+    at: Tensor  # int64 [positions], new tokens
+    embeddings: Tensor  # [positions, hidden]
+    deeper: tuple[Tensor, ...] = ()  # [positions, hidden] each
+
+
+@dataclass(slots=True)
 class ForwardBatch:
     """One pass over `tokens` new tokens of `rows` requests: extend rows first, then rows that compute one token each.
 
@@ -69,6 +81,8 @@ class ForwardBatch:
     windows: WindowView | None = None  # None: layers with windows use the pages of all layers
     hidden: Tensor | None = None  # [2, tokens, hidden], of the stage before; None: the pass begins at the embedding
     states: StateView | None = None  # None: no layer keeps a state; or, in a trial of memory, none is stored
+    media: MediaRows | None = None  # None: all new tokens are tokens
+    rope_offsets: Tensor | None = None  # int64 [3, tokens], to add to positions: time, height, width; None: all are 0
 
     @property
     def count(self) -> int:

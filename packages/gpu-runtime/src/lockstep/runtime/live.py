@@ -91,7 +91,7 @@ class LiveModel:
         match source:
             case Folder(path):
                 check_stamp(source)
-                check_settings(Path(path), self.model.settings)
+                check_settings(Path(path), self.model.settings, self.model.parallel.ranks)
                 opened = Checkpoint(Path(path))
             case SharedMemory(name):
                 if Path(name).name != name or not (SHARED_MEMORY / name).is_file():
@@ -204,9 +204,9 @@ class LiveModel:
 # -------------------------------------------------------------------------------------------- where they come from
 
 
-def check_settings(folder: Path, running: ModelSettings) -> None:
+def check_settings(folder: Path, running: ModelSettings, ranks: int = 1) -> None:
     """Raise ConfigError with every setting in which the model of a folder differs from the running one."""
-    there = read_settings(folder, backend=running.backend)
+    there = read_settings(folder, ranks, running.backend)
     compared = {
         one.name: (getattr(there, one.name), getattr(running, one.name))
         for one in fields(ModelSettings)

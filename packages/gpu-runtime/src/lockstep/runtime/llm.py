@@ -53,6 +53,7 @@ from lockstep.core.requests.table import prompt_bytes
 from lockstep.core.requests.validation import stop_tokens_of
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import LORA_OFF, LORAS, AdapterRegistry, source_of
+from lockstep.host.batches import Int32s
 from lockstep.host.cache_moves import MoveCounts
 from lockstep.host.drafts import DraftCounts
 from lockstep.host.durable import DurableJournal
@@ -64,6 +65,10 @@ from lockstep.host.handover.decode import DecodeSide
 from lockstep.host.handover.prefill import PrefillSide
 from lockstep.host.host_header import RUNTIME, HostHeader
 from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, RequestServices, RuntimeHost
+from lockstep.host.media.content import EncoderInput, MediaPrompt
+from lockstep.host.media.conversation import as_config_error, prompt_with, with_images
+from lockstep.host.media.processor import MediaError, MediaProcessor
+from lockstep.host.media.source import MediaLimits
 from lockstep.host.page_store import StoreCounts
 from lockstep.host.stop_regexes import Watch, watch_of
 from lockstep.host.text import Message, Text
@@ -125,6 +130,8 @@ from lockstep.runtime.weights_group import Backend
 
 log = logging.getLogger("lockstep.runtime")
 
+LIMITS = MediaLimits(images=64)
+"""Limits of images in `LLM.chat`."""
 UpdateMode = Literal["wait", "retract", "cancel", "in_place"]
 JOIN_S = 0.2  # interval of the checks whether the engine's thread can still end
 
@@ -154,6 +161,7 @@ class LLM:
     def __init__(self, model: str | Path | None = None, config: EngineConfig | None = None, **options: Any) -> None:
         config = (EngineConfig() if config is None else config).with_options(options)
         config.check()
+        self._media_processor: MediaProcessor | None = None
         keeper, journal, text, seed = config.keeper, config.journal, config.text, config.seed
         tp, draft_model = config.tp, config.draft_model
         fp8_activations, backend = config.fp8_activations, config.model_backend
@@ -164,6 +172,7 @@ class LLM:
         if draft_model is not None:
             sched = {"speculative_method": "draft_model"} | sched
         folder = demo_folder() if model is None else find_model(model)
+        self.folder = folder
         where = choose_device(config.device)
         check_graph_mode(config.cuda_graphs, where, config.cuda_graph_max_batch)
         self.pooling = choose_pooling(folder, config.pooling, config.normalize)
@@ -248,6 +257,7 @@ class LLM:
                 if config.hand_over is not None:
                     self.handover = config.hand_over(EngineTransport(made.transfers, self.group))
                     undo.callback(self.handover.close)
+            self.media = media = made.executor.media
             weight_loader = self._live if self.group is None else LeadModel(self._live, self.group)
             engine = Engine(self.config)
             if journal is not None or keeper is not None:
@@ -289,7 +299,7 @@ class LLM:
                     compile_grammar=None if self.grammars is None else self.grammars.compiler,
                     receive_interval=config.receive_interval,
                 ),
-                device=DeviceServices(self._profiler, weight_loader, self._host_adapters, mover, self.handover),
+                device=DeviceServices(self._profiler, weight_loader, self._host_adapters, mover, self.handover, media),
                 earlier=EarlierGeneration(weights) if keeper is None else keeper.earlier_generation(),
                 observe=self._bubbles.fold,
             )
@@ -346,12 +356,32 @@ class LLM:
         several = cast("Sequence[Sequence[Message]]", [conversations] if one else conversations)
         return self.generate([self.chat_prompt(messages) for messages in several], params, progress=progress)
 
-    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a conversation, up to the start of the answer. Raises ConfigError."""
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int] | MediaPrompt:
+        """Return the token ids of a conversation, up to the start of the answer; with images also these.
+
+        Images are parts of type image_url, as in OpenAI's API, with a data URL. Raises ConfigError.
+        """
         if not messages:
             raise ConfigError("`messages` is empty\nhint: give at least one, of role user")
         text = self._needs_text("a conversation")
-        return text.encode(text.chat(messages), special=False)
+        try:
+            shown, urls = with_images(messages)
+            if urls and self.no_media:
+                raise ConfigError(f"`messages` has images: {self.no_media}")
+            written = text.chat(shown)
+            return (
+                prompt_with(self._processor(), written, urls, LIMITS) if urls else text.encode(written, special=False)
+            )
+        except MediaError as error:
+            raise as_config_error(error) from error
+
+    def _processor(self) -> MediaProcessor:
+        """Return the processor of the model's media, which is made at first use. Raises ConfigError."""
+        with self._lock:
+            if self._media_processor is None:
+                text = self._needs_text("an image")
+                self._media_processor = MediaProcessor(self.folder, lambda one: text.encode(one, special=False))
+            return self._media_processor
 
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[OutputDelta]:
         """Answer one prompt piece by piece; the last piece carries the whole answer.
@@ -435,7 +465,8 @@ class LLM:
 
         Raises: ConfigError for an invalid prompt or invalid parameters; EngineStopped.
         """
-        return self._send(self._request(prompt, params, kind, stream=tokens is not None), params, tokens)
+        request = self._request(prompt, params, kind, stream=tokens is not None)
+        return self._send(request, params, tokens, contents=contents_of(prompt))
 
     def wait(self, pending: PendingRequest) -> RequestOutput:
         """Wait for the whole answer and return it. Raises EngineStopped if the engine ends first."""
@@ -616,6 +647,7 @@ class LLM:
         return RequestArrived(
             0,
             request_id=-1,
+            spans=prompt.spans if isinstance(prompt, MediaPrompt) else (),
             prompt=TokenIds(np.array(ids, np.int32).tobytes()),
             max_new_tokens=params.max_new_tokens,
             min_new_tokens=params.min_new_tokens,
@@ -638,6 +670,8 @@ class LLM:
         )
 
     def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, MediaPrompt):
+            return prompt.ids
         return self._needs_text("a text prompt").encode(prompt) if isinstance(prompt, str) else token_ids_of(prompt)
 
     def _ids_of_label(self, label: Prompt | int) -> list[int]:
@@ -653,7 +687,12 @@ class LLM:
         return ids
 
     def _send(
-        self, request: RequestArrived, params: Params, tokens: SimpleQueue[list[int] | None] | None = None
+        self,
+        request: RequestArrived,
+        params: Params,
+        tokens: SimpleQueue[list[int] | None] | None = None,
+        *,
+        contents: Sequence[EncoderInput] = (),
     ) -> PendingRequest:
         """Send a request; a request without a seed gets one derived from the LLM's seed."""
         with self._lock:
@@ -669,7 +708,7 @@ class LLM:
         )
         pending.samples += others
         pending.answer.others = [one.answer for one in others]
-        first = self.host.submit(request, *pending.samples)
+        first = self.host.submit(request, *pending.samples, contents=contents)
         for number, one in enumerate(pending.samples):
             one.answer.request_id = first + number
         return pending
@@ -681,16 +720,23 @@ class LLM:
         progress: Callable[[int], object] | None,
     ) -> list[RequestOutput]:
         """Answer all prompts, in order. All of them are checked before any request is sent."""
-        return self._served([(self._request(prompt, params, kind), params) for prompt, params in wanted], progress)
+        pairs = list(wanted)
+        contents = [contents_of(prompt) for prompt, _ in pairs]
+        return self._served(
+            [(self._request(prompt, params, kind), params) for prompt, params in pairs], progress, contents
+        )
 
     def _served(
-        self, requests: Sequence[tuple[RequestArrived, Params]], progress: Callable[[int], object] | None
+        self,
+        requests: Sequence[tuple[RequestArrived, Params]],
+        progress: Callable[[int], object] | None,
+        contents: Sequence[Sequence[EncoderInput]] = (),
     ) -> list[RequestOutput]:
         """Send all requests, and wait for them in order; if that fails, the rest is cancelled."""
         pending: list[PendingRequest] = []
         try:
-            for request, params in requests:
-                pending.append(self._send(request, params))
+            for number, (request, params) in enumerate(requests):
+                pending.append(self._send(request, params, contents=contents[number] if contents else ()))
             for ended, one in enumerate(pending):
                 self.wait(one)
                 if progress is not None:
@@ -705,6 +751,12 @@ class LLM:
     def _check(self, request: RequestArrived) -> None:
         """Raise ConfigError for a request that this model cannot serve, before it reaches the engine."""
         vocabulary = self.model.settings.vocab
+        ids = request_ids(request)
+        if request.spans:
+            self._check_media(request)
+            ids = ids.copy()
+            for span in request.spans:
+                ids[span.start : span.stop] = 0  # ignored there
         if request.grammar is not None and self.grammars is None:
             raise ConfigError(f"`grammar` asks for structured output: {self.no_grammars}")
         needs_logits = request.max_new_tokens or request.kind == "score" or request.logprob_start is not None
@@ -717,10 +769,30 @@ class LLM:
             stops = stop_tokens_of(request, self.config)
             check_allowed(request.sampling, vocabulary, request.min_new_tokens, stops)
             processors.check_asked(request.sampling, self.logit_processors)
-        largest = int(np.frombuffer(prompt_bytes(request.prompt), np.int32).max(initial=0))
+        largest = int(ids.max(initial=0))
         for name, token in (("prompt", largest), *(("stop_token_ids", one) for one in request.stop_token_ids)):
             if token >= vocabulary:
                 raise ConfigError(f"`{name}` holds token {token}, but the model has {vocabulary}")
+
+    def _check_media(self, request: RequestArrived) -> None:
+        """Raise ConfigError for a request with media that this model cannot serve."""
+        if self.no_media:
+            raise ConfigError(f"the prompt has media: {self.no_media}")
+        start = request.logprob_start
+        if start is not None and start < len(request_ids(request)) - 1:
+            raise ConfigError("`prompt_logprobs` are of tokens, and this prompt has media\nhint: leave them out")
+
+    @property
+    def no_media(self) -> str:
+        """Return why prompts may not have images here; empty if they may."""
+        settings = self.model.settings
+        if self.media is not None:
+            return ""
+        if not settings.media:
+            return settings.media_refused or f"{settings.architecture} takes text only"
+        if self.config.hands_over:
+            return f"`role` is {self.config.role}, and media are not handed over"
+        return "the draft model (draft_model) takes no images"
 
     @property
     def no_grammars(self) -> str:
@@ -740,6 +812,17 @@ class LLM:
         if self.text is None:
             raise ConfigError(f"{what} needs a tokenizer.json in the model's folder\nhint: give token ids")
         return self.text
+
+
+def request_ids(request: RequestArrived) -> Int32s:
+    """Return the tokens of a request's prompt, int32."""
+    ids: Int32s = np.frombuffer(prompt_bytes(request.prompt), np.int32)
+    return ids
+
+
+def contents_of(prompt: Prompt) -> tuple[EncoderInput, ...]:
+    """Return the contents of a prompt's media."""
+    return prompt.contents if isinstance(prompt, MediaPrompt) else ()
 
 
 def model_name(folder: Path) -> str:

@@ -18,6 +18,7 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.contract.samples import SAMPLES_MAX
 from lockstep.host.grammars import Kind
+from lockstep.host.media.content import MediaPrompt
 from lockstep.runtime.sampling.processors import Arguments
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -57,7 +58,7 @@ class Params:
     grammar: tuple[Kind, str] | None = None  # constraint of the answer: ("json_schema", '{"type": "object"}')
 
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | MediaPrompt
 
 
 def seed_of(seed: int, number: int) -> int:
@@ -94,7 +95,7 @@ def _json(name: str, arguments: Arguments) -> str:
 
 def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """Return one prompt or several as a sequence: a text, or a sequence that begins with a number, is one prompt."""
-    one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+    one = isinstance(prompts, str | MediaPrompt) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
     return cast("Sequence[Prompt]", [prompts] if one else prompts)
 
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from lockstep.core.contract.commands import NO_ROWS as NONE
 from lockstep.core.contract.commands import BatchPlan, RowTaken
-from lockstep.core.contract.events import BatchId, RequestId, RequestKind
+from lockstep.core.contract.events import BatchId, PromptSpan, RequestId, RequestKind
+from lockstep.core.requests.table import Request
 
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
@@ -31,10 +32,24 @@ class RowContext:
     namespace: str = ""  # requests of different namespaces share no KV
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    spans: tuple[PromptSpan, ...] = ()  # media of the prompt, where `tokens` are placeholders
 
 
 ContextOf = Callable[[RowTaken], RowContext]
 NO_CONTEXT = RowContext()
+
+
+def row_context(request: Request, kind: RequestKind) -> RowContext:
+    """Return the context of a request that takes a row: its tokens with those of its session, after truncation."""
+    return RowContext(
+        tokens=np.frombuffer(request.tokens, np.int32),
+        prompt_tokens=request.prompt_tokens,
+        kind=kind,
+        namespace=request.namespace,
+        min_new_tokens=request.min_new_tokens,
+        stop_token_ids=request.stop_token_ids,
+        spans=() if request.extras is None else request.extras.spans,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- results

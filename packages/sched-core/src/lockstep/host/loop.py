@@ -12,8 +12,8 @@ the process before any command that follows from it is performed.
 Failures and their effects:
 
 - a model that raises: its batch ends with BatchFinished(error=...), the requests in it with reason "error";
-- a command that this host does not support (media; weights, adapters, grammars without a loader or compiler): answered
-  with the error event that the contract defines for it;
+- a command that this host does not support (media, weights, adapters, grammars without encoder, loader or compiler):
+  answered with the error event that the contract defines for it;
 - a lost device, an impossible plan, a journal that cannot be written, an error in host or core: `run` raises, the sink
   of every open request receives `failed`, and requests are refused from then on. No request waits for ever.
 """
@@ -80,18 +80,16 @@ from lockstep.core.contract.events import (
     RequestArrived,
     RequestCancelled,
     RequestId,
-    RequestKind,
     TokenIds,
     TokensForced,
     WeightsSwapped,
 )
 from lockstep.core.contract.samples import sample_count, sample_of
 from lockstep.core.journal.sinks import JournalSink
-from lockstep.core.requests.table import Request
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.intake import ReceiveSkipper
 from lockstep.host.adapters import AdapterLoader, AdaptersLog, KnownAdapters
-from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, RowContext
+from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, RowContext, row_context
 from lockstep.host.cache_moves import CacheMoves, PageMover, name_adapter
 from lockstep.host.clock import HostClock as HostClock
 from lockstep.host.drafts import DraftCounts
@@ -99,6 +97,8 @@ from lockstep.host.errors import EngineStopped
 from lockstep.host.handover.results import Handover, unpacked
 from lockstep.host.handover.wire import PromptResults
 from lockstep.host.inbox import Inbox
+from lockstep.host.media.content import EncoderInput
+from lockstep.host.media.encoding import MediaEncoder
 from lockstep.host.sinks import Kept, drop_behind_the_end, taken_from, with_logprobs
 from lockstep.host.sinks import ResultExtras as ResultExtras
 from lockstep.host.sinks import Sink as Sink
@@ -139,6 +139,7 @@ class _OpenRequest:
 class _Submitted:
     event: RequestArrived
     sinks: tuple[Sink, ...]
+    contents: tuple[EncoderInput, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +205,7 @@ class DeviceServices:
         adapters: loads adapters on the device; without it a load fails.
         mover: moves KV between the device, host memory and storage; without it the engine must have no tiers.
         handover: transfers of requests between prefill and decode engines; without it the engine must be mixed.
+        encoder: encodes media; without it no content can be encoded.
     """
 
     profiler: Profiler | None = None
@@ -211,6 +213,7 @@ class DeviceServices:
     adapters: AdapterLoader | None = None
     mover: PageMover | None = None
     handover: Handover | None = None
+    encoder: MediaEncoder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +289,7 @@ class RuntimeHost:
         tiers = engine.config.tiers
         self._stores = tiers is not msgspec.UNSET and tiers.storage
         self.handover = device.handover
+        self._encoder = device.encoder
         self._wake_at_us: int | None = None
         self._nothing_new = False  # since the last LaneReady that launched nothing
         self._offered, self._tried = -1, 0  # the last offered microbatch; microbatches offered in vain since an event
@@ -293,9 +297,11 @@ class RuntimeHost:
 
     # ------------------------------------------------------------------------------------------- from any thread
 
-    def submit(self, request: RequestArrived, *sinks: Sink) -> RequestId:
+    def submit(self, request: RequestArrived, *sinks: Sink, contents: Sequence[EncoderInput] = ()) -> RequestId:
         """Send a request; the host sets its time and its id. A request with n samples takes n ids and needs n sinks.
 
+        Args:
+            contents: of its spans.
         Returns: its id, or the id of its first sample.
         Raises: EngineStopped; ValueError for a wrong number of sinks.
         """
@@ -306,13 +312,21 @@ class RuntimeHost:
             self._refuse_after_end()
             request_id = self._next_request_id
             self._next_request_id += samples
-            self._inbox.put(_Submitted(msgspec.structs.replace(request, request_id=request_id), sinks))
+            named = msgspec.structs.replace(request, request_id=request_id)
+            self._inbox.put(_Submitted(named, sinks, tuple(contents)))
         return request_id
 
-    def adopt(self, event: RequestArrived, sinks: Sequence[Sink], unsent: Sequence[UnsentOutput | None]) -> None:
+    def adopt(
+        self,
+        event: RequestArrived,
+        sinks: Sequence[Sink],
+        unsent: Sequence[UnsentOutput | None],
+        contents: Sequence[EncoderInput] = (),
+    ) -> None:
         """Resume a request that the engine accepted before a restart. Call it before `run`.
 
         Args:
+            contents: of its spans.
             event: the arrival with its id.
             sinks: one for each sample.
             unsent: for each sample, the output that its sink has not received; None if the sink has received the end.
@@ -344,6 +358,8 @@ class RuntimeHost:
                         for at, token in enumerate(outputs.tolist()):
                             opened.watch.push(at, token)
                     self._open[request_id] = opened
+                    if self._encoder is not None and contents:
+                        self._encoder.hold(request_id, contents)
 
     def cancel(self, request_id: RequestId) -> None:
         """Cancel a request whose client left. Ids of unknown or ended requests are ignored."""
@@ -578,7 +594,7 @@ class RuntimeHost:
 
     def _receive(self, item: _Submitted | _Cancel | _ControlItem | _Fact | None) -> None:
         match item:
-            case _Submitted(event, sinks):
+            case _Submitted(event, sinks, contents):
                 event = msgspec.structs.replace(event, time_us=self._now())
                 with self._gate:
                     ended = self.failure
@@ -593,6 +609,9 @@ class RuntimeHost:
                     self.handover.arriving(event)
                 refused = self._refusal(event)
                 if refused is None:
+                    if self._encoder is not None and contents:
+                        for number in range(len(sinks)):
+                            self._encoder.hold(event.request_id + number, contents)
                     self._fold(name_adapter(event, self.adapters_log) if self._stores else event)
                     if self.handover is not None:
                         ids = range(event.request_id, event.request_id + len(sinks))
@@ -817,8 +836,10 @@ class RuntimeHost:
                 self._compile(command)
             case LoadAdapter():
                 self._load_adapter(command)
-            case EncodeMedia(digest, _, generation):
+            case EncodeMedia(digest, _, generation, drop):
                 error = "this runtime has no encoder"
+                if self._encoder is not None:
+                    error = self._encoder.encode(digest, drop)
                 self._inbox.put(_Fact(lambda now: MediaEncoded(now, digest, error, generation)))
             case SwapWeights() | ReleaseDeviceMemory() | ResumeDeviceMemory():
                 self._maintain(command)
@@ -909,7 +930,10 @@ class RuntimeHost:
     def _taken_out(self, request_id: RequestId) -> _OpenRequest | None:
         """Remove an open request. From then on only the caller may call its sink."""
         with self._gate:
-            return self._open.pop(request_id, None)
+            opened = self._open.pop(request_id, None)
+        if self._encoder is not None and opened is not None and opened.event.spans:
+            self._encoder.release(request_id, opened.event.spans)
+        return opened
 
     def _stream(self, command: StreamTokens) -> None:
         """Send tokens to their sinks. A decode sends to every request, which takes most of the loop's time."""
@@ -949,18 +973,6 @@ class RuntimeHost:
 def _raise(error: BaseException, now_us: int) -> ObservedEvent:
     """Raise an error of another thread in the host's thread."""
     raise error
-
-
-def row_context(request: Request, kind: RequestKind) -> RowContext:
-    """Return the context of a request that takes a row: its tokens with those of its session, after truncation."""
-    return RowContext(
-        tokens=np.frombuffer(request.tokens, np.int32),
-        prompt_tokens=request.prompt_tokens,
-        kind=kind,
-        namespace=request.namespace,
-        min_new_tokens=request.min_new_tokens,
-        stop_token_ids=request.stop_token_ids,
-    )
 
 
 def sampled_spans(engine: Engine, plan: BatchPlan, accepted: Int32s | None) -> tuple[Int32s, Int32s]:

@@ -45,9 +45,8 @@ from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import fold
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.scheduler.engine import Engine
-from lockstep.host.batches import BatchExecutor, BatchResult, Int32s, RowContext
+from lockstep.host.batches import BatchExecutor, BatchResult, Int32s, RowContext, row_context
 from lockstep.host.host_header import SIMULATOR, HostHeader
-from lockstep.host.loop import row_context
 
 
 @dataclass(slots=True)

@@ -27,13 +27,14 @@ from lockstep.api.endpoints.schemas import Sampling
 from lockstep.api.observability.metrics import CountedAnswer, Metrics
 from lockstep.api.processes.bridge import EngineUnavailable, Reply, Ticket
 from lockstep.api.processes.cluster_bridge import Engines
-from lockstep.api.processes.wire import EngineInfo, SampleEnded
+from lockstep.api.processes.wire import MESSAGE_BYTES_MAX, EngineInfo, SampleEnded
 from lockstep.api.settings import Limits
 from lockstep.api.text.answer_text import AnswerText
 from lockstep.api.text.plain_text import Texts
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import Grammar, RequestArrived, RequestKind, SamplingParams, TokenIds
 from lockstep.core.requests.validation import STOP_TOKENS_MAX
+from lockstep.host.media.content import MediaPrompt
 from lockstep.host.stop_regexes import compiled
 
 REFUSED_WITHIN_S = 0.5
@@ -58,6 +59,7 @@ class Prompt:
 
     ids: Sequence[int]  # a list, or an array of int32
     text: str | None = None
+    media: MediaPrompt | None = None  # its images, for a prompt with any
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -251,9 +253,12 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
     logprob_start = parameters.prompt_logprobs_from
     if logprob_start is None and parameters.tops is not None:
         logprob_start = length
+    if prompt.media is not None:
+        _check_media(prompt.media, parameters, info)
     return RequestArrived(
         0,
         request_id=-1,
+        spans=() if prompt.media is None else prompt.media.spans,
         prompt=TokenIds(tokens.tobytes()),
         max_new_tokens=max_tokens,
         min_new_tokens=parameters.min_tokens,
@@ -292,6 +297,16 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
         parallel_samples=parameters.samples,
         logprob_start=logprob_start,
     )
+
+
+def _check_media(media: MediaPrompt, parameters: GenerationRequest, info: EngineInfo) -> None:
+    """Check what a prompt with images may not have. Raises ApiError."""
+    if not info.media:  # the engine was replaced meanwhile
+        raise ApiError(400, f"`{parameters.prompt_field}` has images, but {info.no_media}", parameters.prompt_field)
+    if parameters.prompt_logprobs_from is not None:
+        raise ApiError(400, "`prompt_logprobs` are of tokens, and this prompt has images", "prompt_logprobs")
+    if parameters.session:
+        raise ApiError(400, "a prompt in a session may have no images; send the whole conversation", "session_params")
 
 
 def _check_grammar(parameters: GenerationRequest, info: EngineInfo, max_tokens: int) -> None:
@@ -434,6 +449,12 @@ class Generation:
         waiting = self.bridge.waiting_tokens
         if waiting and waiting + prompt_tokens > limits.waiting_tokens_max:
             raise ApiError(503, f"{waiting} tokens of prompts wait already, and this server allows no more")
+        media = sum(content.size for prompt in self._prompts if prompt.media for content in prompt.media.contents)
+        if media > MESSAGE_BYTES_MAX // 2:
+            message = f"the images are {media:,} bytes as the encoder gets them, at most {MESSAGE_BYTES_MAX // 2:,} fit"
+            raise ApiError(400, message, self.parameters.prompt_field)
+        if media and (held := self.bridge.media_bytes) + media > limits.media_bytes_max:
+            raise ApiError(503, f"{held:,} bytes of images of open requests are held, and this server allows no more")
         if admit is not None:
             self.over = admit(prompt_tokens, coming)
         try:
@@ -445,7 +466,9 @@ class Generation:
                 if self.run is not None:
                     kept = self.run.origins[number] if number < len(self.run.origins) else ""
                 ticket = self.bridge.submit(
-                    *(request, self._changed, self.start_by_s, self.finish_by_s, self.together), kept=kept
+                    *(request, self._changed, self.start_by_s, self.finish_by_s, self.together),
+                    kept=kept,
+                    contents=() if prompt.media is None else prompt.media.contents,
                 )
                 self._tickets.append(ticket)
                 for reply in ticket.replies:

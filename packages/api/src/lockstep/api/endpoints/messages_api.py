@@ -131,24 +131,31 @@ async def _prompt(server: Server, call: Call[Any], tools: Tools) -> Prompt:
     converted = []
     if body.system:
         converted.append(ChatMessage(role="system", content=text_parts(body.system, "system", ("text",))))
+    images: list[str] = []
     for i, one in enumerate(body.messages):
-        converted += _converted(one, f"messages.{i}.content")
+        converted += _converted(one, f"messages.{i}.content", images)
     go_on = converted[-1].role == "assistant"
     if go_on and converted[-1].tool_calls:
         raise ApiError(400, "`messages` end with a tool call; send its result", "messages")
     options = _template_options(server, call)
-    return await conversation(server, converted, tools.shown, generation_prompt=not go_on, go_on=go_on, options=options)
+    return await conversation(
+        server, converted, tools.shown, generation_prompt=not go_on, go_on=go_on, options=options, images=images
+    )
 
 
-def _converted(message: MessageItem, where: str) -> list[ChatMessage]:
-    """Convert a message to the form of chat completions. Tool results become separate messages. Raises ApiError."""
+def _converted(message: MessageItem, where: str, images: list[str]) -> list[ChatMessage]:
+    """Convert a message to the form of chat completions. Tool results become separate messages. Raises ApiError.
+
+    Args:
+        images: receives the name of each image.
+    """
     if isinstance(message.content, str):
         return [ChatMessage(role=message.role, content=message.content)]
     converted: list[ChatMessage] = []
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []  # texts and images
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
-    allowed = {"assistant": ("text", "tool_use", "thinking"), "user": ("text", "tool_result")}.get(
+    allowed = {"assistant": ("text", "tool_use", "thinking"), "user": ("text", "image", "tool_result")}.get(
         message.role, ("text",)
     )
     for i, part in enumerate(message.content):
@@ -157,27 +164,50 @@ def _converted(message: MessageItem, where: str) -> list[ChatMessage]:
             raise ApiError(400, f"`{at}.type` must be {' or '.join(allowed)}, got {str(kind)[:40]!r}", f"{at}.type")
         match kind:
             case "text":
-                texts.append(_field(part, "text", at, str))
+                parts.append({"type": "text", "text": _field(part, "text", at, str)})
+            case "image":
+                parts.append({"type": "image_url", "image_url": {"url": _image_url(part, at)}})
+                images.append(f"{at}.source")
             case "thinking":
                 thoughts.append(_field(part, "thinking", at, str))
             case "tool_use":
                 function = {"name": _field(part, "name", at, str), "arguments": _field(part, "input", at, dict)}
                 calls.append({"id": _field(part, "id", at, str), "type": "function", "function": function})
             case "tool_result":
-                if texts:
-                    converted.append(ChatMessage(role=message.role, content="\n".join(texts)))
-                    texts = []
+                if parts:
+                    converted.append(ChatMessage(role=message.role, content=_joined(parts)))
+                    parts = []
                 inside = text_parts(part.get("content") or "", f"{at}.content", ("text",))
                 of = _field(part, "tool_use_id", at, str)
                 converted.append(ChatMessage(role="tool", tool_call_id=of, content=inside))
     more: dict[str, Any] = {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
     if calls:
         more["tool_calls"] = calls
-    if texts or more or not converted:
-        converted.append(
-            ChatMessage(role=message.role, content="\n".join(texts) if texts or not more else None, **more)
-        )
+    if parts or more or not converted:
+        converted.append(ChatMessage(role=message.role, content=_joined(parts) if parts or not more else None, **more))
     return converted
+
+
+def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return the content of a message: one text on separate lines, or with images the parts."""
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _image_url(part: dict[str, Any], at: str) -> str:
+    """Return the source of an image as a URL. Raises ApiError."""
+    source: dict[str, Any] = _field(part, "source", at, dict)
+    match source.get("type"):
+        case "base64":
+            kind = _field(source, "media_type", f"{at}.source", str)
+            return f"data:{kind};base64,{_field(source, 'data', f'{at}.source', str)}"
+        case "url":
+            url: str = _field(source, "url", f"{at}.source", str)
+            return url
+        case other:
+            where = f"{at}.source.type"
+            raise ApiError(400, f"`{where}` must be base64 or url, got {str(other)[:40]!r}", where)
 
 
 def _field(part: dict[str, Any], name: str, at: str, kind: type) -> Any:

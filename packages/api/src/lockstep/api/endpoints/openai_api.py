@@ -61,7 +61,7 @@ from lockstep.api.text.chat_formats.driver import (
     Event,
     Thought,
 )
-from lockstep.api.text.rendering import Conversation, RenderingError, characters_of
+from lockstep.api.text.rendering import Conversation, RenderingError, characters_of, images_of
 
 MARK = "\ue000here\ue000"  # a text that occurs in no model name or id
 Shaped = TypeVar("Shaped")
@@ -152,6 +152,8 @@ async def _beams(
 ) -> Response:
     """Return the answer of a beam search."""
     body, info, chats = call.body, server.info(), isinstance(call.body, ChatBody)
+    if any(one.media is not None for one in prompts):
+        raise ApiError(400, "`use_beam_search` takes prompts without images", "use_beam_search")
     label = label_of(body, "chatcmpl" if chats else "cmpl")
     shape = BeamShape(server, body, name, label, int(created_s()), chats)
     for prompt in prompts:  # all are checked before the first one runs
@@ -207,7 +209,10 @@ async def chat(server: Server, call: Call[ChatBody]) -> Response:
     check_prompt_logprobs(body, info, limits)
     tools = tools_of(body.tools or (), body.tool_choice, parallel=body.parallel_tool_calls)
     prompt = await chat_prompt(server, call, tools)
-    prompt = Prompt(truncated(prompt.ids, body.truncate_prompt_tokens, info), prompt.text)
+    kept = truncated(prompt.ids, body.truncate_prompt_tokens, info)
+    if prompt.media is not None and len(kept) < len(prompt.ids):
+        raise ApiError(400, "`truncate_prompt_tokens` would cut a prompt with images", "truncate_prompt_tokens")
+    prompt = replace(prompt, ids=kept)
     completion = body.max_completion_tokens
     if check_beams(server, call):
         return await _beams(server, call, [prompt], name, body.max_tokens if completion is None else completion)
@@ -261,10 +266,12 @@ async def conversation(
     go_on: bool = False,
     field: str = "messages",
     options: dict[str, Any] | None = None,
+    images: Sequence[str] | None = None,
 ) -> Prompt:
     """Render messages by the chat template, and tokenise them.
 
     Args:
+        images: the client's name of each image; None: as in chat completions.
         options: further variables of the template.
         go_on: the last message is incomplete, and the answer continues it.
         field: the client's name of the messages, for errors.
@@ -283,7 +290,16 @@ async def conversation(
     server.check_length(f"`{field}`", characters)
     variables: dict[str, Any] = {**(options or {}), "tools": tools, "add_generation_prompt": generation_prompt}
     variables |= {"seconds": server.limits.template_s, "characters_max": server.characters_max()}
-    chat = Conversation(messages, variables, field, go_on, nothing=None if none else "")
+    named = images_of(messages, field) if images is None else tuple(images)
+    if named and not server.info().media:
+        raise ApiError(400, f"`{named[0]}` is an image, but {server.info().no_media}", named[0])
+    if len(named) > server.limits.images_max:
+        message = f"`{field}` has {len(named)} images, at most {server.limits.images_max} are allowed (images_max)"
+        raise ApiError(400, message, field)
+    chat = Conversation(messages, variables, field, go_on, nothing=None if none else "", images=named)
+    if named:
+        found = await in_process(server.processes.images(chat))
+        return Prompt(found.ids, found.text, found)
     if characters <= AT_ONCE_CHARACTERS and len(messages) + len(tools or ()) <= AT_ONCE_MESSAGES:
         try:
             written, ids = chat.rendered(text)

@@ -59,7 +59,7 @@ from lockstep.api.processes.bridge import EngineUnavailable
 
 log = logging.getLogger("lockstep.worker")
 
-TEXTS = ("input_text", "output_text", "text")
+TEXTS, IMAGE = ("input_text", "output_text", "text"), "input_image"
 LOGPROBS = "message.output_text.logprobs"
 NONE_STORED = "this server stores no answers (--stored-responses 0)"
 CANCELLED_WITHIN_S, CANCELLED_LOOK_S = 5.0, 0.02
@@ -477,7 +477,19 @@ def _message(item: InputItem, index: int) -> ChatMessage:
         where = f"input.{index}.{'role' if item.role is None else 'content'}"
         raise ApiError(400, f"`{where}` is missing", where)
     role = "system" if item.role == "developer" else item.role
-    return ChatMessage(role=role, content=text_parts(item.content, f"input.{index}.content", TEXTS))
+    where = f"input.{index}.content"
+    if not isinstance(item.content, list) or role != "user" or all(one.get("type") != IMAGE for one in item.content):
+        return ChatMessage(role=role, content=text_parts(item.content, where, TEXTS))
+    parts: list[dict[str, Any]] = []
+    for i, part in enumerate(item.content):
+        if part.get("type") != IMAGE:
+            parts.append({"type": "text", "text": text_parts([part], where, TEXTS)})
+        elif isinstance(url := part.get("image_url"), str):
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+        else:
+            at = f"{where}.{i}.image_url"
+            raise ApiError(400, f"`{at}` must be a URL; files of clients are not read as images", at)
+    return ChatMessage(role=role, content=parts)
 
 
 def text_parts(content: str | list[dict[str, Any]], where: str, kinds: tuple[str, ...]) -> str:

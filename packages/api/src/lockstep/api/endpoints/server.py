@@ -42,6 +42,7 @@ BodyType = TypeVar("BodyType", bound=Body | None)
 TOGETHER, TOGETHER_CHARACTERS = "X-Session-Id", 256
 """Header with the key of requests that should run on one engine of several, and its greatest length."""
 
+URL_CHARACTERS = 256  # of a data URL, in front of the data
 AT_ONCE_CHARACTERS, AT_ONCE_TOKENS = 4096, 1024
 """Text up to this length is tokenised in the event loop, in well under a millisecond, and tokens are made text."""
 
@@ -105,10 +106,11 @@ class Server:
     probed_s: float = 0.0  # when the probe ended, time.monotonic
 
     def __post_init__(self) -> None:
-        self.bodies = BodyReader(self.processes, self.limits, self.settings.strict, self.characters_max)
+        self.bodies = BodyReader(self.processes, self.limits, self.settings.strict, self.body_characters_max)
         self.names = TokenNames(self.text)
         self.formats = formats_of(self.settings, self.text)
         self._token_characters = 1 if self.text is None else self.text.characters_max()
+        self._prepares_images = False
         self.watchers.append(self.recent.add)
         self.bridge.welcome = self._welcome
 
@@ -117,6 +119,11 @@ class Server:
         self.metrics.name_model(name, len(self.bridge.engines))
         for one in self.on_ready:
             one()
+        if info.media and not self._prepares_images:
+            self._prepares_images = True
+            task = asyncio.ensure_future(self.processes.prepare_images())
+            self.background.add(task)
+            task.add_done_callback(self.background.discard)
 
     @property
     def limits(self) -> Limits:
@@ -201,6 +208,11 @@ class Server:
     def characters_max(self) -> int:
         """Return the number of characters of the longest text that could fit, at least CHARACTERS_MIN."""
         return max(CHARACTERS_MIN, self.info().prompt_tokens_max * self._token_characters)
+
+    def body_characters_max(self) -> int:
+        """Return the number of characters of the longest text in a body: an image may be longer than a prompt."""
+        image = self.limits.image_bytes_max * 4 // 3 + URL_CHARACTERS if self.info().media else 0
+        return max(self.characters_max(), image)
 
     def check_length(self, what: str, characters: int) -> None:
         """Refuse text that is certainly too long, without tokenising it. Raises ApiError."""

@@ -57,6 +57,7 @@ from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import Control, RequestArrived
 from lockstep.core.requests.table import prompt_length
 from lockstep.host.adapters import KnownAdapters
+from lockstep.host.media.content import EncoderInput
 
 log = logging.getLogger("lockstep.worker")
 
@@ -122,6 +123,7 @@ class Ticket:
         self.session = ""  # key that keeps requests on one engine
         self.kept: str | None = None  # "" for a kept answer; or the name of its request at the engine, to take over
         self.stays = False  # whether it does not end with the server, since its answer is kept
+        self.media_bytes = sum(content.size for content in submit.contents)
         self._placed: list[Callable[[], object]] = []
 
     @property
@@ -166,9 +168,10 @@ def make_ticket(
     changed: asyncio.Event,
     start_by_s: float | None = None,
     finish_by_s: float | None = None,
+    contents: tuple[EncoderInput, ...] = (),
 ) -> Ticket:
     """Return a ticket without an engine; `changed` is set whenever one of its replies changes."""
-    submit = Submit(worker, -1, request, _ns(start_by_s), _ns(finish_by_s))
+    submit = Submit(worker, -1, request, _ns(start_by_s), _ns(finish_by_s), contents=contents)
     replies = [Reply(changed) for _ in range(request.parallel_samples)]
     return Ticket(-1, submit, replies, prompt_length(request.prompt))
 
@@ -208,6 +211,11 @@ class Bridge:
         self._mailbox = reader(self._context, worker_address(folder, worker))
         self._address = engine_address(folder)
         self._engine = writer(self._context, self._address)
+
+    @property
+    def media_bytes(self) -> int:
+        """Bytes of the images of open requests."""
+        return sum(ticket.media_bytes for ticket in self.tickets.values())
 
     @property
     def engines(self) -> tuple[Bridge, ...]:
@@ -250,6 +258,7 @@ class Bridge:
         finish_by_s: float | None = None,
         session: str = "",
         kept: str | None = None,
+        contents: tuple[EncoderInput, ...] = (),
     ) -> Ticket:
         """Send a request; `changed` is set whenever one of its replies changes.
 
@@ -259,10 +268,11 @@ class Bridge:
             start_by_s, finish_by_s: time.monotonic by which the request must run, or must have ended; else it is
                 cancelled.
             session: not used with one engine.
+            contents: of the request's spans.
         Raises: EngineUnavailable.
         """
         self._needs_engine()
-        ticket = make_ticket(self.worker, request, changed, start_by_s, finish_by_s)
+        ticket = make_ticket(self.worker, request, changed, start_by_s, finish_by_s, contents)
         ticket.kept, ticket.stays = kept, kept is not None
         self.take_on(ticket)
         return ticket

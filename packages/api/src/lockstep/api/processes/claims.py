@@ -24,6 +24,7 @@ from lockstep.core.contract.events import CancelMany, RequestArrived, RequestId
 from lockstep.core.contract.text import shown
 from lockstep.core.journal.records import JournalError
 from lockstep.host.loop import RuntimeHost, Sink, UnsentOutput
+from lockstep.host.media.content import EncoderInput
 from lockstep.host.recovery import STRIKES_MAX, Death, Probation, may_go_on
 from lockstep.host.startup import Keeper
 
@@ -94,10 +95,17 @@ class Claims:
             if host.engine.requests:
                 self.workers.update(awaited)
 
-    def take(self, request: RequestArrived, have: Sequence[int], sinks: Sequence[Sink]) -> RequestId | None:
+    def take(
+        self,
+        request: RequestArrived,
+        have: Sequence[int],
+        sinks: Sequence[Sink],
+        contents: Sequence[EncoderInput] = (),
+    ) -> RequestId | None:
         """Continue a request that was submitted to a previous generation.
 
         Args:
+            contents: of its spans.
             have: for each sample the number of output tokens that the worker has, or OVER if it has ended.
         Returns: the id of the request; None if it must start anew. Raises: Lost.
         """
@@ -130,7 +138,7 @@ class Claims:
             answered = recovered.answers[sample]
             logprobs = {number: kept for number, kept in answered.logprobs.items() if number >= had}
             unsent[sample - first] = UnsentOutput(had, answered.tokens[had:], logprobs, answered.end, answered.weights)
-        self._host.adopt(request, sinks, unsent)
+        self._host.adopt(request, sinks, unsent, contents)
         self._taken.update(samples)
         return first
 

@@ -37,6 +37,7 @@ from lockstep.core.cluster.dispatch import DispatchConfig
 from lockstep.core.cluster.router import RouterConfig, prefix_keys
 from lockstep.core.contract.events import RequestArrived
 from lockstep.core.requests.table import prompt_bytes
+from lockstep.host.media.content import EncoderInput
 from lockstep.host.router_journal import label_key, session_key
 
 FULL = "the waiting queue of the router is full"
@@ -154,6 +155,11 @@ class ClusterBridge:
     def waiting_tokens(self) -> int:
         return self._sum(lambda one: one.waiting_tokens, lambda ticket: ticket.waiting_tokens)
 
+    @property
+    def media_bytes(self) -> int:
+        """Bytes of the images of open requests."""
+        return self._sum(lambda one: one.media_bytes, lambda ticket: ticket.media_bytes)
+
     def _sum(self, of_engine: Callable[[Bridge], int], of_ticket: Callable[[Ticket], int]) -> int:
         return sum(map(of_engine, self.engines)) + sum(map(of_ticket, self._unrouted.values()))
 
@@ -171,6 +177,7 @@ class ClusterBridge:
         finish_by_s: float | None = None,
         session: str = "",
         kept: str | None = None,
+        contents: tuple[EncoderInput, ...] = (),
     ) -> Ticket:
         """Offer a request to the router; see `Bridge.submit`. The ticket has no engine until the router has answered.
 
@@ -182,7 +189,7 @@ class ClusterBridge:
             raise EngineUnavailable(self.gone)
         if self.info is None:
             raise EngineUnavailable("the engine is starting")
-        ticket = make_ticket(self.worker, request, changed, start_by_s, finish_by_s)
+        ticket = make_ticket(self.worker, request, changed, start_by_s, finish_by_s, contents)
         ticket.session, ticket.stays = request.session or session, kept is not None
         self._offer(ticket)
         return ticket

@@ -262,7 +262,7 @@ class EngineProcess:
         first_id: int | None = None
         if message.again:
             try:
-                first_id = self._claims.take(request, have, sinks)
+                first_id = self._claims.take(request, have, sinks, message.contents)
             except Lost as error:
                 # the request of a kept answer has the same seed again, so it may start anew
                 if not message.kept or error.reason != "engine":
@@ -274,7 +274,10 @@ class EngineProcess:
                     return
 
         def send() -> None:
-            ticket.first_id = self.host.submit(request, *sinks) if first_id is None else first_id
+            started = first_id
+            if started is None:
+                started = self.host.submit(request, *sinks, contents=message.contents)
+            ticket.first_id = started
             if kept is not None:
                 kept.first_id = ticket.first_id
             if ticket.cancelled:

@@ -71,7 +71,13 @@ class RenderChat(msgspec.Struct, frozen=True, tag="chat"):
     chat: Conversation
 
 
-Job = ParseBody | EncodeText | DecodeTokens | RenderChat
+class RenderImages(msgspec.Struct, frozen=True, tag="images"):
+    """Render a conversation with images, decode these, and prepare them for the encoder. None: only make ready."""
+
+    chat: Conversation | None
+
+
+Job = ParseBody | EncodeText | DecodeTokens | RenderChat | RenderImages
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -80,7 +86,7 @@ class Done(msgspec.Struct, frozen=True):
     Args:
         error: why the job failed, for the client; empty: it did not.
         field: the client's field that is at fault.
-        value: MessagePack: the parsed body, the token ids, the text, or text and token ids.
+        value: MessagePack: the parsed body, the token ids, the text, text and token ids, or a MediaPrompt.
         last: the process ends, since it has grown too large.
     """
 

@@ -1,8 +1,8 @@
 """A text process of an API worker: `python -m lockstep.api.processes.text_process FOLDER NUMBER`, its socket on stdin.
 
-It parses large bodies, renders long conversations and tokenises long texts, one job after the other. It ends when its
-worker closes the socket, and after a job that made it grow by more than GROWTH_BYTES: memory that Python has taken for
-millions of small objects is not given back otherwise.
+It parses large bodies, renders long conversations, decodes images and tokenises long texts, one job after the other. It
+ends when its worker closes the socket, and after a job that made it grow by more than GROWTH_BYTES: memory that Python
+has taken for millions of small objects is not given back otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from lockstep.api.engines import text_of
+from lockstep.api.engines import media_limits, model_folder, text_of
 from lockstep.api.observability.logs import start_log
 from lockstep.api.processes.children import read_settings
 from lockstep.api.processes.text_jobs import (
@@ -32,12 +32,16 @@ from lockstep.api.processes.text_jobs import (
     JobError,
     ParseBody,
     RenderChat,
+    RenderImages,
     packed,
     parse_body,
     token_ids,
 )
+from lockstep.api.settings import ServeSettings
 from lockstep.api.text.plain_text import Texts
 from lockstep.api.text.rendering import RenderingError
+from lockstep.core.contract.errors import ConfigError
+from lockstep.host.media.processor import MediaProcessor
 
 log = logging.getLogger("lockstep.worker")
 
@@ -55,6 +59,7 @@ def main(arguments: list[str]) -> int:
     os.nice(NICE)
     worker = socket.socket(fileno=0)
     text = text_of(settings)
+    reader = PictureReader(settings, text)
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -71,7 +76,9 @@ def main(arguments: list[str]) -> int:
         body = _received(worker, job.size) if isinstance(job, ParseBody) else b""
         if body is None:
             break
-        done = _done(text, job, body)
+        if isinstance(job, RenderImages) and reader.load():  # libraries that stay
+            before = _size_bytes()
+        done = _done(text, job, body, reader)
         del raw, job, body
         jobs += 1
         if jobs % COLLECT_JOBS == 0:
@@ -84,8 +91,42 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _done(text: Texts | None, job: Job, body: bytes | bytearray) -> Done:
+class PictureReader:
+    """The processor of images, made for the first job that needs it: the import of its libraries takes seconds."""
+
+    def __init__(self, settings: ServeSettings, text: Texts | None) -> None:
+        self._settings, self._text = settings, text
+        self.limits = media_limits(settings)
+        self._made: MediaProcessor | str | None = None  # or why it cannot be made
+
+    def load(self) -> bool:
+        """Make the processor. Returns whether this was the first call."""
+        if self._made is not None:
+            return False
+        try:
+            text = self._text
+            assert text is not None, "a worker without a tokenizer sends no texts"
+            self._made = MediaProcessor(model_folder(self._settings), lambda one: text.encode(one, special=False))
+        except ConfigError as error:
+            log.error("%s", error)
+            self._made = str(error)
+        return True
+
+    def processor(self) -> MediaProcessor:
+        """Return the processor. Raises RenderingError if it cannot be made."""
+        self.load()
+        if isinstance(self._made, MediaProcessor):
+            return self._made
+        raise RenderingError(f"this server cannot read images: {self._made}", "messages")
+
+
+def _done(text: Texts | None, job: Job, body: bytes | bytearray, reader: PictureReader) -> Done:
     try:
+        if isinstance(job, RenderImages):
+            if job.chat is None:
+                return Done()
+            assert text is not None, "a worker without a tokenizer sends no texts"
+            return Done(value=msgspec.msgpack.encode(job.chat.with_images(text, reader)))
         return Done(value=packed(_result(text, job, body)))
     except (JobError, RenderingError) as error:
         return Done(error=error.message, field=error.field)

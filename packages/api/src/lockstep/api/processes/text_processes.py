@@ -34,9 +34,11 @@ from lockstep.api.processes.text_jobs import (
     JobError,
     ParseBody,
     RenderChat,
+    RenderImages,
     unpacked,
 )
 from lockstep.api.text.rendering import Conversation
+from lockstep.host.media.content import MediaPrompt
 
 log = logging.getLogger("lockstep.worker")
 
@@ -121,6 +123,15 @@ class TextProcesses:
         """Return a conversation as text and as token ids. Raises JobError, TooManyJobs."""
         written, ids = unpacked(await self._result(RenderChat(chat), ()))
         return written, ids
+
+    async def images(self, chat: Conversation) -> MediaPrompt:
+        """Return a conversation with its images. Raises JobError, TooManyJobs."""
+        return msgspec.msgpack.decode(await self._result(RenderImages(chat), ()), type=MediaPrompt)
+
+    async def prepare_images(self) -> None:
+        """Start a process and import what images need, which takes seconds, before the first request with any."""
+        with contextlib.suppress(JobError, TooManyJobs):
+            await self._result(RenderImages(None), ())
 
     async def close(self) -> None:
         """End the processes."""

@@ -33,6 +33,7 @@ from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import Control, RequestArrived
 from lockstep.core.contract.stats import Stats
 from lockstep.host.adapters import KnownAdapters
+from lockstep.host.media.content import EncoderInput
 from lockstep.host.weights import WeightsRead
 
 PROTOCOL = 1
@@ -80,6 +81,7 @@ class Submit(ToEngine, frozen=True):
     have: tuple[int, ...] = ()
     kept: bool = False  # the request outlives its worker, and another worker may take it over by its origin
     prefill: int = -1  # engine that computes the prompt; -1: the engine itself
+    contents: tuple[EncoderInput, ...] = ()  # of the spans of the request; they enter no journal
 
 
 class Settled(ToEngine, frozen=True):
@@ -304,6 +306,9 @@ RouterMessage = (
 # ---------------------------------------------------------------------------------------------------------- to a worker
 
 
+NO_MEDIA = "this model takes text only"
+
+
 class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Properties of an engine, by which workers check requests before they submit them."""
 
@@ -324,6 +329,8 @@ class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     able: tuple[str, ...] = ()  # device functions that an operator may use: "profile"
     grammars: str = ""  # name of the grammar library; "": none
     no_grammars: str = "this engine has no grammar backend; leave it out"  # cause and remedy, if there is none
+    media: tuple[str, ...] = ()  # kinds of media that prompts may have: image
+    no_media: str = NO_MEDIA  # why they may not, if there are none
     weights_version: int = 0  # when the worker was welcomed; Gauges carry later versions
 
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
 from lockstep.api.text.plain_text import Texts
 from lockstep.core.contract.errors import ConfigError
+from lockstep.host.media.content import MediaPrompt
+from lockstep.host.media.conversation import check_count, prompt_with
+from lockstep.host.media.conversation import with_images as split_images
+from lockstep.host.media.processor import MediaError, MediaProcessor
+from lockstep.host.media.source import MediaLimits
+
+IMAGE = "image_url"
+"""Type of a part that is an image."""
 
 
 class RenderingError(Exception):
@@ -37,6 +45,26 @@ def characters_of(message: Mapping[str, Any]) -> int:
     return found
 
 
+def images_of(messages: Sequence[Mapping[str, Any]], field: str) -> tuple[str, ...]:
+    """Return the name of each image in messages, in order."""
+    return tuple(
+        f"{field}.{i}.content.{j}.image_url"
+        for i, message in enumerate(messages)
+        if isinstance(message.get("content"), list)
+        for j, part in enumerate(message["content"])
+        if part.get("type") == IMAGE
+    )
+
+
+class ImageReader(Protocol):
+    """What images need: the processor of the model, and limits. `lockstep.api.processes.text_process` has one."""
+
+    limits: MediaLimits
+
+    def processor(self) -> MediaProcessor:
+        """Return the processor. Raises RenderingError if it cannot be made."""
+
+
 class Conversation(msgspec.Struct, frozen=True):
     """A conversation, as its client sent it.
 
@@ -46,6 +74,7 @@ class Conversation(msgspec.Struct, frozen=True):
         field: the client's name of the messages, for errors.
         go_on: the last message is incomplete, and the text ends with it.
         nothing: content of a message with calls or thoughts and without content.
+        images: the client's name of each image, in order, for errors.
     """
 
     messages: list[dict[str, Any]]
@@ -53,10 +82,26 @@ class Conversation(msgspec.Struct, frozen=True):
     field: str
     go_on: bool = False
     nothing: str | None = None
+    images: tuple[str, ...] = ()
 
     def rendered(self, text: Texts) -> tuple[str, list[int]]:
         """Return the text of the conversation, and its token ids. Raises RenderingError."""
-        messages = [self._message(one, i) for i, one in enumerate(self.messages)]
+        written = self._written(text, [self._message(one, i) for i, one in enumerate(self.messages)])
+        return written, text.encode(written, special=False)
+
+    def with_images(self, text: Texts, reader: ImageReader) -> MediaPrompt:
+        """Return the conversation with its images. Raises RenderingError."""
+        messages = [self._message(one, i, images=True) for i, one in enumerate(self.messages)]
+        try:
+            shown, urls = split_images(messages)
+            check_count(urls, reader.limits)
+            return prompt_with(reader.processor(), self._written(text, shown), urls, reader.limits)
+        except MediaError as error:
+            where = self.field if error.where is None else self.images[error.where]
+            raise RenderingError(f"`{where}`: {error.message}", where) from error
+
+    def _written(self, text: Texts, messages: list[dict[str, Any]]) -> str:
+        """Return the conversation as text. Raises RenderingError."""
         try:
             written = text.chat(messages, **self.variables)
         except ConfigError as error:
@@ -68,10 +113,14 @@ class Conversation(msgspec.Struct, frozen=True):
                 message = "`continue_final_message`: the chat template changes the last message"
                 raise RenderingError(message, "continue_final_message")
             written = written[: at + len(last)]
-        return written, text.encode(written, special=False)
+        return written
 
-    def _message(self, given: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return a message for the template: content as text, arguments of tool calls as objects."""
+    def _message(self, given: dict[str, Any], index: int, *, images: bool = False) -> dict[str, Any]:
+        """Return a message for the template: content as text, arguments of tool calls as objects.
+
+        Args:
+            images: content that has any remains a list of parts.
+        """
         result = dict(given)
         content = given.get("content")
         if content is None:
@@ -80,13 +129,15 @@ class Conversation(msgspec.Struct, frozen=True):
                 raise RenderingError(f"`{where}` is missing", where)
             result["content"] = self.nothing
         if isinstance(content, list):
-            parts = []
+            parts, pictured = [], images and any(part.get("type") == IMAGE for part in content)
             for i, part in enumerate(content):
+                if pictured and part.get("type") == IMAGE:
+                    continue
                 if part.get("type") != "text" or not isinstance(part.get("text"), str):
                     where = f"messages.{index}.content.{i}.type"
                     raise RenderingError(f"`{where}` must be text, got {str(part.get('type'))[:40]!r}", where)
                 parts.append(part["text"])
-            result["content"] = "\n".join(parts)
+            result["content"] = content if pictured else "\n".join(parts)
         calls = []
         for call in given.get("tool_calls") or ():
             function = call.get("function")

@@ -17,6 +17,7 @@ from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.from_transformers.attending import NAME, CurrentPass, register
 from lockstep.runtime.from_transformers.latent import is_latent, restore, take_latents
 from lockstep.runtime.from_transformers.mixers import take_mixers
+from lockstep.runtime.from_transformers.pictures import PictureEncoder
 from lockstep.runtime.from_transformers.settings import read_library_model
 from lockstep.runtime.from_transformers.split import Plan, RankLinear, follow, replace_linear
 from lockstep.runtime.from_transformers.tensors import CheckpointNames, Held
@@ -33,26 +34,30 @@ class TransformersDecoder(LanguageModel):
     """A model of transformers on one rank. `prepare` must be called when its weights are in place."""
 
     def __init__(self, config: Mapping[str, Any], make: Maker) -> None:
-        found = read_library_model(config)
+        found = read_library_model(config, make.parallel.ranks)
         super().__init__(make, found.settings)
         choose_activations(make.fp8_activations, None, make.device)  # raises if rounded rows are required
         register()
-        made = made_on_meta(found.config, found.kind)
+        pictured = bool(found.settings.media)
+        made = made_on_meta(found.config, found.kind, pictured=pictured)
         plan = Plan(made, self.parallel.ranks)
         self.current = CurrentPass()
         held = _materialise(made, plan, make)
         self.names = CheckpointNames(made, held, self.parallel.rank, self.parallel.ranks)
         follow(made, plan.styles, self.parallel, self.current)
         self.base = made.base_model
+        self.decoder = self.base.get_decoder() if pictured else self.base
+        inside = next((f"{name}." for name, one in self.base.named_modules() if one is self.decoder and name), "")
+        self.pictures = PictureEncoder(self.base, self.dtype, self.device) if pictured else None
         of_width = make.device.type == "cpu"  # kernels of GPUs have no heads of this width yet
-        self.latents = tuple(take_latents(self.base)) if of_width else ()
-        self.mixers = tuple(take_mixers(self.base, self.current))
+        self.latents = tuple(take_latents(self.decoder)) if of_width else ()
+        self.mixers = tuple(take_mixers(self.decoder, self.current))
         self.head: nn.Module | None = None
         self._decoded = _Decoded(self.base)
         if found.settings.generates:
             setattr(made, made.base_model_prefix, self._decoded)
             self.head = made
-        self.prefix = f"{made.base_model_prefix}." if found.settings.generates else ""
+        self.prefix = (f"{made.base_model_prefix}." if found.settings.generates else "") + inside
         sizes = found.settings
         self.layers, self.head_dim = sizes.layers, sizes.head_dim
         self.heads, self.kv_heads = sizes.heads, sizes.kv_heads  # until `prepare` finds this rank's
@@ -69,7 +74,7 @@ class TransformersDecoder(LanguageModel):
             restore(self.latents)
         logits = self.logits if self.settings.generates else None
         with_states = [mixer.layer for mixer in self.mixers]
-        calls = try_out(self.base, logits, self.current, self.settings, self.dtype, self.device, with_states)
+        calls = try_out(self.decoder, logits, self.current, self.settings, self.dtype, self.device, with_states)
         one = calls[0]
         self.layers, self.current.places = len(calls), {call.layer: place for place, call in enumerate(calls)}
         if self.kv_scales is not None:
@@ -97,13 +102,36 @@ class TransformersDecoder(LanguageModel):
         """
         if not batch.tokens:
             return torch.empty(0, self.settings.hidden, dtype=self.dtype, device=self.device)
+        given: dict[str, Any] = {"position_ids": batch.positions[None]}
+        if self.pictures is None:
+            given["input_ids"] = batch.token_ids[None]
+        else:
+            given |= self._with_pictures(batch)
         self.current.batch, self.current.attention = batch, attention
         try:
-            out = self.base(input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False)
+            out = self.decoder(**given, use_cache=False)
         finally:
             self.current.batch = self.current.attention = None
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
+
+    def _with_pictures(self, batch: ForwardBatch) -> dict[str, Any]:
+        """Return the arguments of the decoder for a pass in which some tokens may be those of pictures."""
+        ids = batch.token_ids.clamp(min=0)  # placeholders, and drafts that repeat them
+        given: dict[str, Any] = {}
+        if batch.rope_offsets is not None:
+            axes = batch.positions + batch.rope_offsets
+            given["position_ids"] = torch.cat((batch.positions[None], axes))[:, None]
+        if batch.media is None:
+            return given | {"input_ids": ids[None]}
+        embeddings = self.base.get_input_embeddings()(ids)
+        embeddings = embeddings.index_copy(0, batch.media.at, batch.media.embeddings.to(embeddings.dtype))
+        given["inputs_embeds"] = embeddings[None]
+        if batch.media.deeper:
+            is_media = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+            given["visual_pos_masks"] = is_media.index_fill_(0, batch.media.at, True)[None]
+            given["deepstack_visual_embeds"] = list(batch.media.deeper)
+        return given
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [samples, vocab] of hidden states [samples, hidden] that `forward` returned.
@@ -125,7 +153,7 @@ class TransformersDecoder(LanguageModel):
 
     def _adapted(self, slots: int, rank: int) -> Iterator[LoraTarget]:
         """Allocate adapter slots, and yield the linear layers that adapters may change."""
-        modules = dict(self.base.named_modules())
+        modules = dict(self.decoder.named_modules())
         absorbed = {id(module.kv_b_proj) for module in modules.values() if is_latent(module)}
         for name, module in modules.items():
             if id(module) in absorbed:  # its weights are multiplied elsewhere, which adapters do not follow
@@ -182,11 +210,17 @@ class _Output(MoeModelOutputWithPast):
             raise AttributeError(name)
 
 
-def made_on_meta(config: Any, kind: Any) -> Any:
-    """Return the library's model without memory for its weights."""
+def made_on_meta(config: Any, kind: Any, *, pictured: bool = False) -> Any:
+    """Return the library's model without memory for its weights. Our attention is that of its decoder only."""
+    attention: Any = NAME
+    if pictured:
+        inner = config.get_text_config()
+        attention = {one: NAME for one in config.sub_configs if getattr(config, one, None) is inner}
+        if not attention:
+            raise ConfigError(f"{kind.__name__} cannot run by transformers' code here: it has no config of its text")
     try:
         with torch.device("meta"), torch.no_grad():
-            return kind._from_config(config, attn_implementation=NAME).eval()
+            return kind._from_config(config, attn_implementation=attention).eval()
     except (ValueError, ImportError, NotImplementedError) as error:
         why = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{kind.__name__} cannot run by transformers' code here: {why}") from error

@@ -6,21 +6,28 @@ import inspect
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+)
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.quantization import FIELD
 from lockstep.runtime.from_transformers.mixers import has_mixers
+from lockstep.runtime.from_transformers.pictures import picture_refusals
 from lockstep.runtime.models.config_reader import ConfigReader
 from lockstep.runtime.models.settings import ModelSettings
 
 log = logging.getLogger("lockstep.runtime")
 
+GENERATING = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+"""The library's classes with an output projection."""
 KINDS = ("full_attention", "sliding_attention")
 """Kinds of layers that attend, and can run."""
 OTHER_KINDS = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp")
@@ -42,9 +49,13 @@ class LibraryModel:
     settings: ModelSettings
 
 
-def read_library_model(config: Mapping[str, Any]) -> LibraryModel:
+def read_library_model(config: Mapping[str, Any], ranks: int = 1) -> LibraryModel:
     """Return the model that a config.json describes. No code of a folder runs: the library must have the model.
 
+    A model with pictures is read with them, or as its text if they cannot be served and the library has a class for it.
+
+    Args:
+        ranks: number of ranks that split the model.
     Raises: ConfigError with everything because of which it cannot run here.
     """
     read = ConfigReader(config)
@@ -57,17 +68,26 @@ def read_library_model(config: Mapping[str, Any]) -> LibraryModel:
             "hint: code in a model's folder is not run; a newer transformers may have the model"
         )
     config_class = CONFIG_MAPPING[model_type]
-    text = _class_of_text(config_class, name)
-    kind = text or _class_of(config_class, name)
-    problems = list(refusals_of_class(config_class, kind))
     plain = {key: value for key, value in config.items() if key not in ("auto_map", FIELD)}
-    made = None
+    pictured = _class_with_pictures(config_class, name)
+    text = _class_of_text(config_class, name)
+    kind = pictured or text or _class_of(config_class, name)
+    made, without, problems = None, list[str](), list[str]()
     try:
         made = config_class.from_dict(config_class._decode_special_floats(plain))
-        if text is not None:
-            made, inner = made.get_text_config(), config.get("text_config")
+        if pictured is not None:
+            without = list(picture_refusals(pictured, MODEL_MAPPING.get(config_class, pictured), made, ranks))
+            if without and text is not None:
+                pictured, kind = None, text
+        problems += refusals_of_class(config_class, kind)
+        inner = config.get("text_config")
+        if pictured is not None:
+            problems += without
             config = {**(inner if isinstance(inner, Mapping) else {}), **config}
-        problems += refusals(made)
+        elif text is not None:
+            made = made.get_text_config()
+            config = {**(inner if isinstance(inner, Mapping) else {}), **config}
+        problems += refusals(made if pictured is None else made.get_text_config())
     except Exception as error:  # the library's own checks, of many types
         if not problems:
             why = " ".join(str(error).split())
@@ -77,9 +97,21 @@ def read_library_model(config: Mapping[str, Any]) -> LibraryModel:
         problems.append(f"`{FIELD}`: weights quantised by `{method}` are not read by this model backend")
     if problems:
         raise ConfigError("\n  ".join([f"{kind.__name__} cannot run by transformers' code here:", *problems]))
-    if text is not None:
-        log.warning("%s: only its text is served; pictures, sound and video are refused", name)
-    return LibraryModel(made, kind, _settings(made, kind, config))
+    why = "; ".join(without) if without else "pictures, sound and video are refused"
+    if text is not None and pictured is None:
+        log.warning("%s: only its text is served; %s", name, why)
+    settings = _settings(made, kind, config)
+    if pictured is not None:
+        settings = replace(settings, media=("image",))
+    elif without:
+        settings = replace(settings, media_refused=why)
+    return LibraryModel(made, kind, settings)
+
+
+def _class_with_pictures(config_class: Any, name: str) -> type | None:
+    """Return the library's class of this name if it takes pictures and text."""
+    kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(config_class, None)
+    return kind if isinstance(kind, type) and kind.__name__ == name else None
 
 
 def _class_of_text(config_class: Any, name: str) -> type | None:
@@ -146,8 +178,8 @@ def _ropes(config: Any) -> list[Mapping[str, Any]]:
     return inner or [given]
 
 
-def _settings(made: Any, kind: type, config: Mapping[str, Any]) -> ModelSettings:
-    read = ConfigReader(config)
+def _settings(described: Any, kind: type, config: Mapping[str, Any]) -> ModelSettings:
+    read, made = ConfigReader(config), described.get_text_config()
     heads = made.num_attention_heads
     head_dim = getattr(made, "head_dim", None) or made.hidden_size // heads
     dtype, ends, vocab = read.dtype(), read.end_tokens(), made.vocab_size
@@ -164,7 +196,7 @@ def _settings(made: Any, kind: type, config: Mapping[str, Any]) -> ModelSettings
     known = tuple(token for token in ends if 0 <= token < vocab)
     if strange := [token for token in ends if token not in known]:
         log.warning("`eos_token_id` %s is passed over: the model has %d tokens", ", ".join(map(str, strange)), vocab)
-    described = {key: value for key, value in made.to_dict().items() if key not in NOT_OF_THE_MODEL}
+    fields = {key: value for key, value in described.to_dict().items() if key not in NOT_OF_THE_MODEL}
     return ModelSettings(
         architecture=kind.__name__,
         vocab=vocab,
@@ -176,9 +208,9 @@ def _settings(made: Any, kind: type, config: Mapping[str, Any]) -> ModelSettings
         head_dim=head_dim,
         context_tokens=context,
         tied=bool(getattr(made, "tie_word_embeddings", False)),
-        generates=MODEL_FOR_CAUSAL_LM_MAPPING.get(type(made), None) is kind,
+        generates=kind in (mapping.get(type(described), None) for mapping in GENERATING),
         dtype=dtype,
         end_tokens=known,
         backend="transformers",
-        described=tuple((key, json.dumps(described[key], sort_keys=True, default=str)) for key in sorted(described)),
+        described=tuple((key, json.dumps(fields[key], sort_keys=True, default=str)) for key in sorted(fields)),
     )

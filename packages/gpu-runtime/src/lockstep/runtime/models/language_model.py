@@ -15,6 +15,7 @@ from lockstep.runtime.attention.rules import LayerRules
 from lockstep.runtime.checkpoint import TensorSpec
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.lora.slots import LoraTarget
+from lockstep.runtime.media import ContentEncoder
 from lockstep.runtime.models.layers import Maker
 from lockstep.runtime.models.settings import ModelSettings
 from lockstep.runtime.states.pool import StatePart
@@ -40,6 +41,7 @@ class LanguageModel(nn.Module, ABC):
     rules: tuple[LayerRules, ...] = ()  # by layer; empty: every layer attends to all positions with `scale`
     states: tuple[StatePart, ...] = ()  # of layers that keep a state beside KV, or instead of it
     uncapturable_because: str = ""  # why its passes cannot be captured in CUDA graphs; empty: they can
+    pictures: ContentEncoder | None = None  # of models that take media
     first_layer: int = 0  # of those that this stage has
     activations: str = ""  # how rows are rounded before products with fp8 weights; empty: not at all
 

@@ -603,11 +603,6 @@ def runtime_refusal(name: str) -> str:
             f"`{name}` is of data-parallel attention, which is simulated only: no runtime exchanges proposals of ranks "
             "yet\nhint: drop it, or try lockstep simulate --attention-dp N --rank-schedulers"
         )
-    if name in MEDIA_SETTINGS:
-        return (
-            f"`{name}` is of media, which are simulated only: no runtime has an encoder yet\n"
-            "hint: drop it, or try lockstep simulate --media image=0.3x1..4:1024x768"
-        )
     return ""
 
 
@@ -884,9 +879,6 @@ def _settle_ranks(config: SchedConfig) -> None:
                 "different engines, so neither waits for the other\nhint: drop one of the two"
             )
 
-
-MEDIA_SETTINGS = ("encoder_cache_tokens", "encoder_budget_tokens")
-"""Settings that concern only requests with media."""
 
 STAGE_SETTINGS: dict[str, Any] = {"pp_async_batch_depth": 0, "pp_dynamic_chunking": False}
 """Defaults of an engine with microbatches: SGLang's values. Other engines have none of these settings."""

@@ -111,7 +111,7 @@ class EncoderSetup:
     def doubts(self, config: SchedConfig) -> list[str]:
         """Return the limits of the simulation of media, one sentence each."""
         where = f"{self.gpus} GPUs of its own, whose price is in no figure" if self.gpus else self.shared_with
-        lines = [f"media are simulated only: this runtime has no encoder. Here it is on {where}, uncalibrated"]
+        lines = [f"the encoder is on {where}, and its times are uncalibrated"]
         if not self.gpus and config.encoder_budget is None:
             lines.append(
                 "encoder_budget_tokens is not set: decodes wait for as many media as come at once; "

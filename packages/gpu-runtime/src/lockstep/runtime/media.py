@@ -1,0 +1,156 @@
+"""Media on the device: contents of open requests, output of the encoder, and positions of rows with media.
+
+    hold(request, contents)      from the request's arrival to its end
+    encode(digest, drop)         EncodeMedia: drop outputs, then run the model's encoder; its output is kept
+    rows(plan)                   a pass takes embeddings of its spans from the outputs
+    take_row, offsets            models with positions of three axes: what they add to the position in the prompt
+
+The scheduler decides when a content is encoded and when its output is dropped. Contents stay as long as any open
+request has them, because weights may be replaced, and the output computed again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.core.contract.commands import BatchPlan
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import PromptSpan, RequestId
+from lockstep.host.media.content import EncoderInput
+from lockstep.runtime.errors import DeviceLost, PlanError
+from lockstep.runtime.forward import MediaRows
+from lockstep.runtime.overlap import StreamLane
+from lockstep.runtime.tables import ForwardPass
+
+log = logging.getLogger("lockstep.runtime")
+
+AXES = 3  # time, height, width
+Int64s = NDArray[np.int64]
+
+
+class ContentEncoder(Protocol):
+    """The encoder of a model."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the output for one position."""
+
+    def encode(self, content: EncoderInput) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return embeddings [positions, hidden] for a content, and those that are added behind the first layers.
+
+        Raises: ConfigError for a content that does not fit the model.
+        """
+
+    def places(self, spans: Sequence[tuple[PromptSpan, EncoderInput]], tokens: int) -> Int64s | None:
+        """Return positions of three axes, int64 [3, tokens], of a prompt; None: the model has one axis."""
+
+
+class DeviceMedia:
+    """Contents, outputs and positions of one engine. All methods are for the host's thread.
+
+    Args:
+        count: rows of the tables.
+    """
+
+    def __init__(self, encoder: ContentEncoder, lane: StreamLane, count: int) -> None:
+        self._encoder, self._lane = encoder, lane
+        self.contents: dict[bytes, EncoderInput] = {}
+        self._holders: dict[bytes, set[RequestId]] = {}
+        self.outputs: dict[bytes, tuple[Tensor, tuple[Tensor, ...]]] = {}
+        self._offsets: list[Int64s | None] = [None] * count  # [3, prompt tokens + 1], by row; the last: of all behind
+
+    # ---------------------------------------------------------------------------------------------------- contents
+
+    def hold(self, request_id: RequestId, contents: Iterable[EncoderInput]) -> None:
+        """Keep the contents of a request until `release`."""
+        for content in contents:
+            self.contents[content.digest] = content
+            self._holders.setdefault(content.digest, set()).add(request_id)
+
+    def release(self, request_id: RequestId, spans: Iterable[PromptSpan]) -> None:
+        """Forget the contents that no other request has."""
+        for span in spans:
+            holders = self._holders.get(span.digest)
+            if holders is None:
+                continue
+            holders.discard(request_id)
+            if not holders:
+                del self._holders[span.digest], self.contents[span.digest]
+
+    def encode(self, digest: bytes, drop: Iterable[bytes]) -> str:
+        """Drop outputs, then encode a content. Returns why it cannot be encoded, or "". Raises DeviceLost."""
+        for one in drop:
+            self.outputs.pop(one, None)
+        content = self.contents.get(digest)
+        if content is None:
+            return "its content is not here any more"
+        try:
+            with self._lane.stream(), torch.inference_mode():
+                self.outputs[digest] = self._encoder.encode(content)
+        except (DeviceLost, PlanError):
+            raise
+        except Exception as error:  # of the model's code, for a content that its processor made
+            self._lane.check()
+            why = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            log.warning("media %s cannot be encoded: %s", digest.hex()[:8], why)
+            return why.partition("\n")[0]
+        return ""
+
+    # ------------------------------------------------------------------------------------------------------ passes
+
+    def rows(self, plan: BatchPlan, one: ForwardPass) -> MediaRows | None:
+        """Return the embeddings that a pass takes in place of tokens. Raises PlanError for output that is not here."""
+        if not plan.media_spans:
+            return None
+        at: list[Int64s] = []
+        parts: list[Tensor] = []
+        deeper: list[tuple[Tensor, ...]] = []
+        for span in plan.media_spans:
+            output = self.outputs.get(span.digest)
+            if output is None:
+                raise PlanError(f"batch {plan.batch_id} reads media {span.digest.hex()[:8]}, which are not encoded")
+            first = int(one.indptr[span.index]) + span.start - int(one.starts[span.index])
+            count = span.stop - span.start
+            at.append(np.arange(first, first + count, dtype=np.int64))
+            parts.append(output[0][span.offset : span.offset + count])
+            deeper.append(tuple(layer[span.offset : span.offset + count] for layer in output[1]))
+        layers = tuple(torch.cat(layer) for layer in zip(*deeper, strict=True))
+        return MediaRows(self._lane.upload(np.concatenate(at)), torch.cat(parts), layers)
+
+    def take_row(self, row: int, spans: Sequence[PromptSpan], prompt_tokens: int) -> None:
+        """Store the positions of a row's new request."""
+        self._offsets[row] = None
+        known = [(span, self.contents[span.digest]) for span in spans if span.digest in self.contents]
+        if not known or len(known) < len(spans):  # its request has ended: the results are dropped
+            return
+        places = self._encoder.places(known, prompt_tokens)
+        if places is not None:
+            behind = places.max() + 1 if places.size else 0
+            whole = np.concatenate((places, np.full((AXES, 1), behind, np.int64)), 1)
+            self._offsets[row] = whole - np.arange(prompt_tokens + 1)
+
+    def offsets(self, one: ForwardPass) -> Tensor | None:
+        """Return what the tokens of a pass add to their positions, int64 [3, tokens]; None: nothing."""
+        rows = one.rows.tolist()
+        if all(self._offsets[row] is None for row in rows):
+            return None
+        given = one.extend_rows - (0 if one.verifying is None else len(one.verifying.rows))
+        added = np.zeros((AXES, int(one.indptr[-1])), np.int64)
+        for i, row in enumerate(rows):
+            of_row = self._offsets[row]
+            if of_row is None:
+                continue
+            first, stop = int(one.indptr[i]), int(one.indptr[i + 1])
+            if i >= given:  # decodes, whose positions are behind the prompt wherever they are
+                added[:, first:stop] = of_row[:, -1:]
+            else:
+                places = np.arange(one.starts[i], one.starts[i] + stop - first)
+                added[:, first:stop] = of_row[:, np.minimum(places, of_row.shape[1] - 1)]
+        return self._lane.upload(added)

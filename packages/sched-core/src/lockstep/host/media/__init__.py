@@ -1,0 +1,11 @@
+"""Media of prompts: read within limits, prepared for the encoder of a model, and sent to the engine as plain arrays.
+
+    URL ──source──> bytes ──images──> pixels ──processor──> arrays of the encoder, and the prompt with placeholders
+
+    content     what the encoder receives, under its digest; it never enters a journal
+    source      bytes of a data URL, a file of an allowed folder, or an address, if that is allowed
+    images      the bytes as an image, within limits of size
+    processor   the model's own processor: arrays, and the tokens that stand for an image
+
+Pillow and transformers are imported at first use. No torch.
+"""

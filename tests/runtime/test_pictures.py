@@ -1,0 +1,172 @@
+"""Prompts with pictures: tokens of transformers, and the encoder as the scheduler orders it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
+pytest.importorskip("transformers", reason="the models run by transformers' code")
+pytest.importorskip("PIL", reason="images are decoded by Pillow")
+
+from lockstep.core.contract.commands import EncodeMedia  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.events import MediaEncoded  # noqa: E402
+from lockstep.core.journal.replay import fold  # noqa: E402
+from lockstep.runtime import LLM, Params  # noqa: E402
+from lockstep.runtime.models import read_settings  # noqa: E402
+from tests.support.architectures import REQUESTS  # noqa: E402
+from tests.support.pictures import (  # noqa: E402
+    FAMILIES,
+    conversations,
+    data_url,
+    greedy_pictures,
+    picture,
+    save_family,
+    serve_pictures,
+)
+
+SOME = ("Qwen2.5-VL", "Qwen3-VL", "LLaVA-1.5", "Idefics 3")
+"""Three axes of positions, features behind the first layers, one tile, several tiles with tokens between them."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that saves a family once, and answers its conversations by transformers."""
+    made: dict[str, tuple[Path, Any, list[list[int]]]] = {}
+
+    def save(name: str) -> tuple[Path, Any, list[list[int]]]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("family")
+            model, processor = save_family(folder, name)
+            asked = conversations(REQUESTS, FAMILIES[name].pictures_max)
+            made[name] = (folder, asked, greedy_pictures(folder, model, processor, asked))
+        return made[name]
+
+    return save
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_tokens_are_those_of_transformers(name: str, saved: Any) -> None:
+    folder, asked, answers = saved(name)
+    assert len(set(map(tuple, answers))) > REQUESTS // 2
+    served = serve_pictures(folder, asked, overlap_depth=1)
+    assert served.answers == answers
+    assert served.cached_tokens
+    assert served.retractions
+    assert served.encoded == len({number for _, numbers, _ in asked for number in numbers})
+
+
+def test_little_room_and_a_budget_change_no_token(saved: Any) -> None:
+    folder, asked, answers = saved("Qwen3-VL")
+    with LLM(folder, device="cpu") as llm:
+        prompts = [llm.chat_prompt(messages) for messages, _, _ in asked]
+    needed = [sum(one.positions for one in prompt.contents) for prompt in prompts if not isinstance(prompt, list)]
+    served = serve_pictures(folder, asked, encoder_cache_tokens=max(needed), encoder_budget_tokens=16)
+    assert served.answers == answers
+    assert served.encoded > 4  # pictures were dropped and encoded again
+
+
+def test_drafts_do_not_change_tokens(saved: Any) -> None:
+    folder, asked, answers = saved("Qwen3-VL")
+    options = {"speculative_method": "ngram", "num_speculative_tokens": 2, "overlap_depth": 1}
+    assert serve_pictures(folder, asked, **options).answers == answers
+
+
+def with_picture(number: int, text: str = "what?") -> list[dict[str, Any]]:
+    """One message with one picture."""
+    parts = [{"type": "image_url", "image_url": {"url": data_url(picture(number))}}, {"type": "text", "text": text}]
+    return [{"role": "user", "content": parts}]
+
+
+def test_a_journal_has_digests_only_and_replays(saved: Any, tmp_path: Path) -> None:
+    folder, _, _ = saved("Qwen3-VL")
+    journal = tmp_path / "journal"
+    with LLM(folder, device="cpu", journal=journal) as llm:
+        first, again = (llm.chat(with_picture(3), Params(max_new_tokens=4, n=2))[0] for _ in range(2))
+        assert first.token_ids == again.token_ids == again.others[0].token_ids
+        assert again.cached_tokens > 35
+        assert not llm.media.contents  # no request is open
+    pairs = list(fold(journal))
+    assert sum(isinstance(one, EncodeMedia) for _, step in pairs for one in step.commands) == 1
+    assert [event.error for event, _ in pairs if isinstance(event, MediaEncoded)] == [""]
+
+
+def test_new_weights_encode_again(saved: Any) -> None:
+    folder, _, _ = saved("Qwen3-VL")
+    ordered: list[Any] = []
+    with LLM(folder, device="cpu") as llm:
+        llm.host.observe = lambda _, step: ordered.extend(one for one in step.commands if isinstance(one, EncodeMedia))
+        before = llm.chat(with_picture(3), Params(max_new_tokens=4))[0]
+        llm.update_weights(folder)
+        after = llm.chat(with_picture(3), Params(max_new_tokens=4))[0]
+    assert before.token_ids == after.token_ids
+    assert len(ordered) == 2
+
+
+def test_a_picture_that_cannot_be_encoded_ends_its_request_only(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _, _ = saved("LLaVA-1.5")
+    with LLM(folder, device="cpu") as llm:
+        monkeypatch.setattr(llm.model.base, "get_image_features", lambda **_: 1 / 0)
+        failed = llm.chat(with_picture(3), Params(max_new_tokens=4))[0]
+        assert failed.finish_reason == "media"
+        assert "ZeroDivisionError" in failed.error
+        assert not llm.chat([{"role": "user", "content": "hello"}], Params(max_new_tokens=4))[0].error
+        assert not llm.media.contents
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}],
+         "cannot be decoded"),
+        ([{"role": "user", "content": "<image>"}], ""),
+        ([{"role": "user", "content": [{"type": "text", "text": "<image>"}, *with_picture(1)[0]["content"]]}],
+         "has 1 images, and its text has 2 marks"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "has no `image_url.url`"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}]}],
+         "reads no files"),
+    ],
+)  # fmt: skip
+def test_bad_pictures_are_refused(saved: Any, messages: list[dict[str, Any]], why: str) -> None:
+    folder, _, _ = saved("LLaVA-1.5")
+    with LLM(folder, device="cpu") as llm:
+        if not why:  # a mark of a picture in text, without one, is text
+            assert llm.chat_prompt(messages)
+            return
+        with pytest.raises(ConfigError, match=why):
+            llm.chat_prompt(messages)
+
+
+def test_several_pictures_of_a_model_that_mixes_them_are_refused(saved: Any) -> None:
+    folder, _, _ = saved("LLaVA-OneVision")
+    with LLM(folder, device="cpu") as llm:
+        assert not llm.chat(with_picture(1), Params(max_new_tokens=2))[0].error
+        with pytest.raises(ConfigError, match="takes one image"):
+            llm.chat([*with_picture(1), *with_picture(2)])
+
+
+def test_prompt_logprobs_of_pictures_are_refused(saved: Any) -> None:
+    folder, _, _ = saved("LLaVA-1.5")
+    with LLM(folder, device="cpu") as llm:
+        answer = llm.chat(with_picture(1), Params(max_new_tokens=2, prompt_logprobs=0))[0]
+        assert "`prompt_logprobs` are of tokens" in answer.error
+        assert len(llm.chat(with_picture(1), Params(max_new_tokens=2, logprobs=1))[0].logprobs) == 2
+
+
+def test_a_text_model_refuses_pictures_by_name() -> None:
+    with LLM(device="cpu") as llm, pytest.raises(ConfigError, match="takes text only"):
+        llm.chat(with_picture(1))
+
+
+def test_two_ranks_serve_the_text_or_refuse_by_name(saved: Any) -> None:
+    folder, _, _ = saved("Qwen3-VL")
+    with pytest.raises(ConfigError, match="pictures need one rank"):
+        read_settings(folder, 2, "transformers")
+    scene, _, _ = saved("Qwen3.5 with pictures")
+    assert read_settings(scene).media == ("image",)
+    alone = read_settings(scene, 2)
+    assert alone.media == ()
+    assert "one rank" in alone.media_refused
