@@ -450,7 +450,7 @@ def test_few_groups_give_wide_intervals() -> None:
 
 
 def test_errors_of_groups_have_both_signs() -> None:
-    """Groups that were all predicted too slow do not tell that the next one will be."""
+    """Groups that were all predicted too slow are no evidence that the next one will be."""
     ratios = np.array([0.8, 0.82, 0.85, 0.9, 0.95])
     of_groups = residuals_of(ratios, 3, metric="time", method="")
     low, middle, high = of_groups.at([0.05, 0.5, 0.95])

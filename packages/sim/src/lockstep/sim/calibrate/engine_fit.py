@@ -504,7 +504,7 @@ def residuals_of(ratios: Float64s, groups: int, *, metric: Metric, method: str) 
     """Return the residuals of left-out points of `groups` groups, as wide as so few groups require.
 
     The points of a group have a common error, whose sign for the next group is unknown: three GPUs that were predicted
-    too slow do not tell that a fourth one will be. So the logarithms of groups' errors are taken with both signs.
+    too slow are no evidence that a fourth one will be. So the logarithms of groups' errors are taken with both signs.
 
     Args:
         groups: 0 for groups that a fit interpolates, such as degrees of parallelism; no error is changed then.
