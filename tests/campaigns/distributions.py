@@ -119,9 +119,9 @@ def use(wheels: Path, extras: str) -> None:
         for title, command in (
             ("uv tool run lockstep demo", uvx),
             ("lockstep --version", [lockstep, "--version"]),
-            ("lockstep demo", [lockstep, "demo"]),
             ("a simulation and a plan by `import lockstep`", [str(folder / "python"), "plan.py"]),
             ("lockstep plan question.toml", [lockstep, "plan", "question.toml"]),
+            ("pip install lockstep[notebook]", [*pip, *constraints, "lockstep[notebook]"]),
             (f"the notebook {notebook.stem}", [str(folder / "python"), "notebook.py"]),
             ("lockstep workload describe gen:n=100", [lockstep, "workload", "describe", "gen:n=100"]),
         ):

@@ -26,7 +26,8 @@ Rows = Callable[[str, str], Row]
 @pytest.fixture(scope="module")
 def rows(request: pytest.FixtureRequest) -> Iterator[Rows]:
     """Rows by family and loop. Those of all selected tests are computed at once, as many processes as cores."""
-    selected = [item.callspec.params for item in request.session.items if "rows" in getattr(item, "fixturenames", ())]
+    here = [item for item in request.session.items if item.path == request.path]
+    selected = [item.callspec.params for item in here if "rows" in getattr(item, "fixturenames", ())]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         runs = [(one["name"], one["loop"]) for one in selected]
         found = {run: pool.submit(row_of, *run, REQUESTS) for run in runs}
