@@ -50,7 +50,7 @@ def test_facility_and_grid_multiply() -> None:
 @pytest.mark.parametrize("values", [{"pue": 0.9}, {"grid_gco2_per_kwh": -1.0}])
 def test_impossible_sites_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(CapacityError, match=next(iter(values))):
-        Site(**values)
+        Site(**{"pue": 1.5, "grid_gco2_per_kwh": 400.0, **values})
 
 
 def run(tmp_path: Path, *more: str, gpu: str = "h100") -> dict[str, Any]:

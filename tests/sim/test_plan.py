@@ -616,7 +616,8 @@ def test_lockstep_serve_takes_the_emulated_winner() -> None:
     assert "--kv-cache-dtype fp8_e4m3" in served.line
     assert all("--fp8-activations off" in one.line for one in (emulated, served))
     assert "--host-cache-gb 50 " in served.line
-    assert "tp 2" in served.lacks
+    assert "--tp 2" in served.line
+    assert "tp 2" not in served.lacks
     assert "--set batching=running_first" in served.line  # of the profile, which only an emulated server accepts
     words = shlex.split(emulated.line)
     assert words[:2] == ["lockstep", "serve"]
@@ -639,7 +640,7 @@ def test_lockstep_serve_takes_the_emulated_winner() -> None:
             ["pp_size 2", "pp_async_batch_depth 1"],
         ),
         ({"pp_size": 1}, {}, []),
-        ({"encoder_budget_tokens": 9}, {"media": "image=1:64x64"}, ["encoder_budget_tokens 9", "media image=1:64x64"]),
+        ({"encoder_budget_tokens": 9}, {"media": "image=1:64x64"}, ["media image=1:64x64", "encoder_budget_tokens 9"]),
         ({"encoder_cache_tokens": None}, {"mm_encoder_tp_mode": "data"}, ["mm_encoder_tp_mode data"]),
         ({"jump_forward_tokens": 8}, {}, ["jump_forward_tokens 8"]),
         ({"num_reserved_decode_tokens": 3}, {}, ["num_reserved_decode_tokens 3"]),

@@ -9,7 +9,6 @@ from typing import Any
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.options import number_word
-from lockstep.sim.workload.lengths import parse_duration_us
 
 DAY_US, HOUR_US = 86_400_000_000, 3_600_000_000
 HOURS_MAX = 400  # in a listing by hour; longer runs are listed by day
@@ -46,6 +45,8 @@ class PriceOfDay:
 
 def parse_price(text: str) -> PriceOfDay:
     """Parse `1.3`, or prices from times of the day on: `0h=0.9,8h=2.1,20h=0.9`. Raises ConfigError."""
+    from lockstep.sim.workload.lengths import parse_duration_us  # imports numpy, which `--help` does not need
+
     steps: dict[int, float] = {}
     parts = text.split(",") if "=" in text else [f"0h={text}"]
     for part in parts:

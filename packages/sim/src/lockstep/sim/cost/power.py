@@ -19,8 +19,6 @@ from lockstep.sim.cost.errors import CapacityError
 
 Int64s = NDArray[np.int64]
 REACHED = 0.7  # of the data sheet's rate, by large products: see hardware.FRACTIONS
-PUE = 1.56  # average of the Uptime Institute's survey of 2024
-GRID_GCO2_PER_KWH = 445.0  # world average of 2024: IEA, Electricity 2025
 CASES = ("low", "likely", "high")
 
 
@@ -49,8 +47,8 @@ SHARES = {
 class Site:
     """Where the machines are. Raises CapacityError for values that no site has."""
 
-    pue: float = PUE
-    grid_gco2_per_kwh: float = GRID_GCO2_PER_KWH
+    pue: float
+    grid_gco2_per_kwh: float
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.pue < 10.0:

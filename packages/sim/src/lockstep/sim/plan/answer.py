@@ -20,7 +20,7 @@ from lockstep.core.contract.profiles import profile_settings
 from lockstep.host.engine_options import RankOptions
 from lockstep.host.options import number_word, option_of, options_of
 from lockstep.sim.cost.engines import NONE
-from lockstep.sim.cost.power import GRID_GCO2_PER_KWH, PUE, Energy, Site, describe_energy, energy_line
+from lockstep.sim.cost.power import Energy, Site, describe_energy, energy_line
 from lockstep.sim.plan.interval import Interval
 from lockstep.sim.plan.question import Question, shown
 from lockstep.sim.plan.search import Candidate, Evaluation
@@ -30,7 +30,7 @@ from lockstep.sim.plan.vllm_command import ServeCommand, vllm_command
 from lockstep.sim.results.code_version import code_commit, code_version
 from lockstep.sim.results.results import NOTHING, show_rate, show_share, show_us
 from lockstep.sim.run.engine import profile_of
-from lockstep.sim.scenario.scenario import names_where, sim_options
+from lockstep.sim.scenario.scenario import GRID_GCO2_PER_KWH, PUE, names_where, sim_options
 
 # routers that send a turn to the engine with the KV of the previous turn
 KEEPS_SESSIONS = ("session_sticky", "prefix_affinity")
@@ -44,13 +44,13 @@ CARRIED = ("kv_dtype", "fp8_activations")
 """Options of a configuration that `lockstep serve` has too."""
 
 OF_MEDIA = ("media", "mm_encoder_tp_mode")
-"""Options about media. Their scheduler settings exist in the simulator only."""
+"""Options about media: the encoder of a server is that of its model."""
 
-NOT_EMULATED = "jump_forward_tokens"
-"""A setting that a real engine supports. An emulated engine draws each token independently."""
+NOT_EMULATED = ("jump_forward_tokens", "encoder_cache_tokens", "encoder_budget_tokens")
+"""Settings that a real engine supports. An emulated engine draws each token independently and takes no pictures."""
 
 EMULATED = ("tp", "engine", "profile")
-"""Options that an emulated server takes, and a real one does not yet."""
+"""Options that an emulated server takes."""
 
 GOODPUT = (
     "requests per second that complete within every SLO's bound, a percentile's bound serving as each request's own"
@@ -233,12 +233,14 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
         common += ["--max-lora-rank", str(base.max_lora_rank)]
     profile = profile_of(base)
     settings = profile_settings(profile) | dict(base.settings)
-    stages = ["--pp", str(base.pp)] if base.pp > 1 else []
-    if not stages:
+    layout = {name: getattr(base, name) for name in ("tp", "pp", "ep") if getattr(base, name) > 1}
+    if layout.get("ep") != layout.get("tp"):
+        layout.pop("ep", None)  # a server divides experts over all ranks of a stage, or not at all
+    if base.pp == 1:
         settings = {name: value for name, value in settings.items() if name not in STAGES_ONLY}
     elif "pp_size" not in settings:
         settings["pp_size"] = 1  # one running batch; a server has one for each stage by itself
-    served = ["--model", "FOLDER", *stages, *common, *_tier_words(tiers), *_set_words(settings)]
+    served = ["--model", "FOLDER", *_option_words(layout), *common, *_tier_words(tiers), *_set_words(settings)]
     emulated = ["--emulate", f"{base.model}@{base.gpu}", *common]
     for name in EMULATED:
         if name == "engine":
@@ -250,15 +252,14 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
             emulated += [option_of(name), str(getattr(base, name))]
     if base.calibration is not None:
         emulated += ["--calibration", base.calibration]
-    not_emulated = (NOT_EMULATED, *STAGES_ONLY)
+    not_emulated = (*NOT_EMULATED, *STAGES_ONLY)
     emulated += _set_words({name: value for name, value in base.settings.items() if name not in not_emulated})
     emulated_lacks = [one for one in lacks if one.partition(" ")[0] not in EMULATED]
     of_stages = [(name, value) for name, value in base.settings.items() if name in STAGES_ONLY and value]
     emulated_lacks += [f"{name} {shown(value)}" for name, value in of_stages if (name, value) != ("pp_size", 1)]
-    lacks = [one for one in lacks if not one.startswith("pp ")]
+    lacks = [one for one in lacks if one.partition(" ")[0] not in layout]
     emulated_lacks += [f"{name} {shown(value)}" for name, value in tiers.items()]
-    if base.settings.get(NOT_EMULATED):
-        emulated_lacks.append(f"{NOT_EMULATED} {base.settings[NOT_EMULATED]}")
+    emulated_lacks += [f"{name} {base.settings[name]}" for name in NOT_EMULATED if base.settings.get(name)]
     if base.adapters is not None:
         emulated_lacks.append("the time of what adapters add to products")
     return (
@@ -295,6 +296,10 @@ def _tier_words(tiers: Mapping[str, Any]) -> list[str]:
     known = options_of(RankOptions)
     words = [word for name, value in tiers.items() for word in known[name].words(value)]
     return words + (["--storage", "KV_FOLDER"] if tiers.get("storage_gb") else [])
+
+
+def _option_words(values: Mapping[str, Any]) -> list[str]:
+    return [word for name, value in values.items() for word in (option_of(name), str(value))]
 
 
 def _set_words(settings: Mapping[str, Any]) -> list[str]:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from lockstep.host.options import Option, OptionField, changed_words, options_of
 from lockstep.host.quantization import Fp8Activations, KvDtype, WeightsDtype
-from lockstep.sim.cost.power import GRID_GCO2_PER_KWH, PUE
 from lockstep.sim.metrics.slo import Slo
 
 if TYPE_CHECKING:
     from lockstep.sim.cost.parallel import Parallelism
 
+PUE = 1.56  # average of the Uptime Institute's survey of 2024
+GRID_GCO2_PER_KWH = 445.0  # world average of 2024: IEA, Electricity 2025
 SAMPLES = BEGINNING, SPREAD = ("beginning", "spread")
 """Values of `sample`."""
 
