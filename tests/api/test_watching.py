@@ -162,7 +162,16 @@ def test_the_page_shows_load_and_the_phases_of_a_request(emulated: LiveServer, t
     assert [rows[f"seen-{number}"]["status"] for number in range(3)] == [200] * 3
     dom = dom_of(f"{emulated.url}/ui#seen-1", tmp_path / "profile", virtual_ms=6000).split("<script>")[0]
     assert "qwen3-0.6b on 1 x H200-SXM, emulated" in dom
-    for title in ("KV pool in use", "TTFT p99", "ITL p50", "output tokens per s", "running", "waiting"):
+    for title in (
+        "KV pool in use",
+        "TTFT p99",
+        "ITL p50",
+        "output tokens per s",
+        "running",
+        "waiting",
+        "batches per s",
+        "tokens per batch",
+    ):
         assert title in dom
     for number in range(3):
         assert f'href="#seen-{number}"' in dom
@@ -170,7 +179,7 @@ def test_the_page_shows_load_and_the_phases_of_a_request(emulated: LiveServer, t
     assert f"lockstep explain RUN --request {row['label']}" in dom
     assert "It waited" in dom
     assert "It ended with: length." in dom
-    assert dom.count("<svg") == 5
+    assert dom.count("<svg") == 7
 
 
 @needs_chromium

@@ -198,7 +198,7 @@ def check_stages(model: ModelSettings, pp: int) -> None:
     if pp > min(model.layers, PP_SIZE_MAX):
         most = min(model.layers, PP_SIZE_MAX)
         raise ConfigError(f"`pp` is {pp}, but {model.architecture} has {model.layers} layers\nhint: at most {most}")
-    if model.backend == "transformers":
+    if pp > 1 and model.backend == "transformers":
         raise ConfigError(
             f"`pp` is {pp}, but {model.architecture} runs by transformers' code, which this runtime does not split "
             "into stages\nhint: tp splits it"
