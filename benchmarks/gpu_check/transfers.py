@@ -123,7 +123,7 @@ def pair(folder: Path, usual: dict[str, Any], transport: str) -> Iterator[tuple[
             side, submit, rooms = llm.handover, llm.host.submit, count()
             assert isinstance(side, DecodeSide)
 
-            def submit_in_room(request: Any, *sinks: Any) -> int:
+            def submit_in_room(request: Any, *sinks: Any, **more: Any) -> int:
                 room = next(rooms)
                 side.route(room, 0)
                 return submit(msgspec.structs.replace(request, transfer_room=room), *sinks)

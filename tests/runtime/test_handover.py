@@ -136,10 +136,10 @@ def engines(folder: Path, prefill: dict[str, Any], decode: dict[str, Any], **bot
         submit, rooms, side = second.host.submit, count(step=100), second.handover
         assert isinstance(side, DecodeSide)
 
-        def submit_in_room(request: Any, *sinks: Any) -> int:
+        def submit_in_room(request: Any, *sinks: Any, **more: Any) -> int:
             room = next(rooms)
             side.route(room, 0)
-            return submit(msgspec.structs.replace(request, transfer_room=room), *sinks)
+            return submit(msgspec.structs.replace(request, transfer_room=room), *sinks, **more)
 
         second.host.submit = submit_in_room  # type: ignore[method-assign]
         yield first, second
