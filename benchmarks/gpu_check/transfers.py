@@ -126,7 +126,7 @@ def pair(folder: Path, usual: dict[str, Any], transport: str) -> Iterator[tuple[
             def submit_in_room(request: Any, *sinks: Any, **more: Any) -> int:
                 room = next(rooms)
                 side.route(room, 0)
-                return submit(msgspec.structs.replace(request, transfer_room=room), *sinks)
+                return submit(msgspec.structs.replace(request, transfer_room=room), *sinks, **more)
 
             llm.host.submit = submit_in_room  # type: ignore[method-assign]
             yield llm, side
