@@ -100,7 +100,7 @@ def compare(case: Case) -> None:
 
 
 @pytest.mark.usefixtures("small_portions", "way")
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cases())
 def test_every_number_of_a_fast_path_run_is_the_cores(case: Case) -> None:
     compare(case)
