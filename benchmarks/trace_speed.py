@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from calibration import calibrate
 from recorded_data import CACHE_TRACE, data_folder
-from simulation_speed import cpu_s, dynosim_python
+from simulation_speed import SETTINGS, cpu_s, dynosim_python
 
 from lockstep.core.cluster.router import RouterConfig, RouterPolicy
 from lockstep.sim.cluster.fast import unsupported_by_cluster
@@ -48,15 +48,6 @@ from lockstep.sim.run.simulate import simulate
 from lockstep.sim.scenario.scenario import Scenario
 
 MODEL, GPU = "llama-3.1-8b", "h100-sxm"
-SETTINGS = {
-    "batching": "prefill_first",
-    "reserve": "ratio",
-    "max_running_requests": 128,
-    "chunked_prefill_size": 512,
-    "max_prefill_tokens": 512,
-    "pages": 26_000,
-    "page_size": 16,
-}
 ENGINES = 8
 SESSIONS = 64
 AGENTIC_TRACE = "traces/agentic/agentic_developers.jsonl.gz"

@@ -301,10 +301,10 @@ class _instead:  # noqa: N801
     def __enter__(self) -> None:
         self._before = kernel.advance, machine_code.is_available
         kernel.advance = self._advance
-        machine_code.is_available = lambda: False  # type: ignore[assignment]
+        machine_code.is_available = lambda: False  # type: ignore[assignment]  # as if numba were missing
 
     def __exit__(self, *_: object) -> None:
-        kernel.advance, machine_code.is_available = self._before  # type: ignore[assignment]
+        kernel.advance, machine_code.is_available = self._before  # type: ignore[assignment]  # what __enter__ replaced
 
 
 class _at_most:  # noqa: N801
@@ -343,7 +343,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="run every n-th mutant only")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
-    machine_code.is_available = lambda: False  # type: ignore[assignment]
+    machine_code.is_available = lambda: False  # type: ignore[assignment]  # as if numba were missing
     fast_path.FLUSH_ROWS, fast_path.FLUSH_ROWS_MIN, fast_path.FLUSH_ROWS_ALL, fast_path.GAPS = 20, 5, 40, 1
     runs = examples(asked.cases, asked.seed)
     print(f"{len(runs)} runs, {sum(one.took_s for one in runs):.1f} s of CPU by the kernel, interpreted", flush=True)

@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> int:
     told = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     if told.interpreted:
-        machine_code.is_available = lambda: False  # type: ignore[assignment]
+        machine_code.is_available = lambda: False  # type: ignore[assignment]  # as if numba were missing
     fast_path.FLUSH_ROWS, fast_path.FLUSH_ROWS_MIN, fast_path.FLUSH_ROWS_ALL, fast_path.GAPS = 20, 5, 40, 1
     tally, began_s, number = Tally(), time.process_time(), told.seed
     while tally.runs < told.runs:

@@ -207,7 +207,7 @@ def test_the_winners_command_repeats_its_run_and_reports_that_it_is_only_simulat
     assert metrics["latency"] == winner.best.results[0].summary["latency"]
     served, emulated = answers.serve_commands(winner)
     for command in (served, emulated):
-        assert command.lacks[0] == "1 prefill and 1 decode engines, simulated only"
+        assert command.lacks[0] == "1 prefill and 1 decode engines, see --prefill-engines"
     assert any("10 GB/s per GPU and way, 50.0 us" in line for line in found.remarks())
 
 
@@ -320,7 +320,7 @@ def test_one_command_answers_and_gives_the_same_again(tmp_path: Path) -> None:
     assert "sides" not in mixed
     assert set(split["sides"]) == {"prefill", "transfer", "decode"}
     assert split["limited_by"].startswith("TTFT p90: ")
-    assert "simulated only" in one.stdout
+    assert "with --prefill-engines and --decode-engines a server" in one.stdout
     assert answers.SIDES_TITLE in one.stdout
     assert "Prefill and decode at the load" in (tmp_path / "one" / "plan.html").read_text()
 

@@ -196,7 +196,7 @@ def simulate_command(candidate: Candidate) -> str:
 def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
     """Return `lockstep serve` commands for one replica: with the model from FOLDER, and emulated.
 
-    With separate prefill and decode engines, which exist in the simulator only, the commands are for one decode engine.
+    With separate prefill and decode engines the commands are for one decode engine.
     Assumptions about the workload, such as `expert_cv`, and limits of requests are not part of a server.
     """
     assert candidate.best is not None
@@ -209,7 +209,9 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
     lacks = [f"{name} {shown(getattr(base, name))}" for name in unlike if name not in CARRIED]
     if split is not None:
         groups = split.groups(base.gpu, candidate.best.replicas)
-        lacks.insert(0, " and ".join(f"{g.count} {g.settings['role']}" for g in groups) + " engines, simulated only")
+        lacks.insert(
+            0, " and ".join(f"{g.count} {g.settings['role']}" for g in groups) + " engines, see --prefill-engines"
+        )
     elif candidate.best.replicas > 1:
         lacks.insert(0, f"{candidate.best.replicas} replicas behind {trial.router.policy}")
     if base.settings.get("speculative_method", "none") != "none":
@@ -441,8 +443,8 @@ class PlanAnswer:
         if links:
             speed = f"{links[0].link_gbs:g} GB/s per GPU and way, {show_us(links[0].link_latency_us)}"
             lines.append(
-                "Prefill and decode engines are simulated only: `lockstep serve` runs engines that do both. The links "
-                f"between them: {speed}."
+                "The command to serve is for one decode engine; with --prefill-engines and --decode-engines a server "
+                f"runs both kinds. The links between them, as simulated: {speed}."
             )
         prices = sorted({(c.configuration.gpu, c.price_source) for c in self.candidates if c.price_source})
         if all(c.usd_per_gpu_hour is None for c in self.candidates):

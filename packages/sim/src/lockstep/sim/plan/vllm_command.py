@@ -123,7 +123,7 @@ def _lacks(candidate: Candidate, base: Scenario) -> list[str]:
     unlike = [name for name in names_where("configures") if getattr(base, name) != usual[name]]
     lacks = [f"{name} {shown(getattr(base, name))}" for name in unlike if name not in CARRIED]
     if candidate.split is not None:
-        lacks.insert(0, "separate prefill and decode engines, simulated only")
+        lacks.insert(0, "separate prefill and decode engines")
     elif candidate.best is not None and candidate.best.replicas > 1:
         policy = candidate.trial.router.policy if candidate.trial is not None else ""
         lacks.insert(0, f"{number_word(candidate.best.replicas)} replicas behind {policy}")

@@ -269,7 +269,7 @@ class Scenario:
     media: Annotated[
         str | None,
         SimOption(
-            "media of requests, simulated only: image=0.3x1..4:1024x768/200, video=0.1:640x360:8s, audio=0.2:12s, "
+            "media of simulated requests: image=0.3x1..4:1024x768/200, video=0.1:640x360:8s, audio=0.2:12s, "
             "recorded; may be repeated",
             metavar="SPEC",
             separator=";",
