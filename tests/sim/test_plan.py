@@ -28,6 +28,7 @@ from lockstep.host.options import options_of
 from lockstep.sim.cli.plan import plan, usable_cores
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan import answer as answers
+from lockstep.sim.plan import serve_command
 from lockstep.sim.plan.interval import block_samples, interval_of, interval_of_samples, student_t
 from lockstep.sim.plan.ledger import TrialStore
 from lockstep.sim.plan.question import (
@@ -352,7 +353,7 @@ def test_the_winners_command_repeats_its_run() -> None:
     winner = found.winner
     assert winner is not None
     assert winner.best is not None
-    arguments = shlex.split(answers.simulate_command(winner))[2:]
+    arguments = shlex.split(serve_command.simulate_command(winner))[2:]
     shown = CliRunner().invoke(command, [*arguments, "--json", "--no-intervals"])
     assert shown.exit_code == 0, shown.output
     metrics = json.loads(shown.stdout)
@@ -608,10 +609,11 @@ def test_lockstep_serve_takes_the_emulated_winner() -> None:
     common["tiers"] = {"host_cache_gb": 50.0}
     planned_one = planned(question(settings=settings, common=common, rate=200.0))
     assert planned_one.winner is not None
-    served, emulated = answers.serve_commands(planned_one.winner)
+    served, emulated = serve_command.serve_commands(planned_one.winner)
     replicas = planned_one.winner.best.replicas if planned_one.winner.best is not None else 0
     assert replicas > 1
-    assert emulated.lacks == [f"{replicas} replicas behind least_requests", "host_cache_gb 50"]
+    assert emulated.lacks == ["host_cache_gb 50"]
+    assert all(f"--dp {replicas} " in one.line for one in (emulated, served))
     assert "--kv-cache-dtype fp8_e4m3" in emulated.line
     assert "--kv-cache-dtype fp8_e4m3" in served.line
     assert all("--fp8-activations off" in one.line for one in (emulated, served))
@@ -655,7 +657,7 @@ def test_what_is_simulated_only_is_reported_and_not_in_the_line(
     scenario = {name: more.pop(name) for name in list(more) if name in options_of(Scenario)}
     base = replace(simplest.trial.base, settings={"schedule_policy": "lpm", **settings}, **scenario)
     trial = replace(simplest.trial, base=base, **more)
-    served, emulated = answers.serve_commands(replace(simplest, trial=trial))
+    served, emulated = serve_command.serve_commands(replace(simplest, trial=trial))
     assert emulated.lacks == lacks
     words = shlex.split(emulated.line)
     assert words[words.index("--set") :] == ["--set", "schedule_policy=lpm"]
