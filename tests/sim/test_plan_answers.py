@@ -10,22 +10,26 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.profiles import DEFAULT_PROFILE, PROFILES
+from lockstep.host.options import OptionField, options_of
 from lockstep.sim.cli import progress
 from lockstep.sim.cli.plan import plan as plan_command
 from lockstep.sim.cli.progress import ProgressLines
 from lockstep.sim.cli.run_output import progress_bar
 from lockstep.sim.cli.simulate import simulate as simulate_command
+from lockstep.sim.cluster.scenario import ClusterScenario
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan import answer as answers
 from lockstep.sim.plan.ledger import TrialStore
-from lockstep.sim.plan.question import QUICK, Length, Question, parse_search
+from lockstep.sim.plan.question import OWN_KEYS, QUICK, Length, Question, parse_search
 from lockstep.sim.plan.search import prepare, run_plan, sample_line
 from lockstep.sim.plan.workers import Alone
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import simulate
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.scenario.settings import SCHEDULER_OPTIONS
+from lockstep.sim.scenario.tier_options import TIER_KEYS
 from lockstep.sim.workload.sampling import spread_sample
 from lockstep.sim.workload.workload import SourceReading, Workload, WorkloadError, open_workload
 
@@ -263,3 +267,20 @@ def test_a_plan_answers_at_later_loads_too(tmp_path: Path) -> None:
         result = CliRunner().invoke(plan_command, [*asked, "--rate", "4", "--growth", growth])
         assert message in result.output
     assert "none is given" in CliRunner().invoke(plan_command, [*asked, "--growth", "2"]).output
+
+
+@pytest.mark.parametrize("field", [*options_of(Scenario).values(), *options_of(ClusterScenario).values()], ids=lambda one: one.name)
+def test_every_option_of_a_simulation_is_searched_or_refused_with_the_way_to_it(field: OptionField) -> None:
+    if field.name in ("settings", "tiers"):
+        return  # their fields are searched one by one
+    words = {
+        "tp": "2", "pp": "2", "mem_fraction": "0.8", "moe_a2a": "yes", "eplb": "yes", "rank_schedulers": "yes",
+        "scaling": "open_requests:8", "placement": "mixed",
+    }  # fmt: skip
+    for spelling in (field.name, field.flag[2:]):
+        try:
+            searched = parse_search((f"{spelling}={words.get(field.name, '1')}",))
+        except ConfigError as error:
+            assert "a plan does not search it\nhint: " in str(error), spelling
+        else:
+            assert searched[0][0] in (*OWN_KEYS, *TIER_KEYS)

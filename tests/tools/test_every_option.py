@@ -64,6 +64,8 @@ LINES: dict[str, tuple[str, str]] = {
     "--router-hop": (CLUSTER, "1ms"),
     "--link-bandwidth": (HALVES, "10"),
     "--link-latency": (HALVES, "1ms"),
+    "--placement": (HALVES, "packed"),
+    "--network-latency": (PLAIN, "5us"),
     "--router-report-interval": (f"{CLUSTER} --router total_requests", "1ms"),
     "--router-report-delay": (f"{CLUSTER} --router total_requests --router-report-interval 2ms", "1ms"),
     "--autoscale": (CLUSTER, "open_requests=2,minimum=1"),

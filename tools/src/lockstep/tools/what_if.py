@@ -387,7 +387,7 @@ def _changed_engines(
                 f"`--replicas` {given['replicas']} needs one kind of engine, and the run has `{spec}`\n"
                 "hint: choose the GPU with --gpu"
             )
-        usual = {name: getattr(ClusterScenario, name) for name in ("link_gbs", "link_latency_us")}
+        usual = {name: getattr(ClusterScenario, name) for name in ("link_gbs", "link_latency_us", "placement")}
         notes += [
             f"{name} is left out of B: it applies to links between prefill and decode engines"
             for name, value in usual.items()

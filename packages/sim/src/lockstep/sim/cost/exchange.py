@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from lockstep.sim.cost.expert_balance import spread_of
 from lockstep.sim.cost.experts import expected_max_load
-from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US, GpuSpec, all_gather_of, domains_of
+from lockstep.sim.cost.hardware import GpuSpec, all_gather_of, domains_of, network_of
 from lockstep.sim.cost.model import BatchShape
 from lockstep.sim.cost.models import ACTIVATION_BYTES, ModelSpec, ceil_div
 from lockstep.sim.cost.parallel import Parallelism
@@ -144,9 +144,10 @@ class Exchange:
             # Over the network a row is sent once to every other domain that needs it, or once for every expert there.
             domains = (self._domains - 1) * (1.0 - (1.0 - 1.0 / self._domains) ** experts.per_token)
             there = experts.per_token * (1.0 - 1.0 / self._domains)
-            network_us_per_byte = 1.0 / (NETWORK_GBS.value * 1e3)
-            latency += NETWORK_LATENCY_US.value
-            low_latency += NETWORK_LATENCY_US.value
+            rate, message = network_of(gpu)
+            network_us_per_byte = 1.0 / (rate.value * 1e3)
+            latency += message.value
+            low_latency += message.value
             once_us = max(once_us, skew * rows * domains * row_bytes * network_us_per_byte)
             each_us = max(each_us, skew * rows * there * row_bytes * network_us_per_byte)
         return min(latency + once_us, low_latency + each_us)

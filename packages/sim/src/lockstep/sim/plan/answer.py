@@ -15,7 +15,9 @@ from rich import box
 from rich.table import Table
 
 from lockstep.host.options import number_word
+from lockstep.sim.cluster.scenario import USUAL_PLACEMENT
 from lockstep.sim.cost.engines import NONE
+from lockstep.sim.cost.hardware import achieved, scale_up_gpus
 from lockstep.sim.cost.power import Energy, Site, describe_energy, energy_line
 from lockstep.sim.plan.interval import Interval
 from lockstep.sim.plan.question import Question, shown
@@ -298,6 +300,13 @@ class PlanAnswer:
         if links:
             speed = f"{links[0].link_gbs:g} GB/s per GPU and way, {show_us(links[0].link_latency_us)}"
             lines.append(f"The links between prefill and decode engines, as simulated: {speed}.")
+            if (placed := {one.placement for one in links} - {USUAL_PLACEMENT}) and setups:
+                inside = achieved(setups[0].gpu, "send_gbs")
+                lines.append(
+                    f"Racks, {' and '.join(sorted(placed))}: transfers within a domain of {scale_up_gpus(setups[0].gpu)} "
+                    f"GPUs take its links, {inside.value:g} GB/s per GPU; a request's decode engine is chosen by "
+                    "load, not by rack."
+                )
         prices = sorted({(c.configuration.gpu, c.price_source) for c in self.candidates if c.price_source})
         if all(c.usd_per_gpu_hour is None for c in self.candidates):
             unknown = [(gpu, why) for gpu, why in prices if "has no price" in why]

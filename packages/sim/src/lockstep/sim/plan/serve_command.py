@@ -13,7 +13,7 @@ from lockstep.core.contract.config import DRAFT_SETTINGS, STAGES_ONLY, TRANSFER_
 from lockstep.core.contract.profiles import profile_settings
 from lockstep.host.engine_options import RankOptions
 from lockstep.host.options import option_of, options_of
-from lockstep.sim.cluster.scenario import LINK_GBS, LINK_LATENCY_US
+from lockstep.sim.cluster.scenario import LINK_GBS, LINK_LATENCY_US, USUAL_PLACEMENT
 from lockstep.sim.plan.question import shown
 from lockstep.sim.plan.search import Candidate
 from lockstep.sim.plan.trial import NO_SCALING, Trial
@@ -168,7 +168,11 @@ def _common_words(base: Scenario, usual: Mapping[str, Any]) -> list[str]:
 
 def _links_missed(trial: Trial) -> list[str]:
     """Return the links that an emulated server does not have: it has the usual ones."""
-    links = {"link_gbs": (trial.link_gbs, LINK_GBS), "link_latency_us": (trial.link_latency_us, LINK_LATENCY_US)}
+    links = {
+        "link_gbs": (trial.link_gbs, LINK_GBS),
+        "link_latency_us": (trial.link_latency_us, LINK_LATENCY_US),
+        "placement": (trial.placement, USUAL_PLACEMENT),
+    }
     return [f"{name} {shown(value)}" for name, (value, known) in links.items() if value not in (None, known)]
 
 
