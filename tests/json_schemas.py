@@ -28,7 +28,7 @@ LOAD = "gen:n=40,rate=20,input=fixed:300,output=fixed:20"
 ENGINE = f"--model qwen3-8b --gpu h100 --workload {LOAD}"
 PREPARED = (
     f"simulate {ENGINE} --slo ttft_p99=500ms --out run",
-    f"simulate {ENGINE} --schedule-policy lof --out other",
+    f"simulate {ENGINE} --max-running-requests 2 --out other",
     f"simulate {ENGINE} --replicas 2 --out cluster",
     f"workload fit {LOAD} -o fitted.json",
 )
@@ -50,20 +50,56 @@ class JsonOutput:
 
 
 OF_A_RUN = {
-    "about": "the run: command, versions, seed, model, GPUs, settings, workload and its digest",
+    "about": "the run: command, versions, seed, model, GPU, settings, workload with its digest, cost model with sources",
     "requests": "counts of requests by their end",
-    "latency": "times of requests in microseconds: mean, percentiles, largest",
-    "latency_intervals": "intervals of the percentiles",
+    "latency": "times of requests: mean, percentiles, largest",
     "throughput": "rates over the run, and in the steady state",
     "cache": "prompt tokens by where their KV came from",
     "kv": "use of the KV pool",
-    "scheduler": "launches, retractions, the waiting queue",
-    "device": "busy time of the device, batches",
-    "slos": "each bound with its value, its interval and whether it is met",
+    "scheduler": "retractions, deferrals, the waiting queue",
+    "device": "busy time of the device, batches, gaps between decodes",
+    "cpu": "simulated time of the scheduler's process",
+    "slos": "each bound with its value and whether it is met",
     "energy": "energy and carbon with a range, and their sources",
-    "notes": "assumptions about the model",
-    "warnings": "what makes figures doubtful",
+    "intervals": "intervals of the figures from the error of predicted times",
+    "router": "of several engines: how requests were routed",
+    "balance": "of several engines: how evenly they were used",
+    "engines": "of several engines: the figures of each",
+    "transfers": "of prefill and decode engines: transfers of KV",
 }
+OF_A_COMPARISON = {
+    "format": "name of this format",
+    "format_version": "version of this format",
+    "runs": "the runs, the baseline first",
+    "warnings": "why the runs may not be comparable",
+    "notes": "what is needed to read the figures",
+    "settings": "settings that differ",
+    "figures": "each figure in every run",
+    "intervals": "intervals of the figures that have one",
+    "intervals_note": "meaning of the intervals",
+    "pairs": "request by request, where the workload is the same",
+}
+OF_A_STORY = {
+    "request_id": "its number in the journal",
+    "label": "its name",
+    "tenant": "its tenant",
+    "arrived_us": "time of its arrival",
+    "ended_us": "time of its end",
+    "prompt_tokens": "length of the prompt",
+    "output_tokens": "length of the answer so far",
+    "queue_us": "arrival to admission",
+    "ttft_us": "arrival to the first token",
+    "tpot_us": "time per token after the first",
+    "e2e_us": "arrival to the end",
+    "finish_reason": "why it ended",
+    "reject_reason": "why it was rejected",
+    "retractions": "how often its KV was given back",
+    "waited_us_by_cause": "its waits by cause",
+    "waits": "each wait with its cause",
+    "told": "the story in sentences",
+}
+SETTINGS = "about.scheduler"
+MAPS_OF_A_RUN = frozenset({SETTINGS, "about.cost_model.constants", "about.calibration.residuals", "about.calibration.unseen"})
 
 OUTPUTS = {
     "simulate": JsonOutput(
@@ -74,6 +110,7 @@ OUTPUTS = {
             f"simulate {ENGINE} --prefill-engines 1 --decode-engines 1 --json",
         ),
         OF_A_RUN,
+        MAPS_OF_A_RUN,
     ),
     "plan": JsonOutput(
         (
@@ -100,22 +137,148 @@ OUTPUTS = {
         },
         frozenset({"question.search", "configurations.*.settings"}),
     ),
-    "compare": JsonOutput(("compare run other --json out.json",), {}),
-    "workload-describe": JsonOutput((f"workload describe {LOAD} --json",), {}),
-    "workload-fit": JsonOutput((f"workload fit {LOAD} -o again.json --json",), {}),
-    "catalogue-models": JsonOutput(("catalogue models qwen3-8b deepseek-v3 --gpus h100,l4 --json",), {}),
-    "catalogue-gpus": JsonOutput(("catalogue gpus --json",), {}),
-    "catalogue-engines": JsonOutput(("catalogue engines --json",), {}),
-    "replay": JsonOutput(("replay run --json", "journal verify run --json"), {}),
-    "replay-what-if": JsonOutput(("replay run --what-if --policy lof --json",), {}),
-    "explain-request": JsonOutput(("explain run --request 1 --json",), {}),
-    "explain-slowest": JsonOutput(("explain run --slowest ttft 3 --json",), {}),
-    "explain-step": JsonOutput(("explain run --step 9 --json",), {}),
-    "explain-state": JsonOutput(("explain run --at 9 --json",), {}),
-    "diff": JsonOutput(("diff run run --json", "diff run other --json"), {}),
-    "export": JsonOutput(("export run --out tables --overwrite --json",), {}),
-    "journal-info": JsonOutput(("journal info run --json",), {}),
-    "journal-check": JsonOutput(("journal check run --json",), {}),
+    "compare": JsonOutput(("compare run other --json out.json",), OF_A_COMPARISON),
+    "workload-describe": JsonOutput(
+        (f"workload describe {LOAD} --json", f"workload describe {LOAD},turns=uniform:1:3 --json"),
+        {
+            "name": "name of the workload",
+            "source": "file or generator",
+            "format": "format as it was recognised",
+            "digest": "digest of the requests",
+            "requests": "number of requests",
+            "skipped_rows": "invalid rows that were left out",
+            "notes": "what was understood, and assumed",
+            "arrivals": "rate, bursts, span of the arrivals",
+            "prompt": "lengths of prompts",
+            "output": "lengths of answers",
+            "prompt_only": "requests without output",
+            "rank_correlation": "correlation of prompt and output lengths, by rank",
+            "sessions": "turns and pauses of sessions",
+            "sharing": "prompt tokens that were in an earlier prompt",
+            "tenants": "requests by tenant",
+            "memory_bytes": "memory of the workload",
+        },
+    ),
+    "workload-fit": JsonOutput(
+        (f"workload fit {LOAD} -o again.json --json",),
+        {
+            "file": "the written file",
+            "arrivals_tried": "arrival processes with their likelihood",
+            "comparison": "figures of the workload and of the fitted one",
+        },
+    ),
+    "catalogue-models": JsonOutput(
+        ("catalogue models qwen3-8b deepseek-v3 --gpus h100,l4 --json",),
+        {"models": "parameters, KV bytes per token, weights by type, and what fits on each GPU"},
+    ),
+    "catalogue-gpus": JsonOutput(
+        ("catalogue gpus --json",),
+        {"gpus": "rates, memory, links, prices, each with its source"},
+        frozenset({"gpus.*.datasheet", "gpus.*.measured", "gpus.*.rates", "gpus.*.usd_per_gpu_hour"}),
+    ),
+    "catalogue-engines": JsonOutput(("catalogue engines --json",), {"engines": "engines with their releases"}),
+    "replay": JsonOutput(
+        ("replay run --json", "journal verify run --json", "journal verify run --until 5 --json"),
+        {
+            "verdict": "equal, not closed, corrupt or diverged",
+            "events": "events that were replayed",
+            "steps": "steps whose digest is equal",
+            "batches": "launched batches",
+            "unsealed": "events without a digest",
+            "digest": "digest of the last step",
+            "closed": "whether the journal has its end",
+            "torn_tail": "whether the last record is torn",
+            "snapshot_faults": "snapshots that cannot be used",
+        },
+    ),
+    "replay-what-if": JsonOutput(
+        ("replay run --what-if --max-running-requests 2 --json",),
+        OF_A_COMPARISON
+        | {
+            "lost_most": "requests whose TTFT rose most, with the causes",
+            "won_most": "requests whose TTFT fell most, with the causes",
+        },
+    ),
+    "explain-request": JsonOutput(("explain run --request 1 --json",), OF_A_STORY),
+    "explain-slowest": JsonOutput(
+        ("explain run --slowest ttft 3 --json",), {"requests": "the stories of the requests, the slowest first"}
+    ),
+    "explain-step": JsonOutput(
+        ("explain run --step 9 --json", "explain run --step 30 --json"),
+        {
+            "step": "number of the step",
+            "title": "what it did",
+            "batch_id": "the launched batch; null: none",
+            "parts": "the decisions with their reasons",
+        },
+    ),
+    "explain-state": JsonOutput(
+        ("explain run --at 30 --json", "explain run --at end --json"),
+        {
+            "title": "what the engine was doing",
+            "step": "number of the next step",
+            "time_us": "time of the last event",
+            "ending": "how the journal ends",
+            "requests": "open requests with their phase, tokens and pages",
+            "in_flight": "batches without a result",
+            "last_result": "the last batch with a result",
+            "pages": "pages of the pool by their owner",
+        },
+    ),
+    "diff": JsonOutput(
+        ("diff run run --json", "diff run other --json"),
+        {
+            "equal": "whether all decisions are equal",
+            "journals": "the two folders",
+            "settings": "settings that differ",
+            "behaviour_flags": "flags of behaviour that differ",
+            "steps": "steps of both",
+            "batches": "batches of both",
+            "first_differing_input": "the first event that differs",
+            "first_differing_decision": "the first decision that differs",
+            "matched_requests": "requests of both",
+            "matched_by": "id or label",
+            "requests_in_one_only": "requests without a counterpart",
+            "changes": "changes of the times of matched requests",
+        },
+    ),
+    "export": JsonOutput(
+        ("export run --out tables --overwrite --json",),
+        {name: f"rows of {name}.parquet" for name in ("steps", "decisions", "batches", "parts", "requests")},
+    ),
+    "journal-info": JsonOutput(
+        ("journal info run --json",),
+        {
+            "folder": "the folder",
+            "header": "settings, seed and host of the run",
+            "segments": "files",
+            "bytes": "bytes of all files",
+            "records": "records of all kinds",
+            "events": "observed events",
+            "events_by_type": "observed events by type",
+            "other_records": "records by kind",
+            "duration_us": "time from the first to the last event",
+            "end_reason": "why the journal ended",
+            "tail": "the state of the last record",
+        },
+        frozenset({"header.config", "header.host", "events_by_type", "other_records"}),
+    ),
+    "journal-check": JsonOutput(
+        ("journal check run --json",),
+        {
+            "verdict": "clean, torn or corrupt",
+            "closed": "whether the journal has its end",
+            "segment": "the last file",
+            "offset": "end of the last whole record in it",
+            "file_bytes": "bytes of the last file",
+            "reason": "what is wrong with the last record",
+            "records": "whole records",
+            "steps": "steps",
+            "chain": "digest of the chain of records",
+            "repaired": "whether a torn record was cut off",
+            "snapshot_faults": "snapshots that cannot be used",
+        },
+    ),
 }
 
 
@@ -159,11 +322,13 @@ def schema_of(name: str, examples: Sequence[Any]) -> dict[str, Any]:
 
 
 def _merged(examples: Sequence[Any], path: str, maps: frozenset[str]) -> dict[str, Any]:
-    kinds = sorted({_kind(one) for one in examples})
-    found: dict[str, Any] = {"type": kinds[0] if len(kinds) == 1 else kinds}
+    kinds = {_kind(one) for one in examples}
+    if "number" in kinds:
+        kinds.add("null")  # what was not measured
+    found: dict[str, Any] = {} if kinds <= {"null"} else {"type": kinds.pop() if len(kinds) == 1 else sorted(kinds)}
     if objects := [one for one in examples if isinstance(one, dict)]:
         below = path.lstrip(".")
-        if below in maps:
+        if below in maps or "_by_" in (last := below.rpartition(".")[2]) or last.startswith("by_"):
             values = [value for one in objects for value in one.values()]
             found["additionalProperties"] = _merged(values, f"{path}.*", maps) if values else True
         else:

@@ -38,9 +38,9 @@ CASES = {
     ("replay RUN", "1"): "replay open",
     ("replay RUN", "2"): "replay none",
     ("replay RUN", "3"): "replay changed",
-    ("replay RUN --what-if", "0"): "replay run --what-if --policy lof",
-    ("replay RUN --what-if", "2"): "replay none --what-if --policy lof",
-    ("replay RUN --what-if", "3"): "replay changed --what-if --policy lof",
+    ("replay RUN --what-if", "0"): "replay run --what-if --max-running-requests 2",
+    ("replay RUN --what-if", "2"): "replay none --what-if",
+    ("replay RUN --what-if", "3"): "replay changed --what-if --max-running-requests 2",
     ("replay TRACE --to URL", "2"): f"replay {LOAD} --to {NO_SERVER}",
     ("replay RUN --on-hardware", "2"): "replay none --on-hardware",
     ("diff", "0"): "diff run run",
@@ -90,10 +90,10 @@ ELSEWHERE = {
     ("journal forget", "0"): "tests/tools/test_forget.py: a run with tenants",
     ("bench serve", "0"): "tests/tools/test_bench.py: a server",
     ("bench serve", "1"): "tests/tools/test_bench.py: a server that answers nothing",
-    ("serve", "0"): "tests/api/test_launch.py: signals",
-    ("serve", "1"): "tests/api/test_launch.py: an engine that ends for good",
-    ("generate", "0"): "tests/runtime/test_generate.py: a model",
-    ("generate", "1"): "tests/runtime/test_generate.py: a model",
+    ("serve", "0"): "tests/api/test_processes.py: signals",
+    ("serve", "1"): "tests/api/test_processes.py: an engine that ends for good",
+    ("generate", "0"): "tests/runtime/test_llm.py: a model",
+    ("generate", "1"): "tests/runtime/test_llm.py: a model",
 }
 """Statuses that another file of the tests produces, because they need more than a run folder."""
 
@@ -194,7 +194,7 @@ def completed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     [
         ("lockstep pl", {"plan"}),
         ("lockstep journal ver", {"verify"}),
-        ("lockstep plan --prefill-d", {"--prefill-decode"}),
+        ("lockstep plan --prefill-decode-", {"--prefill-decode-interval"}),
         ("lockstep plan --model qwen3-8", {"qwen3-8b"}),
         ("lockstep plan --gpus h100,mi3", {"h100,mi300x", "h100,mi355x"}),
         ("lockstep simulate --router prefix", {"prefix_affinity"}),

@@ -625,7 +625,7 @@ def test_lockstep_serve_takes_the_emulated_winner() -> None:
     shown = CliRunner().invoke(serve, [*words[2:], "--dry-run"])
     assert shown.exit_code == 0, shown.output
     lines = [line.strip() for line in shown.output.splitlines()]
-    assert lines[0].endswith("qwen3-8b (emulated) on 2 x H100-SXM, emulated")
+    assert lines[0].endswith(f"qwen3-8b (emulated) on 2 x H100-SXM, emulated, {replicas} times")
     for line in ("schedule_policy = lpm", "isolate_tenants = True", "waiting_timeout_us = 30000000"):
         assert line in lines
     assert "batching = running_first" in lines

@@ -64,9 +64,7 @@ def _values_of(name: str) -> Any:
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         head, comma, last = incomplete.rpartition(",")
-        found = [
-            CompletionItem(f"{head}{comma}{value}") for value in known(name) if value.startswith(last)
-        ]
+        found = [CompletionItem(f"{head}{comma}{value}") for value in known(name) if value.startswith(last.lower())]
         wants_file = name in ("model", "gpu", "gpus", "draft_model", *FILES)
         return [*found, *([CompletionItem(incomplete, type="file")] if wants_file and not found else [])]
 
@@ -87,7 +85,7 @@ def known(name: str) -> tuple[str, ...]:
     if name in ("model", "draft_model"):
         return model_names()
     if name in ("gpu", "gpus"):
-        return gpu_names()
+        return tuple(name.lower() for name in gpu_names())
     return {
         "engine": engine_names(),
         "router": tuple(ROUTER_POLICIES),

@@ -42,7 +42,7 @@ def domains_of_engines(engines: Sequence[PlacedEngine], placement: str) -> list[
             domain, used = domain + 1, 0
         found[number], used, before = domain, used + one.gpus, one.gpu
         if used > size:  # the next engine begins a domain of its own
-            domain, used = domain + used // size, size
+            domain, used = domain + (used - 1) // size, size
     return found
 
 
