@@ -3,7 +3,7 @@
     python -m tests.json_schemas        writes them again, deliberately: a change is an entry of CHANGELOG.md
 
 A schema has every field that the runs below have, with its type; the fields of the outermost object are described here.
-A program that reads the output must ignore fields that it does not know: a release may add some. The test
+A program that reads the output must ignore unknown fields: a release may add some. The test
 (tests/test_json_schemas.py) is stricter: its outputs have no field that the schema lacks.
 """
 
@@ -26,6 +26,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "schemas"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 LOAD = "gen:n=40,rate=20,input=fixed:300,output=fixed:20"
 ENGINE = f"--model qwen3-8b --gpu h100 --workload {LOAD}"
+PLAN = f"plan --model qwen3-8b --gpus h100 --workload {LOAD} --quick --requests 20 --jobs 1"
 PREPARED = (
     f"simulate {ENGINE} --slo ttft_p99=500ms --out run",
     f"simulate {ENGINE} --max-running-requests 2 --out other",
@@ -50,7 +51,7 @@ class JsonOutput:
 
 
 OF_A_RUN = {
-    "about": "the run: command, versions, seed, model, GPU, settings, workload with its digest, cost model with sources",
+    "about": "the run: command, versions, seed, model, GPU, settings, workload, cost model with sources",
     "requests": "counts of requests by their end",
     "latency": "times of requests: mean, percentiles, largest",
     "throughput": "rates over the run, and in the steady state",
@@ -98,8 +99,9 @@ OF_A_STORY = {
     "waits": "each wait with its cause",
     "told": "the story in sentences",
 }
-SETTINGS = "about.scheduler"
-MAPS_OF_A_RUN = frozenset({SETTINGS, "about.cost_model.constants", "about.calibration.residuals", "about.calibration.unseen"})
+MAPS_OF_A_RUN = frozenset(
+    {"about.scheduler", "about.cost_model.constants", "about.calibration.residuals", "about.calibration.unseen"}
+)
 
 OUTPUTS = {
     "simulate": JsonOutput(
@@ -114,12 +116,9 @@ OUTPUTS = {
     ),
     "plan": JsonOutput(
         (
-            f"plan --model qwen3-8b --gpus h100 --workload {LOAD} --slo ttft_p99=1s --rate 4 --growth 2 --quick"
-            " --requests 20 --jobs 1 --json out.json",
-            f"plan --model qwen3-8b --gpus h100 --workload {LOAD} --slo ttft_p99=1s --max-gpus 2 --quick"
-            " --search prefill_decode=1:1 --requests 20 --jobs 1 --json out.json",
-            f"plan --model qwen3-8b --gpus h100 --workload {LOAD} --slo ttft_p99=1us --quick --requests 20 --jobs 1"
-            " --json out.json",
+            f"{PLAN} --slo ttft_p99=1s --rate 4 --growth 2 --json out.json",
+            f"{PLAN} --slo ttft_p99=1s --max-gpus 2 --search prefill_decode=1:1 --json out.json",
+            f"{PLAN} --slo ttft_p99=1us --json out.json",
         ),
         {
             "version": "version of lockstep",

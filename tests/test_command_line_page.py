@@ -16,10 +16,10 @@ import pytest
 
 pytest.importorskip("lockstep.tools.journal", reason="the tools are not installed")
 
-from lockstep.core.command import COMPLETE, GROUP, main  # noqa: E402
-from lockstep.core.journal.reader import read_journal  # noqa: E402
-from lockstep.core.journal.writer import JournalWriter  # noqa: E402
-from tests.json_schemas import LOAD, prepared  # noqa: E402
+from lockstep.core.command import COMPLETE, GROUP, main
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.writer import JournalWriter
+from tests.json_schemas import LOAD, prepared
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "command-line.md"
 NEED_MODEL = {"generate", "demo-model"}

@@ -13,8 +13,9 @@ import pytest
 pytest.importorskip("jsonschema", reason="what validates JSON is not installed")
 pytest.importorskip("lockstep.tools.journal", reason="the tools are not installed")
 
-from jsonschema import Draft202012Validator  # noqa: E402
-from tests.json_schemas import FOLDER, OUTPUTS, output_of, prepared, schema_of  # noqa: E402
+from jsonschema import Draft202012Validator
+
+from tests.json_schemas import FOLDER, OUTPUTS, output_of, prepared, schema_of
 
 PAGE = FOLDER.parent / "command-line.md"
 

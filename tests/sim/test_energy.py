@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.cli.plan import plan
 from lockstep.sim.cli.simulate import simulate
-from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.cost.power import SHARES, DevicePower, Energy, Site, WorkTime, describe_energy, energy_line
 
 H100 = DevicePower(gpus=2, tdp_w=700.0, flops_per_token=1e9, flops_per_s=1e12)

@@ -46,7 +46,9 @@ def test_a_rack_of_another_size_and_another_network_change_the_collectives() -> 
     slow, usual, fast = (all_reduce_of(in_racks(H200, 8, gbs), 16).ring_gbs for gbs in (10.0, None, 200.0))
     assert slow < usual < fast
     assert network_of(in_racks(H200, None, 100.0, 3.0))[0].value == 100.0
-    assert all_reduce_of(in_racks(H200, None, None, 3.0), 16).direct_latency_us < all_reduce_of(H200, 16).direct_latency_us
+    assert (
+        all_reduce_of(in_racks(H200, None, None, 3.0), 16).direct_latency_us < all_reduce_of(H200, 16).direct_latency_us
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,3 +107,15 @@ def test_a_plan_searches_over_racks_and_placements() -> None:
     assert racks.exit_code == 0, racks.output
     assert "scale_up_gpus=16" in racks.output
     assert "spans 2 nodes of 8 GPUs" in racks.output
+
+
+def test_experts_over_two_racks_pay_the_network_between_them() -> None:
+    experts = "--model deepseek-v3 --gpu h200 --weights-dtype fp8 --tp 16 --ep 16 --moe-a2a --no-intervals --json"
+    load = "--workload gen:n=8,rate=50,input=fixed:500,output=fixed:8"
+    spans = {}
+    for more in ("--scale-up-gpus 16", "--network-gbs 400", "", "--network-gbs 5"):
+        result = CliRunner().invoke(simulate, f"{experts} {load} {more}".split())
+        assert result.exit_code == 0, result.output
+        spans[more] = json.loads(result.stdout)["latency"]["e2e_us_mean"]
+    assert list(spans.values()) == sorted(spans.values())
+    assert len(set(spans.values())) == len(spans)

@@ -25,7 +25,7 @@ from lockstep.core.cluster.router import RouterConfig
 from lockstep.core.contract.config import refuse_in_runtime
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.options import options_of
-from lockstep.sim.cli.plan import plan, usable_cores
+from lockstep.sim.cli.plan import plan
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan import answer as answers
 from lockstep.sim.plan import serve_command
@@ -667,18 +667,6 @@ def test_what_is_simulated_only_is_reported_and_not_in_the_line(
         refuse_in_runtime(word.partition("=")[0])
     assert ("jump_forward_tokens=8" in served.line) == ("jump_forward_tokens" in settings)
     assert ("--pp 2 " in served.line) == ("--set pp_size=2" in served.line) == ("pp" in scenario)
-
-
-def test_a_container_has_as_many_processes_as_it_may_use_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
-    quota = tmp_path / "cpu.max"
-    assert usable_cores(quota) == 64  # no such file
-    for text, cores in (("max 100000\n", 64), ("150000 100000\n", 2), ("1000 100000\n", 1), ("9900000 100000\n", 64)):
-        quota.write_text(text)
-        assert usable_cores(quota) == cores
-    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
-    monkeypatch.setattr(os, "cpu_count", lambda: 10)
-    assert usable_cores(tmp_path / "none") == 10
 
 
 def test_more_processes_give_the_same_bytes(tmp_path: Path) -> None:

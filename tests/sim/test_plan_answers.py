@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lockstep.core.contract.profiles import DEFAULT_PROFILE, PROFILES
 from lockstep.host.options import OptionField, options_of
 from lockstep.sim.cli import progress
 from lockstep.sim.cli.plan import plan as plan_command
+from lockstep.sim.cli.plan import usable_cores
 from lockstep.sim.cli.progress import ProgressLines
 from lockstep.sim.cli.run_output import progress_bar
 from lockstep.sim.cli.simulate import simulate as simulate_command
@@ -269,7 +271,9 @@ def test_a_plan_answers_at_later_loads_too(tmp_path: Path) -> None:
     assert "none is given" in CliRunner().invoke(plan_command, [*asked, "--growth", "2"]).output
 
 
-@pytest.mark.parametrize("field", [*options_of(Scenario).values(), *options_of(ClusterScenario).values()], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "field", [*options_of(Scenario).values(), *options_of(ClusterScenario).values()], ids=lambda one: one.name
+)
 def test_every_option_of_a_simulation_is_searched_or_refused_with_the_way_to_it(field: OptionField) -> None:
     if field.name in ("settings", "tiers"):
         return  # their fields are searched one by one
@@ -278,9 +282,22 @@ def test_every_option_of_a_simulation_is_searched_or_refused_with_the_way_to_it(
         "scaling": "open_requests:8", "placement": "mixed",
     }  # fmt: skip
     for spelling in (field.name, field.flag[2:]):
-        try:
-            searched = parse_search((f"{spelling}={words.get(field.name, '1')}",))
-        except ConfigError as error:
-            assert "a plan does not search it\nhint: " in str(error), spelling
-        else:
-            assert searched[0][0] in (*OWN_KEYS, *TIER_KEYS)
+        text = f"{spelling}={words.get(field.name, '1')}"
+        if {field.name, field.flag[2:].replace("-", "_")} & {*OWN_KEYS, *TIER_KEYS}:
+            if spelling in OWN_KEYS:
+                assert parse_search((text,))[0][0] == spelling
+            continue
+        with pytest.raises(ConfigError, match=r"a plan does not search it\nhint: "):
+            parse_search((text,))
+
+
+def test_a_container_has_as_many_processes_as_it_may_use_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    quota = tmp_path / "cpu.max"
+    assert usable_cores(quota) == 64  # no such file
+    for text, cores in (("max 100000\n", 64), ("150000 100000\n", 2), ("1000 100000\n", 1), ("9900000 100000\n", 64)):
+        quota.write_text(text)
+        assert usable_cores(quota) == cores
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 10)
+    assert usable_cores(tmp_path / "none") == 10

@@ -19,7 +19,7 @@ PROGRAM = "lockstep"
 SHELLS = {
     "bash": 'eval "$(lockstep completion bash)" in ~/.bashrc',
     "zsh": 'eval "$(lockstep completion zsh)" in ~/.zshrc, below compinit',
-    "fish": "lockstep completion fish > ~/.config/fish/completions/lockstep.fish",
+    "fish": "lockstep completion fish | source in ~/.config/fish/config.fish",
 }
 FILES = ("workload", "workloads", "calibration", "tokenizer", "api_keys", "journal")
 """Options without a path's type whose value is a file or a folder."""

@@ -1,4 +1,4 @@
-"""Racks: which engines are in one scale-up domain (an NVLink node or rack), and how KV moves within and between domains.
+"""Racks: which engines share a scale-up domain (an NVLink node or rack), and how KV moves within and between domains.
 
     apart    every transfer crosses the network between domains, wherever the engines are (the default)
     packed   engines fill domains in the order of their numbers: prefill engines first
@@ -51,7 +51,7 @@ def _order(engines: Sequence[PlacedEngine], placement: str) -> list[int]:
     if placement == "packed":
         return list(range(len(engines)))
     roles = [one.role for one in engines]
-    nth = {role: 0 for role in roles}
+    nth = dict.fromkeys(roles, 0)
     at: list[tuple[float, int]] = []
     for number, role in enumerate(roles):
         at.append(((nth[role] + 0.5) / roles.count(role), number))
@@ -73,7 +73,12 @@ class Ways:
 
     @classmethod
     def of(
-        cls, env: Environment, network: Links, latency_us: int, engines: Sequence[tuple[PlacedEngine, float]], placement: str
+        cls,
+        env: Environment,
+        network: Links,
+        latency_us: int,
+        engines: Sequence[tuple[PlacedEngine, float]],
+        placement: str,
     ) -> Ways:
         """Return the ways of placed engines.
 
@@ -102,6 +107,7 @@ class Ways:
 
     def describe(self, makespan_us: int | None) -> dict[str, float | int | None]:
         """Return the busy shares of the links, and with domains the bytes that stayed within one."""
+
         def share(links: Links) -> float | None:
             return round(links.busy_us / makespan_us, 6) if makespan_us else None
 

@@ -301,11 +301,10 @@ class PlanAnswer:
             speed = f"{links[0].link_gbs:g} GB/s per GPU and way, {show_us(links[0].link_latency_us)}"
             lines.append(f"The links between prefill and decode engines, as simulated: {speed}.")
             if (placed := {one.placement for one in links} - {USUAL_PLACEMENT}) and setups:
-                inside = achieved(setups[0].gpu, "send_gbs")
+                inside, size = achieved(setups[0].gpu, "send_gbs").value, scale_up_gpus(setups[0].gpu)
                 lines.append(
-                    f"Racks, {' and '.join(sorted(placed))}: transfers within a domain of {scale_up_gpus(setups[0].gpu)} "
-                    f"GPUs take its links, {inside.value:g} GB/s per GPU; a request's decode engine is chosen by "
-                    "load, not by rack."
+                    f"Racks, {' and '.join(sorted(placed))}: transfers within a domain of {size} GPUs take its links, "
+                    f"{inside:g} GB/s per GPU; a request's decode engine is chosen by load, not by rack."
                 )
         prices = sorted({(c.configuration.gpu, c.price_source) for c in self.candidates if c.price_source})
         if all(c.usd_per_gpu_hour is None for c in self.candidates):

@@ -1,4 +1,4 @@
-"""The winner of a plan as command lines: `lockstep serve` with a model, `lockstep serve --emulate`, `lockstep simulate`."""
+"""The winner of a plan as command lines: `lockstep serve` with a model and emulated, and `lockstep simulate`."""
 
 from __future__ import annotations
 
@@ -64,9 +64,7 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
     if base.settings.get("speculative_method", "none") != "none":
         lacks.append(f"speculative_method {base.settings['speculative_method']}")
     hands_over = split is not None
-    lacks += [
-        f"{name} {shown(value)}" for name, value in base.settings.items() if _is_missed(name, value, hands_over)
-    ]
+    lacks += [f"{name} {shown(value)}" for name, value in base.settings.items() if _is_missed(name, value, hands_over)]
     media = {name: getattr(base, name) for name in OF_MEDIA}
     lacks += [f"{name} {value}" for name, value in media.items() if value != usual[name]]
     if base.lora_targets != usual["lora_targets"]:
