@@ -349,7 +349,8 @@ def _kind(value: Any) -> str:
         return "boolean"
     if isinstance(value, int | float):
         return "number"
-    return {str: "string", list: "array", dict: "object"}[type(value)]
+    named: dict[type, str] = {str: "string", list: "array", dict: "object"}
+    return named[type(value)]
 
 
 def main() -> int:

@@ -8,7 +8,8 @@ import {createRequire} from "node:module";
 const [browserPath, pictures, ...pages] = process.argv.slice(2);
 const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 if (pictures) mkdirSync(pictures, {recursive: true});
-const browser = await puppeteer.launch({executablePath: browserPath, args: ["--no-sandbox"]});
+const PATIENCE_MS = 600_000;   // pages are not judged by the speed of a loaded machine
+const browser = await puppeteer.launch({executablePath: browserPath, args: ["--no-sandbox"], protocolTimeout: PATIENCE_MS, timeout: PATIENCE_MS});
 for (const page of pages) {
   const [name, address] = [page.slice(0, page.indexOf("=")), page.slice(page.indexOf("=") + 1)];
   for (const scheme of ["light", "dark"]) for (const width of [1300, 800, 420]) {
@@ -17,8 +18,8 @@ for (const page of pages) {
     await tab.emulateMediaFeatures([{name: "prefers-color-scheme", value: scheme}]);
     await tab.setViewport({width, height: 900});
     tab.on("pageerror", (error) => problems.push(`error of a script: ${error}`));
-    await tab.goto(address, {waitUntil: "load"});
-    if (address.startsWith("http")) await tab.waitForSelector("#rows tr", {timeout: 60_000});
+    await tab.goto(address, {waitUntil: "load", timeout: PATIENCE_MS});
+    if (address.startsWith("http")) await tab.waitForSelector("#rows tr", {timeout: PATIENCE_MS});
     await tab.evaluate(axe);
     const found = await tab.evaluate(() => axe.run(document, {resultTypes: ["violations"]}));
     for (const one of found.violations) for (const node of one.nodes)
@@ -33,8 +34,8 @@ for (const page of pages) {
   await tab.emulateMediaFeatures([{name: "prefers-color-scheme", value: "dark"}]);
   await tab.setViewport({width: 1300, height: 900});
   tab.on("pageerror", (error) => problems.push(`error of a script: ${error}`));
-  await tab.goto(address, {waitUntil: "load"});
-  if (address.startsWith("http")) await tab.waitForSelector("#rows tr", {timeout: 60_000});
+  await tab.goto(address, {waitUntil: "load", timeout: PATIENCE_MS});
+  if (address.startsWith("http")) await tab.waitForSelector("#rows tr", {timeout: PATIENCE_MS});
   await tab.setViewport({width, height: 990});
   await tab.emulateMediaType("print");
   await tab.evaluate(() => dispatchEvent(new Event("beforeprint")));
@@ -49,7 +50,7 @@ for (const page of pages) {
     return found;
   }, width));
   await tab.evaluate(() => dispatchEvent(new Event("afterprint")));
-  if (pictures) await tab.pdf({path: `${pictures}/${name}.pdf`, format: "A4", preferCSSPageSize: true, printBackground: true});
+  if (pictures) await tab.pdf({path: `${pictures}/${name}.pdf`, format: "A4", timeout: PATIENCE_MS, preferCSSPageSize: true, printBackground: true});
   console.log(JSON.stringify({name, width, scheme: "paper", rules: 0, problems}));
   await tab.close();
 }
