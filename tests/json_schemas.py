@@ -27,11 +27,10 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 LOAD = "gen:n=40,rate=20,input=fixed:300,output=fixed:20"
 ENGINE = f"--model qwen3-8b --gpu h100 --workload {LOAD}"
 PLAN = f"plan --model qwen3-8b --gpus h100 --workload {LOAD} --quick --requests 20 --jobs 1"
+BARE = "--no-trace --no-report"
 PREPARED = (
-    f"simulate {ENGINE} --slo ttft_p99=500ms --out run",
-    f"simulate {ENGINE} --max-running-requests 2 --out other",
-    f"simulate {ENGINE} --replicas 2 --out cluster",
-    f"workload fit {LOAD} -o fitted.json",
+    f"simulate {ENGINE} --slo ttft_p99=500ms {BARE} --out run",
+    f"simulate {ENGINE} --max-running-requests 2 --no-intervals {BARE} --out other",
 )
 """Command lines that write what the ones below read."""
 
@@ -108,8 +107,8 @@ OUTPUTS = {
         (
             f"simulate {ENGINE} --slo ttft_p99=500ms --json",
             f"simulate {ENGINE} --no-intervals --json",
-            f"simulate {ENGINE} --replicas 2 --json",
-            f"simulate {ENGINE} --prefill-engines 1 --decode-engines 1 --json",
+            f"simulate {ENGINE} --no-intervals --replicas 2 --json",
+            f"simulate {ENGINE} --no-intervals --prefill-engines 1 --decode-engines 1 --json",
         ),
         OF_A_RUN,
         MAPS_OF_A_RUN,

@@ -96,7 +96,7 @@ def test_a_placement_needs_roles_and_a_known_name() -> None:
 
 def test_a_plan_searches_over_racks_and_placements() -> None:
     asked = "--model llama-3.1-70b --gpus h200 --tp 4 --workload gen:n=30,input=fixed:2000,output=fixed:10"
-    asked += " --slo ttft_p90=4s --quick --requests 10 --jobs 1 --all --rate 1"
+    asked += " --slo ttft_p90=4s --quick --requests 10 --jobs 1 --rate 1 --engine none"
     result = CliRunner().invoke(
         plan, [*asked.split(), "--search", "prefill_decode=1:1", "--search", "placement=apart,packed"]
     )
