@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +39,12 @@ def test_an_engine_that_does_not_fit_begins_a_domain_and_a_larger_one_has_severa
     assert domains_of_engines(large, "packed") == [0, 2]
     other = [*engines("p"), PlacedEngine(load_gpu("h100"), 4, "decode")]
     assert domains_of_engines(other, "packed") == [0, 1], "another GPU is in another machine"
+
+
+def test_ranks_of_an_engine_are_one_engine() -> None:
+    ranks = [replace(one, ranks=2) for one in engines(*"ppdddd") for _ in range(2)]
+    alone = domains_of_engines(engines(*"ppdddd"), "mixed")
+    assert domains_of_engines(ranks, "mixed") == [domain for domain in alone for _ in range(2)]
 
 
 def test_a_rack_of_another_size_and_another_network_change_the_collectives() -> None:

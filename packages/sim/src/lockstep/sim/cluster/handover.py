@@ -291,7 +291,7 @@ class HandoverCluster:
         speeds = [setup.link_bytes_per_us(one) for one in setup.engines]
         network = Links(self.env, speeds, speeds)
         scenario = setup.scenario
-        ways = Ways.of(self.env, network, scenario.link_latency_us, setup.placed(), scenario.placement)
+        ways = Ways(self.env, network, scenario.link_latency_us, setup.placed(), scenario.placement)
         first = setup.engines[0]
         self.hybrid = first.config.hybrid is not msgspec.UNSET
         self.sizes = TransferBytes.of(first.model, first.scenario.kv_dtype, hybrid=self.hybrid)

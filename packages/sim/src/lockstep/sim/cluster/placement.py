@@ -23,15 +23,27 @@ from lockstep.sim.cost.hardware import GpuSpec, achieved, scale_up_gpus
 
 @dataclass(frozen=True)
 class PlacedEngine:
-    """An engine to be placed: its GPU, its number of GPUs, and its role."""
+    """An engine to be placed, or one of its ranks, which has an entry of its own.
+
+    Args:
+        gpus: GPUs of the whole engine.
+        ranks: entries of the engine, one behind the other.
+    """
 
     gpu: GpuSpec
     gpus: int
     role: str
+    ranks: int = 1
 
 
 def domains_of_engines(engines: Sequence[PlacedEngine], placement: str) -> list[int]:
-    """Return the number of the domain in which each engine begins; with `apart`, each engine has its own."""
+    """Return, by entry, the number of the domain in which its engine begins; with `apart`, each engine has its own."""
+    ranks = engines[0].ranks
+    whole = _domains_of_whole(engines[::ranks], placement)
+    return [domain for domain in whole for _ in range(ranks)]
+
+
+def _domains_of_whole(engines: Sequence[PlacedEngine], placement: str) -> list[int]:
     if placement == USUAL_PLACEMENT:
         return list(range(len(engines)))
     found, domain, used, before = [0] * len(engines), 0, 0, None
@@ -62,36 +74,23 @@ def _order(engines: Sequence[PlacedEngine], placement: str) -> list[int]:
 class Ways:
     """The links between engines: of the network, and within each domain."""
 
-    def __init__(self, env: Environment, network: Links, latency_us: int, domains: Sequence[int]) -> None:
-        """Set up ways without links inside domains."""
-        self._env = env
-        self.network = network
-        self.inside: Links | None = None
-        self._domains = domains
-        self._network_latency_us = latency_us
-        self._inside_latency_us = latency_us
-
-    @classmethod
-    def of(
-        cls,
-        env: Environment,
-        network: Links,
-        latency_us: int,
-        engines: Sequence[tuple[PlacedEngine, float]],
-        placement: str,
-    ) -> Ways:
-        """Return the ways of placed engines.
+    def __init__(
+        self, env: Environment, network: Links, latency_us: int, engines: Sequence[PlacedEngine], placement: str
+    ) -> None:
+        """Set up the ways of placed engines.
 
         Args:
-            engines: each engine or rank with its number of sending GPUs, which may be a part of the engine's.
+            network: links between domains, by entry of `engines`.
+            latency_us: of a message over the network.
         """
-        whole = [one for one, _ in engines]
-        ways = cls(env, network, latency_us, domains_of_engines(whole, placement))
+        self.network = network
+        self.inside: Links | None = None
+        self._domains = domains_of_engines(engines, placement)
+        self._network_latency_us = latency_us
+        self._inside_latency_us = round(max(achieved(one.gpu, "send_latency_us").value for one in engines))
         if placement != USUAL_PLACEMENT:
-            speeds = [achieved(one.gpu, "send_gbs").value * 1e3 * gpus for one, gpus in engines]
-            ways.inside = Links(env, speeds, speeds)
-            ways._inside_latency_us = round(max(achieved(one.gpu, "send_latency_us").value for one in whole))
-        return ways
+            speeds = [achieved(one.gpu, "send_gbs").value * 1e3 * one.gpus / one.ranks for one in engines]
+            self.inside = Links(env, speeds, speeds)
 
     def between(self, source: int, target: int) -> tuple[Links, int]:
         """Return the links from one engine to another, and the latency of a message in microseconds."""

@@ -85,15 +85,9 @@ class ClusterSetup:
         ranks = engine.config.dp_ranks
         return self.scenario.link_gbs * 1e3 * engine.split.gpus / (ranks if isinstance(ranks, int) else 1)
 
-    def placed(self) -> list[tuple[PlacedEngine, float]]:
-        """Return each engine, or rank of one, as it is placed, with the number of GPUs that send for it."""
-        found = []
-        for engine in self.engines:
-            ranks = engine.config.dp_ranks
-            gpus = engine.split.gpus
-            one = PlacedEngine(engine.gpu, gpus, str(engine.config.role))
-            found.append((one, gpus / (ranks if isinstance(ranks, int) else 1)))
-        return found
+    def placed(self) -> list[PlacedEngine]:
+        """Return each engine, or rank of one, as it is placed in racks."""
+        return [PlacedEngine(one.gpu, one.split.gpus, str(one.config.role), self.ranks) for one in self.engines]
 
     @property
     def title(self) -> str:
