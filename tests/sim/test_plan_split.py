@@ -218,6 +218,9 @@ def test_the_line_to_serve_has_all_engines_of_both_kinds() -> None:
     shown = CliRunner().invoke(serve, [*shlex.split(serve_command.serve_commands(of_three)[1].line)[2:], "--dry-run"])
     assert shown.exit_code == 0, shown.output
     assert "6 prefill engines, 3 decode engines" in shown.output
+    most = replace(winner, best=replace(winner.best, replicas=200), trial=trial)
+    assert serve_command.serve_commands(most)[0].lacks == ["more than 256 prefill engines"]
+    assert serve_command.SERVED_ENGINES_MAX == pytest.importorskip("lockstep.api.settings").AT_MOST["dp"]
 
 
 def test_the_winners_command_repeats_its_run() -> None:
