@@ -220,7 +220,7 @@ def test_the_line_to_serve_has_all_engines_of_both_kinds() -> None:
     assert "6 prefill engines, 3 decode engines" in shown.output
     most = replace(winner, best=replace(winner.best, replicas=200), trial=trial)
     assert serve_command.serve_commands(most)[0].lacks == ["more than 256 prefill engines"]
-    assert serve_command.SERVED_ENGINES_MAX == pytest.importorskip("lockstep.api.settings").AT_MOST["dp"]
+    assert pytest.importorskip("lockstep.api.settings").AT_MOST["dp"] == serve_command.SERVED_ENGINES_MAX
 
 
 def test_the_winners_command_repeats_its_run() -> None:
