@@ -679,6 +679,7 @@ class Transfers(Component):
             match.pages if match is not None else 0
         )
 
+    # mechanism: prefill-and-decode-engines (decided)
     def _fits(self, request: Request, match: Match | None) -> bool:
         """Return whether the pages of a request are free, and the rest suffices for the reserve of all others."""
         (running_batch, positions), memory = self._scheduler.all_running, self._scheduler.memory

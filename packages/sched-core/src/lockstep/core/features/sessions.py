@@ -198,6 +198,7 @@ class Sessions(Component):
 
     # ----------------------------------------------------------------------------------------------------------- turns
 
+    # mechanism: sessions (decided)
     def waits_for_turn(self, request: Request) -> bool:
         """Return whether a request is a turn and waits for the turn before it, so that its prompt is incomplete."""
         return bool(request.session) and self.open[request.session].turn != request.request_id
@@ -327,6 +328,7 @@ class Sessions(Component):
             self._yield_one(session, memory, step)
         return memory.available_pages - before
 
+    # mechanism: session-yield (decided)
     def give_way(self, request: Request, deferral: Deferral, budget: PrefillBudget, step: Step) -> bool:
         """Let sessions yield as far as the admission of a request needs; none if that would not suffice.
 
