@@ -45,16 +45,16 @@ PLACES = ("decided", "simulated", "executed")
 COMMAND_S = 300.0
 HEAD = """# Parity
 
-Every mechanism of the scheduler and of the server around it: where it is decided, simulated and executed, how a user reaches
-it, and the test that fails when it is taken out. `python -m tests.parity` writes this page from marks in the sources
-(`# mechanism: NAME (decided)`) and from `tests/data/parity.toml`; `tests/test_parity.py` checks that it is current, and that every
-file, function, option and test in it exists. `make parity` takes each mechanism out, one after the other, by letting its
-deciding function return early in a copy of the packages, and requires that its test fails there and passes with it.
+Every mechanism of the scheduler and of the server around it: where it is decided, simulated and executed, how a user
+reaches it, and the test that fails when it is taken out. `python -m tests.parity` writes this page from marks in the
+sources (`# mechanism: NAME (decided)`) and from `tests/data/parity.toml`; `tests/test_parity.py` checks that it is
+current, and that every file, function, option and test in it exists. `make parity` takes each mechanism out, one after
+the other, by letting its deciding function return early in a copy of the packages, and requires that its test fails
+there and passes with it.
 
-*The core*: the simulator, or the server, runs the scheduler itself, and nothing of this mechanism has code of its own there.
-`...` in a command stands for `--model qwen3-8b --gpu h100 --no-intervals`; commands with `curl` are for
-`lockstep serve --emulate qwen3-8b@h200`, with the options in front of them. Each ran as written; the line below it is
-what it printed.
+*The core*: the simulator, or the server, runs the scheduler itself, without code of its own for this mechanism. `...` in
+a command stands for `--model qwen3-8b --gpu h100 --no-intervals`; a request is sent to `lockstep serve --emulate
+qwen3-0.6b@h200` with the options in front of it. The line below a command is what it printed.
 """
 
 
@@ -113,7 +113,7 @@ def marks_of(path: Path) -> Iterator[tuple[str, str, Place]]:
     if not MARK_LIKE.search(text):
         return
     relative = path.relative_to(ROOT).as_posix()
-    at = {line: name for line, name in _symbols(ast.parse(text).body, "")}
+    at = dict(_symbols(ast.parse(text).body, ""))
     lines = text.splitlines()
     for number, line in enumerate(lines, 1):
         if not MARK_LIKE.search(line):
@@ -277,22 +277,21 @@ def run_commands(names: list[str]) -> int:
 def _output(command: str, folder: Path, env: dict[str, str]) -> str:
     """Return what a command prints, on both streams; of a request, what the server answers."""
     if "curl" not in command:
-        words = ["bash", "-c", typed(command)]
-        done = subprocess.run(
-            words, cwd=folder, env=env, capture_output=True, text=True, timeout=COMMAND_S, check=False
-        )
-        return done.stdout + done.stderr
+        return _shell(typed(command), folder, env)
     from tests.support.live_server import EMULATED, serving
 
     options, request = served_options(command)
     options = [word.replace("FOLDER", str(folder)) for word in options]
     with serving(folder / "log", *EMULATED, *options) as server:
         request = request.replace("http://127.0.0.1:8000", server.url).replace("FOLDER", str(folder))
-        words = ["bash", "-c", request]
-        done = subprocess.run(
-            words, cwd=folder, env=env, capture_output=True, text=True, timeout=COMMAND_S, check=False
-        )
-        return done.stdout + done.stderr
+        return _shell(request, folder, env)
+
+
+def _shell(command: str, folder: Path, env: dict[str, str]) -> str:
+    """Return what a line of the shell prints, on both streams."""
+    words = ["bash", "-c", command]
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    return done.stdout + done.stderr
 
 
 def main() -> int:

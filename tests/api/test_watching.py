@@ -289,9 +289,7 @@ def test_an_idle_engine_reports_its_state_from_the_start(tmp_path: Path) -> None
     with serving(tmp_path / "log", *EMULATED, "--check-idle-s", "0.01") as server:
         first = figures()
         assert (first["num_requests_running"], first["engine_restarts_total"]) == (0, 0)
-        until(
-            lambda: figures().get("invariant_checks_total", 0) >= 1
-        )  # of the scheduler's invariants, without a request
+        until(lambda: figures().get("invariant_checks_total", 0) >= 1)  # without a request
         assert figures()["invariant_failures_total"] == 0
         os.kill(server.children()["engine"], signal.SIGKILL)
         until(lambda: figures().get("engine_restarts_total") == 1)

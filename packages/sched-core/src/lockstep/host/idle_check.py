@@ -1,8 +1,8 @@
 """The check of the scheduler's invariants by an engine that has nothing to do.
 
-A server computes all invariants (`lockstep.core.invariants`) now and then while no request is open, so that a leaked page
-or a lock without an owner is reported within minutes, and not by the first request that finds no memory. The check runs
-in the thread of the host, since the state is only consistent there:
+A server computes all invariants (`lockstep.core.invariants`) now and then while no request is open, so that a leaked
+page or a lock without an owner is reported within minutes, and not by the first request that finds no memory. The check
+runs in the thread of the host, since the state is only consistent there:
 
     no work ──QUIET_S without a change──> check ──> counts, log          a request that arrives meanwhile waits for it
 
