@@ -627,6 +627,7 @@ class Transfers(Component):
             refused = self.switch_role(change.role)
             step.commands.append(ControlAnswered(change.control_id, not refused, refused))
 
+    # mechanism: prefill-and-decode-engines (decided)
     def _allocate(self, transfer: Transfer, request: Request, step: Step) -> bool:
         """Allocate pages for the sender to write, if there is room. The cached beginning of the prompt is not sent.
 
@@ -679,7 +680,6 @@ class Transfers(Component):
             match.pages if match is not None else 0
         )
 
-    # mechanism: prefill-and-decode-engines (decided)
     def _fits(self, request: Request, match: Match | None) -> bool:
         """Return whether the pages of a request are free, and the rest suffices for the reserve of all others."""
         (running_batch, positions), memory = self._scheduler.all_running, self._scheduler.memory

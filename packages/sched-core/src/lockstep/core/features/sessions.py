@@ -198,7 +198,6 @@ class Sessions(Component):
 
     # ----------------------------------------------------------------------------------------------------------- turns
 
-    # mechanism: sessions (decided)
     def waits_for_turn(self, request: Request) -> bool:
         """Return whether a request is a turn and waits for the turn before it, so that its prompt is incomplete."""
         return bool(request.session) and self.open[request.session].turn != request.request_id
@@ -224,6 +223,7 @@ class Sessions(Component):
             self.free.append(session.name)
         self._look_ahead()
 
+    # mechanism: sessions (decided)
     def start_turns(self, step: Step) -> None:
         """Let the next turn of every free session join the waiting queue. Called at the end of a step."""
         while self.free:
