@@ -13,7 +13,7 @@
     python3 dev.py explore ARGS       every interleaving of small worlds; --transitions 4_000, --world NAME
     python3 dev.py fast-path-campaign 20,000 random runs by the simulator's fast path and by the core; --runs 500
     python3 dev.py kernel-mutants     mutants of the simulator's fast path that no random run finds; --module memory.py
-    python3 dev.py parity ARGS        each mechanism of docs/parity.md taken out, and its test fails; names of mechanisms
+    python3 dev.py parity ARGS        each mechanism of docs/parity.md taken out; its test must fail. ARGS: some names
     python3 dev.py fleet-swarm ARGS   random histories of prefill and decode engines with a bad network, 1,000,000 steps
     python3 dev.py rank-swarm ARGS    random histories of four data-parallel ranks; --steps 100_000
     python3 dev.py overload ARGS      overload of a server by all kinds of requests; --short for one minute

@@ -52,8 +52,8 @@ current, and that every file, function, option and test in it exists. `make pari
 the other, by letting its deciding function return early in a copy of the packages, and requires that its test fails
 there and passes with it.
 
-*The core*: the simulator, or the server, runs the scheduler itself, without code of its own for this mechanism. `...` in
-a command stands for `--model qwen3-8b --gpu h100 --no-intervals`; a request is sent to `lockstep serve --emulate
+*The core*: the simulator, or the server, runs the scheduler itself, without code of its own for this mechanism. `...`
+in a command stands for `--model qwen3-8b --gpu h100 --no-intervals`; a request is sent to `lockstep serve --emulate
 qwen3-0.6b@h200` with the options in front of it. The line below a command is what it printed.
 """
 

@@ -237,7 +237,7 @@ def generate(spec: GeneratorSpec, *, seed: int, limit: int | None = None) -> Tur
         if spec.shared_prefix is not None:
             append_run(prompt, choose_prefix() * shared.tokens, shared.tokens)
         history_tokens = shared.tokens
-        if spec.items != Fixed(1):
+        if spec.items != Fixed(1) or spec.query is not None:
             _append_call(turns, spec, streams, fresh, (session, arrival_us), prompt, turns_max)
             continue
         session_turns = draw_tokens(spec.turns, streams.turns)
