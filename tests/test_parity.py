@@ -60,15 +60,10 @@ def test_the_test_of_a_mechanism_exists(one: Mechanism) -> None:
 @cache
 def flags_of(command: str) -> frozenset[str]:
     """Return every flag of a command of `lockstep`."""
-    if command == "serve":
-        from lockstep.api.serve import serve as found
-    else:
-        from lockstep.sim.cli.plan import plan
-        from lockstep.sim.cli.simulate import simulate
-
-        found = {"simulate": simulate, "plan": plan}[command]
-    context = click.Context(found)
-    return frozenset(flag for given in found.get_params(context) for flag in (*given.opts, *given.secondary_opts))
+    found = parity.command_of(command)
+    return frozenset(
+        flag for given in found.get_params(click.Context(found)) for flag in (*given.opts, *given.secondary_opts)
+    )
 
 
 @EVERY

@@ -518,7 +518,6 @@ class RuntimeHost:
         return len(self.engine.in_flight) <= self.engine.config.overlap_depth
 
     # mechanism: receive-interval (executed)
-    # mechanism: prefill-or-decode (executed)
     def _launch(self) -> None:
         """Offer a free launch slot to the engine; with pipeline stages, the slot of the next microbatch in turn."""
         several, tried = self.engine.microbatches, self._tried
