@@ -29,7 +29,7 @@ MAX_NEW_TOKENS = 4096
 TRACES: dict[str, tuple[str, dict[str, Any]]] = {
     "code": ("traces/azure/AzureLLMInferenceTrace_code.csv.gz", {"rate": 2.5}),
     "chat": ("traces/mooncake/conversation_trace.jsonl.gz", {"rate": 0.7}),
-    "agents": ("traces/agentic/agentic_developers.jsonl.gz", {"concurrency": 24}),
+    "agents": ("traces/agentic/agentic_developers.jsonl.gz", {"concurrency": 6}),
 }
 """Files below LOCKSTEP_DATA, and the load."""
 

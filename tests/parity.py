@@ -272,15 +272,23 @@ def run_commands(names: list[str]) -> int:
                 said = _output(one.command, where, env)
             except AssertionError as error:  # the server did not start
                 said = str(error)
-            lines = [line.strip() for line in said.splitlines() if re.search(one.shows, line)]
-            if lines:
-                printed[one.name] = re.sub(r"\s{2,}", "  ", lines[0])[:200]
+            if line := quoted(said, one.shows):
+                printed[one.name] = line
             else:
                 missing += 1
                 print(f"{one.name}: no line with {one.shows!r} in\n{said[-1500:]}", file=sys.stderr)
     kept = {name: printed[name] for name in mechanisms() if name in printed}
     PRINTED.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return missing
+
+
+def quoted(said: str, shows: str) -> str:
+    """Return the first line with a match, without frames; of JSON only the match. Empty if no line has one."""
+    for line in said.splitlines():
+        if found := re.search(shows, line):
+            text = found[0] if line.startswith("{") else line
+            return re.sub(r"\s{2,}", "  ", re.sub("[│┃]", " ", text).strip())[:160]
+    return ""
 
 
 def _output(command: str, folder: Path, env: dict[str, str]) -> str:
