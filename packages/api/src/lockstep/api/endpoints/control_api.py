@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any, TypeVar
@@ -313,7 +314,9 @@ async def _update(server: Server, call: Call[Any], source: Source) -> Response:
         mode = mode or ("in_place" if engine.number in paused else "wait")
         return engine.ask(UpdateWeights(version, write_source(source), MODES.get(mode, mode)))
 
-    with server.bridge.input_blocked():  # or engines would answer new requests by different weights meanwhile
+    several = len(_chosen(server, call)) > 1
+    # otherwise engines would answer new requests by different weights meanwhile
+    with server.bridge.input_blocked() if several else nullcontext():
         _answer(await _of_each(server, call, update))
     return JsonResponse({"success": True, "message": f"weights {version} are in place", "weight_version": str(version)})
 
