@@ -142,12 +142,24 @@ def _symbols(body: list[ast.stmt], inside: str) -> Iterator[tuple[int, str]]:
                 yield from _symbols(node.body, f"{inside}{node.name}.")
 
 
+LEFT_OUT = "Left out"
+
+
+def left_out() -> dict[str, str]:
+    """Return what other engines have and this one has not, with the reasons."""
+    given: dict[str, str] = tomllib.loads(ROWS.read_text(encoding="utf-8"))[LEFT_OUT]
+    return given
+
+
 @cache
 def mechanisms() -> dict[str, Mechanism]:
     """Return all rows by name, in their order. Raises ValueError for a mark without a row."""
     given = tomllib.loads(ROWS.read_text(encoding="utf-8"))
     rows = {
-        name: Mechanism(name=name, group=group, **row) for group, mine in given.items() for name, row in mine.items()
+        name: Mechanism(name=name, group=group, **row)
+        for group, mine in given.items()
+        if group != LEFT_OUT
+        for name, row in mine.items()
     }
     for path in sources():
         for name, where, place in marks_of(path):
@@ -174,7 +186,9 @@ def page() -> str:
             if line := printed.get(one.name):
                 text.append(f"    {line}")
         text.append("```\n")
-    return "\n".join(text)
+    text.append("## Left out\n\n| what | reason |\n|---|---|")
+    text += [f"| {what} | {reason} |" for what, reason in left_out().items()]
+    return "\n".join(text) + "\n"
 
 
 # ------------------------------------------------------------------------------------------------------ taking them out
