@@ -16,6 +16,7 @@ from simpy import Environment
 from lockstep.core.cluster.router import LoadReported, RouterConfig
 from lockstep.core.contract.commands import BatchPlan, Ranks
 from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.rank_settings import settings_of_rank
 from lockstep.core.journal.replay import replay
 from lockstep.host.router_check import verify_router
 from lockstep.sim.catalogue import load_gpu, load_model
@@ -33,7 +34,7 @@ from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.roofline import roofline_model
 from lockstep.sim.host.speculation import ModelDraftCost
 from lockstep.sim.host.stages import Stages
-from lockstep.sim.run.ranks import config_of_engine, settings_of_rank
+from lockstep.sim.run.ranks import config_of_engine
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.tools.journal import journal
 from tests.support.routed import facts

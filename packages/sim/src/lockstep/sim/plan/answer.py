@@ -15,7 +15,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from lockstep.core.contract.config import DRAFT_SETTINGS, STAGES_ONLY, TRANSFER_SETTINGS, runtime_refusal
+from lockstep.core.contract.config import DRAFT_SETTINGS, OF_RANKS, STAGES_ONLY, TRANSFER_SETTINGS, runtime_refusal
 from lockstep.core.contract.profiles import profile_settings
 from lockstep.host.engine_options import RankOptions
 from lockstep.host.options import number_word, option_of, options_of
@@ -238,11 +238,18 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
     layout = {name: getattr(base, name) for name in ("tp", "pp", "ep") if getattr(base, name) > 1}
     if layout.get("ep") != layout.get("tp"):
         layout.pop("ep", None)  # a server divides experts over all ranks of a stage, or not at all
+    flags: list[str] = []
+    alone = split is None and candidate.best.replicas == 1
+    if base.rank_schedulers and alone and base.attention_dp == base.tp and base.pp == 1:
+        layout["attention_dp"], flags = base.attention_dp, ["--rank-schedulers"]
+    else:  # a server has a rank for each GPU
+        lacks += [f"{name} {shown(settings[name])}" for name in OF_RANKS if settings.get(name)]
+        settings = {name: value for name, value in settings.items() if name not in OF_RANKS}
     if base.pp == 1:
         settings = {name: value for name, value in settings.items() if name not in STAGES_ONLY}
     elif "pp_size" not in settings:
         settings["pp_size"] = 1  # one running batch; a server has one for each stage by itself
-    served = ["--model", "FOLDER", *_option_words(layout), *common, *_tier_words(tiers), *_set_words(settings)]
+    served = ["--model", "FOLDER", *_option_words(layout), *flags, *common, *_tier_words(tiers), *_set_words(settings)]
     emulated = ["--emulate", f"{base.model}@{base.gpu}", *common]
     for name in EMULATED:
         if name == "engine":
@@ -254,12 +261,14 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
             emulated += [option_of(name), str(getattr(base, name))]
     if base.calibration is not None:
         emulated += ["--calibration", base.calibration]
-    not_emulated = (*NOT_EMULATED, *STAGES_ONLY)
+    not_emulated = (*NOT_EMULATED, *STAGES_ONLY, *OF_RANKS)
     emulated += _set_words({name: value for name, value in base.settings.items() if name not in not_emulated})
     emulated_lacks = [one for one in lacks if one.partition(" ")[0] not in EMULATED]
     of_stages = [(name, value) for name, value in base.settings.items() if name in STAGES_ONLY and value]
     emulated_lacks += [f"{name} {shown(value)}" for name, value in of_stages if (name, value) != ("pp_size", 1)]
-    lacks = [one for one in lacks if one.partition(" ")[0] not in layout]
+    if flags:
+        emulated_lacks += [f"{name} {shown(base.settings[name])}" for name in OF_RANKS if base.settings.get(name)]
+    lacks = [one for one in lacks if one.partition(" ")[0] not in (*layout, *(("rank_schedulers",) if flags else ()))]
     emulated_lacks += [f"{name} {shown(value)}" for name, value in tiers.items()]
     emulated_lacks += [f"{name} {base.settings[name]}" for name in NOT_EMULATED if base.settings.get(name)]
     if base.adapters is not None:
