@@ -162,19 +162,19 @@ def test_two_hundred_requests_equal_one_engine(name: str, folders: dict[str, Pat
     assert [plan.ranks for plan in plans[0][:fewest]] == [plan.ranks for plan in plans[-1][:fewest]]
     modes, paddings = Counter(plan.mode for one in plans for plan in one), {plan.ranks.padding for plan in plans[0]}
     assert modes["idle"] > 0
-    assert paddings == {"max_length", "sum_length"}
+    assert paddings == ({"sum_length"} if "speculative_method" in sched else {"max_length", "sum_length"})
 
 
 def test_ranks_with_nothing_to_run_are_quiet(folders: dict[str, Path], tmp_path: Path) -> None:
     """A round in which no rank runs anything is followed by no other round until something happens."""
     with ranks_of(folders["qwen3"], 2, tmp_path, {}, {}) as llms:
-        for turn in range(3):
+        for turn in range(2):
             for llm in llms:
                 assert len(llm.generate([[5, 6, 7]], Params(max_new_tokens=3, ignore_eos=True))[0].token_ids) == 3
             rounds = [llm.host.engine.ranks.round for llm in llms]
             until(lambda: all(not llm.data_ranks.agreement.pending for llm in llms), 60)
             turns = [llm.host.turns for llm in llms]
-            until(lambda: all(llm.host.turns > before + 1 for llm, before in zip(llms, turns, strict=True)), 60)
+            until(lambda: all(llm.host.turns > before for llm, before in zip(llms, turns, strict=True)), 60)
             now = [llm.host.engine.ranks.round for llm in llms]
             assert now[0] == now[1], turn
             assert max(now) <= max(rounds) + 3
@@ -193,7 +193,6 @@ def test_the_end_of_a_rank_ends_all_of_them(folders: dict[str, Path], tmp_path: 
             assert one.over.wait(120)
         until(lambda: all(llm.host.failure for llm in llms), 120)
         assert "a fault" in llms[1].host.failure
-        llms[1].close()  # as the process would end
         with pytest.raises(EngineStopped):
             llms[0].generate([[5]], Params(max_new_tokens=1))
         assert killed_from_outside(llms[0].host.error), "requests of the other ranks are not suspects"

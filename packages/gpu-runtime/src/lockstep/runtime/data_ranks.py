@@ -67,6 +67,7 @@ class DataRanks:
     def __init__(self, seat: DataRank, device: torch.device, timeout_s: float) -> None:
         self.seat, self.place = seat, RankPlace(0)
         self._stores: list[Path] = []
+        self._closed = False
         self._hub: RankHub | None = None
         self._collectives: Collectives | None = None
         address = f"unix:{seat.folder / 'ranks'}"
@@ -95,7 +96,10 @@ class DataRanks:
         return config
 
     def close(self, *, told: bool) -> None:
-        """Leave the other ranks; they end, too, unless this one was told to."""
+        """Leave the other ranks; they end, too, unless this one was told to. Further calls have no effect."""
+        if self._closed:
+            return
+        self._closed = True
         if hasattr(self, "agreement"):
             self.agreement.close(told=told)
         if self._hub is not None:

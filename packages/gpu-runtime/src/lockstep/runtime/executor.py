@@ -331,7 +331,7 @@ class Executor:
             raise ContractError(f"batch {launched.plan.batch_id} is collected, but waits to be sampled")
         arrays = launched.download.wait()
         self._queue.popleft()
-        if self.canary is not None:
+        if self.canary is not None and launched.plan.mode != IDLE:
             self.canary.judge(launched.plan, arrays["canary"], behind_failure=launched.behind_failure)
         return self._result(launched, arrays)
 

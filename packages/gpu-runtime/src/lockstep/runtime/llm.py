@@ -660,6 +660,9 @@ class LLM:
             log.debug("the engine failed: %s", error)  # waiting and later calls raise it
         except Exception:
             log.exception("the engine failed")  # with the traceback
+        finally:
+            if self.host.error is not None and self.data_ranks is not None:
+                self.data_ranks.close(told=False)  # now, because the other ranks wait for this one
 
     def _request(self, prompt: Prompt, params: Params, kind: RequestKind, *, stream: bool = False) -> RequestArrived:
         """Make a request without sending it. Raises ConfigError if prompt or parameters are invalid."""
