@@ -18,7 +18,7 @@ from tests.support.live_server import until
 
 
 class Host:
-    """Keeps what a rank tells its host."""
+    """Collects the facts that a rank sends to its host."""
 
     def __init__(self) -> None:
         self.facts: list[ObservedEvent] = []
@@ -46,7 +46,7 @@ def ranks_of(folder: Path, count: int) -> Iterator[tuple[list[RankAgreement], li
         rank.attach(host, lambda: 3)
     yield ranks, hosts, hub
     for rank in ranks:
-        rank.close(told=True)
+        rank.close(leaving=True)
     hub.close()
 
 
@@ -91,12 +91,12 @@ def test_after_an_empty_round_a_slot_is_offered_only_if_something_has_happened(t
 
 def test_a_rank_that_ends_ends_the_others_and_one_that_leaves_does_not(tmp_path: Path) -> None:
     with ranks_of(tmp_path, 3) as (ranks, hosts, _):
-        ranks[2].close(told=True)
+        ranks[2].close(leaving=True)
         until(ranks[1].ended.is_set, 60)
         assert ranks[1].reason == ""
         assert not hosts[1].errors
     with ranks_of(tmp_path, 3) as (ranks, hosts, _):
-        ranks[2].close(told=False)
+        ranks[2].close(leaving=False)
         until(lambda: bool(hosts[0].errors and hosts[1].errors), 60)
         assert "rank 2 of 3 ended" in str(hosts[1].errors[0])
         assert killed_from_outside(hosts[1].errors[0])
@@ -120,7 +120,7 @@ def test_a_rank_that_leaves_before_all_have_joined_may_come_back(tmp_path: Path)
     with ThreadPoolExecutor(2) as pool:
         ranks = list(pool.map(lambda rank: RankAgreement(address, rank, 2, 60.0), range(2)))
     for rank in ranks:
-        rank.close(told=True)
+        rank.close(leaving=True)
     hub.close()
 
 
@@ -128,6 +128,4 @@ def _plan() -> BatchPlan:
     import numpy as np
 
     none = np.empty(0, np.int32)
-    return BatchPlan(
-        batch_id=0, mode="idle", rows=none, request_ids=np.empty(0, np.int64), starts=none, stops=none
-    )
+    return BatchPlan(batch_id=0, mode="idle", rows=none, request_ids=np.empty(0, np.int64), starts=none, stops=none)

@@ -526,7 +526,6 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None, place: Place | Non
     )
     from lockstep.api.emulated_transfers import EmulatedTransport
     from lockstep.api.observability.drift import DriftMeter
-    from lockstep.runtime.data_ranks import DataRank
     from lockstep.sim.catalogue import load_gpu, load_model
     from lockstep.sim.cost.base_model import base_cost_model
     from lockstep.sim.cost.hardware import NETWORK_GBS

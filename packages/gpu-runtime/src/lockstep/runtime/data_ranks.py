@@ -77,7 +77,7 @@ class DataRanks:
             self.agreement = RankAgreement(address, seat.rank, seat.ranks, START_S)
             self._collectives = Collectives(self.agreement.store, seat.rank, seat.ranks, device, timeout_s)
         except BaseException:
-            self.close(told=False)
+            self.close(leaving=False)
             raise
 
     def parallel(self) -> Parallel:
@@ -95,15 +95,15 @@ class DataRanks:
         """Return the settings of this rank, whose pool may have another size than those of other ranks."""
         return config
 
-    def close(self, *, told: bool) -> None:
-        """Leave the other ranks; they end, too, unless this one was told to. Further calls have no effect."""
+    def close(self, *, leaving: bool) -> None:
+        """Leave the other ranks; they end, too, unless this one is stopped (`leaving`). Further calls have no effect."""
         if self._closed:
             return
         self._closed = True
         if hasattr(self, "agreement"):
-            self.agreement.close(told=told)
+            self.agreement.close(leaving=leaving)
         if self._hub is not None:
-            self._hub.close(told=told)
+            self._hub.close(leaving=leaving)
         if self._collectives is not None:
             self._collectives.close()
         for store in self._stores:
@@ -123,7 +123,7 @@ class DataRanks:
                 return run(*args, **kwargs)
             except CollectiveFailed as error:
                 if self.agreement.ended.wait(CAUSE_S):
-                    lost = RankLost(self.agreement.reason or "another rank was told to end")
+                    lost = RankLost(self.agreement.reason or "the engine of another rank was stopped")
                     lost.killed = True  # the cause lies in another process
                     raise lost from error
                 raise

@@ -222,7 +222,7 @@ class LLM:
             if config.data_rank is not None:
                 check_shared(read_settings(folder, backend=backend), config.attention_dp)
                 self.data_ranks = DataRanks(config.data_rank, where, config.rank_timeout_s)
-                undo.callback(self.data_ranks.close, told=False)
+                undo.callback(self.data_ranks.close, leaving=False)
             elif tp != 1 or config.pp != 1:
                 of_model = read_settings(folder, backend=backend)
                 check_split(of_model, tp, config.ep)
@@ -626,7 +626,7 @@ class LLM:
         if self._mover is not None and not stuck:
             self._mover.close()
         if self.data_ranks is not None:
-            self.data_ranks.close(told=self.host.error is None)
+            self.data_ranks.close(leaving=self.host.error is None)
         if self.group is not None:
             self.group.close(stuck=stuck)
         elif stuck:
@@ -662,7 +662,7 @@ class LLM:
             log.exception("the engine failed")  # with the traceback
         finally:
             if self.host.error is not None and self.data_ranks is not None:
-                self.data_ranks.close(told=False)  # now, because the other ranks wait for this one
+                self.data_ranks.close(leaving=False)  # now, because the other ranks wait for this one
 
     def _request(self, prompt: Prompt, params: Params, kind: RequestKind, *, stream: bool = False) -> RequestArrived:
         """Make a request without sending it. Raises ConfigError if prompt or parameters are invalid."""

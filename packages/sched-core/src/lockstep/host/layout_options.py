@@ -137,8 +137,8 @@ def _check_ranks(given: Layout, sched: Mapping[str, Any]) -> None:
             )
     if given.cuda_graphs in ("on", "eager"):
         raise ConfigError(
-            f"`cuda_graphs` is {given.cuda_graphs}, but `attention_dp` is {ranks}: graphs do not read the rows of other "
-            "ranks\nhint: auto, or off"
+            f"`cuda_graphs` is {given.cuda_graphs}, but `attention_dp` is {ranks}: graphs do not read the rows of "
+            "other ranks\nhint: auto, or off"
         )
     if sched.get("max_loras"):
         raise ConfigError(

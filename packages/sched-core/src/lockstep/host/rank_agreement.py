@@ -81,11 +81,11 @@ class AllProposed(LinkMessage, frozen=True):
 
 
 class RankLeaves(LinkMessage, frozen=True):
-    """The rank ends because it was told to."""
+    """The rank ends because its engine is stopped."""
 
 
 class RanksEnd(LinkMessage, frozen=True):
-    """A rank has ended; `reason` names it. Empty: it left because it was told to."""
+    """A rank has ended; `reason` names it. Empty: its engine was stopped."""
 
     reason: str = ""
 
@@ -117,23 +117,23 @@ class RankHub:
         self._store = store
         self._lock = threading.Lock()  # guards the fields below
         self._links: dict[int, PeerLink] = {}
-        self._ends: set[PeerLink] = set()  # links of ranks that left, or whose end was reported
+        self._ends: set[PeerLink] = set()  # links of ranks that left, or whose end is known
         self._begun = False
         self._over = False
         self._proposals: dict[int, RankProposes] = {}
         self._listener = Listener(address, secret, self._accept)
         self.address = self._listener.address
 
-    def close(self, *, told: bool = False) -> None:
-        """End all links; the other ranks end, too, unless this one was told to."""
+    def close(self, *, leaving: bool = False) -> None:
+        """End all links; the other ranks end, too, unless this one is stopped (`leaving`)."""
         self._listener.close()
         with self._lock:
             self._over = True
             links = list(self._links.values())
-            if told:
+            if leaving:
                 self._tell(RanksEnd())
         for link in links:
-            if told:
+            if leaving:
                 link.end()
                 link.join(JOIN_S)
             link.close()
@@ -215,7 +215,7 @@ class RankAgreement:
     Attributes:
         store: where the collectives of the ranks meet.
         pending: the rank has proposed, and the other ranks have not all done so.
-        ended: set once no rank can run a pass any more; `reason` says why, and is empty if a rank was told to leave.
+        ended: set once no rank can run a pass any more; `reason` is the cause, and empty if the engine of a rank was stopped.
     Raises: ConfigError; PeerRankLost if the other ranks do not join in time.
     """
 
@@ -247,9 +247,7 @@ class RankAgreement:
                 time.sleep(RETRY_S)
                 continue
             gone = threading.Event()
-            self._link = PeerLink(
-                f"rank-{self.rank}", partial(_given, sock), self._received, partial(self._lost, gone)
-            )
+            self._link = PeerLink(f"rank-{self.rank}", partial(_given, sock), self._received, partial(self._lost, gone))
             self._link.send(RankJoins(self.rank, self.ranks))
             self._link.start()
             while not self._begun.wait(RETRY_S) and not gone.is_set() and time.monotonic() < until:
@@ -265,16 +263,16 @@ class RankAgreement:
         if reason:
             host.put_fact(partial(_raise, PeerRankLost(reason)))
 
-    def close(self, *, told: bool) -> None:
+    def close(self, *, leaving: bool) -> None:
         """Leave the other ranks.
 
         Args:
-            told: the engine ends because it was told to; otherwise the other ranks end, too.
+            leaving: the engine is stopped; otherwise the other ranks end, too.
         """
         with self._lock:
             self._closed = True
         if self._link is not None:
-            if told:
+            if leaving:
                 self._link.send(RankLeaves())
             self._link.end()
             self._link.join(JOIN_S)
@@ -342,7 +340,7 @@ class RankAgreement:
             self._end(f"rank 0 of {self.ranks} ended: {reason}")
 
     def _end(self, reason: str) -> None:
-        """Record that no rank can run a pass any more; the host ends, unless a rank was told to leave."""
+        """Record that no rank can run a pass any more; the host ends, unless the engine of a rank was stopped."""
         with self._lock:
             if self.ended.is_set() or self._closed:
                 return

@@ -16,9 +16,7 @@ DIVIDED = (
 """Limits of an engine that are divided evenly among its ranks."""
 
 
-def settings_of_rank(
-    given: Mapping[str, Any], ranks: int, usual: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def settings_of_rank(given: Mapping[str, Any], ranks: int, usual: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the settings of each rank: the engine's memory, rows and prefill budgets are divided evenly.
 
     SGLang divides `chunked_prefill_size` and `max_running_requests` in the same way.
