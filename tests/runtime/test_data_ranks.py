@@ -48,6 +48,7 @@ EXPERTS: dict[str, Any] = {
 }
 SMALL: dict[str, Any] = {"device": "cpu", "grammar_backend": "none"}
 OF_ENGINE: dict[str, Any] = {"page_size": 4, "chunked_prefill_size": 48, "max_running_requests": 12, "pages": 600}
+COUNTS = {"dense, overlap": 200}  # of requests; of the others 60, since they take as long
 SETS: dict[str, tuple[dict[str, Any], int, dict[str, Any], dict[str, Any]]] = {
     "dense, overlap": (DENSE, 2, {}, {"overlap_depth": 1, "retract_every": 7}),
     "experts on ranks, delayer": (
@@ -132,15 +133,15 @@ def ranks_of(
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_two_hundred_requests_equal_one_engine(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_requests_on_ranks_equal_one_engine(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     model, ranks, options, sched = SETS[name]
-    folder, rng = folders[model["model_type"]], random.Random(4)
+    folder, rng, asked = folders[model["model_type"]], random.Random(4), REQUESTS[: COUNTS.get(name, 60)]
     with LLM(folder, **SMALL, **OF_ENGINE) as single:
-        expected = single.generate([prompt for prompt, _ in REQUESTS], [params for _, params in REQUESTS])
+        expected = single.generate([prompt for prompt, _ in asked], [params for _, params in asked])
     with ranks_of(folder, ranks, tmp_path, options, sched) as llms:
-        used = [min(rng.randrange(2 * ranks), ranks - 1) for _ in REQUESTS]  # most of them on the last rank
-        pending = [llms[rank].ask(*asked) for rank, asked in zip(used, REQUESTS, strict=True)]
-        cancelled = set(rng.sample(range(len(REQUESTS)), 20))
+        used = [min(rng.randrange(2 * ranks), ranks - 1) for _ in asked]  # most of them on the last rank
+        pending = [llms[rank].ask(*one) for rank, one in zip(used, asked, strict=True)]
+        cancelled = set(rng.sample(range(len(asked)), len(asked) // 10))
         for number in cancelled:
             llms[used[number]].host.cancel(pending[number].answer.request_id)
         found = [llms[rank].wait(one) for rank, one in zip(used, pending, strict=True)]
@@ -150,7 +151,9 @@ def test_two_hundred_requests_equal_one_engine(name: str, folders: dict[str, Pat
                 continue
             assert (ours.finish_reason, ours.token_ids) == (theirs.finish_reason, theirs.token_ids), number
             np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=2e-4)
-        assert len({tuple(answer.token_ids) for answer in found}) > 100, "of tokens that are all alike little is learnt"
+        assert len({tuple(answer.token_ids) for answer in found}) > len(asked) // 2, (
+            "of tokens that are all alike little is learnt"
+        )
     plans = []
     for rank, llm in enumerate(llms):
         steps = list(fold(tmp_path / f"rank{rank}"))
@@ -160,7 +163,10 @@ def test_two_hundred_requests_equal_one_engine(name: str, folders: dict[str, Pat
             assert any(isinstance(event, RequestRetracted) for _, step in steps for event in step.decided)
     fewest = min(map(len, plans))  # ranks are stopped at different times
     assert [plan.ranks for plan in plans[0][:fewest]] == [plan.ranks for plan in plans[-1][:fewest]]
-    modes, paddings = Counter(plan.mode for one in plans for plan in one), {plan.ranks.padding for plan in plans[0]}
+    modes, paddings = (
+        Counter(plan.mode for one in plans for plan in one),
+        {plan.ranks.padding for plan in plans[0] if plan.ranks},
+    )
     assert modes["idle"] > 0
     assert paddings == ({"sum_length"} if "speculative_method" in sched else {"max_length", "sum_length"})
 
@@ -170,12 +176,12 @@ def test_ranks_with_nothing_to_run_are_quiet(folders: dict[str, Path], tmp_path:
     with ranks_of(folders["qwen3"], 2, tmp_path, {}, {}) as llms:
 
         def rounds() -> list[int]:
-            return [llm.host.engine.ranks.round for llm in llms]
+            return [one.round for llm in llms if (one := llm.host.engine.ranks) is not None]
 
         for llm in llms:
             assert len(llm.generate([[5, 6, 7]], Params(max_new_tokens=3, ignore_eos=True))[0].token_ids) == 3
         before = rounds()
-        until(lambda: all(not llm.data_ranks.agreement.pending for llm in llms), 60)
+        until(lambda: not any(one.agreement.pending for llm in llms if (one := llm.data_ranks) is not None), 60)
         turns = [llm.host.turns for llm in llms]
         until(lambda: all(llm.host.turns > turn for llm, turn in zip(llms, turns, strict=True)), 60)
         now = rounds()
@@ -183,7 +189,9 @@ def test_ranks_with_nothing_to_run_are_quiet(folders: dict[str, Path], tmp_path:
         assert max(now) <= max(before) + 3
 
 
-def test_the_end_of_a_rank_ends_all_of_them(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_the_end_of_a_rank_ends_all_of_them(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with ranks_of(folders["qwen3"], 2, tmp_path, {}, {}) as llms:
         pending = [llm.ask([5, 6, 7], Params(max_new_tokens=100, ignore_eos=True)) for llm in llms]
         until(lambda: all(one.answer.token_ids for one in pending), 120)
@@ -191,7 +199,7 @@ def test_the_end_of_a_rank_ends_all_of_them(folders: dict[str, Path], tmp_path: 
         def broken(*args: Any) -> Any:
             raise ValueError("a fault")
 
-        llms[1].model.forward = broken  # type: ignore[method-assign]
+        monkeypatch.setattr(llms[1].model, "forward", broken)
         for one in pending:
             assert one.over.wait(120)
         until(lambda: all(llm.host.failure for llm in llms), 120)
@@ -213,8 +221,13 @@ def test_weights_that_ranks_share_are_not_changed(folders: dict[str, Path], tmp_
 def test_rows_of_ranks_lie_where_their_layout_says() -> None:
     """Rank 1 of three has two rows, rank 0 one, rank 2 none."""
     counts, own = (1, 2, 0), torch.tensor([[3.0], [4.0]])
-    sent: list[torch.Tensor] = []
-    shared = SharedRows(1, lambda one: sent.append(one) or torch.cat((one * 10, one, one * 0)), lambda one: one + 1)
+    sent: list[Any] = []
+
+    def gather(rows: Any) -> Any:
+        sent.append(rows)
+        return torch.cat((rows * 10, rows, rows * 0))
+
+    shared = SharedRows(1, gather, lambda one: one + 1)
     padded = RankTokens(counts, padded=True)
     assert shared.apply(lambda rows: rows * 2, own, padded).tolist() == [[6.0], [8.0]]
     assert sent[0].shape == (2, 1)

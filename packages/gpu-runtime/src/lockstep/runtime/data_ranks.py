@@ -96,7 +96,7 @@ class DataRanks:
         return config
 
     def close(self, *, leaving: bool) -> None:
-        """Leave the other ranks; they end, too, unless this one is stopped (`leaving`). Further calls have no effect."""
+        """Leave the other ranks, which end, too, unless this one is stopped (`leaving`). Can be called again."""
         if self._closed:
             return
         self._closed = True

@@ -215,7 +215,8 @@ class RankAgreement:
     Attributes:
         store: where the collectives of the ranks meet.
         pending: the rank has proposed, and the other ranks have not all done so.
-        ended: set once no rank can run a pass any more; `reason` is the cause, and empty if the engine of a rank was stopped.
+        ended: set once no rank can run a pass any more; `reason` is the cause. It is empty if the engine of a
+            rank was stopped.
     Raises: ConfigError; PeerRankLost if the other ranks do not join in time.
     """
 
