@@ -508,5 +508,9 @@ def test_plan_compares_ranks_with_and_without_the_delayer(tmp_path: Path) -> Non
     assert "prefill_delayer=yes" in found.stdout
     assert "--rank-schedulers" in found.stdout
     serve = next(line for line in found.stdout.splitlines() if line.startswith("serve:"))
-    assert "prefill_delayer" not in serve
-    assert "rank_schedulers" in found.stdout
+    assert "--attention-dp 4 --rank-schedulers" in serve
+    served = dict(word.split("=") for word in serve.split() if word.startswith("prefill_delayer"))
+    delays = served.get("prefill_delayer") == "true"
+    assert served.get("prefill_delayer_max_delay_passes") == ("5" if delays else None)
+    emulated = next(line for line in found.stdout.splitlines() if "--emulate" in line)
+    assert "prefill_delayer" not in emulated

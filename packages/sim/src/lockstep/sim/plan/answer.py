@@ -15,7 +15,15 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from lockstep.core.contract.config import DRAFT_SETTINGS, OF_RANKS, STAGES_ONLY, TRANSFER_SETTINGS, runtime_refusal
+from lockstep.core.contract.config import (
+    DELAYER_SETTINGS,
+    DRAFT_SETTINGS,
+    OF_RANKS,
+    STAGES_ONLY,
+    TRANSFER_SETTINGS,
+    TRIGGER_SETTINGS,
+    runtime_refusal,
+)
 from lockstep.core.contract.profiles import profile_settings
 from lockstep.host.engine_options import RankOptions
 from lockstep.host.options import number_word, option_of, options_of
@@ -48,6 +56,9 @@ OF_MEDIA = ("media", "mm_encoder_tp_mode")
 
 NOT_EMULATED = ("jump_forward_tokens", "encoder_cache_tokens", "encoder_budget_tokens")
 """Settings that a real engine supports. An emulated engine draws each token independently and takes no pictures."""
+
+OF_DELAYER = (*DELAYER_SETTINGS, *TRIGGER_SETTINGS)
+"""Settings of a prefill delayer, which a server without one refuses."""
 
 EMULATED = ("tp", "engine", "profile")
 """Options that an emulated server takes."""
@@ -242,6 +253,8 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
     alone = split is None and candidate.best.replicas == 1
     if base.rank_schedulers and alone and base.attention_dp == base.tp and base.pp == 1:
         layout["attention_dp"], flags = base.attention_dp, ["--rank-schedulers"]
+        if not settings.get("prefill_delayer"):
+            settings = {name: value for name, value in settings.items() if name not in OF_DELAYER}
     else:  # a server has a rank for each GPU
         lacks += [f"{name} {shown(settings[name])}" for name in OF_RANKS if settings.get(name)]
         settings = {name: value for name, value in settings.items() if name not in OF_RANKS}
