@@ -214,8 +214,8 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ranks: OtherRanks | None) -> Assembled:
     mode, graph_rows_max = settings.cuda_graphs, settings.cuda_graph_max_batch
     links, experts = None if ranks is None else ranks.links, ExpertSplit(settings.ep, settings.moe_a2a)
-    shares = ranks is not None and ranks.parallel().shared is not None
-    if links is not None or shares:
+    with_ranks = ranks is not None and ranks.parallel().shared is not None
+    if links is not None or with_ranks:
         mode = "off"  # graphs read neither what other stages send nor the rows of other ranks
     if settings.swa_full_tokens_ratio is not None:
         if mode in ("on", "eager"):

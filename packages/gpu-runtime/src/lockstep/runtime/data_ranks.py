@@ -138,7 +138,7 @@ class FixedWeights:
         self._live = live
 
     def load_weights(self, version: int, source: str) -> None:
-        """Load the weights of an earlier generation of the engine, which no update can have changed."""
+        """Raise ConfigError."""
         raise ConfigError("weights are not changed while data-parallel ranks share them\nhint: start the server anew")
 
     def switch_memory(self, tags: tuple[str, ...], *, released: bool) -> None:
