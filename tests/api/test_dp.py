@@ -422,6 +422,7 @@ def test_each_data_parallel_rank_is_an_engine_with_one_gpu() -> None:
         ({**RANKS, "dp": 2}, "`dp` is 2, but `attention_dp` is 2: a server has one engine of data-parallel ranks"),
         ({**RANKS, "prefill_engines": 1, "decode_engines": 1}, "`prefill_engines` is 1, but `attention_dp` is 2"),
         ({**RANKS, "emulate": "qwen3-8b@h200"}, "`attention_dp` is for a model"),
+        ({**RANKS, "lora": {"a": "folder"}}, "`lora` is .*, but `attention_dp` is 2: MLPs compute the rows"),
         ({**RANKS, "tp": 4}, "each rank has the attention of one GPU\nhint: --tp 2"),
         ({"set": {"prefill_delayer": True}}, "`prefill_delayer` is of data-parallel ranks, and the engine has one"),
     ],

@@ -140,11 +140,13 @@ def _check_ranks(given: Layout, sched: Mapping[str, Any]) -> None:
             f"`cuda_graphs` is {given.cuda_graphs}, but `attention_dp` is {ranks}: graphs do not read the rows of "
             "other ranks\nhint: auto, or off"
         )
-    if sched.get("max_loras"):
-        raise ConfigError(
-            f"`max_loras` is {sched['max_loras']}, but `attention_dp` is {ranks}: MLPs compute the rows of all ranks, "
-            "and adapters are of the requests of one\nhint: drop one of the two"
-        )
+    adapters = {"lora": getattr(given, "lora", None), "max_loras": sched.get("max_loras")}
+    for name, value in adapters.items():
+        if value:
+            raise ConfigError(
+                f"`{name}` is {value}, but `attention_dp` is {ranks}: MLPs compute the rows of all ranks, and adapters "
+                "are of the requests of one\nhint: drop one of the two"
+            )
     if sched.get("role", "mixed") != "mixed":
         raise ConfigError(
             f"`role` is {sched['role']}, but `attention_dp` is {ranks}: data-parallel ranks do not hand requests over "
