@@ -440,6 +440,14 @@ def test_a_journal_that_is_large_is_begun_anew_with_what_is_open(tmp_path: Path)
 # ------------------------------------------------------------------------------------------------------------ settings
 
 
+RANKS: dict[str, Any] = {"tp": 2, "attention_dp": 2, "rank_schedulers": True}
+
+
+def test_each_data_parallel_rank_is_an_engine_with_one_gpu() -> None:
+    settings = read_settings(None, {**RANKS, "router": "total_tokens", "set": {"prefill_delayer": True}})
+    assert (settings.engines, [settings.gpus_of(engine) for engine in range(2)]) == (2, [1, 1])
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -460,6 +468,12 @@ def test_a_journal_that_is_large_is_begun_anew_with_what_is_open(tmp_path: Path)
             "`admission` has order=priority, the highest first, but `schedule_low_priority_values_first` is true",
         ),
         ({"dp": 2, "router_block_tokens": 0}, "`router_block_tokens` must be a whole number of at least 1, got `0`"),
+        ({**RANKS, "dp": 2}, "`dp` is 2, but `attention_dp` is 2: a server has one engine of data-parallel ranks"),
+        ({**RANKS, "prefill_engines": 1, "decode_engines": 1}, "`prefill_engines` is 1, but `attention_dp` is 2"),
+        ({**RANKS, "emulate": "qwen3-8b@h200"}, "`attention_dp` is for a model"),
+        ({**RANKS, "lora": {"a": "folder"}}, "`lora` is .*, but `attention_dp` is 2: MLPs compute the rows"),
+        ({**RANKS, "tp": 4}, "each rank has the attention of one GPU\nhint: --tp 2"),
+        ({"set": {"prefill_delayer": True}}, "`prefill_delayer` is of data-parallel ranks, and the engine has one"),
     ],
 )
 def test_impossible_settings_are_one_clear_error(given: dict[str, Any], said: str) -> None:

@@ -248,10 +248,7 @@ def test_errors_of_an_emulated_engine_name_options_that_there_are() -> None:
     ):
         serve.main(["--emulate", "qwen3-8b@h200", "--dry-run", "--fp8-activations", "on"], standalone_mode=False)
     options = {option for parameter in serve.params for option in parameter.opts}
-    elsewhere = {
-        "--redundant-experts",
-        "--attention-dp",
-    }  # of errors about divisions that a client cannot cause
+    elsewhere = {"--redundant-experts"}  # of errors about divisions that a client cannot cause
     assert not elsewhere & options
     found = set()
     for module in ("capacity", "calibration", "hardware", "models", "lora"):

@@ -22,13 +22,12 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import ObservedEvent, RequestArrived, SamplingParams, TokenIds
 from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
-from lockstep.host.batches import RowContext
+from lockstep.host.batches import Int32s, RowContext
 from lockstep.host.loop import (
     NO_DEVICE_SERVICES,
     NO_REQUEST_SERVICES,
     DeviceServices,
     HostClock,
-    Int32s,
     RequestServices,
     ResultExtras,
     RuntimeHost,

@@ -43,7 +43,7 @@ from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.requests.table import prompt_bytes
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.answer_folders import ANSWERS, tenant_folder
-from lockstep.host.loop import sampled_spans
+from lockstep.host.batches import sampled_spans
 
 STATE_BYTES = 16
 MARK = 1 << 30

@@ -56,6 +56,7 @@ from lockstep.host.weights import WeightsLog, WeightsRead
 
 if TYPE_CHECKING:
     from lockstep.api.observability.drift import DriftMeter
+    from lockstep.runtime.data_ranks import DataRank
 
 log = logging.getLogger("lockstep.engine")
 
@@ -313,6 +314,15 @@ def _side(settings: ServeSettings, place: Place, kv: KvTransport) -> PrefillSide
     return DecodeSide(kv, address, number=place.number)
 
 
+def _data_rank(settings: ServeSettings, place: Place) -> DataRank | None:
+    """Return which data-parallel rank an engine process is; None: its engine has one."""
+    from lockstep.runtime.data_ranks import DataRank
+
+    if settings.attention_dp == 1:
+        return None
+    return DataRank(place.number, settings.attention_dp, place.folder.parent)
+
+
 def _model(settings: ServeSettings, keeper: Keeper | None, place: Place | None) -> EngineUnit:
     number = 0 if place is None else place.number
     folder = model_folder(settings)
@@ -340,6 +350,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, place: Place | None) 
         start=False,
         sched=scheduler,
         hand_over=None if place is None or not settings.hands_over else partial(_side, settings, place),
+        data_rank=None if place is None else _data_rank(settings, place),
     )
     llm = LLM(folder, config)
     demo = settings.model is None
@@ -349,7 +360,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, place: Place | None) 
         kind="model",
         vocabulary=llm.model.settings.vocab,
         logprobs=llm.model.settings.generates,
-        device=f"{gpus} x {llm.model.device}" if (gpus := settings.tp * settings.pp) > 1 else str(llm.model.device),
+        device=f"{gpus} x {llm.model.device}" if (gpus := settings.gpus_of(number)) > 1 else str(llm.model.device),
         generates=llm.model.settings.generates,
         vector_size=llm.model.settings.hidden,
         matryoshka=_matryoshka(folder),
@@ -433,8 +444,9 @@ def check_journal(settings: ServeSettings) -> None:
     several, alone = len(list(run.glob("engines/*/journal"))), any((run / "journal").glob("*.log"))
     engines = several or int(alone)
     if several if settings.engines == 1 else alone or several not in (0, settings.engines):
-        wanted = f"`dp` is {settings.dp}" if not settings.hands_over else f"there are {settings.engines}"
-        hint = f"give dp {engines}, or another folder" if not settings.hands_over else "another folder"
+        alike = not settings.hands_over and settings.attention_dp == 1
+        wanted = f"`dp` is {settings.dp}" if alike else f"there are {settings.engines}"
+        hint = f"give dp {engines}, or another folder" if alike else "another folder"
         raise ConfigError(
             f"`journal`: {run} holds a run of {engines} engine{'s' * (engines > 1)}, and {wanted}\nhint: {hint}"
         )

@@ -50,6 +50,7 @@ AT_MOST = {
     "text_processes": 64,
     "tp": 1024,
     "pp": PP_SIZE_MAX,
+    "attention_dp": 256,
     "seed": 2**63 - 1,
     "random_weights": 2**63 - 1,
     "answer_tokens": 2**31 - 1,
@@ -452,8 +453,13 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def engines(self) -> int:
-        """Number of engines. Prefill engines have the first numbers, then come decode engines."""
-        return self.prefill_engines + self.decode_engines if self.hands_over else self.dp
+        """Number of engines. Prefill engines have the first numbers, then come decode engines.
+
+        Each data-parallel rank is an engine.
+        """
+        if self.hands_over:
+            return self.prefill_engines + self.decode_engines
+        return self.dp if self.attention_dp == 1 else self.attention_dp
 
     def role_of(self, engine: int) -> str:
         """Return the role of an engine: mixed, prefill or decode."""
@@ -467,8 +473,8 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
         return self.tp if own is None else own
 
     def gpus_of(self, engine: int) -> int:
-        """Return the GPUs of an engine, of all its stages."""
-        return self.tp_of(engine) * self.pp
+        """Return the GPUs of an engine, of all its stages; of a data-parallel rank, its own."""
+        return self.tp_of(engine) * self.pp // self.attention_dp
 
     def _check_roles(self) -> None:
         """Raise ConfigError for options of prefill and decode engines that contradict others."""
@@ -493,6 +499,13 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                     f"`{name}` is {value}; it must be at least 1, and is for prefill and decode engines\n"
                     "hint: --prefill-engines 1 --decode-engines 1"
                 )
+        if self.attention_dp > 1:
+            for name, unset in (("dp", 1), ("prefill_engines", 0), ("admission", None), ("calibration", None)):
+                if (given := getattr(self, name)) != unset:
+                    raise ConfigError(
+                        f"`{name}` is {given}, but `attention_dp` is {self.attention_dp}: a server has one engine of "
+                        "data-parallel ranks, without that\nhint: drop one of the two"
+                    )
         if self.pp > 1 and self.hands_over and {self.prefill_tp or self.tp, self.decode_tp or self.tp} != {self.tp}:
             raise ConfigError(
                 f"`pp` is {self.pp}, and prefill and decode engines have different `tp`: engines with pipeline stages "

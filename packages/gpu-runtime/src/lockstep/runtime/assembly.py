@@ -36,7 +36,7 @@ from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_model import ModelDrafter
 from lockstep.runtime.drafting import Drafter, NgramDrafter
 from lockstep.runtime.executor import Executor, LookAhead, Matchers, RowSampler, RunnableModel
-from lockstep.runtime.forward import ForwardBatch, WindowedPages
+from lockstep.runtime.forward import ForwardBatch, RankTokens, WindowedPages
 from lockstep.runtime.graphs import (
     ROWS_MAX,
     CudaGraphs,
@@ -214,8 +214,9 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ranks: OtherRanks | None) -> Assembled:
     mode, graph_rows_max = settings.cuda_graphs, settings.cuda_graph_max_batch
     links, experts = None if ranks is None else ranks.links, ExpertSplit(settings.ep, settings.moe_a2a)
-    if links is not None:
-        mode = "off"  # graphs do not read what other stages send
+    with_ranks = ranks is not None and ranks.parallel().shared is not None
+    if links is not None or with_ranks:
+        mode = "off"  # graphs read neither what other stages send nor the rows of other ranks
     if settings.swa_full_tokens_ratio is not None:
         if mode in ("on", "eager"):
             raise ConfigError(
@@ -318,7 +319,8 @@ def make_mover(settings: RankSettings, model: LanguageModel, config: SchedConfig
     store, identity = None, Identity(b"")
     if settings.storage is not None:
         store = open_store(settings.storage, page_bytes=pages.size, bytes_max=int(settings.storage_gb * 1e9))
-        parallel: tuple[int, ...] = (model.parallel.rank, model.parallel.ranks)
+        shares = model.parallel.shared is not None
+        parallel: tuple[int, ...] = (0 if shares else model.parallel.rank, model.parallel.ranks, *((1,) * shares))
         if model.stage.count > 1:
             parallel += (model.stage.number, model.stage.count)
         if settings.ep > 1:
@@ -524,7 +526,17 @@ def make_executor(
                 graphs.bytes / MIB,
             )
         return Executor(
-            RunnableModel(model, attention, graphs, split=model.is_part, states=states, media=media, links=model.links),
+            RunnableModel(
+                model,
+                attention,
+                graphs,
+                split=model.is_part,
+                states=states,
+                media=media,
+                links=model.links,
+                ranks=1 if model.parallel.shared is None else model.parallel.ranks,
+                rank=model.parallel.rank,
+            ),
             sampler,
             tables,
             lane,
@@ -837,6 +849,7 @@ def _run_once(
         extend_rows=len(starts),
         starts_host=np.zeros(len(starts), np.int32),
         lengths_host=lengths,
+        ranks=None if model.parallel.shared is None else RankTokens((tokens,) * model.parallel.ranks, padded=True),
     )
     with torch.inference_mode():
         attention.plan(batch)

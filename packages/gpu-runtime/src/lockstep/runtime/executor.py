@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.drafting import Drafter, kept_samples, places_of, right_ones
 from lockstep.runtime.errors import DeviceLost, PlanError
-from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.forward import ForwardBatch, RankTokens
 from lockstep.runtime.graphs import DecodeGraphs
 from lockstep.runtime.lora.batch import lay_out
 from lockstep.runtime.media import DeviceMedia
@@ -67,6 +67,8 @@ from lockstep.runtime.tables import (
 )
 
 MODES = frozenset({"extend", "decode", "mixed", "prebuilt", "verify"})
+IDLE = "idle"  # the mode of a data-parallel rank with nothing to run
+NO_LOGITS = np.empty((0, 0), np.float32)
 JUDGED_AT_ONCE = 256  # prompt positions per chunk of logits: [256, vocabulary] float32
 
 
@@ -81,6 +83,13 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [samples, vocabulary] for hidden states [samples, hidden]."""
+
+
+class SharedModel(Model, Protocol):
+    """A model whose MLPs are split over data-parallel ranks, which run every pass together."""
+
+    def join(self, tokens: RankTokens) -> None:
+        """Compute this rank's part of a pass in which it has no rows."""
 
 
 class RowSampler(Protocol):
@@ -169,6 +178,8 @@ class RunnableModel:
         graphs: prepared; decodes that they hold are replayed.
         split: the model is one rank's part. A pass that raises leaves the ranks out of step, and ends the engine.
         links: to the other pipeline stages; None: there is one stage.
+        ranks: data-parallel ranks that run every pass together; 1: plans that name ranks are refused.
+        rank: which of them this one is.
         states: slots of the layers that keep states; None: the model has none.
         media: contents of requests and output of the encoder; None: plans with media are refused.
     """
@@ -180,6 +191,8 @@ class RunnableModel:
     states: RowSlots | None = None
     media: DeviceMedia | None = None
     links: StageLinks | None = None
+    ranks: int = 1
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +235,7 @@ class Executor:
         self.model, self.attention, self.sampler = runnable.model, runnable.attention, sampler
         self.graphs, self.split, self.states = runnable.graphs, runnable.split, runnable.states
         self.media = runnable.media
-        self.links = runnable.links
+        self.links, self.ranks, self.rank = runnable.links, runnable.ranks, runnable.rank
         self.samples = self.links is None or self.links.stage.is_last  # whether this stage draws the tokens
         self.tables, self.lane, self.matchers, self.canary = tables, lane, matchers, canary
         self.pooling, self.drafter, self.jumps = pooling or Pooling(), ahead.drafter, ahead.jumps
@@ -247,7 +260,7 @@ class Executor:
         the rows that the plan takes.
         Raises: PlanError for a plan that no executor can run; DeviceLost.
         """
-        refuse_unknown(plan)
+        refuse_unknown(plan, self.ranks)
         if plan.media_spans and self.media is None:
             raise PlanError(f"batch {plan.batch_id} has `media_spans`, but this executor has no encoder")
         if plan.hybrid is not None:
@@ -318,7 +331,7 @@ class Executor:
             raise ContractError(f"batch {launched.plan.batch_id} is collected, but waits to be sampled")
         arrays = launched.download.wait()
         self._queue.popleft()
-        if self.canary is not None:
+        if self.canary is not None and launched.plan.mode != IDLE:
             self.canary.judge(launched.plan, arrays["canary"], behind_failure=launched.behind_failure)
         return self._result(launched, arrays)
 
@@ -443,6 +456,12 @@ class Executor:
         if self.drafter is not None or launched.packed.passes[number].verifying is not None:
             self._draft(launched, number)
         one, tensors = launched.packed.passes[number], launched.laid[number]
+        ranks = self._rank_tokens(launched.plan, one)
+        if launched.plan.mode == IDLE:
+            assert ranks is not None
+            cast("SharedModel", self.model).join(ranks)
+            self.forwards += 1
+            return self.lane.upload(NO_LOGITS)
         media = None if self.media is None else self.media.rows(launched.plan, one)
         offsets = None if self.media is None else self.media.offsets(one)
         graphs = self.graphs if one.adapter_slots is None and offsets is None else None
@@ -453,7 +472,7 @@ class Executor:
             received, launched.hidden = launched.hidden(), None
         if graphs is None or self.drafter is not None or self.canary is not None:
             batch = self._batch(launched.states, one, tensors, received)
-            batch.media, batch.rope_offsets = media, offsets
+            batch.media, batch.rope_offsets, batch.ranks = media, offsets, ranks
             self._before_pass(launched, batch)
         if graphs is not None:
             hidden = graphs.run(one, tensors)
@@ -477,6 +496,22 @@ class Executor:
         if launched.plan.extend_rows:
             self._pool(launched, one, hidden)
         return self.model.logits(hidden.index_select(0, tensors.logits_at[:samples]))
+
+    def _rank_tokens(self, plan: BatchPlan, one: ForwardPass) -> RankTokens | None:
+        """Return the new tokens of all data-parallel ranks in a pass; None: this rank runs alone.
+
+        Passes that no rank agreed on are those in which all ranks warm up, in the same way.
+        """
+        own = int(one.indptr[-1])
+        if self.ranks == 1:
+            return None
+        if plan.ranks is None:
+            return RankTokens((own,) * self.ranks, padded=True)
+        if plan.ranks.tokens[self.rank] != own:
+            raise PlanError(
+                f"batch {plan.batch_id} has {own} tokens, and rank {self.rank} agreed on {plan.ranks.tokens[self.rank]}"
+            )
+        return RankTokens(plan.ranks.tokens, padded=plan.ranks.padding == "max_length")
 
     def _before_pass(self, launched: _Launched, batch: ForwardBatch) -> None:
         """Pass the batch to the drafter, and verify its KV slots with the canary."""
@@ -868,16 +903,21 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def refuse_unknown(plan: BatchPlan) -> None:
-    """Raise PlanError for a plan with a feature that this executor does not support."""
-    if plan.mode not in MODES:
-        raise PlanError(f"batch {plan.batch_id} has mode {plan.mode!r}; this executor runs {', '.join(sorted(MODES))}")
-    for name, given in (
-        ("ranks", plan.ranks),
-        ("layers", plan.layers),
-    ):
-        if given:
-            raise PlanError(f"batch {plan.batch_id} has `{name}`, which this executor does not support")
+def refuse_unknown(plan: BatchPlan, ranks: int = 1) -> None:
+    """Raise PlanError for a plan with a feature that this executor does not support.
+
+    Args:
+        ranks: data-parallel ranks of the executor.
+    """
+    modes = MODES if ranks == 1 else MODES | {IDLE}
+    if plan.mode not in modes:
+        raise PlanError(f"batch {plan.batch_id} has mode {plan.mode!r}; this executor runs {', '.join(sorted(modes))}")
+    if plan.layers:
+        raise PlanError(f"batch {plan.batch_id} has `layers`, which this executor does not support")
+    if plan.ranks is not None and len(plan.ranks.tokens) != ranks:
+        raise PlanError(
+            f"batch {plan.batch_id} has `ranks` of {len(plan.ranks.tokens)} ranks, and this executor is of {ranks}"
+        )
     if plan.speculation is None and (plan.starts_after or plan.mode == "verify"):
         what = "`starts_after`" if plan.starts_after else "mode 'verify'"
         raise PlanError(f"batch {plan.batch_id} has {what}, but no `speculation` with what it verifies")

@@ -17,6 +17,7 @@ from lockstep.core.contract.commands import NO_ROWS as NONE
 from lockstep.core.contract.commands import BatchPlan, RowTaken
 from lockstep.core.contract.events import BatchId, PromptSpan, RequestId, RequestKind
 from lockstep.core.requests.table import Request
+from lockstep.core.scheduler.engine import Engine
 
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
@@ -179,3 +180,20 @@ class BatchExecutor(Protocol):
 
     def collect(self) -> BatchResult:
         """Wait for the results of the oldest batch and return them."""
+
+
+def sampled_spans(engine: Engine, plan: BatchPlan, accepted: Int32s | None) -> tuple[Int32s, Int32s]:
+    """Return position of the first new token and number of new tokens of each sampling row of the oldest batch.
+
+    Call it before the engine steps the result: until then the engine has the positions of verifying rows.
+
+    Args:
+        accepted: `BatchResult.accepted`: int32 [sampling rows], or None if no drafts were verified.
+    Returns: positions and counts, both int32 [sampling rows].
+    """
+    rows = plan.sample_rows
+    if plan.speculation is not None:
+        positions: Int32s = engine.in_flight[0].sampled_at
+        return positions, engine.in_flight[0].least if accepted is None else accepted
+    counts = plan.stops[rows] - plan.starts[rows] if plan.steps > 1 else np.ones(len(rows), np.int32)
+    return plan.stops[rows] - counts + np.int32(1), counts

@@ -131,6 +131,13 @@ class EngineOptions(RankOptions, frozen=True, kw_only=True, forbid_unknown_field
     pp: Annotated[
         int, Option("Pipeline stages: groups of --tp GPUs, or of processes, with some of the layers each.")
     ] = 1
+    attention_dp: Annotated[
+        int,
+        Option("Data-parallel ranks: GPUs with attention, requests and KV of their own that share all other layers."),
+    ] = 1
+    rank_schedulers: Annotated[
+        bool, Option("With --attention-dp: a scheduler for each rank, which agree on every pass.")
+    ] = False
     ray: Annotated[
         str | None,
         Option(

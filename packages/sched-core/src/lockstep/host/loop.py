@@ -49,6 +49,7 @@ from lockstep.core.contract.commands import (
     LoadAdapter,
     LoadFromHost,
     PrefetchFromStorage,
+    ProposeBatch,
     RejectRequest,
     ReleaseDeviceMemory,
     ResumeDeviceMemory,
@@ -89,7 +90,15 @@ from lockstep.core.journal.sinks import JournalSink
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.intake import ReceiveSkipper
 from lockstep.host.adapters import AdapterLoader, AdaptersLog, KnownAdapters
-from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, RowContext, row_context
+from lockstep.host.batches import (
+    BatchExecutor,
+    BatchResult,
+    Float32s,
+    Int32s,
+    RowContext,
+    row_context,
+    sampled_spans,
+)
 from lockstep.host.cache_moves import CacheMoves, PageMover, name_adapter
 from lockstep.host.clock import HostClock as HostClock
 from lockstep.host.drafts import DraftCounts
@@ -100,6 +109,7 @@ from lockstep.host.idle_check import IdleCheck
 from lockstep.host.inbox import Inbox
 from lockstep.host.media.content import EncoderInput
 from lockstep.host.media.encoding import MediaEncoder
+from lockstep.host.rank_agreement import RankAgreement
 from lockstep.host.sinks import Kept, drop_behind_the_end, taken_from, with_logprobs
 from lockstep.host.sinks import ResultExtras as ResultExtras
 from lockstep.host.sinks import Sink as Sink
@@ -207,6 +217,7 @@ class DeviceServices:
         mover: moves KV between the device, host memory and storage; without it the engine must have no tiers.
         handover: transfers of requests between prefill and decode engines; without it the engine must be mixed.
         encoder: encodes media; without it no content can be encoded.
+        agreement: with the other data-parallel ranks; without it the engine must have one rank.
     """
 
     profiler: Profiler | None = None
@@ -215,6 +226,7 @@ class DeviceServices:
     mover: PageMover | None = None
     handover: Handover | None = None
     encoder: MediaEncoder | None = None
+    agreement: RankAgreement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +305,7 @@ class RuntimeHost:
         self._stores = tiers is not msgspec.UNSET and tiers.storage
         self.handover = device.handover
         self._encoder = device.encoder
+        self._agreement = device.agreement
         self._wake_at_us: int | None = None
         self._nothing_new = False  # since the last LaneReady that launched nothing
         self._offered, self._tried = -1, 0  # the last offered microbatch; microbatches offered in vain since an event
@@ -393,6 +406,10 @@ class RuntimeHost:
     def put_fact(self, make: Callable[[int], ObservedEvent]) -> None:
         """Send a fact to the engine; `make` is called in the host's thread with its time."""
         self._inbox.put(_Fact(make))
+
+    def wake(self) -> None:
+        """End a wait of the loop, which then looks again whether a slot can be offered. From any thread."""
+        self._inbox.put(None)
 
     def oldest_batch(self) -> BatchId | None:
         """Return the batch that is collected next; None if none is in flight. From any thread."""
@@ -511,7 +528,10 @@ class RuntimeHost:
         return bool(self.engine.requests or self._maintaining or self.moves.open or handing_over)
 
     def _may_launch(self) -> bool:
-        if self._nothing_new:
+        ranks = self._agreement
+        if ranks is not None and ranks.pending:
+            return False
+        if self._nothing_new and not (ranks is not None and ranks.take_wanted()):
             return False
         if self.engine.microbatches.several:
             return bool(self.engine.open_slots())
@@ -587,7 +607,7 @@ class RuntimeHost:
         if step.commands:
             self.journal.flush()
         self._wake_at_us = step.wake_at_us
-        self._nothing_new, self._tried = False, 0
+        self._nothing_new, self._tried = self._agreement is not None and self._agreement.fold(event, step), 0
         if self.observe is not None:
             self.observe(event, step)
         if self.handover is not None:
@@ -821,6 +841,8 @@ class RuntimeHost:
                 self.batches += 1
                 with NOT_PROFILED if self._profiler is None else self._profiler.batch(plan):
                     self.executor.launch(plan, deferred=sample == "deferred", contexts=self._context)
+            case ProposeBatch() if self._agreement is not None:
+                self._agreement.propose(command)
             case SampleBatch(batch_id, advance):
                 self.executor.sample(batch_id, advance)
             case StreamTokens():
@@ -981,20 +1003,3 @@ class RuntimeHost:
 def _raise(error: BaseException, now_us: int) -> ObservedEvent:
     """Raise an error of another thread in the host's thread."""
     raise error
-
-
-def sampled_spans(engine: Engine, plan: BatchPlan, accepted: Int32s | None) -> tuple[Int32s, Int32s]:
-    """Return position of the first new token and number of new tokens of each sampling row of the oldest batch.
-
-    Call it before the engine steps the result: until then the engine has the positions of verifying rows.
-
-    Args:
-        accepted: `BatchResult.accepted`: int32 [sampling rows], or None if no drafts were verified.
-    Returns: positions and counts, both int32 [sampling rows].
-    """
-    rows = plan.sample_rows
-    if plan.speculation is not None:
-        positions: Int32s = engine.in_flight[0].sampled_at
-        return positions, engine.in_flight[0].least if accepted is None else accepted
-    counts = plan.stops[rows] - plan.starts[rows] if plan.steps > 1 else np.ones(len(rows), np.int32)
-    return plan.stops[rows] - counts + np.int32(1), counts

@@ -47,9 +47,9 @@ from lockstep.core.journal.segments import find_journal
 from lockstep.core.requests.delivery import sent_to
 from lockstep.core.requests.table import Request, prompt_length
 from lockstep.core.scheduler.engine import Engine
-from lockstep.host.batches import Float32s, Int32s
+from lockstep.host.batches import Float32s, Int32s, sampled_spans
 from lockstep.host.durable import HostImage, image_of, read_image, sender_and_number
-from lockstep.host.loop import RuntimeHost, sampled_spans
+from lockstep.host.loop import RuntimeHost
 
 log = logging.getLogger("lockstep.host")
 

@@ -568,10 +568,10 @@ def runtime_refusal(name: str) -> str:
             "`hybrid` follows from the model and from options of the engine\n"
             "hint: --swa-full-tokens-ratio, --mamba-full-memory-ratio, --mamba-track-interval"
         )
-    if name in ("dp_ranks", *RANK_SETTINGS, *DELAYER_SETTINGS, *TRIGGER_SETTINGS):
+    if name in ("dp_ranks", "dp_rank"):
         return (
-            f"`{name}` is of data-parallel attention, which is simulated only: no runtime exchanges proposals of ranks "
-            "yet\nhint: drop it, or try lockstep simulate --attention-dp N --rank-schedulers"
+            f"`{name}` follows from the data-parallel ranks of the engine\n"
+            "hint: lockstep serve --tp N --attention-dp N --rank-schedulers"
         )
     return ""
 
@@ -797,6 +797,9 @@ DELAYER_SETTINGS: dict[str, Any] = {
 
 TRIGGER_SETTINGS = ("prefill_delayer_slots", "prefill_delayer_queue_min_ratio")
 """Rules by which a prefill delayer waits for more prompts although every rank has prompts. Unset: no such rule."""
+
+OF_RANKS = (*(name for name in RANK_SETTINGS if name != "dp_rank"), *DELAYER_SETTINGS, *TRIGGER_SETTINGS)
+"""Settings of schedulers of data-parallel ranks that an operator gives; the number of the rank is given by its host."""
 
 
 def _settle_ranks(config: SchedConfig) -> None:

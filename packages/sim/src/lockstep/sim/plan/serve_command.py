@@ -9,7 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.core.cluster.router import RouterConfig, policy_settings
-from lockstep.core.contract.config import DRAFT_SETTINGS, STAGES_ONLY, TRANSFER_SETTINGS, runtime_refusal
+from lockstep.core.contract.config import (
+    DELAYER_SETTINGS,
+    DRAFT_SETTINGS,
+    OF_RANKS,
+    STAGES_ONLY,
+    TRANSFER_SETTINGS,
+    TRIGGER_SETTINGS,
+    runtime_refusal,
+)
 from lockstep.core.contract.profiles import profile_settings
 from lockstep.host.engine_options import RankOptions
 from lockstep.host.options import option_of, options_of
@@ -29,6 +37,9 @@ OF_MEDIA = ("media", "mm_encoder_tp_mode")
 
 NOT_EMULATED = ("jump_forward_tokens", "encoder_cache_tokens", "encoder_budget_tokens")
 """Settings that a real engine supports. An emulated engine draws each token independently and takes no pictures."""
+
+OF_DELAYER = (*DELAYER_SETTINGS, *TRIGGER_SETTINGS)
+"""Settings of a prefill delayer, which a server without one refuses."""
 
 SERVED_ENGINES_MAX = 256
 """Engines of one kind of a server, at most: AT_MOST["dp"] of the server's settings, which are of another package."""
@@ -80,11 +91,20 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
         layout.pop("ep", None)  # a server divides experts over all ranks of a stage, or not at all
     if split is not None and split.names_tp:
         layout.pop("tp", None)
+    flags: list[str] = []
+    alone = split is None and candidate.best.replicas == 1
+    if base.rank_schedulers and alone and base.attention_dp == base.tp and base.pp == 1:
+        layout["attention_dp"], flags = base.attention_dp, ["--rank-schedulers"]
+        if not settings.get("prefill_delayer"):
+            settings = {name: value for name, value in settings.items() if name not in OF_DELAYER}
+    else:  # a server has a rank for each GPU
+        lacks += [f"{name} {shown(settings[name])}" for name in OF_RANKS if settings.get(name)]
+        settings = {name: value for name, value in settings.items() if name not in OF_RANKS}
     if base.pp == 1:
         settings = {name: value for name, value in settings.items() if name not in STAGES_ONLY}
     elif "pp_size" not in settings:
         settings["pp_size"] = 1  # one running batch; a server has one for each stage by itself
-    served = ["--model", "FOLDER", *_option_words(layout), *common, *_tier_words(tiers)]
+    served = ["--model", "FOLDER", *_option_words(layout), *flags, *common, *_tier_words(tiers)]
     served += _set_words(settings, hands_over)
     emulated = ["--emulate", f"{base.model}@{base.gpu}", *common]
     for name in EMULATED:
@@ -97,13 +117,15 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
             emulated += [option_of(name), str(getattr(base, name))]
     if base.calibration is not None:
         emulated += ["--calibration", base.calibration]
-    not_emulated = (*NOT_EMULATED, *STAGES_ONLY)
+    not_emulated = (*NOT_EMULATED, *STAGES_ONLY, *OF_RANKS)
     of_engine = {name: value for name, value in base.settings.items() if name not in not_emulated}
     emulated += _set_words(of_engine, hands_over)
     emulated_lacks = [one for one in lacks if one.partition(" ")[0] not in EMULATED]
     of_stages = [(name, value) for name, value in base.settings.items() if name in STAGES_ONLY and value]
     emulated_lacks += [f"{name} {shown(value)}" for name, value in of_stages if (name, value) != ("pp_size", 1)]
-    lacks = [one for one in lacks if one.partition(" ")[0] not in layout]
+    if flags:
+        emulated_lacks += [f"{name} {shown(base.settings[name])}" for name in OF_RANKS if base.settings.get(name)]
+    lacks = [one for one in lacks if one.partition(" ")[0] not in (*layout, *(("rank_schedulers",) if flags else ()))]
     emulated_lacks += [f"{name} {shown(value)}" for name, value in tiers.items()]
     emulated_lacks += [f"{name} {base.settings[name]}" for name in NOT_EMULATED if base.settings.get(name)]
     emulated_lacks += _links_missed(candidate.trial) if hands_over else []

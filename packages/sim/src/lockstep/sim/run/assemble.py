@@ -12,6 +12,7 @@ import msgspec
 
 from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.rank_settings import settings_of_rank
 from lockstep.host.adapters import LORAS
 from lockstep.host.options import option_of
 from lockstep.sim.catalogue import load_gpu, load_model
@@ -46,7 +47,7 @@ from lockstep.sim.run.engine import calibration_of, scheduling
 from lockstep.sim.run.environment import debug_level, environment_settings
 from lockstep.sim.run.layout import layout_of
 from lockstep.sim.run.load import check_load, check_measured, check_samples, check_seed, open_load
-from lockstep.sim.run.ranks import check_ranks, config_of_engine, settings_of_rank
+from lockstep.sim.run.ranks import check_ranks, config_of_engine
 from lockstep.sim.run.sessions import check_server_sessions
 from lockstep.sim.run.setup import Setup
 from lockstep.sim.scenario.scenario import Scenario
