@@ -3,7 +3,7 @@
 
     python3 dev.py demo               requests per second that one GPU serves within its SLOs
     python3 dev.py lockstep ARGS      the `lockstep` command, e.g. `lockstep simulate --help`
-    python3 dev.py test ARGS          pytest, on all cores; `-n0` for one process
+    python3 dev.py test ARGS          pytest, on all cores; `-n0` for one process; --affected: what a change may affect
     python3 dev.py vllm-test ARGS     tests/vllm with a vLLM in an environment of its own; --short for a part
     python3 dev.py vllm-families ARGS answers of lockstep.vllm and of vLLM's own scheduler, model family by model family
     python3 dev.py check              ruff, its formatter, mypy --strict, and the golden journals
@@ -12,6 +12,7 @@
     python3 dev.py swarm ARGS         random histories with every invariant checked; --seconds 600 or --steps 10_000_000
     python3 dev.py explore ARGS       every interleaving of small worlds; --transitions 4_000, --world NAME
     python3 dev.py fast-path-campaign 20,000 random runs by the simulator's fast path and by the core; --runs 500
+    python3 dev.py mutants ARGS       small changes of the sources, which tests must notice; core --sample 600
     python3 dev.py kernel-mutants     mutants of the simulator's fast path that no random run finds; --module memory.py
     python3 dev.py fleet-swarm ARGS   random histories of prefill and decode engines with a bad network, 1,000,000 steps
     python3 dev.py rank-swarm ARGS    random histories of four data-parallel ranks; --steps 100_000
@@ -109,6 +110,8 @@ def lockstep(args):
 
 
 def test(args):
+    if "--affected" in args:
+        return call(PYTHON, "-m", "tests.affected", *(one for one in args if one != "--affected"))
     return call(PYTHON, "-m", "pytest", "--numprocesses=auto", "--dist=loadfile", *args)
 
 
@@ -209,6 +212,10 @@ def swarm(args):
 
 def explore(args):
     return call(PYTHON, "tests/explore.py", *args)
+
+
+def mutants(args):
+    return call(PYTHON, "tests/mutants.py", *args)
 
 
 def kernel_mutants(args):
@@ -326,6 +333,7 @@ TASKS = {
     "golden": ("dev", golden),
     "swarm": ("dev", swarm),
     "explore": ("dev", explore),
+    "mutants": ("dev", mutants),
     "kernel-mutants": ("dev", kernel_mutants),
     "fast-path-campaign": ("dev", fast_path_campaign),
     "fleet-swarm": ("dev", fleet_swarm),

@@ -7,7 +7,7 @@ import pytest
 from lockstep.core.journal import snapshot
 from tests.explore import explore, main
 from tests.support.driver.driver import Driver
-from tests.support.explorer import search
+from tests.support.explorer import play, search
 from tests.support.explorer.canonical import canonical
 from tests.support.explorer.catalogue import FEATURES, refused, world
 from tests.support.explorer.copies import restore, save
@@ -52,7 +52,7 @@ def test_a_canonical_form_that_forgets_too_much_is_noticed(monkeypatch: pytest.M
         return repr((state["waiting"], len(state["in_flight"]), left)).encode()
 
     monkeypatch.setattr(search, "COMPARED_SHARE", 1)
-    monkeypatch.setattr(search, "key", forgetful)
+    monkeypatch.setattr(play, "key", forgetful)
     found = Explorer(world(("retraction",), 1)).run()
     assert "different futures" in found.failure
 
