@@ -1,17 +1,17 @@
 """Run the tests that a change may affect.
 
-    python3 dev.py test --affected                 the files that differ from `main`, uncommitted ones included
+    python3 dev.py test --affected                 files that differ from `main`, uncommitted ones too
     python3 dev.py test --affected --base HEAD~3   from another commit
     python3 dev.py test --affected --list          name the test files and the reasons, run nothing
-    python3 dev.py test --affected --record        record what each test file runs: the whole suite once, under coverage
+    python3 dev.py test --affected --record        record what each test file runs: the suite once, under coverage
 
 A test file is affected if it imports a changed module, itself or through others. A test file that starts processes may
 run any module, so it is affected by each. A changed file that is no module (a scenario, a page, a table) affects the
-test files that name it or its folder. What all tests depend on (`conftest.py`, `pyproject.toml`, pinned versions) affects
-all.
+test files that name it or its folder. What all tests depend on (`conftest.py`, `pyproject.toml`, pinned versions)
+affects all.
 
-A record narrows this down: a recorded test file is affected only if a function that it has run, in whichever process, or
-the rest of a module that it has imported, is another one now.
+A record narrows this down: a recorded test file is affected only if a function that it has run, in whichever process,
+or the rest of a module that it has imported, is another one now.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ RECORD = ROOT / ".mutants/affected.json"
 SOURCES = ("packages/*/src", "tools/src")
 OTHERS = ("tests", "benchmarks", "examples")
 EVERYTHING = ("tests/conftest.py", "pyproject.toml", "constraints.txt")
-STARTS_PROCESSES = ("subprocess", "multiprocessing", "concurrent.futures")
+STARTS_PROCESSES = ("sys.executable", "Popen(")  # texts of tests that run commands of the product
+INTERFACE = "lockstep"  # the package whose attributes are the functions of the commands
 REST = "the rest of the module"
 
 Digests = dict[str, dict[str, str]]  # by file and function
@@ -56,30 +57,39 @@ def modules() -> dict[str, str]:
     return found
 
 
-def imported_by(path: str) -> set[str]:
-    """Return the names that a file imports, anywhere in it."""
+def imported_by(path: str, *, typing: bool = False) -> set[str]:
+    """Return the names that a file imports, anywhere in it. `typing`: those for type checkers, not the others."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
+    waiting: list[tuple[ast.AST, bool]] = [(ast.parse(_text(path)), False)]
+    while waiting:
+        node, guarded = waiting.pop()
+        if isinstance(node, ast.Import) and guarded == typing:
             found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level and guarded == typing:
             found.add(node.module)
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            guarded = True
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inner = getattr(node, name, ())
+            waiting += [(one, guarded) for one in inner] if isinstance(inner, list) else []
     return found
 
 
 @cache
 def graph() -> dict[str, set[str]]:
-    """Return the files that each file imports, packages around them included. STARTS_PROCESSES stay names."""
+    """Return the files that each file imports, packages around them included."""
     known = modules()
     found: dict[str, set[str]] = {}
     for path in known.values():
         names = imported_by(path)
+        if INTERFACE in names:  # its functions are imported by name when they are used
+            names |= imported_by(known[INTERFACE], typing=True)
         files = {known[name] for name in names if name in known}
         for name in names:
             parts = name.split(".")
             files.update(known[one] for i in range(1, len(parts)) if (one := ".".join(parts[:i])) in known)
-        found[path] = files | {name for name in names if name in STARTS_PROCESSES}
+        found[path] = files
     return found
 
 
@@ -95,9 +105,11 @@ def reached(path: str) -> frozenset[str]:
     return frozenset(seen)
 
 
-def test_files() -> list[str]:
+def files_of_tests() -> list[str]:
     """Return all test files."""
-    return sorted(path for path in modules().values() if path.startswith("tests/") and Path(path).name.startswith("test_"))
+    return sorted(
+        path for path in modules().values() if path.startswith("tests/") and Path(path).name.startswith("test_")
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ selection
@@ -126,7 +138,7 @@ def affected(changed: Iterable[str], record: dict[str, Digests]) -> dict[str, st
     everything = next((path for path in changed if path in EVERYTHING), "")
     found: dict[str, str] = {}
     now = _Now()
-    for test in test_files():
+    for test in files_of_tests():
         if everything:
             found[test] = everything
         elif test in record:
@@ -144,9 +156,16 @@ def _concerns(path: str, test: str) -> bool:
     if path in files:
         return True
     product = path.endswith(".py") and not path.startswith(OTHERS)
-    if product and not files.isdisjoint(STARTS_PROCESSES):
+    if product and _starts_processes(test):
         return True
     return _is_named(path, test)
+
+
+@cache
+def _starts_processes(test: str) -> bool:
+    """Whether a test file, or a file of tests that it imports, runs commands."""
+    texts = (_text(one) for one in reached(test) if one.startswith("tests/") and one != "tests/affected.py")
+    return any(mark in text for text in texts for mark in STARTS_PROCESSES)
 
 
 def _is_named(path: str, test: str) -> bool:
@@ -265,13 +284,15 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help="run all test files, or the named ones, and record them")
     asked, arguments = parser.parse_known_args()
     if asked.record:
-        named = [one for one in arguments if one in test_files()]
-        failed = list(make_record(named or test_files()))
+        named = [one for one in arguments if one in files_of_tests()]
+        failed = list(make_record(named or files_of_tests()))
         for test in failed:
             print(f"{test} failed and is not recorded")
         return 1 if failed else 0
     chosen = affected(changed_since(asked.base), read_record())
-    print(f"{len(chosen)} of {len(test_files())} test files are affected by the change since {asked.base}", flush=True)
+    print(
+        f"{len(chosen)} of {len(files_of_tests())} test files are affected by the change since {asked.base}", flush=True
+    )
     if asked.list:
         for test, why in chosen.items():
             print(f"  {test}: {why}")

@@ -440,7 +440,7 @@ def main() -> int:
     parser.add_argument(
         "--plants",
         metavar="TEXT",
-        help="plant every bug with TEXT in its name (\"\" has all) in fresh histories, and keep a seed that shows each",
+        help='plant every bug with TEXT in its name ("" has all) in fresh histories, and keep a seed that shows each',
     )
     options = parser.parse_args()
     if options.steps is not None and (options.seed is not None or options.plant):

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.affected import REST, ROOT, Digests, affected, changed_since, functions_of, main, recorded, test_files
+from tests.affected import REST, ROOT, Digests, affected, changed_since, files_of_tests, functions_of, main, recorded
 
 RADIX = "packages/sched-core/src/lockstep/core/kv/radix.py"
 ROOFLINE = "packages/sim/src/lockstep/sim/cost/roofline.py"
-RADIX_TEST, TERMS_TEST, PAGES_TEST = "tests/core/test_radix.py", "tests/sim/test_cost_terms.py", "tests/core/test_pages.py"
+RADIX_TEST, TERMS_TEST, PAGES_TEST = (
+    "tests/core/test_radix.py",
+    "tests/sim/test_cost_terms.py",
+    "tests/core/test_pages.py",
+)
 
 
 def test_a_module_affects_the_tests_that_import_it() -> None:
@@ -33,12 +37,14 @@ def test_a_file_that_is_no_module_affects_the_tests_that_name_it() -> None:
 
 
 def test_what_all_tests_depend_on_affects_all() -> None:
-    assert affected(["constraints.txt"], {}).keys() == set(test_files())
+    assert affected(["constraints.txt"], {}).keys() == set(files_of_tests())
 
 
 def test_a_record_narrows_the_choice_to_functions_that_were_run() -> None:
     functions = functions_of((ROOT / RADIX).read_text())
-    run: Digests = {RADIX: {name: digest for name, (_, digest) in functions.items() if name in ("RadixCache.match", REST)}}
+    run: Digests = {
+        RADIX: {name: digest for name, (_, digest) in functions.items() if name in ("RadixCache.match", REST)}
+    }
     assert RADIX_TEST not in affected([RADIX], {RADIX_TEST: run})
     other: Digests = {RADIX: {**run[RADIX], "RadixCache.match": "of another text"}}
     assert affected([], {RADIX_TEST: other}) == {RADIX_TEST: f"{RADIX}: RadixCache.match"}
@@ -46,7 +52,9 @@ def test_a_record_narrows_the_choice_to_functions_that_were_run() -> None:
 
 def test_a_function_is_told_from_the_rest_of_its_module() -> None:
     before = functions_of("LIMIT = 1\n\ndef f():\n    return 1\n\nclass A:\n    def g(self):\n        return 2\n")
-    inside = functions_of("LIMIT = 1\n\ndef f():\n    # why\n    return 3\n\nclass A:\n    def g(self):\n        return 2\n")
+    inside = functions_of(
+        "LIMIT = 1\n\ndef f():\n    # why\n    return 3\n\nclass A:\n    def g(self):\n        return 2\n"
+    )
     outside = functions_of("LIMIT = 2\n\ndef f():\n    return 1\n\nclass A:\n    def g(self):\n        return 2\n")
     assert before.keys() == {"f", "A.g", REST}
     assert {name for name in before if before[name][1] != inside[name][1]} == {"f"}

@@ -57,7 +57,11 @@ CHANGES = {
     "longest: `1` becomes `2`",
     "longest: `0` becomes `1`",
 }
-OF_NUMBERS = {"longest: `max(sizes[-1], 0)` becomes `min(sizes[-1], 0)`", "longest: `0` becomes `1`", "longest: `1` becomes `2`"}
+OF_NUMBERS = {
+    "longest: `max(sizes[-1], 0)` becomes `min(sizes[-1], 0)`",
+    "longest: `0` becomes `1`",
+    "longest: `1` becomes `2`",
+}
 RUN = """
 import json, sys
 from pathlib import Path
@@ -68,11 +72,12 @@ assert run_pytest(Measuring(folder / "kept", [folder]), [str(folder / "test_box.
 verdicts = {}
 def report(mutant, verdict, by, seconds):
     verdicts[mutant.name] = verdict, by.rpartition("::")[2]
-plugin = Mutating(Tests.read(folder / "kept"), list(mutants_of(folder / "box.py")), report, budget_s=5, cpu_min_s=1, jobs=4)
+mutants = list(mutants_of(folder / "box.py"))
+plugin = Mutating(Tests.read(folder / "kept"), mutants, report, budget_s=5, cpu_min_s=1, jobs=4)
 run_pytest(plugin, [str(folder / "test_box.py")])
 (folder / "verdicts.json").write_text(json.dumps(verdicts))
 """
-SUBJECT = '''
+SUBJECT = """
 def capped(size):
     if size > 10:
         return 10
@@ -87,8 +92,8 @@ def countdown(size):
     while size > 0:
         size -= 1
     return size
-'''
-TESTS = '''
+"""
+TESTS = """
 from box import capped, countdown
 
 def test_small():
@@ -99,7 +104,7 @@ def test_large():
 
 def test_down():
     assert countdown(3) == 0
-'''
+"""
 
 
 def test_every_kind_of_change_is_made(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import FunctionType
 from typing import NamedTuple
 
@@ -202,5 +203,5 @@ def planted(name: str) -> Iterator[None]:
 
 
 FEATURE_PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    name: (lambda name=name: planted(name)) for name in PLANTS
+    name: partial(planted, name) for name in PLANTS
 }

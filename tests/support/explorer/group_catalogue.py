@@ -66,7 +66,9 @@ def group_world(name: str, depth: int) -> FleetWorld | RankWorld:
     settings = {**SETTINGS, "overlap_depth": depth, **settings}
     full = f"{name}, depth {depth}"
     if kind == "fleet":
-        return FleetWorld(full, SchedConfig(role="prefill", **settings), SchedConfig(role="decode", **settings), **fields)
+        return FleetWorld(
+            full, SchedConfig(role="prefill", **settings), SchedConfig(role="decode", **settings), **fields
+        )
     settings.pop("num_reserved_decode_tokens")
     arrivals = ((0, ONE[0]), (1, TWO[1]))
     return RankWorld(full, SchedConfig(dp_ranks=2, dp_rank=0, **settings), arrivals, **fields)

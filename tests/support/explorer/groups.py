@@ -1,7 +1,7 @@
-"""Small worlds of several engines: a prefill and a decode engine with a network between them, and data-parallel ranks.
+"""Small worlds of several engines: a prefill and a decode engine on a network, and data-parallel ranks.
 
-The moves are those of `fleet.Fleet` and `rank_group.RankGroup`, the checks theirs: what moves between engines belongs to
-one transfer, all ranks decide alike, and each answer is the one that a plain engine gives.
+The moves are those of `fleet.Fleet` and `rank_group.RankGroup`, the checks theirs: what moves between engines belongs
+to one transfer, all ranks decide alike, and each answer is the one that a plain engine gives.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ class GroupPlay:
 
     def left(self) -> Left:
         """Return all inputs of the world."""
-        return Left(tuple(range(self._arrivals)), (), (), {name: count for name, count in self._counts.items() if count})
+        return Left(
+            tuple(range(self._arrivals)), (), (), {name: count for name, count in self._counts.items() if count}
+        )
 
     def members(self) -> list[Any]:
         """Return the members of the group, in order."""
@@ -254,7 +256,7 @@ class FleetPlay(GroupPlay):
 
     def is_fruitless(self, move: Move) -> bool:
         """Whether a launch slot was offered in vain."""
-        return move.action[0] == "ready"
+        return bool(move.action[0] == "ready")
 
     def _of_hosts(self) -> object:
         fleet = self.group
@@ -275,7 +277,7 @@ def _may_tell(told: Told) -> bool:
 
 def _of_wire(wire: Wire, next_batch: int, fleet: Fleet) -> tuple[object, ...]:
     parts = [
-        (part.command.start_tokens, part.command.stop_tokens, part.ready, part.command.after_batch - next_batch)
+        (part.command.start_tokens, part.command.stop_tokens, part.ready, (part.command.after_batch or 0) - next_batch)
         for part in wire.parts
     ]
     receive = None if wire.receive is None else wire.receive.start_tokens
@@ -351,7 +353,7 @@ class RankPlay(GroupPlay):
 
     def is_fruitless(self, move: Move) -> bool:
         """Ranks without work go on agreeing; no cycle of them counts."""
-        return move.action[0] != "finish"
+        return bool(move.action[0] != "finish")
 
     def _of_hosts(self) -> object:
         group = self.group

@@ -5,7 +5,6 @@ An engine is played by its driver (`tests/support/driver`), several engines by `
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
@@ -68,7 +67,7 @@ class EnginePlay:
         self.world, self.driver = world, Driver(world.config)
 
     @property
-    def marks(self) -> Counter[str]:
+    def marks(self) -> set[str]:
         """Branches that were reached."""
         return self.driver.marks
 

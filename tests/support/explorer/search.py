@@ -1,6 +1,7 @@
 """Go through every state of a small world, and check each one and the graph that they make.
 
-In each state all invariants, the tagged devices and, of one engine, the obligations of the driver hold, as in the swarm. On the graph:
+In each state all invariants, the tagged devices and, of one engine, the obligations of the driver hold, as in the
+swarm. On the graph:
 
     from every state an idle one is reached by steps of the host alone (nothing is stuck), and
     no cycle consists of steps alone (nothing goes on for ever without progress). Launch slots that are offered in vain
@@ -85,7 +86,7 @@ class Explorer:
             found.failure = str(failed.args[0])
             found.actions = failed.args[1]
         found.states, found.seconds = len(self._states), time.process_time() - begun
-        found.marks = self.play.marks
+        found.marks = set(self.play.marks)
         return found
 
     # ------------------------------------------------------------------------------------------------------ the search

@@ -33,7 +33,9 @@ class LiveFunctions:
     def mutate(self, mutant: Mutant) -> None:
         """Give the functions of a mutant its code, for the rest of this process. Raises: NoFunctionError."""
         key = str(mutant.path), mutant.function, mutant.first_line
-        code = next((one for one in _codes(compile(mutant.tree, key[0], "exec", dont_inherit=True)) if _key(one) == key), None)
+        code = next(
+            (one for one in _codes(compile(mutant.tree, key[0], "exec", dont_inherit=True)) if _key(one) == key), None
+        )
         functions = self._by_code.get(key)
         if code is None or not functions:
             raise NoFunctionError(f"{mutant.name}: no function of this process has its code")

@@ -238,11 +238,13 @@ def _statements(node: ast.stmt) -> Iterator[ast.AST]:
         if type(node.op) in SUMS:
             yield ast.AugAssign(node.target, SUMS[type(node.op)](), node.value)
         yield ast.Pass()
-    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        yield ast.Pass()
-    elif isinstance(node, ast.Assign) and all(isinstance(one, ast.Attribute | ast.Subscript) for one in node.targets):
-        yield ast.Pass()
-    elif isinstance(node, ast.Delete):
+    elif (
+        (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
+        or (
+            isinstance(node, ast.Assign) and all(isinstance(one, ast.Attribute | ast.Subscript) for one in node.targets)
+        )
+        or isinstance(node, ast.Delete)
+    ):
         yield ast.Pass()
     elif isinstance(node, ast.Break | ast.Continue):
         yield ast.Continue() if isinstance(node, ast.Break) else ast.Break()

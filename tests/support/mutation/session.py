@@ -65,7 +65,9 @@ class Repeatable:
         from hypothesis import HealthCheck, settings
 
         slow = [HealthCheck.too_slow]
-        settings.register_profile("repeatable", deadline=None, suppress_health_check=slow, derandomize=True, database=None)
+        settings.register_profile(
+            "repeatable", deadline=None, suppress_health_check=slow, derandomize=True, database=None
+        )
         settings.load_profile("repeatable")
 
 
@@ -162,7 +164,8 @@ class Mutating(Repeatable):
 
     def _chosen(self, names: list[str]) -> list[str]:
         """Return the tests that the budget has room for: those that have found mutants first, then the quickest."""
-        seconds, left_s, chosen = self._tests.seconds, self._budget_s, []
+        seconds, left_s = self._tests.seconds, self._budget_s
+        chosen: list[str] = []
         for name in sorted(names, key=lambda name: seconds[name] / (1 + self._kills.get(name, 0))):
             if left_s < 0 and chosen:
                 break
