@@ -22,7 +22,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,8 +148,8 @@ def finds_by_histories(budget_s: float) -> Callable[[Mutant], bool]:
     return finds
 
 
-def run(name: str, mutants: Iterable[Mutant], budget_s: float, jobs: int) -> None:
-    """Run mutants of a target, and keep each result."""
+def run(name: str, mutants: Iterable[Mutant], tests: Sequence[str], budget_s: float, jobs: int) -> None:
+    """Run mutants of a target under some of its tests, and keep each result."""
     target, folder = TARGETS[name], KEPT / name
     todo = list(mutants)
     done = 0
@@ -170,13 +170,12 @@ def run(name: str, mutants: Iterable[Mutant], budget_s: float, jobs: int) -> Non
 
         further = finds_by_histories(budget_s) if target.histories else None
         plugin = Mutating(Tests.read(folder), todo, report, budget_s=budget_s, jobs=jobs, further=further)
-        run_pytest(plugin, [*target.tests, *_deselected()])
+        run_pytest(plugin, [*tests, *_deselected()])
 
 
-def measure(name: str) -> None:
-    """Run the tests of a target once, and keep the lines that each of them runs."""
-    target = TARGETS[name]
-    run_pytest(Measuring(KEPT / name, [ROOT / one for one in target.sources]), [*target.tests, *_deselected()])
+def measure(name: str, tests: Sequence[str]) -> None:
+    """Run tests of a target once, and keep the lines that each of them runs."""
+    run_pytest(Measuring(KEPT / name, [ROOT / one for one in TARGETS[name].sources]), [*tests, *_deselected()])
 
 
 def _deselected() -> list[str]:
@@ -227,6 +226,7 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="run those that survived before once more")
     parser.add_argument("--budget", type=float, default=15.0, help="seconds of tests a mutant, and of histories behind")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--tests", nargs="+", help="only these tests of the target, which is quicker and finds fewer")
     parser.add_argument("--measure", action="store_true", help="only record which test runs which line")
     parser.add_argument("--table", type=Path, help="write the table of all results, and run nothing")
     asked = parser.parse_args()
@@ -234,8 +234,9 @@ def main() -> int:
         lines, still_open = table()
         asked.table.write_text("\n".join(lines), encoding="utf-8")
         return 1 if still_open else 0
+    tests = asked.tests or TARGETS[asked.target].tests
     if asked.measure or not (KEPT / asked.target / "seconds.json").exists():
-        measure(asked.target)
+        measure(asked.target, tests)
     if asked.measure:
         return 0
     before = results_of(asked.target)
@@ -244,7 +245,7 @@ def main() -> int:
     )
     todo = [one for one in chosen if _is_open(one, before.get(one.name), again=asked.again)]
     print(f"{len(chosen)} mutants, {len(todo)} to run", flush=True)
-    run(asked.target, todo, asked.budget, asked.jobs)
+    run(asked.target, todo, tests, asked.budget, asked.jobs)
     after, equal = results_of(asked.target), known()
     lost = [one for one in chosen if after[one.name].verdict in ("survived", "uncovered") and one.name not in equal]
     for one in lost:

@@ -121,7 +121,7 @@ class PrefillPlanner:
             self._reserved() if self._ordering.waiting and (self._state.active or self._transfers.hands_over) else 0
         )
         budget = PrefillBudget(config, self._memory.available_pages * config.page_size, reserve)
-        decodes = running.batch.size * self._state.tokens_per_decode if config.batching != "prefill_first" else 0
+        decodes = self._state.decode_tokens(running) if config.batching != "prefill_first" else 0
         if decodes:
             budget.share_with(decodes, self._state.set_aside(running.batch, running.positions))
         if config.chunk_target_us is not None:
