@@ -169,7 +169,7 @@ def run(name: str, mutants: Iterable[Mutant], tests: Sequence[str], budget_s: fl
                 )
 
         further = finds_by_histories(budget_s) if target.histories else None
-        plugin = Mutating(Tests.read(folder), todo, report, budget_s=budget_s, jobs=jobs, further=further)
+        plugin = Mutating(Tests(folder), todo, report, budget_s=budget_s, jobs=jobs, further=further)
         run_pytest(plugin, [*tests, *_deselected()])
 
 

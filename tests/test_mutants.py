@@ -73,7 +73,7 @@ verdicts = {}
 def report(mutant, verdict, by, seconds):
     verdicts[mutant.name] = verdict, by.rpartition("::")[2]
 mutants = list(mutants_of(folder / "box.py"))
-plugin = Mutating(Tests.read(folder / "kept"), mutants, report, budget_s=5, cpu_min_s=1, jobs=4)
+plugin = Mutating(Tests(folder / "kept"), mutants, report, budget_s=5, cpu_min_s=1, jobs=4)
 run_pytest(plugin, [str(folder / "test_box.py")])
 (folder / "verdicts.json").write_text(json.dumps(verdicts))
 """

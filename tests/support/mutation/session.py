@@ -11,22 +11,28 @@ import json
 import os
 import resource
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import coverage
 import pytest
 from _pytest.runner import runtestprotocol
+from coverage.numbits import num_in_numbits
 
 from tests.support.mutation.live import LiveFunctions, NoFunctionError
 from tests.support.mutation.operators import Mutant
 
 Verdict = Literal["killed", "timeout", "survived", "uncovered", "unbuilt"]
+LINES_OF_FILE = """
+    select context, numbits from line_bits join context on context_id = context.id join file on file_id = file.id
+    where path = ?
+"""  # the schema is documented: https://coverage.readthedocs.io/en/latest/dbschema.html
 FURTHER = "further check"  # the name of `Mutating.further` as what found a mutant
 TEST_S_MAX = 20.0  # tests that take longer are left out
 CPU_MIN_S, SLOWER = 5.0, 4.0  # a child may use this much, and this many times what its tests need
@@ -34,26 +40,23 @@ WAITING_MIN_S, WAITING = 60.0, 20.0  # the same of elapsed time, on a busy machi
 BUILT, UNBUILT, FAILED = 0, 3, 1  # exit statuses of a child
 
 
-@dataclass
 class Tests:
     """What `Measuring` found: seconds of each test that passed, and the tests of each line of a file."""
 
-    seconds: dict[str, float]
-    by_line: dict[str, dict[int, list[str]]] = field(repr=False)
-
-    @classmethod
-    def read(cls, folder: Path) -> Tests:
-        """Read what `Measuring` wrote."""
-        data = coverage.CoverageData(str(folder / "coverage"))
-        data.read()
-        lines = {path: data.contexts_by_lineno(path) for path in data.measured_files()}
-        return cls(json.loads((folder / "seconds.json").read_text()), lines)
+    def __init__(self, folder: Path) -> None:
+        """Read what `Measuring` wrote to a folder, the lines of a file when they are asked for."""
+        self.seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text())
+        self._database = sqlite3.connect(folder / "coverage")
+        self._lines: dict[Path, list[tuple[str, bytes]]] = {}  # by file: tests, with their lines as bits
 
     def of(self, mutant: Mutant) -> list[str]:
         """Return the tests that run a line of the changed place, the quickest first."""
-        lines = self.by_line.get(str(mutant.path), {})
+        if mutant.path not in self._lines:
+            found = self._database.execute(LINES_OF_FILE, (str(mutant.path),)).fetchall()
+            self._lines[mutant.path] = [(name, bits) for name, bits in found if name in self.seconds]
         first, last = mutant.lines
-        names = {name for line in range(first, last + 1) for name in lines.get(line, ()) if name in self.seconds}
+        lines = range(first, last + 1)
+        names = [name for name, bits in self._lines[mutant.path] if any(num_in_numbits(line, bits) for line in lines)]
         return sorted(names, key=lambda name: (self.seconds[name], name))
 
 
