@@ -50,7 +50,7 @@ def test_no_interleaving_of_several_engines_breaks_anything(name: str) -> None:
     assert not found.failure, f'python tests/explore.py --world "{found.world.name}": {found.failure}'
 
 
-@pytest.mark.parametrize("world_of", [lambda: group_world("fleet: plain", 1), lambda: group_world("ranks: plain", 1)])
+@pytest.mark.parametrize("world_of", [lambda: group_world("fleet: plain", 1), lambda: group_world("ranks: plain", 0)])
 def test_restored_engines_go_on_as_those_that_were_saved(world_of: Callable[[], AnyWorld]) -> None:
     """Every third move is tried and taken back, as in the test of one engine."""
     tried, plain = play_of(world_of()), play_of(world_of())
@@ -71,7 +71,7 @@ def test_restored_engines_go_on_as_those_that_were_saved(world_of: Callable[[], 
 @pytest.mark.parametrize(("plant", "name"), sorted(SHOWN_BY_GROUPS.items()))
 def test_a_planted_bug_is_found_among_several_engines(plant: str, name: str) -> None:
     failures = [explore(group_world(name, depth), plant=plant).failure for depth in (0, 1)]
-    assert any(failures), f"{plant} survived"
+    assert any(one and "futures" not in one for one in failures), f"{plant} survived: {failures}"
 
 
 @pytest.mark.parametrize("plant", sorted(OBLIGATIONS))

@@ -66,7 +66,7 @@ RUN = """
 import json, sys
 from pathlib import Path
 from tests.support.mutation.operators import mutants_of
-from tests.support.mutation.session import Measuring, Mutating, Tests, run_pytest
+from tests.support.mutation.session import ChangedError, Measuring, Mutating, Tests, run_pytest
 folder = Path(sys.argv[1])
 assert run_pytest(Measuring(folder / "kept", [folder]), [str(folder / "test_box.py")]) == 0
 verdicts = {}
@@ -76,6 +76,12 @@ mutants = list(mutants_of(folder / "box.py"))
 plugin = Mutating(Tests(folder / "kept"), mutants, report, budget_s=5, cpu_min_s=1, jobs=4)
 run_pytest(plugin, [str(folder / "test_box.py")])
 (folder / "verdicts.json").write_text(json.dumps(verdicts))
+(folder / "box.py").write_text("# a line more\\n" + (folder / "box.py").read_text())
+try:
+    Tests(folder / "kept").of(mutants[0])
+except ChangedError:
+    sys.exit(0)
+sys.exit("the measured lines of a changed file were used")
 """
 SUBJECT = """
 def capped(size):

@@ -361,7 +361,11 @@ class RankPlay(GroupPlay):
             [(rank, one.counts, one.wish) for rank, one in sorted(group.proposals.items())],
             [
                 (
-                    [(agreed.round - group.round, agreed.generation - group.generation) for agreed in member.agreed],
+                    [
+                        (one.round - group.round, one.generation - group.generation, one.counts, one.wishes)
+                        for one in member.agreed
+                    ],
+                    [launched.may_sample for launched in member.kv.stream],
                     len(member.launched) - member.delivered,
                     len(group.passes) - len(member.launched),
                     sorted(asked.key for asked in member.asked),

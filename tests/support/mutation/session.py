@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
 
@@ -48,16 +49,27 @@ class Tests:
         self.seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text())
         self._database = sqlite3.connect(folder / "coverage")
         self._lines: dict[Path, list[tuple[str, bytes]]] = {}  # by file: tests, with their lines as bits
+        self._digests: dict[str, str] = json.loads((folder / "sources.json").read_text())
 
     def of(self, mutant: Mutant) -> list[str]:
         """Return the tests that run a line of the changed place, the quickest first."""
         if mutant.path not in self._lines:
+            if self._digests.get(str(mutant.path)) not in (None, _digest(mutant.path)):
+                raise ChangedError(f"{mutant.module} has changed since its lines were measured; run with --measure")
             found = self._database.execute(LINES_OF_FILE, (str(mutant.path),)).fetchall()
             self._lines[mutant.path] = [(name, bits) for name, bits in found if name in self.seconds]
         first, last = mutant.lines
         lines = range(first, last + 1)
         names = [name for name, bits in self._lines[mutant.path] if any(num_in_numbits(line, bits) for line in lines)]
         return sorted(names, key=lambda name: (self.seconds[name], name))
+
+
+class ChangedError(Exception):
+    """A file has other lines than those that were measured."""
+
+
+def _digest(path: Path) -> str:
+    return blake2b(path.read_bytes(), digest_size=8).hexdigest()
 
 
 class Repeatable:
@@ -98,6 +110,8 @@ class Measuring(Repeatable):
             self._coverage.save()
             passed = {name: took for name, took in self._seconds.items() if name not in self._failed}
             (self._folder / "seconds.json").write_text(json.dumps(passed))
+            measured = self._coverage.get_data().measured_files()
+            (self._folder / "sources.json").write_text(json.dumps({one: _digest(Path(one)) for one in measured}))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
