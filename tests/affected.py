@@ -298,7 +298,7 @@ def main() -> int:
             print(f"  {test}: {why}")
     if asked.list or not chosen:
         return 0
-    pytest = [sys.executable, "-m", "pytest", "--numprocesses=auto", "--dist=loadfile", *arguments, *chosen]
+    pytest = [sys.executable, "-m", "pytest", *arguments, *chosen]
     return subprocess.call(pytest, cwd=ROOT, env=os.environ)
 
 
