@@ -277,7 +277,7 @@ def make_record(tests: Iterable[str]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Run the command line; what it does not know goes to pytest."""
+    """Run the command line; arguments that are none of these are options of pytest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="main", help="commit or branch that the change is compared with")
     parser.add_argument("--list", action="store_true", help="name the test files and the reasons, run nothing")

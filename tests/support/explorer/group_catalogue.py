@@ -10,7 +10,7 @@ from tests.support.explorer.groups import FleetWorld, RankWorld
 from tests.support.served import Asked
 
 DEPTHS = (0, 1)  # of overlap
-RANK_DEPTHS = (0,)  # states of ranks with overlap are not told apart well enough: their futures differ
+RANK_DEPTHS = (0,)  # the canonical form merges states of ranks with overlap that have different futures
 SETTINGS: dict[str, Any] = {
     "page_size": 2,
     "pages": 10,

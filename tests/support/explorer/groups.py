@@ -271,7 +271,7 @@ class FleetPlay(GroupPlay):
 
 
 def _may_tell(told: Told) -> bool:
-    """Whether the host takes a fact now: the end of a transfer is told after the first token of its prompt."""
+    """Whether the host takes a fact now: the end of a transfer arrives after the first token of its prompt."""
     return not (told.status == "done" and told.to == PREFILL and told.wire.first_token is None)
 
 

@@ -56,7 +56,6 @@ from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.budget import NewTokenRatio, PrefillBudget, reserve_by_ratio
 from lockstep.core.requests.microbatches import Microbatches, RunningPart
 from lockstep.core.requests.retraction import members_growing, pages_ahead, pages_to_come
-from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import (
     NO_REQUEST,
     ONE,
@@ -284,13 +283,6 @@ class SchedulerState:
     def tokens_per_decode(self) -> int:
         """The most new tokens that a pass computes for each member of the running batch."""
         return 1 + self.config.drafts_max
-
-    def decode_tokens(self, running: RunningState) -> int:
-        """Return the most tokens that a pass computes for a running batch. No member has drafts behind its limit."""
-        batch, most = running.batch, self.tokens_per_decode
-        if most == 1 or not batch.size:
-            return batch.size
-        return int(np.minimum(np.maximum(batch.limits - running.positions, 1), most).sum())
 
     @property
     def moves_by(self) -> int:
