@@ -151,7 +151,7 @@ def affected(changed: Iterable[str], record: dict[str, Digests]) -> dict[str, st
 
 
 def _concerns(path: str, test: str) -> bool:
-    """Whether a changed file may affect a test file, as far as imports tell."""
+    """Whether a changed file may affect a test file, judged by imports and names."""
     files = reached(test)
     if path in files:
         return True
