@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign openapi clients schema-campaign bench dist site pages container docs-test kernel-mutants fast-path-campaign parity gpu-check
+.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign openapi clients schema-campaign bench dist site pages container docs-test mutants kernel-mutants fast-path-campaign parity gpu-check
 
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,7 +16,7 @@ demo:       ## requests per second that one GPU serves within its SLOs; no GPU, 
 check:      ## ruff, its formatter, mypy --strict, and the golden journals
 	@$(PYTHON) dev.py check $(ARGS)
 
-test:       ## the whole test suite
+test:       ## the whole test suite; ARGS=--affected for the tests that a change may affect
 	@$(PYTHON) dev.py test $(ARGS)
 
 vllm-test:  ## tests of lockstep.vllm with a vLLM in an environment of its own; ARGS=--short for a part
@@ -36,6 +36,9 @@ swarm:      ## random histories with every invariant checked; ARGS="--steps 10_0
 
 explore:    ## every interleaving of small worlds, each two features together; ARGS="--transitions 4_000 --csv FILE"
 	@$(PYTHON) dev.py explore $(ARGS)
+
+mutants:    ## small changes of the sources that tests must notice, by module; ARGS="core --sample 600"
+	@$(PYTHON) dev.py mutants $(ARGS)
 
 kernel-mutants: ## mutants of the simulator's fast path, and which of them no random run finds; ARGS="--module memory.py"
 	@$(PYTHON) dev.py kernel-mutants $(ARGS)

@@ -3,7 +3,7 @@
 
     python3 dev.py demo               requests per second that one GPU serves within its SLOs
     python3 dev.py lockstep ARGS      the `lockstep` command, e.g. `lockstep simulate --help`
-    python3 dev.py test ARGS          pytest, on all cores; `-n0` for one process
+    python3 dev.py test ARGS          pytest, on all cores; `-n0` for one process; --affected: what a change may affect
     python3 dev.py vllm-test ARGS     tests/vllm with a vLLM in an environment of its own; --short for a part
     python3 dev.py vllm-families ARGS answers of lockstep.vllm and of vLLM's own scheduler, model family by model family
     python3 dev.py check              ruff, its formatter, mypy --strict, and the golden journals
@@ -12,6 +12,7 @@
     python3 dev.py swarm ARGS         random histories with every invariant checked; --seconds 600 or --steps 10_000_000
     python3 dev.py explore ARGS       every interleaving of small worlds; --transitions 4_000, --world NAME
     python3 dev.py fast-path-campaign 20,000 random runs by the simulator's fast path and by the core; --runs 500
+    python3 dev.py mutants ARGS       small changes of the sources, which tests must notice; core --sample 600
     python3 dev.py kernel-mutants     mutants of the simulator's fast path that no random run finds; --module memory.py
     python3 dev.py parity ARGS        each mechanism of docs/parity.md taken out; its test must fail. ARGS: some names
     python3 dev.py fleet-swarm ARGS   random histories of prefill and decode engines with a bad network, 1,000,000 steps
@@ -112,10 +113,13 @@ def lockstep(args):
 def test(args):
     """Run the suite in three processes for two cores, since tests of servers wait much of the time.
 
-    Files run in the order of their collection, which begins with the longest: tests/conftest.py.
+    Files run in the order of their collection, which begins with the longest: tests/conftest.py. With `--affected` only
+    the files that the change may affect run: tests/affected.py.
     """
     processes = max(2, (os.cpu_count() or 1) * 3 // 2)
     options = (f"--numprocesses={processes}", "--dist=loadfile", "--no-loadscope-reorder")
+    if "--affected" in args:
+        return call(PYTHON, "-m", "tests.affected", *options, *(one for one in args if one != "--affected"))
     return call(PYTHON, "-m", "pytest", *options, *args)
 
 
@@ -216,6 +220,10 @@ def swarm(args):
 
 def explore(args):
     return call(PYTHON, "tests/explore.py", *args)
+
+
+def mutants(args):
+    return call(PYTHON, "tests/mutants.py", *args)
 
 
 def parity(args):
@@ -337,6 +345,7 @@ TASKS = {
     "golden": ("dev", golden),
     "swarm": ("dev", swarm),
     "explore": ("dev", explore),
+    "mutants": ("dev", mutants),
     "kernel-mutants": ("dev", kernel_mutants),
     "parity": ("dev", parity),
     "fast-path-campaign": ("dev", fast_path_campaign),

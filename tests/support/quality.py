@@ -310,7 +310,6 @@ BOUNDS: dict[str, Bound] = {
     "launches that pass a request which fits": Bound(
         4,
         "places and pages lie free; an admission may wait for one result and one retry, and not for ends",
-        lambda config: not config.speculates,  # drafts hold pages that the reserve counts again until their results
     ),
     "launches without the next chunk": Bound(
         8,

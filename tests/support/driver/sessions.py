@@ -41,10 +41,18 @@ class SessionPiece(Piece):
 
     def decided(self) -> dict[type, Callable[[Any, Step], None]]:
         return {
-            SessionYielded: lambda event, step: self.mark("session yielded"),
+            SessionYielded: self._yielded,
             SessionClosed: lambda event, step: self.mark(f"session closed ({event.reason})"),
             TurnStarted: self._turn_started,
         }
+
+    def _yielded(self, event: SessionYielded, step: Step) -> None:
+        """An idle session yields before one with a turn, as no request needs its KV now."""
+        self.mark("session yielded")
+        sessions = self.engine.sessions.open
+        if event.session in sessions and not sessions[event.session].idle:
+            idle = [name for name, one in sessions.items() if one.idle and one.handle is not None]
+            assert not idle, f"session {event.session} has a turn and yields, but {idle} are idle and hold KV"
 
     def _turn_started(self, event: TurnStarted, step: Step) -> None:
         self.mark("turn started")

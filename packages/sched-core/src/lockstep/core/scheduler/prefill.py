@@ -122,7 +122,7 @@ class PrefillPlanner:
             self._reserved() if self._ordering.waiting and (self._state.active or self._transfers.hands_over) else 0
         )
         budget = PrefillBudget(config, self._memory.available_pages * config.page_size, reserve)
-        decodes = running.batch.size * self._state.tokens_per_decode if config.batching != "prefill_first" else 0
+        decodes = self._decode_tokens(running) if config.batching != "prefill_first" else 0
         if decodes:
             budget.share_with(decodes, self._state.set_aside(running.batch, running.positions))
         least, chunk = config.chunked_prefill_size_min, config.chunked_prefill_size
@@ -137,6 +137,13 @@ class PrefillPlanner:
             first = config.chunked_prefill_size or budget.chunk
             budget.shorten(self._state.latency.tokens_like_first(first, self._state.prefilling.computed))
         return budget
+
+    def _decode_tokens(self, running: RunningState) -> int:
+        """Return the most tokens that a pass computes for a running batch. No member has drafts behind its limit."""
+        batch, most = running.batch, self._state.tokens_per_decode
+        if most == 1 or not batch.size:
+            return batch.size
+        return int(np.minimum(np.maximum(batch.limits - running.positions, 1), most).sum())
 
     def _reserved(self) -> int:
         """Return the tokens that `reserve` keeps for active requests."""
