@@ -683,7 +683,7 @@ class RuntimeHost:
                 plan.generation,
                 invalid=result.invalid,
                 text_stops=text_stops,
-                accepted=b"" if result.accepted is None else result.accepted.astype("<i4", copy=False).tobytes(),
+                accepted=result.accepted_bytes(),
                 grammar_ended=result.grammar_ended,
                 logprobs=b"" if result.logprobs is None else result.logprobs.astype("<f4", copy=False).tobytes(),
                 text_held=text_held,

@@ -44,6 +44,8 @@ DRAFT_SETTINGS = (
     "num_speculative_tokens",
     "speculative_min_chance",
     "speculative_max_batch_size",
+    "speculative_topk",
+    "speculative_num_steps",
 )
 FLOAT_SETTINGS = (
     "schedule_conservativeness",
@@ -54,6 +56,8 @@ FLOAT_SETTINGS = (
 )
 NUM_SPECULATIVE_TOKENS = 3  # SGLang's defaults for EAGLE are a chain of 3 to 5, by model
 NUM_SPECULATIVE_TOKENS_MAX = 64
+TREE_TOKENS, TREE_STEPS = 8, 4  # defaults of draft trees; SGLang's for EAGLE are 8 tokens of 4 alternatives in 5 steps
+TOPK_MAX = 16
 JUMP_FORWARD_TOKENS_MAX = 64
 
 
@@ -238,13 +242,21 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Setting("source of drafts: ngram, draft_model, eagle, mtp or none", default="none"),
     ] = msgspec.UNSET
     num_speculative_tokens: Annotated[
-        int | msgspec.UnsetType, Setting("drafts of a request in one launch, at most", default="3")
+        int | msgspec.UnsetType, Setting("drafts of a request in one launch, at most", default="3; 8 in a tree")
     ] = msgspec.UNSET
     speculative_min_chance: Annotated[
         float | msgspec.UnsetType, Setting("drafts less likely to count are left out", default="none is")
     ] = msgspec.UNSET
     speculative_max_batch_size: Annotated[
         int | msgspec.UnsetType, Setting("no drafts while more requests decode", default="no limit")
+    ] = msgspec.UNSET
+    # trees of drafts, see draft_trees.py; unset: chains
+    speculative_topk: Annotated[
+        int | msgspec.UnsetType,
+        Setting("alternatives drafted behind each token, at most; above 1 drafts are a tree", default="1"),
+    ] = msgspec.UNSET
+    speculative_num_steps: Annotated[
+        int | msgspec.UnsetType, Setting("tokens on a path of a tree of drafts, at most", default="4 in a tree")
     ] = msgspec.UNSET
     # tokens that a grammar forces, see jump_forward.py: of a request in one launch, at most; unset: each by itself
     jump_forward_tokens: Annotated[
@@ -430,6 +442,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             _check_hybrid(self, self.hybrid)
         if self.keeps_draft_pages and (self.hybrid is not msgspec.UNSET or self.hands_over):
             other = "hybrid" if self.hybrid is not msgspec.UNSET else "role"
+            if self.drafts_trees:
+                raise ConfigError(
+                    f"`speculative_topk` is {self.speculative_topk}: rows keep the pages of refused branches; this is "
+                    f"not supported with `{other}`\nhint: speculative_topk 1, for chains"
+                )
             raise ConfigError(
                 f"`speculative_method` is {self.speculative_method} and `tables_append_only` is on, so that rows keep "
                 f"the pages of refused drafts; this is not supported with `{other}`\nhint: drop one of the three"
@@ -442,8 +459,16 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def keeps_draft_pages(self) -> bool:
-        """Whether a row keeps the pages of refused drafts for its next positions, because its table cannot shrink."""
-        return self.keeps_duplicates and self.speculates
+        """Whether a row keeps the pages of refused drafts for its next positions.
+
+        It does if its table cannot shrink, and with trees, whose drafts reach further than the row can get by them.
+        """
+        return (self.keeps_duplicates and self.speculates) or self.drafts_trees
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether drafts are trees, with several alternatives behind a token."""
+        return self.speculative_topk is not msgspec.UNSET
 
     @property
     def pool_tokens(self) -> int:
@@ -459,6 +484,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def drafts_max(self) -> int:
         """The most drafts of a request that one launch verifies."""
         return self.num_speculative_tokens if self.num_speculative_tokens is not msgspec.UNSET else 0
+
+    @property
+    def path_max(self) -> int:
+        """The most drafts of a request that can be right in one launch."""
+        return self.speculative_num_steps if self.speculative_num_steps is not msgspec.UNSET else self.drafts_max
 
     @property
     def guaranteed_pages(self) -> int:
@@ -706,8 +736,11 @@ def _settle_drafts(config: SchedConfig) -> None:
         return
     if method not in get_args(SpeculativeMethod):
         raise ConfigError(f"`speculative_method` must be {one_of(get_args(SpeculativeMethod))}, got `{method}`")
+    trees = _settle_trees(config)
     if drafts is msgspec.UNSET:
-        msgspec.structs.force_setattr(config, "num_speculative_tokens", NUM_SPECULATIVE_TOKENS)
+        msgspec.structs.force_setattr(
+            config, "num_speculative_tokens", TREE_TOKENS if trees else NUM_SPECULATIVE_TOKENS
+        )
     elif not isinstance(drafts, int) or isinstance(drafts, bool) or not 1 <= drafts <= NUM_SPECULATIVE_TOKENS_MAX:
         raise ConfigError(
             f"`num_speculative_tokens` must be a whole number from 1 to {NUM_SPECULATIVE_TOKENS_MAX}, got `{drafts}`"
@@ -719,6 +752,47 @@ def _settle_drafts(config: SchedConfig) -> None:
         )
     if rows is not msgspec.UNSET and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
         raise ConfigError(f"`speculative_max_batch_size` must be a whole number of at least 1, got `{rows}`")
+    if trees and config.path_max > config.drafts_max:
+        raise ConfigError(
+            f"`speculative_num_steps` is {config.path_max}, but a tree has `num_speculative_tokens` {config.drafts_max} "
+            "in all\nhint: raise num_speculative_tokens"
+        )
+
+
+def _settle_trees(config: SchedConfig) -> bool:
+    """Return whether drafts are trees. A `speculative_topk` of 1, a chain, becomes unset: journals do not contain it."""
+    topk, steps = config.speculative_topk, config.speculative_num_steps
+    for name, value, most in (
+        ("speculative_topk", topk, TOPK_MAX),
+        ("speculative_num_steps", steps, NUM_SPECULATIVE_TOKENS_MAX),
+    ):
+        if value is not msgspec.UNSET and (
+            not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most
+        ):
+            raise ConfigError(f"`{name}` must be a whole number from 1 to {most}, got `{value}`")
+    if topk is msgspec.UNSET or topk == 1:
+        if steps is not msgspec.UNSET:
+            raise ConfigError(
+                f"`speculative_num_steps` is {steps}, but drafts are chains: `speculative_topk` is 1\n"
+                "hint: num_speculative_tokens is the length of a chain"
+            )
+        msgspec.structs.force_setattr(config, "speculative_topk", msgspec.UNSET)
+        return False
+    if config.speculative_method == "ngram":
+        raise ConfigError(
+            f"`speculative_topk` is {topk}, but n-grams propose one continuation of each text\n"
+            "hint: trees need speculative_method eagle, mtp or draft_model"
+        )
+    if config.jump_forward_tokens is not msgspec.UNSET and config.jump_forward_tokens:
+        raise ConfigError(
+            f"`speculative_topk` is {topk} and `jump_forward_tokens` is {config.jump_forward_tokens}: trees of drafts "
+            "beside forced tokens are not supported\nhint: drop one of the two"
+        )
+    if steps is msgspec.UNSET:
+        drafts = config.num_speculative_tokens
+        least = min(TREE_STEPS, drafts) if isinstance(drafts, int) else TREE_STEPS
+        msgspec.structs.force_setattr(config, "speculative_num_steps", max(least, 1))
+    return True
 
 
 def _settle_jumps(config: SchedConfig) -> None:
