@@ -40,7 +40,8 @@ def started(settings: SchedConfig) -> tuple[Engine, BatchPlan]:
     engine.step(LaneReady(0))
     engine.step(BatchFinished(1, 0, ids(100)))
     plan = engine.step(LaneReady(1)).launched()
-    assert plan is not None and plan.speculation is not None
+    assert plan is not None
+    assert plan.speculation is not None
     return engine, plan
 
 
@@ -65,7 +66,8 @@ def test_no_tree_is_wider_or_deeper_than_the_settings(topk: int, steps: int) -> 
         shares = [[rng.random() / (rank + 1) for rank in range(topk)] for _ in range(rng.randint(0, steps))]
         chances = TreeChances([[10.0] * topk for _ in shares], [[10 * one for one in depth] for depth in shares])
         parents = best_parents(chances, 12, topk, steps)
-        assert max(children(parents).values()) <= topk and max(depths_of(parents)) <= steps
+        assert max(children(parents).values()) <= topk
+        assert max(depths_of(parents)) <= steps
         assert (parents < np.arange(1, len(parents) + 1)).all()
 
 
@@ -87,7 +89,8 @@ def test_a_row_with_little_room_verifies_the_first_drafts() -> None:
     longest = np.maximum.accumulate(depths_of(tree.parents))
     for path in range(4):
         (drafts,) = tree.lengths(np.array([path], np.int32), np.array([99], np.int32), 1).tolist()
-        assert longest[drafts] <= path and (drafts == 8 or longest[drafts + 1] > path)
+        assert longest[drafts] <= path
+        assert drafts == 8 or longest[drafts + 1] > path
     assert tree.lengths(np.array([3], np.int32), np.array([2], np.int32), 1).tolist() == [2]
 
 
@@ -118,11 +121,13 @@ def test_a_tree_grows_where_its_drafts_are_right() -> None:
         engine.step(BatchFinished(2 + turn, plan.batch_id, ids(101, 102), accepted=ids(2, second)))
         check(engine)
         launched = engine.step(LaneReady(2 + turn)).launched()
-        assert launched is not None and launched.speculation is not None
+        assert launched is not None
+        assert launched.speculation is not None
         plan, parents = launched, launched.speculation.parents
         second = int(np.flatnonzero(parents == 0)[1]) + 1
     assert engine.speculation.tree is not None
-    assert engine.speculation.tree.chances.share(1, 1) == 1.0 and engine.speculation.tree.chances.share(1, 0) == 0.0
+    assert engine.speculation.tree.chances.share(1, 1) == 1.0
+    assert engine.speculation.tree.chances.share(1, 0) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -389,7 +389,9 @@ def test_a_model_that_drafts_for_itself_is_right_and_one_that_reports_something_
     ("settings", "message"),
     [
         ({"speculative_method": "draft_model"}, "no `draft_model` is given"),
-        ({"speculative_method": "eagle"}, "is eagle, but this runtime drafts by ngram or draft_model only"),
+        ({"speculative_method": "eagle"}, "is eagle, but no `draft_model` is given"),
+        ({"speculative_method": "mtp"}, "mtp.fc.weight: missing"),
+        ({"speculative_method": "mtp", "tp": 2}, "is mtp, but 2 processes run the model"),
         ({"speculative_method": "ngram", "draft_model": "x"}, "`draft_model` is x, but `speculative_method` is ngram"),
         ({"draft_model": "x", "tp": 2}, "`draft_model` is x, but `tp` is 2"),
     ],

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -45,7 +45,8 @@ from lockstep.host.batches import (
 )
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.canary import Canary
-from lockstep.runtime.drafting import Drafter, kept_samples, places_of, right_ones
+from lockstep.runtime.draft_tree import TreeRows, moves_of, right_paths, tree_rows
+from lockstep.runtime.drafting import Drafter, TreeDrafter, kept_samples, places_of, right_ones
 from lockstep.runtime.errors import DeviceLost, PlanError
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import DecodeGraphs
@@ -442,10 +443,11 @@ class Executor:
         """Run one pass and keep the requested parts of its hidden states. Returns the logits of its sampling rows."""
         if self.drafter is not None or launched.packed.passes[number].verifying is not None:
             self._draft(launched, number)
+        reads = self.drafter is not None and self.drafter.reads_layers
         one, tensors = launched.packed.passes[number], launched.laid[number]
         media = None if self.media is None else self.media.rows(launched.plan, one)
         offsets = None if self.media is None else self.media.offsets(one)
-        graphs = self.graphs if one.adapter_slots is None and offsets is None else None
+        graphs = self.graphs if one.adapter_slots is None and offsets is None and not reads else None
         if graphs is not None and not graphs.holds(one):
             graphs = None
         batch, received = None, None  # made once for all readers, because laying out adapters takes time
@@ -463,6 +465,10 @@ class Executor:
             hidden = self.model.forward(batch, self.attention)
             if batch.states is not None and batch.states.copies is not None:
                 batch.states.pool.copy(*batch.states.copies)
+        if reads:
+            assert self.drafter is not None
+            assert batch is not None
+            self.drafter.computed(batch, hidden)
         self.forwards += 1
         if self.links is not None and not self.samples:
             self.links.send_hidden(hidden)
@@ -512,6 +518,10 @@ class Executor:
         guessed = newest.new_zeros(len(newest), 0)
         if drafted.any():
             assert self.drafter is not None
+            if verifying.tree is not None:
+                drafter = cast("TreeDrafter", self.drafter)
+                where = (there.rows, there.stands, newest, self.tables.page_table)
+                return drafter.draft_tree(*where, drafted, stands_host, verifying.tree)
             reach = there.stands + self.lane.upload(drafted)
             guessed = self.drafter.draft(
                 there.rows, there.stands, newest, self.tables.page_table, drafted, reach, stands_host
@@ -542,6 +552,7 @@ class Executor:
             starts_host=one.starts,
             lengths_host=one.stops,
             hidden=hidden,
+            tree=_tree_of(one),
             windows=self.tables.window_view(tensors.rows, tensors.slots),
             states=None
             if self.states is None or states is None
@@ -606,8 +617,23 @@ class Executor:
             found |= _reported(sampled) if logprobs_requested else {}
         else:
             turns = [places_host[there_host[:, number], number] for number in range(places_host.shape[1])]
-            found = self._draw_in_turn(turns, tensors, logits, fed, rows_host, allowed, logprobs_requested)
+            before = [turn - 1 for turn in turns]
+            if (tree := one.verifying.tree if one.verifying is not None else None) is not None:
+                before[1:] = [
+                    places_host[there_host[:, number], int(tree.parents[number - 1])]
+                    for number in range(1, places_host.shape[1])
+                ]
+            in_turn = list(zip(turns, before, strict=True))
+            found = self._draw_in_turn(in_turn, tensors, logits, fed, rows_host, allowed, logprobs_requested)
         places, there = self.lane.upload(places_host), self.lane.upload(there_host)
+        if one.verifying is not None and one.verifying.tree is not None:
+            paths = right_paths(one.verifying.tree, found["tokens"], found["invalid"], fed, places, there)
+            self.tables.verified(tensors, found["tokens"], paths.last)
+            self._move(*moves_of(paths, places, tensors.slots.index_select(0, tensors.logits_at[:samples])))
+            found = {name: part.index_select(0, paths.order) for name, part in found.items()}
+            found |= {"accepted": paths.accepted.to(torch.int32), "paths": paths.path.to(torch.int32)}
+            drawn |= {name: [part] for name, part in found.items()}
+            return
         accepted = right_ones(found["tokens"], found["invalid"], fed, places, there)
         if (forced := _forced_by_sampler(one)) is not None:  # always right; a row that cannot draw one is invalid
             accepted = torch.maximum(accepted, self.lane.upload((forced + 1).astype(np.int64)))
@@ -619,9 +645,15 @@ class Executor:
         found["accepted"] = accepted.to(torch.int32)
         drawn |= {name: [part] for name, part in found.items()}
 
+    def _move(self, source: Tensor, target: Tensor) -> None:
+        """Move the KV of right drafts, and what else belongs to their slots, to the slots of their positions."""
+        self.attention.pool.move(source, target)
+        if self.drafter is not None:
+            self.drafter.moved(source, target)
+
     def _draw_in_turn(
         self,
-        turns: list[NDArray[np.int64]],
+        turns: list[tuple[NDArray[np.int64], NDArray[np.int64]]],
         tensors: PassTensors,
         logits: Tensor,
         fed: Tensor,
@@ -631,17 +663,19 @@ class Executor:
     ) -> dict[str, Tensor]:
         """Draw the tokens of each row one after another, so that penalties count no token behind a wrong draft.
         Args:
-            turns: samples that are drawn together: the first of each row, then the second of rows with a second, ...
+            turns: samples that are drawn together: the first of each row, then the second of rows with a second, ...;
+                and for each the sample behind the token before it.
         Returns: the results by sample, by name.
         """
         parts: dict[str, list[Tensor]] = {}
         tokens = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
         going = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
-        for number, turn in enumerate(turns):
+        for number, (turn, before) in enumerate(turns):
             at = self.lane.upload(turn)
             rows = tensors.sample_rows.index_select(0, at)
             if number:  # a row with a wrong draft draws in the padding row, which is never read
-                still = going.index_select(0, at - 1) & (fed.index_select(0, at) == tokens.index_select(0, at - 1))
+                last = self.lane.upload(before)
+                still = going.index_select(0, last) & (fed.index_select(0, at) == tokens.index_select(0, last))
                 going.index_copy_(0, at, still)
                 rows = torch.where(still, rows, self.tables.count)
             masks = None if allowed is None else self.lane.upload(allowed[turn])
@@ -651,7 +685,7 @@ class Executor:
             parts.setdefault("invalid", []).append(sampled.invalid)
             for name, part in _reported(sampled).items() if logprobs_requested else ():
                 parts.setdefault(name, []).append(part)
-        in_order = self.lane.upload(np.argsort(np.concatenate(turns)))
+        in_order = self.lane.upload(np.argsort(np.concatenate([turn for turn, _ in turns])))
         return {"tokens": tokens} | {name: _joined(some).index_select(0, in_order) for name, some in parts.items()}
 
     def _judge(self, hidden: Tensor, at: Tensor, targets: Tensor, tops: int) -> dict[str, Tensor]:
@@ -760,6 +794,9 @@ class Executor:
                     if one.verifying is not None and int(i) >= plan.extend_rows:
                         start = int(arrays["stands"][int(i) - plan.extend_rows])
                         sampler = int(np.flatnonzero(plan.sample_rows == int(i))[0])
+                        if "paths" in arrays:
+                            path = arrays["paths"][sampler]
+                            array = array[np.concatenate((np.zeros(1, np.int64), path[path > 0]))]
                         array = array[: int(arrays["accepted"][sampler])]
                     result.hidden_states.append(HiddenStates(request_id, start, array))
                 case ["scores"]:
@@ -768,6 +805,14 @@ class Executor:
                 case ["pooled", i]:
                     result.pooled.append(Pooled(int(plan.request_ids[int(i)]), "embed", array))
         return result
+
+
+def _tree_of(one: ForwardPass) -> TreeRows | None:
+    """Return the rows of a pass with trees of drafts; None: they are chains, or there are none."""
+    if one.verifying is None or one.verifying.tree is None:
+        return None
+    first = len(one.rows) - len(one.verifying.rows)
+    return tree_rows(first, one.starts[first:], one.verifying.counts, one.verifying.tree)
 
 
 def _samples(one: ForwardPass) -> Int32s:
@@ -829,6 +874,8 @@ def _verified(result: BatchResult, samples: Int32s, arrays: dict[str, NDArray[An
     accepted: Int32s = arrays["accepted"]
     kept, firsts = kept_samples(samples, accepted), np.cumsum(samples) - samples
     result.accepted, result.tokens = accepted, result.tokens[kept]
+    if "paths" in arrays:
+        result.right_drafts = arrays["paths"][arrays["paths"] > 0]
     invalid = arrays["invalid"][firsts]
     if forced is not None:
         invalid = np.where(forced > 0, np.logical_or.reduceat(arrays["invalid"], firsts), invalid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from lockstep.runtime.lora.batch import AdapterBatch
 from lockstep.runtime.states.view import StateView
+
+if TYPE_CHECKING:
+    from lockstep.runtime.draft_tree import TreeRows
 
 Int32s = NDArray[np.int32]
 
@@ -83,6 +87,8 @@ class ForwardBatch:
     states: StateView | None = None  # None: no layer keeps a state; or, in a trial of memory, none is stored
     media: MediaRows | None = None  # None: all new tokens are tokens
     rope_offsets: Tensor | None = None  # int64 [3, tokens], to add to positions: time, height, width; None: all are 0
+    tree: TreeRows | None = None  # rows with a tree of drafts; None: every row attends causally
+    taps: dict[int, Tensor | None] | None = None  # by layer, to be filled with its input, [tokens, hidden]; None: none
 
     @property
     def count(self) -> int:

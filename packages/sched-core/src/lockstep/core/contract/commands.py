@@ -228,7 +228,8 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     token: the newest one sampled for that row, by a batch delivered or still in flight. The device keeps it by row.
     A plan with `steps` above 1 decodes several times in one launch: a row samples a token for each position of its
     span. A plan with `speculation` verifies: such a row computes drafts behind its newest token, and samples one token
-    more than the number of right drafts. Drafts that are a tree also write the slots behind the span of their row. For a row in `starts_after`, `starts` and `stops` are lower and upper bounds.
+    more than the number of right drafts. Drafts that are a tree also write the slots behind the span of their row. For
+    a row in `starts_after`, `starts` and `stops` are lower and upper bounds.
     """
 
     batch_id: BatchId

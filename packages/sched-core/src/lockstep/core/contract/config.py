@@ -754,13 +754,13 @@ def _settle_drafts(config: SchedConfig) -> None:
         raise ConfigError(f"`speculative_max_batch_size` must be a whole number of at least 1, got `{rows}`")
     if trees and config.path_max > config.drafts_max:
         raise ConfigError(
-            f"`speculative_num_steps` is {config.path_max}, but a tree has `num_speculative_tokens` {config.drafts_max} "
-            "in all\nhint: raise num_speculative_tokens"
+            f"`speculative_num_steps` is {config.path_max}, but a tree has `num_speculative_tokens` "
+            f"{config.drafts_max} in all\nhint: raise num_speculative_tokens"
         )
 
 
 def _settle_trees(config: SchedConfig) -> bool:
-    """Return whether drafts are trees. A `speculative_topk` of 1, a chain, becomes unset: journals do not contain it."""
+    """Return whether drafts are trees. A `speculative_topk` of 1, for chains, becomes unset and is in no journal."""
     topk, steps = config.speculative_topk, config.speculative_num_steps
     for name, value, most in (
         ("speculative_topk", topk, TOPK_MAX),

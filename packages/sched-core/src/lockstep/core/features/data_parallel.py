@@ -230,7 +230,7 @@ def counts_of(batch: InFlight | None) -> Counts:
 
 
 def draft_passes_of(plan: BatchPlan) -> int:
-    """Return the passes of the drafter that a plan needs: the length of its longest drafts, or of their longest path."""
+    """Return the passes of the drafter that a plan needs: the length of its longest path of drafts."""
     if plan.speculation is None:
         return 0
     tree = plan.speculation.parents.size > 0  # without forced tokens

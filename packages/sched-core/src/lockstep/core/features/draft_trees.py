@@ -8,8 +8,8 @@ The drafter decides which token stands at each place: the r-th likeliest behind 
 places there are. A draft counts only if all drafts on its path are right; alternatives exclude each other. So the
 expected number of right drafts is the sum of the chances of all places, and the tree grows by the likeliest place next
 to it (Sequoia, Chen et al. 2024, section 3.1, for chances that depend on depth and rank). A place is no likelier than
-the place before it, so the tree of n drafts has the n largest chances, if those of ranks fall. A row with room for fewer
-drafts takes the first ones, which are the best tree of their number.
+the place before it, so the tree of n drafts has the n largest chances, if those of ranks fall. A row with room for
+fewer drafts takes the first ones, which are the best tree of their number.
 
 Chances follow from the results so far: the share of right drafts by depth and rank, of those with a right path before
 them. Until enough results are known, `PRIOR` holds. A chain is the tree with one alternative behind each token; it has
@@ -50,13 +50,13 @@ class TreeChances(msgspec.Struct):
 
 
 def best_parents(chances: TreeChances, drafts: int, topk: int, steps: int, least: float = 0.0) -> Int32s:
-    """Return the tree with the most expected right drafts: the number of the draft before each; int32 [drafts or fewer].
+    """Return the tree with the most expected right drafts, as the number of the draft before each: int32 [drafts].
 
     Args:
         drafts: drafts in all.
         topk: alternatives behind each token, at most.
         steps: drafts on a path, at most.
-        least: drafts with smaller chances are left out, except the first.
+        least: drafts with smaller chances are left out, except the first, so that there may be fewer.
     """
     parents: list[int] = []
     # (-chance, order, parent, depth, rank, chance of the parent): the places next to the tree

@@ -23,9 +23,9 @@ a grammar forces are verified like drafts (jump_forward.py).
 With `speculative_min_chance` the number of drafts follows from the results so far (`Chances`). A draft counts only if
 all drafts before it are right, so beyond some length hardly any does.
 
-With `speculative_topk` drafts are trees (draft_trees.py): some drafts are alternatives of each other. Of `d` drafts then
-fewer than `d` can be right, as many as the longest path has. The bounds of a row follow from the path, its pages from
-`d`: the pages behind its upper bound stay with the row as spare pages, for its next tree.
+With `speculative_topk` drafts are trees (draft_trees.py): some drafts are alternatives of each other. Of `d` drafts
+then fewer than `d` can be right, as many as the longest path has. The bounds of a row follow from the path, its pages
+from `d`: the pages behind its upper bound stay with the row as spare pages, for its next tree.
 
     base      upper bound        base + d + 1
     | newest   path at most |     further branches |      the right path moves to its positions when it is known

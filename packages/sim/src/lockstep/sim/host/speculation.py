@@ -9,9 +9,9 @@
 last rate holds for all later drafts. Each request shifts the log-odds of its chances by a normal draw times `spread`. A
 uniform number, a hash of seed, request and position, decides. So a run does not depend on the order of its batches.
 
-**Trees.** Behind each token of a tree the alternative of rank r is right with the chance `alternatives[j][r - 1]`; at most
-one is right. One uniform number for each request and position decides which. A request with better first drafts has
-proportionally fewer tokens left for the alternatives.
+**Trees.** Behind each token of a tree the alternative of rank r is right with the chance `alternatives[j][r - 1]`; at
+most one is right. One uniform number for each request and position decides which. A request with better first drafts
+has proportionally fewer tokens left for the alternatives.
 
 **Drafting.** An n-gram drafter searches the text of a row. Other drafters run passes one after another: the first over
 all tokens since its last pass (prompts included), each further pass over one token per row. A draft model is a model of
@@ -56,7 +56,7 @@ RATES_SOURCES = {
 
 ALTERNATIVE, FURTHER = 0.4, 0.6
 """Chance of the second alternative, of the tokens that the first one misses; of each further one relative to it.
-Estimates: EAGLE-2 (arXiv 2406.16858) finds 4 to 8 drafts of a tree on a path that is accepted, with 60 drafts in all."""
+Estimates: no public measurement by rank was found. Trees of EAGLE-2 (arXiv 2406.16858) have 60 drafts in all."""
 
 NGRAM_FIXED_US, NGRAM_ROW_US = 20.0, 0.2  # estimates: one kernel that compares the newest tokens with each row's text
 DRAFT_PASS_US = 10.0  # estimate: replaying one graph, as FORWARD_FIXED_US of the roofline
