@@ -289,7 +289,7 @@ class SpeculationModel:
     """The state of the rows of one engine that verifies drafts, with acceptance and cost of drafts."""
 
     def __init__(self, acceptance: Acceptance, drafter: DraftCost, drafts: int, rows_max: int, ranks: int = 0) -> None:
-        """Build the state of `rows_max` rows with `drafts` drafts on a path at most; `ranks`: alternatives, in trees."""
+        """Build the state of rows with `drafts` drafts on a path at most; `ranks`: alternatives, in trees."""
         self.acceptance, self.drafter, self.drafts, self.ranks = acceptance, drafter, drafts, ranks
         # By row: number of its request, chances of right drafts, and position of its newest token.
         self._requests = np.zeros(rows_max, np.uint64)
