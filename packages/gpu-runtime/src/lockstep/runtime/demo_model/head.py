@@ -1,8 +1,8 @@
 """Training of a head that drafts for the demo model (EAGLE-3): a few minutes on one CPU thread.
 
 The head learns the model's distribution of the next token at each place of the model's training text, from the model's
-hidden states. It is also run on its own features, as it will be when it drafts several tokens (the training-time test of
-EAGLE-3, section 3.1; here each repetition attends to itself only). Equal Python, torch and machine give equal bytes.
+hidden states. It is also run on its own features, as it will be when it drafts several tokens (the training-time test
+of EAGLE-3, section 3.1; here each repetition attends to itself only). Equal Python, torch and machine give equal bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lockstep.runtime.models import build_model
 from lockstep.runtime.models.decoder import Decoder
 from lockstep.runtime.models.draft_heads import EAGLE3, EagleHead
 
-HEAD_RECIPE = replace(Recipe(), steps=500, peak_rate=2e-3)
+HEAD_RECIPE = replace(Recipe(), steps=200, peak_rate=2e-3)
 REPETITIONS, FADE = (
     3,
     0.8,

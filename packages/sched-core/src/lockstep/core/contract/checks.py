@@ -52,3 +52,8 @@ def counts_of(items: Iterable[Any]) -> dict[Any, int]:
 def all_ids(total: int) -> bytes:
     """Return the ids 0 to `total` - 1, packed int32."""
     return np.arange(total, dtype=np.int32).tobytes()
+
+
+def one_of(choices: tuple[str, ...]) -> str:
+    """Return the choices as a message lists them: `a, b or c`."""
+    return f"{', '.join(choices[:-1])} or {choices[-1]}"
