@@ -11,8 +11,6 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
-from safetensors.torch import load_file, save_file  # noqa: E402
-
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.core.contract.events import BatchFinished, RequestRetracted, SamplingParams  # noqa: E402
 from lockstep.core.journal.records import JournalHeader  # noqa: E402
@@ -29,10 +27,9 @@ from lockstep.runtime.draft_tree import TreeRows, moves_of, right_paths, shape_o
 from lockstep.runtime.drafting import places_of  # noqa: E402
 from lockstep.runtime.forward import ForwardBatch  # noqa: E402
 from lockstep.runtime.kv_pool import KvPool  # noqa: E402
-from lockstep.runtime.models import build_model  # noqa: E402
-from lockstep.runtime.models.draft_heads import EAGLE3, EagleHead, MtpHead  # noqa: E402
 from lockstep.runtime.sampling import Sampler, SamplingTable  # noqa: E402
 from tests.runtime.test_drafting import Markov, random_requests  # noqa: E402
+from tests.support.heads import saved_head, saved_with_mtp  # noqa: E402
 from tests.support.small_runtime import CPU, ForeseeingTree, SmallRuntime, alone, small_config  # noqa: E402
 
 TREE: dict[str, Any] = {"speculative_method": "eagle", "speculative_topk": 3, "num_speculative_tokens": 7}
@@ -210,43 +207,6 @@ def test_drawn_tokens_have_the_models_chances() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ a real model
-
-
-def saved_head(folder: Path, seed: int, *, draft_vocab: int = 0) -> Path:
-    """A head of EAGLE-3 for the demo model, with random weights."""
-    source = demo_model_folder()
-    config = json.loads((source / "config.json").read_text())
-    own = {**config, "architectures": [EAGLE3], "num_hidden_layers": 1}
-    own["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
-    if draft_vocab:
-        own["draft_vocab_size"] = draft_vocab
-    head = EagleHead(own, build_model(source, torch.float32), own_embeddings=False, prefix="midlayer")
-    folder.mkdir()
-    torch.manual_seed(seed)
-    tensors = {}
-    for want in head.tensors():
-        if want.name == "d2t":
-            tensors[want.name] = torch.arange(draft_vocab)  # token 2 i of the model
-        else:
-            tensors[want.name] = torch.randn(want.shape) * 0.1 if want.initial is None else torch.ones(want.shape)
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(own))
-    return folder
-
-
-def saved_with_mtp(folder: Path, seed: int) -> Path:
-    """The demo model with a random MTP layer in its checkpoint."""
-    source = demo_model_folder()
-    folder.mkdir()
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((source / name).read_bytes())
-    torch.manual_seed(seed)
-    tensors = load_file(source / "model.safetensors")
-    for want in MtpHead(build_model(source, torch.float32)).tensors():
-        one = torch.randn(want.shape) * 0.1 if want.initial is None else torch.ones(want.shape)
-        tensors[want.name] = one.to(torch.bfloat16)
-    save_file(tensors, folder / "model.safetensors")
-    return folder
 
 
 PROMPTS = ["The scheduler writes a", "A page is held. A", "def"]
