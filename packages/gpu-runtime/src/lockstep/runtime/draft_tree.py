@@ -21,9 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.core.contract.commands import depths_of
+from lockstep.core.contract.commands import Int32s, depths_of
 from lockstep.core.requests.delivery import step_numbers
-from lockstep.runtime.forward import Int32s
 
 
 @dataclass(frozen=True, slots=True)

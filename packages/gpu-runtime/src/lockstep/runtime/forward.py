@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lockstep.runtime.draft_tree import TreeRows
 from lockstep.runtime.lora.batch import AdapterBatch
 from lockstep.runtime.states.view import StateView
-
-if TYPE_CHECKING:
-    from lockstep.runtime.draft_tree import TreeRows
 
 Int32s = NDArray[np.int32]
 

@@ -15,8 +15,11 @@ overwrites, when the model has computed the same tokens.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.runtime.attention.base import AttentionBackend
@@ -24,6 +27,19 @@ from lockstep.runtime.draft_tree import TreeRows, TreeShape, chain_of
 from lockstep.runtime.drafting import Int32s
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.models.draft_heads import DraftHead
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows that draft; fields as the arguments of `drafting.Drafter.draft`."""
+
+    rows: Tensor
+    stands: Tensor
+    page_table: Tensor
+    drafts: Int32s
+    stands_host: Int32s
 
 
 class HeadDrafter:
@@ -48,7 +64,7 @@ class HeadDrafter:
         return head.features * head.dtype.itemsize * slots
 
     def observe_batch(self, batch: ForwardBatch) -> None:
-        """Ask the model for the inputs of the layers that the head reads."""
+        """Request the inputs of the layers that the head reads."""
         batch.taps = dict.fromkeys(self.head.taps)
 
     def computed(self, batch: ForwardBatch, hidden: Tensor) -> None:
@@ -96,7 +112,7 @@ class HeadDrafter:
     ) -> Tensor:
         """Draft a chain: the likeliest token behind each."""
         shape = chain_of(int(drafts.max()))
-        return self._grow(rows, stands, newest, page_table, drafts, stands_host, shape, chain=True)
+        return self._grow(_Rows(rows, stands, page_table, drafts, stands_host), newest, shape, chain=True)
 
     def draft_tree(
         self,
@@ -109,22 +125,11 @@ class HeadDrafter:
         shape: TreeShape,
     ) -> Tensor:
         """Draft a tree: the likeliest tokens behind each, as many as the tree has places."""
-        return self._grow(rows, stands, newest, page_table, drafts, stands_host, shape, chain=False)
+        return self._grow(_Rows(rows, stands, page_table, drafts, stands_host), newest, shape, chain=False)
 
-    def _grow(
-        self,
-        rows: Tensor,
-        stands: Tensor,
-        newest: Tensor,
-        page_table: Tensor,
-        drafts: Int32s,
-        stands_host: Int32s,
-        shape: TreeShape,
-        *,
-        chain: bool,
-    ) -> Tensor:
+    def _grow(self, rows: _Rows, newest: Tensor, shape: TreeShape, *, chain: bool) -> Tensor:
         """Compute one depth after the other: of the drafts that others follow."""
-        count, size, device = len(drafts), len(shape.parents), rows.device
+        count, size, device = len(rows.drafts), len(shape.parents), newest.device
         tokens = torch.zeros((count, 1 + size), dtype=torch.int64, device=device)
         tokens[:, 0] = newest
         features = torch.zeros((count, 1 + size, self.head.features), dtype=self.features.dtype, device=device)
@@ -135,28 +140,22 @@ class HeadDrafter:
             at_depth = [number for number in np.flatnonzero(shape.depths == depth).tolist() if behind[number]]
             # each row computes those of its drafts that have a draft behind them
             firsts = np.array([behind[number][0] for number in at_depth], np.int64)
-            members, places = np.nonzero(drafts[:, None] >= firsts)
+            members, places = np.nonzero(rows.drafts[:, None] >= firsts)
             if not len(members):
                 break
             numbers = np.array(at_depth, np.int64)[places]
-            of_rows = torch.from_numpy(members).to(device)
-            of_tree = torch.from_numpy(numbers).to(device)
-            in_table = rows.index_select(0, of_rows)
-            standing = stands.index_select(0, of_rows)
-            batch = self._batch(
-                tokens[of_rows, of_tree], in_table, standing, page_table, members, numbers, depth,
-                stands_host, shape, chain=chain,
-            )  # fmt: skip
+            of_rows, of_tree = torch.from_numpy(members).to(device), torch.from_numpy(numbers).to(device)
+            batch = self._batch(tokens[of_rows, of_tree], rows, (members, numbers), shape, chain=chain)
             if depth:
                 parents = torch.from_numpy(shape.parents[numbers - 1].astype(np.int64)).to(device)
                 before = features[of_rows, parents]
             else:
-                before = self._features_at(in_table, standing - 1, page_table)
+                positions = rows.stands.index_select(0, of_rows) - 1
+                before = self._features_at(rows.rows.index_select(0, of_rows), positions, rows.page_table)
             self.attention.plan(batch)
             found, normed = self.head(batch.token_ids, before, batch, self.attention)
             features[of_rows, of_tree] = found.to(features.dtype)
-            widest = max(len(behind[number]) for number in at_depth)
-            likeliest = self.head.likeliest(normed, widest)
+            likeliest = self.head.likeliest(normed, max(len(behind[number]) for number in at_depth))
             pairs = [
                 (pair, rank, int(member), draft)
                 for pair, (member, number) in enumerate(zip(members.tolist(), numbers.tolist(), strict=True))
@@ -167,37 +166,28 @@ class HeadDrafter:
         return tokens[:, 1:]
 
     def _batch(
-        self,
-        token_ids: Tensor,
-        in_table: Tensor,
-        stands: Tensor,
-        page_table: Tensor,
-        members: np.ndarray[tuple[int], np.dtype[np.int64]],
-        numbers: np.ndarray[tuple[int], np.dtype[np.int64]],
-        depth: int,
-        stands_host: Int32s,
-        shape: TreeShape,
-        *,
-        chain: bool,
+        self, token_ids: Tensor, rows: _Rows, places: tuple[Int64s, Int64s], shape: TreeShape, *, chain: bool
     ) -> ForwardBatch:
-        """Return the pass over drafts of one depth; `members` and `numbers`: the row and number of each, by row."""
+        """Return the pass over drafts of one depth; `places`: the row and the number of each, ascending by row."""
+        members, numbers = places
         device = token_ids.device
         of_rows, firsts, counts = np.unique(members, return_index=True, return_counts=True)
         indptr = np.append(firsts, len(members)).astype(np.int32)
-        of_tree = torch.from_numpy(numbers).to(device)
+        of_members, of_tree = torch.from_numpy(members).to(device), torch.from_numpy(numbers).to(device)
+        in_table, stands = rows.rows.index_select(0, of_members), rows.stands.index_select(0, of_members)
         last = numbers[indptr[1:] - 1].astype(np.int32)  # the slots up to it are read
         first_of_row = torch.from_numpy(firsts).to(device)
-        standing = stands_host[of_rows].astype(np.int32)
+        standing = rows.stands_host[of_rows].astype(np.int32)
         lengths = standing + last + np.int32(1)
         device_lengths = stands.index_select(0, first_of_row) + torch.from_numpy(last.astype(np.int64)).to(device) + 1
         return ForwardBatch(
             token_ids=token_ids,
-            positions=stands + depth,
-            slots=self._slots(in_table, stands + of_tree, page_table),
+            positions=stands + int(shape.depths[numbers[0]]),
+            slots=self._slots(in_table, stands + of_tree, rows.page_table),
             rows=in_table.index_select(0, first_of_row).to(torch.int32),
             indptr=torch.from_numpy(indptr).to(device),
             lengths=device_lengths.to(torch.int32),
-            page_table=page_table,
+            page_table=rows.page_table,
             logits_at=torch.arange(len(members), device=device),
             extend_rows=0 if chain else len(of_rows),
             starts_host=(lengths - counts).astype(np.int32),

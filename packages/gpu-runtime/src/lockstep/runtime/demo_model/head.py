@@ -96,11 +96,15 @@ def _train(
     recipe: Recipe,
     progress: Callable[[str], None],
 ) -> float:
-    """Train with AdamW over random windows. The output projection begins as the model's."""
+    """Train with AdamW over random windows.
+
+    The head begins with the model's output projection, and with the inputs of one layer as features.
+    """
     with torch.no_grad():
         fill_randomly(head.tensors(), recipe.seed)
         assert model.head is not None
         head.head.weight.copy_(model.head.weight)
+        head.fc.zero_()[:, -head.features :].fill_diagonal_(1.0)  # the input of the last of the three layers
     head.train().requires_grad_(True)
     matrices = [parameter for parameter in head.parameters() if parameter.ndim > 1]
     rest = [parameter for parameter in head.parameters() if parameter.ndim == 1]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import msgspec
 
 from lockstep.core.contract.checks import one_of
 from lockstep.core.contract.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lockstep.core.contract.config import SchedConfig
 
 SpeculativeMethod = Literal["none", "ngram", "draft_model", "eagle", "mtp"]
 DRAFT_SETTINGS = (
@@ -27,7 +24,30 @@ TREE_TOKENS, TREE_STEPS = 8, 4  # defaults of draft trees; SGLang's for EAGLE ar
 TOPK_MAX = 16
 
 
-def settle_drafts(config: SchedConfig) -> None:
+class DraftSettings(Protocol):
+    """The settings of drafts in SchedConfig, and those that trees are checked against."""
+
+    @property
+    def speculative_method(self) -> SpeculativeMethod | msgspec.UnsetType: ...
+    @property
+    def num_speculative_tokens(self) -> int | msgspec.UnsetType: ...
+    @property
+    def speculative_min_chance(self) -> float | msgspec.UnsetType: ...
+    @property
+    def speculative_max_batch_size(self) -> int | msgspec.UnsetType: ...
+    @property
+    def speculative_topk(self) -> int | msgspec.UnsetType: ...
+    @property
+    def speculative_num_steps(self) -> int | msgspec.UnsetType: ...
+    @property
+    def jump_forward_tokens(self) -> int | msgspec.UnsetType: ...
+    @property
+    def drafts_max(self) -> int: ...
+    @property
+    def path_max(self) -> int: ...
+
+
+def settle_drafts(config: DraftSettings) -> None:
     """Fill in the number of drafts if a method is set. Otherwise unset both, so that journals contain neither."""
     method, drafts = config.speculative_method, config.num_speculative_tokens
     if method == "none":
@@ -67,7 +87,7 @@ def settle_drafts(config: SchedConfig) -> None:
         )
 
 
-def _settle_trees(config: SchedConfig) -> bool:
+def _settle_trees(config: DraftSettings) -> bool:
     """Return whether drafts are trees. A `speculative_topk` of 1, for chains, becomes unset and is in no journal."""
     topk, steps = config.speculative_topk, config.speculative_num_steps
     for name, value, most in (
