@@ -161,7 +161,8 @@ class TreeRows:
             (np.ones((len(numbers), len(before)), np.bool_), self.shape.sees[numbers][:, : length - stand]), 1
         )
         if window is not None:
-            seen &= np.concatenate((before, behind))[None, :] > own - window
+            positions = np.concatenate((before, behind), dtype=np.int64)
+            seen &= positions[None, :] > own.astype(np.int64) - window
         return seen
 
 

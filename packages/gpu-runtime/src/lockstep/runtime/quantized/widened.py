@@ -189,7 +189,7 @@ def _of_compressed(found: Mapping[str, Any]) -> Widened | None:
         return None
     match found.get("format"):
         case "pack-quantized" if kinds in ({("int", 4)}, {("int", 8)}):
-            return _packed(next(iter(kinds))[1])
+            return _packed(4 if ("int", 4) in kinds else 8)
         case "int-quantized" if kinds == {("int", 8)}:
             return _int8()
         case "nvfp4-pack-quantized" if kinds == {("float", 4)}:

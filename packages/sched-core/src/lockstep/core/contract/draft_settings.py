@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol, cast, get_args
 
 import msgspec
 
@@ -22,6 +22,10 @@ NUM_SPECULATIVE_TOKENS = 3  # SGLang's defaults for EAGLE are a chain of 3 to 5,
 NUM_SPECULATIVE_TOKENS_MAX = 64
 TREE_TOKENS, TREE_STEPS = 8, 4  # defaults of draft trees; SGLang's for EAGLE are 8 tokens of 4 alternatives in 5 steps
 TOPK_MAX = 16
+
+
+def _set(config: DraftSettings, name: str, value: object) -> None:
+    msgspec.structs.force_setattr(cast(msgspec.Struct, config), name, value)
 
 
 class DraftSettings(Protocol):
@@ -52,7 +56,7 @@ def settle_drafts(config: DraftSettings) -> None:
     method, drafts = config.speculative_method, config.num_speculative_tokens
     if method == "none":
         method = msgspec.UNSET
-        msgspec.structs.force_setattr(config, "speculative_method", method)
+        _set(config, "speculative_method", method)
     if method is msgspec.UNSET:
         for name in DRAFT_SETTINGS[1:]:
             value = getattr(config, name)
@@ -66,9 +70,7 @@ def settle_drafts(config: DraftSettings) -> None:
         raise ConfigError(f"`speculative_method` must be {one_of(get_args(SpeculativeMethod))}, got `{method}`")
     trees = _settle_trees(config)
     if drafts is msgspec.UNSET:
-        msgspec.structs.force_setattr(
-            config, "num_speculative_tokens", TREE_TOKENS if trees else NUM_SPECULATIVE_TOKENS
-        )
+        _set(config, "num_speculative_tokens", TREE_TOKENS if trees else NUM_SPECULATIVE_TOKENS)
     elif not isinstance(drafts, int) or isinstance(drafts, bool) or not 1 <= drafts <= NUM_SPECULATIVE_TOKENS_MAX:
         raise ConfigError(
             f"`num_speculative_tokens` must be a whole number from 1 to {NUM_SPECULATIVE_TOKENS_MAX}, got `{drafts}`"
@@ -104,7 +106,7 @@ def _settle_trees(config: DraftSettings) -> bool:
                 f"`speculative_num_steps` is {steps}, but drafts are chains: `speculative_topk` is 1\n"
                 "hint: num_speculative_tokens is the length of a chain"
             )
-        msgspec.structs.force_setattr(config, "speculative_topk", msgspec.UNSET)
+        _set(config, "speculative_topk", msgspec.UNSET)
         return False
     if config.speculative_method == "ngram":
         raise ConfigError(
@@ -119,5 +121,5 @@ def _settle_trees(config: DraftSettings) -> bool:
     if steps is msgspec.UNSET:
         drafts = config.num_speculative_tokens
         least = min(TREE_STEPS, drafts) if isinstance(drafts, int) else TREE_STEPS
-        msgspec.structs.force_setattr(config, "speculative_num_steps", max(least, 1))
+        _set(config, "speculative_num_steps", max(least, 1))
     return True

@@ -124,7 +124,7 @@ class Acceptance:
             with np.errstate(divide="ignore"):
                 odds = rates / (1.0 - rates) * np.exp(shift)
             rates = np.where(rates < 1.0, odds / (1.0 + np.where(np.isinf(odds), 0.0, odds)), 1.0)
-        return rates
+        return rates.astype(np.float64, copy=False)
 
     def tree_chances(self, request: int, depths: int, ranks: int) -> Float64s:
         """Return for each depth the chance that one of the first 1, 2, ... alternatives is right.
@@ -335,10 +335,7 @@ class SpeculationModel:
         starts: Int32s = self.stands[rows]
         keys, chances = self._requests[rows] * np.uint64(0x9E3779B97F4A7C15), self._chances[rows]
         behind = np.zeros((1 + speculation.parents.size, self.ranks), np.int32)  # by draft and rank: the draft behind
-        for number, (parent, rank) in enumerate(
-            zip(speculation.parents.tolist(), ranks_of(speculation.parents), strict=True), 1
-        ):
-            behind[parent, rank] = number
+        behind[speculation.parents, ranks_of(speculation.parents)] = np.arange(1, 1 + speculation.parents.size)
         paths = np.zeros((len(rows), self.drafts), np.int32)
         at, going = np.zeros(len(rows), np.int32), np.ones(len(rows), np.bool_)
         for depth in range(self.drafts):
