@@ -267,6 +267,11 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
     config, memory, kernels = _sized(model, device, settings.mem_fraction, pick, sched, ranks, draft, shares)
     if config.drafts_trees:
         check_trees(config, kernels.backend, debug=settings.debug)
+    if config.hands_over and isinstance(draft, DraftHead):
+        raise ConfigError(
+            f"`role` is {config.role}, and `speculative_method` {config.speculative_method}: features of a head are not "
+            "handed over\nhint: ngram or draft_model between engines"
+        )
     if draft is not None:  # it uses the same backend, which may not support its heads
         kind = (device, draft.dtype, draft.head_dim, config.page_size)
         of_draft = Needs(*kind, group=draft.heads // draft.kv_heads, special=names_of(draft.rules))
