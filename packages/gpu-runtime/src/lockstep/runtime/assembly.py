@@ -269,7 +269,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         check_trees(config, kernels.backend, debug=settings.debug)
     if config.hands_over and isinstance(draft, DraftHead):
         raise ConfigError(
-            f"`role` is {config.role}, and `speculative_method` {config.speculative_method}: features of a head are not "
+            f"`role` is {config.role} and `speculative_method` {config.speculative_method}: features of a head are not "
             "handed over\nhint: ngram or draft_model between engines"
         )
     if draft is not None:  # it uses the same backend, which may not support its heads
