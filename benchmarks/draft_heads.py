@@ -37,7 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tree of 8, 3 wide": {"num_speculative_tokens": 8, "speculative_topk": 3, "speculative_num_steps": 4},
     "tree of 16, 4 wide": {"num_speculative_tokens": 16, "speculative_topk": 4, "speculative_num_steps": 5},
 }
-SMALL_POOL = {"page_size": 4, "pages": 600}
+SMALL_POOL: dict[str, Any] = {"page_size": 4, "pages": 600}
 
 
 def prompts_of(count: int, seed: int) -> list[str]:

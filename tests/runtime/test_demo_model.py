@@ -165,7 +165,7 @@ def test_a_trained_head_drafts_right_tokens_for_its_model(tmp_path: Path) -> Non
     prompts = ["Go on until", "there is nowhere"]
     with LLM(model, device="cpu", dtype="float32") as llm:
         expected = [one.token_ids for one in llm.generate(prompts, params)]
-    trees = {"speculative_topk": 2, "num_speculative_tokens": 4}
+    trees: dict[str, Any] = {"speculative_topk": 2, "num_speculative_tokens": 4}
     with LLM(model, device="cpu", dtype="float32", draft_model=head, **trees) as llm:
         assert [one.token_ids for one in llm.generate(prompts, params)] == expected
         assert llm.stats().drafts.accepted_length_mean > 1.2

@@ -173,7 +173,8 @@ class Alternatives(ForeseeingTree):
     """Drafts tokens 0, 1, 2, ... behind each token."""
 
     def draft_tree(self, rows: Any, stands: Any, newest: Any, page_table: Any, drafts: Any, *more: Any) -> Any:
-        shape, seen, guesses = more[1], {}, []
+        shape, guesses = more[1], []
+        seen: dict[int, int] = {}
         for parent in shape.parents.tolist():
             seen[parent] = seen.get(parent, -1) + 1
             guesses.append(seen[parent])

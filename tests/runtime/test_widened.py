@@ -101,7 +101,8 @@ def nibbles(codes: np.ndarray[Any, Any]) -> Any:
 
 
 def fp4(codes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return np.array(FP4)[codes & 7] * np.where(codes & 8, -1.0, 1.0)
+    values: np.ndarray[Any, Any] = np.array(FP4)[codes & 7] * np.where(codes & 8, -1.0, 1.0)
+    return values
 
 
 def matrix(name: str, rng: np.random.Generator, outputs: int, inputs: int) -> tuple[dict[str, Any], Any]:
@@ -151,7 +152,8 @@ def matrix(name: str, rng: np.random.Generator, outputs: int, inputs: int) -> tu
 def test_a_widened_model_has_the_weights_of_the_format(name: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     plain = build_model(SMALL_QWEN3, random_weights_seed=1)
-    tensors, expected = {}, {}
+    tensors: dict[str, Any] = {}
+    expected: dict[str, Any] = {}
     for want in plain.tensors():
         if want.name.endswith("_proj.weight"):
             parts, expected[want.name] = matrix(name, rng, *want.shape)

@@ -167,9 +167,8 @@ class EagleHead(DraftHead):
 
     def read(self, taps: Mapping[int, Tensor | None], hidden: Tensor) -> Tensor:
         """Return `fc` of the inputs of three layers."""
-        found = [taps[one] for one in self.taps]
-        assert all(one is not None for one in found)
-        return nn.functional.linear(torch.cat(found, 1), self.fc)  # type: ignore[arg-type]
+        found = [tap for one in self.taps if (tap := taps[one]) is not None]
+        return nn.functional.linear(torch.cat(found, 1), self.fc)
 
     def forward(
         self, token_ids: Tensor, before: Tensor, batch: ForwardBatch, attention: AttentionBackend
