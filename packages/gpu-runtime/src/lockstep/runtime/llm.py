@@ -171,7 +171,7 @@ class LLM:
             sched = {"pp_size": config.pp} | sched
         packages = processors.versions(config.logit_processors)
         if draft_model is not None:
-            sched = {"speculative_method": draft_method(find_model(draft_model, setting="draft_model"))} | sched
+            sched = {"speculative_method": draft_method(draft_model)} | sched
         folder = demo_folder() if model is None else find_model(model)
         self.folder = folder
         where = choose_device(config.device)

@@ -114,8 +114,7 @@ class Acceptance:
 
     def chances(self, request: int, drafts: int) -> Float64s:
         """Return for j = 1, 2, ... the chance that the first j drafts of a request are right: float64 [drafts]."""
-        chances: Float64s = np.cumprod(self._rates_of(request, drafts))
-        return chances
+        return np.cumprod(self._rates_of(request, drafts), dtype=np.float64)
 
     def _rates_of(self, request: int, drafts: int) -> Float64s:
         """Return the chance of draft 1, 2, ... of a request, each given that those before it are right."""
