@@ -100,7 +100,19 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ({"set": {"foo": 1}}, r"no setting `foo` of the scheduler\nhint: `lockstep serve --dry-run` prints them all"),
         (
             {"set": {"speculative_method": "eagle"}},
-            "`speculative_method` is eagle, but a server drafts by ngram or draft_model only",
+            "`draft_model` is None, but `speculative_method` is eagle and `tp` is 1",
+        ),
+        (
+            {"set": {"speculative_method": "mtp"}, "tp": 2},
+            "`draft_model` is None, but `speculative_method` is mtp and `tp` is 2",
+        ),
+        (
+            {"set": {"encoder_budget_tokens": 64}, "emulate": "a@b"},
+            "`encoder_budget_tokens` is 64, but an emulated engine takes no media",
+        ),
+        (
+            {"set": {"encoder_cache_tokens": 64}, "emulate": "a@b"},
+            "`encoder_cache_tokens` is 64, but an emulated engine takes no media",
         ),
         (
             {"set": {"speculative_method": "draft_model"}},

@@ -28,7 +28,7 @@ from lockstep.core.journal.writer import JournalWriter  # noqa: E402
 from lockstep.host.drafts import DraftCounts  # noqa: E402
 from lockstep.host.loop import HostClock, RequestServices  # noqa: E402
 from lockstep.host.recorded import RecordedAnswer, run_recorded  # noqa: E402
-from lockstep.runtime import LLM, Params, assembly  # noqa: E402
+from lockstep.runtime import LLM, Params, draft_sources  # noqa: E402
 from lockstep.runtime.assembly import TableSampler  # noqa: E402
 from lockstep.runtime.demo_model import demo_model_folder  # noqa: E402
 from lockstep.runtime.drafting import NGRAM_MAX, NgramDrafter, right_ones  # noqa: E402
@@ -389,7 +389,9 @@ def test_a_model_that_drafts_for_itself_is_right_and_one_that_reports_something_
     ("settings", "message"),
     [
         ({"speculative_method": "draft_model"}, "no `draft_model` is given"),
-        ({"speculative_method": "eagle"}, "is eagle, but this runtime drafts by ngram or draft_model only"),
+        ({"speculative_method": "eagle"}, "is eagle, but no `draft_model` is given"),
+        ({"speculative_method": "mtp"}, "mtp.fc.weight: missing"),
+        ({"speculative_method": "mtp", "tp": 2}, "is mtp, but 2 processes run the model"),
         ({"speculative_method": "ngram", "draft_model": "x"}, "`draft_model` is x, but `speculative_method` is ngram"),
         ({"draft_model": "x", "tp": 2}, "`draft_model` is x, but `tp` is 2"),
     ],
@@ -408,8 +410,7 @@ def test_a_draft_model_that_does_not_fit_is_one_error(what: str, tmp_path: Path)
     model = build_model({**config, **small}, random_weights_seed=1)
     monkey = {"vocab_size": "tokens, the model", "max_position_embeddings": "tokens, but `context_tokens_max` is"}
     with pytest.MonkeyPatch.context() as patch:
-        whole = assembly.build_model
-        patch.setattr(assembly, "build_model", lambda at, *a, **b: model if at == tmp_path else whole(at, *a, **b))
+        patch.setattr(draft_sources, "build_model", lambda at, *a, **b: model)
         with pytest.raises(ConfigError, match=monkey[what]):
             LLM(device="cpu", draft_model=tmp_path)
 

@@ -34,6 +34,8 @@ OFF: dict[str, dict[str, Any]] = {
         "num_speculative_tokens": UNSET,
         "speculative_min_chance": UNSET,
         "speculative_max_batch_size": UNSET,
+        "speculative_topk": UNSET,
+        "speculative_num_steps": UNSET,
         "jump_forward_tokens": UNSET,
     },
 }

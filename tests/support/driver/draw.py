@@ -124,12 +124,26 @@ def drafting(rng: random.Random, config: SchedConfig, share: float) -> SchedConf
         config = msgspec.structs.replace(config, chunked_prefill_size_min=jumps.randint(config.page_size, chunk))
     if drawn >= share:
         return config
-    return msgspec.structs.replace(
+    config = msgspec.structs.replace(
         config,
         speculative_method="ngram",
         num_speculative_tokens=own.choice([1, 2, 3, 8]),
         speculative_min_chance=own.choice([msgspec.UNSET, msgspec.UNSET, 0.2, 0.6]),
         speculative_max_batch_size=own.choice([msgspec.UNSET, msgspec.UNSET, msgspec.UNSET, 2]),
+    )
+    trees = random.Random(f"trees {drawn}")
+    apart = config.jumps or config.hands_over or config.hybrid is not msgspec.UNSET
+    return config if apart or trees.random() < 0.5 else with_trees(config, trees)
+
+
+def with_trees(config: SchedConfig, rng: random.Random) -> SchedConfig:
+    """Return the settings, of an engine that verifies drafts, with trees instead of chains."""
+    return msgspec.structs.replace(
+        config,
+        speculative_method="eagle",
+        num_speculative_tokens=(drafts := rng.choice([1, 2, 3, 8, 19])),
+        speculative_topk=rng.choice([2, 3, 8]),
+        speculative_num_steps=rng.choice([msgspec.UNSET, 1, max(drafts // 2, 1), drafts]),
     )
 
 

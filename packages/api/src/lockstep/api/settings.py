@@ -24,6 +24,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.setting import setting_fields
 from lockstep.host.admission_options import parse_admission
 from lockstep.host.answer_folders import ANSWERS
+from lockstep.host.drafts import draft_method
 from lockstep.host.engine_options import EngineOptions, RankOptions
 from lockstep.host.layout_options import check_layout
 from lockstep.host.options import Option, options_of
@@ -412,17 +413,20 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                 f"`jump_forward_tokens` is {self.set['jump_forward_tokens']}, but an emulated engine draws each token "
                 "by itself\nhint: leave it out; `lockstep simulate` predicts its effect"
             )
-        if method not in ("none", "ngram", "draft_model"):
-            raise ConfigError(
-                f"`speculative_method` is {method}, but a server drafts by ngram or draft_model only\n"
-                "hint: take one of these; `lockstep simulate` predicts the effect of the other methods"
-            )
+        for name in ("encoder_cache_tokens", "encoder_budget_tokens"):
+            if name in self.set and self.emulate is not None:
+                raise ConfigError(
+                    f"`{name}` is {self.set[name]}, but an emulated engine takes no media\n"
+                    "hint: leave it out; `lockstep simulate --media` predicts its effect"
+                )
         if self.draft_model is not None and "speculative_method" not in self.set:
-            method = "draft_model"
-        if (method == "draft_model") != (self.draft_model is not None) or (self.draft_model and self.tp > 1):
+            method = draft_method(self.draft_model)
+        if (method in ("draft_model", "eagle")) != (self.draft_model is not None) or (
+            method in ("draft_model", "eagle", "mtp") and self.tp > 1
+        ):
             raise ConfigError(
                 f"`draft_model` is {self.draft_model}, but `speculative_method` is {method} and `tp` is {self.tp}\n"
-                "hint: drafts of a model need its folder as draft_model, and tp 1"
+                "hint: drafts of a model or of an EAGLE head need its folder as draft_model; those and mtp need tp 1"
             )
         for name, formats in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", THOUGHTS)):
             if getattr(self, name) not in ("auto", "none", *formats):

@@ -28,6 +28,8 @@ class ModelDrafter:
         attention: over a pool of this model with the pages of the main model's pool; the last page is the scratch page.
     """
 
+    reads_layers = False
+
     def __init__(self, model: LanguageModel, attention: AttentionBackend, pages: int) -> None:
         self.model, self.attention = model, attention
         self.page_size = attention.pool.page_size
@@ -37,6 +39,13 @@ class ModelDrafter:
         """Run this model over the batch, to write its KV."""
         self.attention.plan(batch)
         self.model.forward(batch, self.attention)
+
+    def computed(self, batch: ForwardBatch, hidden: Tensor) -> None:
+        """Do nothing: only tokens are read."""
+
+    def moved(self, source: Tensor, target: Tensor) -> None:
+        """Move KV of this model."""
+        self.attention.pool.move(source, target)
 
     def draft(
         self,

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.core.requests.delivery import step_numbers
+from lockstep.runtime.draft_tree import TreeShape
 from lockstep.runtime.forward import ForwardBatch
 
 Int32s = NDArray[np.int32]
@@ -41,8 +42,16 @@ WINDOW = 8192  # newest tokens of a row that are searched
 class Drafter(Protocol):
     """The interface of a drafter. All its work runs on the stream of the passes."""
 
+    reads_layers: bool  # whether it reads what a model computes, so that no pass can run in a CUDA graph
+
     def observe_batch(self, batch: ForwardBatch) -> None:
         """Take in the pass that runs next, with the drafts that it verifies."""
+
+    def computed(self, batch: ForwardBatch, hidden: Tensor) -> None:
+        """Take in what the model computed for this pass; `hidden`: what its `forward` returned."""
+
+    def moved(self, source: Tensor, target: Tensor) -> None:
+        """Move what belongs to the tokens of some slots, as their KV: int64 [n] both."""
 
     def draft(
         self,
@@ -67,6 +76,25 @@ class Drafter(Protocol):
         """
 
 
+class TreeDrafter(Drafter, Protocol):
+    """A drafter that also drafts trees."""
+
+    def draft_tree(
+        self,
+        rows: Tensor,
+        stands: Tensor,
+        newest: Tensor,
+        page_table: Tensor,
+        drafts: Int32s,
+        stands_host: Int32s,
+        shape: TreeShape,
+    ) -> Tensor:
+        """Guess the tokens of a tree; arguments as in `draft`, where rows have slots for `drafts` drafts.
+
+        Returns: int64 [rows, drafts of the shape]; behind each token the likeliest first.
+        """
+
+
 # mechanism: drafts (executed)
 class NgramDrafter:
     """A drafter that repeats the tokens after the latest occurrence of the longest suffix of a row's own tokens.
@@ -75,6 +103,8 @@ class NgramDrafter:
         slots: slots of the pool, its scratch page included.
         page_size: slots per page, a power of two.
     """
+
+    reads_layers = False
 
     def __init__(self, slots: int, page_size: int, device: torch.device) -> None:
         self.page_shift, self.page_mask = page_size.bit_length() - 1, page_size - 1
@@ -88,6 +118,13 @@ class NgramDrafter:
     def observe_batch(self, batch: ForwardBatch) -> None:
         """Store the token of each slot."""
         self.tokens.index_copy_(0, batch.slots, batch.token_ids.to(torch.int32))
+
+    def computed(self, batch: ForwardBatch, hidden: Tensor) -> None:
+        """Do nothing: the tokens are known before the pass."""
+
+    def moved(self, source: Tensor, target: Tensor) -> None:
+        """Move the tokens of slots."""
+        self.tokens.index_copy_(0, target, self.tokens.index_select(0, source))
 
     def draft(
         self,

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lockstep.runtime.draft_tree import TreeRows
 from lockstep.runtime.lora.batch import AdapterBatch
 from lockstep.runtime.states.view import StateView
 
@@ -107,6 +108,8 @@ class ForwardBatch:
     media: MediaRows | None = None  # None: all new tokens are tokens
     rope_offsets: Tensor | None = None  # int64 [3, tokens], to add to positions: time, height, width; None: all are 0
     ranks: RankTokens | None = None  # of all data-parallel ranks; None: the pass is of this rank alone
+    tree: TreeRows | None = None  # rows with a tree of drafts; None: every row attends causally
+    taps: dict[int, Tensor | None] | None = None  # by layer, to be filled with its input, [tokens, hidden]; None: none
 
     @property
     def count(self) -> int:

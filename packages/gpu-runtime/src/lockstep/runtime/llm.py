@@ -56,7 +56,7 @@ from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import LORA_OFF, LORAS, AdapterRegistry, source_of
 from lockstep.host.batches import Int32s
 from lockstep.host.cache_moves import MoveCounts
-from lockstep.host.drafts import DraftCounts
+from lockstep.host.drafts import DraftCounts, draft_method
 from lockstep.host.durable import DurableJournal
 from lockstep.host.errors import EngineStopped
 from lockstep.host.grammar_backends import choose_backend
@@ -85,9 +85,10 @@ from lockstep.host.weights import (
     write_source,
 )
 from lockstep.runtime import watchdog
-from lockstep.runtime.assembly import assemble, check_draft_model, choose_device, device_name
+from lockstep.runtime.assembly import assemble, choose_device, device_name
 from lockstep.runtime.bubbles import BubbleTimer, DeviceTime
 from lockstep.runtime.data_ranks import DataRanks, FixedWeights, check_shared
+from lockstep.runtime.draft_sources import check_draft_model
 from lockstep.runtime.engine_config import LORA_RANK_MAX, EngineConfig
 from lockstep.runtime.graphs import (
     check_graph_mode,
@@ -175,7 +176,7 @@ class LLM:
             sched = settings_of_rank(sched, config.data_rank.ranks, usual={}) | {"dp_rank": config.data_rank.rank}
         packages = processors.versions(config.logit_processors)
         if draft_model is not None:
-            sched = {"speculative_method": "draft_model"} | sched
+            sched = {"speculative_method": draft_method(draft_model)} | sched
         folder = demo_folder() if model is None else find_model(model)
         self.folder = folder
         where = choose_device(config.device)

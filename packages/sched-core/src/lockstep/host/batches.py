@@ -110,6 +110,7 @@ class BatchResult:
     top_ids: Int32s | None = None  # [tokens, largest `logprobs_beside` of a request]
     top_logprobs: Float32s | None = None
     accepted: Int32s | None = None  # [sampling rows] tokens of each row, where drafts were verified
+    right_drafts: Int32s | None = None  # [sum of accepted - 1], of a tree: numbers of the right drafts, end to end
     invalid: tuple[int, ...] = ()  # indices of sampling rows
     grammar_ended: tuple[int, ...] = ()  # indices of sampling rows
     forced: tuple[tuple[int, bytes], ...] = ()  # sampling rows, and int32 ids that their grammars force next
@@ -127,6 +128,13 @@ class BatchResult:
         if self.accepted is None:
             return np.arange(len(self.plan.sample_rows), dtype=np.int32)
         return np.cumsum(self.accepted, dtype=np.int32) - self.accepted
+
+    def accepted_bytes(self) -> bytes:
+        """Return `BatchFinished.accepted`: the tokens of each row, and the numbers of the right drafts of trees."""
+        if self.accepted is None:
+            return b""
+        counts = self.accepted.astype("<i4", copy=False).tobytes()
+        return counts if self.right_drafts is None else counts + self.right_drafts.astype("<i4", copy=False).tobytes()
 
     def lasts(self) -> Int32s:
         """Return the index in `tokens` of each sampling row's newest token, for a plan with one forward.

@@ -25,11 +25,10 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -89,7 +88,7 @@ from lockstep.core.contract.samples import sample_count, sample_of
 from lockstep.core.journal.sinks import JournalSink
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.intake import ReceiveSkipper
-from lockstep.host.adapters import AdapterLoader, AdaptersLog, KnownAdapters
+from lockstep.host.adapters import AdaptersLog, KnownAdapters
 from lockstep.host.batches import (
     BatchExecutor,
     BatchResult,
@@ -99,40 +98,33 @@ from lockstep.host.batches import (
     row_context,
     sampled_spans,
 )
-from lockstep.host.cache_moves import CacheMoves, PageMover, name_adapter
+from lockstep.host.cache_moves import CacheMoves, name_adapter
 from lockstep.host.clock import HostClock as HostClock
 from lockstep.host.drafts import DraftCounts
 from lockstep.host.errors import EngineStopped
-from lockstep.host.handover.results import Handover, unpacked
+from lockstep.host.handover.results import unpacked
 from lockstep.host.handover.wire import PromptResults
 from lockstep.host.idle_check import IdleCheck
 from lockstep.host.inbox import Inbox
 from lockstep.host.media.content import EncoderInput
-from lockstep.host.media.encoding import MediaEncoder
-from lockstep.host.rank_agreement import RankAgreement
+from lockstep.host.services import DeviceServices as DeviceServices
+from lockstep.host.services import EarlierGeneration as EarlierGeneration
+from lockstep.host.services import Observer as Observer
+from lockstep.host.services import RequestServices as RequestServices
+from lockstep.host.services import TextWatch as TextWatch
 from lockstep.host.sinks import Kept, drop_behind_the_end, taken_from, with_logprobs
 from lockstep.host.sinks import ResultExtras as ResultExtras
 from lockstep.host.sinks import Sink as Sink
 from lockstep.host.sinks import TokenLogprobs as TokenLogprobs
 from lockstep.host.sinks import UnsentOutput as UnsentOutput
 from lockstep.host.stop_regexes import watched_field
-from lockstep.host.weights import MaintenanceAnswer, WeightLoader, WeightsLog, answer_to
+from lockstep.host.weights import MaintenanceAnswer, WeightsLog, answer_to
 
 log = logging.getLogger("lockstep.host")
 
 TAKEN_BYTES = 4 * 65_536  # token ids of prompts that are taken in before results of the device come first
 IDLE_S = 0.5  # longest sleep with nothing to do; any item in the inbox ends it
 NOT_PROFILED = nullcontext()
-
-
-class TextWatch(Protocol):
-    """The text of one request with stop texts or stop regexes."""
-
-    def push(self, number: int, token: int) -> tuple[bool, int]:
-        """Append output token `number`, counted from 0. A number that was pushed before resets the text to that place.
-
-        Returns: whether the text contains a stop text, and how many of the newest tokens may begin one.
-        """
 
 
 @dataclass(slots=True)
@@ -169,79 +161,6 @@ class _Fact:
     """An event from another thread, without its time."""
 
     make: Callable[[int], ObservedEvent]
-
-
-Observer = Callable[[ObservedEvent, Step], None]
-GrammarCompiler = Callable[[CompileGrammar, Callable[[str], None]], None]
-"""Compiles a grammar off the loop, then calls its second argument, from any thread, with the error or ""."""
-
-
-class Profiler(Protocol):
-    """A profiler of the device. Its methods never raise: a failure of the profiler does not stop serving."""
-
-    def start(self) -> None:
-        """Profile from the next launch on."""
-
-    def stop(self) -> None:
-        """Stop after all batches launched so far and write the trace. No effect if no profile was started."""
-
-    def batch(self, plan: BatchPlan) -> AbstractContextManager[None]:
-        """Return a context for the launch of a plan."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestServices:
-    """How requests are received, and functions of the model and its tokenizer that they need.
-
-    Args:
-        check: raises ConfigError for a request that this runtime cannot serve; the message rejects it.
-        watch_text: makes the watch of a request with stop texts; without it such requests are rejected.
-        compile_grammar: without it, a request under a grammar is rejected with that reason.
-        receive_interval: decodes between two receptions of messages while batches run, at most; see `ReceiveSkipper`.
-    """
-
-    check: Callable[[RequestArrived], None] | None = None
-    watch_text: Callable[[RequestArrived], TextWatch] | None = None
-    compile_grammar: GrammarCompiler | None = None
-    receive_interval: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceServices:
-    """Operations on the device besides batches.
-
-    Args:
-        profiler: without one a request for a profile is logged and ignored.
-        weight_loader: changes weights and releases memory; without one such commands are refused.
-        adapters: loads adapters on the device; without it a load fails.
-        mover: moves KV between the device, host memory and storage; without it the engine must have no tiers.
-        handover: transfers of requests between prefill and decode engines; without it the engine must be mixed.
-        encoder: encodes media; without it no content can be encoded.
-        agreement: with the other data-parallel ranks; without it the engine must have one rank.
-    """
-
-    profiler: Profiler | None = None
-    weight_loader: WeightLoader | None = None
-    adapters: AdapterLoader | None = None
-    mover: PageMover | None = None
-    handover: Handover | None = None
-    encoder: MediaEncoder | None = None
-    agreement: RankAgreement | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class EarlierGeneration:
-    """State of an earlier generation of the engine, which the host continues.
-
-    Args:
-        weights: the weights log. None: a new one.
-        adapters: the adapters log. None: a new one.
-        orders: commands that are performed first: those of the engine's step at its restart.
-    """
-
-    weights: WeightsLog | None = None
-    adapters: AdaptersLog | None = None
-    orders: Sequence[Command] = ()
 
 
 NO_REQUEST_SERVICES, NO_DEVICE_SERVICES, FIRST_GENERATION = RequestServices(), DeviceServices(), EarlierGeneration()
@@ -711,7 +630,7 @@ class RuntimeHost:
                 plan.generation,
                 invalid=result.invalid,
                 text_stops=text_stops,
-                accepted=b"" if result.accepted is None else result.accepted.astype("<i4", copy=False).tobytes(),
+                accepted=result.accepted_bytes(),
                 grammar_ended=result.grammar_ended,
                 logprobs=b"" if result.logprobs is None else result.logprobs.astype("<f4", copy=False).tobytes(),
                 text_held=text_held,

@@ -44,7 +44,7 @@ from lockstep.core.journal.records import (
 )
 from lockstep.core.journal.replay import Divergence, refuse_unreplayable
 from lockstep.core.journal.segments import find_journal
-from lockstep.core.requests.delivery import sent_to
+from lockstep.core.requests.delivery import accepted_counts, sent_to
 from lockstep.core.requests.table import Request, prompt_length
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import Float32s, Int32s, sampled_spans
@@ -284,7 +284,7 @@ def _keep_logprobs(recovered: Recovered, plan: BatchPlan, event: BatchFinished) 
     tops = len(event.top_ids) // 4 // len(logprobs)
     top_ids = np.frombuffer(event.top_ids, "<i4").reshape(len(logprobs), tops)
     top_logprobs = np.frombuffer(event.top_logprobs, "<f4").reshape(len(logprobs), tops)
-    accepted = np.frombuffer(event.accepted, "<i4") if event.accepted else None
+    accepted = accepted_counts(event, len(plan.sample_rows))
     positions, counts = sampled_spans(recovered.engine, plan, accepted)
     at = 0
     for number, position, count in zip(plan.sample_rows.tolist(), positions.tolist(), counts.tolist(), strict=True):

@@ -34,6 +34,7 @@ from lockstep.runtime.quantized.activations import choose_activations
 OF_EXPERT = re.compile(r"\.experts\.([0-9]+)\.")
 OF_ROWS = (".input_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
 """Suffixes of scales of rows and KV in a quantised checkpoint. They are read only if fp8 rows or fp8 KV are enabled."""
+OF_DRAFTS = "mtp."  # layers that draft, which are read only if they do: draft_heads.py
 
 
 class Layer(nn.Module):
@@ -110,6 +111,8 @@ class Layer(nn.Module):
 class Decoder(LanguageModel):
     """A causal language model of one rank, of our own layers. A pipeline stage has some of the layers."""
 
+    tells_layers = True
+
     def __init__(self, make: Maker, settings: ModelSettings, *, qk_norm: bool = False) -> None:
         super().__init__(make, settings)
         self.rotary = Rotary(settings.rope, settings.head_dim, make.dtype, make.device)
@@ -140,8 +143,14 @@ class Decoder(LanguageModel):
         """Return the hidden states behind the last norm, or what the next stage needs; see `LanguageModel.forward`."""
         residual, added = self._input(batch)
         rotation = self.rotary(batch.positions)
-        for layer in self.stack:
-            residual, added = layer(residual, added, rotation, batch, attention)
+        if batch.taps is None:
+            for layer in self.stack:
+                residual, added = layer(residual, added, rotation, batch, attention)
+        else:
+            for number, layer in enumerate(self.stack, self.first_layer):
+                if number in batch.taps:
+                    batch.taps[number] = residual if added is None else residual + added
+                residual, added = layer(residual, added, rotation, batch, attention)
         if self.norm is None:
             assert added is not None
             return torch.stack((residual, added))
@@ -206,7 +215,7 @@ class Decoder(LanguageModel):
         """Return whether a checkpoint may hold this tensor although it is not read, because it follows from others."""
         if self.settings.quantization is not None and name.endswith(OF_ROWS):
             return True
-        if self.has_elsewhere(name) or self._has_other_rank(name):
+        if self.has_elsewhere(name) or self._has_other_rank(name) or name.startswith(OF_DRAFTS):
             return True
         return name.endswith(".rotary_emb.inv_freq") or (
             name == "lm_head.weight" and (self.settings.tied or not self.settings.generates)

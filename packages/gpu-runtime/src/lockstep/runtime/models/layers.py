@@ -358,6 +358,7 @@ class AttentionSizes:
     head_dim: int
     bias: bool = False
     output_bias: bool = False
+    inputs: int = 0  # of the projections of query, key and value; 0: `hidden`
 
 
 class Attention(nn.Module):
@@ -372,7 +373,7 @@ class Attention(nn.Module):
             MatrixPart("k_proj", kv_heads * head_dim, kv_heads, replicate=True),
             MatrixPart("v_proj", kv_heads * head_dim, kv_heads, replicate=True),
         ]
-        self.qkv = ColumnLinear(make, sizes.hidden, parts, sizes.bias)
+        self.qkv = ColumnLinear(make, sizes.inputs or sizes.hidden, parts, sizes.bias)
         self.output = RowLinear(make, "o_proj", heads * head_dim, sizes.hidden, heads, sizes.output_bias)
         self.query_norm = RmsNorm(make, head_dim, norm_eps) if norm_eps is not None else None
         self.key_norm = RmsNorm(make, head_dim, norm_eps) if norm_eps is not None else None

@@ -14,6 +14,9 @@ import msgspec
 from lockstep.core.contract.cache_tiers import CacheTiers as CacheTiers
 from lockstep.core.contract.cache_tiers import PrefetchPolicy as PrefetchPolicy
 from lockstep.core.contract.cache_tiers import WritePolicy as WritePolicy
+from lockstep.core.contract.draft_settings import DRAFT_SETTINGS as DRAFT_SETTINGS
+from lockstep.core.contract.draft_settings import SpeculativeMethod as SpeculativeMethod
+from lockstep.core.contract.draft_settings import settle_drafts
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.floats import store_floats
 from lockstep.core.contract.hybrid_memory import HybridMemory as HybridMemory
@@ -31,7 +34,6 @@ Reserve = Literal["ratio", "on_demand", "full"]
 RetractionPolicy = Literal["length", "newest", "priority"]
 PrefixDeduplication = Literal["off", "last", "defer"]
 SessionKv = Literal["hold", "evictable"]
-SpeculativeMethod = Literal["none", "ngram", "draft_model", "eagle", "mtp"]
 Role = Literal["mixed", "prefill", "decode"]
 TransferAllocation = Literal["early", "prefill_complete"]
 TransferFailure = Literal["fail", "recompute"]
@@ -40,12 +42,6 @@ BEHAVIOUR_FLAGS: tuple[str, ...] = ()
 """Named changes of decision rules. A journal whose header lacks a flag is replayed under the old rule."""
 
 OVERLAP_DEPTH_MAX = 2
-DRAFT_SETTINGS = (
-    "speculative_method",
-    "num_speculative_tokens",
-    "speculative_min_chance",
-    "speculative_max_batch_size",
-)
 FLOAT_SETTINGS = (
     "schedule_conservativeness",
     "speculative_min_chance",
@@ -53,8 +49,6 @@ FLOAT_SETTINGS = (
     "prefill_delayer_token_usage_low_watermark",
     "prefill_delayer_queue_min_ratio",
 )
-NUM_SPECULATIVE_TOKENS = 3  # SGLang's defaults for EAGLE are a chain of 3 to 5, by model
-NUM_SPECULATIVE_TOKENS_MAX = 64
 JUMP_FORWARD_TOKENS_MAX = 64
 
 
@@ -201,13 +195,21 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Setting("source of drafts: ngram, draft_model, eagle, mtp or none", default="none"),
     ] = msgspec.UNSET
     num_speculative_tokens: Annotated[
-        int | msgspec.UnsetType, Setting("drafts of a request in one launch, at most", default="3")
+        int | msgspec.UnsetType, Setting("drafts of a request in one launch, at most", default="3; 8 in a tree")
     ] = msgspec.UNSET
     speculative_min_chance: Annotated[
         float | msgspec.UnsetType, Setting("drafts less likely to count are left out", default="none is")
     ] = msgspec.UNSET
     speculative_max_batch_size: Annotated[
         int | msgspec.UnsetType, Setting("no drafts while more requests decode", default="no limit")
+    ] = msgspec.UNSET
+    # trees of drafts, see draft_trees.py; unset: chains
+    speculative_topk: Annotated[
+        int | msgspec.UnsetType,
+        Setting("alternatives drafted behind each token, at most; above 1 drafts are a tree", default="1"),
+    ] = msgspec.UNSET
+    speculative_num_steps: Annotated[
+        int | msgspec.UnsetType, Setting("tokens on a path of a tree of drafts, at most", default="4 in a tree")
     ] = msgspec.UNSET
     # tokens that a grammar forces, see jump_forward.py: of a request in one launch, at most; unset: each by itself
     jump_forward_tokens: Annotated[
@@ -322,7 +324,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"`page_size` must be a power of two, got `{self.page_size}`\nhint: 16 and 32 are usual")
         if self.overlap_depth not in range(OVERLAP_DEPTH_MAX + 1):
             raise ConfigError(f"`overlap_depth` must be 0, 1 or 2, got `{self.overlap_depth}`")
-        _settle_drafts(self)
+        settle_drafts(self)
         _settle_jumps(self)
         _settle_guarantee(self)
         _settle_adapters(self)
@@ -400,6 +402,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             _check_hybrid(self, self.hybrid)
         if self.keeps_draft_pages and (self.hybrid is not msgspec.UNSET or self.hands_over):
             other = "hybrid" if self.hybrid is not msgspec.UNSET else "role"
+            if self.drafts_trees:
+                raise ConfigError(
+                    f"`speculative_topk` is {self.speculative_topk}: rows keep the pages of refused branches; this is "
+                    f"not supported with `{other}`\nhint: speculative_topk 1, for chains"
+                )
             raise ConfigError(
                 f"`speculative_method` is {self.speculative_method} and `tables_append_only` is on, so that rows keep "
                 f"the pages of refused drafts; this is not supported with `{other}`\nhint: drop one of the three"
@@ -412,8 +419,16 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def keeps_draft_pages(self) -> bool:
-        """Whether a row keeps the pages of refused drafts for its next positions, because its table cannot shrink."""
-        return self.keeps_duplicates and self.speculates
+        """Whether a row keeps the pages of refused drafts for its next positions.
+
+        It does if its table cannot shrink, and with trees, whose drafts reach further than the row can get by them.
+        """
+        return (self.keeps_duplicates and self.speculates) or self.drafts_trees
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether drafts are trees, with several alternatives behind a token."""
+        return self.speculative_topk is not msgspec.UNSET
 
     @property
     def pool_tokens(self) -> int:
@@ -429,6 +444,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def drafts_max(self) -> int:
         """The most drafts of a request that one launch verifies."""
         return self.num_speculative_tokens if self.num_speculative_tokens is not msgspec.UNSET else 0
+
+    @property
+    def path_max(self) -> int:
+        """The most drafts of a request that can be right in one launch."""
+        return self.speculative_num_steps if self.speculative_num_steps is not msgspec.UNSET else self.drafts_max
 
     @property
     def guaranteed_pages(self) -> int:
@@ -666,38 +686,6 @@ def _check_hybrid(config: SchedConfig, hybrid: HybridMemory) -> None:
                 f"{config.drafts_max}: a request has a state behind each draft, and may start from a checkpoint; "
                 f"got `{hybrid.state_slots}`\nhint: raise state_slots or lower num_speculative_tokens"
             )
-
-
-def _settle_drafts(config: SchedConfig) -> None:
-    """Fill in the number of drafts if a method is set. Otherwise unset both, so that journals contain neither."""
-    method, drafts = config.speculative_method, config.num_speculative_tokens
-    if method == "none":
-        method = msgspec.UNSET
-        msgspec.structs.force_setattr(config, "speculative_method", method)
-    if method is msgspec.UNSET:
-        for name in DRAFT_SETTINGS[1:]:
-            value = getattr(config, name)
-            if value is not msgspec.UNSET:
-                raise ConfigError(
-                    f"`{name}` is {value}, but there are no drafts: `speculative_method` is none\n"
-                    "hint: take speculative_method ngram, draft_model, eagle or mtp"
-                )
-        return
-    if method not in get_args(SpeculativeMethod):
-        raise ConfigError(f"`speculative_method` must be {one_of(get_args(SpeculativeMethod))}, got `{method}`")
-    if drafts is msgspec.UNSET:
-        msgspec.structs.force_setattr(config, "num_speculative_tokens", NUM_SPECULATIVE_TOKENS)
-    elif not isinstance(drafts, int) or isinstance(drafts, bool) or not 1 <= drafts <= NUM_SPECULATIVE_TOKENS_MAX:
-        raise ConfigError(
-            f"`num_speculative_tokens` must be a whole number from 1 to {NUM_SPECULATIVE_TOKENS_MAX}, got `{drafts}`"
-        )
-    chance, rows = config.speculative_min_chance, config.speculative_max_batch_size
-    if chance is not msgspec.UNSET and not 0.0 < chance < 1.0:
-        raise ConfigError(
-            f"`speculative_min_chance` must be above 0 and below 1, got `{chance}`\nhint: leave it out to draft always"
-        )
-    if rows is not msgspec.UNSET and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
-        raise ConfigError(f"`speculative_max_batch_size` must be a whole number of at least 1, got `{rows}`")
 
 
 def _settle_jumps(config: SchedConfig) -> None:

@@ -103,6 +103,16 @@ def run_verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> tuple
     return dict(sorted(ends.items())), counts
 
 
+def accepted_counts(event: BatchFinished, samplers: int) -> Int32s | None:
+    """Return how many tokens each sampler of a verifying batch got, int32 [samplers]; None: one each."""
+    return np.frombuffer(event.accepted, "<i4", samplers) if event.accepted else None
+
+
+def right_drafts(event: BatchFinished, samplers: int) -> Int32s:
+    """Return the numbers of the right drafts of trees, those of all samplers end to end; empty: chains, or no draft."""
+    return np.frombuffer(event.accepted, "<i4")[samplers:]
+
+
 def step_numbers(steps: Int32s) -> Int32s:
     """Return 0 .. steps[i] - 1 for each i, end to end. int32 [sum of steps]"""
     firsts = steps.cumsum(dtype=np.int32) - steps

@@ -264,7 +264,12 @@ class Scenario:
     # Drafts, besides the scheduler's settings: docs/cost-models.md, section 10.
     acceptance: Annotated[
         str | None,
-        SimOption("probability that draft 1,2,... is right", metavar="RATES", default="by the method", stored=True),
+        SimOption(
+            "probability that draft 1,2,... is right; of a tree 0.7/0.1,0.6/0.1",
+            metavar="RATES",
+            default="by the method",
+            stored=True,
+        ),
     ] = None
     acceptance_spread: Annotated[
         float, SimOption("standard deviation of its log-odds between requests", stored=True)
