@@ -33,6 +33,7 @@ SECTIONS = {  # in order of value, with the most seconds each may take
     "ranks": 40.0,
     "tiers": 40.0,
     "transfers": 40.0,
+    "families": 70.0,
     "peer": 50.0,
     "tuning": 500.0,
 }
