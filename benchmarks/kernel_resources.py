@@ -50,6 +50,7 @@ CAPABILITIES = (80, 90, 100, 120)
 FP8_CAPABILITY = 89
 META = torch.device("meta")
 BF16, FP32 = torch.bfloat16, torch.float32
+LAID_OUT = (((128,), torch.int64), ((3, 8), torch.int32))  # tokens and tiles of a batch with adapters
 PAGE, CONTEXT, PREFILL, DRAFTED = 16, 8192, 4096, 6
 SPILLS_MAX_BYTES = 0
 
@@ -160,12 +161,8 @@ def lora(shape: Shape, rank: int, dtype: torch.dtype) -> None:
     down = torch.empty(4, 3 * rank, shape.hidden, dtype=dtype, device=META)
     up = torch.empty(4, sum(sizes), rank, dtype=dtype, device=META)
     for tile in (LOW_TILE, HIGH_TILE):
-        batch = AdapterBatch(
-            torch.empty(128, dtype=torch.int64, device=META),
-            torch.empty(3, 8, dtype=torch.int32, device=META),
-            (),
-            tile,
-        )
+        tokens, tiles = (torch.empty(*size, dtype=kind, device=META) for size, kind in LAID_OUT)
+        batch = AdapterBatch(tokens, tiles, (), tile)
         out = torch.empty(128, sum(sizes), dtype=dtype, device=META)
         add_lora_triton(out, torch.empty(128, shape.hidden, dtype=dtype, device=META), down, up, sizes, batch)
 
@@ -293,9 +290,8 @@ def main() -> int:
 
 def table(rows: list[Row]) -> str:
     """Return the largest figures of each kernel and capability, and the fewest programs of a multiprocessor."""
-    lines = [
-        f"{'kernel':24} {'sm':>4} {'variants':>8} {'registers':>9} {'spilled':>8} {'stack':>6} {'shared':>8} {'per SM':>6}"
-    ]
+    head = "{:24} {:>4} {:>8} {:>9} {:>8} {:>6} {:>8} {:>6}"
+    lines = [head.format("kernel", "sm", "variants", "registers", "spilled", "stack", "shared", "per SM")]
     for kernel in sorted({row.kernel for row in rows}):
         for capability in sorted({row.capability for row in rows}):
             of = [row for row in rows if (row.kernel, row.capability) == (kernel, capability)]

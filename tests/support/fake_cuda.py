@@ -26,7 +26,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_map
 
 aten = torch.ops.aten
@@ -46,14 +46,15 @@ class OnDevice(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> OnDevice:
-        made = Tensor._make_wrapper_subclass(
-            cls,
-            inner.shape,
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=DEVICE,
-        )
+        with torch.inference_mode(False):  # a view of a tensor from outside must not be one of inference
+            made = Tensor._make_wrapper_subclass(
+                cls,
+                inner.shape,
+                strides=inner.stride(),
+                storage_offset=inner.storage_offset(),
+                dtype=inner.dtype,
+                device=DEVICE,
+            )
         made.inner = inner
         return made
 
@@ -67,6 +68,24 @@ class OnDevice(Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the memory."""
         return self.inner.untyped_storage()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.tolist:
+                gpu = _get_current_dispatch_mode()
+                assert isinstance(gpu, FakeCuda)
+                gpu.wait("a list for the CPU")
+                return args[0].inner.tolist()
+            if func is Tensor.numpy:
+                raise TypeError(f"can't convert a tensor of {DEVICE} to numpy")
+            if func is Tensor.copy_:
+                return copied(*args, **(kwargs or {}))
+            if func is Tensor.__getitem__:
+                return indexed(*args)
+            if func is Tensor.__setitem__:
+                return put(*args)
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,8 +133,6 @@ class FakeCuda(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         flat, _ = tree_flatten((args, kwargs))
         ours = [one for one in flat if isinstance(one, OnDevice)]
-        if func is aten._pin_memory.default or (func.overloadpacket is aten.is_pinned):
-            return self._pinning(func, args[0])
         pinned = kwargs.pop("pin_memory", None)
         device = kwargs.get("device")
         asked = torch.device(device) if device is not None else None
@@ -145,9 +162,9 @@ class FakeCuda(TorchDispatchMode):
 
         return tree_map(wrapped, result)
 
-    def _pinning(self, func: Any, tensor: Tensor) -> Any:
-        if func.overloadpacket is aten.is_pinned:
-            return tensor.untyped_storage().data_ptr() in self.pinned
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, OnDevice):
+            raise RuntimeError(f"a tensor of {DEVICE} cannot be pinned")
         copy = tensor.clone()
         self.pinned.add(copy.untyped_storage().data_ptr())
         return copy
@@ -226,7 +243,6 @@ class FakeCuda(TorchDispatchMode):
 
     def __enter__(self) -> FakeCuda:
         gpu = self
-        torch._C._ensureCUDADeviceGuardSet()  # a torch without CUDA has none, and indexing asks for it
         properties = SimpleNamespace(
             name="fake H100",
             multi_processor_count=132,
@@ -293,6 +309,7 @@ class FakeCuda(TorchDispatchMode):
         }
         self._patches.enter_context(mock.patch.multiple(torch.cuda, **changed))
         self._patches.enter_context(mock.patch.object(Tensor, "is_pinned", lambda one, *_: gpu._is_pinned(one)))
+        self._patches.enter_context(mock.patch.object(Tensor, "pin_memory", lambda one, *_: gpu._pinned(one)))
         if "triton" in sys.modules or self.interpret:
             self._patches.enter_context(launches_of(self))
         super().__enter__()
@@ -375,6 +392,61 @@ class Graph:
         with torch._C._DisableTorchDispatch():
             for operation in self.capture.operations:
                 operation()
+
+
+def viewed(tensor: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
+    """Apply all of an index but its tensors, which are returned by dimension.
+
+    Python's indexing of a tensor asks for the guard of its device, which a torch without CUDA does not have.
+    """
+    parts = list(index) if isinstance(index, tuple) else [index]
+    used = sum(1 for one in parts if one is not None and one is not Ellipsis)
+    at = [number for number, one in enumerate(parts) if one is Ellipsis]
+    place = at[0] if at else len(parts)
+    parts[place : place + 1] = [slice(None)] * (tensor.dim() - used)
+    tensors: list[Tensor | None] = []
+    for one in parts:
+        dim = len(tensors)
+        if one is None:
+            tensor = aten.unsqueeze.default(tensor, dim)
+            tensors.append(None)
+        elif isinstance(one, slice):
+            tensor = aten.slice.Tensor(tensor, dim, one.start, one.stop, one.step or 1)
+            tensors.append(None)
+        elif isinstance(one, Tensor):
+            tensors.append(one)
+        elif isinstance(one, bool) or not hasattr(one, "__index__"):
+            raise TypeError(f"an index of {type(one).__name__} on {DEVICE}")
+        else:
+            tensor = aten.select.int(tensor, dim, one.__index__())
+    return tensor, tensors
+
+
+def indexed(tensor: Tensor, index: Any) -> Tensor:
+    """Return tensor[index]."""
+    if not isinstance(tensor, OnDevice):
+        raise RuntimeError(f"a tensor of the CPU is indexed by one of {DEVICE}")
+    tensor, tensors = viewed(tensor, index)
+    return tensor if all(one is None for one in tensors) else aten.index.Tensor(tensor, tensors)
+
+
+def copied(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Compute tensor.copy_(source), above which torch asks for the guard of the device, too."""
+    gpu = _get_current_dispatch_mode()
+    assert isinstance(gpu, FakeCuda)
+    with _disable_current_modes():
+        result: Tensor = gpu.__torch_dispatch__(aten.copy_.default, (), (tensor, source, non_blocking))
+    return result
+
+
+def put(tensor: Tensor, index: Any, value: Any) -> None:
+    """Compute tensor[index] = value."""
+    tensor, tensors = viewed(tensor, index)
+    if all(one is None for one in tensors):
+        copied(tensor, value) if isinstance(value, Tensor) else tensor.fill_(value)
+    else:
+        given = value if isinstance(value, Tensor) else torch.full((), value, dtype=tensor.dtype, device=DEVICE)
+        aten.index_put_.default(tensor, tensors, given)
 
 
 def inner_of(one: Any) -> Any:
