@@ -132,7 +132,7 @@ def attention(shape: Shape, capability: int, numerics: Numerics, dtype: torch.dt
     scales = [(0.5, 0.25)] if fp8 else None
     pool = KvPool(1, 64, PAGE, shape.kv_heads, shape.head_dim, dtype, META, scales)
     backend = TritonAttention(pool, shape.heads, numerics=numerics, rules=() if shape.rule is None else (shape.rule,))
-    backend.sms = MACHINES[capability].sms
+    backend.sms, backend.warpgroups = MACHINES[capability].sms, MACHINES[capability].warpgroups
     for rows, new, extending in ((1, PREFILL, True), (1, DRAFTED, True), (1, 1, False), (2048, 1, False)):
         batch = batch_of(rows, new, extending)
         fused = torch.empty(rows * new, shape.heads + 2 * shape.kv_heads, shape.head_dim, dtype=dtype, device=META)
@@ -225,7 +225,7 @@ def uses(capability: int) -> Iterator[tuple[str, str, Callable[[], None]]]:
         yield name, "attention in float32", partial(attention, MODELS[name], capability, "fast", FP32, False)
     llama = MODELS["Llama-3.1-8B"]
     for rank in (8, 16, 64, 256, 512):
-        yield "Llama-3.1-8B", f"LoRA of rank {rank}", partial(lora, llama, rank, BF16)
+        yield "Llama-3.1-8B", f"LoRA of rank {rank}, bfloat16", partial(lora, llama, rank, BF16)
     yield "Llama-3.1-8B", "LoRA of rank 512 in float32", partial(lora, llama, 512, FP32)
     for name in ("Llama-3.1-8B", "Qwen3-30B-A3B"):
         for kind in ("fp8 blocks", "fp8 whole", "int4", "bf16"):

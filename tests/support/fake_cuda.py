@@ -6,7 +6,7 @@
 What a GPU would do wrongly or refuse is found here too: a mixture of devices, memory that is not pinned under a copy
 that should not wait, a wait inside of a capture. A capture records its operations; a replay runs them again on the same
 memory, so what Python computed at capture is as frozen as in a CUDA graph. Triton's kernels run in its interpreter, or
-are only counted (`interpret=False`), and then leave what memory contains.
+are only counted (`interpret=False`): memory that they would have written has zeros.
 
 Not shown: order between streams (everything runs at once, in launch order), the kernels' machine code, libraries that
 exist for GPUs only.
@@ -14,12 +14,12 @@ exist for GPUs only.
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -37,6 +37,9 @@ SIZED_BY_VALUES = {
     aten.bincount,
 }  # fmt: skip
 """Operations whose result has a shape that depends on values: a GPU's caller waits for it."""
+
+
+EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 
 
 class OnDevice(Tensor):
@@ -85,7 +88,12 @@ class OnDevice(Tensor):
                 return indexed(*args)
             if func is Tensor.__setitem__:
                 return put(*args)
-            return func(*args, **(kwargs or {}))
+            try:
+                return func(*args, **(kwargs or {}))
+            except RuntimeError as error:  # torch asks for the guard of the device, which one without CUDA lacks
+                if "not linked with support" not in str(error):
+                    raise
+                return directly(func.__name__, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -146,6 +154,8 @@ class FakeCuda(TorchDispatchMode):
         self.operations += 1
         given, named = tree_map(inner_of, (args, kwargs))
         result = func(*given, **named)
+        if func.overloadpacket in EMPTY and not self.interpret:
+            result.zero_()  # no kernel writes it
         if self.capturing is not None and to_device:
             self._record(func, given, named, result)
         if pinned:
@@ -310,7 +320,7 @@ class FakeCuda(TorchDispatchMode):
         self._patches.enter_context(mock.patch.multiple(torch.cuda, **changed))
         self._patches.enter_context(mock.patch.object(Tensor, "is_pinned", lambda one, *_: gpu._is_pinned(one)))
         self._patches.enter_context(mock.patch.object(Tensor, "pin_memory", lambda one, *_: gpu._pinned(one)))
-        if "triton" in sys.modules or self.interpret:
+        if find_spec("triton") is not None:
             self._patches.enter_context(launches_of(self))
         super().__enter__()
         return self
@@ -430,12 +440,19 @@ def indexed(tensor: Tensor, index: Any) -> Tensor:
     return tensor if all(one is None for one in tensors) else aten.index.Tensor(tensor, tensors)
 
 
-def copied(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Compute tensor.copy_(source), above which torch asks for the guard of the device, too."""
+def directly(name: str, args: Any, kwargs: Any) -> Any:
+    """Call an operation by its name, below everything in which torch asks for the guard of the device."""
     gpu = _get_current_dispatch_mode()
     assert isinstance(gpu, FakeCuda)
+    name = {"__invert__": "bitwise_not"}.get(name, name)
+    overload = torch._C._jit_resolve_packet(f"aten::{name}", *args, **kwargs)
     with _disable_current_modes():
-        result: Tensor = gpu.__torch_dispatch__(aten.copy_.default, (), (tensor, source, non_blocking))
+        return gpu.__torch_dispatch__(getattr(getattr(aten, name), overload), (), args, kwargs)
+
+
+def copied(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Compute tensor.copy_(source)."""
+    result: Tensor = directly("copy_", (tensor, source, non_blocking), {})
     return result
 
 

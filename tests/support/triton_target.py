@@ -29,11 +29,11 @@ from triton.runtime.driver import driver as active
 from lockstep.runtime.attention.residency import Machine
 
 MACHINES = {
-    80: Machine(sms=108, registers=65_536, shared_bytes=164 << 10, threads=2048, programs=32),
-    89: Machine(sms=142, registers=65_536, shared_bytes=100 << 10, threads=1536, programs=24),
+    80: Machine(sms=108, registers=65_536, shared_bytes=164 << 10, threads=2048, programs=32, warpgroups=False),
+    89: Machine(sms=142, registers=65_536, shared_bytes=100 << 10, threads=1536, programs=24, warpgroups=False),
     90: Machine(sms=132, registers=65_536, shared_bytes=228 << 10, threads=2048, programs=32),
     100: Machine(sms=148, registers=65_536, shared_bytes=228 << 10, threads=2048, programs=32),
-    120: Machine(sms=170, registers=65_536, shared_bytes=100 << 10, threads=1536, programs=24),
+    120: Machine(sms=170, registers=65_536, shared_bytes=100 << 10, threads=1536, programs=24, warpgroups=False),
 }
 """By compute capability: A100, L40S, H100 SXM, B200, RTX 5090. Source: CUDA C++ Programming Guide, table of technical
 specifications per compute capability; multiprocessors from the products' data sheets."""

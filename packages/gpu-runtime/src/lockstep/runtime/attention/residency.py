@@ -24,6 +24,7 @@ class Machine:
     shared_bytes: int
     threads: int
     programs: int
+    warpgroups: bool = True  # multiplies by groups of warps: 9.0 and 10.0, neither 8.x nor 12.x
 
     def programs_at_once(self, registers: int, shared_bytes: int, warps: int) -> int:
         """Return the programs that fit a multiprocessor; at least 1.
@@ -45,6 +46,7 @@ def machine_of(device: torch.device) -> Machine:
         registers=found.regs_per_multiprocessor,
         shared_bytes=found.shared_memory_per_multiprocessor,
         threads=found.max_threads_per_multi_processor,
+        warpgroups=found.major in (9, 10),
         programs=32 if found.major != 12 and (found.major, found.minor) not in ((8, 6), (8, 9)) else 24,
     )
 

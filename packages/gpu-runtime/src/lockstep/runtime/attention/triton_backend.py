@@ -73,8 +73,14 @@ def split_tiling(head_dim: int, dtype: torch.dtype, group: int, most_new: int, n
     return decode_tiling(head_dim, dtype, most_new * group)
 
 
-def extend_tiling(head_dim: int, dtype: torch.dtype, group: int, most_new: int, numerics: Numerics) -> Tiling:
+def extend_tiling(
+    head_dim: int, dtype: torch.dtype, group: int, most_new: int, numerics: Numerics, warpgroups: bool = True
+) -> Tiling:
     """Return the tiling of an extend, which arithmetic bounds: as many query rows as registers hold and tokens fill.
+
+    Args:
+        warpgroups: whether the GPU multiplies by groups of warps (Hopper, B200), with operands in shared memory. On
+            others they are in registers too, and tiles of 64 positions would spill.
 
     From 64 rows on, Hopper and Blackwell use other tensor-core instructions. With `invariant` numerics an extend keeps
     to those of a decode, so that a token has the same bits whether it was decoded or extended.
@@ -85,6 +91,8 @@ def extend_tiling(head_dim: int, dtype: torch.dtype, group: int, most_new: int, 
     if numerics == "invariant":
         return Tiling(max(32, triton.next_power_of_2(group)), block_n, 4, 2)
     block_m = min(max(16, triton.next_power_of_2(most_new * group)), 64 if head_dim > 128 else 128)
+    if head_dim > 64 and not warpgroups:
+        block_n = min(block_n, 32)
     return Tiling(block_m, block_n, 8 if block_m == (64 if head_dim > 128 else 128) else 4, 3)
 
 
@@ -169,6 +177,7 @@ class TritonAttention:
         device = pool.keys[0].device
         self.machine: Machine | None = machine_of(device) if device.type == "cuda" else None
         self.sms = 1 if self.machine is None else self.machine.sms
+        self.warpgroups = self.machine is None or self.machine.warpgroups
         self.block_d = max(16, triton.next_power_of_2(pool.head_dim))
         # A graph reads its workspace and division at their addresses at capture, so these are never freed.
         self.workspace = torch.empty(0, dtype=torch.float32, device=device)
@@ -297,7 +306,7 @@ class TritonAttention:
     def _extend(self, layer: int, query: Tensor, out: Tensor, batch: ForwardBatch) -> None:
         count = batch.extend_rows
         most_new = int((batch.lengths_host[:count] - batch.starts_host[:count]).max())
-        tiling = extend_tiling(self.pool.head_dim, query.dtype, self.group, most_new, self.numerics)
+        tiling = extend_tiling(self.pool.head_dim, query.dtype, self.group, most_new, self.numerics, self.warpgroups)
         grid = (-(-most_new * self.group // tiling.BLOCK_M), self.pool.kv_heads, count)
         view = self.pool.view(layer, batch)
         kernels.extend[grid](
