@@ -14,6 +14,7 @@ exist for GPUs only.
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -320,6 +321,16 @@ class FakeCuda(TorchDispatchMode):
         self._patches.enter_context(mock.patch.multiple(torch.cuda, **changed))
         self._patches.enter_context(mock.patch.object(Tensor, "is_pinned", lambda one, *_: gpu._is_pinned(one)))
         self._patches.enter_context(mock.patch.object(Tensor, "pin_memory", lambda one, *_: gpu._pinned(one)))
+        plain = threading.Thread.run
+
+        def in_thread(thread: threading.Thread) -> None:  # a dispatch mode is one of its thread
+            TorchDispatchMode.__enter__(gpu)
+            try:
+                plain(thread)
+            finally:
+                TorchDispatchMode.__exit__(gpu, None, None, None)
+
+        self._patches.enter_context(mock.patch.object(threading.Thread, "run", in_thread))
         if find_spec("triton") is not None:
             self._patches.enter_context(launches_of(self))
         super().__enter__()
