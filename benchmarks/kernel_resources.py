@@ -4,8 +4,8 @@
 
 The runtime's own launchers are called at the shapes of real models, with tensors that have no memory; a Triton driver
 in place of CUDA's compiles each launch (`tests/support/triton_target.py`). `--only` takes parts of names of models or
-kernels. Exit status 1 if a kernel needs more shared memory than its GPU has, or spills registers where it must not
-(`spills_allowed`).
+kernels. Exit status 1 if a kernel needs more shared memory than its GPU has, or spills more than
+SPILLS_MAX_BYTES.
 
 Compiled: the figures depend on the versions of Triton and its assembler, and not on the machine.
 """
@@ -52,7 +52,7 @@ META = torch.device("meta")
 BF16, FP32 = torch.bfloat16, torch.float32
 LAID_OUT = (((128,), torch.int64), ((3, 8), torch.int32))  # tokens and tiles of a batch with adapters
 PAGE, CONTEXT, PREFILL, DRAFTED = 16, 8192, 4096, 6
-SPILLS_MAX_BYTES = 0
+SPILLS_MAX_BYTES = {80: 128, 90: 0, 100: 0, 120: 128}  # by capability, 0 where no kernel has any
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,8 @@ class Row:
         limit = MACHINES[self.capability].shared_bytes - (1 << 10)
         if self.shared_bytes > limit:
             return f"{self.shared_bytes} bytes of shared memory, there are {limit}"
-        return f"{self.spilled_bytes} bytes spilled" if self.spilled_bytes > SPILLS_MAX_BYTES else ""
+        allowed = SPILLS_MAX_BYTES.get(self.capability, 0)
+        return f"{self.spilled_bytes} bytes spilled, {allowed} allowed" if self.spilled_bytes > allowed else ""
 
 
 def batch_of(rows: int, new: int, extending: bool) -> ForwardBatch:

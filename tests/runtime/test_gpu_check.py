@@ -45,7 +45,7 @@ def reported(*sections: Section) -> dict[str, Any]:
     return {"commit": "abc", "device": "cpu", "small": True, "budget_s": 530.0, "seconds": 1.0, "sections": found}
 
 
-@pytest.mark.parametrize("name", [name for name in SECTIONS if name not in ("peer", "tables", "tuning")])
+@pytest.mark.parametrize("name", [name for name in SECTIONS if name not in ("peer", "tables", "tuning", "families")])
 def test_a_section_runs_without_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if find_spec("triton") is not None:
         mend_products(monkeypatch)

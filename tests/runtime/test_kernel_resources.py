@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def test_compiled_again_a_kernel_needs_what_the_table_says(capability: int, tmp_
     file = tmp_path / "found.csv"
     command = [sys.executable, "-m", "benchmarks.kernel_resources", "--capability", str(capability)]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     done = subprocess.run(
         [*command, "--only", "LoRA of rank 512, bfloat16", "--csv", str(file)],
         cwd=ROOT, env=env, capture_output=True, text=True, check=False,
@@ -64,3 +65,28 @@ def test_compiled_again_a_kernel_needs_what_the_table_says(capability: int, tmp_
     for row in found:
         same = [one for one in stored if (one["kernel"], one["warps"]) == (row["kernel"], row["warps"])]
         assert any(one["shared_bytes"] == row["shared_bytes"] for one in same), row
+
+
+LAYOUTS = """
+import json
+from benchmarks.kernel_resources import BF16, MODELS, attention, compiling
+with compiling(90) as target:
+    attention(MODELS["Llama-3.1-8B"], 90, "invariant", BF16, False)
+    found = {one.kernel: (one.layouts, one.instructions) for one, _ in target.launches}
+print(json.dumps(found))
+"""
+
+
+def test_with_invariant_numerics_all_kernels_multiply_in_one_layout() -> None:
+    """They add in the same order only then. Loads of keys and values are asynchronous."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", LAYOUTS], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    multiplying = {name: one for name, one in found.items() if name in ("extend", "decode", "attend_split")}
+    assert len(multiplying) == 3
+    assert len({str(layouts) for layouts, _ in multiplying.values()}) == 1, multiplying
+    assert all({"mma.sync", "cp.async"} <= set(instructions) for _, instructions in multiplying.values())
