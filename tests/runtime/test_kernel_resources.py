@@ -43,7 +43,7 @@ def test_the_stored_table_has_every_kernel_and_none_that_cannot_run() -> None:
     for row in found:
         limit = MACHINES[int(row["capability"])].shared_bytes - (1 << 10)
         assert int(row["shared_bytes"]) <= limit, row
-        if row["capability"] in ("90", "100"):
+        if row["capability"] in ("90", "100") and "fast" in row["use"]:
             assert int(row["spilled_bytes"]) == 0, row
 
 

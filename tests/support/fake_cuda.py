@@ -91,7 +91,7 @@ class OnDevice(Tensor):
                 return put(*args)
             try:
                 return func(*args, **(kwargs or {}))
-            except RuntimeError as error:  # torch asks for the guard of the device, which one without CUDA lacks
+            except RuntimeError as error:  # torch needs the guard of the device, which one without CUDA lacks
                 if "not linked with support" not in str(error):
                     raise
                 return directly(func.__name__, args, kwargs or {})
@@ -418,7 +418,7 @@ class Graph:
 def viewed(tensor: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
     """Apply all of an index but its tensors, which are returned by dimension.
 
-    Python's indexing of a tensor asks for the guard of its device, which a torch without CUDA does not have.
+    Python's indexing of a tensor needs the guard of its device, which a torch without CUDA does not have.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     used = sum(1 for one in parts if one is not None and one is not Ellipsis)
@@ -452,7 +452,7 @@ def indexed(tensor: Tensor, index: Any) -> Tensor:
 
 
 def directly(name: str, args: Any, kwargs: Any) -> Any:
-    """Call an operation by its name, below everything in which torch asks for the guard of the device."""
+    """Call an operation by its name, below everything in which torch needs the guard of the device."""
     gpu = _get_current_dispatch_mode()
     assert isinstance(gpu, FakeCuda)
     name = {"__invert__": "bitwise_not"}.get(name, name)

@@ -74,7 +74,7 @@ class Target(DriverBase):
         self.capability, self.machine = capability, MACHINES[capability]
         self.launches: list[tuple[Compiled, tuple[int, int, int]]] = []
         self.printed = io.StringIO()
-        self.utils = self  # Triton asks both for different things
+        self.utils = self  # Triton calls different methods of both
 
     @classmethod
     def is_active(cls) -> bool:
