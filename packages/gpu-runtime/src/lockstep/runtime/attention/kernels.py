@@ -440,10 +440,10 @@ def decode(
 
 
 @triton.jit
-def _units(indptr, lengths, row, there, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
+def _units(begins, stops, row, there, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
     """Return the tiles, or with SPLIT the pieces, that rows read; 0 for rows that are not `there`. Shape [rows]."""
-    length = tl.load(lengths + row, mask=there, other=0)
-    new = tl.load(indptr + row + 1, mask=there, other=0) - tl.load(indptr + row, mask=there, other=0)
+    length = tl.load(stops + row, mask=there, other=0)
+    new = tl.load(begins + row + 1, mask=there, other=0) - tl.load(begins + row, mask=there, other=0)
     count = length - _origin(length - new - WINDOW + 1, WINDOW, BLOCK_N, SPLIT)
     if SPLIT == 0:
         units = tl.cdiv(count, BLOCK_N)
