@@ -28,13 +28,13 @@ SECTIONS = {  # in order of value, with the most seconds each may take
     "decode": 100.0,
     "bubbles": 90.0,
     "quantized": 40.0,
-    "tables": 60.0,
+    "tables": 50.0,
     "start": 50.0,
     "ranks": 40.0,
     "tiers": 40.0,
     "transfers": 40.0,
     "families": 70.0,
-    "peer": 40.0,
+    "peer": 50.0,
     "tuning": 500.0,
 }
 UNCHECKED = 3  # exit status if nothing failed, but something was not checked
