@@ -25,9 +25,10 @@ from lockstep.core.cluster.router import RouterConfig
 from lockstep.core.contract.config import refuse_in_runtime
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.options import options_of
-from lockstep.sim.cli.plan import plan, usable_cores
+from lockstep.sim.cli.plan import plan
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan import answer as answers
+from lockstep.sim.plan import serve_command
 from lockstep.sim.plan.interval import block_samples, interval_of, interval_of_samples, student_t
 from lockstep.sim.plan.ledger import TrialStore
 from lockstep.sim.plan.question import (
@@ -352,7 +353,7 @@ def test_the_winners_command_repeats_its_run() -> None:
     winner = found.winner
     assert winner is not None
     assert winner.best is not None
-    arguments = shlex.split(answers.simulate_command(winner))[2:]
+    arguments = shlex.split(serve_command.simulate_command(winner))[2:]
     shown = CliRunner().invoke(command, [*arguments, "--json", "--no-intervals"])
     assert shown.exit_code == 0, shown.output
     metrics = json.loads(shown.stdout)
@@ -608,10 +609,11 @@ def test_lockstep_serve_takes_the_emulated_winner() -> None:
     common["tiers"] = {"host_cache_gb": 50.0}
     planned_one = planned(question(settings=settings, common=common, rate=200.0))
     assert planned_one.winner is not None
-    served, emulated = answers.serve_commands(planned_one.winner)
+    served, emulated = serve_command.serve_commands(planned_one.winner)
     replicas = planned_one.winner.best.replicas if planned_one.winner.best is not None else 0
     assert replicas > 1
-    assert emulated.lacks == [f"{replicas} replicas behind least_requests", "host_cache_gb 50"]
+    assert emulated.lacks == ["host_cache_gb 50"]
+    assert all(f"--dp {replicas} " in one.line for one in (emulated, served))
     assert "--kv-cache-dtype fp8_e4m3" in emulated.line
     assert "--kv-cache-dtype fp8_e4m3" in served.line
     assert all("--fp8-activations off" in one.line for one in (emulated, served))
@@ -623,7 +625,7 @@ def test_lockstep_serve_takes_the_emulated_winner() -> None:
     shown = CliRunner().invoke(serve, [*words[2:], "--dry-run"])
     assert shown.exit_code == 0, shown.output
     lines = [line.strip() for line in shown.output.splitlines()]
-    assert lines[0].endswith("qwen3-8b (emulated) on 2 x H100-SXM, emulated")
+    assert lines[0].endswith(f"qwen3-8b (emulated) on 2 x H100-SXM, emulated, {replicas} times")
     for line in ("schedule_policy = lpm", "isolate_tenants = True", "waiting_timeout_us = 30000000"):
         assert line in lines
     assert "batching = running_first" in lines
@@ -655,7 +657,7 @@ def test_what_is_simulated_only_is_reported_and_not_in_the_line(
     scenario = {name: more.pop(name) for name in list(more) if name in options_of(Scenario)}
     base = replace(simplest.trial.base, settings={"schedule_policy": "lpm", **settings}, **scenario)
     trial = replace(simplest.trial, base=base, **more)
-    served, emulated = answers.serve_commands(replace(simplest, trial=trial))
+    served, emulated = serve_command.serve_commands(replace(simplest, trial=trial))
     assert emulated.lacks == lacks
     words = shlex.split(emulated.line)
     assert words[words.index("--set") :] == ["--set", "schedule_policy=lpm"]
@@ -665,18 +667,6 @@ def test_what_is_simulated_only_is_reported_and_not_in_the_line(
         refuse_in_runtime(word.partition("=")[0])
     assert ("jump_forward_tokens=8" in served.line) == ("jump_forward_tokens" in settings)
     assert ("--pp 2 " in served.line) == ("--set pp_size=2" in served.line) == ("pp" in scenario)
-
-
-def test_a_container_has_as_many_processes_as_it_may_use_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
-    quota = tmp_path / "cpu.max"
-    assert usable_cores(quota) == 64  # no such file
-    for text, cores in (("max 100000\n", 64), ("150000 100000\n", 2), ("1000 100000\n", 1), ("9900000 100000\n", 64)):
-        quota.write_text(text)
-        assert usable_cores(quota) == cores
-    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
-    monkeypatch.setattr(os, "cpu_count", lambda: 10)
-    assert usable_cores(tmp_path / "none") == 10
 
 
 def test_more_processes_give_the_same_bytes(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from lockstep.sim.cost import (
     ModelSpec,
 )
 from lockstep.sim.cost.base_model import base_cost_model
+from lockstep.sim.cost.hardware import in_racks
 from lockstep.sim.cost.lora import check_targets
 from lockstep.sim.cost.models import check_split
 from lockstep.sim.cost.parallel import Parallelism
@@ -56,6 +57,12 @@ PAGES_MAX = 2**28  # this many pages take 3 GB of host memory
 ROWS_MAX = 2**20
 
 
+def gpu_of(scenario: Scenario) -> GpuSpec:
+    """Return the GPU of a scenario, in its racks. Raises CatalogueError, or ConfigError for impossible racks."""
+    gpu = load_gpu(scenario.gpu)
+    return in_racks(gpu, scenario.scale_up_gpus, scenario.network_gbs, scenario.network_latency_us)
+
+
 def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, workload: Workload | None = None) -> Setup:
     """Load and check everything that the scenario names, cheap steps first.
 
@@ -67,7 +74,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
     check_seed(scenario.seed)
     overridden = environment_settings(environ)
     scenario = replace(scenario, settings={**scenario.settings, **overridden})
-    model, gpu = load_model(scenario.model), load_gpu(scenario.gpu)
+    model, gpu = load_model(scenario.model), gpu_of(scenario)
     check_encoding(scenario)
     check_adapters(scenario)
     check_samples(scenario)
