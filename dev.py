@@ -32,6 +32,7 @@
     python3 dev.py docs-test ARGS     every command line of README.md and docs/ as long as it is printed; about an hour
     python3 dev.py version VERSION    set the version of all distributions, or show it
     python3 dev.py gpu-check ARGS     checks on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration
+    python3 dev.py kernel-resources   every Triton kernel compiled for four generations of GPUs; --capability 90
     python3 dev.py run COMMAND ARGS   any other command in the environment, e.g. `run python`
     python3 dev.py install            only make the environment
 
@@ -324,6 +325,13 @@ def gpu_check(args):
     return call(PYTHON, "-m", "benchmarks.gpu_check", *args)
 
 
+def kernel_resources(args):
+    """Compile all kernels. Without arguments the stored table is written anew."""
+    return call(
+        PYTHON, "-m", "benchmarks.kernel_resources", *(args or ["--csv", "benchmarks/results/kernel_resources.csv"])
+    )
+
+
 def run(args):
     if not args:
         return fail("dev.py run needs a command, e.g. `python3 dev.py run python`", 2)
@@ -366,6 +374,7 @@ TASKS = {
     "docs-test": ("dev", docs_test),
     "version": (None, version),
     "gpu-check": ("runtime", gpu_check),
+    "kernel-resources": ("runtime", kernel_resources),
     "run": ("dev", run),
     "install": ("dev", install),
 }
