@@ -28,9 +28,10 @@ from lockstep.core.contract.events import (
     UpdateWeights,
 )
 from lockstep.core.journal import snapshot
+from lockstep.core.requests.rules import LPM_FALLBACK_WAITING
 from lockstep.core.scheduler import ordering
 from lockstep.core.scheduler.engine import Engine
-from lockstep.core.scheduler.ordering import LPM_FALLBACK_WAITING, POLICIES, Policy, WaitingQueue
+from lockstep.core.scheduler.ordering import POLICIES, Policy, WaitingQueue
 from tests.support import guide
 from tests.support.driver.actions import CONTROLS, Action
 from tests.support.driver.run import run_actions

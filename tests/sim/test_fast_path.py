@@ -21,7 +21,8 @@ from msgspec.structs import replace as replace_struct
 from lockstep.core.cluster.router import EngineShare, RouterConfig
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.profiles import PROFILES, profile_settings
-from lockstep.core.scheduler.ordering import LPM_FALLBACK_WAITING, REFRESHED_REQUESTS
+from lockstep.core.requests.rules import LPM_FALLBACK_WAITING
+from lockstep.core.scheduler.ordering import REFRESHED_REQUESTS
 from lockstep.sim.cluster.fast import unsupported_by_cluster
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.scenario import ClusterScenario

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from lockstep.sim.cost.cpu import CpuModel
 from lockstep.sim.cost.errors import CalibrationError
-from lockstep.sim.cost.model import BatchShape, CostModel, Duration
+from lockstep.sim.cost.model import BatchShape, CostModel, DecodeBends, Duration
 from lockstep.sim.cost.parallel import USUAL, Parallelism
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.cost.terms import LAUNCH, new_tokens
@@ -429,6 +429,11 @@ class CalibratedModel:
         if base.spread_us:
             spread_us = math.hypot(spread_us, self._kernels * base.spread_us)
         return Duration(us, spread_us)
+
+    def decode_bends(self, rows: int) -> tuple[int, ...] | None:
+        """Return the contexts between which the corrected time of a batch of decodes is convex, see `DecodeBends`."""
+        known = isinstance(self.base, DecodeBends) and not self._spread
+        return self.base.decode_bends(rows) if known else None
 
     def terms_us(self, shape: BatchShape) -> dict[str, float]:
         """Return the corrected time by term: the scaled terms of the base, and the terms that the correction adds.

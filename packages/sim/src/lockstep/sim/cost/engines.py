@@ -28,7 +28,7 @@ from lockstep.sim.cost.models import ModelSpec
 from lockstep.sim.cost.parallel import USUAL, Parallelism
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.cost.tables import BaseModel
-from lockstep.sim.cost.terms import Constants, CostTerm, TermSum, TermUs
+from lockstep.sim.cost.terms import Constants, CostTerm, TermSum, TermUs, never
 
 FORMAT = "lockstep-engine"
 VERSION = 4
@@ -345,7 +345,7 @@ class EngineModel(TermSum):
             def rows_us(batch: BatchShape, own: BatchShape) -> float:
                 return row_us * (batch.extend_rows + batch.decode_rows)
 
-            yield CostTerm("engine_rows", "rows", rows_us, constant("row_layer_us"))
+            yield CostTerm("engine_rows", "rows", rows_us, constant("row_layer_us"), bends=never)
         if costs.prefill_us:
             yield CostTerm("engine_prefill", "extend", fixed(costs.prefill_us), constant("prefill_us"))
         if costs.moe_layer_us and base.model.moe_layers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -44,6 +44,19 @@ class CostModel(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Return kind, model, GPU and every constant with its source, ready for a run's metrics.json."""
+        ...
+
+
+@runtime_checkable
+class DecodeBends(Protocol):
+    """A cost model that knows the form of the time of decodes. The fast path then computes most of them itself."""
+
+    def decode_bends(self, rows: int) -> tuple[int, ...] | None:
+        """Return contexts between which the time of a batch of `rows` decodes is a convex function of its context.
+
+        The batch has no other rows, and its context is `decode_context_tokens`. The contexts are in ascending order;
+        the time has no spread. None: the form is not known.
+        """
         ...
 
 
