@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, target
+from hypothesis import HealthCheck, currently_in_test_context, given, settings, target
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
 
@@ -94,8 +94,9 @@ def compare(case: Case) -> None:
     setup = case.setup()
     assert fast_runs.unsupported_by(setup) == ""
     theirs, ours = simulate(setup, compiled=False), simulate(setup, compiled=True)
-    for name, count in rare_events(theirs.data):
-        target(float(np.log1p(count)), label=name)
+    if currently_in_test_context():
+        for name, count in rare_events(theirs.data):
+            target(float(np.log1p(count)), label=name)
     assert_equal(ours.data, theirs.data)
     assert (ours.batches, ours.metrics()["requests"]) == (theirs.batches, theirs.metrics()["requests"])
 
@@ -105,6 +106,16 @@ def compare(case: Case) -> None:
 @given(cases())
 def test_every_number_of_a_fast_path_run_is_the_cores(case: Case) -> None:
     compare(case)
+
+
+@pytest.mark.usefixtures("way")
+def test_an_order_of_duplicates_is_made_again_after_a_refresh_of_their_prefixes() -> None:
+    """Found by `make fast-path-campaign`, seed 7: the core kept the order of a pass before the prefixes changed."""
+    sched = {"page_size": 32, "pages": 17, "batching": "running_first", "max_prefill_tokens": 32}
+    sched |= {"schedule_conservativeness": 0.001, "context_tokens_max": 1_000, "prefix_deduplication": "last"}
+    sched |= {"waiting_prefix_refresh": 1, "max_running_requests": 33, "prefill_decode_interval": 1}
+    load = Load(999, 47, 568, 1, 1.0, 0.0, 16, 10, sharing="documents")
+    compare(Case({**sched, "chunked_prefill_size": 578}, load))
 
 
 @pytest.mark.usefixtures("way")

@@ -190,16 +190,6 @@ def matched(request: Request, radix: RadixCache) -> Found:
     return found
 
 
-def refresh_prefixes(waiting: list[Request], radix: RadixCache) -> None:
-    """Count the cached prefixes of the first requests of the queue as used now, that of the head last.
-
-    So these prefixes are evicted after those for which no request waits. SGLang does this for policies that ignore the
-    cache; here it is done for every policy.
-    """
-    for request in reversed(waiting[:REFRESHED_REQUESTS]):
-        radix.touch(matched(request, radix).node)
-
-
 class OrderingPart(Struct):
     """The waiting queue in a snapshot."""
 
@@ -346,6 +336,17 @@ class Ordering(Component):
         """Empty the queue. Returns its requests."""
         waiting, self.waiting = self.waiting, []
         return waiting
+
+    def refresh(self, radix: RadixCache) -> None:
+        """Count the cached prefixes of the first requests of the queue as used now, that of the head last.
+
+        So these prefixes are evicted after those for which no request waits. SGLang does this for policies that ignore
+        the cache; here it is done for every policy.
+        """
+        if self._view is not None and self._view._saw_tree and not self._matches_are_current(radix):
+            self._view = None  # the look-ups below would hide from the next pass that matches have changed
+        for request in reversed(self.waiting[:REFRESHED_REQUESTS]):
+            radix.touch(matched(request, radix).node)
 
     def prefilled(self, tokens: int) -> None:
         """Count new tokens of an extend, by which waiting requests age under policy hrrn."""
