@@ -24,7 +24,7 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.requests.budget import CLIP_MAX_NEW_TOKENS
 from lockstep.sim.cluster.scenario import ClusterScenario
 from lockstep.sim.cluster.setup import ClusterSetup
-from lockstep.sim.cost import BatchShape, CostModel, CpuModel, Duration
+from lockstep.sim.cost import BatchShape, ContextBends, CostModel, CpuModel, Duration
 from lockstep.sim.cost.calibration import Correction
 from lockstep.sim.fast.fast_path import POLICIES
 from lockstep.sim.metrics.run_data import RunData
@@ -83,6 +83,10 @@ class Halved:
     def decode_bends(self, rows: int) -> tuple[int, ...]:
         """Return the contexts at which the line bends: none."""
         return ()
+
+    def chunk_bends(self, tokens: int) -> tuple[int, ...] | None:
+        """Return the contexts at which the time of an extend bends."""
+        return self.cost.chunk_bends(tokens) if isinstance(self.cost, ContextBends) else None
 
     def describe(self) -> dict[str, Any]:
         """Return the description of the model below."""

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from lockstep.sim.cost.cpu import CpuModel
 from lockstep.sim.cost.errors import CalibrationError
-from lockstep.sim.cost.model import BatchShape, CostModel, DecodeBends, Duration
+from lockstep.sim.cost.model import BatchShape, ContextBends, CostModel, Duration
 from lockstep.sim.cost.parallel import USUAL, Parallelism
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.cost.terms import LAUNCH, new_tokens
@@ -431,9 +431,14 @@ class CalibratedModel:
         return Duration(us, spread_us)
 
     def decode_bends(self, rows: int) -> tuple[int, ...] | None:
-        """Return the contexts between which the corrected time of a batch of decodes is convex, see `DecodeBends`."""
-        known = isinstance(self.base, DecodeBends) and not self._spread
+        """Return the contexts between which the corrected time of a batch of decodes is convex, see `ContextBends`."""
+        known = isinstance(self.base, ContextBends) and not self._spread
         return self.base.decode_bends(rows) if known else None
+
+    def chunk_bends(self, tokens: int) -> tuple[int, ...] | None:
+        """Return the contexts between which the corrected time of an extend is convex, see `ContextBends`."""
+        known = isinstance(self.base, ContextBends) and not self._spread
+        return self.base.chunk_bends(tokens) if known else None
 
     def terms_us(self, shape: BatchShape) -> dict[str, float]:
         """Return the corrected time by term: the scaled terms of the base, and the terms that the correction adds.

@@ -48,15 +48,19 @@ class CostModel(Protocol):
 
 
 @runtime_checkable
-class DecodeBends(Protocol):
-    """A cost model that knows the form of the time of decodes. The fast path then computes most of them itself."""
+class ContextBends(Protocol):
+    """A cost model that knows the form of its times. The fast path then computes most of them itself.
+
+    Both functions return contexts, in ascending order, between which the time of a batch is a convex function of its
+    context, without a spread. None: the form is not known.
+    """
 
     def decode_bends(self, rows: int) -> tuple[int, ...] | None:
-        """Return contexts between which the time of a batch of `rows` decodes is a convex function of its context.
+        """Return the contexts for a batch of `rows` decodes and no other rows, by its `decode_context_tokens`."""
+        ...
 
-        The batch has no other rows, and its context is `decode_context_tokens`. The contexts are in ascending order;
-        the time has no spread. None: the form is not known.
-        """
+    def chunk_bends(self, tokens: int) -> tuple[int, ...] | None:
+        """Return the contexts for an extend of one prompt by `tokens`, by its `extend_context_tokens`; none is sampled."""
         ...
 
 

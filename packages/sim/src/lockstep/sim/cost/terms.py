@@ -31,10 +31,10 @@ The second argument is called `own`.
 """
 
 Bends = Callable[[int], tuple[int, ...]]
-"""Function that returns, for a number of decode rows, the contexts at which a term may bend downwards, ascending.
+"""Function that returns the contexts at which a term may bend downwards.
 
-Between two of them, the microseconds of a batch of only these rows are a convex function of its
-`decode_context_tokens`: a sum of lines and of maxima of lines.
+Its argument is a number of decode rows, or of new tokens of one extend row; the batch has no other rows. Between two of
+the contexts, the microseconds of the batch are a convex function of its context: a sum of lines and of maxima of lines.
 """
 
 Scope = Literal["tokens", "decode", "extend", "rows", "sampled", "adapters"]
@@ -61,10 +61,11 @@ class CostTerm:
     constants: Mapping[str, Constant] = field(default_factory=dict)  # the inputs of `us`, with sources
     kernels: int = 0  # launches per batch; the eager launching time counts them
     is_collective: bool = False  # communication between GPUs; a correction has a separate weight for it
-    bends: Bends | None = None  # of a term with scope `decode` or `rows`; None: not known
+    decode_bends: Bends | None = None  # for decode rows, of a term with scope `decode` or `rows`; None: not known
+    chunk_bends: Bends | None = None  # for one extend row, of a term with scope `extend` or `rows`; None: not known
 
 
-def never(rows: int) -> tuple[int, ...]:
+def never(rows_or_tokens: int) -> tuple[int, ...]:
     """Return the bends of a term that is convex over all contexts."""
     return ()
 
@@ -200,15 +201,20 @@ class TermSum:
         return Duration(us + self._fixed_us)
 
     def decode_bends(self, rows: int) -> tuple[int, ...] | None:
-        """Return the contexts between which the time of a batch of decodes is convex, see `DecodeBends`."""
-        if self.shards > 1:
-            return None  # the part of the fullest shard is rounded
+        """Return the contexts between which the time of a batch of decodes is convex, see `ContextBends`."""
+        return self._bends([term.decode_bends for term in self.terms if term.scope in ("decode", "rows")], rows)
+
+    def chunk_bends(self, tokens: int) -> tuple[int, ...] | None:
+        """Return the contexts between which the time of an extend of one prompt is convex, see `ContextBends`."""
+        return self._bends([term.chunk_bends for term in self.terms if term.scope in ("extend", "rows")], tokens)
+
+    def _bends(self, of_terms: list[Bends | None], rows_or_tokens: int) -> tuple[int, ...] | None:
+        """Return the bends of all terms; None if those of a term are not known."""
         at = set[int]()
-        for term in self.terms:
-            if term.scope in ("decode", "rows"):
-                if term.bends is None:
-                    return None
-                at.update(term.bends(rows))
+        for bends in of_terms:
+            if bends is None or self.shards > 1:
+                return None  # the part of the fullest shard is rounded
+            at.update(bends(rows_or_tokens))
         return tuple(sorted(at))
 
     def terms_us(self, shape: BatchShape) -> dict[str, float]:
@@ -269,7 +275,10 @@ class TermSum:
             names = ", ".join(term.name for term in self.terms)
             raise CatalogueError(f"there is no cost term {', '.join(sorted(unknown))}\nhint: terms are {names}")
         return tuple(
-            replace(term, us=replaced[term.name], bends=None) if term.name in replaced else term for term in self.terms
+            replace(term, us=replaced[term.name], decode_bends=None, chunk_bends=None)
+            if term.name in replaced
+            else term
+            for term in self.terms
         )
 
     def forget(self) -> None:

@@ -25,7 +25,7 @@ from lockstep.core.scheduler.ordering import REFRESHED_REQUESTS, shuffled
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel
 from lockstep.sim.fast import machine_code
 from lockstep.sim.fast import state as arrays_of
-from lockstep.sim.fast.decode_lines import line_for, no_lines
+from lockstep.sim.fast.lines import line_for, no_lines
 from lockstep.sim.fast.loops import Loop
 from lockstep.sim.host.device import standard_normal
 from lockstep.sim.metrics.fold import MetricsFold
@@ -280,9 +280,7 @@ class FastRun:
         if expected.spread_us > 0.0:
             drawn = standard_normal(f"{self._load.seed} engine{engine} {batch_id}")
             return expected.mean_us + expected.spread_us * drawn
-        if not shape.extend_rows:
-            rows, longest = shape.decode_rows, self._engines[engine].config.request_tokens_max
-            line_for(cost, self._arrays.lines[engine, rows], rows, shape.decode_context_tokens, longest)
+        line_for(cost, self._arrays.lines[engine], shape, self._engines[engine].config.request_tokens_max)
         return expected.mean_us
 
     def batches(self, engine: int) -> int:

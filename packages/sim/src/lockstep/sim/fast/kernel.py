@@ -347,22 +347,26 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
         return PAUSED
     _spend(s, a.works[engine], s.plan_fixed_us + s.plan_row_us * flight.rows, PLAN)
     flight.handed_over_us = s.now_us
-    if flight.mode == DECODE:
-        took_us = _decode_us(a.lines[engine, shape.decode_rows], shape.decode_context_tokens)
-        if took_us >= 0.0:
-            _hand_over(s, a.flights[engine], took_us)
-            return LAUNCHED
+    took_us = _time_by_line(a.lines[engine], shape)
+    if took_us >= 0.0:
+        _hand_over(s, a.flights[engine], took_us)
+        return LAUNCHED
     shape.batch_id, shape.engine = flight.batch_id, engine
     run.priced = 0
     return PRICED
 
 
-def _decode_us(line: Array, context_tokens: int) -> float:
-    """Return the time of a batch of decodes by the line of `decode_lines.py`, if it is certain how it is rounded.
+def _time_by_line(lines: Array, shape: Record) -> float:
+    """Return the time of a batch by a line of `lines.py`, if it is certain how it is rounded.
 
-    Returns: a negative number if the cost model must be asked: there is no line for this context, or the time is as near
+    Returns: a negative number if the cost model must be asked: there is no line for this batch, or the time is as near
         to the middle of two microseconds as the line may differ from the cost model.
     """
+    line, context_tokens = lines[shape.decode_rows], shape.decode_context_tokens
+    if shape.extend_rows:
+        context_tokens = shape.extend_context_tokens
+        if shape.extend_rows > 1 or shape.decode_rows or shape.sampled_rows or shape.extend_tokens != line[4]:
+            return -1.0
     if context_tokens < line[0] or context_tokens > line[1]:
         return -1.0
     took_us = line[2] + line[3] * (context_tokens - line[0])

@@ -201,7 +201,8 @@ def _made() -> str:
     from numba.core.dispatcher import Dispatcher
     from numba.extending import intrinsic
 
-    jit = numba.njit(error_model="numpy")
+    # Without reference counts, which numba would change for each array at each call, and without wrappers for Python.
+    jit = numba.njit(error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
     compiled: dict[str, Any] = {}
     for path in SOURCES:
         copy = _compiled_copy(path, jit, compiled)

@@ -315,7 +315,7 @@ class Arrays(NamedTuple):
     blocks: Array  # BLOCK [engines, entries]: blocks of prompts by engine; entry 0 means none
     block_buckets: Array  # int32 [engines, power of two]: first entry of each bucket; 0: none
     unseen: Array  # int64 [ends, 2]: time at which an end reaches the router, and its request
-    lines: Array  # float64 [engines, rows + 1, 4]: times of decodes by their rows, see `decode_lines.py`
+    lines: Array  # float64 [engines, rows + 1, 5]: times of decodes by their rows, and of extends, see `lines.py`
     shape: Array  # SHAPE [1]: shape of the batch whose time is to be computed
     launches: Array  # int64 [engines, rows, len(BATCH_COLUMNS)]
     gauges: Array  # int64 [engines, rows, 5]
