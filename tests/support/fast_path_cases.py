@@ -65,7 +65,7 @@ class Jittery:
 
 
 class Halved:
-    """A cost model whose decodes take a line of their context, up to 0.1 ns: every other time is halfway between two us.
+    """A cost model whose decodes take a line of their context, up to 0.1 ps: half of them end between two microseconds.
 
     So these times are rounded up or down by a difference that the line does not have.
     """

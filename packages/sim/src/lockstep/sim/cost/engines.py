@@ -345,7 +345,9 @@ class EngineModel(TermSum):
             def rows_us(batch: BatchShape, own: BatchShape) -> float:
                 return row_us * (batch.extend_rows + batch.decode_rows)
 
-            yield CostTerm("engine_rows", "rows", rows_us, constant("row_layer_us"), decode_bends=never, chunk_bends=never)
+            yield CostTerm(
+                "engine_rows", "rows", rows_us, constant("row_layer_us"), decode_bends=never, chunk_bends=never
+            )
         if costs.prefill_us:
             yield CostTerm(
                 "engine_prefill", "extend", fixed(costs.prefill_us), constant("prefill_us"), chunk_bends=never

@@ -60,7 +60,7 @@ class ContextBends(Protocol):
         ...
 
     def chunk_bends(self, tokens: int) -> tuple[int, ...] | None:
-        """Return the contexts for an extend of one prompt by `tokens`, by its `extend_context_tokens`; none is sampled."""
+        """Return the contexts for an extend of one prompt by `tokens` without sampling, by `extend_context_tokens`."""
         ...
 
 

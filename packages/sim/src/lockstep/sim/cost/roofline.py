@@ -513,7 +513,11 @@ class RooflineModel(TermSum):
         )
         if self.model.linear_layers:
             yield CostTerm(
-                "linear_attention", "rows", lambda batch, own: self.delta_us(own), self._delta_constants, decode_bends=never
+                "linear_attention",
+                "rows",
+                lambda batch, own: self.delta_us(own),
+                self._delta_constants,
+                decode_bends=never,
             )
 
     def decode_attention_us(self, batch: BatchShape, own: BatchShape) -> float:

@@ -7,7 +7,7 @@ kernel adds no decisions of its own: tests compare each launch, message, gauge a
 core. In a situation that the kernel does not handle (LOST), the core simulates the run from the beginning.
 
 Arithmetic decisions are functions of the core (`core/requests/rules.py`), compiled with the kernel. `state.py` has the
-arrays, `memory.py` the pages and the prefix tree, `routing.py` the router.
+arrays, `memory.py` the pages and the prefix tree, `routing.py` the router, `lines.py` the times of most batches.
 """
 
 from __future__ import annotations
@@ -370,8 +370,7 @@ def _time_by_line(lines: Array, shape: Record) -> float:
     if context_tokens < line[0] or context_tokens > line[1]:
         return -1.0
     took_us = line[2] + line[3] * (context_tokens - line[0])
-    beyond_us = took_us - np.floor(took_us)
-    if 0.5 - LINE_ERROR_US < beyond_us and beyond_us < 0.5 + LINE_ERROR_US:
+    if abs(took_us - np.floor(took_us) - 0.5) < LINE_ERROR_US:
         return -1.0
     return took_us
 

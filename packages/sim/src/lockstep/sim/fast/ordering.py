@@ -10,10 +10,10 @@ duplicates, a cursor moves along the queue and no request is looked at twice.
 
 Two programs decide the order. What they have in common are the functions of `core/requests/rules.py`: how a response
 ratio is computed, which requests may be duplicates, what one of them waits for, which may be bypassed again. The core
-keeps its queue in Python lists, sorts columns of it by stable sorts, and compares tokens; here a linked list is searched
-for the least rank, and one token identifies a prefix. One program for both would make the core several times slower
-(docs/decisions/0111). That the two are equal is tested, not constructed: random runs over every policy,
-de-duplication and limit (`tests/sim/test_fast_path.py`, `make fast-path-campaign`), and mutants of each line here
+keeps its queue in Python lists, orders columns of it by stable sorts, and compares tokens; here a linked list is
+searched for the least rank, and one token identifies a prefix. One program for both would make the core several times
+slower (docs/decisions/0111). That the two are equal is tested, not constructed: by random runs over every policy,
+de-duplication and limit (`tests/sim/test_fast_path.py`, `make fast-path-campaign`), and by mutants of each line here
 (`make kernel-mutants`).
 """
 
