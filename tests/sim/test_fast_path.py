@@ -123,7 +123,7 @@ def test_an_order_of_duplicates_is_made_again_after_a_refresh_of_their_prefixes(
 @settings(max_examples=8)
 @given(cases(LONG_CONTEXTS))
 def test_every_number_of_a_run_with_long_outputs_is_the_cores(case: Case) -> None:
-    """Outputs above CLIP_MAX_NEW_TOKENS, which the reserve by ratio counts as that many. By machine code if there is any."""
+    """Outputs above CLIP_MAX_NEW_TOKENS, which the reserve by ratio clips to that many. By the fastest way there is."""
     compare(case)
 
 
