@@ -64,7 +64,7 @@ class Formula:
 )
 def test_lines_of_the_catalogues_models_are_these_models(name: str, engine: str) -> None:
     model, gpu = load_model(name), load_gpu("h200")
-    cost = base_cost_model(model, gpu)
+    cost: CostModel = base_cost_model(model, gpu)
     if engine != "none":
         cost = assemble(Scenario(model=name, gpu="h200", workload="gen:rate=1", limit=1, engine=engine), {}).cost
     rng = np.random.default_rng(5)

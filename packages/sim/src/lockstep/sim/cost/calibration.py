@@ -432,13 +432,18 @@ class CalibratedModel:
 
     def decode_bends(self, rows: int) -> tuple[int, ...] | None:
         """Return the contexts between which the corrected time of a batch of decodes is convex, see `ContextBends`."""
-        known = isinstance(self.base, ContextBends) and not self._spread
-        return self.base.decode_bends(rows) if known else None
+        known = self._base_with_bends()
+        return None if known is None else known.decode_bends(rows)
 
     def chunk_bends(self, tokens: int) -> tuple[int, ...] | None:
         """Return the contexts between which the corrected time of an extend is convex, see `ContextBends`."""
-        known = isinstance(self.base, ContextBends) and not self._spread
-        return self.base.chunk_bends(tokens) if known else None
+        known = self._base_with_bends()
+        return None if known is None else known.chunk_bends(tokens)
+
+    def _base_with_bends(self) -> ContextBends | None:
+        """Return the base if its bends are those of the corrected time; None: they are not known."""
+        base: object = self.base
+        return base if isinstance(base, ContextBends) and not self._spread else None
 
     def terms_us(self, shape: BatchShape) -> dict[str, float]:
         """Return the corrected time by term: the scaled terms of the base, and the terms that the correction adds.

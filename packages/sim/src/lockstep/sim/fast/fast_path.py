@@ -275,12 +275,12 @@ class FastRun:
     def _price(self) -> float:
         """Return the time of the batch in `shape` by the cost model of its engine."""
         *sums, batch_id, engine = self._arrays.shape.tolist()[0]
-        shape, cost = BatchShape(*sums), self._engines[engine].cost
-        expected = cost.batch_us(shape)
+        shape, one = BatchShape(*sums), self._engines[int(engine)]
+        expected = one.cost.batch_us(shape)
         if expected.spread_us > 0.0:
             drawn = standard_normal(f"{self._load.seed} engine{engine} {batch_id}")
             return expected.mean_us + expected.spread_us * drawn
-        line_for(cost, self._arrays.lines[engine], shape, self._engines[engine].config.request_tokens_max)
+        line_for(one.cost, self._arrays.lines[engine], shape, one.config.request_tokens_max)
         return expected.mean_us
 
     def batches(self, engine: int) -> int:
