@@ -49,7 +49,7 @@ class CostModel(Protocol):
 
 @runtime_checkable
 class ContextBends(Protocol):
-    """A cost model that knows the form of its times. The fast path then computes most of them itself.
+    """A cost model whose times have a known form, so that the fast path can compute most of them itself.
 
     Both functions return contexts, in ascending order, between which the time of a batch is a convex function of its
     context, without a spread. None: the form is not known.

@@ -1,4 +1,4 @@
-"""Lines by which the kernel computes the times of most batches, so that it need not ask the cost model for each.
+"""Lines by which the kernel computes the times of most batches, without a call of the cost model for each.
 
 For decodes of a fixed number of rows, and for extends of one prompt by a fixed number of tokens, a cost model with
 `ContextBends` is convex in the context between two bends. A convex function lies below its chord, and if it is within e
@@ -11,7 +11,7 @@ contexts a line is the cost model, up to LINE_ERROR_US.
          +----low--------high---      tokens      of an extend; 0: decodes
 
 Times are rounded to microseconds, and a line that is nearly exact rounds like the cost model except beside the middle
-of two microseconds. There the kernel asks the cost model. So a run is equal to the core's, to the last digit.
+of two microseconds. There the cost model is called. So a run is equal to the core's, to the last digit.
 """
 
 from __future__ import annotations
