@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign openapi clients schema-campaign bench dist site pages container docs-test kernel-mutants fast-path-campaign gpu-check
+.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign openapi clients schema-campaign bench dist site pages container docs-test kernel-mutants fast-path-campaign parity gpu-check
 
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ explore:    ## every interleaving of small worlds, each two features together; A
 
 kernel-mutants: ## mutants of the simulator's fast path, and which of them no random run finds; ARGS="--module memory.py"
 	@$(PYTHON) dev.py kernel-mutants $(ARGS)
+
+parity:     ## take each mechanism of docs/parity.md out of a copy, and see its test fail; ARGS="chunks reserve"
+	@$(PYTHON) dev.py parity $(ARGS)
 
 fast-path-campaign: ## 20,000 random runs by the simulator's fast path and by the core, equal; ARGS="--runs 500"
 	@$(PYTHON) dev.py fast-path-campaign $(ARGS)

@@ -13,6 +13,7 @@
     python3 dev.py explore ARGS       every interleaving of small worlds; --transitions 4_000, --world NAME
     python3 dev.py fast-path-campaign 20,000 random runs by the simulator's fast path and by the core; --runs 500
     python3 dev.py kernel-mutants     mutants of the simulator's fast path that no random run finds; --module memory.py
+    python3 dev.py parity ARGS        each mechanism of docs/parity.md taken out; its test must fail. ARGS: some names
     python3 dev.py fleet-swarm ARGS   random histories of prefill and decode engines with a bad network, 1,000,000 steps
     python3 dev.py rank-swarm ARGS    random histories of four data-parallel ranks; --steps 100_000
     python3 dev.py overload ARGS      overload of a server by all kinds of requests; --short for one minute
@@ -217,6 +218,10 @@ def explore(args):
     return call(PYTHON, "tests/explore.py", *args)
 
 
+def parity(args):
+    return call(PYTHON, "-m", "tests.parity", *([] if "--commands" in args else ["--check"]), *args)
+
+
 def kernel_mutants(args):
     return call(PYTHON, "tests/kernel_mutants.py", *args)
 
@@ -333,6 +338,7 @@ TASKS = {
     "swarm": ("dev", swarm),
     "explore": ("dev", explore),
     "kernel-mutants": ("dev", kernel_mutants),
+    "parity": ("dev", parity),
     "fast-path-campaign": ("dev", fast_path_campaign),
     "fleet-swarm": ("dev", fleet_swarm),
     "rank-swarm": ("dev", rank_swarm),

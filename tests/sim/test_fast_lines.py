@@ -89,7 +89,7 @@ def test_lines_of_the_catalogues_models_are_these_models(name: str, engine: str)
 
 
 def test_a_line_ends_where_the_cost_model_bends() -> None:
-    floor = Formula(lambda rows, context: max(10_000.0, 3.0 * context))  # it bends upwards, at a place that is not stated
+    floor = Formula(lambda rows, context: max(10_000.0, 3.0 * context))  # bends upwards, which is not stated
     window = Formula(lambda rows, context: 5.0 * min(context, 700) + context, (700,))  # it bends downwards, as stated
     for cost, bend in ((floor, 10_000.0 / 3.0), (window, 700.0)):
         lines = no_lines(1, 8)[0]

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
@@ -285,6 +286,9 @@ def schedulers(draw: st.DrawFn, context_tokens: int = 1_000) -> dict[str, Any]:
         limit = min(most, most if chunked is None else chunked)
         align = page_size * draw(sizes(1, max(limit // page_size, 1)))
     tokens = draw(st.integers(context_tokens // 2, context_tokens) | sizes(context_tokens, 12 * context_tokens))
+    least = msgspec.UNSET
+    if chunked is not None and draw(st.booleans()):
+        least = draw(st.integers(page_size, chunked))
     return {
         "page_size": page_size,
         "pages": tokens // page_size + 2,
@@ -294,6 +298,7 @@ def schedulers(draw: st.DrawFn, context_tokens: int = 1_000) -> dict[str, Any]:
         "max_running_requests": running,
         "request_rows": draw(st.none() | st.integers(running, 3 * running)),
         "chunked_prefill_size": chunked,
+        "chunked_prefill_size_min": least,
         "max_prefill_tokens": most,
         "truncation_align_size": align,
         "chunk_unit": draw(st.sampled_from(("page", "token"))),

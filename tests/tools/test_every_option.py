@@ -121,6 +121,7 @@ LINES: dict[str, tuple[str, str]] = {
     "--max-input-tokens": (PLAIN, "64"),
     "--request-rows": (PLAIN, "512"),
     "--truncation-align-size": (f"{PLAIN} --batching prefill_first", "16"),
+    "--chunked-prefill-size-min": (PLAIN, "16"),
     "--schedule-policy-version": (f"{PLAIN} --schedule-policy fair", "1.0"),
     "--enable-priority-preemption": (f"{PLAIN} --schedule-policy priority --retraction-policy priority", ""),
     "--radix-capacity-pages": (PLAIN, "8"),

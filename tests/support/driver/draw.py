@@ -119,6 +119,9 @@ def drafting(rng: random.Random, config: SchedConfig, share: float) -> SchedConf
         config = msgspec.structs.replace(config, jump_forward_tokens=jumps.choice([1, 2, 5, 16]))
     if config.isolate_tenants and config.radix_cache and jumps.random() < 0.5:
         config = msgspec.structs.replace(config, cache_guarantee=jumps.choice([0.2, 0.6, 1.0]))
+    chunk = config.chunked_prefill_size
+    if chunk is not None and jumps.random() < 0.3:
+        config = msgspec.structs.replace(config, chunked_prefill_size_min=jumps.randint(config.page_size, chunk))
     if drawn >= share:
         return config
     return msgspec.structs.replace(

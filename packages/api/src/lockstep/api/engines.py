@@ -43,6 +43,7 @@ from lockstep.host.handover.decode import DecodeSide
 from lockstep.host.handover.kv import KvTransport
 from lockstep.host.handover.prefill import PrefillSide
 from lockstep.host.host_header import EMULATED, HostHeader
+from lockstep.host.idle_check import IdleCheck
 from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, Observer, RequestServices, RuntimeHost
 from lockstep.host.media.processor import has_processor
 from lockstep.host.media.source import MediaLimits
@@ -141,9 +142,13 @@ def build_engine(settings: ServeSettings, place: Place | None = None) -> EngineU
     """Build the engine of these settings. Without a place it has no journal. Raises ConfigError, JournalError."""
     keeper = _keeper(settings, place)
     if settings.emulate is None:
-        return _model(settings, keeper, place)
-    with _config_errors():
-        return _emulated(settings, keeper, place)
+        unit = _model(settings, keeper, place)
+    else:
+        with _config_errors():
+            unit = _emulated(settings, keeper, place)
+    if settings.check_idle_s:
+        unit.host.idle_check = IdleCheck(unit.host.engine, settings.check_idle_s)
+    return unit
 
 
 def check_names(settings: ServeSettings) -> None:

@@ -280,6 +280,9 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
     journal_bytes: Annotated[int, Option("Bytes of the journal beyond which its oldest part expires.")] = 2**30
     journal_age_s: Annotated[float | None, Option("Age in seconds at which parts of the journal expire.")] = None
     snapshot_s: Annotated[float, Option("Seconds between two snapshots, from which an engine is recovered.")] = 30.0
+    check_idle_s: Annotated[
+        float, Option("Seconds between two checks of the scheduler's invariants while an engine is idle; 0: none.")
+    ] = 60.0
 
     # time
     slow_reader_s: Annotated[
@@ -375,6 +378,8 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                 raise ConfigError(f"`{name}` must be above 0, got `{getattr(self, name)}`")
         if not 0.0 <= self.batch_timeout_s < 1e9:
             raise ConfigError(f"`batch_timeout_s` must be 0 (never) or more, got `{self.batch_timeout_s}`")
+        if not 0.0 <= self.check_idle_s < 1e9:
+            raise ConfigError(f"`check_idle_s` must be 0 (never) or more, got `{self.check_idle_s}`")
         if not 0.0 <= self.shutdown_s < 1e6:
             raise ConfigError(f"`shutdown_s` must be at least 0, got `{self.shutdown_s}`")
         if self.journal_age_s is not None and not 0.0 < self.journal_age_s < 1e9:

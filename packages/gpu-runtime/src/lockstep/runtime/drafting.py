@@ -67,6 +67,7 @@ class Drafter(Protocol):
         """
 
 
+# mechanism: drafts (executed)
 class NgramDrafter:
     """A drafter that repeats the tokens after the latest occurrence of the longest suffix of a row's own tokens.
 

@@ -525,6 +525,7 @@ class Executor:
         guessed = torch.nn.functional.pad(guessed, (0, width - guessed.shape[1]))
         return torch.where(self.lane.upload(is_given), self.lane.upload(given), guessed)
 
+    # mechanism: chunks (executed)
     def _batch(
         self, states: PlannedStates | None, one: ForwardPass, tensors: PassTensors, hidden: Tensor | None
     ) -> ForwardBatch:
@@ -584,6 +585,7 @@ class Executor:
         launched.download = self.lane.download(launched.wanted, begun)
         launched.wanted = {}
 
+    # mechanism: jump-forward (executed)
     def _verify(
         self,
         launched: _Launched,
@@ -619,6 +621,7 @@ class Executor:
         found["accepted"] = accepted.to(torch.int32)
         drawn |= {name: [part] for name, part in found.items()}
 
+    # mechanism: several-decodes (executed)
     def _draw_in_turn(
         self,
         turns: list[NDArray[np.int64]],
@@ -654,6 +657,7 @@ class Executor:
         in_order = self.lane.upload(np.argsort(np.concatenate(turns)))
         return {"tokens": tokens} | {name: _joined(some).index_select(0, in_order) for name, some in parts.items()}
 
+    # mechanism: prompt-logprobs (executed)
     def _judge(self, hidden: Tensor, at: Tensor, targets: Tensor, tops: int) -> dict[str, Tensor]:
         """Compute logprobs of the target tokens, and of the `tops` likeliest tokens, a chunk of positions at a time.
 
@@ -677,6 +681,7 @@ class Executor:
             if (there := launched.laid[number].verifying) is not None:
                 launched.wanted["stands"] = there.stands
 
+    # mechanism: vectors (executed)
     def _pool(self, launched: _Launched, one: ForwardPass, hidden: Tensor) -> None:
         """Sum hidden states of rows of kind embed, and keep the vectors and scores of prompts that end in this pass."""
         indptr, rows = one.indptr, one.rows.tolist()

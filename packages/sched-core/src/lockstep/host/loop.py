@@ -96,6 +96,7 @@ from lockstep.host.drafts import DraftCounts
 from lockstep.host.errors import EngineStopped
 from lockstep.host.handover.results import Handover, unpacked
 from lockstep.host.handover.wire import PromptResults
+from lockstep.host.idle_check import IdleCheck
 from lockstep.host.inbox import Inbox
 from lockstep.host.media.content import EncoderInput
 from lockstep.host.media.encoding import MediaEncoder
@@ -262,6 +263,8 @@ class RuntimeHost:
         self.batches = 0
         self.drafts = DraftCounts()
         self.turns = 0  # turns of the loop: several per second unless a call does not return
+        self.events = 0  # that the engine has stepped
+        self.idle_check: IdleCheck | None = None  # set before `run`
         self._check_request = requests.check
         self._watch_text = requests.watch_text
         self._compile_grammar = requests.compile_grammar
@@ -514,6 +517,7 @@ class RuntimeHost:
             return bool(self.engine.open_slots())
         return len(self.engine.in_flight) <= self.engine.config.overlap_depth
 
+    # mechanism: receive-interval (executed)
     def _launch(self) -> None:
         """Offer a free launch slot to the engine; with pipeline stages, the slot of the next microbatch in turn."""
         several, tried = self.engine.microbatches, self._tried
@@ -538,8 +542,11 @@ class RuntimeHost:
         else:
             self._collect()
 
+    # mechanism: idle-check (executed)
     def _sleep(self) -> None:
         """Wait for an item of the inbox or the wake time. No batch is in flight."""
+        if self.idle_check is not None and not self._has_work() and self._inbox.empty():
+            self.idle_check.look(self.events)
         self._listen(IDLE_S)
 
     def _listen(self, timeout_s: float) -> None:
@@ -574,6 +581,7 @@ class RuntimeHost:
                 self.adapters = self.adapters.next(self.adapters_log, gone)
             for name in gone:
                 self._adapters.forget(name)
+        self.events += 1
         self.moves.counts.fold(step)
         self.journal.append(event, step.digest)
         if step.commands:

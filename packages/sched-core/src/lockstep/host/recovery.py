@@ -342,6 +342,7 @@ class Verdict:
     suspects: dict[RequestId, int] = field(default_factory=dict)  # admitted one at a time: output tokens of each
 
 
+# mechanism: probation (decided)
 def judge(recovered: Recovered, death: Death) -> Verdict:
     """Return the requests to fail and the suspects after the end of an engine. Call it before the restart is folded."""
     engine, image = recovered.engine, recovered.image
@@ -366,6 +367,7 @@ def _not_past(engine: Engine, request: Request, suspects: dict[RequestId, int]) 
     return had is not None and engine.outputs_of(request) <= had + engine.config.overlap_depth
 
 
+# mechanism: probation (executed)
 class Probation:
     """Admits suspects one at a time, by the number of requests that may run at once.
 

@@ -11,10 +11,13 @@ from typing import Annotated, Any, Literal, TypeGuard, get_args
 
 import msgspec
 
+from lockstep.core.contract.cache_tiers import CacheTiers as CacheTiers
+from lockstep.core.contract.cache_tiers import PrefetchPolicy as PrefetchPolicy
+from lockstep.core.contract.cache_tiers import WritePolicy as WritePolicy
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.floats import store_floats
 from lockstep.core.contract.hybrid_memory import HybridMemory as HybridMemory
-from lockstep.core.contract.setting import Setting
+from lockstep.core.contract.setting import Setting, one_of
 
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key", "priority", "hrrn", "spf")
 """The policies of the core, each a function in ordering.py. Installed packages provide others: docs/policies.md."""
@@ -32,8 +35,6 @@ SpeculativeMethod = Literal["none", "ngram", "draft_model", "eagle", "mtp"]
 Role = Literal["mixed", "prefill", "decode"]
 TransferAllocation = Literal["early", "prefill_complete"]
 TransferFailure = Literal["fail", "recompute"]
-WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
-PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
 
 BEHAVIOUR_FLAGS: tuple[str, ...] = ()
 """Named changes of decision rules. A journal whose header lacks a flag is replayed under the old rule."""
@@ -55,44 +56,6 @@ FLOAT_SETTINGS = (
 NUM_SPECULATIVE_TOKENS = 3  # SGLang's defaults for EAGLE are a chain of 3 to 5, by model
 NUM_SPECULATIVE_TOKENS_MAX = 64
 JUMP_FORWARD_TOKENS_MAX = 64
-
-
-class CacheTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The tiers below the radix cache: host memory, and storage below that (docs/tiers.md). Defaults are SGLang's."""
-
-    host_pages: int  # KV pages of host memory
-    write_policy: WritePolicy = "write_through"  # when a page is copied to the host: see tiers.py
-    write_uses: int = 2  # under write_through_selective: uses of a page, incl. its computation, until it is copied
-    load_tokens_min: int = 10  # if only the host has fewer tokens than this, they are computed again, not loaded
-    load_pages_max: int | None = None  # pages being loaded to the device at once, or one load; None: no limit
-    load_timeout_us: int | None = None  # longest wait of a request for a load, before it computes; None: no limit
-    storage: bool = False  # a tier below the host: pages of the host are written to it and fetched from it
-    prefetch_policy: PrefetchPolicy = "timeout"  # how long a request waits for its prefix from storage
-    prefetch_tokens_min: int = 256  # fewer tokens are not prefetched
-    prefetch_timeout_us: int = 1_000_000  # under policy timeout: the wait of a request, in us ...
-    prefetch_timeout_us_per_ki_token: int = 250_000  # ... and the additional wait for each 1,024 requested tokens
-    prefetch_share: float = 0.5  # largest share of the host's pages that prefetches may fill at once
-
-    def __post_init__(self) -> None:
-        for name in ("host_pages", "write_uses", "load_pages_max", "load_timeout_us", "prefetch_tokens_min"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"`tiers.{name}` must be a whole number of at least 1, got `{value}`")
-        for name in ("load_tokens_min", "prefetch_timeout_us", "prefetch_timeout_us_per_ki_token"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ConfigError(f"`tiers.{name}` must be a whole number, 0 or more, got `{value}`")
-        for name, choices in (("write_policy", get_args(WritePolicy)), ("prefetch_policy", get_args(PrefetchPolicy))):
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"`tiers.{name}` must be {one_of(choices)}, got `{getattr(self, name)}`")
-        store_floats(self, ("prefetch_share",))
-        if not isinstance(self.prefetch_share, float) or not 0.0 < self.prefetch_share <= 1.0:
-            raise ConfigError(f"`tiers.prefetch_share` must be above 0 and at most 1, got `{self.prefetch_share}`")
-
-    @property
-    def uses_to_write(self) -> int:
-        """Uses after which a page is copied to the host while it is cached on the device."""
-        return self.write_uses if self.write_policy == "write_through_selective" else 1
 
 
 class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -346,6 +309,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         float | msgspec.UnsetType,
         Setting("share of the pages in which every tenant keeps an equal part for its prefixes", default="0"),
     ] = msgspec.UNSET
+    # chunks by load; unset: no effect, and left out of journals
+    chunked_prefill_size_min: Annotated[
+        int | msgspec.UnsetType,
+        Setting("chunk beside a full running batch; chunks shrink to it as requests decode", default="no effect"),
+    ] = msgspec.UNSET
 
     def __post_init__(self) -> None:
         store_floats(self, FLOAT_SETTINGS)
@@ -402,6 +370,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"`max_prefill_tokens` {self.max_prefill_tokens} is less than `page_size` {self.page_size}: "
                 "no extend would ever hold a whole page\nhint: raise max_prefill_tokens or lower page_size"
             )
+        if self.chunked_prefill_size_min is not msgspec.UNSET:
+            _check_chunk_min(self, self.chunked_prefill_size_min)
         if self.chunk_target_us is not None and self.chunked_prefill_size is None:
             raise ConfigError("`chunk_target_us` shortens chunks, but `chunked_prefill_size` is none: nothing is split")
         align = self.truncation_align_size
@@ -612,11 +582,6 @@ def refuse_in_runtime(name: str) -> None:
         raise ConfigError(why)
 
 
-def one_of(choices: tuple[str, ...]) -> str:
-    """Return the choices as a message lists them: `a, b or c`."""
-    return f"{', '.join(choices[:-1])} or {choices[-1]}"
-
-
 def _check_no_radix_cache(config: SchedConfig) -> None:
     """Raise ConfigError for the settings that need the radix cache; all of them are named at once."""
     needing = {
@@ -641,6 +606,20 @@ def _check_no_radix_cache(config: SchedConfig) -> None:
         problem = ", ".join(f"`{name}` {why}" for name, why, _ in found)
         hint = ", ".join(f"{name} {instead}" for name, _, instead in found)
         raise ConfigError(f"{problem}, but `radix_cache` is off\nhint: take {hint}; or turn radix_cache on")
+
+
+def _check_chunk_min(config: SchedConfig, least: int) -> None:
+    """Raise ConfigError for a `chunked_prefill_size_min` that is no chunk between a page and `chunked_prefill_size`."""
+    if config.chunked_prefill_size is None:
+        raise ConfigError(
+            f"`chunked_prefill_size_min` is {least}, but `chunked_prefill_size` is none: nothing is split\n"
+            "hint: set chunked_prefill_size"
+        )
+    if not _is_count(least, config.page_size) or least > config.chunked_prefill_size:
+        raise ConfigError(
+            f"`chunked_prefill_size_min` must be from `page_size` {config.page_size} to `chunked_prefill_size` "
+            f"{config.chunked_prefill_size}, got `{least}`\nhint: an eighth of chunked_prefill_size"
+        )
 
 
 def _check_alignment(config: SchedConfig, align: int) -> None:

@@ -134,6 +134,7 @@ class Delay(NamedTuple):
         return "delaying" if self.passes else "free"
 
 
+# mechanism: prefill-delayer (decided)
 def situation_of(
     config: SchedConfig, delay: Delay, counts: tuple[Counts, ...], wishes: tuple[Wish, ...]
 ) -> DelaySituation:
@@ -202,6 +203,7 @@ def delayed(delay: Delay, situation: DelaySituation, time_us: int) -> Delay:
     return Delay(delay.passes + 1, delay.since_us if delay.passes else time_us)
 
 
+# mechanism: padding-of-ranks (decided)
 def padding_of(tokens: tuple[int, ...], extends: bool) -> Literal["max_length", "sum_length"]:
     """Return the padding mode of a pass with `tokens` per rank: SGLang's rule.
 

@@ -627,6 +627,7 @@ class Transfers(Component):
             refused = self.switch_role(change.role)
             step.commands.append(ControlAnswered(change.control_id, not refused, refused))
 
+    # mechanism: prefill-and-decode-engines (decided)
     def _allocate(self, transfer: Transfer, request: Request, step: Step) -> bool:
         """Allocate pages for the sender to write, if there is room. The cached beginning of the prompt is not sent.
 

@@ -85,6 +85,7 @@ class Chances(msgspec.Struct):
             self.offered[j] = self.offered[j] * FADE + int(np.count_nonzero(had))
             self.right[j] = self.right[j] * FADE + int(np.count_nonzero(had & (right > j)))
 
+    # mechanism: fewer-drafts (decided)
     def worth_drafting(self, config: SchedConfig, rows: int) -> int:
         """Return how many drafts each of `rows` rows should have.
 
@@ -309,6 +310,7 @@ class Speculator(Component):
         return min(self._scheduler.computed_of(request) - unsure, request.prompt_tokens + outputs)
 
 
+# mechanism: drafts (decided)
 def _draftable(members: RunningBatch, most: Int32s, drafts_max: int) -> Int32s:
     """Return the number of drafts of each member: `drafts_max`, but none past its end.
 

@@ -38,6 +38,7 @@ def verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> dict[int,
     return dict(sorted(ends.items())) if len(ends) > 1 else ends
 
 
+# mechanism: several-decodes (decided)
 def step_verdicts(batch: InFlight, tokens: Int32s) -> tuple[dict[int, FinishReason], Int32s]:
     """Return finish reasons and token counts for a batch with several tokens per sampler.
 
@@ -206,6 +207,7 @@ def sent_to(request: Request, outputs: int) -> int:
     return int(sent_by(np.array([outputs], np.int32), np.array([every], np.int32))[0])
 
 
+# mechanism: messages (decided)
 def sent_by(outputs: Int32s, every: Int32s) -> Int32s:
     """Return how many output tokens are sent of requests that have `outputs` of them and have not ended.
 

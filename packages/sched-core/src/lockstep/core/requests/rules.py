@@ -112,6 +112,17 @@ def beside_decodes(limit: int, decodes: int, page_size: int) -> int:
     return max(limit - decodes, page_size)
 
 
+def shortened(chunk: int, tokens: int, align: int) -> int:
+    """Return a chunk of at most `tokens`, a multiple of `align` and at least that; `chunk` if it is shorter."""
+    return min(chunk, max(tokens // align * align, align))
+
+
+# mechanism: chunk-by-load (decided)
+def chunk_by_load(chunk: int, least: int, decodes: int, most: int) -> int:
+    """Return the chunk beside `decodes` requests: from `chunk` beside none to `least` beside `most`, in proportion."""
+    return chunk - max(chunk - least, 0) * min(decodes, most) // most
+
+
 def verdict(total: int, current: int, input_tokens: int, chunk: int) -> int:
     """Return whether another candidate may be considered with these budgets: CONTINUE, NO_TOKENS or BUDGET_SPENT."""
     if total <= 0 or current <= 0:
@@ -119,6 +130,7 @@ def verdict(total: int, current: int, input_tokens: int, chunk: int) -> int:
     return BUDGET_SPENT if input_tokens <= 0 or chunk <= 0 else CONTINUE
 
 
+# mechanism: reserve (decided)
 def wanted(reserve: int, new_tokens: int, remaining_output: int, page_size: int, beyond: int) -> int:
     """Return the tokens of the total budget that a candidate needs to start: its prompt, and output by the policy.
 
@@ -149,6 +161,7 @@ def charged_total(reserve: int, new_tokens: int, output_tokens: int, page_size: 
     return charged
 
 
+# mechanism: chunks (decided)
 def chunk_tokens(
     start: int,
     new_tokens: int,

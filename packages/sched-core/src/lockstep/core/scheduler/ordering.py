@@ -310,6 +310,7 @@ class Ordering(Component):
         plain = self._plain or not self.waiting
         return (self.waiting if plain else self._ordered(scheduler))[:count]
 
+    # mechanism: de-duplication (decided)
     def writer_of_prefix(self, request: Request, scheduler: SchedulerView) -> Request | None:
         """Return the request that computes the pages that this one needs next, under "defer"; otherwise None."""
         if not self._defers:
@@ -458,6 +459,7 @@ class Ordering(Component):
 
     # --------------------------------------------------------------------------------------------------------- bypass
 
+    # mechanism: bypass-limit (decided)
     def _urgent_first(self, order: list[Request], queue: list[Request]) -> list[Request]:
         """Return the urgent requests in queue order, then the others in the given order."""
         if not self._may_be_urgent:
@@ -525,6 +527,7 @@ def fcfs(queue: WaitingQueue) -> Sequence[int]:
     return range(len(queue))
 
 
+# mechanism: order-of-the-queue (decided)
 def lpm(queue: WaitingQueue) -> Sequence[int]:
     """Longest cached prefix first, ties in queue order; fcfs if the queue is long (LPM_FALLBACK_WAITING)."""
     if not are_few(len(queue)):

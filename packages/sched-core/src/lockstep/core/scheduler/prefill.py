@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
+from msgspec import UNSET
 
 from lockstep.core.contract.commands import NO_ROWS, BatchPlan, Mode, Step
 from lockstep.core.contract.events import AdmissionDeferred, PrefillCompleted, RequestAdmitted
@@ -124,6 +125,10 @@ class PrefillPlanner:
         decodes = running.batch.size * self._state.tokens_per_decode if config.batching != "prefill_first" else 0
         if decodes:
             budget.share_with(decodes, self._state.set_aside(running.batch, running.positions))
+        least, chunk = config.chunked_prefill_size_min, config.chunked_prefill_size
+        if least is not UNSET and chunk is not None:
+            most = min(config.max_running_requests, self._microbatches.size)
+            budget.shorten(rules.chunk_by_load(chunk, least, running.batch.size, most))
         if config.chunk_target_us is not None:
             context = self._state.prefilling.computed if self._state.prefilling is not None else 0
             beside = int(running.positions.sum()) if decodes else 0

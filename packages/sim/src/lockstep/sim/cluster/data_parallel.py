@@ -74,6 +74,7 @@ An estimate for a gather of a few numbers by gloo within one host.
 # --------------------------------------------------------------------------------------------------- the cost of a pass
 
 
+# mechanism: padding-of-ranks (simulated)
 def pass_shape(cost: CostModel, shapes: Sequence[BatchShape], agreed: Ranks) -> BatchShape:
     """Return the shape of a pass of all ranks, with the shape of the slowest rank as `own`.
 
@@ -318,6 +319,7 @@ class RankDevice(Device):
             self.group.may_sample(self.rank, batch_id, at_us)
 
 
+# mechanism: prefill-delayer (simulated)
 class SimulatedRanks:
     """The ranks of one engine: their proposals, their batches handed over, and the times of their passes."""
 

@@ -263,6 +263,7 @@ class Port:
         self._fabric.collected(self._engine, batch_id, step, now_us)
 
 
+# mechanism: prefill-and-decode-engines (simulated)
 class HandoverCluster:
     """Prefill and decode engines behind two routers, on one clock."""
 

@@ -194,6 +194,7 @@ class StageLink:
         return us
 
 
+# mechanism: chunk-of-equal-cost (simulated)
 class PipelineModel:
     """Cost of a batch in a pipeline: `batch_us` for a batch alone in it, `stage_us` if batches share the stages."""
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import UNSET
 
 from lockstep.core.cluster.router import OUTPUT_TOKENS_FIRST_GUESS, EngineShare, RouterConfig
 from lockstep.core.contract.commands import Int64s
@@ -423,6 +424,7 @@ def _engine(engine: FastEngine, shares_prefixes: bool) -> Any:
     config, cpu = engine.config, engine.cpu
     ratio = NewTokenRatio(config.schedule_conservativeness)
     chunked, most = config.chunked_prefill_size, config.prefill_max_requests
+    least = config.chunked_prefill_size_min
     policy = POLICIES[config.schedule_policy]
     deduplication = DEDUPLICATIONS[config.prefix_deduplication] if shares_prefixes else arrays_of.KEEPS
     state = np.zeros((), arrays_of.ENGINE)
@@ -444,6 +446,7 @@ def _engine(engine: FastEngine, shares_prefixes: bool) -> Any:
         "prefill_decode_interval": config.prefill_decode_interval,
         "max_prefill_tokens": config.max_prefill_tokens,
         "chunked_prefill_size": NO_LIMIT if chunked is None else chunked,
+        "chunked_prefill_size_min": NO_LIMIT if least is UNSET else least,
         "policy": policy,
         "deduplication": deduplication,
         "passes": policy != arrays_of.QUEUE_ORDER or deduplication != arrays_of.KEEPS,

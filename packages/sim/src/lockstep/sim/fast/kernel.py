@@ -25,6 +25,7 @@ from lockstep.core.requests.rules import (
     beside_decodes,
     ceil_to,
     charged_total,
+    chunk_by_load,
     chunk_tokens,
     clipped_output,
     covers,
@@ -37,6 +38,7 @@ from lockstep.core.requests.rules import (
     ratio_after_decode,
     ratio_after_retraction,
     reserved_by_ratio,
+    shortened,
     verdict,
     wanted,
 )
@@ -291,6 +293,7 @@ def _hand_over(s: Record, flights: Array, took_us: float) -> None:
 # ------------------------------------------------------------------------------------------------------------- launches
 
 
+# mechanism: prefill-or-decode (simulated)
 def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
     """LaneReady: plan a pass, prompts first, then decodes, like `Engine._plan_pass`.
 
@@ -383,6 +386,8 @@ def _growing(s: Record, requests: Array, running_batch: Array) -> int:
     return growing
 
 
+# mechanism: chunks (simulated)
+# mechanism: chunk-by-load (simulated)
 def _extend(s: Record, c: Cache, running_batch: Array, parts: Array, growing: int, scratch: Array) -> int:
     """Plan the next chunk of the split prompt, then waiting requests within the budgets.
 
@@ -409,6 +414,9 @@ def _extend(s: Record, c: Cache, running_batch: Array, parts: Array, growing: in
             chunk = beside_decodes(chunk, s.decoding, page_size)
         if s.batching == RUNNING_FIRST:
             set_aside = growing
+    if s.chunked_prefill_size_min != NO_LIMIT:
+        by_load = chunk_by_load(s.chunked_prefill_size, s.chunked_prefill_size_min, s.decoding, s.max_running_requests)
+        chunk = shortened(chunk, by_load, s.align)
     taken = 0
     if s.prefilling != NONE:
         number = s.prefilling
@@ -680,6 +688,7 @@ def _make_room(s: Record, c: Cache, running_batch: Array, growing: int, shuffled
     return retracted
 
 
+# mechanism: retraction (simulated)
 def _victim(s: Record, requests: Array, running_batch: Array) -> int:
     """Return the place in the running batch of the request to retract, like `choose_victim`."""
     if s.newest_first:
@@ -715,6 +724,7 @@ def _retract(s: Record, c: Cache, number: int, shuffled: Array) -> None:
 # ------------------------------------------------------------------------------------------------------------ admission
 
 
+# mechanism: reserve (simulated)
 def _reserved(s: Record, requests: Array, running_batch: Array) -> int:
     """Return the tokens that are reserved for running requests, like `PrefillPlanner._reserved`."""
     page_size, reserved = s.page_size, 0

@@ -56,6 +56,7 @@ def joins(s: Record, c: Cache, number: int, shuffled: Array) -> None:
     s.urgent += not may_bypass(0, s.bypass_limit)
 
 
+# mechanism: order-of-the-queue (simulated)
 def begin_pass(s: Record, c: Cache, scratch: Array) -> None:
     """Begin a pass: rank the waiting requests, unless their ranks are constant."""
     few = are_few(s.waiting)
@@ -128,6 +129,7 @@ def next_in_pass(s: Record, c: Cache) -> int:
     return best
 
 
+# mechanism: bypass-limit (simulated)
 def _goes_before(s: Record, request: Record, earlier: Record) -> bool:
     """Return whether a request is considered before one that is earlier in the queue."""
     if request.duplicate_in == s.pass_number:
@@ -203,6 +205,7 @@ def close_pass(s: Record, c: Cache) -> None:
         s.batch_is_full = 0
 
 
+# mechanism: de-duplication (simulated)
 def writer_of_prefix(s: Record, c: Cache, number: int, pages: int, admitted_parts: Array) -> int:
     """Return the request that computes the pages that one needs next, like `Ordering.writer_of_prefix`.
 

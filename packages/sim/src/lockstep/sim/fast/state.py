@@ -45,6 +45,7 @@ ENGINE = np.dtype(
         ("prefill_decode_interval", np.int64),
         ("max_prefill_tokens", np.int64),
         ("chunked_prefill_size", np.int64),
+        ("chunked_prefill_size_min", np.int64),  # NO_LIMIT: chunks do not depend on the running batch
         ("policy", np.int64),  # order of the waiting queue, such as LONGEST_CACHED
         ("deduplication", np.int64),  # KEEPS, LAST or DEFERS
         ("passes", np.int64),  # 1: admission goes by `ordering.py`; 0: in the order of the queue, none is bypassed

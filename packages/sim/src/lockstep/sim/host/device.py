@@ -271,6 +271,7 @@ class Device:
         tokens: Int32s = self._token_base[row] + np.arange(start, max(stop, start), dtype=np.int32)
         return tokens
 
+    # mechanism: several-decodes (simulated)
     def _sample_steps(self, plan: BatchPlan) -> Int32s:
         """Return the tokens of a plan that decodes several times: row after row, end to end."""
         counts = plan.stops - plan.starts

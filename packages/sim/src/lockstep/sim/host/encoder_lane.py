@@ -39,6 +39,7 @@ class MediaSink(Protocol):
         """Record for how long a request waited for its media."""
 
 
+# mechanism: encoder-budget (simulated)
 class EncoderLane:
     """The encoder of one engine.
 

@@ -68,6 +68,7 @@ def parse_rates(text: str) -> tuple[float, ...]:
     return rates
 
 
+# mechanism: fewer-drafts (simulated)
 @dataclass(frozen=True)
 class Acceptance:
     """The distribution of right drafts."""
@@ -228,6 +229,7 @@ class Drafting:
         return {"acceptance": self.acceptance.describe(), "drafter": self.drafter.describe()}
 
 
+# mechanism: drafts (simulated)
 class SpeculationModel:
     """The state of the rows of one engine that verifies drafts, with acceptance and cost of drafts."""
 
