@@ -4,6 +4,7 @@
     python tests/kernel_mutants.py --module memory.py     the mutants of one module
     python tests/kernel_mutants.py --match "evict"        the mutants with this text in their line of the table
     python tests/kernel_mutants.py --cases 80 --seed 7    other random runs
+    python tests/kernel_mutants.py --results FILE         mutants that FILE lists as found are not run again
 
 A mutant is the kernel with one change: another comparison, a constant that is one larger, `min` for `max`, `and` for
 `or`, plus for minus. Each mutant simulates random runs, interpreted, until its result differs from the core's. The
@@ -248,6 +249,13 @@ def known() -> dict[str, str]:
     return {name: why for name, _, why in (line.partition(" -- ") for line in lines)}
 
 
+def found_before(results: Path | None) -> set[str]:
+    """Return the names of the mutants that an earlier run with the same file has found."""
+    if results is None or not results.exists():
+        return set()
+    return set(results.read_text(encoding="utf-8").splitlines())
+
+
 def main() -> int:
     """Run the mutants; print one line for each that no run finds."""
     parser = argparse.ArgumentParser(description="mutants of the kernel of the fast path")
@@ -256,6 +264,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=40, help="random runs of one engine; and a quarter of clusters")
     parser.add_argument("--seed", type=int, default=1, help="of the random runs")
     parser.add_argument("--every", type=int, default=1, help="run every n-th mutant only")
+    parser.add_argument("--results", type=Path, help="file with the name of each mutant that was found")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     machine_code.is_available = lambda: False  # type: ignore[assignment]  # as if numba were missing
@@ -267,7 +276,11 @@ def main() -> int:
     mutants = every[:: asked.every]
     equivalent, survived, found = known(), [], 0
     long: list[Example] = []
+    before = found_before(asked.results)
     for mutant in mutants:
+        if mutant.name in before:
+            found += 1
+            continue
         advance = advance_of(mutant)
         if mutant.path.name == "rules.py" and not long:
             long = long_examples()
@@ -279,6 +292,9 @@ def main() -> int:
             print(f"{mark}: {mutant.name}, line {mutant.line}", flush=True)
         else:
             found += 1
+            if asked.results is not None:
+                with asked.results.open("a", encoding="utf-8") as file:
+                    file.write(f"{mutant.name}\n")
             killer.kills += 1
             runs.sort(key=lambda one: one.took_s / (1 + one.kills))
     unknown = [one for one in survived if one.name not in equivalent]

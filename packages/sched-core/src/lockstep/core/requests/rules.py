@@ -24,6 +24,9 @@ NEW_TOKEN_RATIO_MIN_FACTOR = 0.14  # the floor, as a share of the initial ratio
 NEW_TOKEN_RATIO_DECAY_STEPS = 600  # decode launches from the initial ratio to the floor
 RETRACT_DECODE_STEPS = 20  # decode steps for which the ratio set by a retraction leaves room
 CLIP_MAX_NEW_TOKENS = 4096  # a longer output is reserved as this many tokens
+LPM_FALLBACK_WAITING = 128  # with more waiting requests, matching costs more than it saves (threshold of SGLang)
+DUPLICATE_CACHED_TOKENS_MAX = 32  # a request with more cached is no duplicate (SGLang: IN_BATCH_PREFIX_CACHING_CHECK)
+DUPLICATE_SHARED_TOKENS_MIN = 32  # tokens two prompts must share to be duplicates (SGLang: ..._DEPRIORITIZE)
 EVICT_AHEAD_SHARE = 256  # evict at least 1/256 of the pages at once, so that not every decode of a full cache evicts
 
 RATIO, ON_DEMAND, FULL = range(3)
@@ -192,6 +195,34 @@ def next_chunk(take: int, start: int, pages: int, page_size: int, align: int) ->
     """Return how many of `take` tokens fit into `pages` more pages and the last page of a prompt up to `start`."""
     room = pages * page_size + -start % page_size
     return take if take <= room else aligned(start, room, align)
+
+
+# ------------------------------------------------------------------------------------------------------- waiting queue
+
+
+def are_few(waiting: int) -> bool:
+    """Return whether so few requests wait that cached prefixes are looked up to order them."""
+    return waiting <= LPM_FALLBACK_WAITING
+
+
+def response_ratio(age: int, uncached_tokens: int) -> float:
+    """Return the response ratio of policy hrrn: the tokens prefilled for others since an arrival, per uncached one."""
+    return age / uncached_tokens
+
+
+def may_be_duplicate(tokens: int, cached_tokens: int) -> bool:
+    """Return whether a request may be a duplicate of an earlier one: it is long enough, and not cached already."""
+    return tokens >= DUPLICATE_SHARED_TOKENS_MIN and cached_tokens <= DUPLICATE_CACHED_TOKENS_MAX
+
+
+def awaited_pages(cached_pages: int, page_size: int) -> int:
+    """Return the pages from the beginning of a prompt for which it waits if another request computes them."""
+    return cached_pages + -(-DUPLICATE_SHARED_TOKENS_MIN // page_size)
+
+
+def may_bypass(bypassed: int, limit: int) -> bool:
+    """Return whether a request that later ones have bypassed `bypassed` times may be bypassed again."""
+    return bypassed < limit
 
 
 # -------------------------------------------------------------------------------------------------------------- decodes
