@@ -175,6 +175,7 @@ EXPECTED_MARKS = (
     "session closed (closed)",
     "session closed (timeout)",
     "session yielded",
+    "turn drops the output",
     "turn rewound",
     "turn started",
     "sampling deferred",

@@ -596,7 +596,7 @@ class Fleet:
         states, page_size = member.engine.memory.hybrid.states, member.config.page_size
         for decided in step.decided:
             match decided:
-                case TransferMoved(request_id=one, state="over", cause="done") if not member.sends:
+                case TransferMoved(request_id=one, state="ready", cause="done") if not member.sends:
                     prompt = member.by_id[one].prompt_tokens
                     if states is not None and prompt % page_size:
                         member.owing[one] = (prompt // page_size + 1) * page_size
