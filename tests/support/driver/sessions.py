@@ -105,7 +105,7 @@ class SessionPiece(Piece):
             assert idle_us >= timeout_us, f"session {event.session} was idle for {idle_us} us, of {timeout_us}"
 
     def before(self, event: Observed) -> None:
-        """Keep which sessions have turns, and what a turn asks for."""
+        """Keep the sessions that have turns, and the start of a turn in its session."""
         sessions = self.engine.sessions.open
         self._timeouts = {name: one.timeout_us for name, one in sessions.items()}
         self._busy = [name for name, one in sessions.items() if not one.idle]
