@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests import fleet_swarm
 from tests.support import feature_plants
+from tests.support.conversing import conversing_actions, conversing_config
 from tests.support.driver.actions import Action
 from tests.support.driver.draw import (
     commanded_actions,
@@ -60,7 +61,7 @@ from tests.support.plants import (
 )
 from tests.support.quality import BOUNDS
 from tests.support.scenario import run_file
-from tests.support.tiered import moving, returning, tiered
+from tests.support.tiered import contested, moving, returning, tiered
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 ALL_PLANTS = PLANTS | RELEASES | UNSEEN | OBLIGATIONS | FEATURE_PLANTS
@@ -70,6 +71,7 @@ TIERED_SEEDS = 10  # one history of so many has cache tiers below the device
 HYBRID_SEEDS = 10  # and one has sliding windows or linear attention
 COMMANDED_SEEDS, COMMANDED_AT = 10, 5  # one of so many has many commands, this one
 PIPELINED_SEEDS, PIPELINED_AT = 20, 13  # and one of so many has microbatches, this one
+CONVERSING_AT = 3  # as often: conversations with media
 HYBRID_HUNT_FROM = 20  # from 0 on; those before it are long
 PROGRESS_EVERY_S = 60  # in output that is not a terminal with one line for progress
 TAME_STEPS = 1_000_000  # steps, or seconds, after which a missing mark is an error: the histories are too tame
@@ -173,6 +175,7 @@ EXPECTED_MARKS = (
     "session closed (closed)",
     "session closed (timeout)",
     "session yielded",
+    "turn drops the output",
     "turn rewound",
     "turn started",
     "sampling deferred",
@@ -223,8 +226,10 @@ def history(seed: int) -> tuple[Any, list[Action]]:
     rng = random.Random(seed)
     kind = rng.random()
     if seed % TIERED_SEEDS == TIERED_SEEDS - 1:  # beside the others, which stay the same
-        others = random.Random(f"others {seed}").random() < 0.3  # with other features as well
-        config, actions = _plain_history(rng, kind) if others else returning(rng)
+        drawn = random.Random(f"others {seed}").random()
+        if drawn > 0.8:
+            return contested(rng)
+        config, actions = _plain_history(rng, kind) if drawn < 0.3 else returning(rng)  # with other features as well
         config, actions = tiered(rng, config), moving(rng, actions)
         pools = random.Random(f"pools {seed}")
         return hybrid(pools, config) if pools.random() < 0.4 else config, actions
@@ -234,6 +239,8 @@ def history(seed: int) -> tuple[Any, list[Action]]:
         return (tiered(host, config), moving(host, actions)) if host.random() < 0.25 else (config, actions)
     if seed % COMMANDED_SEEDS == COMMANDED_AT:
         return commanded_config(rng), commanded_actions(rng, 250)
+    if seed % PIPELINED_SEEDS == CONVERSING_AT:
+        return conversing_config(rng), conversing_actions(rng, 250)
     config, actions = _plain_history(rng, kind)
     if seed % PIPELINED_SEEDS == PIPELINED_AT:
         config = pipelined(random.Random(f"stages {seed}"), config)
@@ -324,6 +331,8 @@ def hunt(plant: str, first: int, most: int, shown: tuple[int, ...] = ()) -> Show
             where = range(first + COMMANDED_AT, first + most, COMMANDED_SEEDS)
         if plant in OF_TIERS or kind == feature_plants.TIERED:
             where = range(first + TIERED_SEEDS - 1, first + most, TIERED_SEEDS)
+        if kind == feature_plants.CONVERSING:
+            where = range(first + CONVERSING_AT, first + most, PIPELINED_SEEDS)
         if plant in OF_MICROBATCHES:
             where = range(first + PIPELINED_AT, first + most, PIPELINED_SEEDS)
         suits = SUITS.get(plant)

@@ -24,7 +24,15 @@ from lockstep.core.kv.tiers import Tiers
 from lockstep.core.kv.window_pool import WindowPool
 from tests.support.mutation.live import edited_code
 
-TIERED, HYBRID, ANY, COMMANDED, FLEET, RANKS = "tiered", "hybrid", "any", "commanded", "fleet", "ranks"
+TIERED, HYBRID, ANY, COMMANDED, CONVERSING, FLEET, RANKS = (
+    "tiered",
+    "hybrid",
+    "any",
+    "commanded",
+    "conversing",
+    "fleet",
+    "ranks",
+)
 
 
 class FeaturePlant(NamedTuple):
@@ -45,7 +53,7 @@ PLANTS: dict[str, FeaturePlant] = {
         Tiers.back_up,
         "if self.copies_blocked:",
         "if False:",
-        TIERED,
+        FLEET,
     ),
     "store_that_failed_counts": FeaturePlant(
         "Pages that a store did not write stay marked as stored, so that storage never gets them.",
@@ -110,28 +118,28 @@ PLANTS: dict[str, FeaturePlant] = {
         Sessions._by_use,
         "(not session.idle, session.used)",
         "(session.idle, session.used)",
-        ANY,
+        CONVERSING,
     ),
     "rewound_turn_keeps_the_output": FeaturePlant(
         "A turn that drops the output of the turn before it keeps it.",
         Sessions.turn_ends,
         "session.output_start = session.length - outputs",
         "session.output_start = session.length",
-        ANY,
+        CONVERSING,
     ),
     "use_of_a_session_has_no_date": FeaturePlant(
         "The time-out of an idle session counts from its first use.",
         Sessions._use,
         "session.idle_since_us = now_us",
         "pass",
-        ANY,
+        CONVERSING,
     ),
     "turn_beyond_the_capacity": FeaturePlant(
         "The output of a turn may exceed the capacity of its session.",
         Sessions._compose,
         "room = min(self._scheduler.config.request_tokens_max, capacity) - prompt",
         "room = self._scheduler.config.request_tokens_max - prompt",
-        ANY,
+        CONVERSING,
     ),
     # -------------------------------------------------------------------------------------------------- media, commands
     "encoder_output_dropped_in_flight": FeaturePlant(
@@ -139,7 +147,7 @@ PLANTS: dict[str, FeaturePlant] = {
         EncoderCache._droppable,
         "pinned.update(digest for _, needed in self.deferred for digest in needed)",
         "pass",
-        ANY,
+        CONVERSING,
     ),
     "weights_swapped_under_copies": FeaturePlant(
         "New weights are ordered while copies of the device's pages are under way.",
@@ -153,7 +161,7 @@ PLANTS: dict[str, FeaturePlant] = {
         Maintenance.restarted,
         "job.ordered = False",
         "pass",
-        ANY,
+        CONVERSING,
     ),
     # ------------------------------------------------------------------------------------------------------------ ranks
     "extends_of_this_rank_only": FeaturePlant(
@@ -188,12 +196,7 @@ PLANTS: dict[str, FeaturePlant] = {
 }
 
 
-NOT_FOUND_YET = frozenset(
-    "busy_sessions_yield_first copies_while_weights_change encoder_output_dropped_in_flight "
-    "order_lost_in_a_restart orphan_is_kept prefetches_beyond_their_share received_state_owes_nothing "
-    "rewound_turn_keeps_the_output second_load_for_a_request store_that_failed_counts turn_beyond_the_capacity "
-    "use_of_a_session_has_no_date weights_swapped_under_copies".split()
-)
+NOT_FOUND_YET = frozenset("copies_while_weights_change orphan_is_kept second_load_for_a_request".split())
 """Bugs that no history has shown so far. `python tests/swarm.py --plant NAME` looks for one; one that is found goes."""
 
 
