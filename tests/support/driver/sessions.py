@@ -42,7 +42,7 @@ class SessionPiece(Piece):
         super().__init__(subject)
         self.control = control
         self.records: dict[str, SessionRecord] = {}
-        self.starts: dict[int, int | None] = {}  # by turn: how many tokens of the session it asks to keep
+        self.starts: dict[int, int | None] = {}  # by turn: how many tokens of the session it keeps
 
     def actions(self) -> dict[str, Callable[..., None]]:
         return {"session_open": self.session_open, "session_close": self.session_close}
