@@ -179,11 +179,13 @@ def argv_of(command: Command) -> list[str]:
             words[at : at + 1] = base
     if words[0] == "plan" and not {"--slo"} & set(words):
         words += ["--slo", "ttft_p99=1s"]
+    warm_up = int(words[words.index("--warm-up") + 1]) if "--warm-up" in words else 0
     if WHOLE:
+        if words[0] == "simulate" and warm_up:  # the stand-in of a trace, repeated, is long enough
+            words += ["--limit", str(warm_up + RUN_REQUESTS)]
         return [*words, "--dry-run"] if words[0] == "serve" else words
     match words[0]:
         case "simulate" if "--help" not in words:
-            warm_up = int(words[words.index("--warm-up") + 1]) if "--warm-up" in words else 0
             words += ["--limit", str(warm_up + REQUESTS)]
         case "plan":
             words += ["--quick", "--requests", "10", "--jobs", "1"]
