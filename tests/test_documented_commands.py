@@ -199,7 +199,7 @@ def runs(words: list[str]) -> bool:
     if words[0] in PARSED or " ".join(words[:2]) in PARSED:
         return False
     if words[0] == "serve":
-        if "--calibration" in words:  # a file of that server's own machine
+        if {"--calibration", "head"} & set(words):  # a file of that server's own machine; heads that take training
             return False
         return "--emulate" in words or "serve.toml" in words or (MODEL and not {"--model", "--config"} & set(words))
     if words[0] == "generate":

@@ -39,6 +39,7 @@ HALVES = f"{PLAIN} --prefill-engines 1 --decode-engines 1"
 CLUSTER = f"{PLAIN} --replicas 2"
 TABLE = ["gemm_dtype,m,n,k,latency", *(f"bfloat16,{m},{n},{n},0.1" for m in (1, 4096) for n in (512, 65536))]
 DRAFTS = f"{PLAIN} --speculative-method ngram"
+HEADS = f"{PLAIN} --speculative-method eagle"
 FROM_LOG = "--model qwen3-0.6b --gpu h200 --workload LOGFILE"
 STAGES = f"{PLAIN} --pp 2 --pp-size 2"
 
@@ -141,6 +142,8 @@ LINES: dict[str, tuple[str, str]] = {
     "--num-speculative-tokens": (DRAFTS, "2"),
     "--speculative-min-chance": (DRAFTS, "0.5"),
     "--speculative-max-batch-size": (DRAFTS, "2"),
+    "--speculative-topk": (HEADS, "2"),
+    "--speculative-num-steps": (f"{HEADS} --speculative-topk 2", "2"),
     "--role": (PLAIN, "mixed"),
     "--transfer-allocation": (HALVES, "prefill_complete"),
     "--transfer-failure": (HALVES, "recompute"),

@@ -147,6 +147,11 @@ def with_trees(config: SchedConfig, rng: random.Random) -> SchedConfig:
     )
 
 
+def with_chains(config: SchedConfig) -> SchedConfig:
+    """Return the settings with chains of drafts instead of trees, which do not go with pools of their own."""
+    return msgspec.structs.replace(config, speculative_topk=msgspec.UNSET, speculative_num_steps=msgspec.UNSET)
+
+
 def pipelined(rng: random.Random, config: SchedConfig) -> SchedConfig:
     """The settings with microbatches, and without what does not go with them."""
     splits = config.chunked_prefill_size is not None and config.truncation_align_size is None
