@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import shlex
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import threading
@@ -29,7 +27,6 @@ from lockstep.sim.cli.plan import plan
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan import answer as answers
 from lockstep.sim.plan import serve_command
-from lockstep.sim.plan.interval import block_samples, interval_of, interval_of_samples, student_t
 from lockstep.sim.plan.ledger import TrialStore
 from lockstep.sim.plan.question import (
     QUICK,
@@ -57,8 +54,6 @@ from lockstep.sim.plan.search import (
 )
 from lockstep.sim.plan.trial import SloResult, Trial, TrialResult, run_trial
 from lockstep.sim.plan.workers import Alone, check_joins, check_reachable, workers_of
-from lockstep.sim.run.assemble import assemble
-from lockstep.sim.run.simulate import simulate
 from lockstep.sim.scenario.scenario import Scenario
 
 SLOS = (Slo.parse("ttft_p90=1s"), Slo.parse("tpot_p90=40ms"))
@@ -152,47 +147,6 @@ def test_a_question_that_makes_no_sense_is_refused(changes: dict[str, Any], mess
 
 
 # ------------------------------------------------------------------------------------------------------------ intervals
-
-
-@pytest.mark.parametrize(
-    ("probability", "freedom", "value"),
-    [(0.975, 1, 12.7062), (0.975, 2, 4.30265), (0.95, 4, 2.13185), (0.995, 9, 3.24984), (0.975, 1000, 1.96234)],
-)
-def test_student_t_is_that_of_the_tables(probability: float, freedom: int, value: float) -> None:
-    assert student_t(probability, freedom) == pytest.approx(value, rel=1e-4)
-
-
-def test_intervals_cover_as_often_as_stated() -> None:
-    draws = random.Random(3)
-    covered = predicted = 0
-    for _ in range(400):
-        values = [draws.gauss(10.0, 2.0) for _ in range(5)]
-        mean = interval_of(values, 0.9, systematic=False)
-        covered += mean.low <= 10.0 <= mean.high
-        another = interval_of(values, 0.9, systematic=True)
-        predicted += another.low <= draws.gauss(10.0, 2.0) <= another.high
-    assert 0.85 <= covered / 400 <= 0.95
-    assert 0.85 <= predicted / 400 <= 0.95
-
-
-def test_failures_are_infinitely_late_in_every_interval() -> None:
-    assert interval_of([1.0, math.inf], 0.9, systematic=False).high == math.inf
-    assert interval_of_samples(5.0, [4.0, 5.0, math.inf], 0.9).high == math.inf
-    assert interval_of_samples(5.0, [], 0.9).high == math.inf
-
-
-def test_blocks_keep_neighbours_together() -> None:
-    """Late requests in one burst make a wider interval than the same ones spread out."""
-    run = simulate(assemble(Scenario(model="qwen3-8b", gpu="h100", workload="gen:n=400,rate=4,output=fixed:3")))
-    requests = run.data.requests
-
-    def width(late: list[int]) -> float:
-        ttft_us = requests.ttft_us.copy() * 0 + 1_000
-        ttft_us[late] = 1_000_000
-        samples = block_samples(Slo.parse("ttft_p95=1s"), replace(requests, ttft_us=ttft_us), seed=1)
-        return statistics.pstdev(samples)
-
-    assert width(list(range(100, 118))) > width(list(range(0, 400, 23)))
 
 
 def slo_result(value: float) -> TrialResult:
@@ -433,7 +387,7 @@ def test_the_load_of_a_closed_loop_is_sessions_at_a_time() -> None:
 def test_so_many_sessions_take_so_many_replicas() -> None:
     most = planned(closed()).candidates[0].best
     assert most is not None
-    found = planned(closed(sessions=round(most.load * 2.5), router=RouterConfig(policy="session_sticky")))
+    found = planned(closed(sessions=round(most.load * 2.25), router=RouterConfig(policy="session_sticky")))
     best = found.candidates[0].best
     assert best is not None
     assert best.replicas == 3

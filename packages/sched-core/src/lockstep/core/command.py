@@ -194,7 +194,8 @@ def _source_of(module: str) -> Path | None:
 def _versions() -> str:
     from importlib.metadata import distributions
 
-    versions = {dist.name: dist.version for dist in distributions() if (dist.name or "").startswith("lockstep-")}
+    named = [(dist.name or "", dist.version) for dist in distributions()]
+    versions = {name: version for name, version in named if name == "lockstep" or name.startswith("lockstep-")}
     width = max(map(len, versions), default=0)
     return "\n".join(f"{name:{width}}  {version}" for name, version in sorted(versions.items()))
 
