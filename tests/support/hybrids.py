@@ -41,8 +41,6 @@ OFF: dict[str, dict[str, Any]] = {
     },
 }
 """By feature beside pools of their own: the setting that turns it off."""
-CHAINS = {"speculative_method": "ngram", "speculative_topk": UNSET, "speculative_num_steps": UNSET}
-"""Drafts in place of trees, of which refused branches have no windows or states."""
 
 
 def hybrid(rng: random.Random, config: SchedConfig, *, pairs: bool = True) -> SchedConfig:
@@ -54,8 +52,6 @@ def hybrid(rng: random.Random, config: SchedConfig, *, pairs: bool = True) -> Sc
     for name, off in OFF.items():
         if not pairs or random.Random(f"{name} {pair}").random() >= 0.8:
             config = replace(config, **off)
-    if config.speculative_topk is not UNSET and config.speculative_topk > 1:
-        config = replace(config, **CHAINS)
     kind = rng.choice(["window", "state", "both"])
     tokens = rng.choice([1, 2, 5, 8, 17, 60]) if kind != "state" else 0
     return replace(config, hybrid=pools(rng, config, tokens, states=kind != "window"))
