@@ -5,7 +5,6 @@ Ranks are engines in threads of this process. They agree over sockets and sum ov
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
-from safetensors.torch import save_file  # noqa: E402
 
 from lockstep.core.contract.commands import LaunchBatch  # noqa: E402
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
@@ -30,9 +28,9 @@ from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.data_ranks import DataRank  # noqa: E402
 from lockstep.runtime.engine_config import EngineConfig  # noqa: E402
 from lockstep.runtime.forward import RankTokens  # noqa: E402
-from lockstep.runtime.models import build_model  # noqa: E402
 from lockstep.runtime.models.layers import SharedRows  # noqa: E402
 from tests.support.live_server import until  # noqa: E402
+from tests.support.small_llm import requests_with_shared_beginnings, write_weights  # noqa: E402
 from tests.support.small_runtime import SMALL_QWEN3  # noqa: E402
 
 DENSE: dict[str, Any] = {**SMALL_QWEN3, "num_hidden_layers": 3, "tie_word_embeddings": True}
@@ -70,38 +68,11 @@ KINDS: list[dict[str, Any]] = [{}, {}, {"temperature": 1.0, "top_k": 20, "seed":
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Small models, large enough that tokens differ, by model type."""
-    made: dict[str, Path] = {}
-    for config in (DENSE, EXPERTS):
-        folder = made[config["model_type"]] = tmp_path_factory.mktemp("model")
-        (folder / "config.json").write_text(json.dumps(config))
-        draw = torch.Generator().manual_seed(7)
-        tensors = build_model(config, random_weights_seed=0).tensors()
-        save_file(
-            {
-                one.name: torch.ones(one.shape)
-                if one.initial
-                else torch.empty(one.shape).normal_(0, 0.3, generator=draw)
-                for one in tensors
-            },
-            folder / "model.safetensors",
-        )
-    return made
+    configs = (DENSE, EXPERTS)
+    return {config["model_type"]: write_weights(tmp_path_factory.mktemp("model"), config) for config in configs}
 
 
-def requests(count: int) -> list[tuple[list[int], Params]]:
-    """Prompts of which many share a beginning, most of several chunks."""
-    rng = random.Random(5)
-    beginnings = [[rng.randrange(3, 300) for _ in range(rng.randrange(40))] for _ in range(5)]
-    return [
-        (
-            rng.choice(beginnings) + [rng.randrange(3, 300) for _ in range(rng.randrange(1, 24))],
-            Params(max_new_tokens=rng.randrange(1, 9), **KINDS[number % len(KINDS)]),
-        )
-        for number in range(count)
-    ]
-
-
-REQUESTS = requests(200)
+REQUESTS = requests_with_shared_beginnings(200, KINDS)
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from lockstep.core.journal.replay import replay  # noqa: E402
 from lockstep.core.journal.writer import JournalWriter  # noqa: E402
 from lockstep.host.drafts import DraftCounts  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
-from lockstep.runtime.assembly import TableSampler  # noqa: E402
 from lockstep.runtime.attention.cpu import CpuAttention  # noqa: E402
 from lockstep.runtime.attention.reference import ReferenceAttention  # noqa: E402
 from lockstep.runtime.attention.rules import LayerRules  # noqa: E402
@@ -27,9 +26,9 @@ from lockstep.runtime.draft_tree import TreeRows, moves_of, right_paths, shape_o
 from lockstep.runtime.drafting import places_of  # noqa: E402
 from lockstep.runtime.forward import ForwardBatch  # noqa: E402
 from lockstep.runtime.kv_pool import KvPool  # noqa: E402
-from lockstep.runtime.sampling import Sampler, SamplingTable  # noqa: E402
-from tests.runtime.test_drafting import Markov, random_requests  # noqa: E402
+from tests.runtime.test_drafting import random_requests  # noqa: E402
 from tests.support.heads import saved_head, saved_with_mtp  # noqa: E402
+from tests.support.markov import statistic_of_pairs  # noqa: E402
 from tests.support.small_runtime import CPU, ForeseeingTree, SmallRuntime, alone, small_config  # noqa: E402
 
 TREE: dict[str, Any] = {"speculative_method": "eagle", "speculative_topk": 3, "num_speculative_tokens": 7}
@@ -183,25 +182,11 @@ class Alternatives(ForeseeingTree):
 
 def test_drawn_tokens_have_the_models_chances() -> None:
     """Chi-square over 1,000 seeds: of each pair of consecutive tokens, with many right drafts."""
-    chances = np.array([[0.1, 0.6, 0.2, 0.1], [0.5, 0.1, 0.1, 0.3], [0.25, 0.25, 0.25, 0.25], [0.05, 0.05, 0.1, 0.8]])
     runtime = SmallRuntime(
         check=False, canary=False, max_running_requests=200, pages=4000, overlap_depth=1, chunked_prefill_size=800,
         drafter=Alternatives, **TREE,
     )  # fmt: skip
-    runtime.executor.model = Markov(chances)
-    table = SamplingTable(runtime.config.rows_max, 4, CPU)
-    runtime.executor.sampler = TableSampler(table, Sampler(table))
-    answers = [
-        runtime.submit([0, 1, 0, 1, 3, 3, 0], 12, sampling=SamplingParams(temperature=1.0, seed=seed))
-        for seed in range(1000)
-    ]
-    runtime.run()
-    seen = np.zeros((4, 4))
-    for answer in answers:
-        tokens = [0, *answer.tokens]
-        np.add.at(seen, (tokens[:-1], tokens[1:]), 1)
-    expected = chances * seen.sum(1, keepdims=True)
-    statistic = float(((seen - expected) ** 2 / expected).sum())
+    statistic = statistic_of_pairs(runtime, 1000)
     assert statistic < 32.9  # of 12 degrees of freedom: exceeded by chance once in a thousand
     assert runtime.host.drafts.right > 2500
     assert runtime.host.drafts.accepted_length_mean > 1.4
