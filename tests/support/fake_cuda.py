@@ -157,7 +157,7 @@ class FakeCuda(TorchDispatchMode):
         result = func(*given, **named)
         if func.overloadpacket in EMPTY and not self.interpret:
             result.zero_()  # no kernel writes it
-        if self.capturing is not None and to_device:
+        if self.capturing is not None and to_device and func.overloadpacket not in EMPTY:  # a replay allocates nothing
             self._record(func, given, named, result)
         if pinned:
             for one in tree_flatten(result)[0]:
