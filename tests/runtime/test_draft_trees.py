@@ -22,8 +22,8 @@ from lockstep.runtime.attention.cpu import CpuAttention  # noqa: E402
 from lockstep.runtime.attention.reference import ReferenceAttention  # noqa: E402
 from lockstep.runtime.attention.rules import LayerRules  # noqa: E402
 from lockstep.runtime.demo_model import demo_model_folder  # noqa: E402
-from lockstep.runtime.draft_tree import TreeRows, moves_of, right_paths, shape_of  # noqa: E402
-from lockstep.runtime.drafting import places_of  # noqa: E402
+from lockstep.runtime.draft_tree import TreeRows, TreeShape, moves_of, right_paths, shape_of  # noqa: E402
+from lockstep.runtime.drafting import DraftingRows, places_of  # noqa: E402
 from lockstep.runtime.forward import ForwardBatch  # noqa: E402
 from lockstep.runtime.kv_pool import KvPool  # noqa: E402
 from tests.runtime.test_drafting import random_requests  # noqa: E402
@@ -171,13 +171,13 @@ def test_a_draft_attends_to_its_path_only(backend: Any, window: int | None) -> N
 class Alternatives(ForeseeingTree):
     """Drafts tokens 0, 1, 2, ... behind each token."""
 
-    def draft_tree(self, rows: Any, stands: Any, newest: Any, page_table: Any, drafts: Any, *more: Any) -> Any:
-        shape, guesses = more[1], []
+    def draft_tree(self, drafting: DraftingRows, shape: TreeShape) -> Any:
+        guesses = []
         seen: dict[int, int] = {}
         for parent in shape.parents.tolist():
             seen[parent] = seen.get(parent, -1) + 1
             guesses.append(seen[parent])
-        return torch.tensor([guesses] * len(rows))
+        return torch.tensor([guesses] * len(drafting.rows))
 
 
 def test_drawn_tokens_have_the_models_chances() -> None:

@@ -29,7 +29,7 @@ from lockstep.host.loop import HostClock, RequestServices  # noqa: E402
 from lockstep.host.recorded import RecordedAnswer, run_recorded  # noqa: E402
 from lockstep.runtime import LLM, Params, draft_sources  # noqa: E402
 from lockstep.runtime.demo_model import demo_model_folder  # noqa: E402
-from lockstep.runtime.drafting import NGRAM_MAX, NgramDrafter, right_ones  # noqa: E402
+from lockstep.runtime.drafting import NGRAM_MAX, DraftingRows, NgramDrafter, right_ones  # noqa: E402
 from lockstep.runtime.models import build_model  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from tests.support.markov import statistic_of_pairs  # noqa: E402
@@ -134,7 +134,7 @@ def test_ngrams_are_those_of_plain_python(words: int) -> None:
     newest = torch.tensor([tokens[-1] for tokens in texts])
     for most in (39, 45):  # the upper bound of all positions may exceed every actual position
         five, host = np.full(24, 5, np.int32), np.full(24, most, np.int32)
-        found = drafter.draft(torch.arange(24), stands, newest, table, five, stands + 5, host)
+        found = drafter.draft(DraftingRows(torch.arange(24), stands, newest, table, five, stands + 5, host))
         assert found.tolist() == [drafts_of(tokens, 5) for tokens in texts]
 
 

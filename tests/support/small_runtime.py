@@ -35,7 +35,7 @@ from lockstep.host.loop import (
 )
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_tree import TreeShape
-from lockstep.runtime.drafting import NgramDrafter
+from lockstep.runtime.drafting import DraftingRows, NgramDrafter
 from lockstep.runtime.executor import Executor, LookAhead, Matchers, RunnableModel
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import DecodeGraphs, Recorder
@@ -152,16 +152,8 @@ def alone(prompt: Sequence[int], count: int, stops: Sequence[int] = ()) -> list[
 class Foreseeing(NgramDrafter):
     """Drafts the tokens that `SumModel` will compute, wrong after a number that follows from row and position."""
 
-    def draft(
-        self,
-        rows: Tensor,
-        stands: Tensor,
-        newest: Tensor,
-        page_table: Tensor,
-        drafts: Int32s,
-        reach: Tensor,
-        stands_host: Int32s,
-    ) -> Tensor:
+    def draft(self, drafting: DraftingRows) -> Tensor:
+        rows, stands, newest, page_table, drafts, reach, stands_host = drafting
         assert (stands <= torch.from_numpy(stands_host)).all()
         assert (reach - stands).tolist() == drafts.tolist()
         guesses = []
@@ -179,16 +171,8 @@ class Foreseeing(NgramDrafter):
 class ForeseeingTree(Foreseeing):
     """Drafts trees with the tokens that `SumModel` will compute among the alternatives, at some of the places."""
 
-    def draft_tree(
-        self,
-        rows: Tensor,
-        stands: Tensor,
-        newest: Tensor,
-        page_table: Tensor,
-        drafts: Int32s,
-        stands_host: Int32s,
-        shape: TreeShape,
-    ) -> Tensor:
+    def draft_tree(self, drafting: DraftingRows, shape: TreeShape) -> Tensor:
+        rows, stands, newest, page_table, *_ = drafting
         guesses = []
         for row, stand, token in zip(rows.tolist(), stands.tolist(), newest.tolist(), strict=True):
             at = torch.arange(stand)

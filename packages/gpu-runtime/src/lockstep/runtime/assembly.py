@@ -34,7 +34,7 @@ from lockstep.runtime.attention.rules import names_of
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_model import ModelDrafter
 from lockstep.runtime.draft_sources import Draft, check_trees, draft_of
-from lockstep.runtime.drafting import Drafter, NgramDrafter
+from lockstep.runtime.drafting import Drafter, DraftingRows, NgramDrafter
 from lockstep.runtime.executor import Executor, LookAhead, Matchers, RowSampler, RunnableModel
 from lockstep.runtime.forward import ForwardBatch, RankTokens, WindowedPages
 from lockstep.runtime.graphs import (
@@ -857,13 +857,15 @@ def _seek_once(rows: int, context: int, page_size: int, drafts: int, device: tor
     stands = torch.full((rows,), context - 1, dtype=torch.int64, device=device)
     with torch.inference_mode():
         NgramDrafter(page_size, page_size, device).draft(
-            torch.arange(rows, device=device),
-            stands,
-            stands,
-            table,
-            np.full(rows, drafts, np.int32),
-            stands,
-            np.full(rows, context - 1, np.int32),
+            DraftingRows(
+                rows=torch.arange(rows, device=device),
+                stands=stands,
+                newest=stands,
+                page_table=table,
+                drafts=np.full(rows, drafts, np.int32),
+                reach=stands,
+                stands_host=np.full(rows, context - 1, np.int32),
+            )
         )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.runtime.attention.base import AttentionBackend
-from lockstep.runtime.drafting import Int32s
+from lockstep.runtime.drafting import DraftingRows, Int32s
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.models import LanguageModel
 
@@ -47,17 +47,9 @@ class ModelDrafter:
         """Move KV of this model."""
         self.attention.pool.move(source, target)
 
-    def draft(
-        self,
-        rows: Tensor,
-        stands: Tensor,
-        newest: Tensor,
-        page_table: Tensor,
-        drafts: Int32s,
-        reach: Tensor,
-        stands_host: Int32s,
-    ) -> Tensor:
+    def draft(self, drafting: DraftingRows) -> Tensor:
         """Decode once per draft, up to the largest number of drafts; rows with fewer then write to the scratch page."""
+        rows, stands, newest, page_table, drafts, reach, stands_host = drafting
         count, tokens, found = len(drafts), newest, []
         ints = {"dtype": torch.int32, "device": rows.device}
         indptr, at = torch.arange(count + 1, **ints), torch.arange(count, device=rows.device)

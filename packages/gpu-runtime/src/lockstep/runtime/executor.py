@@ -46,7 +46,7 @@ from lockstep.host.batches import (
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_tree import TreeRows, moves_of, right_paths, tree_rows
-from lockstep.runtime.drafting import Drafter, TreeDrafter, kept_samples, places_of, right_ones
+from lockstep.runtime.drafting import Drafter, DraftingRows, TreeDrafter, kept_samples, places_of, right_ones
 from lockstep.runtime.errors import DeviceLost, PlanError
 from lockstep.runtime.forward import ForwardBatch, RankTokens
 from lockstep.runtime.graphs import DecodeGraphs
@@ -552,14 +552,13 @@ class Executor:
         guessed = newest.new_zeros(len(newest), 0)
         if drafted.any():
             assert self.drafter is not None
-            if verifying.tree is not None:
-                drafter = cast("TreeDrafter", self.drafter)
-                where = (there.rows, there.stands, newest, self.tables.page_table)
-                return drafter.draft_tree(*where, drafted, stands_host, verifying.tree)
             reach = there.stands + self.lane.upload(drafted)
-            guessed = self.drafter.draft(
+            drafting = DraftingRows(
                 there.rows, there.stands, newest, self.tables.page_table, drafted, reach, stands_host
             )
+            if verifying.tree is not None:
+                return cast("TreeDrafter", self.drafter).draft_tree(drafting, verifying.tree)
+            guessed = self.drafter.draft(drafting)
         if not verifying.forced.size:
             return guessed
         width = int(verifying.drafts.max())

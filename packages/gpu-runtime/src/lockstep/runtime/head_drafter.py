@@ -15,8 +15,6 @@ overwrites, when the model has computed the same tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -24,22 +22,11 @@ from torch import Tensor
 
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.draft_tree import TreeRows, TreeShape, chain_of
-from lockstep.runtime.drafting import Int32s
+from lockstep.runtime.drafting import DraftingRows
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.models.draft_heads import DraftHead
 
 Int64s = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """The rows that draft; fields as the arguments of `drafting.Drafter.draft`."""
-
-    rows: Tensor
-    stands: Tensor
-    page_table: Tensor
-    drafts: Int32s
-    stands_host: Int32s
 
 
 class HeadDrafter:
@@ -100,38 +87,19 @@ class HeadDrafter:
         found = self.features.index_select(0, self._slots(rows, positions.clamp(min=0), page_table))
         return found.masked_fill(positions[:, None] < 0, 0.0)
 
-    def draft(
-        self,
-        rows: Tensor,
-        stands: Tensor,
-        newest: Tensor,
-        page_table: Tensor,
-        drafts: Int32s,
-        reach: Tensor,
-        stands_host: Int32s,
-    ) -> Tensor:
+    def draft(self, drafting: DraftingRows) -> Tensor:
         """Draft a chain: the likeliest token behind each."""
-        shape = chain_of(int(drafts.max()))
-        return self._grow(_Rows(rows, stands, page_table, drafts, stands_host), newest, shape, chain=True)
+        return self._grow(drafting, chain_of(int(drafting.drafts.max())), chain=True)
 
-    def draft_tree(
-        self,
-        rows: Tensor,
-        stands: Tensor,
-        newest: Tensor,
-        page_table: Tensor,
-        drafts: Int32s,
-        stands_host: Int32s,
-        shape: TreeShape,
-    ) -> Tensor:
+    def draft_tree(self, drafting: DraftingRows, shape: TreeShape) -> Tensor:
         """Draft a tree: the likeliest tokens behind each, as many as the tree has places."""
-        return self._grow(_Rows(rows, stands, page_table, drafts, stands_host), newest, shape, chain=False)
+        return self._grow(drafting, shape, chain=False)
 
-    def _grow(self, rows: _Rows, newest: Tensor, shape: TreeShape, *, chain: bool) -> Tensor:
+    def _grow(self, rows: DraftingRows, shape: TreeShape, *, chain: bool) -> Tensor:
         """Compute one depth after the other: of the drafts that others follow."""
-        count, size, device = len(rows.drafts), len(shape.parents), newest.device
+        count, size, device = len(rows.drafts), len(shape.parents), rows.newest.device
         tokens = torch.zeros((count, 1 + size), dtype=torch.int64, device=device)
-        tokens[:, 0] = newest
+        tokens[:, 0] = rows.newest
         features = torch.zeros((count, 1 + size, self.head.features), dtype=self.features.dtype, device=device)
         behind: list[list[int]] = [[] for _ in range(1 + size)]
         for number, parent in enumerate(shape.parents.tolist(), 1):
@@ -166,7 +134,7 @@ class HeadDrafter:
         return tokens[:, 1:]
 
     def _batch(
-        self, token_ids: Tensor, rows: _Rows, places: tuple[Int64s, Int64s], shape: TreeShape, *, chain: bool
+        self, token_ids: Tensor, rows: DraftingRows, places: tuple[Int64s, Int64s], shape: TreeShape, *, chain: bool
     ) -> ForwardBatch:
         """Return the pass over drafts of one depth; `places`: the row and the number of each, ascending by row."""
         members, numbers = places
