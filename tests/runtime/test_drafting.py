@@ -25,8 +25,9 @@ from lockstep.core.journal.records import JournalHeader  # noqa: E402
 from lockstep.core.journal.replay import fold, replay  # noqa: E402
 from lockstep.core.journal.writer import JournalWriter  # noqa: E402
 from lockstep.host.drafts import DraftCounts  # noqa: E402
-from lockstep.host.loop import HostClock, RequestServices  # noqa: E402
+from lockstep.host.loop import HostClock  # noqa: E402
 from lockstep.host.recorded import RecordedAnswer, run_recorded  # noqa: E402
+from lockstep.host.services import RequestServices  # noqa: E402
 from lockstep.runtime import LLM, Params, draft_sources  # noqa: E402
 from lockstep.runtime.demo_model import demo_model_folder  # noqa: E402
 from lockstep.runtime.drafting import NGRAM_MAX, DraftingRows, NgramDrafter, right_ones  # noqa: E402

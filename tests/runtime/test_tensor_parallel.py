@@ -37,7 +37,7 @@ from lockstep.core.contract.events import Grammar, RequestRetracted, SamplingPar
 from lockstep.core.journal.replay import fold  # noqa: E402
 from lockstep.host.batches import BatchResult, RowContext  # noqa: E402
 from lockstep.host.errors import killed_from_outside  # noqa: E402
-from lockstep.host.loop import RequestServices  # noqa: E402
+from lockstep.host.services import RequestServices  # noqa: E402
 from lockstep.runtime import LLM, Params, RequestOutput  # noqa: E402
 from lockstep.runtime import ranks as ranks_module  # noqa: E402
 from lockstep.runtime.errors import DeviceLost, EngineStopped, RankLost  # noqa: E402

@@ -26,13 +26,12 @@ from lockstep.host.batches import Int32s, RowContext
 from lockstep.host.loop import (
     NO_DEVICE_SERVICES,
     NO_REQUEST_SERVICES,
-    DeviceServices,
     HostClock,
-    RequestServices,
     ResultExtras,
     RuntimeHost,
     TokenLogprobs,
 )
+from lockstep.host.services import DeviceServices, RequestServices
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_tree import TreeShape
 from lockstep.runtime.drafting import DraftingRows, NgramDrafter

@@ -44,11 +44,12 @@ from lockstep.host.handover.kv import KvTransport
 from lockstep.host.handover.prefill import PrefillSide
 from lockstep.host.host_header import EMULATED, HostHeader
 from lockstep.host.idle_check import IdleCheck
-from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, Observer, RequestServices, RuntimeHost
+from lockstep.host.loop import HostClock, RuntimeHost
 from lockstep.host.media.processor import has_processor
 from lockstep.host.media.source import MediaLimits
 from lockstep.host.options import options_of
 from lockstep.host.recovery import Death
+from lockstep.host.services import DeviceServices, EarlierGeneration, Observer, RequestServices
 from lockstep.host.startup import Keeper
 from lockstep.host.stop_regexes import Watch, watch_of
 from lockstep.host.text import Text

@@ -65,12 +65,13 @@ from lockstep.host.grammars import make_grammar
 from lockstep.host.handover.decode import DecodeSide
 from lockstep.host.handover.prefill import PrefillSide
 from lockstep.host.host_header import RUNTIME, HostHeader
-from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, RequestServices, RuntimeHost
+from lockstep.host.loop import HostClock, RuntimeHost
 from lockstep.host.media.content import EncoderInput, MediaPrompt
 from lockstep.host.media.conversation import as_config_error, prompt_with, with_images
 from lockstep.host.media.processor import MediaError, MediaProcessor
 from lockstep.host.media.source import MediaLimits
 from lockstep.host.page_store import StoreCounts
+from lockstep.host.services import DeviceServices, EarlierGeneration, RequestServices
 from lockstep.host.stop_regexes import Watch, watch_of
 from lockstep.host.text import Message, Text
 from lockstep.host.weights import (

@@ -107,11 +107,7 @@ from lockstep.host.handover.wire import PromptResults
 from lockstep.host.idle_check import IdleCheck
 from lockstep.host.inbox import Inbox
 from lockstep.host.media.content import EncoderInput
-from lockstep.host.services import DeviceServices as DeviceServices
-from lockstep.host.services import EarlierGeneration as EarlierGeneration
-from lockstep.host.services import Observer as Observer
-from lockstep.host.services import RequestServices as RequestServices
-from lockstep.host.services import TextWatch as TextWatch
+from lockstep.host.services import DeviceServices, EarlierGeneration, Observer, RequestServices, TextWatch
 from lockstep.host.sinks import Kept, drop_behind_the_end, taken_from, with_logprobs
 from lockstep.host.sinks import ResultExtras as ResultExtras
 from lockstep.host.sinks import Sink as Sink
