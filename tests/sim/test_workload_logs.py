@@ -259,7 +259,7 @@ BAD: dict[str, tuple[str | bytes, str]] = {
     ),
     "numbers in a column of texts": (
         "ts,input,output\n0,9,3\n",
-        "column `input`: has `9`, but a column of this name is text, and no column has the number of its tokens\nhint: ",
+        "column `input`: has `9`, but a column of this name is text, and no column has the number of its tokens\nhint:",
     ),
     "no lengths": ("ts,model\n0,qwen\n", "no column has the tokens of prompts, nor their text\nhint: --columns input"),
     "no lengths of answers": (
