@@ -53,7 +53,7 @@ PLANTS: dict[str, FeaturePlant] = {
         Tiers.back_up,
         "if self.copies_blocked:",
         "if False:",
-        FLEET,
+        TIERED,
     ),
     "store_that_failed_counts": FeaturePlant(
         "Pages that a store did not write stay marked as stored, so that storage never gets them.",
