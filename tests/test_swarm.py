@@ -21,6 +21,7 @@ WITHIN_BOUNDS = (
     283349191151,  # a resumed request is charged with its whole output, so admission pauses though its rest is short
     495835177122,  # prompts are cut to two tokens, so the output that is computed again outweighs them
     757154242297,  # drafts hold pages that the reserve counts again until their results
+    639727806824,  # beside the reserve of `ratio`, admission leaves room for all drafts of the decodes of its pass
 )
 """Histories whose waits are those that docs/scheduling.md prescribes: the bounds of quality must allow them."""
 
