@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from lockstep.core.contract.config import Batching
 from tests.support.driver.run import run_actions
-from tests.support.feature_plants import NOT_FOUND_YET
 from tests.support.plants import PLANTS
 from tests.swarm import ALL_PLANTS, campaign, commit, history, hunt, seeds_shown
 
@@ -40,7 +39,7 @@ def test_a_prescribed_wait_is_within_bounds(seed: int) -> None:
     run_actions(*history(seed))
 
 
-@pytest.mark.parametrize("plant", sorted(ALL_PLANTS.keys() - NOT_FOUND_YET))
+@pytest.mark.parametrize("plant", sorted(ALL_PLANTS))
 def test_a_planted_bug_is_found(plant: str) -> None:
     """The history that has shown it last is tried first; where decisions have changed, others are."""
     shown = seeds_shown().get(plant)

@@ -196,10 +196,6 @@ PLANTS: dict[str, FeaturePlant] = {
 }
 
 
-NOT_FOUND_YET = frozenset("copies_while_weights_change orphan_is_kept second_load_for_a_request".split())
-"""Bugs that no history has shown so far. `python tests/swarm.py --plant NAME` looks for one; one that is found goes."""
-
-
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """Context in which a bug is planted."""

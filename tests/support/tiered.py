@@ -116,7 +116,8 @@ def loads_in_trouble(rng: random.Random) -> tuple[SchedConfig, list[Action]]:
     """Loads behind pages of a batch in flight, which fails, and loads that last longer than a request waits.
 
     Two prompts take turns in a pool for one of them, so that the host keeps what the device evicts. A beginning too
-    short for a load is computed; a longer one is loaded behind it while that batch is in flight.
+    short for a load is computed; a longer one is loaded behind it while that batch is in flight. In some rounds a
+    request with output is cancelled while the host swaps the weights.
     """
     page_size = rng.choice([1, 2])
     config = SchedConfig(
@@ -133,6 +134,7 @@ def loads_in_trouble(rng: random.Random) -> tuple[SchedConfig, list[Action]]:
             load_timeout_us=rng.choice([None, 3]),
         ),
     )
+    swap = CONTROLS.index(UpdateWeights(0, "w", "in_place"))
     actions: list[Action] = []
 
     def arrive(base: int, length: int) -> None:
@@ -163,6 +165,9 @@ def loads_in_trouble(rng: random.Random) -> tuple[SchedConfig, list[Action]]:
         rng.shuffle(happens)
         actions.extend(happens)
         settle()
+        if rng.random() < 0.1:
+            actions.extend([("arrive", bases[0], 4, 20, {}), *[("ready",), ("finish",)] * 6, ("move", 0, 1.0, "")])
+            actions.extend([("control", swap), ("finish",), ("finish",), ("cancel", 0), ("order_done",)])
     return config, actions
 
 
