@@ -373,7 +373,7 @@ class RankPlay(GroupPlay):
 
 
 def _of_agreement(event: RanksAgreed, group: RankGroup) -> tuple[object, ...]:
-    """Return what an agreement that is still under way says; one of an older generation says nothing."""
+    """Return the content of an agreement that is still under way; that of an older generation has none."""
     if event.generation != group.generation:
         return ()
     return event.round - group.round, event.counts, event.wishes
