@@ -371,6 +371,8 @@ def _model(settings: ServeSettings, keeper: Keeper | None, place: Place | None) 
         no_grammars=llm.no_grammars,
         media=() if (why := llm.no_media or _no_images(folder, text)) else llm.model.settings.media,
         no_media=why or NO_MEDIA,
+        embedding_size=0 if llm.no_embeddings else llm.model.embedding_size,
+        no_embeddings=llm.no_embeddings,
     )
 
     def trace(options: dict[str, Any] | None) -> str:

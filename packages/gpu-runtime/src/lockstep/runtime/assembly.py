@@ -497,7 +497,7 @@ def make_executor(
             sizes = (config.rows_max, config.pages, config.page_size, config.context_tokens_max)
             canary = Canary(*sizes, device, *windows, state_slots=slots)
         media = None
-        if model.pictures is not None and draft is None and not config.hands_over:
+        if (model.pictures is not None or model.embedding_size) and draft is None and not config.hands_over:
             media = DeviceMedia(model.pictures, lane, config.rows_max)
         graphs = None
         if graph_sizes:

@@ -43,6 +43,7 @@ from lockstep.host.batches import (
     PromptLogprobs,
     RowContext,
 )
+from lockstep.host.media.content import EncoderInput
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_tree import TreeRows, moves_of, right_paths, tree_rows
@@ -157,6 +158,7 @@ class _Launched:
     error: str = ""
     scored: list[int] = field(default_factory=list)  # rows of the plan whose last logits are requested
     prompt_tops: list[int] = field(default_factory=list)  # requested number of likeliest tokens, by span of the plan
+    given: dict[bytes, EncoderInput] = field(default_factory=dict)  # embeddings that it reads
     behind_failure: bool = False  # launched before the failure of an earlier batch was known
     hidden: Callable[[], Tensor] | None = None  # waits for the result of the stage before
     drawn: Callable[[], Tensor] | None = None  # waits for the tokens that the last stage drew
@@ -273,6 +275,8 @@ class Executor:
         row_contexts = [NO_CONTEXT if contexts is None else contexts(taken) for taken in plan.rows_taken]
         states = None if self.states is None else self.states.take_in(plan)
         launched = _Launched(plan, packed, row_contexts, not deferred, states)
+        if plan.media_spans and self.media is not None:
+            launched.given = self.media.given(plan)
         if self.matchers is not None:
             for taken in plan.rows_taken:
                 self.matchers.take_row(taken)
@@ -463,7 +467,9 @@ class Executor:
             cast("SharedModel", self.model).join(ranks)
             self.forwards += 1
             return self.lane.upload(NO_LOGITS)
-        media = None if self.media is None else self.media.rows(launched.plan, one)
+        media = None  # also for a later stage, which receives hidden states
+        if self.media is not None and launched.hidden is None:
+            media = self.media.rows(launched.plan, one, launched.given)
         offsets = None if self.media is None else self.media.offsets(one)
         graphs = self.graphs if one.adapter_slots is None and offsets is None and not reads else None
         if graphs is not None and not graphs.holds(one):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,10 @@ async def pooled(
         priority=call.body.priority,
     )
     most = call.body.truncate_prompt_tokens
-    prompts = [Prompt(truncated(one.ids, most, server.info()), one.text) for one in prompts]
+    prompts = [replace(one, ids=truncated(one.ids, most, server.info())) for one in prompts]
+    if any(one.media is not None and len(one.ids) < len(one.media.ids) for one in prompts):
+        message = "`truncate_prompt_tokens` would cut a prompt with images or embeddings"
+        raise ApiError(400, message, "truncate_prompt_tokens")
     generation = server.generate(call, parameters, prompts)
     try:
         await unless_left(call.request, generation.whole())

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from lockstep.core.contract.text import CONTROLS
+from lockstep.host.media.given import BadEmbeddings, GivenRows, rows_of
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
@@ -81,6 +82,16 @@ def _check_prompts(value: Any) -> str | Sequence[Any]:
     return value
 
 
+def _check_rows(value: Any) -> GivenRows:
+    """Check given embeddings. Those of a large body were checked by `text_jobs`."""
+    if isinstance(value, GivenRows):
+        return value
+    try:
+        return rows_of(value)
+    except BadEmbeddings as error:
+        raise ValueError(f"Input {error}") from None
+
+
 def _check_bias(value: Any) -> dict[str, float]:
     """Check biases of logits by token id, which is a text in JSON."""
     if not isinstance(value, dict) or not set(map(type, value.values())) <= {int, float}:
@@ -117,6 +128,8 @@ TEXTS_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", 
 IDS_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
 ID_LISTS_SCHEMA: dict[str, Any] = {"anyOf": [IDS_SCHEMA, {"type": "array", "items": IDS_SCHEMA}]}
 PROMPTS_SCHEMA = {"anyOf": [TEXTS_SCHEMA, ID_LISTS_SCHEMA]}
+ROWS_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}
+ROW_LISTS_SCHEMA: dict[str, Any] = {"anyOf": [TEXTS_SCHEMA, ROWS_SCHEMA, {"type": "array", "items": ROWS_SCHEMA}]}
 BIAS_SCHEMA = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
 
 OBJECTS_SCHEMA = {"type": "object", "additionalProperties": {"type": "object"}}
@@ -130,6 +143,8 @@ TokenIdList = Annotated[Sequence[int], PlainValidator(_check_ids), WithJsonSchem
 TextOrTexts = Annotated[str | list[str], PlainValidator(_check_texts), WithJsonSchema(TEXTS_SCHEMA)]
 IdLists = Annotated[Sequence[Any], PlainValidator(_check_id_lists), WithJsonSchema(ID_LISTS_SCHEMA)]
 Prompts = Annotated[str | Sequence[Any], PlainValidator(_check_prompts), WithJsonSchema(PROMPTS_SCHEMA)]
+Embedded = Annotated[GivenRows, PlainValidator(_check_rows), WithJsonSchema(ROW_LISTS_SCHEMA)]
+"""Given embeddings: rows of numbers, base64 of a .npy or safetensors file, or a list of these, one for each prompt."""
 Biases = Annotated[dict[str, float], PlainValidator(_check_bias), WithJsonSchema(BIAS_SCHEMA)]
 
 Seconds = Annotated[float, Field(gt=0.0, le=1e6)]
@@ -151,8 +166,6 @@ WHY = {
     "custom_logit_processor": "is a program, which clients may not send; `logit_processors` selects the operator's",
     "logits_processors": "are programs, which clients may not send; `logit_processors` selects the operator's",
     "response_format": "is a field of chat completions; the field of a response is `text.format`",
-    "input_embeds": f"{EMBEDDED}; give `text` or `input_ids`",
-    "prompt_embeds": f"{EMBEDDED}; give `prompt`",
     "embed_overrides": f"{EMBEDDED}; leave it out",
     "token_type_ids": f"is for cross-encoders, {NOT_HERE}; /score and /rerank compare vectors",
     "is_cross_encoder_request": f"is for cross-encoders, {NOT_HERE}; /score and /rerank compare vectors",
@@ -202,6 +215,18 @@ def id_fields(body: type[Body]) -> frozenset[str]:
             if isinstance(kind, type) and issubclass(kind, Body):
                 found |= id_fields(kind)
     return frozenset(found).union(*map(id_fields, body.PASSED_TO))
+
+
+@cache
+def row_fields(body: type[Body]) -> frozenset[str]:
+    """Return the names of the fields of a body that may have given embeddings."""
+    found = {
+        name
+        for name, one in body.model_fields.items()
+        for kind in (one.annotation, *get_args(one.annotation))
+        if kind is GivenRows or GivenRows in get_args(kind)
+    }
+    return frozenset(found).union(*map(row_fields, body.PASSED_TO))
 
 
 @cache
@@ -368,7 +393,6 @@ class OpenAI(Sampling, StructuredOpenAI, Timed):
         "guided_whitespace_pattern": (),
         "kv_transfer_params": (),
         "logits_processors": (),
-        "prompt_embeds": (),
         "return_hidden_states": (),
         "return_tokens_as_token_ids": (),
         "session_params": (),
@@ -379,7 +403,8 @@ class OpenAI(Sampling, StructuredOpenAI, Timed):
 class CompletionBody(OpenAI):
     """POST /v1/completions"""
 
-    prompt: Prompts
+    prompt: Prompts | None = None
+    prompt_embeds: Embedded | None = None  # vLLM: given embeddings, in place of `prompt`
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     logprobs: Count | None = None
@@ -433,6 +458,7 @@ class ChatBody(OpenAI):
         "max_dynamic_patch": (),
         "min_dynamic_patch": (),
         "moderation": (),
+        "prompt_embeds": (),
         "return_flat_raw_output_top_logprobs": (),
         "return_flat_raw_top_logprobs_b64": (),
         "return_input_ids_in_sglext": (),
@@ -525,6 +551,7 @@ class GenerateBody(Timed):
 
     text: TextOrTexts | None = None
     input_ids: IdLists | None = None
+    input_embeds: Embedded | None = None  # given embeddings, in place of texts or ids
     sampling_params: NativeSampling | OfEach[NativeSampling] = NativeSampling()
     return_logprob: bool | OfEach[bool] | None = None
     # prompt position of the first logprob; -1, None: none of the prompt
@@ -576,7 +603,6 @@ class GenerateBody(Timed):
         "bootstrap_room": (),
         "custom_logit_processor": (),
         "image_data": (),
-        "input_embeds": (),
         "video_data": (),
     }
     COMFORT: ClassVar[frozenset[str]] = PLACEMENT | INTERNAL
@@ -928,6 +954,7 @@ class EncodeBody(Timed):
 
     text: TextOrTexts | None = None
     input_ids: IdLists | None = None
+    input_embeds: Embedded | None = None  # given embeddings, in place of texts or ids
     rid: Label | OfEach[Label] | None = None
     priority: Int64 | None = None
     data_parallel_rank: EngineNumber | None = None  # engine of several that runs the requests
@@ -937,7 +964,6 @@ class EncodeBody(Timed):
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "audio_data": (),
         "image_data": (),
-        "input_embeds": (),
         "is_cross_encoder_request": (),
         "video_data": (),
     }
