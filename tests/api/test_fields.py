@@ -210,9 +210,9 @@ def test_each_known_field_is_either_served_or_refused_or_named(body: type[schema
     [
         ("/v1/embeddings", {"messages": HELLO}, "messages", "conversations with images"),
         ("/v1/embeddings", {"input": [{"image": "https://a/b.png"}]}, "input", "images"),
-        ("/v1/embeddings", {"input": "a", "token_type_ids": [[0]]}, "token_type_ids", "cross-encoders"),
+        ("/v1/embeddings", {"input": "a", "token_type_ids": [[0]]}, "token_type_ids", "pairs of texts"),
         ("/v1/embeddings", {}, "input", "missing"),
-        ("/encode", {"text": "a", "is_cross_encoder_request": True}, "is_cross_encoder_request", "cross-encoders"),
+        ("/encode", {"text": "a", "is_cross_encoder_request": True}, "is_cross_encoder_request", "pairs of texts"),
         ("/encode", {"text": "a", "image_data": "x"}, "image_data", "not supported"),
         ("/generate", {"input_embeds": [[0.5]], "text": "a"}, "text", "give one of"),
         ("/generate", {"input_embeds": [[0.5]]}, "input_embeds", "an emulated engine takes tokens only"),

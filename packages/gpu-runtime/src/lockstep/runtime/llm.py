@@ -108,6 +108,7 @@ from lockstep.runtime.outputs import (
     scored_by_label,
 )
 from lockstep.runtime.params import (
+    ClassifiedPrompt,
     Params,
     Prompt,
     check_params,
@@ -116,6 +117,7 @@ from lockstep.runtime.params import (
     sampling_of,
     seed_of,
     token_ids_of,
+    types_of,
     with_embeddings,
 )
 from lockstep.runtime.pooling import choose_pooling
@@ -440,6 +442,33 @@ class LLM:
         nothing = Params(max_new_tokens=0)
         return self._answers([(prompt, nothing) for prompt in listed_prompts(prompts)], "embed", progress)
 
+    def classify(
+        self,
+        prompts: ClassifiedPrompt | Sequence[ClassifiedPrompt],
+        *,
+        progress: Callable[[int], object] | None = None,
+    ) -> list[RequestOutput]:
+        """Return the logits of the labels of a model that classifies, in `vector`: float32 [labels].
+
+        Args:
+            prompts: text, token ids, or a pair of texts, such as a query and a document for a cross-encoder.
+        Raises: the errors of `generate`.
+        """
+        if not self.model.settings.labels:
+            raise ConfigError(f"{self.model.settings.architecture} has no head of labels\nhint: score, embed")
+        pair = isinstance(prompts, tuple) and len(prompts) == 2 and all(isinstance(one, str) for one in prompts)
+        listed: Any = [prompts] if pair else listed_prompts(cast("Any", prompts))
+        params, requests = Params(max_new_tokens=0), []
+        for one in listed:
+            if isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str):
+                ids, types = self._needs_text("a pair of texts").encode_pair(*one)
+                made = self._request(ids, params, "score")
+                made = msgspec.structs.replace(made, token_type_ids=types_of(types, self.model.settings.token_types))
+            else:
+                made = self._request(self._prompt(one), params, "score")
+            requests.append((made, params))
+        return self._served(requests, progress)
+
     def score(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -458,6 +487,8 @@ class LLM:
             progress: called after each request that ends, with the number that have ended.
         Raises: the errors of `generate`; a prompt that cannot be served has `error`.
         """
+        if self.model.settings.labels:
+            raise ConfigError(f"{self.model.settings.architecture} has labels of its own\nhint: classify")
         ids = [self._ids_of_label(label) for label in labels]
         if not ids:
             raise ConfigError("`labels` is empty, so that there is nothing to compare\nhint: give a text or token ids")
@@ -801,7 +832,12 @@ class LLM:
                 ids[span.start : span.stop] = 0  # ignored there
         if request.grammar is not None and self.grammars is None:
             raise ConfigError(f"`grammar` asks for structured output: {self.no_grammars}")
-        needs_logits = request.max_new_tokens or request.kind == "score" or request.logprob_start is not None
+        settings = self.model.settings
+        if request.token_type_ids and max(request.token_type_ids) >= settings.token_types:
+            most = f"types below {settings.token_types}" if settings.token_types else "no token types"
+            raise ConfigError(f"`token_type_ids` holds {max(request.token_type_ids)}, but this model has {most}")
+        scores = request.kind == "score" and not settings.labels
+        needs_logits = request.max_new_tokens or scores or request.logprob_start is not None
         if needs_logits and not self.model.settings.generates:
             raise ConfigError(
                 "this model has no `lm_head`: it gives vectors (`embed`), but neither tokens nor logprobs"

@@ -67,6 +67,15 @@ Prompt: TypeAlias = "str | Sequence[int] | MediaPrompt | NDArray[Any] | Tensor"
 """Text, token ids, a conversation with images, or given embeddings: floats [positions, hidden], of numpy or torch."""
 
 
+ClassifiedPrompt: TypeAlias = "Prompt | tuple[str, str]"
+"""A prompt, or a pair of texts in one prompt."""
+
+
+def types_of(types: Sequence[int], known: int) -> bytes:
+    """Return the types of a prompt's tokens as a request has them; empty if all are 0, or the model has one type."""
+    return bytes(types) if known > 1 and any(types) else b""
+
+
 def seed_of(seed: int, number: int) -> int:
     """Return the 63-bit seed of request `number` of an LLM with seed `seed`."""
     return int.from_bytes(blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") >> 1

@@ -55,6 +55,7 @@ class Text:
         self.chat_template = _template(folder, self.settings)
         """Source of the chat template; None if the folder has none."""
         self._template: jinja2.Template | None = None
+        self._cutting: dict[int, Tokenizer] = {}  # the tokenizer that cuts pairs of texts to so many tokens
         self._dropped: frozenset[int] | None = None  # special tokens that are not decoded; None: all of them
 
     def keep(self, texts: Iterable[str]) -> None:
@@ -74,6 +75,20 @@ class Text:
         """Return the token ids of a text; with `special`, also those that the tokenizer adds to every text."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
         return ids
+
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], list[int]]:
+        """Return the token ids of two texts in one prompt, with the tokenizer's marks, and the type of each token.
+
+        Args:
+            most: greatest number of tokens; the longer text is cut at its end until they fit. None: nothing is cut.
+        """
+        tokenizer = self.tokenizer
+        if most is not None:
+            tokenizer = Tokenizer.from_str(tokenizer.to_str()) if most not in self._cutting else self._cutting[most]
+            tokenizer.enable_truncation(most, strategy="longest_first")
+            self._cutting = {most: tokenizer}
+        found = tokenizer.encode(first, second)
+        return found.ids, found.type_ids
 
     def characters_max(self) -> int:
         """Return the most characters of text that one token of the vocabulary has."""

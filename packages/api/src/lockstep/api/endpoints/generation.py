@@ -63,6 +63,7 @@ class Prompt:
 
     ids: Sequence[int]  # a list, or an array of int32
     text: str | None = None
+    types: bytes = b""  # types of its tokens, one byte each; empty: all are 0
     media: MediaPrompt | None = None  # its images, for a prompt with any; or given embeddings
 
     @property
@@ -135,7 +136,7 @@ async def embedded_prompts(given: GivenRows, field_name: str, info: EngineInfo) 
         made = [embedded_prompt(rows.numpy()) for rows in given.prompts]
     else:  # hashes release the interpreter
         made = await asyncio.to_thread(lambda: [embedded_prompt(rows.numpy()) for rows in given.prompts])
-    return [Prompt(one.ids, None, one) for one in made]
+    return [Prompt(one.ids, media=one) for one in made]
 
 
 def check_sampling(sampling: Sampling, info: EngineInfo, limits: Limits, *, stop_field: str = "stop") -> None:
@@ -244,9 +245,8 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
     """Return the engine's request for one prompt. Raises ApiError for a request that can never run."""
     ids, length, prompt_field = prompt.ids, len(prompt.ids), parameters.prompt_field
     if parameters.kind == "generate" and not info.generates:
-        raise ApiError(
-            400, "this model serves vectors, by /v1/embeddings, and has no head that generates tokens", "model"
-        )
+        served = "labels, by /v1/score, /v1/rerank and /classify" if info.labels else "vectors, by /v1/embeddings"
+        raise ApiError(400, f"this model serves {served}, and has no head that generates tokens", "model")
     if not length:
         raise ApiError(400, f"`{prompt_field}` is empty; it must have at least one token", prompt_field)
     tokens = np.array(ids, "<i4") if isinstance(ids, list) else np.asarray(ids, "<i4")
@@ -285,6 +285,7 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
         0,
         request_id=-1,
         spans=() if prompt.media is None else prompt.media.spans,
+        token_type_ids=prompt.types,
         prompt=TokenIds(tokens.tobytes()),
         max_new_tokens=max_tokens,
         min_new_tokens=parameters.min_tokens,

@@ -320,7 +320,7 @@ async def conversation(
     chat = Conversation(messages, variables, field, go_on, nothing=None if none else "", images=named)
     if named:
         found = await in_process(server.processes.images(chat))
-        return Prompt(found.ids, found.text, found)
+        return Prompt(found.ids, found.text, media=found)
     if characters <= AT_ONCE_CHARACTERS and len(messages) + len(tools or ()) <= AT_ONCE_MESSAGES:
         try:
             written, ids = chat.rendered(text)

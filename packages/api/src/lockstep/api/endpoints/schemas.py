@@ -7,145 +7,34 @@ change the answer: it is accepted with a value that changes none, and refused by
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
 from functools import cache
-from itertools import chain
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
-from lockstep.core.contract.text import CONTROLS
-from lockstep.host.media.given import BadEmbeddings, GivenRows, rows_of
-
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Count = Annotated[int, Field(ge=0, lt=2**31)]
-Text = Annotated[str, Field(max_length=2**27)]
-Name = Annotated[str, Field(max_length=256)]
-
-
-def _check_label(value: str) -> str:
-    """Check a client's name for its request. Logs and terminals show it, so control characters are refused."""
-    for at, character in enumerate(value):
-        if ord(character) in CONTROLS:
-            raise ValueError(f"Character {at} is a control character, {CONTROLS[ord(character)]}; leave it out")
-    return value
-
-
-Label = Annotated[Name, AfterValidator(_check_label)]
-
-ITEMS_MAX = 2**14
-"""Greatest length of a list of objects (messages, parts, tools). Each object costs a microsecond or more to check."""
-
-Item = TypeVar("Item")
-Items = Annotated[list[Item], Field(max_length=ITEMS_MAX, fail_fast=True)]
-"""A list with only its first error reported: a report of a million errors takes minutes, and gigabytes."""
-
-Objects = Items[dict[str, Any]]
-
-
-def _check_ids(value: Any) -> Sequence[int]:
-    """Check a list of token ids, without a Python step for each. An array was checked by `text_jobs`."""
-    if isinstance(value, array):
-        return value
-    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
-        raise ValueError("Input should be a list of token ids")
-    if value and not 0 <= min(value) <= max(value) < 2**31:
-        raise ValueError(f"Token ids should be 0 to {2**31 - 1}")
-    return value
-
-
-def _check_texts(value: Any) -> str | list[str]:
-    """Check a text, or a list of texts."""
-    if isinstance(value, str) or (isinstance(value, list) and set(map(type, value)) <= {str}):
-        return value
-    raise ValueError("Input should be a text or a list of texts")
-
-
-def _check_id_lists(value: Any) -> Sequence[Any]:
-    """Check token ids, or a list of lists of token ids."""
-    if isinstance(value, list) and value and set(map(type, value)) <= {list, array}:
-        _check_ids(list(chain.from_iterable([one for one in value if isinstance(one, list)])))
-        return value
-    return _check_ids(value)
-
-
-def _check_prompts(value: Any) -> str | Sequence[Any]:
-    """Check a text, token ids, or a list of one kind of these."""
-    kinds = set(map(type, value)) if isinstance(value, list) else {type(value)}
-    if kinds == {int} or (kinds and kinds <= {list, array}):
-        return _check_id_lists(value)
-    if dict in kinds:
-        raise ValueError("Objects, such as images, cannot be embedded here: give texts or token ids")
-    if not isinstance(value, str) and not (isinstance(value, list) and kinds <= {str}):
-        raise ValueError("Input should be a text, a list of texts, token ids, or a list of lists of token ids")
-    return value
-
-
-def _check_rows(value: Any) -> GivenRows:
-    """Check given embeddings. Those of a large body were checked by `text_jobs`."""
-    if isinstance(value, GivenRows):
-        return value
-    try:
-        return rows_of(value)
-    except BadEmbeddings as error:
-        raise ValueError(f"Input {error}") from None
-
-
-def _check_bias(value: Any) -> dict[str, float]:
-    """Check biases of logits by token id, which is a text in JSON."""
-    if not isinstance(value, dict) or not set(map(type, value.values())) <= {int, float}:
-        raise ValueError("Input should be an object of numbers, by token id")
-    if value and not -100.0 <= min(value.values()) <= max(value.values()) <= 100.0:
-        raise ValueError("A bias should be -100 to 100")
-    return value
-
-
-def _check_arguments(value: Any) -> dict[str, dict[str, Any]]:
-    """Check an object of objects."""
-    if not isinstance(value, dict) or not set(map(type, value.values())) <= {dict}:
-        raise ValueError("Input should be an object of objects, by name")
-    return value
-
-
-def _check_metadata(value: Any) -> dict[str, str]:
-    """Check texts by name, within OpenAI's limits of number and length."""
-    if not isinstance(value, dict) or len(value) > 16 or not set(map(type, value.values())) <= {str}:
-        raise ValueError("Input should be an object of at most 16 texts")
-    if any(len(name) > 64 or len(text) > 512 for name, text in value.items()):
-        raise ValueError("Names should have at most 64 characters, texts 512")
-    return value
-
-
-def _check_documents(value: Any) -> list[Any]:
-    """Check a list of texts or objects, without a Python step for each."""
-    if not isinstance(value, list) or not set(map(type, value)) <= {str, dict}:
-        raise ValueError("Input should be a list of texts")
-    return value
-
-
-TEXTS_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-IDS_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
-ID_LISTS_SCHEMA: dict[str, Any] = {"anyOf": [IDS_SCHEMA, {"type": "array", "items": IDS_SCHEMA}]}
-PROMPTS_SCHEMA = {"anyOf": [TEXTS_SCHEMA, ID_LISTS_SCHEMA]}
-ROWS_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}
-ROW_LISTS_SCHEMA: dict[str, Any] = {"anyOf": [TEXTS_SCHEMA, ROWS_SCHEMA, {"type": "array", "items": ROWS_SCHEMA}]}
-BIAS_SCHEMA = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
-
-OBJECTS_SCHEMA = {"type": "object", "additionalProperties": {"type": "object"}}
-DOCUMENTS_SCHEMA = {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "object"}]}}
-METADATA_SCHEMA = {"type": "object", "maxProperties": 16, "additionalProperties": {"type": "string", "maxLength": 512}}
-
-Arguments = Annotated[dict[str, dict[str, Any]], PlainValidator(_check_arguments), WithJsonSchema(OBJECTS_SCHEMA)]
-Metadata = Annotated[dict[str, str], PlainValidator(_check_metadata), WithJsonSchema(METADATA_SCHEMA)]
-Documents = Annotated[list[Any], PlainValidator(_check_documents), WithJsonSchema(DOCUMENTS_SCHEMA)]
-TokenIdList = Annotated[Sequence[int], PlainValidator(_check_ids), WithJsonSchema(IDS_SCHEMA)]
-TextOrTexts = Annotated[str | list[str], PlainValidator(_check_texts), WithJsonSchema(TEXTS_SCHEMA)]
-IdLists = Annotated[Sequence[Any], PlainValidator(_check_id_lists), WithJsonSchema(ID_LISTS_SCHEMA)]
-Prompts = Annotated[str | Sequence[Any], PlainValidator(_check_prompts), WithJsonSchema(PROMPTS_SCHEMA)]
-Embedded = Annotated[GivenRows, PlainValidator(_check_rows), WithJsonSchema(ROW_LISTS_SCHEMA)]
-"""Given embeddings: rows of numbers, base64 of a .npy or safetensors file, or a list of these, one for each prompt."""
-Biases = Annotated[dict[str, float], PlainValidator(_check_bias), WithJsonSchema(BIAS_SCHEMA)]
+from lockstep.api.endpoints.field_types import (
+    Arguments,
+    Biases,
+    Count,
+    Documents,
+    Embedded,
+    IdLists,
+    Int64,
+    Item,
+    Items,
+    Label,
+    Metadata,
+    Name,
+    Objects,
+    Prompts,
+    Text,
+    TextOrTexts,
+    TokenIdList,
+    check_id_lists,
+    check_ids,
+    check_prompts,
+)
+from lockstep.host.media.given import GivenRows
 
 Seconds = Annotated[float, Field(gt=0.0, le=1e6)]
 EngineNumber = Annotated[int, Field(ge=0, lt=2**31)]
@@ -159,6 +48,7 @@ EXPIRES_MIN_S, EXPIRES_MAX_S = 3600, 2_592_000
 NOTHING = (None, False, "", 0)
 
 PICKLED = "is a pickle, which may run code; put the tensors into shared memory as safetensors: `shared_memory`"
+FOR_PAIRS = "is for pairs of texts: give them to /v1/score or /v1/rerank, which find the types of their tokens"
 NOT_HERE = "which this server does not have"
 EMBEDDED = "is not supported: prompts are tokens, so that a journal can repeat them"
 WHY = {
@@ -167,8 +57,8 @@ WHY = {
     "logits_processors": "are programs, which clients may not send; `logit_processors` selects the operator's",
     "response_format": "is a field of chat completions; the field of a response is `text.format`",
     "embed_overrides": f"{EMBEDDED}; leave it out",
-    "token_type_ids": f"is for cross-encoders, {NOT_HERE}; /score and /rerank compare vectors",
-    "is_cross_encoder_request": f"is for cross-encoders, {NOT_HERE}; /score and /rerank compare vectors",
+    "token_type_ids": FOR_PAIRS,
+    "is_cross_encoder_request": FOR_PAIRS,
     "messages": f"is for models that embed conversations with images, {NOT_HERE}; give `input`",
     "abort_all": "is for operators: /abort_all on --admin-socket",
 }
@@ -199,7 +89,7 @@ class Body(BaseModel):
     """Schemas of other endpoints, one of which the handler applies to the body."""
 
 
-TOKEN_IDS = frozenset((_check_ids, _check_id_lists, _check_prompts))
+TOKEN_IDS = frozenset((check_ids, check_id_lists, check_prompts))
 
 
 @cache
@@ -656,6 +546,7 @@ class ScoreBody(Timed):
     priority: Int64 | None = None
     data_parallel_rank: EngineNumber | None = None  # engine of several that runs the requests
     truncate_prompt_tokens: Truncation | None = None
+    use_activation: bool | None = None  # of a cross-encoder; false: its logit in place of its score
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "embed_override_token_id": (),
@@ -670,6 +561,26 @@ class ScoreBody(Timed):
     }
 
 
+class ClassifyBody(Timed):
+    """POST /classify, /v1/classify"""
+
+    model: Name | None = None
+    input: Prompts
+    user: Name | None = None
+    priority: Int64 | None = None
+    data_parallel_rank: EngineNumber | None = None  # engine of several that runs the requests
+    truncate_prompt_tokens: Truncation | None = None
+    add_special_tokens: bool = True
+    use_activation: bool | None = None  # false: logits in place of probabilities
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "cache_salt": (),
+        "mm_processor_kwargs": (),
+        "truncation_side": ("left",),
+    }
+    COMFORT: ClassVar[frozenset[str]] = frozenset({"padding", "request_id"})
+
+
 class RerankBody(Timed):
     """POST /rerank, /v1/rerank, /v2/rerank"""
 
@@ -682,6 +593,7 @@ class RerankBody(Timed):
     priority: Int64 | None = None
     data_parallel_rank: EngineNumber | None = None  # engine of several that runs the requests
     truncate_prompt_tokens: Truncation | None = None
+    use_activation: bool | None = None  # of a cross-encoder; false: its logit in place of its score
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "chat_template_kwargs": (),
@@ -689,7 +601,6 @@ class RerankBody(Timed):
         "cache_salt": (),
         "padding": (),
         "truncation_side": ("left",),
-        "use_activation": (),
         "instruct": (),
         "instruction": (),
         "max_chunks_per_doc": (),

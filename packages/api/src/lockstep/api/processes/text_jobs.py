@@ -63,6 +63,14 @@ class EncodeText(msgspec.Struct, frozen=True, tag="encode"):
     special: bool
 
 
+class EncodePair(msgspec.Struct, frozen=True, tag="pair"):
+    """Tokenise two texts as one prompt, of at most so many tokens."""
+
+    first: str
+    second: str
+    most: int | None
+
+
 class DecodeTokens(msgspec.Struct, frozen=True, tag="decode"):
     """Convert token ids, int32, to text; with `verbatim` also special tokens."""
 
@@ -82,7 +90,7 @@ class RenderImages(msgspec.Struct, frozen=True, tag="images"):
     chat: Conversation | None
 
 
-Job = ParseBody | EncodeText | DecodeTokens | RenderChat | RenderImages
+Job = ParseBody | EncodeText | EncodePair | DecodeTokens | RenderChat | RenderImages
 
 
 class Done(msgspec.Struct, frozen=True):
