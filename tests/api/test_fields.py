@@ -208,7 +208,7 @@ def test_each_known_field_is_either_served_or_refused_or_named(body: type[schema
 @pytest.mark.parametrize(
     ("path", "body", "param", "said"),
     [
-        ("/v1/embeddings", {"messages": HELLO}, "messages", "conversations with images"),
+        ("/v1/embeddings", {"messages": HELLO, "input": "a"}, "input", "both are given"),
         ("/v1/embeddings", {"input": [{"image": "https://a/b.png"}]}, "input", "images"),
         ("/v1/embeddings", {"input": "a", "token_type_ids": [[0]]}, "token_type_ids", "pairs of texts"),
         ("/v1/embeddings", {}, "input", "missing"),

@@ -385,8 +385,10 @@ class LLM:
         several = cast("Sequence[Sequence[Message]]", [conversations] if one else conversations)
         return self.generate([self.chat_prompt(messages) for messages in several], params, progress=progress)
 
-    def chat_prompt(self, messages: Sequence[Message]) -> list[int] | MediaPrompt:
+    def chat_prompt(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int] | MediaPrompt:
         """Return the token ids of a conversation, up to the start of the answer; with images also these.
+
+        Without `generation_prompt` they end at the last message, as for a vector of the conversation.
 
         Images are parts of type image_url, as in OpenAI's API, with a data URL. Raises ConfigError.
         """
@@ -397,7 +399,7 @@ class LLM:
             shown, urls = with_images(messages)
             if urls and self.no_media:
                 raise ConfigError(f"`messages` has images: {self.no_media}")
-            written = text.chat(shown)
+            written = text.chat(shown, add_generation_prompt=generation_prompt)
             return (
                 prompt_with(self._processor(), written, urls, LIMITS) if urls else text.encode(written, special=False)
             )

@@ -44,6 +44,7 @@ from lockstep.api.endpoints.schemas import (
     ChatBody,
     ChatMessage,
     CompletionBody,
+    EmbeddingBody,
     GenerateBody,
     OpenAI,
     ResponseBody,
@@ -265,8 +266,9 @@ async def chat(server: Server, call: Call[ChatBody]) -> Response:
 
 
 async def chat_prompt(server: Server, call: Call[Any], tools: Tools) -> Prompt:
-    """Render the conversation of a ChatBody or TokenizeBody by the chat template, and tokenise it. Raises ApiError."""
-    body: ChatBody | TokenizeBody = call.body
+    """Render the conversation of a body by the chat template, and tokenise it. Raises ApiError."""
+    body: ChatBody | TokenizeBody | EmbeddingBody = call.body
+    effort = None if isinstance(body, EmbeddingBody) else body.reasoning_effort
     template = None if server.text is None else server.text.chat_template
     return await conversation(
         server,
@@ -274,7 +276,7 @@ async def chat_prompt(server: Server, call: Call[Any], tools: Tools) -> Prompt:
         tools.shown,
         generation_prompt=body.add_generation_prompt,
         go_on=body.continue_final_message,
-        options=template_options(body.chat_template_kwargs, body.reasoning_effort, template, call.ignore),
+        options=template_options(body.chat_template_kwargs, effort, template, call.ignore),
     )
 
 

@@ -49,7 +49,6 @@ NOTHING = (None, False, "", 0)
 
 PICKLED = "is a pickle, which may run code; put the tensors into shared memory as safetensors: `shared_memory`"
 FOR_PAIRS = "is for pairs of texts: give them to /v1/score or /v1/rerank, which find the types of their tokens"
-NOT_HERE = "which this server does not have"
 EMBEDDED = "is not supported: prompts are tokens, so that a journal can repeat them"
 WHY = {
     "serialized_named_tensors": PICKLED,
@@ -59,7 +58,6 @@ WHY = {
     "embed_overrides": f"{EMBEDDED}; leave it out",
     "token_type_ids": FOR_PAIRS,
     "is_cross_encoder_request": FOR_PAIRS,
-    "messages": f"is for models that embed conversations with images, {NOT_HERE}; give `input`",
     "abort_all": "is for operators: /abort_all on --admin-socket",
 }
 """Known field that is not served -> the text of the error after its name."""
@@ -503,6 +501,11 @@ class EmbeddingBody(Timed):
 
     model: Name | None = None
     input: Prompts | None = None
+    # vLLM: one conversation in place of `input`, with images for a model that takes them
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     user: Name | None = None
@@ -514,8 +517,8 @@ class EmbeddingBody(Timed):
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "embed_override_token_id": (),
+        "chat_template": (),
         "embed_overrides": (),
-        "messages": (),
         "token_type_ids": (),
         "cache_salt": (),
         "padding": (),
