@@ -15,9 +15,10 @@ pytest.importorskip("transformers", reason="the models run by transformers' code
 from lockstep.core.contract.commands import LaunchBatch  # noqa: E402
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.core.journal.replay import replay  # noqa: E402
+from lockstep.host.text import Text  # noqa: E402
 from lockstep.runtime import LLM  # noqa: E402
 from lockstep.runtime.from_transformers.encoder import groups  # noqa: E402
-from tests.support.encoders import FAMILIES, VECTORS, reference, save_encoder, some_pairs  # noqa: E402
+from tests.support.encoders import FAMILIES, VECTORS, reference, save_encoder, some_pairs, tokenizer  # noqa: E402
 
 CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
 
@@ -110,3 +111,14 @@ def test_rows_of_similar_length_are_padded_together() -> None:
     assert list(groups(lengths)) == [[1, 2], [4], [0, 3]]
     assert list(groups(lengths, at_once=False)) == [[1], [2], [4], [0], [3]]
     assert not list(groups(np.zeros(0, np.int32)))
+
+
+@pytest.mark.parametrize("most", [8, 20, 55, 110])
+def test_pairs_are_cut_as_the_library_cuts_them(most: int, tmp_path: Path) -> None:
+    save_encoder(tmp_path, "Bert")
+    text, library = Text(tmp_path), tokenizer()
+    for pair in some_pairs():
+        wanted = library(*pair, truncation="longest_first", max_length=most, return_token_type_ids=True)
+        ids, types = text.encode_pair(*pair, most)
+        assert (ids, types) == (wanted["input_ids"], wanted["token_type_ids"])
+        assert text.encode_pair(*pair)[0] == library(*pair)["input_ids"]

@@ -55,7 +55,6 @@ class Text:
         self.chat_template = _template(folder, self.settings)
         """Source of the chat template; None if the folder has none."""
         self._template: jinja2.Template | None = None
-        self._cutting: dict[int, Tokenizer] = {}  # the tokenizer that cuts pairs of texts to so many tokens
         self._dropped: frozenset[int] | None = None  # special tokens that are not decoded; None: all of them
 
     def keep(self, texts: Iterable[str]) -> None:
@@ -82,12 +81,14 @@ class Text:
         Args:
             most: greatest number of tokens; the longer text is cut at its end until they fit. None: nothing is cut.
         """
-        tokenizer = self.tokenizer
+        parts = [self.tokenizer.encode(text, add_special_tokens=False) for text in (first, second)]
         if most is not None:
-            tokenizer = Tokenizer.from_str(tokenizer.to_str()) if most not in self._cutting else self._cutting[most]
-            tokenizer.enable_truncation(most, strategy="longest_first")
-            self._cutting = {most: tokenizer}
-        found = tokenizer.encode(first, second)
+            room = max(0, most - self.tokenizer.num_special_tokens_to_add(True))
+            shorter, longer = sorted(parts, key=len)
+            kept = min(len(shorter), room // 2) if len(shorter) + len(longer) > room else len(shorter)
+            shorter.truncate(kept)
+            longer.truncate(room - kept)
+        found = self.tokenizer.post_process(*parts, True)
         return found.ids, found.type_ids
 
     def characters_max(self) -> int:

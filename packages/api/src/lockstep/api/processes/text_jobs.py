@@ -230,11 +230,14 @@ def _kind_of_ids(raw: bytes) -> Literal["ids", "lists"] | None:
 
 def _given(raw: bytes, name: str, most: int) -> msgspec.msgpack.Ext:
     """Return given embeddings as they are sent. Raises JobError."""
-    numbers = raw.count(b",") + 1 if b'"' not in raw else len(raw) * 3 // 4 // 4
-    if numbers > most:
-        raise JobError(f"`{name}` has more than {most} numbers (embedding_numbers_max)", name)
+    too_many = JobError(f"`{name}` has more than {most} numbers (embedding_numbers_max)", name)
+    if (raw.count(b",") + 1 if b'"' not in raw else len(raw) * 3 // 4 // 8) > most:
+        raise too_many
     try:
-        return msgspec.msgpack.Ext(ROWS_CODE, msgspec.msgpack.encode(rows_of(msgspec.json.decode(raw))))
+        given = rows_of(msgspec.json.decode(raw))
+        if sum(len(one.data) for one in given.prompts) > 4 * most:
+            raise too_many
+        return msgspec.msgpack.Ext(ROWS_CODE, msgspec.msgpack.encode(given))
     except (msgspec.DecodeError, RecursionError) as error:
         raise JobError(f"Invalid JSON: {error}") from None
     except BadEmbeddings as error:
