@@ -88,7 +88,7 @@ class Text:
             kept = min(len(shorter), room // 2) if len(shorter) + len(longer) > room else len(shorter)
             shorter.truncate(kept)
             longer.truncate(room - kept)
-        found = self.tokenizer.post_process(*parts, True)
+        found = self.tokenizer.post_process(parts[0], parts[1], True)
         return found.ids, found.type_ids
 
     def characters_max(self) -> int:
