@@ -126,6 +126,7 @@ def _parameters(
             prompt_tops=most if start is not None else 0,
             session=session,
             session_start=session_start,
+            session_after="" if body.session_params is None else body.session_params.rid or "",
             seed=None if seed is None else seed_of(seed),
             stream=body.stream,
             label=labels[number],
@@ -184,6 +185,11 @@ def _session(body: GenerateBody, tenant: str, sampling: list[NativeSampling]) ->
         message = "`logprob_start_len` counts from the start of a session, whose tokens are not sent; leave it out"
         raise ApiError(400, message, "logprob_start_len")
     offset = params.offset
+    if params.rid:
+        for name in ("replace", "drop_previous_output", "offset"):
+            if getattr(params, name) not in (None, False, -1):
+                message = f"`session_params.rid` names the turn to continue from; leave `{name}` out"
+                raise ApiError(400, message, f"session_params.{name}")
     if params.replace:
         if offset not in (None, -1, 0):
             message = f"`session_params.replace` keeps no token of the session, but `offset` is {offset}"

@@ -94,6 +94,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tops: int = 0  # number of likeliest tokens with each logprob of the prompt
     session: str = ""
     session_start: int | None = None  # as in RequestArrived
+    session_after: str = ""
     grammar: Grammar | None = None  # grammar of each answer; made by `structured_output`
     adapter: str = ""  # name of a loaded adapter
     grammar_field: str = "grammar"  # the client's field of the grammar
@@ -298,6 +299,7 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
         kind=parameters.kind,
         session=parameters.session,
         session_start=parameters.session_start,
+        session_after=parameters.session_after,
         namespace=sha256(parameters.salt.encode()).hexdigest() if parameters.salt else "",
         grammar=parameters.grammar,
         adapter=parameters.adapter,

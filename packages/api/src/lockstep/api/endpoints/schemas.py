@@ -410,8 +410,7 @@ class SessionParams(Body):
     offset: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     replace: bool | None = None  # true: the turn replaces all earlier ones, so no token of the session is kept
     drop_previous_output: bool | None = None  # true: the tokens up to the output of the last completed turn are kept
-
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"rid": ()}
+    rid: Label | None = None  # id of a completed turn, up to whose output the tokens are kept
 
 
 INTERNAL = frozenset(
