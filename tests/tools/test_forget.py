@@ -63,12 +63,7 @@ def test_a_copy_decides_alike_and_has_no_prompt_of_the_tenant(name: str, tmp_pat
 
 def test_texts_of_a_request_are_left_out_and_turns_keep_their_order() -> None:
     redaction = Redaction(Engine(SchedConfig(pages=8)), "t")
-    texts: dict[str, Any] = {
-        "label": "secret",
-        "session": "s",
-        "stop_texts": ("secret",),
-        "stop_regexes": ("secret.*",),
-    }
+    texts: dict[str, Any] = {"label": "secret", "stop_texts": ("secret",), "stop_regexes": ("secret.*",)}
     prompt = TokenIds(np.array([1, 2], np.int32).tobytes())
     event = RequestArrived(0, request_id=0, prompt=prompt, max_new_tokens=1, tenant="t", session="s", **texts)
     first = redaction.of(event)
