@@ -18,6 +18,7 @@ from lockstep.core.journal.replay import replay  # noqa: E402
 from lockstep.host.text import Text  # noqa: E402
 from lockstep.runtime import LLM  # noqa: E402
 from lockstep.runtime.from_transformers.encoder import groups  # noqa: E402
+from lockstep.runtime.models import build_model  # noqa: E402
 from tests.support.encoders import FAMILIES, VECTORS, reference, save_encoder, some_pairs, tokenizer  # noqa: E402
 
 CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
@@ -84,6 +85,14 @@ def test_what_an_encoder_cannot_do_is_refused(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ConfigError, match=why):
             LLM(tmp_path, **CPU, **options)
+    settings = json.loads((tmp_path / "config.json").read_bytes())
+    for changes, why in [
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised by `bitsandbytes` are not read"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.ReLU"}}, "supported are Sigmoid, Softmax and Identity"),
+        ({"hidden_size": "wide"}, "cannot run by transformers' code here"),
+    ]:
+        with pytest.raises(ConfigError, match=why):
+            build_model(settings | changes, random_weights_seed=1)
     with LLM(tmp_path, **CPU, context_tokens_max=64) as llm:
         (too_long,) = llm.classify([[5] * 65])
         assert "65 tokens" in too_long.error

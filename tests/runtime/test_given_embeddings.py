@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from lockstep.core.requests.table import prompt_bytes  # noqa: E402
 from lockstep.host.media.given import embedded_prompt  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.errors import PlanError  # noqa: E402
+from lockstep.runtime.outputs import PendingRequest  # noqa: E402
 from tests.support.small_llm import SMALL, requests_with_shared_beginnings  # noqa: E402
 
 KINDS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 3}, {"n": 2, "logprobs": 2}]
@@ -111,3 +114,29 @@ def test_a_plan_without_its_embeddings_is_refused() -> None:
         assert llm.generate([prompt], Params(max_new_tokens=2))[0].token_ids
         with pytest.raises(PlanError, match="which are not here"):
             other.host.executor.launch(launched[0].plan)
+
+
+def test_embeddings_stay_until_a_request_with_a_failed_sink_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request still runs when its sink fails, and may be computed again."""
+    held: list[int] = []
+    with LLM(**TIGHT) as llm:
+        rows, media, cancel = embedded(llm, [5] * 20), llm.media, llm.host.cancel
+        assert media is not None
+
+        def fails(self: PendingRequest, *_: Any) -> None:
+            raise RuntimeError("a sink")
+
+        def cancelled(request_id: int) -> None:
+            held.append(len(media.contents))
+            cancel(request_id)
+
+        monkeypatch.setattr(PendingRequest, "tokens", fails)
+        monkeypatch.setattr(llm.host, "cancel", cancelled)
+        llm.ask(rows, Params(max_new_tokens=8), tokens=SimpleQueue())
+        deadline = time.monotonic() + 60
+        while (not held or media.contents) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        monkeypatch.undo()
+        assert llm.generate([[1, 2, 3]], Params(max_new_tokens=1))[0].token_ids
+    assert held == [1]
+    assert not media.contents

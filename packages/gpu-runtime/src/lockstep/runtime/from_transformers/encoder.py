@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from lockstep.core.contract.errors import ConfigError
+from lockstep.host.quantization import FIELD
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.checkpoint import TensorSpec
 from lockstep.runtime.forward import ForwardBatch, Int32s
@@ -56,8 +57,7 @@ OTHER_HEADS = (
 
 def is_encoder(config: Mapping[str, Any]) -> bool:
     """Return whether transformers has a config's model as one that classifies, or that attends in both directions."""
-    found = _class_of(config)
-    return found is not None
+    return _class_of(config) is not None
 
 
 def _class_of(config: Mapping[str, Any]) -> tuple[Any, Any] | None:
@@ -101,18 +101,24 @@ class TransformersEncoder(LanguageModel):
         config_class, kind = found
         if make.parallel.ranks > 1 or make.parallel.stage.count > 1:
             raise ConfigError(f"`tp` and `pp` must be 1 for {kind.__name__}, which computes prompts whole\nhint: dp")
+        if (stored := config.get(FIELD)) is not None:
+            method = stored.get("quant_method") if isinstance(stored, Mapping) else stored
+            raise ConfigError(f"`{FIELD}`: weights quantised by `{method}` are not read for {kind.__name__}")
         plain = {key: value for key, value in config.items() if key != "auto_map"}
         try:
             made_config = config_class.from_dict(config_class._decode_special_floats(plain))
             made_config.torchscript = False
             with make.device, torch.no_grad():
                 library = kind._from_config(made_config, dtype=make.dtype).eval()
+            settings = _settings(library, config)
+        except ConfigError:
+            raise
         except Exception as error:  # the library's own checks, of many types
             why = " ".join(str(error).split())[:300]
             raise ConfigError(f"{kind.__name__} cannot run by transformers' code here: {why}") from error
         if not hasattr(library, "classifier") and kind not in _classifying():
             library.pooler = None  # hidden states are pooled by the settings of the folder
-        super().__init__(make, _settings(library, config))
+        super().__init__(make, settings)
         self.library, self.base = library, library.base_model
         accepted = inspect.signature(inspect.unwrap(library.forward)).parameters
         self._takes_types = "token_type_ids" in accepted and bool(self.settings.token_types)
