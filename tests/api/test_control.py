@@ -62,7 +62,8 @@ TURN = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
 
 def turn(client: Any, session: str, text: str, **more: Any) -> Any:
     body = {"text": text, "sampling_params": TURN}
-    offset = {name: more.pop(name) for name in ("offset", "replace", "drop_previous_output") if name in more}
+    names = {"offset": "offset", "replace": "replace", "drop_previous_output": "drop_previous_output", "after": "rid"}
+    offset = {field: more.pop(name) for name, field in names.items() if name in more}
     return client.post("/generate", json={**body, "session_params": {"id": session, **offset}, **more})
 
 
@@ -97,6 +98,22 @@ def test_a_turn_may_drop_the_output_of_the_turn_before(alice: Any) -> None:
     assert dropped["output_ids"] == whole["output_ids"]
     assert turn(alice, session, "!", drop_previous_output=False).json()["meta_info"]["prompt_tokens"] == 11 + 4 + 1
     assert turn(alice, session, "?", drop_previous_output=True).json()["meta_info"]["prompt_tokens"] == 11 + 4 + 1 + 1
+    assert alice.post("/close_session", json={"session_id": session}).status_code == 200
+
+
+def test_a_turn_continues_from_a_turn_before(alice: Any) -> None:
+    session = alice.post("/open_session", json={"capacity_of_str_len": 4000}).json()
+    turn(alice, session, "hello", rid="first")
+    second = turn(alice, session, " again", rid="second").json()
+    turn(alice, session, " and again", rid="third")
+    other = turn(alice, session, " again", rid="fourth", after="first").json()
+    assert other["output_ids"] == second["output_ids"]
+    assert other["meta_info"]["prompt_tokens"] == 5 + 4 + 6
+    assert turn(alice, session, "!", after="fourth").json()["meta_info"]["prompt_tokens"] == 15 + 4 + 1
+    gone = turn(alice, session, "!", after="third")  # its tokens were cut off
+    assert (gone.status_code, "which is no completed turn" in gone.json()["error"]["message"]) == (400, True)
+    both = turn(alice, session, "!", after="first", offset=3)
+    assert (both.status_code, both.json()["error"]["param"]) == (400, "session_params.offset")
     assert alice.post("/close_session", json={"session_id": session}).status_code == 200
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import shutil
@@ -95,6 +97,87 @@ def test_answers_are_those_of_the_model(client: Any, llm: LLM) -> None:
     (text,) = (one.text for one in llm.generate(["Return the"], drawn))
     params = {"max_tokens": 16, "temperature": 0.9, "top_p": 0.9, "seed": 11}
     assert client.completions.create(model="demo", prompt="Return the", **params).choices[0].text == text
+
+
+def sent(server: LiveServer, path: str, **body: Any) -> tuple[int, Any]:
+    """Return status and JSON of an answer."""
+    import httpx2
+
+    headers = {"Authorization": f"Bearer {KEY}"}
+    answer = httpx2.post(f"{server.url}{path}", json=body, headers=headers, timeout=60)
+    return answer.status_code, answer.json()
+
+
+def as_base64(write: Any) -> str:
+    file = io.BytesIO()
+    write(file)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def test_given_embeddings_answer_like_their_tokens(server: LiveServer, llm: LLM) -> None:
+    import torch
+    from safetensors.torch import save
+
+    table = llm.model.embeddings.weight.float()
+    ids, more = llm.text.encode("Returns the number of"), [5, 300, 17] * 25
+    rows, wide = table[ids], table[more]  # the second body is read by a text process
+    params = {"sampling_params": {"max_new_tokens": 6, "temperature": 0}}
+
+    def said(**prompt: Any) -> Any:
+        status, answer = sent(server, "/generate", **prompt, **params)
+        assert status == 200, answer
+        return [one["output_ids"] for one in answer] if isinstance(answer, list) else answer["output_ids"]
+
+    expected = said(input_ids=[ids, more])
+    assert said(input_embeds=rows.tolist()) == expected[0]
+    assert said(input_embeds=[rows.tolist(), wide.tolist()]) == expected
+    files = [
+        as_base64(lambda file: np.save(file, rows.numpy())),
+        as_base64(lambda file: np.save(file, np.asfortranarray(wide.double().numpy()))),
+        base64.b64encode(save({"x": rows.contiguous()})).decode(),
+    ]
+    assert said(input_embeds=files) == [*expected, expected[0]]
+    half = base64.b64encode(save({"x": wide.to(torch.bfloat16).contiguous()})).decode()
+    params_of_vllm = {"max_tokens": 6, "temperature": 0, "return_token_ids": True}
+    status, answer = sent(server, "/v1/completions", prompt_embeds=[files[0], half], **params_of_vllm)
+    assert status == 200, answer
+    first, second = answer["choices"]
+    assert first["token_ids"] == expected[0]
+    assert first["prompt_token_ids"] is None
+    assert len(second["token_ids"]) == 6
+    assert answer["usage"]["prompt_tokens"] == len(ids) + len(more)
+    (vector,) = (sent(server, "/encode", **one)[1]["embedding"] for one in ({"input_embeds": rows.tolist()},))
+    assert np.allclose(vector, sent(server, "/encode", input_ids=ids)[1]["embedding"], atol=1e-4)
+
+
+ROW = [0.5] * 4
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"input_embeds": [ROW, ROW]}, "`input_embeds` has rows of 4 numbers, but embeddings of this model have"),
+        ({"input_embeds": [ROW, ROW[:3]]}, "at row 1 3 numbers, but 4 at row 0"),
+        ({"input_embeds": [[ROW], [ROW, "a"]]}, "in prompt 1 at row 1 no list of numbers"),
+        ({"input_embeds": [[1e39, 0.0]]}, "at row 0 a number that is no finite float32"),
+        ({"input_embeds": [[True, False]]}, "at row 0 no list of numbers"),
+        ({"input_embeds": []}, "should be a list of rows"),
+        ({"input_embeds": [[]]}, "at row 0 no list of numbers"),
+        ({"input_embeds": "gAJjdG9yY2guX3V0aWxz"}, "files of torch.save are not read"),
+        ({"input_embeds": "%"}, "no valid base64"),
+        ({"input_embeds": as_base64(lambda file: np.save(file, np.array([{}], object)))}, "give floats"),
+        ({"input_embeds": [ROW], "text": "a"}, "give one of `text`, `input_ids` and `input_embeds`"),
+        ({"input_embeds": [ROW], "return_logprob": True, "logprob_start_len": 0}, "rows of 4 numbers"),
+        ({"input_embeds": [[0.5] * 4] * 20_000}, "rows of 4 numbers"),
+        ({"input_embeds": [[0.5] * 4] * 19_999 + [[0.5]]}, "at row 19999 1 numbers"),
+        ({"input_embeds": [0.5] * 20_000}, "at row 0 no list of numbers"),
+    ],
+)
+def test_bad_embeddings_are_one_clear_error(server: LiveServer, body: dict[str, Any], why: str) -> None:
+    status, answer = sent(server, "/generate", **body)
+    assert status == 400, answer
+    assert why in answer["error"]["message"], answer
+    assert answer["error"]["param"] in ("input_embeds", "text")
 
 
 def test_logprobs_of_listed_tokens(server: LiveServer) -> None:

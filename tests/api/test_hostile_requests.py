@@ -5,8 +5,10 @@ Delays are compared with what one such request cost before it was read in a proc
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.client
+import io
 import json
 import re
 import socket
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 
 pytest.importorskip("fastapi", reason="the server is not installed")
@@ -41,6 +44,13 @@ def post(url: str, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
     found = answer.status, json.loads(answer.read())
     connection.close()
     return found
+
+
+def npy(numbers: int) -> bytes:
+    """A .npy file of rows of four numbers."""
+    file = io.BytesIO()
+    np.save(file, np.zeros((numbers // 4, 4), np.float32))
+    return file.getvalue()
 
 
 def of_size(opening: bytes, item: bytes, closing: bytes, size: int) -> bytes:
@@ -88,6 +98,22 @@ COSTLY = {
         *(400, "`prompt` has too many values"),
     ),
     "token ids": ("/v1/completions", of_size(b'{"prompt": [', b"17", b"]}", 31 * MIB), 400, "4194304 token ids"),
+    "numbers of given embeddings": (
+        *("/generate", of_size(b'{"input_embeds": [[', b"0.5", b"]]}", 31 * MIB)),
+        *(400, "`input_embeds` has more than 4194304 numbers"),
+    ),
+    "rows of given embeddings": (
+        *("/generate", of_size(b'{"input_embeds": [', b"[0.5, 0.25, 0.125, 1]", b"]}", 8 * MIB)),
+        *(400, "an emulated engine takes tokens only"),
+    ),
+    "a file of given embeddings": (
+        *("/v1/completions", b'{"prompt_embeds": "' + base64.b64encode(npy(3 * MIB)) + b'"}'),
+        *(400, "an emulated engine takes tokens only"),
+    ),
+    "a file that claims to be larger": (
+        *("/v1/completions", b'{"prompt_embeds": "' + base64.b64encode(npy(64)[:-1]) + b'"}'),
+        *(400, "255 bytes for float32 of shape [16, 4]"),
+    ),
     "tokens to detokenise": (
         *("/detokenize", of_size(b'{"tokens": [', b"17", b"]}", 4 * MIB)),
         *(400, "at most 1048576 are allowed (detokenize_max)"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import random
@@ -11,6 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("fastapi", reason="the server is not installed")
@@ -19,6 +22,7 @@ httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
 from lockstep.core.journal.replay import replay  # noqa: E402
 from lockstep.host.router_check import verify_router  # noqa: E402
+from lockstep.runtime.demo_model import demo_model_folder  # noqa: E402
 from tests.support.kills import campaign  # noqa: E402
 from tests.support.live_server import LiveServer, serving, until  # noqa: E402
 from tests.support.model_streams import DEMO, KINDS, ModelStreams, requests_of  # noqa: E402
@@ -26,12 +30,22 @@ from tests.support.routed import facts  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
+
+def some_embeddings() -> str:
+    """Rows of the size of the demo model's embeddings, base64 of a .npy file."""
+    size = json.loads((demo_model_folder() / "config.json").read_bytes())["hidden_size"]
+    file = io.BytesIO()
+    np.save(file, np.random.default_rng(3).normal(0.0, 0.05, (24, size)).astype(np.float32))
+    return base64.b64encode(file.getvalue()).decode()
+
+
 COMMON = {"stream": True, "ignore_eos": True}
 BODIES: list[dict[str, Any]] = [
     {"prompt": "def f(", "max_tokens": 40, "temperature": 0, "logprobs": 2},
     {"prompt": "import ", "max_tokens": 40, "temperature": 1.0, "seed": 3, "n": 2, "logprobs": 1},
     {"prompt": "class A", "max_tokens": 60, "temperature": 0.8, "seed": 9, "stop": ["\n\n"], "min_tokens": 30},
     {"prompt": "return", "max_tokens": 30, "temperature": 0.9, "seed": 1, "presence_penalty": 1.0, "top_k": 20},
+    {"prompt_embeds": some_embeddings(), "max_tokens": 40, "temperature": 0},
 ]
 
 
@@ -90,7 +104,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 def equal(found: Found, wanted: Found) -> None:
-    assert set(found) == set(wanted) == {(0, 0), (1, 0), (1, 1), (2, 0), (3, 0)}
+    assert set(found) == set(wanted) == {(0, 0), (1, 0), (1, 1), (2, 0), (3, 0), (4, 0)}
     for key, one in found.items():
         for name in ("text", "end", "tokens", "tops"):
             assert one[name] == wanted[key][name], (key, name)
@@ -144,10 +158,10 @@ def test_with_one_of_two_engines_killed_answers_equal_the_undisturbed_ones(undis
         about = httpx2.get(f"{server.url}/get_model_info", timeout=120).json()
         assert about["device"] == "2 engines on cpu"
     homes = [record.routed.engine for record in facts(run) if record.routed is not None]
-    assert (len(homes), set(homes)) == (4, {0, 1})
+    assert (len(homes), set(homes)) == (len(BODIES), {0, 1})
     for engine in (0, 1):
         assert replay(run / "engines" / str(engine)).batches > 0
-    assert verify_router(run)[1] == 4
+    assert verify_router(run)[1] == len(BODIES)
 
 
 def test_vectors_and_scores_are_computed_again_by_the_next_engine(

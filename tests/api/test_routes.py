@@ -91,8 +91,11 @@ EXPECTED = {
     ("GET", "/"): (307, 307, 307),  # to /ui
     ("GET", "/ui"): (200, 200, 200),
     ("GET", "/ui/requests"): (401, 200, 200),
-    **{("POST", path): (401, 415, 415) for path in "/score /v1/score /rerank /v1/rerank /v2/rerank".split()},
-    **{("POST", path): (401, 501, 501) for path in ("/pooling", "/classify", "/v1/moderations")},
+    **{
+        ("POST", path): (401, 415, 415)
+        for path in "/score /v1/score /rerank /v1/rerank /v2/rerank /classify /v1/classify".split()
+    },
+    **{("POST", path): (401, 501, 501) for path in ("/pooling", "/v1/moderations")},
 }
 STANDS = "/flush_cache /reset_prefix_cache /pause /pause_generation /resume /continue_generation /is_paused /drain"
 STANDS += " /abort_all /get_server_info /server_info /slow_down /freeze_gc /start_profile /stop_profile"

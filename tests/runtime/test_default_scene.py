@@ -118,6 +118,16 @@ def see_pictures(url: str) -> str:
     status, refused = asked(url, messages=seen, prompt_logprobs=1)
     assert status == 400
     assert refused["error"]["param"] == "prompt_logprobs"
+    vectors = []
+    for one in pictures:
+        status, made = asked(url, path="/v1/embeddings", messages=[{"role": "user", "content": [one]}])
+        assert status == 200, made
+        vectors.append(made["data"][0]["embedding"])
+    assert vectors[0] != vectors[1]
+    assert made["usage"]["prompt_tokens"] > 20
+    bad = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    status, refused = asked(url, path="/v1/embeddings", messages=[{"role": "user", "content": [bad]}])
+    assert (status, refused["error"]["param"]) == (400, "messages.0.content.0.image_url")
     return str(first["id"])
 
 

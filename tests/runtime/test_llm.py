@@ -362,6 +362,7 @@ POOLED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chosen": ({}, {"pooling": "last", "normalize": True}),
     "of the folder": ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, {}),
     "of the folder, by its newer name": ({"pooling_mode": "lasttoken"}, {"normalize": False}),
+    "the first position": ({"pooling_mode_cls_token": True}, {}),
     "another than the folder's": ({"pooling_mode_lasttoken": True}, {"pooling": "mean", "overlap_depth": 2}),
 }
 
@@ -394,26 +395,27 @@ def test_vectors_are_those_of_the_reference(trained: tuple[Path, Any], tmp_path:
             llm.wait(one)
         assert llm.embed(prompts[2])[0].vector.tolist() == pytest.approx(answers[2].vector.tolist(), abs=1e-5)
     last = options.get("pooling", "last" if config else "mean") == "last"
+    first = "pooling_mode_cls_token" in config
     unit = options.get("normalize", bool(config))
     for prompt, answer in zip(prompts, answers, strict=True):
         with torch.inference_mode():
             states = model.model(torch.tensor([prompt])).last_hidden_state[0]
-        expected = states[-1] if last else states.mean(0)
+        expected = states[0] if first else states[-1] if last else states.mean(0)
         expected = expected / expected.norm() if unit else expected
         np.testing.assert_allclose(answer.vector, expected.numpy(), atol=1e-4)
         assert answer.cached_tokens == 0, "cached KV has no hidden states"
 
 
 def test_pooling_that_cannot_be_done_is_refused(trained: tuple[Path, Any], tmp_path: Path) -> None:
-    folder = pooling_folder(trained[0], tmp_path, {"pooling_mode_cls_token": True})
+    folder = pooling_folder(trained[0], tmp_path, {"pooling_mode_max_tokens": True})
     with pytest.raises(
-        ConfigError, match=r"config\.json requires cls_token; supported is one of mean, mean_tokens, lasttoken"
+        ConfigError, match=r"config\.json requires max_tokens; supported is one of mean, mean_tokens, lasttoken, "
     ):
         LLM(folder, **SMALL)
     (folder / "1_Pooling/config.json").write_text('{"pooling_mode_mean_tokens": true, "pooling_mode_lasttoken": true}')
     with pytest.raises(ConfigError, match="requires mean_tokens and lasttoken"):
         LLM(folder, **SMALL)
-    with pytest.raises(ConfigError, match="`pooling` must be mean or last, got `max`"):
+    with pytest.raises(ConfigError, match="`pooling` must be mean or last or first, got `max`"):
         LLM(folder, pooling="max", **SMALL)  # type: ignore[arg-type]
     (folder / "modules.json").write_text('[{"path": "2_Dense", "type": "sentence_transformers.models.Dense"}]')
     with pytest.raises(ConfigError, match="has a module `Dense`, which is not supported here\nhint: give `pooling`"):

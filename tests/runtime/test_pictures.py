@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
@@ -15,6 +16,7 @@ from lockstep.core.contract.commands import EncodeMedia  # noqa: E402
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.core.contract.events import MediaEncoded  # noqa: E402
 from lockstep.core.journal.replay import fold  # noqa: E402
+from lockstep.host.media.conversation import with_images  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.models import read_settings  # noqa: E402
 from tests.support.architectures import REQUESTS  # noqa: E402
@@ -170,3 +172,24 @@ def test_two_ranks_serve_the_text_or_refuse_by_name(saved: Any) -> None:
     alone = read_settings(scene, 2)
     assert alone.media == ()
     assert "one rank" in alone.media_refused
+
+
+@pytest.mark.parametrize("name", ["Qwen3-VL", "LLaVA-1.5"])
+def test_vectors_of_conversations_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """The mean of the hidden states, with a picture cached by an answer before, and beside others."""
+    model, processor = save_family(tmp_path, name)
+    conversations_ = [with_picture(3), with_picture(5, "which one is it?"), [{"role": "user", "content": "hello"}]]
+    with LLM(tmp_path, device="cpu", chunked_prefill_size=16, page_size=4, pages=400) as llm:
+        prompts = [llm.chat_prompt(one, generation_prompt=False) for one in conversations_]
+        llm.generate([prompts[0]], Params(max_new_tokens=2))
+        found = llm.embed(prompts)
+        texts = [llm.text.chat(with_images(one)[0], add_generation_prompt=False) for one in conversations_]
+    for text, numbers, one in zip(texts, ([3], [5], []), found, strict=True):
+        images = [picture(number) for number in numbers] or None
+        inputs = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+        if hasattr(model.model, "rope_deltas"):
+            model.model.rope_deltas = None
+        with torch.inference_mode():
+            states = model.model(**inputs).last_hidden_state[0]
+        assert not one.error
+        np.testing.assert_allclose(one.vector, states.mean(0), atol=2e-4)

@@ -354,6 +354,18 @@ def test_a_worker_that_does_not_answer_ends_the_engine(engines: Engines) -> None
     assert "stopped" in said or not Path("/proc/self/stat").exists()
 
 
+def test_given_embeddings_reach_every_rank(engines: Engines) -> None:
+    with LLM(**SMALL) as alone:
+        ids = [random.Random(3).randrange(3, 300) for _ in range(50)]
+        rows = alone.model.embeddings.weight.float()[ids]
+        (expected,) = alone.generate([ids], Params(max_new_tokens=8))
+    llm = engines("depth 1, retractions, shared in the same step")
+    first, other = llm.generate([rows, rows + 0.5], Params(max_new_tokens=8))
+    assert first.token_ids == expected.token_ids != other.token_ids
+    assert llm.media is not None
+    assert not llm.media.contents
+
+
 def test_a_worker_that_is_killed_while_nothing_runs_ends_the_engine(engines: Engines) -> None:
     llm = engines("depth 1, retractions, shared in the same step")
     assert llm.group is not None

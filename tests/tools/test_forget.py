@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import RequestArrived, TokenIds
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import JournalError
 from lockstep.core.journal.replay import replay
-from lockstep.tools.forget import MARK, forget
+from lockstep.core.scheduler.engine import Engine
+from lockstep.tools.forget import MARK, Redaction, forget
 from lockstep.tools.journal import journal
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -52,9 +56,23 @@ def test_a_copy_decides_alike_and_has_no_prompt_of_the_tenant(name: str, tmp_pat
             event = record.event
             if not isinstance(event, RequestArrived) or event.tenant != tenant:
                 continue
-            assert not event.label
+            assert event.session or not event.label
             if isinstance(event.prompt, TokenIds):
                 assert (np.frombuffer(event.prompt.ids, np.int32) >= MARK).all()
+
+
+def test_texts_of_a_request_are_left_out_and_turns_keep_their_order() -> None:
+    redaction = Redaction(Engine(SchedConfig(pages=8)), "t")
+    texts: dict[str, Any] = {"label": "secret", "stop_texts": ("secret",), "stop_regexes": ("secret.*",)}
+    prompt = TokenIds(np.array([1, 2], np.int32).tobytes())
+    event = RequestArrived(0, request_id=0, prompt=prompt, max_new_tokens=1, tenant="t", session="s", **texts)
+    first = redaction.of(event)
+    later = redaction.of(msgspec.structs.replace(event, request_id=1, label="more", session_after="secret"))
+    assert isinstance(first, RequestArrived)
+    assert isinstance(later, RequestArrived)
+    assert "secret" not in f"{first} {later}"
+    assert later.session_after == first.label != later.label
+    assert len(first.stop_regexes) == 1
 
 
 def test_the_command_names_what_it_left_out(tmp_path: Path) -> None:

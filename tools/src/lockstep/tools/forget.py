@@ -84,7 +84,15 @@ class Redaction:
             self._stops[event.request_id + number] = frozenset((*event.stop_token_ids, *eos))
         grammar = None if event.grammar is None else replace(event.grammar, source="")
         stops = tuple([f"stop {number}" for number in range(len(event.stop_texts))])
-        return replace(event, prompt=prompt, label="", stop_texts=stops, grammar=grammar)
+        regexes = tuple([f"stop {number}" for number in range(len(event.stop_regexes))])
+        label = self._name(event.label) if event.session else ""  # a later turn may name it
+        after = self._name(event.session_after)
+        event = replace(event, prompt=prompt, label=label, session_after=after)
+        return replace(event, stop_texts=stops, stop_regexes=regexes, grammar=grammar)
+
+    def _name(self, text: str) -> str:
+        """Return a keyed hash in place of a client's name; "" for none."""
+        return blake2b(text.encode(), digest_size=STATE_BYTES, key=self._key).hexdigest() if text else ""
 
     def _result(self, event: BatchFinished) -> BatchFinished:
         if not self._engine.in_flight:

@@ -294,7 +294,7 @@ def _scheduler(settings: ServeSettings, number: int = 0) -> dict[str, Any]:
 def _info(config: SchedConfig, **more: Any) -> EngineInfo:
     return EngineInfo(
         request_tokens_max=config.request_tokens_max,
-        prompt_tokens_max=config.prompt_tokens_max(with_output=True),
+        prompt_tokens_max=config.prompt_tokens_max(with_output=more.get("generates", True)),
         eos_token_ids=config.eos_token_ids,
         settings=msgspec.to_builtins(config),
         **more,
@@ -371,6 +371,11 @@ def _model(settings: ServeSettings, keeper: Keeper | None, place: Place | None) 
         no_grammars=llm.no_grammars,
         media=() if (why := llm.no_media or _no_images(folder, text)) else llm.model.settings.media,
         no_media=why or NO_MEDIA,
+        labels=llm.model.settings.labels,
+        activation=llm.model.settings.activation,
+        token_types=llm.model.settings.token_types,
+        embedding_size=0 if llm.no_embeddings else llm.model.embedding_size,
+        no_embeddings=llm.no_embeddings,
     )
 
     def trace(options: dict[str, Any] | None) -> str:

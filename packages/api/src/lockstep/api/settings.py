@@ -74,6 +74,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     body_bytes_max: int = 32 * 2**20  # of one request with prompts; bodies of other routes have 64 KiB or 1 MiB
     bodies_bytes_max: int = 512 * 2**20  # of all bodies that one worker receives at the same time
     ids_max: int = 2**22  # token ids of one body that is larger than 64 KiB
+    embedding_numbers_max: int = 2**22  # numbers of given embeddings in one body that is larger than 64 KiB
     values_max: int = 2**15  # JSON values of one body, where a list of token ids is one value
     prompts_max: int = 256  # in one request
     answers_max: int = 512  # prompts times samples, in one request

@@ -245,6 +245,8 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         if slots := settings.sched.get("max_loras"):
             model.take_adapters(slots, settings.max_lora_rank)
         pack_matrices(model)
+    if model.whole_prompts:
+        check_whole_prompts(settings, model.settings.architecture)
     if model.states and mode in ("on", "eager"):
         raise ConfigError(
             f"`cuda_graphs` is {mode}, but layers of {model.settings.architecture} keep states, whose slots graphs do "
@@ -497,7 +499,7 @@ def make_executor(
             sizes = (config.rows_max, config.pages, config.page_size, config.context_tokens_max)
             canary = Canary(*sizes, device, *windows, state_slots=slots)
         media = None
-        if model.pictures is not None and draft is None and not config.hands_over:
+        if (model.pictures is not None or model.embedding_size) and draft is None and not config.hands_over:
             media = DeviceMedia(model.pictures, lane, config.rows_max)
         graphs = None
         if graph_sizes:
@@ -670,6 +672,29 @@ def _kernels(
         return without
 
 
+def check_whole_prompts(settings: RankSettings, architecture: str) -> None:
+    """Raise ConfigError for settings that need KV, of a model that has none."""
+    given = {
+        "host_cache_gb": settings.host_cache_gb,
+        "draft_model": settings.draft_model,
+        "numerics": settings.numerics if settings.numerics == "invariant" else None,  # padding depends on the batch
+        **{name: settings.sched.get(name) for name in ("speculative_method", "chunked_prefill_size", "radix_cache")},
+        "role": settings.sched.get("role"),
+    }
+    if given["role"] == "mixed":
+        given["role"] = None
+    for name, value in given.items():
+        if value:
+            raise ConfigError(
+                f"`{name}` is {value}, but {architecture} computes prompts whole, without KV\nhint: leave it out"
+            )
+
+
+def _no_kernels(config: SchedConfig) -> PassKernels:
+    """Return the kernels of a model that attends by the library's code."""
+    return REFERENCE
+
+
 def _sized(
     model: LanguageModel,
     device: torch.device,
@@ -690,6 +715,12 @@ def _sized(
         **sched,
     }
     given.setdefault("context_tokens_max", min(model.settings.context_tokens, 32768 if gpu else 4096))
+    if model.whole_prompts:
+        pages = -(-given["context_tokens_max"] // given.setdefault("page_size", 16))
+        pages *= given["max_running_requests"]
+        given = {"pages": pages, "max_prefill_tokens": 16384 if gpu else 4096, **given}
+        given |= {"radix_cache": False, "chunked_prefill_size": None}
+        pick = _no_kernels
     if given["context_tokens_max"] > model.settings.context_tokens:
         raise ConfigError(
             f"`context_tokens_max` {given['context_tokens_max']} is more than the model's "

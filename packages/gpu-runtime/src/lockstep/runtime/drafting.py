@@ -149,7 +149,8 @@ class NgramDrafter:
         period = (width - 1 - found).clamp(min=1)
         numbers = torch.arange(int(drafts.max()), device=rows.device)
         behind = found[:, None] + 1 + numbers % period[:, None]
-        return tokens.gather(1, torch.where(lengths.gather(1, found[:, None]) > 0, behind, width - 1))
+        drafts_of = tokens.gather(1, torch.where(lengths.gather(1, found[:, None]) > 0, behind, width - 1))
+        return drafts_of.clamp(min=0)  # placeholders of media are no tokens
 
 
 def right_ones(tokens: Tensor, invalid: Tensor, fed: Tensor, places: Tensor, there: Tensor) -> Tensor:

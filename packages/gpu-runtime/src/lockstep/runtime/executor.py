@@ -43,6 +43,7 @@ from lockstep.host.batches import (
     PromptLogprobs,
     RowContext,
 )
+from lockstep.host.media.content import EncoderInput
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_tree import TreeRows, moves_of, right_paths, tree_rows
@@ -157,6 +158,7 @@ class _Launched:
     error: str = ""
     scored: list[int] = field(default_factory=list)  # rows of the plan whose last logits are requested
     prompt_tops: list[int] = field(default_factory=list)  # requested number of likeliest tokens, by span of the plan
+    given: dict[bytes, EncoderInput] = field(default_factory=dict)  # embeddings that it reads
     behind_failure: bool = False  # launched before the failure of an earlier batch was known
     hidden: Callable[[], Tensor] | None = None  # waits for the result of the stage before
     drawn: Callable[[], Tensor] | None = None  # waits for the tokens that the last stage drew
@@ -244,7 +246,8 @@ class Executor:
         self._unfolded: deque[_Launched] = deque()  # begun, and not folded into the tables: failed, or newest
         self._kinds: list[RequestKind] = ["generate"] * tables.count  # as of the newest plan that was folded
         self._prompt_tops = [0] * tables.count  # requested likeliest tokens per prompt token, as of the same plan
-        self._sums: dict[int, Tensor] = {}  # float32 [hidden], by row of kind embed
+        self._sums: dict[int, Tensor] = {}  # float32 [hidden], by row of kind embed: a sum, or the first state
+        self._types: dict[int, NDArray[np.uint8]] = {}  # types of prompt tokens, by row
 
     @property
     def in_flight(self) -> int:
@@ -273,6 +276,8 @@ class Executor:
         row_contexts = [NO_CONTEXT if contexts is None else contexts(taken) for taken in plan.rows_taken]
         states = None if self.states is None else self.states.take_in(plan)
         launched = _Launched(plan, packed, row_contexts, not deferred, states)
+        if plan.media_spans and self.media is not None:
+            launched.given = self.media.given(plan)
         if self.matchers is not None:
             for taken in plan.rows_taken:
                 self.matchers.take_row(taken)
@@ -436,6 +441,9 @@ class Executor:
             self._kinds[taken.row] = context.kind
             self._prompt_tops[taken.row] = 0 if taken.sampling is None else taken.sampling.prompt_top_logprobs
             self._sums.pop(taken.row, None)
+            self._types.pop(taken.row, None)
+            if taken.token_type_ids:
+                self._types[taken.row] = np.frombuffer(taken.token_type_ids, np.uint8)
             if self.media is not None:
                 self.media.take_row(taken.row, context.spans, context.prompt_tokens)
             if self.canary is not None:
@@ -463,7 +471,9 @@ class Executor:
             cast("SharedModel", self.model).join(ranks)
             self.forwards += 1
             return self.lane.upload(NO_LOGITS)
-        media = None if self.media is None else self.media.rows(launched.plan, one)
+        media = None  # also for a later stage, which receives hidden states
+        if self.media is not None and launched.hidden is None:
+            media = self.media.rows(launched.plan, one, launched.given)
         offsets = None if self.media is None else self.media.offsets(one)
         graphs = self.graphs if one.adapter_slots is None and offsets is None and not reads else None
         if graphs is not None and not graphs.holds(one):
@@ -474,6 +484,7 @@ class Executor:
         if graphs is None or self.drafter is not None or self.canary is not None:
             batch = self._batch(launched.states, one, tensors, received)
             batch.media, batch.rope_offsets, batch.ranks = media, offsets, ranks
+            batch.token_types = self._token_types(one)
             self._before_pass(launched, batch)
         if graphs is not None:
             hidden = graphs.run(one, tensors)
@@ -499,8 +510,20 @@ class Executor:
             launched.wanted |= self._judge(hidden, tensors.logits_at[samples:], tensors.logprob_targets, tops)
         self._keep_hidden(launched, number, hidden)
         if launched.plan.extend_rows:
-            self._pool(launched, one, hidden)
+            self._pool(launched, one, hidden, None if batch is None else batch.scores)
         return self.model.logits(hidden.index_select(0, tensors.logits_at[:samples]))
+
+    def _token_types(self, one: ForwardPass) -> Tensor | None:
+        """Return the types of the tokens of a pass, int64 [tokens]; None if no prompt in it has types."""
+        rows = one.rows.tolist()
+        if not self._types or not any(row in self._types for row in rows):
+            return None
+        types = np.zeros(int(one.indptr[-1]), np.int64)
+        for i, row in enumerate(rows[: one.extend_rows]):
+            if (of_row := self._types.get(row)) is not None:
+                known = of_row[one.starts[i] : one.stops[i]]
+                types[one.indptr[i] : one.indptr[i] + len(known)] = known
+        return self.lane.upload(types)
 
     def _rank_tokens(self, plan: BatchPlan, one: ForwardPass) -> RankTokens | None:
         """Return the new tokens of all data-parallel ranks in a pass; None: this rank runs alone.
@@ -749,23 +772,33 @@ class Executor:
                 launched.wanted["stands"] = there.stands
 
     # mechanism: vectors (executed)
-    def _pool(self, launched: _Launched, one: ForwardPass, hidden: Tensor) -> None:
-        """Sum hidden states of rows of kind embed, and keep the vectors and scores of prompts that end in this pass."""
+    def _pool(self, launched: _Launched, one: ForwardPass, hidden: Tensor, by_labels: Tensor | None) -> None:
+        """Sum hidden states of rows of kind embed, and keep the vectors and scores of prompts that end in this pass.
+
+        Args:
+            by_labels: float32 [rows, labels], of a model that classifies prompts; None: scores are logits of tokens.
+        """
         indptr, rows = one.indptr, one.rows.tolist()
         for i in range(one.extend_rows):
-            if self._kinds[rows[i]] == "embed" and self.pooling.mode == "mean":
+            if self._kinds[rows[i]] == "embed" and self.pooling.mode == "first" and not one.starts[i]:
+                self._sums[rows[i]] = hidden[int(indptr[i])].to(torch.float32, copy=True)
+            elif self._kinds[rows[i]] == "embed" and self.pooling.mode == "mean":
                 new = hidden[int(indptr[i]) : int(indptr[i + 1])].to(torch.float32).sum(0)
                 before = self._sums.get(rows[i])
                 self._sums[rows[i]] = new if before is None else before + new
         pooled = launched.plan.pooled_rows
         launched.scored = [i for i in pooled.tolist() if self._kinds[rows[i]] == "score"]
-        if launched.scored:
+        if launched.scored and by_labels is not None:
+            launched.wanted["scores"] = by_labels.index_select(0, self.lane.upload(np.array(launched.scored)))
+        elif launched.scored:
             last = self.lane.upload(indptr[np.array(launched.scored) + 1].astype(np.int64) - 1)
             launched.wanted["scores"] = self.model.logits(hidden.index_select(0, last))
         for i in pooled.tolist():
             if self._kinds[rows[i]] == "embed":
-                at, mean = int(indptr[i + 1]) - 1, self.pooling.mode == "mean"
-                vector = self._sums.pop(rows[i]) / int(one.stops[i]) if mean else hidden[at].to(torch.float32)
+                if self.pooling.mode == "last":
+                    vector = hidden[int(indptr[i + 1]) - 1].to(torch.float32)
+                else:
+                    vector = self._sums.pop(rows[i]) / (int(one.stops[i]) if self.pooling.mode == "mean" else 1)
                 if self.pooling.normalize:
                     vector = torch.nn.functional.normalize(vector, dim=0)
                 launched.wanted[f"pooled {i}"] = vector

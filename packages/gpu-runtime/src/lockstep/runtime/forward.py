@@ -109,6 +109,8 @@ class ForwardBatch:
     rope_offsets: Tensor | None = None  # int64 [3, tokens], to add to positions: time, height, width; None: all are 0
     ranks: RankTokens | None = None  # of all data-parallel ranks; None: the pass is of this rank alone
     tree: TreeRows | None = None  # rows with a tree of drafts; None: every row attends causally
+    token_types: Tensor | None = None  # int64 [tokens], types of the tokens of a prompt; None: all are 0
+    scores: Tensor | None = None  # float32 [rows, labels], filled by a model that classifies whole prompts
     taps: dict[int, Tensor | None] | None = None  # by layer, to be filled with its input, [tokens, hidden]; None: none
 
     @property

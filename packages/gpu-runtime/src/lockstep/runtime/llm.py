@@ -68,6 +68,7 @@ from lockstep.host.host_header import RUNTIME, HostHeader
 from lockstep.host.loop import HostClock, RuntimeHost
 from lockstep.host.media.content import EncoderInput, MediaPrompt
 from lockstep.host.media.conversation import as_config_error, prompt_with, with_images
+from lockstep.host.media.encoding import MediaEncoder
 from lockstep.host.media.processor import MediaError, MediaProcessor
 from lockstep.host.media.source import MediaLimits
 from lockstep.host.page_store import StoreCounts
@@ -107,6 +108,7 @@ from lockstep.runtime.outputs import (
     scored_by_label,
 )
 from lockstep.runtime.params import (
+    ClassifiedPrompt,
     Params,
     Prompt,
     check_params,
@@ -115,12 +117,14 @@ from lockstep.runtime.params import (
     sampling_of,
     seed_of,
     token_ids_of,
+    types_of,
+    with_embeddings,
 )
 from lockstep.runtime.pooling import choose_pooling
 from lockstep.runtime.profiler import TorchProfiler, options_of
 from lockstep.runtime.quantized.activations import choose_activations
 from lockstep.runtime.rank_wire import RankSettings
-from lockstep.runtime.ranks import GRACE_S, LeadAdapters, LeadModel, RankGroup, check_split, end_hard_at_exit
+from lockstep.runtime.ranks import GRACE_S, LeadAdapters, LeadMedia, LeadModel, RankGroup, check_split, end_hard_at_exit
 from lockstep.runtime.sampling import (
     check_allowed,
     check_sampling,
@@ -276,6 +280,9 @@ class LLM:
             elif self.group is not None:
                 weight_loader = LeadModel(self._live, self.group)
             agreement = None if self.data_ranks is None else self.data_ranks.agreement
+            encoder: MediaEncoder | None = (
+                media if media is None or self.group is None else LeadMedia(media, self.group)
+            )
             engine = Engine(self.config)
             if journal is not None or keeper is not None:
                 host = HostHeader(
@@ -317,7 +324,7 @@ class LLM:
                     receive_interval=config.receive_interval,
                 ),
                 device=DeviceServices(
-                    self._profiler, weight_loader, self._host_adapters, mover, self.handover, media, agreement
+                    self._profiler, weight_loader, self._host_adapters, mover, self.handover, encoder, agreement
                 ),
                 earlier=EarlierGeneration(weights) if keeper is None else keeper.earlier_generation(),
                 observe=self._bubbles.fold,
@@ -354,9 +361,10 @@ class LLM:
         *,
         progress: Callable[[int], object] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts, text or token ids, all at the same time. Returns the answers in the order of the prompts.
+        """Answer prompts, all at the same time. Returns the answers in the order of the prompts.
 
         Args:
+            prompts: texts, token ids, or given embeddings, floats [positions, hidden] of numpy or torch.
             params: for all of them, or one for each.
             progress: called after each answer that ends, with the number that have ended.
         Raises: ConfigError for an invalid prompt or invalid parameters, before any request is sent; EngineStopped if
@@ -377,8 +385,10 @@ class LLM:
         several = cast("Sequence[Sequence[Message]]", [conversations] if one else conversations)
         return self.generate([self.chat_prompt(messages) for messages in several], params, progress=progress)
 
-    def chat_prompt(self, messages: Sequence[Message]) -> list[int] | MediaPrompt:
+    def chat_prompt(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int] | MediaPrompt:
         """Return the token ids of a conversation, up to the start of the answer; with images also these.
+
+        Without `generation_prompt` they end at the last message, as for a vector of the conversation.
 
         Images are parts of type image_url, as in OpenAI's API, with a data URL. Raises ConfigError.
         """
@@ -389,7 +399,7 @@ class LLM:
             shown, urls = with_images(messages)
             if urls and self.no_media:
                 raise ConfigError(f"`messages` has images: {self.no_media}")
-            written = text.chat(shown)
+            written = text.chat(shown, add_generation_prompt=generation_prompt)
             return (
                 prompt_with(self._processor(), written, urls, LIMITS) if urls else text.encode(written, special=False)
             )
@@ -434,10 +444,37 @@ class LLM:
         nothing = Params(max_new_tokens=0)
         return self._answers([(prompt, nothing) for prompt in listed_prompts(prompts)], "embed", progress)
 
+    def classify(
+        self,
+        prompts: ClassifiedPrompt | Sequence[ClassifiedPrompt],
+        *,
+        progress: Callable[[int], object] | None = None,
+    ) -> list[RequestOutput]:
+        """Return the logits of the labels of a model that classifies, in `vector`: float32 [labels].
+
+        Args:
+            prompts: text, token ids, or a pair of texts, such as a query and a document for a cross-encoder.
+        Raises: the errors of `generate`.
+        """
+        if not self.model.settings.labels:
+            raise ConfigError(f"{self.model.settings.architecture} has no head of labels\nhint: score, embed")
+        pair = isinstance(prompts, tuple) and len(prompts) == 2 and all(isinstance(one, str) for one in prompts)
+        listed: Any = [prompts] if pair else listed_prompts(cast("Any", prompts))
+        params, requests = Params(max_new_tokens=0), []
+        for one in listed:
+            if isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str):
+                ids, types = self._needs_text("a pair of texts").encode_pair(*one)
+                made = self._request(ids, params, "score")
+                made = msgspec.structs.replace(made, token_type_ids=types_of(types, self.model.settings.token_types))
+            else:
+                made = self._request(self._prompt(one), params, "score")
+            requests.append((made, params))
+        return self._served(requests, progress)
+
     def score(
         self,
         prompts: Prompt | Sequence[Prompt],
-        labels: Sequence[Prompt | int],
+        labels: Sequence[str | Sequence[int] | int],
         *,
         progress: Callable[[int], object] | None = None,
     ) -> list[Scored]:
@@ -452,10 +489,15 @@ class LLM:
             progress: called after each request that ends, with the number that have ended.
         Raises: the errors of `generate`; a prompt that cannot be served has `error`.
         """
+        if self.model.settings.labels:
+            raise ConfigError(f"{self.model.settings.architecture} has labels of its own\nhint: classify")
         ids = [self._ids_of_label(label) for label in labels]
         if not ids:
             raise ConfigError("`labels` is empty, so that there is nothing to compare\nhint: give a text or token ids")
-        listed = [self._ids(prompt) for prompt in listed_prompts(prompts)]
+        asked = [self._prompt(prompt) for prompt in listed_prompts(prompts)]
+        if any(isinstance(one, MediaPrompt) for one in asked):
+            raise ConfigError("labels are judged behind texts or token ids\nhint: leave images and embeddings out")
+        listed = [self._ids(prompt) for prompt in asked]
         if empty := [number for number, prompt in enumerate(listed) if not prompt]:
             raise ConfigError(f"prompt {empty[0]} has no tokens, behind which a label could be judged")
         params = Params(max_new_tokens=0)
@@ -486,6 +528,7 @@ class LLM:
 
         Raises: ConfigError for an invalid prompt or invalid parameters; EngineStopped.
         """
+        prompt = self._prompt(prompt)
         request = self._request(prompt, params, kind, stream=tokens is not None)
         return self._send(request, params, tokens, contents=contents_of(prompt))
 
@@ -666,7 +709,9 @@ class LLM:
             if self.host.error is not None and self.data_ranks is not None:
                 self.data_ranks.close(leaving=False)  # now, because the other ranks wait for this one
 
-    def _request(self, prompt: Prompt, params: Params, kind: RequestKind, *, stream: bool = False) -> RequestArrived:
+    def _request(
+        self, prompt: str | Sequence[int] | MediaPrompt, params: Params, kind: RequestKind, *, stream: bool = False
+    ) -> RequestArrived:
         """Make a request without sending it. Raises ConfigError if prompt or parameters are invalid."""
         check_params(params)
         ids = self._ids(prompt)
@@ -695,12 +740,16 @@ class LLM:
             grammar=None if params.grammar is None else make_grammar(*params.grammar),
         )
 
-    def _ids(self, prompt: Prompt) -> list[int]:
+    def _prompt(self, prompt: Prompt) -> str | Sequence[int] | MediaPrompt:
+        """Return a prompt with given embeddings, if it is any, as media. Raises ConfigError."""
+        return with_embeddings(prompt, self.model.embedding_size, self.no_embeddings)
+
+    def _ids(self, prompt: str | Sequence[int] | MediaPrompt) -> list[int]:
         if isinstance(prompt, MediaPrompt):
             return prompt.ids
         return self._needs_text("a text prompt").encode(prompt) if isinstance(prompt, str) else token_ids_of(prompt)
 
-    def _ids_of_label(self, label: Prompt | int) -> list[int]:
+    def _ids_of_label(self, label: str | Sequence[int] | int) -> list[int]:
         """Return the token ids of a label, at least one, all in the model's vocabulary. Raises ConfigError."""
         if isinstance(label, str):
             ids = self._needs_text("a label's text").encode(label, special=False)
@@ -746,7 +795,7 @@ class LLM:
         progress: Callable[[int], object] | None,
     ) -> list[RequestOutput]:
         """Answer all prompts, in order. All of them are checked before any request is sent."""
-        pairs = list(wanted)
+        pairs = [(self._prompt(prompt), params) for prompt, params in wanted]
         contents = [contents_of(prompt) for prompt, _ in pairs]
         return self._served(
             [(self._request(prompt, params, kind), params) for prompt, params in pairs], progress, contents
@@ -785,7 +834,12 @@ class LLM:
                 ids[span.start : span.stop] = 0  # ignored there
         if request.grammar is not None and self.grammars is None:
             raise ConfigError(f"`grammar` asks for structured output: {self.no_grammars}")
-        needs_logits = request.max_new_tokens or request.kind == "score" or request.logprob_start is not None
+        settings = self.model.settings
+        if request.token_type_ids and max(request.token_type_ids) >= settings.token_types:
+            most = f"types below {settings.token_types}" if settings.token_types else "no token types"
+            raise ConfigError(f"`token_type_ids` holds {max(request.token_type_ids)}, but this model has {most}")
+        scores = request.kind == "score" and not settings.labels
+        needs_logits = request.max_new_tokens or scores or request.logprob_start is not None
         if needs_logits and not self.model.settings.generates:
             raise ConfigError(
                 "this model has no `lm_head`: it gives vectors (`embed`), but neither tokens nor logprobs"
@@ -802,8 +856,9 @@ class LLM:
 
     def _check_media(self, request: RequestArrived) -> None:
         """Raise ConfigError for a request with media that this model cannot serve."""
-        if self.no_media:
-            raise ConfigError(f"the prompt has media: {self.no_media}")
+        given = all(span.kind == "embedding" for span in request.spans)
+        if why := self.no_embeddings if given else self.no_media:
+            raise ConfigError(f"the prompt has {'given embeddings' if given else 'media'}: {why}")
         start = request.logprob_start
         if start is not None and start < len(request_ids(request)) - 1:
             raise ConfigError("`prompt_logprobs` are of tokens, and this prompt has media\nhint: leave them out")
@@ -812,13 +867,22 @@ class LLM:
     def no_media(self) -> str:
         """Return why prompts may not have images here; empty if they may."""
         settings = self.model.settings
-        if self.media is not None:
+        if self.media is not None and self.model.pictures is not None:
             return ""
         if not settings.media:
             return settings.media_refused or f"{settings.architecture} takes text only"
         if self.config.hands_over:
             return f"`role` is {self.config.role}, and media are not handed over"
         return "the draft model (draft_model) takes no images"
+
+    @property
+    def no_embeddings(self) -> str:
+        """Return why prompts may not be given embeddings here; empty if they may."""
+        if not self.model.embedding_size:
+            return f"{self.model.settings.architecture} needs the tokens themselves"
+        if self.config.hands_over:
+            return f"`role` is {self.config.role}, and given embeddings are not handed over"
+        return "the draft model (draft_model) knows tokens only" if self.media is None else ""
 
     @property
     def no_grammars(self) -> str:
@@ -846,7 +910,7 @@ def request_ids(request: RequestArrived) -> Int32s:
     return ids
 
 
-def contents_of(prompt: Prompt) -> tuple[EncoderInput, ...]:
+def contents_of(prompt: str | Sequence[int] | MediaPrompt) -> tuple[EncoderInput, ...]:
     """Return the contents of a prompt's media."""
     return prompt.contents if isinstance(prompt, MediaPrompt) else ()
 

@@ -1,8 +1,11 @@
 """Media on the device: contents of open requests, output of the encoder, and positions of rows with media.
 
+Given embeddings are contents that need no encoder: a pass uploads the rows that it computes.
+
     hold(request, contents)      from the request's arrival to its end
     encode(digest, drop)         EncodeMedia: drop outputs, then run the model's encoder; its output is kept
-    rows(plan)                   a pass takes embeddings of its spans from the outputs
+    given(plan)                  at launch: the given embeddings that a plan reads, also if their request ends meanwhile
+    rows(plan)                   a pass takes embeddings of its spans from the outputs, or from those given
     take_row, offsets            models with positions of three axes: what they add to the position in the prompt
 
 The scheduler decides when a content is encoded and when its output is dropped. Contents stay as long as any open
@@ -12,7 +15,7 @@ request has them, because weights may be replaced, and the output computed again
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +26,7 @@ from torch import Tensor
 from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import PromptSpan, RequestId
-from lockstep.host.media.content import EncoderInput
+from lockstep.host.media.content import GIVEN, EncoderInput
 from lockstep.runtime.errors import DeviceLost, PlanError
 from lockstep.runtime.forward import MediaRows
 from lockstep.runtime.overlap import StreamLane
@@ -57,10 +60,11 @@ class DeviceMedia:
     """Contents, outputs and positions of one engine. All methods are for the host's thread.
 
     Args:
+        encoder: None: the model takes given embeddings only.
         count: rows of the tables.
     """
 
-    def __init__(self, encoder: ContentEncoder, lane: StreamLane, count: int) -> None:
+    def __init__(self, encoder: ContentEncoder | None, lane: StreamLane, count: int) -> None:
         self._encoder, self._lane = encoder, lane
         self.contents: dict[bytes, EncoderInput] = {}
         self._holders: dict[bytes, set[RequestId]] = {}
@@ -90,6 +94,8 @@ class DeviceMedia:
         for one in drop:
             self.outputs.pop(one, None)
         content = self.contents.get(digest)
+        if self._encoder is None:
+            return "this model has no encoder"
         if content is None:
             return "its content is not here any more"
         try:
@@ -106,30 +112,56 @@ class DeviceMedia:
 
     # ------------------------------------------------------------------------------------------------------ passes
 
-    def rows(self, plan: BatchPlan, one: ForwardPass) -> MediaRows | None:
-        """Return the embeddings that a pass takes in place of tokens. Raises PlanError for output that is not here."""
+    def given(self, plan: BatchPlan) -> dict[bytes, EncoderInput]:
+        """Return the given embeddings that a plan reads, by digest. Raises PlanError for media that are not here."""
+        found = {}
+        for span in plan.media_spans:
+            content = self.contents.get(span.digest)
+            if content is not None and GIVEN in content.arrays:
+                found[span.digest] = content
+            elif span.digest not in self.outputs:
+                raise PlanError(f"batch {plan.batch_id} reads media {span.digest.hex()[:8]}, which are not here")
+        return found
+
+    def rows(self, plan: BatchPlan, one: ForwardPass, given: Mapping[bytes, EncoderInput]) -> MediaRows | None:
+        """Return the embeddings that a pass takes in place of tokens. Raises PlanError for output that is not here.
+
+        Args:
+            given: what `given` returned at the launch.
+        """
         if not plan.media_spans:
             return None
         at: list[Int64s] = []
         parts: list[Tensor] = []
         deeper: list[tuple[Tensor, ...]] = []
         for span in plan.media_spans:
-            output = self.outputs.get(span.digest)
-            if output is None:
-                raise PlanError(f"batch {plan.batch_id} reads media {span.digest.hex()[:8]}, which are not encoded")
             first = int(one.indptr[span.index]) + span.start - int(one.starts[span.index])
             count = span.stop - span.start
             at.append(np.arange(first, first + count, dtype=np.int64))
+            if (content := given.get(span.digest)) is not None:
+                parts.append(self._lane.upload(content.arrays[GIVEN].numpy()[span.offset : span.offset + count]))
+                deeper.append(())
+                continue
+            output = self.outputs.get(span.digest)
+            if output is None:
+                raise PlanError(f"batch {plan.batch_id} reads media {span.digest.hex()[:8]}, which are not encoded")
             parts.append(output[0][span.offset : span.offset + count])
             deeper.append(tuple(layer[span.offset : span.offset + count] for layer in output[1]))
-        layers = tuple(torch.cat(layer) for layer in zip(*deeper, strict=True))
-        return MediaRows(self._lane.upload(np.concatenate(at)), torch.cat(parts), layers)
+        most = max(map(len, deeper))
+        nothing = [(torch.zeros_like(part),) * most for part in parts]
+        layers = zip(*(some or none for some, none in zip(deeper, nothing, strict=True)), strict=True)
+        return MediaRows(
+            self._lane.upload(np.concatenate(at)), torch.cat(parts), tuple(torch.cat(layer) for layer in layers)
+        )
 
     def take_row(self, row: int, spans: Sequence[PromptSpan], prompt_tokens: int) -> None:
         """Store the positions of a row's new request."""
         self._offsets[row] = None
+        spans = [span for span in spans if span.kind != "embedding"]  # which has the positions of text
+        if self._encoder is None or not spans:
+            return
         known = [(span, self.contents[span.digest]) for span in spans if span.digest in self.contents]
-        if not known or len(known) < len(spans):  # its request has ended: the results are dropped
+        if len(known) < len(spans):  # its request has ended: the results are dropped
             return
         places = self._encoder.places(known, prompt_tokens)
         if places is not None:

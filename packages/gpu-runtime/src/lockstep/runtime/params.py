@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from numbers import Integral
 from operator import index
-from typing import Annotated, cast
+from typing import Annotated, Any, TypeAlias, cast
 
 import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import (
@@ -19,6 +23,7 @@ from lockstep.core.contract.events import (
 from lockstep.core.contract.samples import SAMPLES_MAX
 from lockstep.host.grammars import Kind
 from lockstep.host.media.content import MediaPrompt
+from lockstep.host.media.given import BadEmbeddings, embedded_prompt, embedded_size
 from lockstep.runtime.sampling.processors import Arguments
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -58,7 +63,17 @@ class Params:
     grammar: tuple[Kind, str] | None = None  # constraint of the answer: ("json_schema", '{"type": "object"}')
 
 
-Prompt = str | Sequence[int] | MediaPrompt
+Prompt: TypeAlias = "str | Sequence[int] | MediaPrompt | NDArray[Any] | Tensor"
+"""Text, token ids, a conversation with images, or given embeddings: floats [positions, hidden], of numpy or torch."""
+
+
+ClassifiedPrompt: TypeAlias = "Prompt | tuple[str, str]"
+"""A prompt, or a pair of texts in one prompt."""
+
+
+def types_of(types: Sequence[int], known: int) -> bytes:
+    """Return the types of a prompt's tokens as a request has them; empty if all are 0, or the model has one type."""
+    return bytes(types) if known > 1 and any(types) else b""
 
 
 def seed_of(seed: int, number: int) -> int:
@@ -94,9 +109,37 @@ def _json(name: str, arguments: Arguments) -> str:
 
 
 def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return one prompt or several as a sequence: a text, or a sequence that begins with a number, is one prompt."""
-    one = isinstance(prompts, str | MediaPrompt) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+    """Return one prompt or several as a sequence.
+
+    A text, a sequence that begins with a number, and an array with two dimensions are one prompt.
+    """
+    if isinstance(prompts, np.ndarray | Tensor):
+        one = prompts.ndim < 3
+    else:
+        one = isinstance(prompts, str | MediaPrompt) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
     return cast("Sequence[Prompt]", [prompts] if one else prompts)
+
+
+def with_embeddings(prompt: Prompt, size: int, why_not: str) -> str | Sequence[int] | MediaPrompt:
+    """Return a prompt with an array of given embeddings as media. Raises ConfigError for embeddings of another shape.
+
+    Args:
+        size: numbers of an embedding of the model; why_not: why it takes none, or "".
+    """
+    if not isinstance(prompt, np.ndarray | Tensor):
+        return prompt
+    if prompt.ndim == 1:
+        return cast("Sequence[int]", prompt.tolist())  # token ids
+    if why_not:
+        raise ConfigError(f"`prompt` has embeddings, but {why_not}")
+    rows = prompt.detach().to("cpu", torch.float32).numpy() if isinstance(prompt, Tensor) else prompt
+    try:
+        made = embedded_prompt(rows)
+    except BadEmbeddings as error:
+        raise ConfigError(f"`prompt` {error}") from error
+    if (given := embedded_size(made)) != size:
+        raise ConfigError(f"`prompt` has embeddings of {given} numbers, but those of this model have {size}")
+    return made
 
 
 def token_ids_of(prompt: Sequence[int]) -> list[int]:

@@ -20,16 +20,22 @@ import msgspec
 
 from lockstep.core.contract.errors import ConfigError
 
-PoolingMode = Literal["mean", "last"]
-MODES: dict[str, PoolingMode] = {"mean": "mean", "mean_tokens": "mean", "lasttoken": "last"}
+PoolingMode = Literal["mean", "last", "first"]
+MODES: dict[str, PoolingMode] = {
+    "mean": "mean",
+    "mean_tokens": "mean",
+    "lasttoken": "last",
+    "cls_token": "first",
+    "cls": "first",
+}
 """Supported modes by their names in sentence-transformers."""
 
 MODULES, CONFIG = "modules.json", "1_Pooling/config.json"
-NOT_DONE_HINT = "hint: give `pooling` mean or last to override it"
+NOT_DONE_HINT = "hint: give `pooling` mean, last or first to override it"
 
 
 class Pooling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Pooling of requests of kind embed: `mean` over all positions of the prompt, or the state of the `last` one."""
+    """Pooling of kind embed: the `mean` over all positions of the prompt, or the state of the `last` or `first`."""
 
     mode: PoolingMode = "mean"
     normalize: bool = False  # scale to length 1

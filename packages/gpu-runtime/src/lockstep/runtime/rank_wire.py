@@ -24,12 +24,13 @@ from numpy.typing import NDArray
 
 from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.contract.events import BatchId
+from lockstep.core.contract.events import BatchId, PromptSpan, RequestId
 from lockstep.host.batches import BatchResult, ContextOf, RowContext
 from lockstep.host.cache_moves import Move
 from lockstep.host.engine_options import RankOptions
 from lockstep.host.handover.kv import Fetch
 from lockstep.host.handover.wire import PageLayout, StagingPlace
+from lockstep.host.media.content import EncoderInput
 from lockstep.runtime.collectives import LOOPBACK
 from lockstep.runtime.errors import RankLost
 from lockstep.runtime.pooling import Pooling
@@ -85,6 +86,20 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
     order: bytes  # an encoded Order
     digest: bytes  # of the chain up to this order
+
+
+class HoldContents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Keep the given embeddings of a request, ahead of the plans that read them."""
+
+    request_id: RequestId
+    contents: tuple[EncoderInput, ...]
+
+
+class ReleaseContents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Forget the contents of a request that no other request has."""
+
+    request_id: RequestId
+    spans: tuple[PromptSpan, ...]
 
 
 class Mask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -218,6 +233,8 @@ ToWorker = (
     WorkerSetup
     | Start
     | Launch
+    | HoldContents
+    | ReleaseContents
     | Mask
     | Sample
     | Collect

@@ -40,7 +40,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,15 +54,17 @@ from numpy.typing import NDArray
 from lockstep.core.contract.commands import BatchPlan, RowTaken
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.contract.events import BatchId, RequestId
+from lockstep.core.contract.events import BatchId, PromptSpan, RequestId
 from lockstep.host.batches import NO_CONTEXT, BatchResult, ContextOf
 from lockstep.host.cache_moves import MoveEnd
+from lockstep.host.media.content import EncoderInput
 from lockstep.host.recovery import OUTSIDE_SIGNALS
 from lockstep.runtime.collectives import LOOPBACK, START_S, CollectiveFailed
 from lockstep.runtime.errors import DeviceLost, RankLost
 from lockstep.runtime.executor import Executor, Matchers
 from lockstep.runtime.live import LiveModel
 from lockstep.runtime.lora.host_cache import HostAdapterCache, answering
+from lockstep.runtime.media import DeviceMedia
 from lockstep.runtime.models import ModelSettings
 from lockstep.runtime.models.layers import Parallel
 from lockstep.runtime.rank_wire import (
@@ -78,6 +80,7 @@ from lockstep.runtime.rank_wire import (
     Doing,
     Failed,
     ForgetAdapter,
+    HoldContents,
     LackAdapter,
     Mask,
     Moved,
@@ -89,6 +92,7 @@ from lockstep.runtime.rank_wire import (
     RankSettings,
     ReadAdapter,
     Ready,
+    ReleaseContents,
     Sample,
     Sized,
     Start,
@@ -358,7 +362,16 @@ class RankGroup:
 
     def tell(
         self,
-        message: Mask | Sample | Collect | LackAdapter | ForgetAdapter | Moving | TransferOrder | CloseTransfers,
+        message: HoldContents
+        | ReleaseContents
+        | Mask
+        | Sample
+        | Collect
+        | LackAdapter
+        | ForgetAdapter
+        | Moving
+        | TransferOrder
+        | CloseTransfers,
     ) -> None:
         """Send a message to every worker."""
         for worker in self._workers:
@@ -715,6 +728,32 @@ class LeadExecutor:
             yield
         except DeviceLost as error:
             raise self.group.explain(error) from error
+
+
+class LeadMedia:
+    """Contents of open requests on all ranks: `lockstep.host.media.encoding.MediaEncoder`.
+
+    They are given embeddings only: a model with an encoder has one rank.
+    """
+
+    def __init__(self, media: DeviceMedia, group: RankGroup) -> None:
+        self.media, self.group = media, group
+
+    def hold(self, request_id: RequestId, contents: Iterable[EncoderInput]) -> None:
+        """Keep the contents of a request on all ranks until `release`."""
+        held = tuple(contents)
+        self.group.tell(HoldContents(request_id, held))
+        self.media.hold(request_id, held)
+
+    def release(self, request_id: RequestId, spans: Iterable[PromptSpan]) -> None:
+        """Forget the contents that no other request has, on all ranks."""
+        listed = tuple(spans)
+        self.group.tell(ReleaseContents(request_id, listed))
+        self.media.release(request_id, listed)
+
+    def encode(self, digest: bytes, drop: Iterable[bytes]) -> str:
+        """Return why nothing can be encoded."""
+        return self.media.encode(digest, drop)
 
 
 class LeadModel:

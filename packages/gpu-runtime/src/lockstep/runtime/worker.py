@@ -62,6 +62,7 @@ from lockstep.runtime.rank_wire import (
     FailureKind,
     FetchPages,
     ForgetAdapter,
+    HoldContents,
     LackAdapter,
     Launch,
     Mask,
@@ -74,6 +75,7 @@ from lockstep.runtime.rank_wire import (
     Prepare,
     ReadAdapter,
     Ready,
+    ReleaseContents,
     Sample,
     Sized,
     StagePages,
@@ -229,6 +231,10 @@ class Follower:
                 case Launch() as launch:
                     order = self.chain.verify(launch)
                     self.executor.launch(order.plan, deferred=order.deferred, contexts=in_turn(order.contexts))
+                case HoldContents(request_id, contents) if self.executor.media is not None:
+                    self.executor.media.hold(request_id, contents)
+                case ReleaseContents(request_id, spans) if self.executor.media is not None:
+                    self.executor.media.release(request_id, spans)
                 case Sample(batch_id):
                     self.executor.sample(batch_id, ())
                 case Collect():

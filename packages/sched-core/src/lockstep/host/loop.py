@@ -77,6 +77,7 @@ from lockstep.core.contract.events import (
     LoadAdapterControl,
     MediaEncoded,
     ObservedEvent,
+    PromptSpan,
     RequestArrived,
     RequestCancelled,
     RequestId,
@@ -223,6 +224,7 @@ class RuntimeHost:
         self._agreement = device.agreement
         self._wake_at_us: int | None = None
         self._nothing_new = False  # since the last LaneReady that launched nothing
+        self._sinkless: dict[RequestId, tuple[PromptSpan, ...]] = {}  # media of requests whose sink has failed
         self._offered, self._tried = -1, 0  # the last offered microbatch; microbatches offered in vain since an event
         self._stop = threading.Event()
 
@@ -872,12 +874,20 @@ class RuntimeHost:
         opened = self._open.get(taken.request_id)  # None after its sink has failed or the host has ended
         return row_context(self.engine.requests[taken.request_id], "generate" if opened is None else opened.event.kind)
 
-    def _taken_out(self, request_id: RequestId) -> _OpenRequest | None:
-        """Remove an open request. From then on only the caller may call its sink."""
+    def _taken_out(self, request_id: RequestId, *, ended: bool = True) -> _OpenRequest | None:
+        """Remove an open request. From then on only the caller may call its sink.
+
+        Its media are released when it has `ended` in the engine, which may read them until then.
+        """
         with self._gate:
             opened = self._open.pop(request_id, None)
-        if self._encoder is not None and opened is not None and opened.event.spans:
-            self._encoder.release(request_id, opened.event.spans)
+        if self._encoder is None:
+            return opened
+        spans = self._sinkless.pop(request_id, ()) if opened is None else opened.event.spans
+        if spans and ended:
+            self._encoder.release(request_id, spans)
+        elif spans:
+            self._sinkless[request_id] = spans
         return opened
 
     def _stream(self, command: StreamTokens) -> None:
@@ -892,7 +902,7 @@ class RuntimeHost:
                     request.sink.tokens(offset, tokens[first:stop], taken_from(kept, offset, count) if kept else None)
                 except Exception:
                     log.exception("the sink of r%d failed: the request is cancelled", request_id)
-                    self._taken_out(request_id)
+                    self._taken_out(request_id, ended=False)
                     self.cancel(request_id)
             first = stop
 

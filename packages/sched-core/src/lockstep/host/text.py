@@ -75,6 +75,22 @@ class Text:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], list[int]]:
+        """Return the token ids of two texts in one prompt, with the tokenizer's marks, and the type of each token.
+
+        Args:
+            most: greatest number of tokens; the longer text is cut at its end until they fit. None: nothing is cut.
+        """
+        parts = [self.tokenizer.encode(text, add_special_tokens=False) for text in (first, second)]
+        if most is not None:
+            room = max(0, most - self.tokenizer.num_special_tokens_to_add(True))
+            shorter, longer = sorted(parts, key=len)
+            kept = min(len(shorter), room // 2) if len(shorter) + len(longer) > room else len(shorter)
+            shorter.truncate(kept)
+            longer.truncate(room - kept)
+        found = self.tokenizer.post_process(parts[0], parts[1], True)
+        return found.ids, found.type_ids
+
     def characters_max(self) -> int:
         """Return the most characters of text that one token of the vocabulary has."""
         return max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)

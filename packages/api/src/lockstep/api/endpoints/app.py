@@ -138,8 +138,12 @@ ROUTES = (
         for path in ("/rerank", "/v1/rerank", "/v2/rerank")
     ),
     *(
+        HttpRoute("POST", path, "user", scoring_api.classify, schemas.ClassifyBody)
+        for path in ("/classify", "/v1/classify")
+    ),
+    *(
         HttpRoute("POST", path, "user", native_api.not_here, schemas.AnyBody, optional=True, bytes_max=SMALL_BYTES)
-        for path in ("/pooling", "/classify", "/v1/moderations")
+        for path in ("/pooling", "/v1/moderations")
     ),
     HttpRoute(
         "POST", "/generate", "user", generate_api.generate, schemas.GenerateBody, keeps=True, media=(JSON, EVENTS)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from lockstep.api.endpoints import embeddings_api, generate_api, openai_api, responses_api, schemas, scoring_api
 from lockstep.api.endpoints.errors import ApiError
 from lockstep.api.endpoints.fields import ignored_by, unserved_fields
-from lockstep.api.endpoints.generation import check_answers, unavailable
+from lockstep.api.endpoints.generation import Prompt, check_answers, embedded_prompts, unavailable
 from lockstep.api.endpoints.http import JsonResponse, checked_body
 from lockstep.api.endpoints.schemas import AbortManyBody, AnyBody, Body, EncodeBody, ResponseBody
 from lockstep.api.endpoints.server import Call, Server
@@ -94,10 +94,14 @@ async def abort_requests(server: Server, call: Call[AbortManyBody]) -> Response:
 async def encode(server: Server, call: Call[EncodeBody]) -> Response:
     """Compute vectors of texts or token ids, as SGLang's endpoint does."""
     body = call.body
-    if (body.text is None) == (body.input_ids is None):
-        raise ApiError(400, "give either `text` or `input_ids`", "text")
+    if [body.text, body.input_ids, body.input_embeds].count(None) != 2:
+        raise ApiError(400, "give one of `text`, `input_ids` and `input_embeds`", "text")
     if not server.info().vector_size:
         raise ApiError(400, "an emulated engine has no hidden states, so it has no embeddings", "text")
+    if body.input_embeds is not None:
+        check_answers(len(body.input_embeds.prompts), 1, server.limits, "input_embeds")
+        made = await embedded_prompts(body.input_embeds, "input_embeds", server.info())
+        return await _vectors(server, call, made, "input_embeds", several=body.input_embeds.several)
     given: Any = body.text if body.text is not None else body.input_ids
     field = "text" if body.text is not None else "input_ids"
     several = not isinstance(given, str) and bool(given) and not isinstance(given[0], int)
@@ -106,6 +110,13 @@ async def encode(server: Server, call: Call[EncodeBody]) -> Response:
         raise ApiError(400, f"`{field}` is empty", field)
     check_answers(len(prompts), 1, server.limits, field)
     made = [await embeddings_api.prompt_of(server, one, field) for one in prompts]
+    return await _vectors(server, call, made, field, several=several)
+
+
+async def _vectors(
+    server: Server, call: Call[EncodeBody], made: list[Prompt], field: str, *, several: bool
+) -> Response:
+    """Return the vectors of prompts in SGLang's form. Raises ApiError."""
     vectors, _ = await embeddings_api.pooled(server, call, made, "embed", field)
     found = [
         {"embedding": vector.tolist(), "meta_info": {"prompt_tokens": len(prompt.ids)}}
@@ -131,6 +142,8 @@ INVOCATIONS: tuple[Target, ...] = (
     ("items", scoring_api.score, schemas.ScoreBody),
     ("text", generate_api.generate, schemas.GenerateBody),
     ("input_ids", generate_api.generate, schemas.GenerateBody),
+    ("input_embeds", generate_api.generate, schemas.GenerateBody),
+    ("prompt_embeds", openai_api.completions, schemas.CompletionBody),
 )
 """The field that a body has -> the endpoint that it is for. `input` is an embedding's, as in vLLM."""
 

@@ -6,7 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lockstep.api.endpoints.schemas import Body, Count, Items, Name, Seconds
+from lockstep.api.endpoints.field_types import Count, Items, Name
+from lockstep.api.endpoints.schemas import Body, Seconds
 
 
 class OpenSessionBody(Body):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from starlette.responses import Response
 
+from lockstep.api.endpoints.chat_tools import tools_of
 from lockstep.api.endpoints.errors import ApiError, failure
 from lockstep.api.endpoints.generation import GenerationRequest, Prompt, check_answers, prompts_of
 from lockstep.api.endpoints.http import JsonResponse, unless_left
-from lockstep.api.endpoints.openai_api import truncated
+from lockstep.api.endpoints.openai_api import chat_prompt, truncated
 from lockstep.api.endpoints.schemas import EmbeddingBody, Sampling
 from lockstep.api.endpoints.server import GENERATION, Call, Server
 from lockstep.api.processes.wire import EngineInfo
@@ -20,21 +22,27 @@ from lockstep.core.contract.events import RequestKind
 from lockstep.host.batches import Float32s
 
 NOTHING = Sampling()
+NO_TOOLS = tools_of((), None, parallel=None)
 
 
 async def embeddings(server: Server, call: Call[EmbeddingBody]) -> Response:
     """Compute a vector for each input."""
     body, info = call.body, server.info()
-    if body.input is None:
-        raise ApiError(400, "`input` is missing; it must have at least one text", "input")
+    if (body.input is None) == (body.messages is None):
+        why = "`input` is missing; it must have at least one text" if body.input is None else "both are given"
+        raise ApiError(400, f"{why}; give either `input` or `messages`", "input")
     name = server.model(body.model)
     if not info.vector_size:
         raise ApiError(400, "an emulated engine has no hidden states, so it has no embeddings", "model")
     check_dimensions(body.dimensions, info)
-    given = prompts_of(body.input, "input")
-    check_answers(len(given), 1, server.limits, "input")
-    prompts = [await prompt_of(server, one, "input", special=body.add_special_tokens) for one in given]
-    vectors, tokens = await pooled(server, call, prompts, "embed", "input")
+    field = "input" if body.messages is None else "messages"
+    if body.input is None:
+        prompts = [await chat_prompt(server, call, NO_TOOLS)]
+    else:
+        given = prompts_of(body.input, "input")
+        check_answers(len(given), 1, server.limits, "input")
+        prompts = [await prompt_of(server, one, "input", special=body.add_special_tokens) for one in given]
+    vectors, tokens = await pooled(server, call, prompts, "embed", field)
     weights = call.request.scope[GENERATION].weights()
     found = [
         {"object": "embedding", "index": number, "embedding": written(vector, body.encoding_format)}
@@ -70,7 +78,10 @@ async def pooled(
         priority=call.body.priority,
     )
     most = call.body.truncate_prompt_tokens
-    prompts = [Prompt(truncated(one.ids, most, server.info()), one.text) for one in prompts]
+    prompts = [replace(one, ids=truncated(one.ids, most, server.info())) for one in prompts]
+    if any(one.media is not None and len(one.ids) < len(one.media.ids) for one in prompts):
+        message = "`truncate_prompt_tokens` would cut a prompt with images or embeddings"
+        raise ApiError(400, message, "truncate_prompt_tokens")
     generation = server.generate(call, parameters, prompts)
     try:
         await unless_left(call.request, generation.whole())

@@ -1,4 +1,4 @@
-"""POST /generate: SGLang's endpoint, for prompts that are texts or token ids.
+"""POST /generate: SGLang's endpoint, for prompts that are texts, token ids or given embeddings.
 
 Streams are cumulative: every event contains the whole text so far. Of several prompts each may have parameters of its
 own: `sampling_params`, `rid` and the fields of logprobs may be lists with a value for each prompt.
@@ -23,6 +23,7 @@ from lockstep.api.endpoints.generation import (
     check_answers,
     check_logprobs,
     check_sampling,
+    embedded_prompts,
     seed_of,
     weights_of,
 )
@@ -40,10 +41,10 @@ HIDDEN_BYTES_MAX = 64 * 2**20
 
 
 async def generate(server: Server, call: Call[GenerateBody]) -> Response:
-    """Generate continuations of prompts, which are texts or token ids."""
+    """Generate continuations of prompts, which are texts, token ids or given embeddings."""
     body, info = call.body, server.info()
-    if (body.text is None) == (body.input_ids is None):
-        raise ApiError(400, "give either `text` or `input_ids`", "text")
+    if [body.text, body.input_ids, body.input_embeds].count(None) != 2:
+        raise ApiError(400, "give one of `text`, `input_ids` and `input_embeds`", "text")
     given, several = _prompts(body)
     sampling: list[NativeSampling] = _of_each(body.sampling_params, "sampling_params", len(given))
     for one in {id(one): one for one in sampling}.values():
@@ -54,10 +55,13 @@ async def generate(server: Server, call: Call[GenerateBody]) -> Response:
         message = f"`sampling_params` request {answers} answers, at most {most} are allowed in all"
         raise ApiError(400, message, "sampling_params")
     each = _parameters(server, call, sampling, info)
-    prompts = [
-        Prompt(await server.encode("`text`", one, special=True), one) if isinstance(one, str) else Prompt(one)
-        for one in given
-    ]
+    if body.input_embeds is not None:
+        prompts = await embedded_prompts(body.input_embeds, "input_embeds", info)
+    else:
+        prompts = [
+            Prompt(await server.encode("`text`", one, special=True), one) if isinstance(one, str) else Prompt(one)
+            for one in given
+        ]
     for prompt, parameters in zip(prompts, each, strict=True):
         if (start := parameters.prompt_logprobs_from) is not None and len(prompt.ids) < start:
             message = f"`logprob_start_len` is {start}, but a prompt has {len(prompt.ids)} tokens"
@@ -122,6 +126,7 @@ def _parameters(
             prompt_tops=most if start is not None else 0,
             session=session,
             session_start=session_start,
+            session_after="" if body.session_params is None else body.session_params.rid or "",
             seed=None if seed is None else seed_of(seed),
             stream=body.stream,
             label=labels[number],
@@ -180,6 +185,11 @@ def _session(body: GenerateBody, tenant: str, sampling: list[NativeSampling]) ->
         message = "`logprob_start_len` counts from the start of a session, whose tokens are not sent; leave it out"
         raise ApiError(400, message, "logprob_start_len")
     offset = params.offset
+    if params.rid:
+        for name in ("replace", "drop_previous_output", "offset"):
+            if getattr(params, name) not in (None, False, -1):
+                message = f"`session_params.rid` names the turn to continue from; leave `{name}` out"
+                raise ApiError(400, message, f"session_params.{name}")
     if params.replace:
         if offset not in (None, -1, 0):
             message = f"`session_params.replace` keeps no token of the session, but `offset` is {offset}"
@@ -194,8 +204,10 @@ def _session(body: GenerateBody, tenant: str, sampling: list[NativeSampling]) ->
     return session_name(tenant, params.id), None if offset in (None, -1) else offset
 
 
-def _prompts(body: GenerateBody) -> tuple[Sequence[str] | Sequence[Sequence[int]], bool]:
+def _prompts(body: GenerateBody) -> tuple[Sequence[Any], bool]:
     """Return the prompts, and whether the field was a list of prompts. Raises ApiError."""
+    if body.input_embeds is not None:
+        return body.input_embeds.prompts, body.input_embeds.several
     given: Any = body.text if body.text is not None else body.input_ids
     if not given:
         name = "text" if body.text is not None else "input_ids"

@@ -35,10 +35,14 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import Grammar, RequestArrived, RequestKind, SamplingParams, TokenIds
 from lockstep.core.requests.validation import STOP_TOKENS_MAX
 from lockstep.host.media.content import MediaPrompt
+from lockstep.host.media.given import GivenRows, embedded_prompt, embedded_size
 from lockstep.host.stop_regexes import compiled
 
 REFUSED_WITHIN_S = 0.5
 """Seconds to wait for a refusal, which the engine sends within a step; after that the stream begins."""
+
+HASHED_AT_ONCE_BYTES = 2**20
+"""Given embeddings up to this size are hashed in the event loop, in a few milliseconds."""
 
 FEW_TOKENS = 64
 """Up to this number of tokens Python's own maximum is found sooner than numpy's."""
@@ -59,7 +63,13 @@ class Prompt:
 
     ids: Sequence[int]  # a list, or an array of int32
     text: str | None = None
-    media: MediaPrompt | None = None  # its images, for a prompt with any
+    types: bytes = b""  # types of its tokens, one byte each; empty: all are 0
+    media: MediaPrompt | None = None  # its images, for a prompt with any; or given embeddings
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the prompt is given embeddings, and so has no tokens."""
+        return self.media is not None and embedded_size(self.media) is not None
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +94,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tops: int = 0  # number of likeliest tokens with each logprob of the prompt
     session: str = ""
     session_start: int | None = None  # as in RequestArrived
+    session_after: str = ""
     grammar: Grammar | None = None  # grammar of each answer; made by `structured_output`
     adapter: str = ""  # name of a loaded adapter
     grammar_field: str = "grammar"  # the client's field of the grammar
@@ -111,6 +122,22 @@ def prompts_of(given: str | Sequence[Any], field_name: str) -> Sequence[str | Se
     if not given:
         raise ApiError(400, f"`{field_name}` is empty", field_name)
     return given
+
+
+async def embedded_prompts(given: GivenRows, field_name: str, info: EngineInfo) -> list[Prompt]:
+    """Return prompts of given embeddings. Raises ApiError for embeddings that this model does not take."""
+    if not info.embedding_size:
+        raise ApiError(400, f"`{field_name}` has embeddings, but {info.no_embeddings}", field_name)
+    for rows in given.prompts:
+        if (size := rows.shape[1]) != info.embedding_size:
+            message = f"`{field_name}` has rows of {size} numbers, but embeddings of this model have"
+            raise ApiError(400, f"{message} {info.embedding_size}", field_name)
+    bytes_ = sum(len(rows.data) for rows in given.prompts)
+    if bytes_ <= HASHED_AT_ONCE_BYTES:
+        made = [embedded_prompt(rows.numpy()) for rows in given.prompts]
+    else:  # hashes release the interpreter
+        made = await asyncio.to_thread(lambda: [embedded_prompt(rows.numpy()) for rows in given.prompts])
+    return [Prompt(one.ids, media=one) for one in made]
 
 
 def check_sampling(sampling: Sampling, info: EngineInfo, limits: Limits, *, stop_field: str = "stop") -> None:
@@ -219,9 +246,8 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
     """Return the engine's request for one prompt. Raises ApiError for a request that can never run."""
     ids, length, prompt_field = prompt.ids, len(prompt.ids), parameters.prompt_field
     if parameters.kind == "generate" and not info.generates:
-        raise ApiError(
-            400, "this model serves vectors, by /v1/embeddings, and has no head that generates tokens", "model"
-        )
+        served = "labels, by /v1/score, /v1/rerank and /classify" if info.labels else "vectors, by /v1/embeddings"
+        raise ApiError(400, f"this model serves {served}, and has no head that generates tokens", "model")
     if not length:
         raise ApiError(400, f"`{prompt_field}` is empty; it must have at least one token", prompt_field)
     tokens = np.array(ids, "<i4") if isinstance(ids, list) else np.asarray(ids, "<i4")
@@ -260,6 +286,7 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
         0,
         request_id=-1,
         spans=() if prompt.media is None else prompt.media.spans,
+        token_type_ids=prompt.types,
         prompt=TokenIds(tokens.tobytes()),
         max_new_tokens=max_tokens,
         min_new_tokens=parameters.min_tokens,
@@ -272,6 +299,7 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
         kind=parameters.kind,
         session=parameters.session,
         session_start=parameters.session_start,
+        session_after=parameters.session_after,
         namespace=sha256(parameters.salt.encode()).hexdigest() if parameters.salt else "",
         grammar=parameters.grammar,
         adapter=parameters.adapter,
@@ -301,13 +329,17 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
 
 
 def _check_media(media: MediaPrompt, parameters: GenerationRequest, info: EngineInfo) -> None:
-    """Check what a prompt with images may not have. Raises ApiError."""
-    if not info.media:  # the engine was replaced meanwhile
-        raise ApiError(400, f"`{parameters.prompt_field}` has images, but {info.no_media}", parameters.prompt_field)
+    """Check what a prompt with images, or of given embeddings, may not have. Raises ApiError."""
+    size, what = embedded_size(media), "images"
+    if size is not None:
+        what = "embeddings"
+    if not info.media if size is None else size != info.embedding_size:  # the engine was replaced meanwhile
+        why = info.no_media if size is None else info.no_embeddings
+        raise ApiError(400, f"`{parameters.prompt_field}` has {what}, but {why}", parameters.prompt_field)
     if parameters.prompt_logprobs_from is not None:
-        raise ApiError(400, "`prompt_logprobs` are of tokens, and this prompt has images", "prompt_logprobs")
+        raise ApiError(400, f"`prompt_logprobs` are of tokens, and this prompt has {what}", "prompt_logprobs")
     if parameters.session:
-        raise ApiError(400, "a prompt in a session may have no images; send the whole conversation", "session_params")
+        raise ApiError(400, f"a prompt in a session may have no {what}; send the whole conversation", "session_params")
 
 
 def _check_grammar(parameters: GenerationRequest, info: EngineInfo, max_tokens: int) -> None:
@@ -454,10 +486,10 @@ class Generation:
             raise ApiError(503, f"{waiting} tokens of prompts wait already, and this server allows no more")
         media = sum(content.size for prompt in self._prompts if prompt.media for content in prompt.media.contents)
         if media > MESSAGE_BYTES_MAX // 2:
-            message = f"the images are {media:,} bytes as the encoder gets them, at most {MESSAGE_BYTES_MAX // 2:,} fit"
+            message = f"the media are {media:,} bytes as the engine gets them, at most {MESSAGE_BYTES_MAX // 2:,} fit"
             raise ApiError(400, message, self.parameters.prompt_field)
         if media and (held := self.bridge.media_bytes) + media > limits.media_bytes_max:
-            raise ApiError(503, f"{held:,} bytes of images of open requests are held, and this server allows no more")
+            raise ApiError(503, f"{held:,} bytes of media of open requests are held, and this server allows no more")
         if admit is not None:
             self.over = admit(prompt_tokens, coming)
         try:

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from lockstep.api.endpoints.errors import ApiError
 from lockstep.api.endpoints.fields import ignored_by, unserved_fields
-from lockstep.api.endpoints.schemas import Body, id_fields, known_fields
+from lockstep.api.endpoints.schemas import Body, id_fields, known_fields, row_fields
 from lockstep.api.processes.text_jobs import JobError, ParseBody
 from lockstep.api.processes.text_processes import PARSED_AT_ONCE_BYTES, TextProcesses, TooManyJobs
 from lockstep.api.settings import Limits
@@ -190,9 +190,13 @@ class BodyReader:
         size = sum(map(len, parts))
         if size > PARSED_AT_ONCE_BYTES:
             limits = self.limits
-            known, ids = known_fields(schema), id_fields(schema)
+            known, ids, rows = known_fields(schema), id_fields(schema), row_fields(schema)
             longest = max(self.characters_max(), TEXT_CHARACTERS)
-            job = ParseBody(known, ids, size, FIELDS_MAX, limits.ids_max, limits.values_max, longest)
+            job = ParseBody(
+                *(known, ids, size, FIELDS_MAX, limits.ids_max, limits.values_max, longest),
+                rows=rows,
+                numbers_max=limits.embedding_numbers_max,
+            )
             return await in_process(self.processes.parse(job, parts))
         try:
             return msgspec.json.decode(b"".join(parts))

@@ -31,6 +31,7 @@ from lockstep.api.endpoints.generation import (
     check_answers,
     check_logprobs,
     check_sampling,
+    embedded_prompts,
     finish_reason,
     prompts_of,
     request_of,
@@ -43,6 +44,7 @@ from lockstep.api.endpoints.schemas import (
     ChatBody,
     ChatMessage,
     CompletionBody,
+    EmbeddingBody,
     GenerateBody,
     OpenAI,
     ResponseBody,
@@ -113,7 +115,7 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
     name = server.model(body.model)
     samples = body.n or 1
     drawn = samples if body.best_of is None else body.best_of
-    given = prompts_of(body.prompt, "prompt")
+    given = _prompts(body)
     check_answers(len(given), drawn, limits, samples_field="n" if drawn == samples else "best_of")
     check_best_of(body, samples, info)
     check_sampling(body, info, limits)
@@ -126,7 +128,7 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
     check_prompt_logprobs(body, info, limits)
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if check_beams(server, call):
-        return await _beams(server, call, [await _prompt(server, one, body) for one in given], name, max_tokens)
+        return await _beams(server, call, await _made(server, given, body), name, max_tokens)
     if not max_tokens and not body.echo:
         raise ApiError(400, "`max_tokens` is 0, so the answer is empty without `echo`", "max_tokens")
     judged = (body.echo and body.logprobs is not None) or body.prompt_logprobs is not None
@@ -141,7 +143,7 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
         prompt_logprobs_from=0 if judged else None,
         prompt_tops=max(body.prompt_logprobs or 0, (body.logprobs or 0) if body.echo else 0),
     )
-    prompts = [await _prompt(server, one, body) for one in given]
+    prompts = await _made(server, given, body)
     generation = server.generate(call, parameters, prompts)
     shape = CompletionShape(server, body, name, parameters.label, best=(samples, drawn))
     return await _answer(server, call, generation, shape)
@@ -153,7 +155,7 @@ async def _beams(
     """Return the answer of a beam search."""
     body, info, chats = call.body, server.info(), isinstance(call.body, ChatBody)
     if any(one.media is not None for one in prompts):
-        raise ApiError(400, "`use_beam_search` takes prompts without images", "use_beam_search")
+        raise ApiError(400, "`use_beam_search` takes texts or token ids as prompts", "use_beam_search")
     label = label_of(body, "chatcmpl" if chats else "cmpl")
     shape = BeamShape(server, body, name, label, int(created_s()), chats)
     for prompt in prompts:  # all are checked before the first one runs
@@ -176,6 +178,25 @@ def check_best_of(body: CompletionBody, samples: int, info: EngineInfo) -> None:
         )
     if not info.logprobs:
         raise ApiError(400, "`best_of` is set, but an emulated engine has no logprobs to compare answers", "best_of")
+
+
+def _prompts(body: CompletionBody) -> Sequence[Any]:
+    """Return the prompts of a body, of which none is made yet. Raises ApiError."""
+    if (body.prompt is None) == (body.prompt_embeds is None):
+        raise ApiError(400, "give either `prompt` or `prompt_embeds`", "prompt")
+    if body.prompt is not None:
+        return prompts_of(body.prompt, "prompt")
+    assert body.prompt_embeds is not None
+    if body.echo:
+        raise ApiError(400, "`echo` needs a prompt of tokens, and `prompt_embeds` has embeddings", "echo")
+    return body.prompt_embeds.prompts
+
+
+async def _made(server: Server, given: Sequence[Any], body: CompletionBody) -> list[Prompt]:
+    """Return the prompts of a body. Raises ApiError."""
+    if body.prompt_embeds is not None:
+        return await embedded_prompts(body.prompt_embeds, "prompt_embeds", server.info())
+    return [await _prompt(server, one, body) for one in given]
 
 
 async def _prompt(server: Server, given: str | Sequence[int], body: CompletionBody) -> Prompt:
@@ -245,8 +266,9 @@ async def chat(server: Server, call: Call[ChatBody]) -> Response:
 
 
 async def chat_prompt(server: Server, call: Call[Any], tools: Tools) -> Prompt:
-    """Render the conversation of a ChatBody or TokenizeBody by the chat template, and tokenise it. Raises ApiError."""
-    body: ChatBody | TokenizeBody = call.body
+    """Render the conversation of a body by the chat template, and tokenise it. Raises ApiError."""
+    body: ChatBody | TokenizeBody | EmbeddingBody = call.body
+    effort = None if isinstance(body, EmbeddingBody) else body.reasoning_effort
     template = None if server.text is None else server.text.chat_template
     return await conversation(
         server,
@@ -254,7 +276,7 @@ async def chat_prompt(server: Server, call: Call[Any], tools: Tools) -> Prompt:
         tools.shown,
         generation_prompt=body.add_generation_prompt,
         go_on=body.continue_final_message,
-        options=template_options(body.chat_template_kwargs, body.reasoning_effort, template, call.ignore),
+        options=template_options(body.chat_template_kwargs, effort, template, call.ignore),
     )
 
 
@@ -300,7 +322,7 @@ async def conversation(
     chat = Conversation(messages, variables, field, go_on, nothing=None if none else "", images=named)
     if named:
         found = await in_process(server.processes.images(chat))
-        return Prompt(found.ids, found.text, found)
+        return Prompt(found.ids, found.text, media=found)
     if characters <= AT_ONCE_CHARACTERS and len(messages) + len(tools or ()) <= AT_ONCE_MESSAGES:
         try:
             written, ids = chat.rendered(text)
@@ -323,6 +345,11 @@ def check_prompt_logprobs(body: OpenAI, info: EngineInfo, limits: Limits) -> Non
         raise ApiError(
             400, "`prompt_logprobs` are known at the end only, and cannot be in a `stream`", "prompt_logprobs"
         )
+
+
+def _shown_ids(prompt: Prompt) -> list[int] | None:
+    """Return the token ids of a prompt; None for given embeddings, which have none."""
+    return None if prompt.is_embedded else list(prompt.ids)
 
 
 def label_of(body: OpenAI, kind: str) -> str:
@@ -538,7 +565,7 @@ class CompletionShape:
         tokens = choice.reply.tokens
         result["logprobs"] = self.logprobs(choice, 0, len(tokens), echo=self.body.echo)
         if self.body.return_token_ids:
-            result |= {"token_ids": tokens, "prompt_token_ids": list(choice.prompt.ids)}
+            result |= {"token_ids": tokens, "prompt_token_ids": _shown_ids(choice.prompt)}
         if self.body.prompt_logprobs is not None:
             result["prompt_logprobs"] = self.likeliest_of_prompt(choice)
         return result
@@ -623,7 +650,7 @@ class CompletionShape:
         if self.body.return_token_ids:
             result["token_ids"] = tokens_of(piece)
             if not piece.first:
-                result["prompt_token_ids"] = list(piece.choice.prompt.ids)
+                result["prompt_token_ids"] = _shown_ids(piece.choice.prompt)
         return result
 
     def _end(self, choice: Choice) -> dict[str, Any]:
@@ -672,7 +699,7 @@ class ChatShape(CompletionShape):
         result |= self._end(choice)
         result["logprobs"] = self.chat_logprobs(choice, 0, len(choice.reply.tokens))
         if self.body.return_token_ids:
-            result |= {"token_ids": choice.reply.tokens, "prompt_token_ids": list(choice.prompt.ids)}
+            result |= {"token_ids": choice.reply.tokens, "prompt_token_ids": _shown_ids(choice.prompt)}
         return result
 
     def _message(self, choice: Choice, text: str) -> dict[str, Any]:

@@ -7,130 +7,34 @@ change the answer: it is accepted with a value that changes none, and refused by
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
 from functools import cache
-from itertools import chain
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
-from lockstep.core.contract.text import CONTROLS
-
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Count = Annotated[int, Field(ge=0, lt=2**31)]
-Text = Annotated[str, Field(max_length=2**27)]
-Name = Annotated[str, Field(max_length=256)]
-
-
-def _check_label(value: str) -> str:
-    """Check a client's name for its request. Logs and terminals show it, so control characters are refused."""
-    for at, character in enumerate(value):
-        if ord(character) in CONTROLS:
-            raise ValueError(f"Character {at} is a control character, {CONTROLS[ord(character)]}; leave it out")
-    return value
-
-
-Label = Annotated[Name, AfterValidator(_check_label)]
-
-ITEMS_MAX = 2**14
-"""Greatest length of a list of objects (messages, parts, tools). Each object costs a microsecond or more to check."""
-
-Item = TypeVar("Item")
-Items = Annotated[list[Item], Field(max_length=ITEMS_MAX, fail_fast=True)]
-"""A list with only its first error reported: a report of a million errors takes minutes, and gigabytes."""
-
-Objects = Items[dict[str, Any]]
-
-
-def _check_ids(value: Any) -> Sequence[int]:
-    """Check a list of token ids, without a Python step for each. An array was checked by `text_jobs`."""
-    if isinstance(value, array):
-        return value
-    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
-        raise ValueError("Input should be a list of token ids")
-    if value and not 0 <= min(value) <= max(value) < 2**31:
-        raise ValueError(f"Token ids should be 0 to {2**31 - 1}")
-    return value
-
-
-def _check_texts(value: Any) -> str | list[str]:
-    """Check a text, or a list of texts."""
-    if isinstance(value, str) or (isinstance(value, list) and set(map(type, value)) <= {str}):
-        return value
-    raise ValueError("Input should be a text or a list of texts")
-
-
-def _check_id_lists(value: Any) -> Sequence[Any]:
-    """Check token ids, or a list of lists of token ids."""
-    if isinstance(value, list) and value and set(map(type, value)) <= {list, array}:
-        _check_ids(list(chain.from_iterable([one for one in value if isinstance(one, list)])))
-        return value
-    return _check_ids(value)
-
-
-def _check_prompts(value: Any) -> str | Sequence[Any]:
-    """Check a text, token ids, or a list of one kind of these."""
-    kinds = set(map(type, value)) if isinstance(value, list) else {type(value)}
-    if kinds == {int} or (kinds and kinds <= {list, array}):
-        return _check_id_lists(value)
-    if dict in kinds:
-        raise ValueError("Objects, such as images, cannot be embedded here: give texts or token ids")
-    if not isinstance(value, str) and not (isinstance(value, list) and kinds <= {str}):
-        raise ValueError("Input should be a text, a list of texts, token ids, or a list of lists of token ids")
-    return value
-
-
-def _check_bias(value: Any) -> dict[str, float]:
-    """Check biases of logits by token id, which is a text in JSON."""
-    if not isinstance(value, dict) or not set(map(type, value.values())) <= {int, float}:
-        raise ValueError("Input should be an object of numbers, by token id")
-    if value and not -100.0 <= min(value.values()) <= max(value.values()) <= 100.0:
-        raise ValueError("A bias should be -100 to 100")
-    return value
-
-
-def _check_arguments(value: Any) -> dict[str, dict[str, Any]]:
-    """Check an object of objects."""
-    if not isinstance(value, dict) or not set(map(type, value.values())) <= {dict}:
-        raise ValueError("Input should be an object of objects, by name")
-    return value
-
-
-def _check_metadata(value: Any) -> dict[str, str]:
-    """Check texts by name, within OpenAI's limits of number and length."""
-    if not isinstance(value, dict) or len(value) > 16 or not set(map(type, value.values())) <= {str}:
-        raise ValueError("Input should be an object of at most 16 texts")
-    if any(len(name) > 64 or len(text) > 512 for name, text in value.items()):
-        raise ValueError("Names should have at most 64 characters, texts 512")
-    return value
-
-
-def _check_documents(value: Any) -> list[Any]:
-    """Check a list of texts or objects, without a Python step for each."""
-    if not isinstance(value, list) or not set(map(type, value)) <= {str, dict}:
-        raise ValueError("Input should be a list of texts")
-    return value
-
-
-TEXTS_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-IDS_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
-ID_LISTS_SCHEMA: dict[str, Any] = {"anyOf": [IDS_SCHEMA, {"type": "array", "items": IDS_SCHEMA}]}
-PROMPTS_SCHEMA = {"anyOf": [TEXTS_SCHEMA, ID_LISTS_SCHEMA]}
-BIAS_SCHEMA = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
-
-OBJECTS_SCHEMA = {"type": "object", "additionalProperties": {"type": "object"}}
-DOCUMENTS_SCHEMA = {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "object"}]}}
-METADATA_SCHEMA = {"type": "object", "maxProperties": 16, "additionalProperties": {"type": "string", "maxLength": 512}}
-
-Arguments = Annotated[dict[str, dict[str, Any]], PlainValidator(_check_arguments), WithJsonSchema(OBJECTS_SCHEMA)]
-Metadata = Annotated[dict[str, str], PlainValidator(_check_metadata), WithJsonSchema(METADATA_SCHEMA)]
-Documents = Annotated[list[Any], PlainValidator(_check_documents), WithJsonSchema(DOCUMENTS_SCHEMA)]
-TokenIdList = Annotated[Sequence[int], PlainValidator(_check_ids), WithJsonSchema(IDS_SCHEMA)]
-TextOrTexts = Annotated[str | list[str], PlainValidator(_check_texts), WithJsonSchema(TEXTS_SCHEMA)]
-IdLists = Annotated[Sequence[Any], PlainValidator(_check_id_lists), WithJsonSchema(ID_LISTS_SCHEMA)]
-Prompts = Annotated[str | Sequence[Any], PlainValidator(_check_prompts), WithJsonSchema(PROMPTS_SCHEMA)]
-Biases = Annotated[dict[str, float], PlainValidator(_check_bias), WithJsonSchema(BIAS_SCHEMA)]
+from lockstep.api.endpoints.field_types import (
+    Arguments,
+    Biases,
+    Count,
+    Documents,
+    Embedded,
+    IdLists,
+    Int64,
+    Item,
+    Items,
+    Label,
+    Metadata,
+    Name,
+    Objects,
+    Prompts,
+    Text,
+    TextOrTexts,
+    TokenIdList,
+    check_id_lists,
+    check_ids,
+    check_prompts,
+)
+from lockstep.host.media.given import GivenRows
 
 Seconds = Annotated[float, Field(gt=0.0, le=1e6)]
 EngineNumber = Annotated[int, Field(ge=0, lt=2**31)]
@@ -144,19 +48,16 @@ EXPIRES_MIN_S, EXPIRES_MAX_S = 3600, 2_592_000
 NOTHING = (None, False, "", 0)
 
 PICKLED = "is a pickle, which may run code; put the tensors into shared memory as safetensors: `shared_memory`"
-NOT_HERE = "which this server does not have"
+FOR_PAIRS = "is for pairs of texts: give them to /v1/score or /v1/rerank, which find the types of their tokens"
 EMBEDDED = "is not supported: prompts are tokens, so that a journal can repeat them"
 WHY = {
     "serialized_named_tensors": PICKLED,
     "custom_logit_processor": "is a program, which clients may not send; `logit_processors` selects the operator's",
     "logits_processors": "are programs, which clients may not send; `logit_processors` selects the operator's",
     "response_format": "is a field of chat completions; the field of a response is `text.format`",
-    "input_embeds": f"{EMBEDDED}; give `text` or `input_ids`",
-    "prompt_embeds": f"{EMBEDDED}; give `prompt`",
     "embed_overrides": f"{EMBEDDED}; leave it out",
-    "token_type_ids": f"is for cross-encoders, {NOT_HERE}; /score and /rerank compare vectors",
-    "is_cross_encoder_request": f"is for cross-encoders, {NOT_HERE}; /score and /rerank compare vectors",
-    "messages": f"is for models that embed conversations with images, {NOT_HERE}; give `input`",
+    "token_type_ids": FOR_PAIRS,
+    "is_cross_encoder_request": FOR_PAIRS,
     "abort_all": "is for operators: /abort_all on --admin-socket",
 }
 """Known field that is not served -> the text of the error after its name."""
@@ -186,7 +87,7 @@ class Body(BaseModel):
     """Schemas of other endpoints, one of which the handler applies to the body."""
 
 
-TOKEN_IDS = frozenset((_check_ids, _check_id_lists, _check_prompts))
+TOKEN_IDS = frozenset((check_ids, check_id_lists, check_prompts))
 
 
 @cache
@@ -202,6 +103,18 @@ def id_fields(body: type[Body]) -> frozenset[str]:
             if isinstance(kind, type) and issubclass(kind, Body):
                 found |= id_fields(kind)
     return frozenset(found).union(*map(id_fields, body.PASSED_TO))
+
+
+@cache
+def row_fields(body: type[Body]) -> frozenset[str]:
+    """Return the names of the fields of a body that may have given embeddings."""
+    found = {
+        name
+        for name, one in body.model_fields.items()
+        for kind in (one.annotation, *get_args(one.annotation))
+        if kind is GivenRows or GivenRows in get_args(kind)
+    }
+    return frozenset(found).union(*map(row_fields, body.PASSED_TO))
 
 
 @cache
@@ -368,7 +281,6 @@ class OpenAI(Sampling, StructuredOpenAI, Timed):
         "guided_whitespace_pattern": (),
         "kv_transfer_params": (),
         "logits_processors": (),
-        "prompt_embeds": (),
         "return_hidden_states": (),
         "return_tokens_as_token_ids": (),
         "session_params": (),
@@ -379,7 +291,8 @@ class OpenAI(Sampling, StructuredOpenAI, Timed):
 class CompletionBody(OpenAI):
     """POST /v1/completions"""
 
-    prompt: Prompts
+    prompt: Prompts | None = None
+    prompt_embeds: Embedded | None = None  # vLLM: given embeddings, in place of `prompt`
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     logprobs: Count | None = None
@@ -433,6 +346,7 @@ class ChatBody(OpenAI):
         "max_dynamic_patch": (),
         "min_dynamic_patch": (),
         "moderation": (),
+        "prompt_embeds": (),
         "return_flat_raw_output_top_logprobs": (),
         "return_flat_raw_top_logprobs_b64": (),
         "return_input_ids_in_sglext": (),
@@ -496,8 +410,7 @@ class SessionParams(Body):
     offset: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     replace: bool | None = None  # true: the turn replaces all earlier ones, so no token of the session is kept
     drop_previous_output: bool | None = None  # true: the tokens up to the output of the last completed turn are kept
-
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"rid": ()}
+    rid: Label | None = None  # id of a completed turn, up to whose output the tokens are kept
 
 
 INTERNAL = frozenset(
@@ -525,6 +438,7 @@ class GenerateBody(Timed):
 
     text: TextOrTexts | None = None
     input_ids: IdLists | None = None
+    input_embeds: Embedded | None = None  # given embeddings, in place of texts or ids
     sampling_params: NativeSampling | OfEach[NativeSampling] = NativeSampling()
     return_logprob: bool | OfEach[bool] | None = None
     # prompt position of the first logprob; -1, None: none of the prompt
@@ -576,7 +490,6 @@ class GenerateBody(Timed):
         "bootstrap_room": (),
         "custom_logit_processor": (),
         "image_data": (),
-        "input_embeds": (),
         "video_data": (),
     }
     COMFORT: ClassVar[frozenset[str]] = PLACEMENT | INTERNAL
@@ -587,6 +500,11 @@ class EmbeddingBody(Timed):
 
     model: Name | None = None
     input: Prompts | None = None
+    # vLLM: one conversation in place of `input`, with images for a model that takes them
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     user: Name | None = None
@@ -598,8 +516,8 @@ class EmbeddingBody(Timed):
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "embed_override_token_id": (),
+        "chat_template": (),
         "embed_overrides": (),
-        "messages": (),
         "token_type_ids": (),
         "cache_salt": (),
         "padding": (),
@@ -630,6 +548,7 @@ class ScoreBody(Timed):
     priority: Int64 | None = None
     data_parallel_rank: EngineNumber | None = None  # engine of several that runs the requests
     truncate_prompt_tokens: Truncation | None = None
+    use_activation: bool | None = None  # of a cross-encoder; false: its logit in place of its score
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "embed_override_token_id": (),
@@ -644,6 +563,26 @@ class ScoreBody(Timed):
     }
 
 
+class ClassifyBody(Timed):
+    """POST /classify, /v1/classify"""
+
+    model: Name | None = None
+    input: Prompts
+    user: Name | None = None
+    priority: Int64 | None = None
+    data_parallel_rank: EngineNumber | None = None  # engine of several that runs the requests
+    truncate_prompt_tokens: Truncation | None = None
+    add_special_tokens: bool = True
+    use_activation: bool | None = None  # false: logits in place of probabilities
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "cache_salt": (),
+        "mm_processor_kwargs": (),
+        "truncation_side": ("left",),
+    }
+    COMFORT: ClassVar[frozenset[str]] = frozenset({"padding", "request_id"})
+
+
 class RerankBody(Timed):
     """POST /rerank, /v1/rerank, /v2/rerank"""
 
@@ -656,6 +595,7 @@ class RerankBody(Timed):
     priority: Int64 | None = None
     data_parallel_rank: EngineNumber | None = None  # engine of several that runs the requests
     truncate_prompt_tokens: Truncation | None = None
+    use_activation: bool | None = None  # of a cross-encoder; false: its logit in place of its score
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "chat_template_kwargs": (),
@@ -663,7 +603,6 @@ class RerankBody(Timed):
         "cache_salt": (),
         "padding": (),
         "truncation_side": ("left",),
-        "use_activation": (),
         "instruct": (),
         "instruction": (),
         "max_chunks_per_doc": (),
@@ -928,6 +867,7 @@ class EncodeBody(Timed):
 
     text: TextOrTexts | None = None
     input_ids: IdLists | None = None
+    input_embeds: Embedded | None = None  # given embeddings, in place of texts or ids
     rid: Label | OfEach[Label] | None = None
     priority: Int64 | None = None
     data_parallel_rank: EngineNumber | None = None  # engine of several that runs the requests
@@ -937,7 +877,6 @@ class EncodeBody(Timed):
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "audio_data": (),
         "image_data": (),
-        "input_embeds": (),
         "is_cross_encoder_request": (),
         "video_data": (),
     }

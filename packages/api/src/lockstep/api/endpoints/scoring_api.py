@@ -1,8 +1,11 @@
-"""POST /score and /rerank: probabilities and similarities of texts, without generated tokens.
+"""POST /score, /rerank and /classify: probabilities and similarities of texts, without generated tokens.
 
 query + items, label_token_ids    probability of each label as the next token after each item, as in SGLang
 text_1, text_2                    similarity of texts: the cosine of their vectors, as in vLLM for such models
 query, documents                  the documents by similarity, as in Jina, Cohere and vLLM
+input                             probabilities of the labels of a model that classifies, as in vLLM
+
+A cross-encoder, a model with one label, reads both texts of a pair in one prompt, and its score is the similarity.
 """
 
 from __future__ import annotations
@@ -20,10 +23,13 @@ from lockstep.api.endpoints.embeddings_api import pooled, prompt_of
 from lockstep.api.endpoints.errors import ApiError
 from lockstep.api.endpoints.generation import Prompt, check_answers, prompts_of
 from lockstep.api.endpoints.http import JsonResponse
-from lockstep.api.endpoints.schemas import RerankBody, ScoreBody
+from lockstep.api.endpoints.schemas import ClassifyBody, RerankBody, ScoreBody
 from lockstep.api.endpoints.server import GENERATION, Call, Server
+from lockstep.api.processes.wire import EngineInfo
 from lockstep.host.batches import Float32s
 
+PAIR_TOKENS_MIN = 8
+"""Least number of tokens to which a pair of texts is cut: the marks around them take up to four."""
 BY_LABELS, BY_VECTORS = ("query", "items", "label_token_ids"), ("text_1", "text_2")
 
 
@@ -36,6 +42,9 @@ async def score(server: Server, call: Call[ScoreBody]) -> Response:
             "give `query`, `items` and `label_token_ids` to score labels, or `text_1` and `text_2` to compare texts"
         )
         raise ApiError(400, message, (labels or BY_LABELS)[0])
+    if labels and server.info().labels:
+        message = "this model has labels of its own; give `text_1` and `text_2`, or `input` to /classify"
+        raise ApiError(400, message, "label_token_ids")
     requested, given = (BY_LABELS, labels) if labels else (BY_VECTORS, vectors)
     for name in requested:
         if name not in given:
@@ -103,8 +112,13 @@ async def _nearness(server: Server, call: Call[ScoreBody]) -> Response:
         message = f"`text_1` has {len(left)} texts, but must have 1, or as many as `text_2`, which has {len(right)}"
         raise ApiError(400, message, "text_1")
     name = server.model(body.model)
-    vectors, tokens = await _unit_vectors(server, call, [*left, *right], "text_2")
-    near = (vectors[: len(left)] * vectors[len(left) :]).sum(axis=1)
+    near: NDArray[np.float64]
+    if server.info().labels:
+        pairs = list(zip(left * (len(right) // len(left)), right, strict=True))
+        near, tokens = await _crossed(server, call, pairs, "text_2")
+    else:
+        vectors, tokens = await _unit_vectors(server, call, [*left, *right], "text_2")
+        near = (vectors[: len(left)] * vectors[len(left) :]).sum(axis=1)
     data = [{"index": number, "object": "score", "score": value} for number, value in enumerate(near.tolist())]
     result = {"id": f"score-{secrets.token_hex(16)}", "object": "list", "created": int(time.time()), "model": name}
     return JsonResponse({**result, "data": data, **_used(call, tokens)})
@@ -118,8 +132,12 @@ async def rerank(server: Server, call: Call[RerankBody]) -> Response:
     texts = [_document(one, number) for number, one in enumerate(body.documents)]
     if not texts:
         raise ApiError(400, "`documents` is empty", "documents")
-    vectors, tokens = await _unit_vectors(server, call, [body.query, *texts], "documents")
-    near = vectors[1:] @ vectors[0]
+    near: NDArray[np.float64]
+    if server.info().labels:
+        near, tokens = await _crossed(server, call, [(body.query, text) for text in texts], "documents")
+    else:
+        vectors, tokens = await _unit_vectors(server, call, [body.query, *texts], "documents")
+        near = vectors[1:] @ vectors[0]
     order = np.argsort(-near, kind="stable")[: body.top_n]
     results = [
         {"index": at, "relevance_score": float(near[at])}
@@ -135,6 +153,60 @@ def _document(given: str | dict[str, Any], number: int) -> str:
     if not isinstance(text, str):
         raise ApiError(400, f"`documents.{number}` must be a text, or an object with a `text`", "documents")
     return text
+
+
+async def _crossed(
+    server: Server, call: Call[Any], pairs: list[tuple[str, str]], field: str
+) -> tuple[NDArray[np.float64], int]:
+    """Return the score of each pair of texts by a cross-encoder, and the number of tokens. Raises ApiError."""
+    info = server.info()
+    if len(info.labels) != 1:
+        message = f"this model has {len(info.labels)} labels, and a pair of texts has one score; use /classify"
+        raise ApiError(400, message, "model")
+    check_answers(len(pairs), 1, server.limits, field)
+    most = call.body.truncate_prompt_tokens
+    if most is not None:
+        most = info.prompt_tokens_max if most < 0 else max(most, PAIR_TOKENS_MIN)
+    prompts = [await server.encode_pair(f"`{field}`", *pair, most) for pair in pairs]
+    found, tokens = await pooled(server, call, prompts, "score", field)
+    return label_probabilities(np.stack(found), _activation(call, info))[:, 0], tokens
+
+
+def label_probabilities(logits: NDArray[np.float32], activation: str) -> NDArray[np.float64]:
+    """Return the scores of labels by their logits, [prompts, labels] both.
+
+    Args:
+        activation: sigmoid, softmax (over the labels) or identity.
+    """
+    exact = logits.astype(np.float64)
+    if activation == "sigmoid":
+        return np.asarray(0.5 * (1.0 + np.tanh(0.5 * exact)), np.float64)
+    if activation == "softmax":
+        weights = np.exp(exact - exact.max(axis=1, keepdims=True))
+        return np.asarray(weights / weights.sum(axis=1, keepdims=True), np.float64)
+    return exact
+
+
+def _activation(call: Call[Any], info: EngineInfo) -> str:
+    return "identity" if call.body.use_activation is False else info.activation
+
+
+async def classify(server: Server, call: Call[ClassifyBody]) -> Response:
+    """Compute the probabilities of the labels of a model that classifies."""
+    body, info = call.body, server.info()
+    name = server.model(body.model)
+    if not info.labels:
+        raise ApiError(400, "this model has no head of labels, so it cannot classify", "model")
+    given = prompts_of(body.input, "input")
+    check_answers(len(given), 1, server.limits, "input")
+    prompts = [await prompt_of(server, one, "input", special=body.add_special_tokens) for one in given]
+    logits, tokens = await pooled(server, call, prompts, "score", "input")
+    data = [
+        {"index": number, "label": info.labels[int(one.argmax())], "probs": one.tolist(), "num_classes": len(one)}
+        for number, one in enumerate(label_probabilities(np.stack(logits), _activation(call, info)))
+    ]
+    result = {"id": f"classify-{secrets.token_hex(16)}", "object": "list", "created": int(time.time()), "model": name}
+    return JsonResponse({**result, "data": data, **_used(call, tokens)})
 
 
 async def _unit_vectors(

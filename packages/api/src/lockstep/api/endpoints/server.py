@@ -197,6 +197,23 @@ class Server:
             await asyncio.sleep(0)
         return ids
 
+    async def encode_pair(self, what: str, first: str, second: str, most: int | None) -> Prompt:
+        """Return two texts as one prompt, in a text process if they are long. Raises ApiError, as `encode` does.
+
+        Args:
+            most: greatest number of tokens; the longer text is cut. None: nothing is cut.
+        """
+        text = self.needs_text(what)
+        self.check_length(what, len(first) + len(second))
+        ids: Sequence[int]
+        types: Sequence[int]
+        if len(first) + len(second) > AT_ONCE_CHARACTERS:
+            ids, types = await in_process(self.processes.encode_pair(first, second, most))
+        else:
+            ids, types = text.encode_pair(first, second, most)
+            await asyncio.sleep(0)  # it may be one of many
+        return Prompt(ids, types=bytes(types) if self.info().token_types > 1 and any(types) else b"")
+
     async def decode(self, what: str, ids: Sequence[int], *, verbatim: bool = False) -> str:
         """Convert token ids to text, in a text process if they are many. Raises ApiError without a tokenizer.
 

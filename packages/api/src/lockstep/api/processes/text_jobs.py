@@ -17,10 +17,11 @@ from typing import Any, Literal
 import msgspec
 
 from lockstep.api.text.rendering import Conversation
+from lockstep.host.media.given import BadEmbeddings, GivenRows, rows_of
 
 SIZE = struct.Struct("<Q")
-IDS_CODE = 1
-"""Extension type of MessagePack for token ids: int32, little-endian."""
+IDS_CODE, ROWS_CODE = 1, 2
+"""Extension types of MessagePack: token ids, int32, little-endian; and GivenRows."""
 
 SHOWN_BYTES = 4096
 """Greatest JSON of an unknown field that is parsed. Of a larger one only the name counts."""
@@ -37,7 +38,9 @@ class ParseBody(msgspec.Struct, frozen=True, tag="parse"):
         ids: those of `known` that may have token ids.
         size: bytes of the body.
         fields_max: greatest number of fields.
+        rows: those of `known` that may have given embeddings.
         ids_max: greatest number of token ids.
+        numbers_max: greatest number of numbers of given embeddings.
         values_max: greatest number of values, where a list of token ids is one value.
         characters_max: length of the longest text that is passed on; a longer one cannot fit any prompt.
     """
@@ -49,6 +52,8 @@ class ParseBody(msgspec.Struct, frozen=True, tag="parse"):
     ids_max: int
     values_max: int
     characters_max: int = 2**62
+    rows: frozenset[str] = frozenset()
+    numbers_max: int = 2**62
 
 
 class EncodeText(msgspec.Struct, frozen=True, tag="encode"):
@@ -56,6 +61,14 @@ class EncodeText(msgspec.Struct, frozen=True, tag="encode"):
 
     text: str
     special: bool
+
+
+class EncodePair(msgspec.Struct, frozen=True, tag="pair"):
+    """Tokenise two texts as one prompt, of at most so many tokens."""
+
+    first: str
+    second: str
+    most: int | None
 
 
 class DecodeTokens(msgspec.Struct, frozen=True, tag="decode"):
@@ -77,7 +90,7 @@ class RenderImages(msgspec.Struct, frozen=True, tag="images"):
     chat: Conversation | None
 
 
-Job = ParseBody | EncodeText | DecodeTokens | RenderChat | RenderImages
+Job = ParseBody | EncodeText | EncodePair | DecodeTokens | RenderChat | RenderImages
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -112,7 +125,7 @@ def token_ids(raw: bytes) -> array[int]:
 
 
 def packed(value: Any) -> bytes:
-    """Return a value as MessagePack. Arrays of token ids are in it as int32."""
+    """Return a value as MessagePack. Arrays of token ids are in it as int32, given embeddings as float32."""
     return msgspec.msgpack.encode(value, enc_hook=_packed_ids)
 
 
@@ -128,6 +141,8 @@ def _packed_ids(value: Any) -> Any:
 
 
 def _unpacked_ids(code: int, data: memoryview) -> Any:
+    if code == ROWS_CODE:
+        return msgspec.msgpack.decode(data, type=GivenRows)
     if code != IDS_CODE:
         raise ValueError(f"extension {code} in a message")
     return token_ids(bytes(data))
@@ -159,6 +174,8 @@ def parse_body(job: ParseBody, raw: bytes | bytearray) -> Any:
             if raw_value.count(b",") >= job.ids_max:
                 raise JobError(f"`{name}` has more than {job.ids_max} token ids (ids_max)", name)
             found[name] = _ids(raw_value, name, kind)
+        elif name in job.rows and OF_ROWS.match(raw_value):
+            found[name] = _given(raw_value, name, job.numbers_max)
         else:
             values -= _values(raw_value)
             if values < 0:
@@ -194,6 +211,7 @@ def _check_length(value: Any, name: str, most: int) -> None:
 
 
 STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+OF_ROWS = re.compile(rb'\s*(\[\s*\[|\[?\s*")')  # a list of lists, a text or a list of texts
 OF_IDS, OF_ID_LISTS = re.compile(rb"\s*\[\s*[-0-9]"), re.compile(rb"\s*\[\s*\[\s*[-0-9]")
 
 
@@ -208,6 +226,22 @@ def _kind_of_ids(raw: bytes) -> Literal["ids", "lists"] | None:
     if OF_IDS.match(raw):
         return "ids"
     return "lists" if OF_ID_LISTS.match(raw) else None
+
+
+def _given(raw: bytes, name: str, most: int) -> msgspec.msgpack.Ext:
+    """Return given embeddings as they are sent. Raises JobError."""
+    too_many = JobError(f"`{name}` has more than {most} numbers (embedding_numbers_max)", name)
+    if (raw.count(b",") + 1 if b'"' not in raw else len(raw) * 3 // 4 // 8) > most:
+        raise too_many
+    try:
+        given = rows_of(msgspec.json.decode(raw))
+        if sum(len(one.data) for one in given.prompts) > 4 * most:
+            raise too_many
+        return msgspec.msgpack.Ext(ROWS_CODE, msgspec.msgpack.encode(given))
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise JobError(f"Invalid JSON: {error}") from None
+    except BadEmbeddings as error:
+        raise JobError(f"`{name}` {error}", name) from None
 
 
 def _ids(raw: bytes, name: str, kind: Literal["ids", "lists"]) -> Any:

@@ -27,6 +27,7 @@ from lockstep.api.processes.text_jobs import (
     SIZE,
     DecodeTokens,
     Done,
+    EncodePair,
     EncodeText,
     Job,
     JobError,
@@ -146,6 +147,9 @@ def _result(text: Texts | None, job: Job, body: bytes | bytearray) -> Any:
     match job:
         case EncodeText():
             return array("i", text.encode(job.text, special=job.special))
+        case EncodePair():
+            ids, types = text.encode_pair(job.first, job.second, job.most)
+            return array("i", ids), bytes(types)
         case DecodeTokens():
             return (text.verbatim() if job.verbatim else text).decode(token_ids(job.ids))
         case RenderChat():

@@ -29,6 +29,7 @@ from lockstep.api.processes.text_jobs import (
     SIZE,
     DecodeTokens,
     Done,
+    EncodePair,
     EncodeText,
     Job,
     JobError,
@@ -113,6 +114,11 @@ class TextProcesses:
         """Return the token ids of a text. Raises JobError, TooManyJobs."""
         ids: array[int] = unpacked(await self._result(EncodeText(text, special), ()))
         return ids
+
+    async def encode_pair(self, first: str, second: str, most: int | None) -> tuple[array[int], bytes]:
+        """Return the token ids of two texts in one prompt, and their types. Raises JobError, TooManyJobs."""
+        ids, types = unpacked(await self._result(EncodePair(first, second, most), ()))
+        return ids, types
 
     async def decode(self, ids: Sequence[int], *, verbatim: bool = False) -> str:
         """Return the text of token ids, with `verbatim` also of special tokens. Raises JobError, TooManyJobs."""

@@ -324,6 +324,7 @@ RouterMessage = (
 
 
 NO_MEDIA = "this model takes text only"
+NO_EMBEDDINGS = "an emulated engine takes tokens only"
 
 
 class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -348,6 +349,11 @@ class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     no_grammars: str = "this engine has no grammar backend; leave it out"  # cause and remedy, if there is none
     media: tuple[str, ...] = ()  # kinds of media that prompts may have: image
     no_media: str = NO_MEDIA  # why they may not, if there are none
+    labels: tuple[str, ...] = ()  # of a model that classifies prompts; (): it does not
+    activation: str = ""  # from logits of labels to scores: sigmoid, softmax or identity
+    token_types: int = 0  # number of types that tokens of a prompt may have
+    embedding_size: int = 0  # numbers of a given embedding, in place of a token; 0: prompts are tokens
+    no_embeddings: str = NO_EMBEDDINGS  # why prompts are tokens only, if they are
     weights_version: int = 0  # when the worker was welcomed; Gauges carry later versions
 
 

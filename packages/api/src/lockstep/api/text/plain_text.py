@@ -31,6 +31,9 @@ class Texts(Protocol):
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the token ids of a text, with `special` including the tokens that the tokenizer adds to every text."""
 
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], list[int]]:
+        """Return the token ids of two texts in one prompt, at most `most`, and the type of each token."""
+
     def characters_max(self) -> int:
         """Return the largest number of characters of one token."""
 
@@ -70,6 +73,11 @@ class PlainText:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return one token per byte of UTF-8. A code point that UTF-8 cannot encode, a lone surrogate, becomes "?"."""
         return list(text.encode("utf-8", "replace"))
+
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], list[int]]:
+        """Return the tokens of one text behind those of another; their types are 0 and 1."""
+        ids, more = self.encode(first), self.encode(second)
+        return [*ids, *more][:most], [*([0] * len(ids)), *([1] * len(more))][:most]
 
     def characters_max(self) -> int:
         """Return 1: a prompt token is a byte, and a character has one or more bytes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -49,6 +50,7 @@ class TransformersDecoder(LanguageModel):
         self.decoder = self.base.get_decoder() if pictured else self.base
         inside = next((f"{name}." for name, one in self.base.named_modules() if one is self.decoder and name), "")
         self.pictures = PictureEncoder(self.base, self.dtype, self.device) if pictured else None
+        self.embedding_size = _embedding_size(self.decoder, self.base)
         of_width = make.device.type == "cpu"  # kernels of GPUs have no heads of this width yet
         self.latents = tuple(take_latents(self.decoder)) if of_width else ()
         self.mixers = tuple(take_mixers(self.decoder, self.current))
@@ -103,10 +105,10 @@ class TransformersDecoder(LanguageModel):
         if not batch.tokens:
             return torch.empty(0, self.settings.hidden, dtype=self.dtype, device=self.device)
         given: dict[str, Any] = {"position_ids": batch.positions[None]}
-        if self.pictures is None:
+        if self.pictures is None and batch.media is None:
             given["input_ids"] = batch.token_ids[None]
         else:
-            given |= self._with_pictures(batch)
+            given |= self._with_media(batch)
         self.current.batch, self.current.attention = batch, attention
         try:
             out = self.decoder(**given, use_cache=False)
@@ -115,8 +117,8 @@ class TransformersDecoder(LanguageModel):
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
-    def _with_pictures(self, batch: ForwardBatch) -> dict[str, Any]:
-        """Return the arguments of the decoder for a pass in which some tokens may be those of pictures."""
+    def _with_media(self, batch: ForwardBatch) -> dict[str, Any]:
+        """Return the arguments of the decoder for a pass in which embeddings may take the place of tokens."""
         ids = batch.token_ids.clamp(min=0)  # placeholders, and drafts that repeat them
         given: dict[str, Any] = {}
         if batch.rope_offsets is not None:
@@ -175,6 +177,14 @@ class TransformersDecoder(LanguageModel):
     def surplus(self, name: str) -> bool:
         """Return whether a checkpoint may hold this tensor although it is not read, because it follows from others."""
         return self.names.surplus(name)
+
+
+def _embedding_size(decoder: Any, base: Any) -> int:
+    """Return the numbers of an embedding that takes the place of a token; 0 if a layer needs the token as well."""
+    accepted = inspect.signature(inspect.unwrap(decoder.forward)).parameters
+    if "inputs_embeds" not in accepted or "per_layer_inputs" in accepted:
+        return 0
+    return int(base.get_input_embeddings().embedding_dim)
 
 
 class _Decoded(nn.Module):

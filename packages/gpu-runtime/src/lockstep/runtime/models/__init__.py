@@ -233,6 +233,10 @@ def _builder(config: Mapping[str, Any], backend: ModelBackend) -> Builder:
             f"`architectures` of config.json begins with `{named}`, which transformers' code runs (our own runs "
             f'{known}), but transformers is not installed\nhint: pip install "lockstep-runtime[transformers]"'
         )
+    from lockstep.runtime.from_transformers.encoder import TransformersEncoder, is_encoder
+
+    if is_encoder(config):
+        return TransformersEncoder
     from lockstep.runtime.from_transformers.decoder import TransformersDecoder
 
     return TransformersDecoder

@@ -134,6 +134,7 @@ class Decoder(LanguageModel):
             self.head = self.embeddings if tied_head else VocabEmbedding(whole, settings.vocab, settings.hidden)
             assert self.head is not None
             self.head.packed = packable(self.head.weight)
+        self.embedding_size = settings.hidden
         query, key, _ = stack[0].attention.qkv.sizes
         self.layers, self.first_layer = len(own), own.start
         self.head_dim, self.scale = settings.head_dim, settings.head_dim**-0.5
@@ -171,7 +172,10 @@ class Decoder(LanguageModel):
             residual, added = batch.hidden.unbind()
             return residual, added
         assert self.embeddings is not None
-        return self.embeddings.embed(batch.token_ids), None
+        if batch.media is None:
+            return self.embeddings.embed(batch.token_ids), None
+        found = self.embeddings.embed(batch.token_ids.clamp(min=0))  # placeholders are negative
+        return found.index_copy(0, batch.media.at, batch.media.embeddings.to(found.dtype)), None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [samples, vocab] of hidden states [samples, hidden] that `forward` returned.

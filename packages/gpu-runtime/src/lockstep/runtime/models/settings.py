@@ -53,6 +53,9 @@ class ModelSettings:
     end_tokens: tuple[int, ...] = ()
     quantization: WeightFormat | None = None  # how matrices of layers are quantised; None: they are not
     backend: Literal["native", "transformers"] = "native"  # the code that runs it
+    labels: tuple[str, ...] = ()  # of a head that classifies whole prompts; empty: there is none
+    activation: Literal["sigmoid", "softmax", "identity"] = "softmax"  # from logits of labels to scores
+    token_types: int = 0  # number of types that tokens of a prompt may have; 0: tokens have no type
     described: tuple[tuple[str, str], ...] = ()  # all fields of its config and their JSON, for code of transformers
 
 

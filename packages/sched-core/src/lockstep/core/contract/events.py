@@ -155,6 +155,7 @@ class RequestArrived(Observed, frozen=True, gc=False, kw_only=True):
     return_hidden_states: bool = False  # hidden states of the last layer, of every computed position
     origin: str = ""  # the sender's unique name of the request, which identifies it after a restart
     stop_regexes: tuple[str, ...] = ()  # regular expressions, matched and reported like `stop_texts`
+    session_after: str = ""  # label of a completed turn: the session is kept up to its output
 
 
 class RequestCancelled(Observed, frozen=True, gc=False):

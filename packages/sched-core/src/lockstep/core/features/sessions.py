@@ -50,6 +50,9 @@ from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.requests.table import Request
 from lockstep.core.requests.validation import RequestRefused, refuse_spans, refuse_too_long
 
+ENDS_MAX = 1024
+"""Completed turns of a session behind which a later turn may continue; the oldest are forgotten first."""
+
 COMPLETED: tuple[FinishReason, ...] = ("length", "stop", "text_stop", "grammar", "computed")
 """Finish reasons of a completed turn, after which its tokens are those of the session."""
 
@@ -70,6 +73,9 @@ class Session:
     queue: deque[RequestId] = field(default_factory=deque)  # later turns, which are held
     spans: tuple[PromptSpan, ...] = ()  # spans of media in its tokens
     output_start: int = 0  # number of its tokens before the output of the last completed turn
+    ends: dict[str, int] = field(
+        default_factory=dict
+    )  # tokens up to the end of completed turns, by label, oldest first
 
     @property
     def length(self) -> int:
@@ -102,6 +108,7 @@ class SessionImage(msgspec.Struct, forbid_unknown_fields=True):
     queue: list[int]
     spans: tuple[PromptSpan, ...] = ()
     output_start: int = 0
+    ends: list[tuple[str, int]] | msgspec.UnsetType = msgspec.UNSET  # of turns with labels
 
 
 class SessionsPart(msgspec.Struct):
@@ -142,6 +149,7 @@ class Sessions(Component):
             session.tokens, session.namespace = parent.tokens[: 4 * most], parent.namespace
             session.spans = spans_within(parent.spans, most)
             session.output_start = min(parent.output_start, most)
+            session.ends = {label: tokens for label, tokens in parent.ends.items() if tokens <= most}
             self._hold_cached(session)
         self.open[control.session] = session
         self._look_ahead()
@@ -204,6 +212,9 @@ class Sessions(Component):
 
     def check(self, event: RequestArrived) -> None:
         """Raise RequestRefused for a turn of a session that is not open, or with an invalid `session_start`."""
+        if event.session_after and (event.session_start is not None or not event.session):
+            other = "no `session` is named" if not event.session else f"`session_start` is {event.session_start}"
+            raise RequestRefused("bad_request", f"`session_after` is {event.session_after!r}, but {other}")
         if not event.session:
             if event.session_start is not None:
                 raise RequestRefused(
@@ -261,6 +272,11 @@ class Sessions(Component):
         """
         start = request.session_start
         kept = session.length if start is None else session.output_start if start == DROP_OUTPUT else start
+        if request.session_after:
+            if request.session_after not in session.ends:
+                what = f"`session_after` is {request.session_after!r}, which is no completed turn in the tokens of"
+                raise RequestRefused("bad_request", f"{what} session {session.name!r}")
+            kept = session.ends[request.session_after]
         if kept > session.length:
             raise RequestRefused(
                 "bad_request", f"`session_start` is {kept}, but session {session.name!r} has {session.length} tokens"
@@ -298,7 +314,8 @@ class Sessions(Component):
         self._use(session, self._scheduler.now_us)
         self.free.append(session.name)
         if reason in COMPLETED:
-            session.tokens = self._scheduler.tokens_of(request, outputs)
+            before, session.tokens = session.tokens, self._scheduler.tokens_of(request, outputs)
+            _note_end(session, before, request.label)
             session.output_start = session.length - outputs
             session.namespace = request.namespace
             session.spans = request.extras.spans if request.extras is not None else ()
@@ -457,6 +474,7 @@ class Sessions(Component):
                 list(session.queue),
                 session.spans,
                 session.output_start,
+                list(session.ends.items()) or msgspec.UNSET,
             )
             for session in self.open.values()
         ]
@@ -478,6 +496,7 @@ class Sessions(Component):
                 deque(image.queue),
                 image.spans,
                 image.output_start,
+                {} if image.ends is msgspec.UNSET else dict(image.ends),
             )
         self._look_ahead()
         self.uses, self.unsettled = part.session_uses, part.sessions_unsettled
@@ -503,6 +522,8 @@ class Sessions(Component):
             turns += [*session.queue] if session.turn is None else [session.turn, *session.queue]
             if session.handle is not None and not session.tokens.startswith(facts.path(session.handle)[1]):
                 fail(f"S13: session {session.name!r} holds KV of other tokens than its own")
+            if max(session.ends.values(), default=0) > session.length:
+                fail(f"S13: session {session.name!r} has {session.length} tokens, and a turn that ended behind them")
             for request_id in session.queue:
                 if request_id not in facts.blocked:
                     fail(f"S15: r{request_id} is behind a turn of session {session.name!r}, but is not held")
@@ -513,6 +534,22 @@ class Sessions(Component):
             for node in facts.cached:
                 if node.namespace in stale and not node.lock_count:
                     fail(f"S13: {node} of namespace {node.namespace!r} is cached, weights are {memory.weights_version}")
+
+
+def _note_end(session: Session, before: bytes, label: str) -> None:
+    """Record the end of a completed turn, and forget ends of turns whose tokens the session has no more.
+
+    Args:
+        before: tokens of the session before this turn.
+    """
+    session.ends = {
+        name: tokens for name, tokens in session.ends.items() if session.tokens.startswith(before[: 4 * tokens])
+    }
+    if label:
+        session.ends.pop(label, None)
+        session.ends[label] = session.length
+        if len(session.ends) > ENDS_MAX:
+            del session.ends[next(iter(session.ends))]
 
 
 def _room_for(memory: Memory, request: Request) -> int:

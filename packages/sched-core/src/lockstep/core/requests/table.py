@@ -170,6 +170,7 @@ class Request:
         "sampling",
         "sent",
         "session",
+        "session_after",
         "session_start",
         "state",
         "stop_token_ids",
@@ -205,7 +206,7 @@ class Request:
         self.grammar_outputs = OUTPUTS_MAX  # output tokens that its matcher takes: the grammar ended with the last one
         self.sampling = arrived.sampling
         self.session = arrived.session  # the session of this turn; "" once the session is closed
-        self.session_start = arrived.session_start
+        self.session_start, self.session_after = arrived.session_start, arrived.session_after
         self.streams = arrived.stream
         self.stream_every = 1
         self.tokens = accepted.tokens  # int32 ids of its prompt and of the output it had when it began to wait

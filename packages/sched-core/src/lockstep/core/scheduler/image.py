@@ -97,6 +97,7 @@ class RequestImage(msgspec.Struct, forbid_unknown_fields=True, rename={"open_pre
     extras: Extras | None = None
     adapter: Adapter = BASE
     deferred: DeferReason | None = None
+    session_after: str | msgspec.UnsetType = msgspec.UNSET  # of a turn that names another one
 
 
 class VerifyImage(msgspec.Struct, forbid_unknown_fields=True):
@@ -248,6 +249,7 @@ def request_image(scheduler: SchedulerView, request: Request) -> RequestImage:
         handle=request.handle.number if request.handle is not None else None,
         row_pages=pages,
         row_outputs=outputs,
+        session_after=request.session_after or msgspec.UNSET,
     )
     return RequestImage(**values)
 
@@ -255,8 +257,9 @@ def request_image(scheduler: SchedulerView, request: Request) -> RequestImage:
 def request_of(scheduler: SchedulerView, image: RequestImage, nodes: dict[int, RadixNode]) -> Request:
     request = Request.__new__(Request)
     for name in image.__struct_fields__:
-        if name not in ("state", "handle", "row_pages", "row_outputs"):
+        if name not in ("state", "handle", "row_pages", "row_outputs", "session_after"):
             setattr(request, name, getattr(image, name))
+    request.session_after = "" if image.session_after is msgspec.UNSET else image.session_after
     request.state = RequestState(image.state)
     request.handle = nodes[image.handle] if image.handle is not None else None
     request.matched = None

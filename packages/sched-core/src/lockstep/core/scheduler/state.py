@@ -339,7 +339,7 @@ class SchedulerState:
         try:
             self._refuse_newcomers(event, samples)
             taken = accepted(event, self.memory.adapters.named(event.adapter), self.config)
-            if event.session or event.session_start is not None:
+            if event.session or event.session_start is not None or event.session_after:
                 self.sessions.check(event)
             if self.transfers.hands_over:
                 self.transfers.check(event, samples)

@@ -194,6 +194,7 @@ class DecodeSide:
             prompt=TokenIds(prompt),
             session="",
             session_start=None,
+            session_after="",
             max_new_tokens=began.max_new_tokens,
             logprob_start=None if start is None else start + began.kept_tokens,
         )

@@ -2,6 +2,7 @@
 
     URL ──source──> bytes ──images──> pixels ──processor──> arrays of the encoder, and the prompt with placeholders
 
+    given       embeddings that a client gives in place of tokens
     content     what the encoder receives, under its digest; it never enters a journal
     source      bytes of a data URL, a file of an allowed folder, or an address, if that is allowed
     images      the bytes as an image, within limits of size

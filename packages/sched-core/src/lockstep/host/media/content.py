@@ -1,4 +1,7 @@
-"""What the encoder receives for one image, and prompts with such contents. Both are plain values, which can be sent."""
+"""What the encoder receives for one image, embeddings that a client gives, and prompts with such contents.
+
+All are plain values, which can be sent.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.contract.events import PromptSpan
+
+GIVEN = "given embeddings"
+"""Name of the only array of a content that is embeddings: float32 [positions, hidden]. No encoder has this argument."""
 
 DTYPES = frozenset(("float32", "int64", "int32", "uint8", "bool"))
 
@@ -75,7 +81,10 @@ def content_of(ids: Sequence[int], arrays: Mapping[str, Any]) -> EncoderInput:
 
 
 class MediaPrompt(msgspec.Struct, frozen=True):
-    """A prompt with media: its text, its tokens (placeholders included), the spans, and each content once."""
+    """A prompt with media: its text, its tokens (placeholders included), the spans, and each content once.
+
+    Given embeddings are media without an encoder: one span over the whole prompt.
+    """
 
     text: str
     ids: list[int]
