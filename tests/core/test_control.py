@@ -27,6 +27,7 @@ from lockstep.core.contract.events import (
     OpenSession,
     Pause,
     Profile,
+    RecordExpertLoad,
     ReleaseMemory,
     RequestArrived,
     RequestCancelled,
@@ -97,6 +98,7 @@ ASKED: tuple[Control, ...] = (
     LoadAdapterControl("med", 1, pinned=True),
     UnloadAdapterControl("law"),
     ChangeRole("decode", 1_000),
+    RecordExpertLoad("start"),
 )
 
 

@@ -35,6 +35,8 @@ Commands that are facts (each is one observed event, and `lockstep.core.invarian
     release kv_cache weights, retake kv_cache   ReleaseMemory, ResumeMemory
     done [ERROR]                  the host answers the oldest order about weights or memory
     profile start [3], profile stop, freeze, slow 5ms, set NAME VALUE, stats, switch_role decode
+    record start, record stop, record dump      RecordExpertLoad
+    routed 3 1 / 0 4              ExpertLoadMeasured: tokens of the experts of layer 0 / layer 1
     open s capacity=20 timeout=5ms parent=p parent_tokens=4, close s    sessions; `add ... session=s session_start=4`
     load x [version=2] [pinned=yes], unload x                    ControlRequested for an adapter
     loaded x [error]              AdapterLoaded, for the oldest LoadAdapter of that name
@@ -98,6 +100,7 @@ from lockstep.core.contract.events import (
     Decided,
     Drain,
     EngineRestarted,
+    ExpertLoadMeasured,
     Flush,
     FreezeGc,
     GetState,
@@ -114,6 +117,7 @@ from lockstep.core.contract.events import (
     PrefillCompleted,
     Profile,
     PromptSpan,
+    RecordExpertLoad,
     ReleaseMemory,
     RequestArrived,
     RequestCancelled,
@@ -462,6 +466,13 @@ class Run:
 
     def do_profile(self, words: list[str]) -> list[str]:
         return self._control(msgspec.convert(["Profile", words[0], *map(int, words[1:])], Profile))
+
+    def do_record(self, words: list[str]) -> list[str]:
+        return self._control(msgspec.convert(["RecordExpertLoad", *words], RecordExpertLoad))
+
+    def do_routed(self, words: list[str]) -> list[str]:
+        counts = np.array([layer.split() for layer in " ".join(words).split("/")], np.int64)
+        return self._say(self.fold(ExpertLoadMeasured(self.now_us, len(counts), counts.tobytes())))
 
     def do_freeze(self, words: list[str]) -> list[str]:
         return self._control(FreezeGc())

@@ -36,6 +36,7 @@ from lockstep.runtime.draft_model import ModelDrafter
 from lockstep.runtime.draft_sources import Draft, check_trees, draft_of
 from lockstep.runtime.drafting import Drafter, DraftingRows, NgramDrafter
 from lockstep.runtime.executor import Executor, LookAhead, Matchers, RowSampler, RunnableModel
+from lockstep.runtime.expert_load import counter_for
 from lockstep.runtime.forward import ForwardBatch, RankTokens, WindowedPages
 from lockstep.runtime.graphs import (
     ROWS_MAX,
@@ -499,6 +500,8 @@ def make_executor(
         media = None
         if model.pictures is not None and draft is None and not config.hands_over:
             media = DeviceMedia(model.pictures, lane, config.rows_max)
+        rows = largest_pass_tokens(config) + config.rows_max * (1 + config.beside_newest_max)
+        loads = counter_for(model, config, rows)
         graphs = None
         if graph_sizes:
             graphs = DecodeGraphs(model, attention, tables, graph_sizes, CudaGraphs() if gpu else EagerGraphs())
@@ -520,6 +523,7 @@ def make_executor(
                 links=model.links,
                 ranks=1 if model.parallel.shared is None else model.parallel.ranks,
                 rank=model.parallel.rank,
+                loads=loads,
             ),
             sampler,
             tables,

@@ -104,6 +104,10 @@ class Collect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
     """Collect the oldest batch, and report the digest of its tokens."""
 
 
+class MeasureExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Take part in the sum of all ranks' counts of the tokens routed to each expert."""
+
+
 class Prepare(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """Read this rank's part of new weights.
 
@@ -221,6 +225,7 @@ ToWorker = (
     | Mask
     | Sample
     | Collect
+    | MeasureExperts
     | Prepare
     | Commit
     | Discard

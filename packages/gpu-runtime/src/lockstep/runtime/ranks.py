@@ -80,6 +80,7 @@ from lockstep.runtime.rank_wire import (
     ForgetAdapter,
     LackAdapter,
     Mask,
+    MeasureExperts,
     Moved,
     Moving,
     Order,
@@ -358,7 +359,15 @@ class RankGroup:
 
     def tell(
         self,
-        message: Mask | Sample | Collect | LackAdapter | ForgetAdapter | Moving | TransferOrder | CloseTransfers,
+        message: Mask
+        | Sample
+        | Collect
+        | MeasureExperts
+        | LackAdapter
+        | ForgetAdapter
+        | Moving
+        | TransferOrder
+        | CloseTransfers,
     ) -> None:
         """Send a message to every worker."""
         for worker in self._workers:

@@ -43,6 +43,7 @@ from lockstep.runtime.assembly import assemble
 from lockstep.runtime.collectives import CollectiveFailed
 from lockstep.runtime.errors import RankLost
 from lockstep.runtime.executor import Executor
+from lockstep.runtime.expert_load import DeviceMeter
 from lockstep.runtime.live import LiveModel
 from lockstep.runtime.lora.host_cache import HostAdapterCache
 from lockstep.runtime.models.layers import Parallel
@@ -65,6 +66,7 @@ from lockstep.runtime.rank_wire import (
     LackAdapter,
     Launch,
     Mask,
+    MeasureExperts,
     Moved,
     Moving,
     OpenSender,
@@ -219,6 +221,7 @@ class Follower:
         if transfers is not None:
             self.transfers = TransferOrders(transfers, rank, orders.channel.send, orders.fail)
         self.executor, self.orders, self.live, self.chain = executor, orders, live, PlanChain()
+        self.meter = None if executor.loads is None else DeviceMeter(executor.loads, executor.lane)
         self.host_adapters = HostAdapterCache(live.model)
         self._adapters = ThreadPoolExecutor(1, "lockstep-adapters")  # so that plans do not wait for a disk
 
@@ -234,6 +237,8 @@ class Follower:
                 case Collect():
                     result = self.executor.collect()
                     self.orders.channel.send(Collected(result.plan.batch_id, drawn_digest(result)))
+                case MeasureExperts() if self.meter is not None:
+                    self.meter.begin()
                 case Prepare() | Commit() | Discard() | Switch() as change:
                     error = self._change(change)
                     self.orders.channel.send(CommandDone(self.live.version, error))

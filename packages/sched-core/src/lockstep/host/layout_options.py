@@ -94,6 +94,11 @@ def _check_stages(given: Layout, sched: Mapping[str, Any]) -> None:
             f"`cuda_graphs` is {given.cuda_graphs}, but `pp` is {given.pp}: graphs do not read what other stages send\n"
             "hint: auto, or off"
         )
+    if interval := sched.get("expert_load_interval"):
+        raise ConfigError(
+            f"`expert_load_interval` is {interval}, but `pp` is {given.pp}: the load of experts in several stages is "
+            "not measured yet\nhint: drop one of the two"
+        )
     if (steps := sched.get("decode_steps_per_launch", 1)) != 1:
         raise ConfigError(
             f"`decode_steps_per_launch` is {steps}, but `pp` is {given.pp}: the steps of one launch would keep all "

@@ -47,6 +47,7 @@ from lockstep.core.contract.commands import (
     LaunchBatch,
     LoadAdapter,
     LoadFromHost,
+    MeasureExpertLoad,
     PrefetchFromStorage,
     ProposeBatch,
     RejectRequest,
@@ -102,6 +103,7 @@ from lockstep.host.cache_moves import CacheMoves, name_adapter
 from lockstep.host.clock import HostClock as HostClock
 from lockstep.host.drafts import DraftCounts
 from lockstep.host.errors import EngineStopped
+from lockstep.host.expert_load import ExpertMeasuring
 from lockstep.host.handover.results import unpacked
 from lockstep.host.handover.wire import PromptResults
 from lockstep.host.idle_check import IdleCheck
@@ -221,6 +223,7 @@ class RuntimeHost:
         self.handover = device.handover
         self._encoder = device.encoder
         self._agreement = device.agreement
+        self._experts = ExpertMeasuring(device.experts)
         self._wake_at_us: int | None = None
         self._nothing_new = False  # since the last LaneReady that launched nothing
         self._offered, self._tried = -1, 0  # the last offered microbatch; microbatches offered in vain since an event
@@ -363,6 +366,8 @@ class RuntimeHost:
                     self._launch()
                 elif self.executor.in_flight:
                     self._await_result()
+                elif self._experts.due:
+                    self._fold(self._experts.event(self._now()))
                 elif until_idle and not self._has_work() and self._inbox.empty():
                     return
                 else:
@@ -433,6 +438,8 @@ class RuntimeHost:
                 self._receive(item)
             elif self.executor.ready():
                 self._collect()
+            elif self._experts.ready:
+                self._fold(self._experts.event(self._now()))
             elif self._wake_at_us is not None and self.clock() >= self._wake_at_us:
                 self._fold(ClockAdvanced(self._now()))
             else:
@@ -792,6 +799,8 @@ class RuntimeHost:
                 self.moves.begin(command)
             case StartTransfer() | CancelTransfer() if self.handover is not None:
                 self.handover.perform(command)
+            case MeasureExpertLoad() if self._experts.meter is not None:
+                self._experts.begin()
             case StartProfile() if self._profiler is not None:
                 self._profiler.start()
             case StopProfile() if self._profiler is not None:

@@ -23,7 +23,7 @@ Experts are placed in order, the same number on every rank (`core/cluster/expert
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -49,6 +49,7 @@ class Experts(nn.Module):
         self.router = make.empty(settings.experts, hidden)
         self.own, self.exchanges = range(settings.experts), make.parallel.experts.a2a
         self.rows_differ = make.parallel.shared is not None
+        self._count: Callable[[Tensor], None] | None = None
         self.inner, self.outer = TensorSplit(0, settings.intermediate), TensorSplit(1, settings.intermediate)
         if make.parallel.experts.ep > 1:
             self.own = experts_of(settings.experts, make.parallel.rank, make.parallel.experts.ep)
@@ -61,6 +62,15 @@ class Experts(nn.Module):
         self.gate_up = make.matrices(columns, names, count)
         rows = StoredMatrix("down_proj", hidden, inner, columns=self.outer)
         self.down = make.matrices([rows], [f"experts.{expert}.down_proj" for expert in self.own], count)
+
+    @property
+    def experts(self) -> int:
+        """The number of experts on all ranks."""
+        return self.settings.experts
+
+    def count_into(self, count: Callable[[Tensor], None]) -> None:
+        """Call `count` with the experts of the tokens that this rank routes, int64 [tokens, per_token]."""
+        self._count = count
 
     def forward(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """Apply the experts, [tokens, hidden] to the same shape.
@@ -125,6 +135,8 @@ class Experts(nn.Module):
         """Return weights, float32, and indices of each token's experts, [tokens, per_token] each."""
         chances = F.linear(hidden, self.router).float().softmax(dim=-1)
         weights, experts = chances.topk(self.settings.per_token, dim=-1)
+        if self._count is not None:
+            self._count(experts)
         if self.settings.normalise:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights, experts

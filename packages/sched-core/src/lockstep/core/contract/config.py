@@ -316,6 +316,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         int | msgspec.UnsetType,
         Setting("chunk beside a full running batch; chunks shrink to it as requests decode", default="no effect"),
     ] = msgspec.UNSET
+    # the load of experts; unset: it is not measured, and left out of journals
+    expert_load_interval: Annotated[
+        int | msgspec.UnsetType,
+        Setting("batches between two measurements of the tokens routed to each expert; 0: none", default="0"),
+    ] = msgspec.UNSET
 
     def __post_init__(self) -> None:
         store_floats(self, FLOAT_SETTINGS)
@@ -327,6 +332,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         settle_drafts(self)
         _settle_jumps(self)
         _settle_guarantee(self)
+        _settle_expert_load(self)
         _settle_adapters(self)
         _settle_role(self)
         _settle_ranks(self)
@@ -715,6 +721,20 @@ def _settle_guarantee(config: SchedConfig) -> None:
         raise ConfigError(
             f"`cache_guarantee` is {share}, which needs `isolate_tenants` and `radix_cache`\nhint: set them"
         )
+
+
+def _settle_expert_load(config: SchedConfig) -> None:
+    """Check `expert_load_interval`. 0 becomes unset, so that journals do not contain it."""
+    interval = config.expert_load_interval
+    if interval is msgspec.UNSET:
+        return
+    if not isinstance(interval, int) or isinstance(interval, bool) or interval < 0:
+        raise ConfigError(
+            f"`expert_load_interval` must be a whole number of batches, or 0 for none, got `{interval}`\n"
+            "hint: 100 costs little"
+        )
+    if not interval:
+        msgspec.structs.force_setattr(config, "expert_load_interval", msgspec.UNSET)
 
 
 def _settle_adapters(config: SchedConfig) -> None:

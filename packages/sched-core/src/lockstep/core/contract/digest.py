@@ -33,6 +33,7 @@ from lockstep.core.contract.commands import (
     LaunchBatch,
     LoadAdapter,
     LoadFromHost,
+    MeasureExpertLoad,
     Mode,
     PrefetchFromStorage,
     ProposeBatch,
@@ -85,6 +86,8 @@ def step_digest(previous: bytes, step: Step) -> bytes:
             add(_encode(("compile", command.grammar.digest)))
         elif type(command) is ControlAnswered:
             add(_encode(("answer", command.control_id, command.ok)))
+        elif type(command) is MeasureExpertLoad:
+            add(_encode(("measure experts",)))
         elif type(command) is LoadAdapter:
             add(_encode(("load", command.adapter, command.version, command.slot)))
         elif type(command) is StartTransfer:

@@ -323,7 +323,7 @@ class RanksAgreed(Observed, frozen=True, gc=False):
 
 
 class ExpertLoadMeasured(Observed, frozen=True, gc=False):
-    """Tokens routed to each expert since the last report: int64 [layers, experts]."""
+    """Tokens routed to each expert since the last report: int64 [layers, experts]. Answers MeasureExpertLoad."""
 
     layers: int
     counts: bytes
@@ -488,6 +488,12 @@ class Profile(msgspec.Struct, frozen=True, array_like=True, tag=True):
     launches: int | None = None
 
 
+class RecordExpertLoad(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Begin a record of the load of experts, stop it, or answer with its counts."""
+
+    action: Literal["start", "stop", "dump"]
+
+
 class FreezeGc(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Take the objects that exist now out of garbage collection, once warm-up is over."""
 
@@ -531,6 +537,7 @@ Control = (
     | GetState
     | SetState
     | SlowDown
+    | RecordExpertLoad
 )
 
 

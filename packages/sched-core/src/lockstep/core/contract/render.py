@@ -29,12 +29,14 @@ from lockstep.core.contract.commands import (
     ControlAnswered,
     CopyToHost,
     EncodeMedia,
+    ExpertRecord,
     FinishRequest,
     FreezeHeap,
     HybridChanges,
     LaunchBatch,
     LoadAdapter,
     LoadFromHost,
+    MeasureExpertLoad,
     PrefetchFromStorage,
     ProposeBatch,
     RejectRequest,
@@ -135,6 +137,8 @@ def command_line(command: Command, names: Names) -> str:
             verdict = "done" if command.ok else f"refused, {command.message}"
             if command.stats is not None:
                 verdict = stats_text(command.stats)
+            if command.experts is not None:
+                verdict = _experts_text(command.experts)
             return f"answered {names.control(command.control_id)}: {verdict}"
         case SwapWeights(version, source):
             return f"swap weights to version {version} from {source}"
@@ -150,6 +154,8 @@ def command_line(command: Command, names: Names) -> str:
             return "start the profiler"
         case StopProfile():
             return "stop the profiler"
+        case MeasureExpertLoad():
+            return "measure the load of experts"
         case FreezeHeap():
             return "freeze the heap"
         case CopyToHost():
@@ -340,6 +346,11 @@ def _stream_parts(command: StreamTokens, names: Names) -> list[str]:
         parts.append(f"{names.request(request_id)} {offset}: {runs(command.tokens[at : at + tokens].tolist())}")
         at += tokens
     return parts
+
+
+def _experts_text(record: ExpertRecord) -> str:
+    routed = f"{count(int(record.counts.sum()), 'token')} routed by {count(record.batches, 'batch', 'batches')}"
+    return f"{routed}, {'recording' if record.recording else 'stopped'}"
 
 
 def stats_text(stats: Stats) -> str:

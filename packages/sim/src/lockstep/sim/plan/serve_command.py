@@ -35,8 +35,11 @@ CARRIED = ("kv_dtype", "fp8_activations")
 OF_MEDIA = ("media", "mm_encoder_tp_mode")
 """Options about media: the encoder of a server is that of its model."""
 
-NOT_EMULATED = ("jump_forward_tokens", "encoder_cache_tokens", "encoder_budget_tokens")
-"""Settings that a real engine supports. An emulated engine draws each token independently and takes no pictures."""
+NOT_EMULATED = ("jump_forward_tokens", "encoder_cache_tokens", "encoder_budget_tokens", "expert_load_interval")
+"""Settings that a real engine supports.
+
+An emulated engine draws each token independently, takes no pictures, and routes nothing to experts.
+"""
 
 OF_DELAYER = (*DELAYER_SETTINGS, *TRIGGER_SETTINGS)
 """Settings of a prefill delayer, which a server without one refuses."""
