@@ -7,7 +7,7 @@ Nothing waits for the device: on a GPU a count is one scatter of ones, or of zer
 graph or belong to other data-parallel ranks. The graph contains the scatter; which rows count is filled in before each
 replay. On a CPU these rows are cut off, and the rest is counted by a bincount.
 
-Who counts, so that each token is counted once:
+The ranks that count, so that each token is counted once:
 
 | ranks | counts |
 |---|---|
@@ -20,24 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
-from lockstep.runtime.errors import DeviceLost
 from lockstep.runtime.forward import RankTokens
 from lockstep.runtime.models.language_model import LanguageModel
-from lockstep.runtime.overlap import Download, StreamLane
-from lockstep.runtime.rank_wire import MeasureExperts
-
-if TYPE_CHECKING:
-    from lockstep.runtime.ranks import RankGroup
 
 
 class ExpertCounter:
@@ -147,54 +138,3 @@ def counter_for(model: LanguageModel, config: SchedConfig, rows_max: int) -> Exp
     for number, layer in enumerate(layers):
         layer.count_into(counter.counts(number))
     return counter
-
-
-class DeviceMeter:
-    """Reads the counter of one rank: `lockstep.host.expert_load.ExpertMeter`."""
-
-    def __init__(self, counter: ExpertCounter, lane: StreamLane) -> None:
-        self._counter, self._lane = counter, lane
-        self._download: Download | None = None
-
-    def begin(self) -> None:
-        """Start a copy of the counts behind all launched work. Raises DeviceLost."""
-        with self._lane.stream(), torch.inference_mode():
-            begun = self._lane.begin()
-            self._download = self._lane.download({"counts": self._counter.take()}, begun)
-
-    def ready(self) -> bool:
-        """Return whether the copy has arrived."""
-        return self._download is not None and (self._lane.device.type == "cpu" or self._download.ready())
-
-    def read(self) -> NDArray[np.int64]:
-        """Wait for the copy and return it: int64 [layers, experts]. Raises DeviceLost."""
-        assert self._download is not None
-        download, self._download = self._download, None
-        counts: NDArray[np.int64] = download.wait()["counts"]
-        return counts
-
-
-class LeadMeter:
-    """Reads the sum of the counters of all ranks."""
-
-    def __init__(self, meter: DeviceMeter, group: RankGroup) -> None:
-        self._meter, self._group = meter, group
-
-    def begin(self) -> None:
-        """Start a copy of the sum, in which every rank takes part. Raises RankLost, DeviceLost."""
-        self._group.tell(MeasureExperts())
-        try:
-            self._meter.begin()
-        except DeviceLost as error:
-            raise self._group.explain(error) from error
-
-    def ready(self) -> bool:
-        """Return whether the copy has arrived."""
-        return self._meter.ready()
-
-    def read(self) -> NDArray[np.int64]:
-        """Wait for the sum and return it: int64 [layers, experts]. Raises RankLost, DeviceLost."""
-        try:
-            return self._meter.read()
-        except DeviceLost as error:
-            raise self._group.explain(error) from error

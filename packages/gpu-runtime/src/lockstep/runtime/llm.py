@@ -94,7 +94,7 @@ from lockstep.runtime.bubbles import BubbleTimer, DeviceTime
 from lockstep.runtime.data_ranks import DataRanks, FixedWeights, check_shared
 from lockstep.runtime.draft_sources import check_draft_model
 from lockstep.runtime.engine_config import LORA_RANK_MAX, EngineConfig
-from lockstep.runtime.expert_load import DeviceMeter, LeadMeter
+from lockstep.runtime.expert_meter import DeviceMeter, LeadMeter
 from lockstep.runtime.graphs import (
     check_graph_mode,
 )

@@ -43,7 +43,7 @@ from lockstep.runtime.assembly import assemble
 from lockstep.runtime.collectives import CollectiveFailed
 from lockstep.runtime.errors import RankLost
 from lockstep.runtime.executor import Executor
-from lockstep.runtime.expert_load import DeviceMeter
+from lockstep.runtime.expert_meter import DeviceMeter
 from lockstep.runtime.live import LiveModel
 from lockstep.runtime.lora.host_cache import HostAdapterCache
 from lockstep.runtime.models.layers import Parallel

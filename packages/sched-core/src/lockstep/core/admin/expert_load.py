@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
+from lockstep.core.admin.expert_moves import ExpertPlacer
 from lockstep.core.cluster.expert_placement import ExpertLoads
 from lockstep.core.contract.commands import ControlAnswered, ExpertRecord, MeasureExpertLoad, Step
 from lockstep.core.contract.events import ExpertLoadMeasured, RecordExpertLoad
@@ -71,6 +72,7 @@ class ExpertRecorder(Component):
     def __init__(self, scheduler: AdminView) -> None:
         interval = scheduler.config.expert_load_interval
         self._scheduler = scheduler
+        self.placer = ExpertPlacer(scheduler)
         self.interval = 0 if isinstance(interval, UnsetType) else interval  # launches; 0: the load is not measured
         self.loads: ExpertLoads | None = None
         self._unmeasured = 0
@@ -98,6 +100,7 @@ class ExpertRecorder(Component):
     def launched(self, step: Step) -> None:
         """Count a launch. Orders a measurement behind the last launch of an interval."""
         self._unmeasured += 1
+        self.placer.launched(step)
         if self._unmeasured >= self.interval and not self._ordered:
             self._measure(step)
 
@@ -106,8 +109,9 @@ class ExpertRecorder(Component):
 
         Raises: ContractError for a malformed report or one of another shape.
         """
-        self.loads = ExpertLoads.folded(self.loads, event)
-        self._ordered = False
+        loads = ExpertLoads.folded(self.loads, event)
+        self.placer.measured(loads, step)
+        self.loads, self._ordered = loads, False
         self._answer_all(step)
 
     def ask(self, control_id: int, control: RecordExpertLoad, step: Step) -> str | None:
@@ -124,6 +128,7 @@ class ExpertRecorder(Component):
     def restarted(self, step: Step) -> None:
         """Forget counts that the lost device has not reported, and answer the requests that waited for them."""
         self._unmeasured, self._ordered = 0, False
+        self.placer.restarted()
         self._answer_all(step)
 
     def _measure(self, step: Step) -> None:

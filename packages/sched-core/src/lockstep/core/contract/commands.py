@@ -526,6 +526,18 @@ class MeasureExpertLoad(msgspec.Struct, frozen=True):
     generation: int = 0
 
 
+class MoveExperts(msgspec.Struct, frozen=True):
+    """Copy experts between ranks: behind the batches launched so far, in front of all later ones.
+
+    Answered by ExpertsMoved. No second order is given before the answer.
+    """
+
+    move_id: int
+    layers: tuple[int, ...]  # numbers among the layers with experts
+    placement: Int32s  # [as layers, slots]: the expert in each slot; the slots of a rank are contiguous
+    generation: int = 0
+
+
 class ExpertRecord(msgspec.Struct, frozen=True):
     """The load of experts while it was recorded."""
 
@@ -572,6 +584,7 @@ Command = (
     | StopProfile
     | FreezeHeap
     | MeasureExpertLoad
+    | MoveExperts
     | ControlAnswered
 )
 

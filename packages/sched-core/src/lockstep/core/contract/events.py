@@ -329,6 +329,14 @@ class ExpertLoadMeasured(Observed, frozen=True, gc=False):
     counts: bytes
 
 
+class ExpertsMoved(Observed, frozen=True, gc=False):
+    """Experts are in their new slots, or could not be moved: then they are where they were. Answers MoveExperts."""
+
+    move_id: int
+    error: str = ""
+    generation: int = 0
+
+
 class WeightsSwapped(Observed, frozen=True, gc=False):
     """The weights were loaded, or could not be: then the previous weights are still in place. Answers SwapWeights."""
 
@@ -563,6 +571,7 @@ ObservedEvent = (
     | MediaEncoded
     | RanksAgreed
     | ExpertLoadMeasured
+    | ExpertsMoved
     | EngineRestarted
     | HostTimeClamped
     | ControlRequested
@@ -865,6 +874,22 @@ class SessionClosed(Decided, frozen=True, gc=False):
 @declares(SessionClosed)
 def _session_closed(event: SessionClosed, names: RequestNames) -> str:
     return f"closed session {shown(event.session)} with {count(event.tokens, 'token')} ({event.reason})"
+
+
+class ExpertsPlaced(Decided, frozen=True, gc=False):
+    """Experts will move between ranks, because their load is uneven. MoveExperts orders it, some layers at a time."""
+
+    layers: int  # in which experts move
+    moves: int  # experts that ranks fetch from others, over all layers
+    before_permille: int  # load of the fullest rank over the mean, as a mean over the layers, since the last placement
+    after_permille: int  # the same under the new placement
+
+
+@declares(ExpertsPlaced, informative=("before_permille", "after_permille"), tallies=(Tally("experts_moved", "moves"),))
+def _experts_placed(event: ExpertsPlaced, names: RequestNames) -> str:
+    before, after = event.before_permille / 1000, event.after_permille / 1000
+    moves = f"{count(event.layers, 'layer')}, {count(event.moves, 'move')}"
+    return f"place experts by load in {moves}: {before:.2f} to {after:.2f} times the mean"
 
 
 class AdapterEvicted(Decided, frozen=True, gc=False):

@@ -37,6 +37,7 @@ from lockstep.core.contract.commands import (
     LoadAdapter,
     LoadFromHost,
     MeasureExpertLoad,
+    MoveExperts,
     PrefetchFromStorage,
     ProposeBatch,
     RejectRequest,
@@ -57,6 +58,8 @@ from lockstep.core.contract.events import (
     ControlRequested,
     Decided,
     EngineRestarted,
+    ExpertLoadMeasured,
+    ExpertsMoved,
     GrammarReady,
     HostCopyFinished,
     MediaEncoded,
@@ -156,6 +159,8 @@ def command_line(command: Command, names: Names) -> str:
             return "stop the profiler"
         case MeasureExpertLoad():
             return "measure the load of experts"
+        case MoveExperts():
+            return f"move experts {command.move_id}: layers {runs(command.layers)}"
         case FreezeHeap():
             return "freeze the heap"
         case CopyToHost():
@@ -211,6 +216,10 @@ def observed_line(event: Observed, names: Names) -> str:
             return f"{event.adapter} version {event.version} {verdict}"
         case EngineRestarted():
             return f"restarted as generation {event.generation}"
+        case ExpertLoadMeasured():
+            return f"measured the load of experts in {count(event.layers, 'layer')}"
+        case ExpertsMoved(_, number, error):
+            return f"experts {number} " + (f"not moved: {error}" if error else "moved")
         case WeightsSwapped(_, version, error):
             return f"weights {version} " + (f"not swapped: {error}" if error else "swapped")
         case MemorySwitched(_, tags, released, error):

@@ -23,6 +23,7 @@ from lockstep.core.contract.events import (
     ControlRequested,
     EngineRestarted,
     ExpertLoadMeasured,
+    ExpertsMoved,
     GrammarReady,
     HostCopyFinished,
     HostTimeClamped,
@@ -92,6 +93,7 @@ class Engine(SchedulerState):
             ClockAdvanced: self._let_time_pass,
             HostTimeClamped: self._let_time_pass,
             ExpertLoadMeasured: self.experts.measured,
+            ExpertsMoved: self.experts.placer.moved,
         }
         if self.config.hands_over:
             handlers[TransferAdvanced] = self.transfers.advanced

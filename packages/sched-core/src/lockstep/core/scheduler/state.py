@@ -146,6 +146,7 @@ class SchedulerState:
             self.transfers,
             self.admission,
             self.experts,
+            self.experts.placer,
         )
         self.counts = Counts()
         self.tokens_discarded = 0  # sampled for dead rows
