@@ -18,6 +18,8 @@ from lockstep.core.contract.commands import (
     FreezeHeap,
     LaunchBatch,
     LoadAdapter,
+    MeasureExpertLoad,
+    MoveExperts,
     ProposeBatch,
     RejectRequest,
     ReleaseDeviceMemory,
@@ -191,6 +193,8 @@ COMMANDS: dict[str, Command] = {
     "start the profiler": StartProfile(),
     "stop the profiler": StopProfile(),
     "freeze the heap": FreezeHeap(),
+    "measure the load of experts": MeasureExpertLoad(),
+    "move experts 3: layers 0 2": MoveExperts(3, (0, 2), np.zeros((2, 4), np.int32)),
     "receive a[4:9], room 7, slot 1, pages 3..4 9": StartTransfer(
         0, 7, "p0", "receive", np.array([3, 4, 9], np.int32), 4, stop_tokens=9, slot=1
     ),

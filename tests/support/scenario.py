@@ -809,7 +809,7 @@ def _value(text: str) -> Any:
 
 
 def config_of(words: list[str]) -> SchedConfig:
-    """SchedConfig from `name=value` words; `tiers.name=value`, `hybrid.name=value` and `experts.name=value` are those of its parts."""
+    """SchedConfig from `name=value` words; those of its parts are `tiers.name=value`, ..."""
     values: dict[str, Any] = {}
     of_hybrid = {name.removeprefix("hybrid."): int(text) for name, text in _pairs(words) if name.startswith("hybrid.")}
     of_experts = {
