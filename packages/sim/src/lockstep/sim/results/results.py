@@ -182,6 +182,14 @@ def _facts_table(summary: Summary, never_sent: int) -> Table:
         table.add_row("turns of sessions", f"{sessions['turns']:,}", f"{show_share(kept)} of their prompts was kept")
         yielded = f"of the pages at most; {sessions['yields']:,} times one yielded"
         table.add_row("KV held by sessions", show_share(sessions["held_share_max"]), yielded)
+    if "experts" in summary:
+        experts = summary["experts"]
+        table.add_section()
+        before, after = experts["imbalance_before_mean"], experts["imbalance_after_mean"]
+        ratios = (
+            f"fullest rank {before:.2f} times the mean before, {after:.2f} after; {experts['moved']:,} experts moved"
+        )
+        table.add_row("experts placed", f"{experts['placements']:,}", ratios)
     if "samples" in summary:
         samples = summary["samples"]
         table.add_section()
