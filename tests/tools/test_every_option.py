@@ -54,6 +54,7 @@ LINES: dict[str, tuple[str, str]] = {
     "--attention-dp": (of("qwen3-30b-a3b", "--tp 2"), "2"),
     "--moe-a2a": (EXPERTS, ""),
     "--expert-cv": (EXPERTS, "0.5"),
+    "--expert-load-interval": (EXPERTS, "2"),
     "--eplb": (f"{EXPERTS} --expert-cv 0.5", ""),
     "--redundant-experts": (EPLB, "2"),
     "--eplb-interval": (EPLB, "2"),

@@ -132,21 +132,23 @@ class DataRanks:
 
 
 class FixedWeights:
-    """The weights of a rank, which cannot be changed: the other ranks would run a pass with their old ones."""
+    """The weights of a rank, which cannot be changed.
 
-    def __init__(self, live: LiveModel) -> None:
-        self._live = live
+    Args:
+        why: data-parallel ranks would run a pass with old ones; experts that moved are in other slots.
+    """
+
+    def __init__(self, live: LiveModel, why: str) -> None:
+        self._live, self._why = live, why
 
     def load_weights(self, version: int, source: str) -> None:
         """Raise ConfigError."""
-        raise ConfigError("weights are not changed while data-parallel ranks share them\nhint: start the server anew")
+        raise ConfigError(f"weights are not changed while {self._why}\nhint: start the server anew")
 
     def switch_memory(self, tags: tuple[str, ...], *, released: bool) -> None:
         """Release or allocate the memory of the KV, or raise ConfigError: other ranks need the weights of this one."""
         if released and "weights" in tags:
-            raise ConfigError(
-                "the weights of a data-parallel rank are needed by the other ranks\nhint: release kv_cache alone"
-            )
+            raise ConfigError(f"weights are not released while {self._why}\nhint: release kv_cache alone")
         self._live.switch_memory(tags, released=released)
 
 

@@ -61,7 +61,7 @@ from lockstep.host.cache_moves import MoveCounts
 from lockstep.host.drafts import DraftCounts, draft_method
 from lockstep.host.durable import DurableJournal
 from lockstep.host.errors import EngineStopped
-from lockstep.host.expert_load import ExpertMeter
+from lockstep.host.expert_load import ExpertMeter, ExpertMover
 from lockstep.host.grammar_backends import choose_backend
 from lockstep.host.grammar_compiler import make_compilers
 from lockstep.host.grammars import make_grammar
@@ -95,6 +95,7 @@ from lockstep.runtime.data_ranks import DataRanks, FixedWeights, check_shared
 from lockstep.runtime.draft_sources import check_draft_model
 from lockstep.runtime.engine_config import LORA_RANK_MAX, EngineConfig
 from lockstep.runtime.expert_meter import DeviceMeter, LeadMeter
+from lockstep.runtime.expert_moves import LeadExpertMover, RankExpertMover
 from lockstep.runtime.graphs import (
     check_graph_mode,
 )
@@ -194,6 +195,7 @@ class LLM:
         sources = {name: source_of(path) for name, path in config.lora.items()}
         if keeper is not None and keeper.config is not None:
             sched = keeper.settings(sched)
+            sched.pop("experts", None)
             sched.pop("tiers", None)  # they follow from the options again; the keeper compares them
         if sources and not sched["max_loras"]:
             raise ConfigError("`lora` names adapters, but `max_loras` is 0, which is no LoRA\nhint: leave it out")
@@ -260,6 +262,10 @@ class LLM:
             if made.executor.loads is not None:
                 of_rank = DeviceMeter(made.executor.loads, made.executor.lane)
                 meter = LeadMeter(of_rank, self.group) if self.group and made.executor.loads.sums else of_rank
+            mover_of_experts: ExpertMover | None = None
+            if config.eplb:
+                assert self.group is not None
+                mover_of_experts = LeadExpertMover(RankExpertMover(self.model, made.executor.lane), self.group)
             if self.model.settings.generates and warm_up:
                 run_warm_up(executor, self.config, clock, self.model.settings.vocab)
                 if meter is not None:  # what was routed so far is of no request
@@ -283,7 +289,9 @@ class LLM:
             self.media = media = made.executor.media
             weight_loader: WeightLoader = self._live
             if self.data_ranks is not None:
-                weight_loader = FixedWeights(self._live)
+                weight_loader = FixedWeights(self._live, "data-parallel ranks share them")
+            elif config.eplb:
+                weight_loader = FixedWeights(self._live, "experts move between ranks")
             elif self.group is not None:
                 weight_loader = LeadModel(self._live, self.group)
             agreement = None if self.data_ranks is None else self.data_ranks.agreement
@@ -330,6 +338,7 @@ class LLM:
                 device=DeviceServices(
                     *(self._profiler, weight_loader, self._host_adapters, mover, self.handover, media, agreement),
                     experts=meter,
+                    expert_mover=mover_of_experts,
                 ),
                 earlier=EarlierGeneration(weights) if keeper is None else keeper.earlier_generation(),
                 observe=self._bubbles.fold,

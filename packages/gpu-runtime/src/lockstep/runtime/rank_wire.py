@@ -108,6 +108,14 @@ class MeasureExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     """Take part in the sum of all ranks' counts of the tokens routed to each expert."""
 
 
+class MoveLayers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Move the experts of layers between the ranks, behind the orders before."""
+
+    layers: tuple[int, ...]
+    slots: int
+    placement: bytes  # int32 [layers, slots]
+
+
 class Prepare(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """Read this rank's part of new weights.
 
@@ -226,6 +234,7 @@ ToWorker = (
     | Sample
     | Collect
     | MeasureExperts
+    | MoveLayers
     | Prepare
     | Commit
     | Discard

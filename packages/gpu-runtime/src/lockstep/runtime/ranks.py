@@ -82,6 +82,7 @@ from lockstep.runtime.rank_wire import (
     Mask,
     MeasureExperts,
     Moved,
+    MoveLayers,
     Moving,
     Order,
     PlaceAdapter,
@@ -363,6 +364,7 @@ class RankGroup:
         | Sample
         | Collect
         | MeasureExperts
+        | MoveLayers
         | LackAdapter
         | ForgetAdapter
         | Moving

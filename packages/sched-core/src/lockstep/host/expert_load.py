@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +22,17 @@ class ExpertMeter(Protocol):
 
     def read(self) -> NDArray[np.int64]:
         """Wait for the copy and return it: int64 [layers, experts]."""
+
+
+class ExpertMover(Protocol):
+    """Moves experts between the ranks of a device."""
+
+    def move(self, layers: Sequence[int], placement: NDArray[np.int32]) -> None:
+        """Start to move the experts of layers, behind the batches launched so far and in front of all later ones.
+
+        Args:
+            placement: int32 [layers, slots], the expert in each slot.
+        """
 
 
 class ExpertMeasuring:

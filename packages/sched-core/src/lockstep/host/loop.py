@@ -48,6 +48,7 @@ from lockstep.core.contract.commands import (
     LoadAdapter,
     LoadFromHost,
     MeasureExpertLoad,
+    MoveExperts,
     PrefetchFromStorage,
     ProposeBatch,
     RejectRequest,
@@ -72,6 +73,7 @@ from lockstep.core.contract.events import (
     Control,
     ControlRequested,
     Drain,
+    ExpertsMoved,
     GrammarReady,
     HostTimeClamped,
     LaneReady,
@@ -223,7 +225,7 @@ class RuntimeHost:
         self.handover = device.handover
         self._encoder = device.encoder
         self._agreement = device.agreement
-        self._experts = ExpertMeasuring(device.experts)
+        self._experts, self._expert_mover = ExpertMeasuring(device.experts), device.expert_mover
         self._wake_at_us: int | None = None
         self._nothing_new = False  # since the last LaneReady that launched nothing
         self._offered, self._tried = -1, 0  # the last offered microbatch; microbatches offered in vain since an event
@@ -801,6 +803,9 @@ class RuntimeHost:
                 self.handover.perform(command)
             case MeasureExpertLoad() if self._experts.meter is not None:
                 self._experts.begin()
+            case MoveExperts(move_id, layers, placement, generation) if self._expert_mover is not None:
+                self._expert_mover.move(layers, placement)
+                self._inbox.put(_Fact(lambda now: ExpertsMoved(now, move_id, generation=generation)))
             case StartProfile() if self._profiler is not None:
                 self._profiler.start()
             case StopProfile() if self._profiler is not None:

@@ -11,7 +11,7 @@ from lockstep.core.contract.commands import BatchPlan, Command, CompileGrammar, 
 from lockstep.core.contract.events import ObservedEvent, RequestArrived
 from lockstep.host.adapters import AdapterLoader, AdaptersLog
 from lockstep.host.cache_moves import PageMover
-from lockstep.host.expert_load import ExpertMeter
+from lockstep.host.expert_load import ExpertMeter, ExpertMover
 from lockstep.host.handover.results import Handover
 from lockstep.host.media.encoding import MediaEncoder
 from lockstep.host.rank_agreement import RankAgreement
@@ -75,6 +75,7 @@ class DeviceServices:
         encoder: encodes media; without it no content can be encoded.
         agreement: with the other data-parallel ranks; without it the engine must have one rank.
         experts: reads how many tokens each expert got; without it the engine must not measure them.
+        expert_mover: moves experts between ranks; without it the engine must not place them.
     """
 
     profiler: Profiler | None = None
@@ -85,6 +86,7 @@ class DeviceServices:
     encoder: MediaEncoder | None = None
     agreement: RankAgreement | None = None
     experts: ExpertMeter | None = None
+    expert_mover: ExpertMover | None = None
 
 
 @dataclass(frozen=True, slots=True)

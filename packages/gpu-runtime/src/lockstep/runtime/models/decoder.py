@@ -139,6 +139,13 @@ class Decoder(LanguageModel):
         self.head_dim, self.scale = settings.head_dim, settings.head_dim**-0.5
         self.heads, self.kv_heads = query // settings.head_dim, key // settings.head_dim
 
+    def prepare(self) -> None:
+        """Fill further copies of experts."""
+        with torch.no_grad():
+            for layer in self.stack:
+                if isinstance(layer, Layer) and isinstance(layer.mlp, Experts):
+                    layer.mlp.fill_copies()
+
     def expert_layers(self) -> Iterable[CountedExperts]:
         """Return the layers with experts here, in their order."""
         return [layer.mlp for layer in self.stack if isinstance(layer, Layer) and isinstance(layer.mlp, Experts)]

@@ -1,0 +1,82 @@
+"""Experts of a simulated engine: what is routed to them, placements by the core, and the time of moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.core.contract.commands import MoveExperts
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import ExpertLoadMeasured, ExpertsMoved, ExpertsPlaced
+from lockstep.core.journal.replay import fold, replay
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
+
+LAYOUT: dict[str, Any] = {"model": "deepseek-v3", "gpu": "h200", "tp": 8, "ep": 8, "attention_dp": 8, "moe_a2a": True}
+LOAD = "gen:n=60,rate=40,input=fixed:400,output=fixed:60"
+PLAIN = Scenario(**LAYOUT, workload=LOAD, expert_cv=1.0)
+EPLB = replace(PLAIN, eplb=True, redundant_experts=32, eplb_interval=40, expert_drift=0.3)
+
+
+def steps_of(scenario: Scenario, folder: Path) -> list[Any]:
+    simulate(replace(scenario, out=folder))
+    assert replay(folder).steps
+    return list(fold(folder))
+
+
+def test_experts_are_placed_before_the_first_batch_and_anew_as_their_load_changes(tmp_path: Path) -> None:
+    steps = steps_of(EPLB, tmp_path)
+    placed = [one for _, step in steps for one in step.decided if isinstance(one, ExpertsPlaced)]
+    assert placed[0].time_us == 0
+    assert placed[0].before_permille == pytest.approx(1270, abs=30)  # docs/cost-models.md: 1.27 with cv 1
+    assert len(placed) > 2
+    for one in placed:
+        assert one.after_permille < one.before_permille
+        assert one.after_permille <= 1010
+    later = [one.before_permille for one in placed[1:]]
+    assert 1050 < np.mean(later) < placed[0].before_permille  # 30 % of the experts have another popularity
+    moves = [one for _, step in steps for one in step.commands if isinstance(one, MoveExperts)]
+    assert len(moves[0].layers) == 58  # all at once before the first batch, then a few behind each launch
+    assert {len(one.layers) for one in moves[1:]} <= {1, 2, 3, 4}
+    ends = [event.time_us for event, _ in steps if isinstance(event, ExpertsMoved)]
+    assert len(ends) == len(moves)
+    assert ends[0] == 0
+
+
+def test_what_is_measured_is_what_was_routed(tmp_path: Path) -> None:
+    scenario = replace(PLAIN, settings={"expert_load_interval": 10})
+    steps = steps_of(scenario, tmp_path)
+    reports = [
+        np.frombuffer(one.counts, np.int64).reshape(58, 256) for one, _ in steps if isinstance(one, ExpertLoadMeasured)
+    ]
+    counted = sum(reports)
+    computed = 60 * (400 + 59)
+    assert computed * 8 * 0.7 < counted[0].sum() <= computed * 8  # the last batches are not measured
+    assert counted.std(1).mean() / counted.mean() == pytest.approx(1.0, abs=0.15)
+    assert not any(isinstance(one, MoveExperts) for _, step in steps for one in step.commands)
+
+
+def test_moves_take_the_time_of_their_bytes_and_balanced_experts_save_it() -> None:
+    def busy_us(scenario: Scenario) -> float:
+        return float(simulate(scenario).data.summary["device"]["busy_us"])
+
+    still = replace(EPLB, expert_drift=0.0)
+    assert busy_us(still) < busy_us(replace(PLAIN, expert_cv=1.0))
+    assert simulate(still).data.summary["experts"]["placements"] == 1
+    summary = simulate(EPLB).data.summary["experts"]
+    assert summary["placements"] == len(summary["placed"]) > 2
+    assert summary["moved"] == sum(one["moved"] for one in summary["placed"])
+    assert summary["imbalance_after_mean"] < summary["imbalance_before_mean"]
+
+
+def test_what_cannot_be_measured_is_refused_by_name() -> None:
+    measured = {"expert_load_interval": 10}
+    with pytest.raises(ConfigError, match="`expert_load_interval` is 10, but qwen3-8b has no experts"):
+        assemble(Scenario(model="qwen3-8b", gpu="h200", workload=LOAD, settings=measured))
+    with pytest.raises(ConfigError, match="`expert_load_interval` is 10, but `pp` is 2"):
+        assemble(Scenario(model="deepseek-v3", gpu="h200", workload=LOAD, tp=8, ep=8, pp=2, settings=measured))
