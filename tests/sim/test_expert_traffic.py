@@ -20,11 +20,11 @@ from lockstep.sim.scenario.scenario import Scenario
 LAYOUT: dict[str, Any] = {"model": "deepseek-v3", "gpu": "h200", "tp": 8, "ep": 8, "attention_dp": 8, "moe_a2a": True}
 LOAD = "gen:n=60,rate=40,input=fixed:400,output=fixed:60"
 PLAIN = Scenario(**LAYOUT, workload=LOAD, expert_cv=1.0)
-EPLB = replace(PLAIN, eplb=True, redundant_experts=32, eplb_interval=40, expert_drift=0.3)
+EPLB = replace(PLAIN, eplb=True, redundant_experts=32, eplb_interval=20, expert_drift=0.3)
 
 
 def steps_of(scenario: Scenario, folder: Path) -> list[Any]:
-    simulate(replace(scenario, out=folder))
+    simulate(assemble(scenario), folder=folder)
     assert replay(folder).steps
     return list(fold(folder))
 
@@ -51,10 +51,8 @@ def test_experts_are_placed_before_the_first_batch_and_anew_as_their_load_change
 def test_what_is_measured_is_what_was_routed(tmp_path: Path) -> None:
     scenario = replace(PLAIN, settings={"expert_load_interval": 10})
     steps = steps_of(scenario, tmp_path)
-    reports = [
-        np.frombuffer(one.counts, np.int64).reshape(58, 256) for one, _ in steps if isinstance(one, ExpertLoadMeasured)
-    ]
-    counted = sum(reports)
+    reports = [one.counts for one, _ in steps if isinstance(one, ExpertLoadMeasured)]
+    counted = sum(np.frombuffer(counts, np.int64).reshape(58, 256) for counts in reports)
     computed = 60 * (400 + 59)
     assert computed * 8 * 0.7 < counted[0].sum() <= computed * 8  # the last batches are not measured
     assert counted.std(1).mean() / counted.mean() == pytest.approx(1.0, abs=0.15)
@@ -63,12 +61,15 @@ def test_what_is_measured_is_what_was_routed(tmp_path: Path) -> None:
 
 def test_moves_take_the_time_of_their_bytes_and_balanced_experts_save_it() -> None:
     def busy_us(scenario: Scenario) -> float:
-        return float(simulate(scenario).data.summary["device"]["busy_us"])
+        return float(simulate(assemble(scenario)).data.summary["device"]["busy_us"])
 
-    still = replace(EPLB, expert_drift=0.0)
-    assert busy_us(still) < busy_us(replace(PLAIN, expert_cv=1.0))
-    assert simulate(still).data.summary["experts"]["placements"] == 1
-    summary = simulate(EPLB).data.summary["experts"]
+    prompts = "gen:n=20,rate=40,input=fixed:3000,output=fixed:4"
+    plain = replace(PLAIN, workload=prompts)
+    still = replace(plain, eplb=True, eplb_interval=20)
+    assert busy_us(still) < 0.97 * busy_us(plain)
+    assert busy_us(replace(plain, expert_cv=0.0)) == pytest.approx(busy_us(still), rel=0.01)
+    assert simulate(assemble(still)).data.summary["experts"]["placed"][0]["imbalance_after"] <= 1.01
+    summary = simulate(assemble(EPLB)).data.summary["experts"]
     assert summary["placements"] == len(summary["placed"]) > 2
     assert summary["moved"] == sum(one["moved"] for one in summary["placed"])
     assert summary["imbalance_after_mean"] < summary["imbalance_before_mean"]

@@ -17,7 +17,6 @@ from lockstep.core.contract.events import RecordExpertLoad
 OTHERWISE = "the tokens of experts are counted with --set expert_load_interval=100, for models with experts"
 
 
-# mechanism: expert-load (reachable)
 async def start_record(server: Server, call: Call[None]) -> Response:
     """Begin a record of the tokens routed to each expert; the record before is dropped."""
     needs(server, "experts", OTHERWISE)

@@ -386,7 +386,6 @@ class Metrics:
                 stored.add_metric((*values, name.removeprefix("pages_").removeprefix("writes_")), count)
             yield from (stored, held)
 
-    # mechanism: expert-load (reported)
     def _experts(self, values: tuple[str, str], found: ExpertFigures) -> Iterator[Metric]:
         """Yield the metrics of the load of experts."""
         labels = ("model_name", "engine")

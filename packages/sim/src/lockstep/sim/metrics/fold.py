@@ -46,6 +46,7 @@ from lockstep.core.contract.events import (
     AdmissionDeferred,
     BatchFinished,
     Decided,
+    ExpertLoadMeasured,
     ExpertsPlaced,
     Observed,
     PrefetchFinished,
@@ -187,7 +188,7 @@ class MetricsFold:
 
         # Counts.
         self._tallies = Tallies()
-        self._experts: ExpertCounts | None = None  # None: no experts were placed
+        self._experts: ExpertCounts | None = None  # None: their load was not measured
         self._drafts: Drafts | None = None  # of an engine that verifies drafts
         self._tiers = TierCounts(host_page_bytes, host_block_bytes or {}) if host_page_bytes is not None else None
         self._media: MediaCounts | None = None  # of a run with media
@@ -222,6 +223,9 @@ class MetricsFold:
                 self._adapters.requests[event.adapter] += sample_count(event)
         elif type(event) is AdapterLoaded and self._adapters is not None:
             self._adapters.loaded(event)
+        elif type(event) is ExpertLoadMeasured:
+            self._experts = self._experts or ExpertCounts()
+            self._experts.measured(event)
         elif type(event) is PrefetchFinished and event.blocks and self._tiers is not None:
             self._tiers.fetched(event)
         for command in step.commands:
@@ -437,7 +441,7 @@ class MetricsFold:
                     self._prompt_tokens[self._row(decided.request_id)] = decided.prompt_tokens
             case ExpertsPlaced():
                 self._experts = self._experts or ExpertCounts()
-                self._experts.learn(decided)
+                self._experts.placed(decided)
             case TierOperationEnded() if self._tiers is not None:
                 self._tiers.learn(decided)
 

@@ -123,7 +123,7 @@ def _cards(run: ReportRun) -> str:
         about = f"at most {percent(sessions['held_share_max'])}; {count(sessions['yields'])} times one yielded"
         cards.append(card("KV held by sessions", percent(sessions["held_share_mean"]), about, "between turns, mean"))
     experts = run.data.summary.get("experts")
-    if experts is not None:
+    if experts is not None and "placements" in experts:
         about = f"{digits(experts['imbalance_after_mean'], 2)} after; {count(experts['moved'])} experts moved"
         before = f"{digits(experts['imbalance_before_mean'], 2)}"
         cards.append(card("Fullest expert rank", before, about, "times the mean, before each placement"))
