@@ -262,6 +262,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
     sched = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.sched.items()}
     if isinstance(recorded := sched.get("hybrid"), dict):  # as it came from rank 0
         sched["hybrid"] = msgspec.convert(recorded, HybridMemory)
+    sched.pop("experts", None)  # of a journal that is executed again: they follow from the options
     draft: Draft | None = None
     if settings.draft_model is not None or sched.get("speculative_method") == "mtp":
         folder = settings.draft_model
