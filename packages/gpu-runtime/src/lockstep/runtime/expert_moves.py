@@ -47,15 +47,15 @@ class RankExpertMover:
     """Moves the experts of one rank, together with those of the other ranks."""
 
     def __init__(self, model: LanguageModel, lane: StreamLane) -> None:
-        self._layers = [one for one in model.expert_layers() if isinstance(one, Experts)]
-        self._lane = lane
+        self._model, self._lane = model, lane
 
     # mechanism: expert-moves (executed)
     def move(self, layers: Sequence[int], placement: Int32s) -> None:
         """Move the experts of layers, by number, to int32 [layers, slots]. Raises DeviceLost."""
+        there = [one for one in self._model.expert_layers() if isinstance(one, Experts)]
         with self._lane.stream(), torch.inference_mode():
             for layer, row in zip(layers, placement, strict=True):
-                self._layers[layer].move(row)
+                there[layer].move(row)
 
 
 class LeadExpertMover:
