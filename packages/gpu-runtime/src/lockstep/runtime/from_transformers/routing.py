@@ -21,7 +21,7 @@ class RoutedExperts:
 
     def __init__(self, module: nn.Module, name: str, place: int) -> None:
         self._module, self._name, self._place = module, name, place
-        self.experts = int(module.num_experts)  # type: ignore[arg-type]
+        self.experts = int(module.num_experts)
 
     def count_into(self, count: Callable[[Tensor], None]) -> None:
         """Call `count` with the experts of the tokens of every pass from now on."""

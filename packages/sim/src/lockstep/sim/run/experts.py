@@ -10,10 +10,9 @@ import msgspec
 from lockstep.core.contract.config import ExpertPlacing, SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.cost import CostModel
-from lockstep.sim.cost.base_model import WeightsDtype
 from lockstep.sim.cost.expert_balance import Spread
 from lockstep.sim.cost.hardware import GpuSpec, achieved
-from lockstep.sim.cost.models import ModelSpec
+from lockstep.sim.cost.models import ModelSpec, WeightsDtype
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.roofline import roofline_model
 from lockstep.sim.host.expert_traffic import ExpertTraffic
