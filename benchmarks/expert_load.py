@@ -1,6 +1,6 @@
 """CPU time per token of a model with experts, with and without counting the tokens of each expert, side by side.
 
-Two engines of equal random weights answer the same requests in turn; the ratio is of medians over the rounds. Needs torch.
+Two engines of equal random weights answer the same requests in turn. The ratio is of medians over rounds. Needs torch.
 
     python benchmarks/expert_load.py [--rounds 9] [--interval 100]
 """
