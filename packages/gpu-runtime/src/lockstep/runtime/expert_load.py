@@ -90,9 +90,9 @@ class ExpertCounter:
             self._counts[layer] += found[: self.experts + 1]
             return
         rows, each = experts.shape
-        weights = self._weights[:rows, None].expand(rows, each).reshape(-1)
+        weights = self._weights[:rows, None].expand(rows, each).clone(memory_format=torch.contiguous_format)
         places = experts.reshape(-1).to(torch.int64).clamp(max=self.experts)
-        self._counts[layer].scatter_add_(0, places, weights)
+        self._counts[layer].scatter_add_(0, places, weights.view(-1))
 
     def take(self) -> Tensor:
         """Return the counts so far, of all ranks that count together; they begin again at 0."""
