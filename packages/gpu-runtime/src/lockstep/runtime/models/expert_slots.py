@@ -49,8 +49,9 @@ class ExpertSlots:
         for slot, expert in enumerate(placement.tolist()):
             slots[expert, copies[expert]] = slot
             copies[expert] += 1
-        self._slots.copy_(torch.from_numpy(slots))
-        self._copies.copy_(torch.from_numpy(copies))
+        device = self._slots.device
+        self._slots.copy_(_sent(slots, device))
+        self._copies.copy_(_sent(copies, device))
 
     def slots_of(self, experts: Tensor, first: int = 0) -> Tensor:
         """Return the slot that computes each expert of each token, int64 [tokens, k], among those of all ranks.
@@ -80,7 +81,7 @@ def move_experts(slots: ExpertSlots, placement: Int32s, weights: Sequence[Tensor
     sent = [[places[one] for one in lacks[rank] if first[one] == slots.rank] for rank in range(ranks)]
     from_ranks = [[one for one in lacks[slots.rank] if first[one] == rank] for rank in range(ranks)]
     sends, receives = [len(one) for one in sent], [len(one) for one in from_ranks]
-    at = torch.tensor([place for one in sent for place in one], dtype=torch.int64, device=weights[0].device)
+    at = _sent(np.array([place for one in sent for place in one], np.int64), weights[0].device)
     came = {one: number for number, one in enumerate(one for part in from_ranks for one in part)}
     changed = [place for place in range(each) if had[slots.rank][place] != wanted[slots.rank][place]]
     for weight in weights:
@@ -91,3 +92,9 @@ def move_experts(slots: ExpertSlots, placement: Int32s, weights: Sequence[Tensor
             source = got[came[expert]].view_as(weight[place]) if expert in came else kept[places[expert]]
             weight[place].copy_(source)
     slots.use(placement)
+
+
+def _sent(array: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Return an array on a device, behind the launched work and without waiting for it."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
