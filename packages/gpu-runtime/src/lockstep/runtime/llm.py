@@ -290,10 +290,10 @@ class LLM:
             weight_loader: WeightLoader = self._live
             if self.data_ranks is not None:
                 weight_loader = FixedWeights(self._live, "data-parallel ranks share them")
-            elif config.eplb:
-                weight_loader = FixedWeights(self._live, "experts move between ranks")
             elif self.group is not None:
                 weight_loader = LeadModel(self._live, self.group)
+            if config.eplb:
+                weight_loader = FixedWeights(weight_loader, "experts move between ranks")
             agreement = None if self.data_ranks is None else self.data_ranks.agreement
             engine = Engine(self.config)
             if journal is not None or keeper is not None:
