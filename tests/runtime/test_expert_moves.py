@@ -116,6 +116,11 @@ def test_tokens_are_spread_over_the_copies_of_an_expert() -> None:
         ({"eplb_interval": 5}, "`eplb_interval` is 5, but `eplb` is off"),
         ({**MOVING, "redundant_experts": 3}, "`redundant_experts` must be a multiple of `ep` 2, got `3`"),
         ({**MOVING, "eplb_interval": 0}, "`eplb_interval` must be at least 1 batch, got `0`"),
+        ({"eplb_imbalance_min": 1.5}, "`eplb_imbalance_min` is 1.5, but `eplb` is off"),
+        (
+            {**MOVING, "eplb_imbalance_min": 0.5},
+            r"`eplb_imbalance_min` must be at least 1 \(the mean load\), got `0.5`",
+        ),
         ({**MOVING, "pp": 2}, "`eplb` is on, but `pp` is 2"),
         ({**MOVING, "expert_load_interval": 0}, "`eplb` needs the load of experts, but `expert_load_interval` is 0"),
         ({"experts": 3}, "`experts` .* follows from the model and from options"),

@@ -78,6 +78,18 @@ def test_moves_take_the_time_of_their_bytes_and_balanced_experts_save_it() -> No
     assert summary["imbalance_after_mean"] < summary["imbalance_before_mean"]
 
 
+def test_experts_stay_while_their_load_is_even_enough() -> None:
+    summary = simulate(assemble(replace(EPLB, eplb_imbalance_min=1.5))).data.summary["experts"]
+    assert summary["measurements"] > 2
+    assert "placements" not in summary
+    for wrong, why in (
+        (replace(PLAIN, eplb_imbalance_min=1.5), "no scheduler places"),
+        (replace(EPLB, eplb_imbalance_min=0.5), "at least 1"),
+    ):
+        with pytest.raises(ConfigError, match=f"`eplb_imbalance_min` .*{why}"):
+            assemble(wrong)
+
+
 def test_what_cannot_be_measured_is_refused_by_name() -> None:
     measured = {"expert_load_interval": 10}
     with pytest.raises(ConfigError, match="`expert_load_interval` is 10, but qwen3-8b has no experts"):

@@ -58,6 +58,7 @@ LINES: dict[str, tuple[str, str]] = {
     "--eplb": (f"{EXPERTS} --expert-cv 0.5", ""),
     "--redundant-experts": (EPLB, "2"),
     "--eplb-interval": (EPLB, "2"),
+    "--eplb-imbalance-min": (EPLB, "1.1"),
     "--expert-drift": (EPLB, "0.5"),
     "--engines": (f"--model qwen3-0.6b --workload {GEN}", "1xh200,1xh100"),
     "--prefill-engines": (f"{PLAIN} --decode-engines 1", "1"),

@@ -36,6 +36,7 @@ def with_placing(settings: RankOptions, config: SchedConfig, model: LanguageMode
         ranks=settings.ep,
         slots=experts + settings.redundant_experts,
         interval=settings.eplb_interval,
+        imbalance_min=settings.eplb_imbalance_min,
     )
     interval = config.expert_load_interval
     if interval is msgspec.UNSET:

@@ -38,6 +38,8 @@ class Layout(Protocol):
     @property
     def eplb_interval(self) -> int: ...
     @property
+    def eplb_imbalance_min(self) -> float: ...
+    @property
     def swa_full_tokens_ratio(self) -> float | None: ...
     @property
     def cuda_graphs(self) -> GraphMode: ...
@@ -81,7 +83,7 @@ def check_layout(given: Layout, sched: Mapping[str, Any], tps: Sequence[int] = (
 
 def _check_moves(given: Layout, sched: Mapping[str, Any]) -> None:
     """Raise ConfigError for options of experts that move which do not go together."""
-    usual = {"redundant_experts": 0, "eplb_interval": 1000}
+    usual = {"redundant_experts": 0, "eplb_interval": 1000, "eplb_imbalance_min": 1.0}
     for name, meaningless in usual.items():
         if (value := getattr(given, name)) != meaningless and not given.eplb:
             raise ConfigError(f"`{name}` is {value}, but `eplb` is off: experts stay where they are\nhint: --eplb")
@@ -99,6 +101,8 @@ def _check_moves(given: Layout, sched: Mapping[str, Any]) -> None:
             )
     if given.eplb_interval < 1:
         raise ConfigError(f"`eplb_interval` must be at least 1 batch, got `{given.eplb_interval}`")
+    if not given.eplb_imbalance_min >= 1.0:
+        raise ConfigError(f"`eplb_imbalance_min` must be at least 1 (the mean load), got `{given.eplb_imbalance_min}`")
     if given.redundant_experts < 0 or given.redundant_experts % given.ep:
         raise ConfigError(
             f"`redundant_experts` must be a multiple of `ep` {given.ep}, got `{given.redundant_experts}`\n"

@@ -154,7 +154,8 @@ def _experts_served(base: Scenario) -> dict[str, Any]:
     """Return the options of experts on ranks that `lockstep serve` has for this layout, with their values."""
     served: dict[str, Any] = {"moe_a2a": True} if base.moe_a2a else {}
     if base.eplb and base.attention_dp == 1 and base.pp == 1:
-        given = {"redundant_experts": base.redundant_experts, "eplb_interval": base.eplb_interval}
+        names = ("redundant_experts", "eplb_interval", "eplb_imbalance_min")
+        given = {name: getattr(base, name) for name in names}
         usual = {field.name: field.default for field in sim_options()}
         served |= {"eplb": True} | {name: value for name, value in given.items() if value != usual[name]}
     return served

@@ -39,7 +39,15 @@ def with_experts(config: SchedConfig, scenario: Scenario, model: ModelSpec, spli
             f"`expert_load_interval` is {interval}, but `pp` is {split.pp}: the load of experts in several stages is "
             "not measured yet\nhint: drop one of the two"
         )
+    least_imbalance = scenario.eplb_imbalance_min
+    if not least_imbalance >= 1.0:
+        raise ConfigError(f"`eplb_imbalance_min` must be at least 1 (the mean load), got `{least_imbalance}`")
     if model.experts is None or not follows_events(scenario, split):
+        if least_imbalance != 1.0:
+            raise ConfigError(
+                f"`eplb_imbalance_min` is {least_imbalance}, but no scheduler places experts by their load here\n"
+                "hint: --eplb, without --pp and --rank-schedulers; or leave it out"
+            )
         return config
     placing = ExpertPlacing(
         layers=model.moe_layers,
@@ -47,6 +55,7 @@ def with_experts(config: SchedConfig, scenario: Scenario, model: ModelSpec, spli
         ranks=split.ep,
         slots=model.experts.count + split.redundant_experts,
         interval=split.eplb_interval,
+        imbalance_min=least_imbalance,
     )
     least = min(LOAD_INTERVAL, split.eplb_interval) if interval is msgspec.UNSET else interval
     return msgspec.structs.replace(config, experts=placing, expert_load_interval=least)
