@@ -640,6 +640,8 @@ def test_operators_have_a_socket_of_their_own(server: LiveServer) -> None:
     assert post("/pause", KEY)[0] == post("/resume", KEY)[0] == 200
     assert post("/v1/completions", KEY)[0] == 404
     assert server.status_of("/flush_cache") == 404
+    status, said = post("/start_expert_distribution_record", KEY)
+    assert (status, "--set expert_load_interval=100" in said["error"]["message"]) == (501, True)
 
 
 def test_an_operator_takes_a_profile(client: Any, server: LiveServer) -> None:

@@ -109,6 +109,11 @@ EXPECTED_ADMIN = {
     **{("POST", path): (401, 401, 415) for path in NEEDS_BODY.split()},
     ("GET", "/openapi.json"): (401, 401, 200),
     ("GET", "/flush_cache"): (401, 401, 503),
+    **{
+        (method, f"/{action}_expert_distribution_record"): (401, 401, 503)
+        for action in ("start", "stop", "dump")
+        for method in ("GET", "POST")
+    },
 }
 
 

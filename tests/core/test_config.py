@@ -27,6 +27,7 @@ NO_OPTIONS = {
     SchedConfig: {
         "tiers",
         "hybrid",
+        "experts",
         "dp_ranks",
         "dp_rank",
         "base_beside_loras",

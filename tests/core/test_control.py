@@ -27,6 +27,7 @@ from lockstep.core.contract.events import (
     OpenSession,
     Pause,
     Profile,
+    RecordExpertLoad,
     ReleaseMemory,
     RequestArrived,
     RequestCancelled,
@@ -145,6 +146,7 @@ def test_a_restart_between_two_controls_loses_no_answer(first: Control) -> None:
 
 def test_every_control_that_is_served_is_asked_here_or_by_the_swarm() -> None:
     asked = {type(control) for control in (*CONTROLS, *ASKED)} | {CancelMany}  # which the driver submits with live ids
+    asked |= {RecordExpertLoad}  # by tests/scenarios/control/expert_load.txt; here it is always refused
     assert HANDLERS.keys() <= asked
     assert GetState in asked
 

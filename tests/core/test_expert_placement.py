@@ -175,14 +175,14 @@ def test_an_engine_adds_reports_up_decides_nothing_and_remembers_them_in_snapsho
     step = engine.step(report(5, [[1, 2], [3, 4]]))
     assert (step.decided, step.commands) == ([], [])
     engine.step(report(9, [[10, 0], [0, 1]]))
-    assert engine.expert_loads is not None
-    assert engine.expert_loads.counts.tolist() == [[11, 2], [3, 5]]
-    assert engine.expert_loads.reports == 2
+    assert engine.experts.loads is not None
+    assert engine.experts.loads.counts.tolist() == [[11, 2], [3, 5]]
+    assert engine.experts.loads.reports == 2
     again = snapshot.restore(snapshot.dump(engine))
     assert snapshot.dump(again) == snapshot.dump(engine)
     again.step(report(10, [[1, 1], [1, 1]]))
-    assert again.expert_loads is not None
-    assert again.expert_loads.counts.tolist() == [[12, 3], [4, 6]]
+    assert again.experts.loads is not None
+    assert again.experts.loads.counts.tolist() == [[12, 3], [4, 6]]
     for impossible in (report(11, [[1, 2, 3]]), report(11, [[-1, 0], [0, 0]]), ExpertLoadMeasured(11, 2, b"123")):
         before = snapshot.dump(again)
         with pytest.raises(ContractError, match="experts"):

@@ -18,6 +18,8 @@ from lockstep.core.contract.commands import (
     FreezeHeap,
     LaunchBatch,
     LoadAdapter,
+    MeasureExpertLoad,
+    MoveExperts,
     ProposeBatch,
     RejectRequest,
     ReleaseDeviceMemory,
@@ -43,6 +45,7 @@ from lockstep.core.contract.events import (
     DeferReason,
     Drain,
     EngineRestarted,
+    ExpertsPlaced,
     Grammar,
     GrammarReady,
     HostPagesEvicted,
@@ -121,6 +124,7 @@ DECIDED = {
     "session s yielded 1 page": SessionYielded(0, "s", 1),
     "closed session s with 12 tokens (timeout)": SessionClosed(0, "s", 12, "timeout"),
     "retracted b after 1 output token, 1 page back (preempted for a)": RequestRetracted(0, 1, 1, 1, 0, "preempted", 0),
+    "place experts by load in 2 layers, 3 moves: 1.67 to 1.17 times the mean": ExpertsPlaced(0, 2, 3, 1667, 1167),
     "evicted law version 2 from slot 1": AdapterEvicted(0, "law", 2, 1),
     "transfer of a is ready (done)": TransferMoved(0, 0, "ready", "done"),
     "admitted b, 8 tokens cached, 4 of them from the host (2 from storage)": RequestAdmitted(0, 1, 0, 8, 9, 0, 0, 4, 2),
@@ -189,6 +193,8 @@ COMMANDS: dict[str, Command] = {
     "start the profiler": StartProfile(),
     "stop the profiler": StopProfile(),
     "freeze the heap": FreezeHeap(),
+    "measure the load of experts": MeasureExpertLoad(),
+    "move experts 3: layers 0 2": MoveExperts(3, (0, 2), np.zeros((2, 4), np.int32)),
     "receive a[4:9], room 7, slot 1, pages 3..4 9": StartTransfer(
         0, 7, "p0", "receive", np.array([3, 4, 9], np.int32), 4, stop_tokens=9, slot=1
     ),

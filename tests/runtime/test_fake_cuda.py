@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from lockstep.runtime import LLM, Params, triton_trial  # noqa: E402
+from lockstep.runtime.models.expert_slots import ExpertSlots, move_experts  # noqa: E402
+from tests.runtime.test_data_ranks import EXPERTS  # noqa: E402
 from tests.support.fake_cuda import DEVICE, FakeCuda  # noqa: E402
+from tests.support.small_llm import write_weights  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 SIZES: dict[str, Any] = {
@@ -94,3 +99,39 @@ def test_no_launch_waits_while_requests_are_served(gpu: FakeCuda, options: dict[
     assert {"write_kv", "extend", "divide", "add_rms_norm_kernel", "norm_and_turn_kernel", "_draw_kernel"} <= set(
         gpu.launches
     )
+
+
+def test_experts_are_counted_in_graphs_and_read_without_a_wait(gpu: FakeCuda, tmp_path: Path) -> None:
+    """Three decoding rows are padded to four in a graph; the padding is not counted."""
+    write_weights(tmp_path, EXPERTS)
+    sizes = {**SIZES, "context_tokens_max": 128, "cuda_graph_max_batch": 4, "grammar_backend": "none"}
+    with LLM(tmp_path, **sizes, expert_load_interval=2) as llm:
+        llm.start_expert_record()
+        started = len(gpu.waits)
+        llm.generate([[5, 6, 7, 8], [9, 10, 11], [12, 13]], Params(max_new_tokens=4, ignore_eos=True))
+        served = gpu.waits[started:]
+        record, replays = llm.expert_record(), llm.host.executor.graphs.replays
+    assert served == []
+    assert replays == 3
+    tokens = 4 + 3 + 2 + 3 * 3  # of the prompts, and drawn ones but the last
+    assert record.counts.sum(1).tolist() == [tokens * EXPERTS["num_experts_per_tok"]] * 2
+
+
+def test_experts_move_without_a_wait_and_graphs_read_the_new_slots(gpu: FakeCuda) -> None:
+    slots = ExpertSlots(4, 6, 0, 2, DEVICE)
+    weights, experts = torch.zeros(3, 2, 2, device=DEVICE), torch.tensor([[2, 0], [2, 1]]).to(DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.graph(graph), torch.inference_mode():
+        chosen = slots.slots_of(experts)
+    before = len(gpu.waits)
+
+    def all_to_all(rows: Any, sends: list[int], receives: list[int]) -> Any:
+        assert sends == [0, len(rows)]
+        return torch.ones(sum(receives), *rows.shape[1:], device=DEVICE)
+
+    with torch.inference_mode():
+        move_experts(slots, np.array([0, 2, 3, 1, 2, 3], np.int32), [weights], all_to_all)
+        graph.replay()
+    assert gpu.waits[before:] == []
+    assert chosen.cpu().tolist() == [[1, 0], [4, 3]]
+    assert weights.cpu()[:, 0, 0].tolist() == [0.0, 1.0, 1.0]  # experts 2 and 3 came from the other rank

@@ -111,4 +111,8 @@ def test_the_command_line_has_it_and_reports_what_it_brings() -> None:
     assert words[words.index("--redundant-experts") + 1] == "32"
     shown = CliRunner().invoke(command, [*words, "--no-intervals"])
     assert shown.exit_code == 0, shown.output
-    assert "eplb: in the long run the fullest rank has 1.10 times its share, 1.27 times without" in shown.stdout
+    assert "eplb: experts are placed by the load measured in 1,000 passes" in shown.stdout
+    assert "experts placed" in shown.stdout
+    ranks = CliRunner().invoke(command, [*words, "--attention-dp", "8", "--rank-schedulers", "--no-intervals"])
+    assert ranks.exit_code == 0, ranks.output
+    assert "eplb: in the long run the fullest rank has 1.10 times its share, 1.27 times without" in ranks.stdout

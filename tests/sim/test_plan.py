@@ -623,6 +623,20 @@ def test_what_is_simulated_only_is_reported_and_not_in_the_line(
     assert ("--pp 2 " in served.line) == ("--set pp_size=2" in served.line) == ("pp" in scenario)
 
 
+def test_experts_of_the_winner_are_placed_by_the_server_too(simplest: Candidate) -> None:
+    """Assumptions about their load are not; and with data-parallel attention the server places none."""
+    assert simplest.trial is not None
+    layout = {"tp": 4, "ep": 4, "moe_a2a": True, "eplb": True, "redundant_experts": 8, "expert_cv": 1.0}
+    base = replace(simplest.trial.base, **layout)
+    served, _ = serve_command.serve_commands(replace(simplest, trial=replace(simplest.trial, base=base)))
+    assert "--tp 4 --ep 4 --moe-a2a --eplb --redundant-experts 8 " in served.line
+    assert served.lacks == []
+    base = replace(base, attention_dp=4, rank_schedulers=True)
+    served, _ = serve_command.serve_commands(replace(simplest, trial=replace(simplest.trial, base=base)))
+    assert "--eplb" not in served.line
+    assert served.lacks == ["eplb yes", "redundant_experts 8"]
+
+
 def test_more_processes_give_the_same_bytes(tmp_path: Path) -> None:
     alone = invoke("--jobs", "1", "--json", str(tmp_path / "alone.json"))
     many = invoke("--jobs", "2", "--json", str(tmp_path / "many.json"))

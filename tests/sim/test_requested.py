@@ -62,6 +62,7 @@ MORE = {
     "expert_cv": "0.4",
     "redundant_experts": "8",
     "eplb_interval": "200",
+    "eplb_imbalance_min": "1.2",
     "expert_drift": "0.125",
     "engine": "sglang",
     "replicas": "3",

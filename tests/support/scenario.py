@@ -14,7 +14,7 @@ Commands that are facts (each is one observed event, and `lockstep.core.invarian
 
     config page_size=2 pages=6    settings, first of all; times as 5ms, `none`, `yes`, `no`, token lists as 7,8;
                                   tiers.host_pages=4 and other fields of CacheTiers, hybrid.state_slots=4 and
-                                  other fields of HybridMemory
+                                  other fields of HybridMemory, experts.slots=4 and other fields of ExpertPlacing
     add a prompt=1..4,50..52 max_new=4 min_new=1 stop=7,8 eos=no stream=no deadline=5ms finish_by=9ms namespace=x
                                   `prompt=a,9` is everything of a so far (prompt and output), then 9; grammar=g names
                                   a grammar by its digest, stop_texts=x,y; other fields of RequestArrived by name
@@ -35,6 +35,9 @@ Commands that are facts (each is one observed event, and `lockstep.core.invarian
     release kv_cache weights, retake kv_cache   ReleaseMemory, ResumeMemory
     done [ERROR]                  the host answers the oldest order about weights or memory
     profile start [3], profile stop, freeze, slow 5ms, set NAME VALUE, stats, switch_role decode
+    record start, record stop, record dump      RecordExpertLoad
+    routed 3 1 / 0 4              ExpertLoadMeasured: tokens of the experts of layer 0 / layer 1
+    experts_moved [ERROR]         ExpertsMoved, for the newest MoveExperts
     open s capacity=20 timeout=5ms parent=p parent_tokens=4, close s    sessions; `add ... session=s session_start=4`
     load x [version=2] [pinned=yes], unload x                    ControlRequested for an adapter
     loaded x [error]              AdapterLoaded, for the oldest LoadAdapter of that name
@@ -85,7 +88,7 @@ from lockstep.core.contract.commands import (
     StreamTokens,
     SwapWeights,
 )
-from lockstep.core.contract.config import CacheTiers, HybridMemory, SchedConfig
+from lockstep.core.contract.config import CacheTiers, ExpertPlacing, HybridMemory, SchedConfig
 from lockstep.core.contract.events import (
     AdapterLoaded,
     BatchFinished,
@@ -98,6 +101,8 @@ from lockstep.core.contract.events import (
     Decided,
     Drain,
     EngineRestarted,
+    ExpertLoadMeasured,
+    ExpertsMoved,
     Flush,
     FreezeGc,
     GetState,
@@ -114,6 +119,7 @@ from lockstep.core.contract.events import (
     PrefillCompleted,
     Profile,
     PromptSpan,
+    RecordExpertLoad,
     ReleaseMemory,
     RequestArrived,
     RequestCancelled,
@@ -463,6 +469,19 @@ class Run:
     def do_profile(self, words: list[str]) -> list[str]:
         return self._control(msgspec.convert(["Profile", words[0], *map(int, words[1:])], Profile))
 
+    def do_record(self, words: list[str]) -> list[str]:
+        return self._control(msgspec.convert(["RecordExpertLoad", *words], RecordExpertLoad))
+
+    def do_routed(self, words: list[str]) -> list[str]:
+        counts = np.array([layer.split() for layer in " ".join(words).split("/")], np.int64)
+        return self._say(self.fold(ExpertLoadMeasured(self.now_us, len(counts), counts.tobytes())))
+
+    def do_experts_moved(self, words: list[str]) -> list[str]:
+        placer = self.engine.experts.placer
+        return self._say(
+            self.fold(ExpertsMoved(self.now_us, placer.orders - 1, " ".join(words), self.engine.generation))
+        )
+
     def do_freeze(self, words: list[str]) -> list[str]:
         return self._control(FreezeGc())
 
@@ -790,9 +809,14 @@ def _value(text: str) -> Any:
 
 
 def config_of(words: list[str]) -> SchedConfig:
-    """SchedConfig from `name=value` words; `tiers.name=value` and `hybrid.name=value` are those of its parts."""
+    """SchedConfig from `name=value` words; those of its parts are `tiers.name=value`, ..."""
     values: dict[str, Any] = {}
     of_hybrid = {name.removeprefix("hybrid."): int(text) for name, text in _pairs(words) if name.startswith("hybrid.")}
+    of_experts = {
+        name.removeprefix("experts."): _value(text) for name, text in _pairs(words) if name.startswith("experts.")
+    }
+    if of_experts:
+        values["experts"] = ExpertPlacing(**of_experts)
     if of_hybrid:
         values["hybrid"] = HybridMemory(**of_hybrid)
     tiers = {name.removeprefix("tiers."): _value(text) for name, text in _pairs(words) if name.startswith("tiers.")}
@@ -800,7 +824,7 @@ def config_of(words: list[str]) -> SchedConfig:
         values["tiers"] = CacheTiers(**{n: us(v) if isinstance(v, str) and "_us" in n else v for n, v in tiers.items()})
     for word in words:
         name, _, value = word.partition("=")
-        if name.startswith(("tiers.", "hybrid.")):
+        if name.startswith(("tiers.", "hybrid.", "experts.")):
             continue
         if name not in SchedConfig.__struct_fields__:
             raise ScenarioError(f"SchedConfig has no `{name}`")

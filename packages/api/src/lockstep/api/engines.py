@@ -366,7 +366,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, place: Place | None) 
         vector_size=llm.model.settings.hidden,
         matryoshka=_matryoshka(folder),
         logit_processors=settings.logit_processors,
-        able=() if settings.profile_dir is None else ("profile",),
+        able=_abilities(settings, llm.config),
         grammars="" if llm.grammars is None else llm.grammars.backend,
         no_grammars=llm.no_grammars,
         media=() if (why := llm.no_media or _no_images(folder, text)) else llm.model.settings.media,
@@ -414,6 +414,12 @@ def _model(settings: ServeSettings, keeper: Keeper | None, place: Place | None) 
         return unit
     llm.host.observe = both(llm.host.observe, meter.fold)
     return replace(unit, drift=meter.read)
+
+
+def _abilities(settings: ServeSettings, config: SchedConfig) -> tuple[str, ...]:
+    """Return the device functions that an operator may use: EngineInfo.able."""
+    able = {"profile": settings.profile_dir is not None, "experts": config.expert_load_interval is not msgspec.UNSET}
+    return tuple(name for name, there in able.items() if there)
 
 
 def _device(settings: ServeSettings, number: int) -> str:

@@ -414,6 +414,11 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                 f"`jump_forward_tokens` is {self.set['jump_forward_tokens']}, but an emulated engine draws each token "
                 "by itself\nhint: leave it out; `lockstep simulate` predicts its effect"
             )
+        if self.set.get("expert_load_interval") and self.emulate is not None:
+            raise ConfigError(
+                f"`expert_load_interval` is {self.set['expert_load_interval']}, but an emulated engine has no experts\n"
+                "hint: leave it out"
+            )
         for name in ("encoder_cache_tokens", "encoder_budget_tokens"):
             if name in self.set and self.emulate is not None:
                 raise ConfigError(

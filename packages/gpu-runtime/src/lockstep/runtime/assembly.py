@@ -36,6 +36,8 @@ from lockstep.runtime.draft_model import ModelDrafter
 from lockstep.runtime.draft_sources import Draft, check_trees, draft_of
 from lockstep.runtime.drafting import Drafter, DraftingRows, NgramDrafter
 from lockstep.runtime.executor import Executor, LookAhead, Matchers, RowSampler, RunnableModel
+from lockstep.runtime.expert_load import counter_for
+from lockstep.runtime.expert_moves import with_placing
 from lockstep.runtime.forward import ForwardBatch, RankTokens, WindowedPages
 from lockstep.runtime.graphs import (
     ROWS_MAX,
@@ -215,7 +217,7 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 
 def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ranks: OtherRanks | None) -> Assembled:
     mode, graph_rows_max = settings.cuda_graphs, settings.cuda_graph_max_batch
-    links, experts = None if ranks is None else ranks.links, ExpertSplit(settings.ep, settings.moe_a2a)
+    links, experts = None if ranks is None else ranks.links, _experts_of(settings)
     with_ranks = ranks is not None and ranks.parallel().shared is not None
     if links is not None or with_ranks:
         mode = "off"  # graphs read neither what other stages send nor the rows of other ranks
@@ -262,6 +264,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
     sched = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.sched.items()}
     if isinstance(recorded := sched.get("hybrid"), dict):  # as it came from rank 0
         sched["hybrid"] = msgspec.convert(recorded, HybridMemory)
+    sched.pop("experts", None)  # of a journal that is executed again: they follow from the options
     draft: Draft | None = None
     if settings.draft_model is not None or sched.get("speculative_method") == "mtp":
         folder = settings.draft_model
@@ -281,6 +284,8 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         choose(kernels.backend, replace(of_draft, numerics=kernels.numerics))
     if settings.host_cache_gb:
         config = _with_tiers(settings, config, memory.page, model)
+    if settings.eplb:
+        config = with_placing(settings, config, model)
     if ranks is not None:
         config = ranks.agree(config)
         memory = replace(memory, pages=config.pages)
@@ -303,6 +308,10 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
     mover = make_mover(settings, model, config, executor) if settings.host_cache_gb else None
     transfers = make_transfers(settings, model, config, executor, ranks) if config.hands_over else None
     return Assembled(model, config, memory, kernels.backend, enabled, executor, mover, transfers)
+
+
+def _experts_of(settings: RankSettings) -> ExpertSplit:
+    return ExpertSplit(settings.ep, settings.moe_a2a, settings.eplb, settings.redundant_experts)
 
 
 def _with_tiers(settings: RankSettings, config: SchedConfig, page_bytes: int, model: LanguageModel) -> SchedConfig:
@@ -501,6 +510,8 @@ def make_executor(
         media = None
         if (model.pictures is not None or model.embedding_size) and draft is None and not config.hands_over:
             media = DeviceMedia(model.pictures, lane, config.rows_max)
+        rows = largest_pass_tokens(config) + config.rows_max * (1 + config.beside_newest_max)
+        loads = counter_for(model, config, rows)
         graphs = None
         if graph_sizes:
             graphs = DecodeGraphs(model, attention, tables, graph_sizes, CudaGraphs() if gpu else EagerGraphs())
@@ -522,6 +533,7 @@ def make_executor(
                 links=model.links,
                 ranks=1 if model.parallel.shared is None else model.parallel.ranks,
                 rank=model.parallel.rank,
+                loads=loads,
             ),
             sampler,
             tables,

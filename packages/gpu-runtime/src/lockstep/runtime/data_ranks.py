@@ -23,10 +23,10 @@ import torch
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.rank_agreement import RankAgreement, RankHub
+from lockstep.host.weights import WeightLoader
 from lockstep.runtime.collectives import START_S, CollectiveFailed, Collectives
 from lockstep.runtime.errors import RankLost
 from lockstep.runtime.executor import Matchers
-from lockstep.runtime.live import LiveModel
 from lockstep.runtime.models import Parallel
 from lockstep.runtime.models.layers import SharedRows
 from lockstep.runtime.models.settings import ModelSettings
@@ -132,22 +132,24 @@ class DataRanks:
 
 
 class FixedWeights:
-    """The weights of a rank, which cannot be changed: the other ranks would run a pass with their old ones."""
+    """The weights of a rank, which cannot be changed.
 
-    def __init__(self, live: LiveModel) -> None:
-        self._live = live
+    Args:
+        why: data-parallel ranks would run a pass with old ones; experts that moved are in other slots.
+    """
+
+    def __init__(self, loader: WeightLoader, why: str) -> None:
+        self._loader, self._why = loader, why
 
     def load_weights(self, version: int, source: str) -> None:
         """Raise ConfigError."""
-        raise ConfigError("weights are not changed while data-parallel ranks share them\nhint: start the server anew")
+        raise ConfigError(f"weights are not changed while {self._why}\nhint: start the server anew")
 
     def switch_memory(self, tags: tuple[str, ...], *, released: bool) -> None:
-        """Release or allocate the memory of the KV, or raise ConfigError: other ranks need the weights of this one."""
+        """Release or allocate the memory of the KV; raise ConfigError for that of the weights."""
         if released and "weights" in tags:
-            raise ConfigError(
-                "the weights of a data-parallel rank are needed by the other ranks\nhint: release kv_cache alone"
-            )
-        self._live.switch_memory(tags, released=released)
+            raise ConfigError(f"weights are not released while {self._why}\nhint: release kv_cache alone")
+        self._loader.switch_memory(tags, released=released)
 
 
 def check_shared(model: ModelSettings, ranks: int) -> None:

@@ -49,6 +49,7 @@ from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_tree import TreeRows, moves_of, right_paths, tree_rows
 from lockstep.runtime.drafting import Drafter, DraftingRows, TreeDrafter, kept_samples, places_of, right_ones
 from lockstep.runtime.errors import DeviceLost, PlanError
+from lockstep.runtime.expert_load import ExpertCounter
 from lockstep.runtime.forward import ForwardBatch, RankTokens
 from lockstep.runtime.graphs import DecodeGraphs
 from lockstep.runtime.lora.batch import lay_out
@@ -182,6 +183,7 @@ class RunnableModel:
         links: to the other pipeline stages; None: there is one stage.
         ranks: data-parallel ranks that run every pass together; 1: plans that name ranks are refused.
         rank: which of them this one is.
+        loads: counts the tokens routed to each expert; None: they are not counted.
         states: slots of the layers that keep states; None: the model has none.
         media: contents of requests and output of the encoder; None: plans with media are refused.
     """
@@ -195,6 +197,7 @@ class RunnableModel:
     links: StageLinks | None = None
     ranks: int = 1
     rank: int = 0
+    loads: ExpertCounter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +239,7 @@ class Executor:
     ) -> None:
         self.model, self.attention, self.sampler = runnable.model, runnable.attention, sampler
         self.graphs, self.split, self.states = runnable.graphs, runnable.split, runnable.states
-        self.media = runnable.media
+        self.media, self.loads = runnable.media, runnable.loads
         self.links, self.ranks, self.rank = runnable.links, runnable.ranks, runnable.rank
         self.samples = self.links is None or self.links.stage.is_last  # whether this stage draws the tokens
         self.tables, self.lane, self.matchers, self.canary = tables, lane, matchers, canary
@@ -466,6 +469,8 @@ class Executor:
         reads = self.drafter is not None and self.drafter.reads_layers
         one, tensors = launched.packed.passes[number], launched.laid[number]
         ranks = self._rank_tokens(launched.plan, one)
+        if self.loads is not None:
+            self.loads.begin(int(one.indptr[-1]), ranks)
         if launched.plan.mode == IDLE:
             assert ranks is not None
             cast("SharedModel", self.model).join(ranks)

@@ -32,11 +32,13 @@ import msgspec
 import numpy as np
 
 from lockstep.core.admin.maintenance import MEMORY_TAGS
+from lockstep.core.contract.commands import ControlAnswered, ExpertRecord
 from lockstep.core.contract.errors import ConfigError, LockstepError
 from lockstep.core.contract.events import (
     Control,
     GetState,
     Profile,
+    RecordExpertLoad,
     ReleaseMemory,
     RequestArrived,
     RequestKind,
@@ -59,6 +61,7 @@ from lockstep.host.cache_moves import MoveCounts
 from lockstep.host.drafts import DraftCounts, draft_method
 from lockstep.host.durable import DurableJournal
 from lockstep.host.errors import EngineStopped
+from lockstep.host.expert_load import ExpertMeter, ExpertMover
 from lockstep.host.grammar_backends import choose_backend
 from lockstep.host.grammar_compiler import make_compilers
 from lockstep.host.grammars import make_grammar
@@ -92,6 +95,8 @@ from lockstep.runtime.bubbles import BubbleTimer, DeviceTime
 from lockstep.runtime.data_ranks import DataRanks, FixedWeights, check_shared
 from lockstep.runtime.draft_sources import check_draft_model
 from lockstep.runtime.engine_config import LORA_RANK_MAX, EngineConfig
+from lockstep.runtime.expert_meter import DeviceMeter, LeadMeter
+from lockstep.runtime.expert_moves import LeadExpertMover, RankExpertMover
 from lockstep.runtime.graphs import (
     check_graph_mode,
 )
@@ -194,6 +199,7 @@ class LLM:
         sources = {name: source_of(path) for name, path in config.lora.items()}
         if keeper is not None and keeper.config is not None:
             sched = keeper.settings(sched)
+            sched.pop("experts", None)
             sched.pop("tiers", None)  # they follow from the options again; the keeper compares them
         if sources and not sched["max_loras"]:
             raise ConfigError("`lora` names adapters, but `max_loras` is 0, which is no LoRA\nhint: leave it out")
@@ -256,8 +262,19 @@ class LLM:
                 made.executor.matchers = self.grammars.matchers
             executor = made.executor if self.group is None else self.group.lead(made.executor)
             warm_up = where.type == "cuda" if config.warm_up is None else config.warm_up
+            meter: ExpertMeter | None = None
+            if made.executor.loads is not None:
+                of_rank = DeviceMeter(made.executor.loads, made.executor.lane)
+                meter = LeadMeter(of_rank, self.group) if self.group and made.executor.loads.sums else of_rank
+            mover_of_experts: ExpertMover | None = None
+            if config.eplb:
+                assert self.group is not None
+                mover_of_experts = LeadExpertMover(RankExpertMover(self.model, made.executor.lane), self.group)
             if self.model.settings.generates and warm_up:
                 run_warm_up(executor, self.config, clock, self.model.settings.vocab)
+                if meter is not None:  # what was routed so far is of no request
+                    meter.begin()
+                    meter.read()
             self._mover = made.mover
             if made.mover is not None:
                 undo.callback(made.mover.close)
@@ -276,9 +293,11 @@ class LLM:
             self.media = media = made.executor.media
             weight_loader: WeightLoader = self._live
             if self.data_ranks is not None:
-                weight_loader = FixedWeights(self._live)
+                weight_loader = FixedWeights(self._live, "data-parallel ranks share them")
             elif self.group is not None:
                 weight_loader = LeadModel(self._live, self.group)
+            if config.eplb:
+                weight_loader = FixedWeights(weight_loader, "experts move between ranks")
             agreement = None if self.data_ranks is None else self.data_ranks.agreement
             encoder: MediaEncoder | None = (
                 media if media is None or self.group is None else LeadMedia(media, self.group)
@@ -324,7 +343,9 @@ class LLM:
                     receive_interval=config.receive_interval,
                 ),
                 device=DeviceServices(
-                    self._profiler, weight_loader, self._host_adapters, mover, self.handover, encoder, agreement
+                    *(self._profiler, weight_loader, self._host_adapters, mover, self.handover, encoder, agreement),
+                    experts=meter,
+                    expert_mover=mover_of_experts,
                 ),
                 earlier=EarlierGeneration(weights) if keeper is None else keeper.earlier_generation(),
                 observe=self._bubbles.fold,
@@ -576,6 +597,20 @@ class LLM:
             raise ConfigError(answer.message)
         return list(self._profiler.files)
 
+    def start_expert_record(self) -> None:
+        """Begin a record of the tokens routed to each expert. Raises ConfigError if they are not counted."""
+        self._ordered(RecordExpertLoad("start"))
+
+    def stop_expert_record(self) -> None:
+        """Stop the record. Raises ConfigError if there is none."""
+        self._ordered(RecordExpertLoad("stop"))
+
+    def expert_record(self) -> ExpertRecord:
+        """Return the counts of the record, which goes on if it is not stopped. Raises ConfigError if there is none."""
+        record = self._ordered(RecordExpertLoad("dump")).experts
+        assert record is not None
+        return record
+
     # ------------------------------------------------------------------------------------------- weights and memory
 
     def update_weights(
@@ -649,10 +684,11 @@ class LLM:
             raise ConfigError(LORA_OFF)
         return self.adapter_registry
 
-    def _ordered(self, control: Control) -> None:
+    def _ordered(self, control: Control) -> ControlAnswered:
         answer = self.host.ask(control).result()
         if not answer.ok:
             raise ConfigError(answer.message)
+        return answer
 
     def close(self) -> None:
         """End the engine; waiting calls raise EngineStopped."""

@@ -119,6 +119,18 @@ class Collect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
     """Collect the oldest batch, and report the digest of its tokens."""
 
 
+class MeasureExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Take part in the sum of all ranks' counts of the tokens routed to each expert."""
+
+
+class MoveLayers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Move the experts of layers between the ranks, behind the orders before."""
+
+    layers: tuple[int, ...]
+    slots: int
+    placement: bytes  # int32 [layers, slots]
+
+
 class Prepare(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """Read this rank's part of new weights.
 
@@ -238,6 +250,8 @@ ToWorker = (
     | Mask
     | Sample
     | Collect
+    | MeasureExperts
+    | MoveLayers
     | Prepare
     | Commit
     | Discard

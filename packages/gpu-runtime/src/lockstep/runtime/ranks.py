@@ -83,7 +83,9 @@ from lockstep.runtime.rank_wire import (
     HoldContents,
     LackAdapter,
     Mask,
+    MeasureExperts,
     Moved,
+    MoveLayers,
     Moving,
     Order,
     PlaceAdapter,
@@ -367,6 +369,8 @@ class RankGroup:
         | Mask
         | Sample
         | Collect
+        | MeasureExperts
+        | MoveLayers
         | LackAdapter
         | ForgetAdapter
         | Moving

@@ -43,6 +43,8 @@ from lockstep.runtime.assembly import assemble
 from lockstep.runtime.collectives import CollectiveFailed
 from lockstep.runtime.errors import RankLost
 from lockstep.runtime.executor import Executor
+from lockstep.runtime.expert_meter import DeviceMeter
+from lockstep.runtime.expert_moves import RankExpertMover
 from lockstep.runtime.live import LiveModel
 from lockstep.runtime.lora.host_cache import HostAdapterCache
 from lockstep.runtime.models.layers import Parallel
@@ -66,7 +68,9 @@ from lockstep.runtime.rank_wire import (
     LackAdapter,
     Launch,
     Mask,
+    MeasureExperts,
     Moved,
+    MoveLayers,
     Moving,
     OpenSender,
     OpenStaging,
@@ -221,6 +225,8 @@ class Follower:
         if transfers is not None:
             self.transfers = TransferOrders(transfers, rank, orders.channel.send, orders.fail)
         self.executor, self.orders, self.live, self.chain = executor, orders, live, PlanChain()
+        self.meter = None if executor.loads is None else DeviceMeter(executor.loads, executor.lane)
+        self.experts = RankExpertMover(live.model, executor.lane)
         self.host_adapters = HostAdapterCache(live.model)
         self._adapters = ThreadPoolExecutor(1, "lockstep-adapters")  # so that plans do not wait for a disk
 
@@ -240,6 +246,10 @@ class Follower:
                 case Collect():
                     result = self.executor.collect()
                     self.orders.channel.send(Collected(result.plan.batch_id, drawn_digest(result)))
+                case MeasureExperts() if self.meter is not None:
+                    self.meter.begin()
+                case MoveLayers(layers, slots, placement):
+                    self.experts.move(layers, np.frombuffer(placement, np.int32).reshape(len(layers), slots))
                 case Prepare() | Commit() | Discard() | Switch() as change:
                     error = self._change(change)
                     self.orders.channel.send(CommandDone(self.live.version, error))

@@ -81,6 +81,16 @@ class RankOptions(ModelOptions, frozen=True, kw_only=True, forbid_unknown_fields
     moe_a2a: Annotated[
         bool, Option("With --ep: send each token to the ranks of its experts, instead of summing over all ranks.")
     ] = False
+    eplb: Annotated[
+        bool, Option("With --ep: place the experts by their load, and move them between ranks while serving.")
+    ] = False
+    redundant_experts: Annotated[
+        int, Option("With --eplb: slots of a layer for further copies of experts, on all ranks together.")
+    ] = 0
+    eplb_interval: Annotated[int, Option("With --eplb: batches between two placements.")] = 1000
+    eplb_imbalance_min: Annotated[
+        float, Option("With --eplb: experts stay while the fullest rank has at most this times the mean load.")
+    ] = 1.0
     mem_fraction: Annotated[float, Option("Share of a GPU's memory that the engine may use, weights included.")] = 0.9
     cuda_graphs: Annotated[GraphMode, Option("Whether decodes replay CUDA graphs.")] = "auto"
     cuda_graph_max_batch: Annotated[

@@ -32,6 +32,14 @@ class Layout(Protocol):
     @property
     def moe_a2a(self) -> bool: ...
     @property
+    def eplb(self) -> bool: ...
+    @property
+    def redundant_experts(self) -> int: ...
+    @property
+    def eplb_interval(self) -> int: ...
+    @property
+    def eplb_imbalance_min(self) -> float: ...
+    @property
     def swa_full_tokens_ratio(self) -> float | None: ...
     @property
     def cuda_graphs(self) -> GraphMode: ...
@@ -65,11 +73,43 @@ def check_layout(given: Layout, sched: Mapping[str, Any], tps: Sequence[int] = (
                 f"`ep` must be 1 (each expert split over the ranks) or `tp` {tp} (whole experts on each), "
                 f"got `{given.ep}`"
             )
+    _check_moves(given, sched)
     if given.moe_a2a and given.ep == 1:
         raise ConfigError(
             "`moe_a2a` sends tokens to the ranks of their experts, but `ep` is 1: every rank has a part of each\n"
             "hint: --ep N with --tp N, or leave out --moe-a2a"
         )
+
+
+def _check_moves(given: Layout, sched: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options of experts that move which do not go together."""
+    usual = {"redundant_experts": 0, "eplb_interval": 1000, "eplb_imbalance_min": 1.0}
+    for name, meaningless in usual.items():
+        if (value := getattr(given, name)) != meaningless and not given.eplb:
+            raise ConfigError(f"`{name}` is {value}, but `eplb` is off: experts stay where they are\nhint: --eplb")
+    if not given.eplb:
+        return
+    if given.ep == 1:
+        raise ConfigError(
+            "`eplb` moves experts between ranks, but `ep` is 1: every rank has a part of each\nhint: --tp N --ep N"
+        )
+    for name, unset in {"attention_dp": 1, "pp": 1}.items():
+        if (value := getattr(given, name)) != unset:
+            raise ConfigError(
+                f"`eplb` is on, but `{name}` is {value}: one scheduler has to decide for all ranks and stages\n"
+                "hint: drop one of the two"
+            )
+    if given.eplb_interval < 1:
+        raise ConfigError(f"`eplb_interval` must be at least 1 batch, got `{given.eplb_interval}`")
+    if not given.eplb_imbalance_min >= 1.0:
+        raise ConfigError(f"`eplb_imbalance_min` must be at least 1 (the mean load), got `{given.eplb_imbalance_min}`")
+    if given.redundant_experts < 0 or given.redundant_experts % given.ep:
+        raise ConfigError(
+            f"`redundant_experts` must be a multiple of `ep` {given.ep}, got `{given.redundant_experts}`\n"
+            f"hint: {given.ep}, one further slot on each rank"
+        )
+    if sched.get("expert_load_interval") == 0:
+        raise ConfigError("`eplb` needs the load of experts, but `expert_load_interval` is 0\nhint: leave it out")
 
 
 def _check_stages(given: Layout, sched: Mapping[str, Any]) -> None:
@@ -93,6 +133,11 @@ def _check_stages(given: Layout, sched: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"`cuda_graphs` is {given.cuda_graphs}, but `pp` is {given.pp}: graphs do not read what other stages send\n"
             "hint: auto, or off"
+        )
+    if interval := sched.get("expert_load_interval"):
+        raise ConfigError(
+            f"`expert_load_interval` is {interval}, but `pp` is {given.pp}: the load of experts in several stages is "
+            "not measured yet\nhint: drop one of the two"
         )
     if (steps := sched.get("decode_steps_per_launch", 1)) != 1:
         raise ConfigError(

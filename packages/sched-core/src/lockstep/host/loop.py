@@ -47,6 +47,8 @@ from lockstep.core.contract.commands import (
     LaunchBatch,
     LoadAdapter,
     LoadFromHost,
+    MeasureExpertLoad,
+    MoveExperts,
     PrefetchFromStorage,
     ProposeBatch,
     RejectRequest,
@@ -71,6 +73,7 @@ from lockstep.core.contract.events import (
     Control,
     ControlRequested,
     Drain,
+    ExpertsMoved,
     GrammarReady,
     HostTimeClamped,
     LaneReady,
@@ -103,6 +106,7 @@ from lockstep.host.cache_moves import CacheMoves, name_adapter
 from lockstep.host.clock import HostClock as HostClock
 from lockstep.host.drafts import DraftCounts
 from lockstep.host.errors import EngineStopped
+from lockstep.host.expert_load import ExpertMeasuring
 from lockstep.host.handover.results import unpacked
 from lockstep.host.handover.wire import PromptResults
 from lockstep.host.idle_check import IdleCheck
@@ -222,6 +226,7 @@ class RuntimeHost:
         self.handover = device.handover
         self._encoder = device.encoder
         self._agreement = device.agreement
+        self._experts, self._expert_mover = ExpertMeasuring(device.experts), device.expert_mover
         self._wake_at_us: int | None = None
         self._nothing_new = False  # since the last LaneReady that launched nothing
         self._sinkless: dict[RequestId, tuple[PromptSpan, ...]] = {}  # media of requests whose sink has failed
@@ -365,6 +370,8 @@ class RuntimeHost:
                     self._launch()
                 elif self.executor.in_flight:
                     self._await_result()
+                elif self._experts.due:
+                    self._fold(self._experts.event(self._now()))
                 elif until_idle and not self._has_work() and self._inbox.empty():
                     return
                 else:
@@ -435,6 +442,8 @@ class RuntimeHost:
                 self._receive(item)
             elif self.executor.ready():
                 self._collect()
+            elif self._experts.ready:
+                self._fold(self._experts.event(self._now()))
             elif self._wake_at_us is not None and self.clock() >= self._wake_at_us:
                 self._fold(ClockAdvanced(self._now()))
             else:
@@ -794,6 +803,11 @@ class RuntimeHost:
                 self.moves.begin(command)
             case StartTransfer() | CancelTransfer() if self.handover is not None:
                 self.handover.perform(command)
+            case MeasureExpertLoad() if self._experts.meter is not None:
+                self._experts.begin()
+            case MoveExperts(move_id, layers, placement, generation) if self._expert_mover is not None:
+                self._expert_mover.move(layers, placement)
+                self._inbox.put(_Fact(lambda now: ExpertsMoved(now, move_id, generation=generation)))
             case StartProfile() if self._profiler is not None:
                 self._profiler.start()
             case StopProfile() if self._profiler is not None:

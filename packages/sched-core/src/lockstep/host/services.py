@@ -11,6 +11,7 @@ from lockstep.core.contract.commands import BatchPlan, Command, CompileGrammar, 
 from lockstep.core.contract.events import ObservedEvent, RequestArrived
 from lockstep.host.adapters import AdapterLoader, AdaptersLog
 from lockstep.host.cache_moves import PageMover
+from lockstep.host.expert_load import ExpertMeter, ExpertMover
 from lockstep.host.handover.results import Handover
 from lockstep.host.media.encoding import MediaEncoder
 from lockstep.host.rank_agreement import RankAgreement
@@ -73,6 +74,8 @@ class DeviceServices:
         handover: transfers of requests between prefill and decode engines; without it the engine must be mixed.
         encoder: encodes media; without it no content can be encoded.
         agreement: with the other data-parallel ranks; without it the engine must have one rank.
+        experts: reads how many tokens each expert got; without it the engine must not measure them.
+        expert_mover: moves experts between ranks; without it the engine must not place them.
     """
 
     profiler: Profiler | None = None
@@ -82,6 +85,8 @@ class DeviceServices:
     handover: Handover | None = None
     encoder: MediaEncoder | None = None
     agreement: RankAgreement | None = None
+    experts: ExpertMeter | None = None
+    expert_mover: ExpertMover | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "stream_interval": TOKENS,
     "force_stream_interval": TOKENS,
     "decode_steps_per_launch": "vLLM's workers decode one token in a pass",
+    "expert_load_interval": "vLLM's workers do not report the load of experts to a scheduler",
     "jump_forward_tokens": "vLLM's grammars force no tokens",
     "eos_token_ids": "end tokens come with each request of vLLM",
     "truncate_input": "vLLM's front end cuts prompts, or refuses them",

@@ -61,6 +61,7 @@ OF_VLLM = (
     "tables_append_only",
     "tiers",
     "hybrid",
+    "experts",
     "pp_size",
     "pp_async_batch_depth",
     "encoder_cache_tokens",

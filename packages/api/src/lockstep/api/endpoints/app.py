@@ -32,6 +32,7 @@ from lockstep.api.endpoints import (
     control_schemas,
     conversations_api,
     embeddings_api,
+    expert_api,
     files_api,
     generate_api,
     messages_api,
@@ -243,6 +244,15 @@ ADMIN_ROUTES = (
     _admin("/freeze_gc", control_api.freeze_gc),
     _admin("/start_profile", control_api.start_profile, control_schemas.ProfileBody),
     _admin("/stop_profile", control_api.stop_profile),
+    *(
+        HttpRoute(method, f"/{action}_expert_distribution_record", "admin", handler, bytes_max=OPERATORS_BYTES)
+        for action, handler in (
+            ("start", expert_api.start_record),
+            ("stop", expert_api.stop_record),
+            ("dump", expert_api.dump_record),
+        )
+        for method in ("GET", "POST")
+    ),
     _admin("/load_lora_adapter", control_api.load_adapter, control_schemas.LoadLoraBody, optional=False),
     _admin("/unload_lora_adapter", control_api.unload_adapter, control_schemas.UnloadLoraBody, optional=False),
     _admin("/v1/load_lora_adapter", control_api.load_adapter, control_schemas.LoadLoraBody, optional=False),

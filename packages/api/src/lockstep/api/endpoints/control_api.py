@@ -89,7 +89,7 @@ async def open_session(server: Server, call: Call[OpenSessionBody]) -> Response:
     engine, refused = await _waited(server.bridge.engine_to_open(name, parent))
     control = OpenSession(name, body.capacity_of_str_len, round(idle_s * 1e6), parent, body.parent_tokens)
     try:
-        _answer([(engine, await _waited(engine.ask(control)))])
+        answer_of([(engine, await _waited(engine.ask(control)))])
     except ApiError:
         refused()
         raise
@@ -100,7 +100,7 @@ async def close_session(server: Server, call: Call[CloseSessionBody]) -> Respons
     """Close a session; a running turn continues."""
     name = session_name(call.tenant, call.body.session_id)
     engine, closed = await _waited(server.bridge.engine_to_close(name))
-    answer = _answer([(engine, await _waited(engine.ask(CloseSession(name))))])
+    answer = answer_of([(engine, await _waited(engine.ask(CloseSession(name))))])
     closed()
     return answer
 
@@ -129,13 +129,13 @@ async def resume(server: Server, call: Call[None]) -> Response:
 
 async def is_paused(server: Server, call: Call[None]) -> Response:
     """Report whether the engine is paused."""
-    paused = [one.stats is not None and one.stats.paused for _, one in await _answers_to(server, call, GetState())]
+    paused = [one.stats is not None and one.stats.paused for _, one in await answers_to(server, call, GetState())]
     return JsonResponse({"is_paused": all(paused)} | ({"engines": paused} if len(paused) > 1 else {}))
 
 
 async def is_sleeping(server: Server, call: Call[None]) -> Response:
     """Report whether the engine's memory, or part of it, is released."""
-    states = await _answers_to(server, call, GetState())
+    states = await answers_to(server, call, GetState())
     sleeping = [one.stats is not None and bool(one.stats.memory_released) for _, one in states]
     return JsonResponse({"is_sleeping": all(sleeping)} | ({"engines": sleeping} if len(sleeping) > 1 else {}))
 
@@ -154,7 +154,7 @@ async def abort_all(server: Server, call: Call[None]) -> Response:
 
 async def server_info(server: Server, call: Call[None]) -> Response:
     """Report the settings, and the state of the engine."""
-    answered = await _answers_to(server, call, GetState())
+    answered = await answers_to(server, call, GetState())
     result = {
         "version": version_of("lockstep-api"),
         "settings": msgspec.to_builtins(server.settings),
@@ -189,7 +189,7 @@ async def freeze_gc(server: Server, call: Call[None]) -> Response:
 
 async def start_profile(server: Server, call: Call[ProfileBody]) -> Response:
     """Record the activity of CPU and GPU into files of `--profile-dir`."""
-    _needs(server, "profile", "traces are taken of a model, with --profile-dir")
+    needs(server, "profile", "traces are taken of a model, with --profile-dir")
     body = call.body
     options = {
         "start_step": body.start_step,
@@ -200,13 +200,13 @@ async def start_profile(server: Server, call: Call[ProfileBody]) -> Response:
         "by_stage": body.profile_by_stage,
     }
     given = {name: one for name, one in options.items() if one is not None}
-    return _answer(await _of_each(server, call, lambda engine: engine.trace(given)))
+    return answer_of(await _of_each(server, call, lambda engine: engine.trace(given)))
 
 
 async def stop_profile(server: Server, call: Call[None]) -> Response:
     """End the profile, and write its files."""
-    _needs(server, "profile", "traces are taken of a model, with --profile-dir")
-    return _answer(await _of_each(server, call, lambda engine: engine.trace(None)))
+    needs(server, "profile", "traces are taken of a model, with --profile-dir")
+    return answer_of(await _of_each(server, call, lambda engine: engine.trace(None)))
 
 
 async def load_adapter(server: Server, call: Call[LoadLoraBody]) -> Response:
@@ -238,7 +238,7 @@ async def unload_adapter(server: Server, call: Call[UnloadLoraBody]) -> Response
 
 
 def _loaded(server: Server, answered: list[tuple[Bridge, Answered]]) -> Response:
-    response = _answer(answered)
+    response = answer_of(answered)
     fields = msgspec.json.decode(bytes(response.body))
     return JsonResponse(fields | {"loaded_adapters": server.bridge.adapters})
 
@@ -287,13 +287,13 @@ async def join_group(server: Server, call: Call[JoinGroupBody]) -> Response:
         place = (body.group_name, body.master_address, body.master_port, rank, body.world_size)
         return engine.join_group(*place, body.backend)
 
-    return _answer(await _of_each(server, call, join))
+    return answer_of(await _of_each(server, call, join))
 
 
 async def leave_group(server: Server, call: Call[LeaveGroupBody]) -> Response:
     """Leave a trainer's group."""
     _needs_weights(server)
-    return _answer(await _of_each(server, call, lambda engine: engine.leave_group(call.body.group_name)))
+    return answer_of(await _of_each(server, call, lambda engine: engine.leave_group(call.body.group_name)))
 
 
 def _needs_weights(server: Server) -> None:
@@ -304,7 +304,7 @@ def _needs_weights(server: Server) -> None:
 async def _update(server: Server, call: Call[Any], source: Source) -> Response:
     """Update the selected engines to one version. Each engine treats its running requests by its own mode."""
     body: WeightsBody = call.body
-    states = [(engine, one.stats) for engine, one in await _answers_to(server, call, GetState())]
+    states = [(engine, one.stats) for engine, one in await answers_to(server, call, GetState())]
     newest = max(0 if stats is None else stats.weights_version for _, stats in states)
     version = newest + 1 if body.weight_version is None else int(body.weight_version)
     paused = {engine.number for engine, stats in states if stats is not None and stats.paused}
@@ -317,7 +317,7 @@ async def _update(server: Server, call: Call[Any], source: Source) -> Response:
     several = len(_chosen(server, call)) > 1
     # otherwise engines would answer new requests by different weights meanwhile
     with server.bridge.input_blocked() if several else nullcontext():
-        _answer(await _of_each(server, call, update))
+        answer_of(await _of_each(server, call, update))
     return JsonResponse({"success": True, "message": f"weights {version} are in place", "weight_version": str(version)})
 
 
@@ -373,7 +373,7 @@ def _tags(call: Call[MemoryBody]) -> tuple[str, ...]:
 # -------------------------------------------------------------------------------------------------------------- helpers
 
 
-def _needs(server: Server, ability: str, otherwise: str) -> None:
+def needs(server: Server, ability: str, otherwise: str) -> None:
     """Raise ApiError, 501, if this engine was started without an ability. `otherwise` is the remedy."""
     if ability not in server.info().able:
         raise ApiError(501, f"this engine was started without: {otherwise}")
@@ -391,10 +391,10 @@ def _chosen(server: Server, call: Call[Any]) -> list[Bridge]:
 
 async def _control(server: Server, call: Call[Any], control: Control) -> Response:
     """Send a control request to the selected engines. Raises ApiError if one refuses it."""
-    return _answer(await _answers_to(server, call, control))
+    return answer_of(await answers_to(server, call, control))
 
 
-async def _answers_to(server: Server, call: Call[Any], control: Control) -> list[tuple[Bridge, Answered]]:
+async def answers_to(server: Server, call: Call[Any], control: Control) -> list[tuple[Bridge, Answered]]:
     return await _of_each(server, call, lambda engine: engine.ask(control))
 
 
@@ -426,7 +426,7 @@ async def _waited(answer: Awaitable[Awaited]) -> Awaited:
         raise unavailable(error) from error
 
 
-def _answer(answered: list[tuple[Bridge, Answered]]) -> Response:
+def answer_of(answered: list[tuple[Bridge, Answered]]) -> Response:
     """Combine the answers of several engines. Raises ApiError if one refused; the other engines have complied."""
     answers = [(engine, one.ok, for_clients(one.message)) for engine, one in answered]
     shown = [(engine, ok, message) for engine, ok, message in answers if not ok] or answers

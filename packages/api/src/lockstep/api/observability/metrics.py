@@ -28,6 +28,7 @@ from lockstep.api.processes.wire import (
     RATIOS,
     BatchDrift,
     DraftFigures,
+    ExpertFigures,
     Gauges,
     SampleEnded,
     TierFigures,
@@ -67,7 +68,7 @@ NOT_VLLM = (
     *("engine_up", "journal_blocked", "kv_used_tokens", "kv_cached_pages", "prefix_cache_hit_ratio"),
     *("num_requests", "num_aborted_requests", "accepted_length_mean"),
 )
-NOT_VLLM_GROUPS = ("http_", "batch_", "tier_", "storage_", "prompt_tokens_from_")
+NOT_VLLM_GROUPS = ("http_", "expert_", "batch_", "tier_", "storage_", "prompt_tokens_from_")
 """Metrics with these prefixes have no vLLM equivalent; every other metric is also served under its vLLM name."""
 
 ADDED_AT_ONCE = 256
@@ -294,6 +295,8 @@ class Metrics:
         if gauges.batch_counts:
             batches.add_metric(values, list(bounds), gauges.batch_tokens)
             yield batches
+        if gauges.experts is not None:
+            yield from self._experts(values, gauges.experts)
         if gauges.drafts is not None:
             yield from self._drafts(values, gauges.drafts)
         if gauges.forced_tokens is not None:
@@ -382,6 +385,17 @@ class Metrics:
             for name, count in counts.items():
                 stored.add_metric((*values, name.removeprefix("pages_").removeprefix("writes_")), count)
             yield from (stored, held)
+
+    def _experts(self, values: tuple[str, str], found: ExpertFigures) -> Iterator[Metric]:
+        """Yield the metrics of the load of experts."""
+        labels = ("model_name", "engine")
+        text = "Tokens routed to experts, counted once for each expert of each layer."
+        tokens = CounterMetricFamily("lockstep_expert_tokens", text, labels=labels)
+        tokens.add_metric(values, found.tokens)
+        text = "Load of the fullest expert over the mean, as a mean over the layers, of the newest measurements."
+        imbalance = GaugeMetricFamily("lockstep_expert_load_imbalance", text, labels=labels)
+        imbalance.add_metric(values, found.imbalance)
+        yield from (tokens, imbalance)
 
     def _drift(self, engine: int, kinds: Iterable[BatchDrift]) -> Iterator[Metric]:
         """Yield the metrics of measured over predicted times, by kind of batch, in cumulative buckets."""

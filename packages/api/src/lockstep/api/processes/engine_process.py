@@ -29,6 +29,7 @@ import msgspec
 import zmq
 
 from lockstep.api.engines import EngineUnit, Place, both, build_engine
+from lockstep.api.observability.expert_load import record_message
 from lockstep.api.processes import children, faults, rpc
 from lockstep.api.processes.claims import FIRST, Claims, Lost, PriorState
 from lockstep.api.processes.kept_requests import KeptRequests, KeptSink, KeptTicket, awaited_workers
@@ -440,7 +441,12 @@ class EngineProcess:
             self.outbox.answer(Answered(worker, ticket, False, str(future.exception())))
         else:
             result = future.result()
-            self.outbox.answer(Answered(worker, ticket, result.ok, result.message, result.stats))
+            self.outbox.answer(
+                Answered(
+                    *(worker, ticket, result.ok, result.message, result.stats),
+                    experts=record_message(result.experts),
+                )
+            )
 
 
 HANDLERS: dict[type[EngineMessage], Callable[[EngineProcess, Any], None]] = {

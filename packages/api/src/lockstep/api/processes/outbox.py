@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import zmq
 
+from lockstep.api.observability.expert_load import ExpertFold
 from lockstep.api.observability.request_times import EngineTimes
 from lockstep.api.processes.sockets import worker_address, writer
 from lockstep.api.processes.wire import (
@@ -130,6 +131,7 @@ class Outbox:
         self.transfers: TransferCounts | None = None  # of a decode engine
         self.drafts = DraftCounts()  # counted by the host as it runs
         self.checks: CheckCounts | None = None  # of an engine that checks its invariants while it is idle
+        self._experts = ExpertFold()
         self.moves: CacheMoves | None = None  # of the host, with their counts
 
     def page(self, worker: int) -> _Page:
@@ -197,6 +199,7 @@ class Outbox:
             forced_tokens=self.drafts.forced if engine.config.jumps else None,
             tiers=self._tier_figures(),
             transfers=self._transfer_figures(),
+            experts=self._experts.figures(engine.experts.loads),
             checks=None if self.checks is None else CheckFigures(*astuple(self.checks)),
         )
         return self.newest

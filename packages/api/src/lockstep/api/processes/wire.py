@@ -344,7 +344,7 @@ class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     # sizes of shorter embeddings that the model was trained for; () any size, None no other
     matryoshka: tuple[int, ...] | None = None
     logit_processors: tuple[str, ...] = ()  # names that requests may use
-    able: tuple[str, ...] = ()  # device functions that an operator may use: "profile"
+    able: tuple[str, ...] = ()  # device functions that an operator may use: "profile", "experts"
     grammars: str = ""  # name of the grammar library; "": none
     no_grammars: str = "this engine has no grammar backend; leave it out"  # cause and remedy, if there is none
     media: tuple[str, ...] = ()  # kinds of media that prompts may have: image
@@ -410,6 +410,14 @@ class CheckFigures(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     seconds: float
 
 
+class ExpertFigures(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Totals since the engine began, and the imbalance of its newest measurements."""
+
+    measurements: int
+    tokens: int  # routed, counted once for each expert of each layer
+    imbalance: float  # load of the fullest expert over the mean, as a mean over the layers
+
+
 class Gauges(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """State of an engine, sent a few times a second while it works and once when it becomes idle."""
 
@@ -434,6 +442,17 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     tiers: TierFigures | None = None  # None: the engine has no memory below the device
     transfers: TransferFigures | None = None  # None: it receives no KV of other engines
     checks: CheckFigures | None = None  # None: its invariants are not checked while it is idle
+    experts: ExpertFigures | None = None  # None: the load of experts was not measured
+
+
+class ExpertRecordMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A record of the load of experts; see `lockstep.core.contract.commands.ExpertRecord`."""
+
+    recording: bool
+    duration_us: int
+    batches: int
+    layers: int
+    counts: bytes  # int64 [layers, experts]
 
 
 class ToWorker(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -510,6 +529,7 @@ class Answered(ToWorker, frozen=True):
     message: str = ""
     stats: Stats | None = None
     weights: WeightsRead | None = None
+    experts: ExpertRecordMessage | None = None
 
 
 class AdaptersKnown(ToWorker, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,13 @@ from lockstep.runtime.from_transformers.attending import NAME, CurrentPass, regi
 from lockstep.runtime.from_transformers.latent import is_latent, restore, take_latents
 from lockstep.runtime.from_transformers.mixers import take_mixers
 from lockstep.runtime.from_transformers.pictures import PictureEncoder
+from lockstep.runtime.from_transformers.routing import routed_experts
 from lockstep.runtime.from_transformers.settings import read_library_model
 from lockstep.runtime.from_transformers.split import Plan, RankLinear, follow, replace_linear
 from lockstep.runtime.from_transformers.tensors import CheckpointNames, Held
 from lockstep.runtime.from_transformers.trial import try_out
 from lockstep.runtime.lora.slots import LoraTarget
-from lockstep.runtime.models.language_model import LanguageModel
+from lockstep.runtime.models.language_model import CountedExperts, LanguageModel
 from lockstep.runtime.models.layers import Maker
 from lockstep.runtime.quantized.activations import choose_activations
 
@@ -116,6 +117,10 @@ class TransformersDecoder(LanguageModel):
             self.current.batch = self.current.attention = None
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
+
+    def expert_layers(self) -> Iterable[CountedExperts]:
+        """Return the layers with experts, in their order."""
+        return list(routed_experts(self.decoder))
 
     def _with_media(self, batch: ForwardBatch) -> dict[str, Any]:
         """Return the arguments of the decoder for a pass in which embeddings may take the place of tokens."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ from lockstep.runtime.forward import ForwardBatch, RankTokens
 from lockstep.runtime.lora.batch import AdapterBatch
 from lockstep.runtime.lora.slots import LoraTarget
 from lockstep.runtime.models.experts import Experts, experts_of
-from lockstep.runtime.models.language_model import LanguageModel
+from lockstep.runtime.models.language_model import CountedExperts, LanguageModel
 from lockstep.runtime.models.layers import (
     Attention,
     AttentionSizes,
@@ -139,6 +139,17 @@ class Decoder(LanguageModel):
         self.layers, self.first_layer = len(own), own.start
         self.head_dim, self.scale = settings.head_dim, settings.head_dim**-0.5
         self.heads, self.kv_heads = query // settings.head_dim, key // settings.head_dim
+
+    def prepare(self) -> None:
+        """Fill further copies of experts."""
+        with torch.no_grad():
+            for layer in self.stack:
+                if isinstance(layer, Layer) and isinstance(layer.mlp, Experts):
+                    layer.mlp.fill_copies()
+
+    def expert_layers(self) -> Iterable[CountedExperts]:
+        """Return the layers with experts here, in their order."""
+        return [layer.mlp for layer in self.stack if isinstance(layer, Layer) and isinstance(layer.mlp, Experts)]
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
         """Return the hidden states behind the last norm, or what the next stage needs; see `LanguageModel.forward`."""

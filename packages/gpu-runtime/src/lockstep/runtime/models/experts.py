@@ -18,22 +18,27 @@ The ends stay on the device. How ranks share the experts (`ExpertSplit`):
 With data-parallel attention (`Parallel.shared`) each rank has rows of its own. `a2a` sends these; otherwise the rows of
 all ranks are gathered before and divided behind (`layers.SharedRows`).
 
-Experts are placed in order, the same number on every rank (`core/cluster/expert_placement.py: unbalanced`).
+Experts are placed in order, the same number on every rank (`core/cluster/expert_placement.py: unbalanced`). With
+`ExpertSplit.moves` they lie in slots, whose experts change while the engine serves: `expert_slots.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 from lockstep.core.cluster.expert_placement import unbalanced
+from lockstep.core.contract.errors import ConfigError
 from lockstep.runtime.checkpoint import TensorSpec, TensorSplit
 from lockstep.runtime.lora.batch import AdapterBatch
 from lockstep.runtime.models.elementwise import silu_and_mul
+from lockstep.runtime.models.expert_slots import ExpertSlots, move_experts
 from lockstep.runtime.models.grouped import grouped_linear
 from lockstep.runtime.models.layers import Maker, Parallel, Weight
 from lockstep.runtime.models.settings import ExpertSettings
@@ -49,18 +54,36 @@ class Experts(nn.Module):
         self.router = make.empty(settings.experts, hidden)
         self.own, self.exchanges = range(settings.experts), make.parallel.experts.a2a
         self.rows_differ = make.parallel.shared is not None
+        self._count: Callable[[Tensor], None] | None = None
         self.inner, self.outer = TensorSplit(0, settings.intermediate), TensorSplit(1, settings.intermediate)
         if make.parallel.experts.ep > 1:
             self.own = experts_of(settings.experts, make.parallel.rank, make.parallel.experts.ep)
             self.inner = self.outer = TensorSplit()
             make = replace(make, parallel=Parallel())
         self.local = self.inner.local(settings.intermediate, make.parallel.ranks, "moe_intermediate_size")
-        inner, count = settings.intermediate, len(self.own)
+        self.slots: ExpertSlots | None = None  # None: the experts stay where they are
+        self.held: Sequence[int] = self.own  # the expert of each matrix here
+        if (split := self.parallel.experts).moves:
+            place = (self.parallel.rank, self.parallel.ranks, make.device)
+            self.slots = ExpertSlots(settings.experts, settings.experts + split.redundant, *place)
+            self.held = self.slots.own.tolist()
+        inner, count = settings.intermediate, len(self.held)
         columns = [StoredMatrix(name, inner, hidden, self.inner) for name in ("gate_proj", "up_proj")]
-        names = [f"experts.{expert}.{part.name}" for expert in self.own for part in columns]
+        names = [f"experts.{expert}.{part.name}" for expert in self.held for part in columns]
         self.gate_up = make.matrices(columns, names, count)
         rows = StoredMatrix("down_proj", hidden, inner, columns=self.outer)
-        self.down = make.matrices([rows], [f"experts.{expert}.down_proj" for expert in self.own], count)
+        self.down = make.matrices([rows], [f"experts.{expert}.down_proj" for expert in self.held], count)
+        if self.slots is not None and not (isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor)):
+            raise ConfigError("`eplb` moves experts, and not those of a quantised checkpoint yet\nhint: leave it out")
+
+    @property
+    def experts(self) -> int:
+        """The number of experts on all ranks."""
+        return self.settings.experts
+
+    def count_into(self, count: Callable[[Tensor], None]) -> None:
+        """Call `count` with the experts of the tokens that this rank routes, int64 [tokens, per_token]."""
+        self._count = count
 
     def forward(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """Apply the experts, [tokens, hidden] to the same shape.
@@ -69,16 +92,18 @@ class Experts(nn.Module):
         """
         if self.exchanges:
             return self._exchanged(hidden)
-        each, whole = self.settings.per_token, len(self.own) < self.settings.experts
+        each, whole = self.settings.per_token, self.slots is not None or len(self.own) < self.settings.experts
         weights, experts = self.route(hidden)
+        if self.slots is not None:
+            experts = self.slots.slots_of(experts)
         if whole:  # pairs with experts of other ranks come last, and are not computed
-            experts = experts - self.own.start
-            experts = torch.where((experts >= 0) & (experts < len(self.own)), experts, len(self.own))
+            experts = experts - (self.own.start if self.slots is None else self.slots.rank * self.slots.each)
+            experts = torch.where((experts >= 0) & (experts < len(self.held)), experts, len(self.held))
         # A stable sort keeps tokens in order within an expert, so that the order of the sums below is fixed.
         sorted_experts, order = experts.flatten().sort(stable=True)
         down = self._computed(hidden[order // each], sorted_experts)
         if whole:
-            down = down.masked_fill((sorted_experts == len(self.own))[:, None], 0.0)
+            down = down.masked_fill((sorted_experts == len(self.held))[:, None], 0.0)
         return self.parallel.all_reduce(_mixed(down, order, weights))
 
     def _computed(self, rows: Tensor, sorted_experts: Tensor) -> Tensor:
@@ -87,7 +112,7 @@ class Experts(nn.Module):
         Args:
             sorted_experts: [rows], places among the experts here; rows behind the last expert get any values.
         """
-        numbers = torch.arange(len(self.own), device=rows.device, dtype=sorted_experts.dtype)
+        numbers = torch.arange(len(self.held), device=rows.device, dtype=sorted_experts.dtype)
         ends = torch.searchsorted(sorted_experts, numbers, right=True).to(torch.int32)
         inner = silu_and_mul(_grouped(rows, self.gate_up, ends))
         return _grouped(inner, self.down, ends)
@@ -105,13 +130,16 @@ class Experts(nn.Module):
         share = -(-tokens // parallel.ranks)
         mine = hidden if self.rows_differ else hidden[parallel.rank * share : (parallel.rank + 1) * share]
         weights, experts = self.route(mine)
+        if self.slots is not None:
+            experts = self.slots.slots_of(experts, parallel.rank * share)
         sorted_experts, order = experts.flatten().sort(stable=True)
-        counts = torch.bincount(sorted_experts, minlength=self.settings.experts).view(parallel.ranks, -1)
+        matrices = len(self.held) * parallel.ranks
+        counts = torch.bincount(sorted_experts, minlength=matrices).view(parallel.ranks, -1)
         one_each = [1] * parallel.ranks
         theirs = exchange(counts, one_each, one_each)  # [ranks, experts here], from each rank
         sends, receives = counts.sum(1).tolist(), theirs.sum(1).tolist()
         rows = exchange(mine[order // self.settings.per_token], sends, receives)
-        numbers = torch.arange(len(self.own), device=hidden.device).repeat(parallel.ranks)
+        numbers = torch.arange(len(self.held), device=hidden.device).repeat(parallel.ranks)
         there, by_expert = numbers.repeat_interleave(theirs.flatten()).sort(stable=True)
         computed = torch.empty_like(rows)
         computed[by_expert] = self._computed(rows[by_expert], there)
@@ -125,15 +153,36 @@ class Experts(nn.Module):
         """Return weights, float32, and indices of each token's experts, [tokens, per_token] each."""
         chances = F.linear(hidden, self.router).float().softmax(dim=-1)
         weights, experts = chances.topk(self.settings.per_token, dim=-1)
+        if self._count is not None:
+            self._count(experts)
         if self.settings.normalise:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights, experts
+
+    def fill_copies(self) -> None:
+        """Copy the weights of experts with several slots here to the slots that no checkpoint fills."""
+        for place, expert in enumerate(self.held if self.slots is not None else ()):
+            for weight in self._moved():
+                weight[place].copy_(weight[self.held.index(expert)])
+
+    def move(self, placement: NDArray[np.int32]) -> None:
+        """Bring the experts of a new placement here, int32 [slots]. All ranks call it behind the same pass."""
+        assert self.slots is not None
+        assert self.parallel.all_to_all is not None
+        move_experts(self.slots, placement, self._moved(), self.parallel.all_to_all)
+        self.held = self.slots.own.tolist()
+
+    def _moved(self) -> tuple[Tensor, Tensor]:
+        assert isinstance(self.gate_up, Tensor)
+        assert isinstance(self.down, Tensor)
+        return self.gate_up.data, self.down.data
 
     def tensors(self, prefix: str) -> Iterator[TensorSpec]:
         """Yield the tensors of a checkpoint that fill the experts here: one for each matrix of each expert."""
         inner = self.settings.intermediate
         yield TensorSpec(f"{prefix}.gate.weight", tuple(self.router.shape), self.router.data)
-        for place, expert in enumerate(self.own):
+        for expert in self.own:
+            place = self.held.index(expert)
             name = f"{prefix}.experts.{expert}"
             if isinstance(self.gate_up, Quantized):
                 yield from self.gate_up.tensors([f"{name}.gate_proj", f"{name}.up_proj"], place)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,17 @@ from lockstep.runtime.states.pool import StatePart
 
 if TYPE_CHECKING:
     from lockstep.runtime.stages import StageLinks
+
+
+class CountedExperts(Protocol):
+    """The experts of one layer, whose tokens can be counted."""
+
+    @property
+    def experts(self) -> int:
+        """The number of experts that tokens are routed to."""
+
+    def count_into(self, count: Callable[[Tensor], None]) -> None:
+        """Call `count` with the experts of the tokens of every pass from now on, int [tokens, k]."""
 
 
 class LanguageModel(nn.Module, ABC):
@@ -59,6 +70,10 @@ class LanguageModel(nn.Module, ABC):
 
     def prepare(self) -> None:
         """Complete the model when its weights are in place. All ranks call this at the same time."""
+
+    def expert_layers(self) -> Iterable[CountedExperts]:
+        """Return the layers with experts here, in their order."""
+        return ()
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:

@@ -55,11 +55,15 @@ WHOLE = StageLayers()
 class ExpertSplit:
     """How ranks share experts: each has a part of every expert (`ep` 1), or whole experts (`ep` is the ranks).
 
-    With `a2a` a token is sent to the ranks of its experts; otherwise each rank computes its experts for all tokens.
+    With `a2a` a token is sent to the ranks of its experts; otherwise a rank computes its experts for all tokens. With
+    `moves` copies of experts move between ranks; `redundant` of their slots, on all ranks together, are beyond one for
+    each expert.
     """
 
     ep: int = 1
     a2a: bool = False
+    moves: bool = False
+    redundant: int = 0
 
 
 SPLIT_EXPERTS = ExpertSplit()

@@ -6,6 +6,7 @@ open --Drain--> draining --the engine is idle--> answered with ok=True
                          --Resume, or a Pause that keeps requests--> answered with ok=False
 UpdateWeights, ReleaseMemory, ResumeMemory         answered after the device has done it: see `maintenance`
 OpenSession, CloseSession                          see `sessions`
+RecordExpertLoad                                   see `expert_load`; answered once the load was measured
 LoadAdapterControl, UnloadAdapterControl           see `adapters`; an unload is answered once no request uses it
 
 Dispatch is by the class of the control. A handler returns the reason of a refusal, DONE (""), or LATER (None) if the
@@ -19,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from lockstep.core.admin.expert_load import ExpertRecorder
 from lockstep.core.admin.maintenance import Job, Maintenance
 from lockstep.core.contract.commands import ControlAnswered, FreezeHeap, StartProfile, Step, StopProfile
 from lockstep.core.contract.errors import ConfigError
@@ -37,6 +39,7 @@ from lockstep.core.contract.events import (
     OpenSession,
     Pause,
     Profile,
+    RecordExpertLoad,
     ReleaseMemory,
     Resume,
     ResumeMemory,
@@ -120,12 +123,18 @@ class Controls(Component):
     EMPTY_AT_REST = ("drains",)
 
     def __init__(
-        self, scheduler: AdminView, sessions: Sessions, transfers: Transfers, maintenance: Maintenance
+        self,
+        scheduler: AdminView,
+        sessions: Sessions,
+        transfers: Transfers,
+        maintenance: Maintenance,
+        experts: ExpertRecorder,
     ) -> None:
         self._scheduler = scheduler
         self._sessions = sessions
         self._transfers = transfers
         self._maintenance = maintenance
+        self._experts = experts
         self._ranks = 1 if scheduler.config.dp_ranks is msgspec.UNSET else scheduler.config.dp_ranks
         self.paused = False
         self.admits = True  # false: an operator paused admission, and running requests go on
@@ -142,6 +151,11 @@ class Controls(Component):
         """Take over the state that `part` returned."""
         self.paused, self.draining, self.drains, self.pace = part.paused, part.draining, part.drains, part.pace
         self.admits = part.admits is msgspec.UNSET
+
+    @property
+    def watch_launches(self) -> bool:
+        """Whether something follows from every launch: a profile, a gap, a measurement of the experts' load."""
+        return self.pace.watches or self._experts.interval > 0
 
     def due_times(self) -> Iterator[tuple[int, str]]:
         """Yield the end of the gap between two launches."""
@@ -259,6 +273,9 @@ class Controls(Component):
         step.commands.append(StartProfile())
         return DONE
 
+    def _record_experts(self, control_id: int, control: RecordExpertLoad, step: Step) -> str | None:
+        return self._experts.ask(control_id, control, step)
+
     def _freeze(self, control_id: int, control: FreezeGc, step: Step) -> str | None:
         step.commands.append(FreezeHeap())
         return DONE
@@ -365,6 +382,7 @@ HANDLERS: dict[type, Callable[[Controls, int, Any, Step], str | None]] = {
     ReleaseMemory: Controls._maintain,
     ResumeMemory: Controls._maintain,
     Profile: Controls._profile,
+    RecordExpertLoad: Controls._record_experts,
     FreezeGc: Controls._freeze,
     SetState: Controls._set_state,
     SlowDown: Controls._slow_down,

@@ -29,17 +29,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.core.contract.errors import ConfigError, ContractError
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from lockstep.core.contract.events import ExpertLoadMeasured
 
-    Float64s = NDArray[np.float64]
-    Int32s = NDArray[np.int32]
-    Int64s = NDArray[np.int64]
+Float64s = NDArray[np.float64]
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
 
 COUNT_BYTES = 8
 

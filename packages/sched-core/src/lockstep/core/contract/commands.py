@@ -517,13 +517,47 @@ class FreezeHeap(msgspec.Struct, frozen=True):
     """Collect garbage once, then exclude the remaining objects from later collections."""
 
 
+class MeasureExpertLoad(msgspec.Struct, frozen=True):
+    """Report the tokens routed to each expert by the batches launched so far. Answered by ExpertLoadMeasured.
+
+    The counters begin again at 0 behind these batches. No second order is given before the answer.
+    """
+
+    generation: int = 0
+
+
+class MoveExperts(msgspec.Struct, frozen=True):
+    """Copy experts between ranks: behind the batches launched so far, in front of all later ones.
+
+    Answered by ExpertsMoved. No second order is given before the answer.
+    """
+
+    move_id: int
+    layers: tuple[int, ...]  # numbers among the layers with experts
+    placement: Int32s  # [as layers, slots]: the expert in each slot; the slots of a rank are contiguous
+    generation: int = 0
+
+
+class ExpertRecord(msgspec.Struct, frozen=True):
+    """The load of experts while it was recorded."""
+
+    recording: bool  # whether the record goes on
+    duration_us: int
+    batches: int  # launched meanwhile
+    counts: Int64s  # [layers, experts], tokens routed to each expert; [0, 0]: none were
+
+
 class ControlAnswered(msgspec.Struct, frozen=True):
-    """Answer a ControlRequested: done, or refused with the reason. GetState is answered with `stats`."""
+    """Answer a ControlRequested: done, or refused with the reason.
+
+    GetState is answered with `stats`, the dump of a record of the load of experts with `experts`.
+    """
 
     control_id: int
     ok: bool
     message: str = ""
     stats: Stats | None = None
+    experts: ExpertRecord | None = None
 
 
 Command = (
@@ -549,6 +583,8 @@ Command = (
     | StartProfile
     | StopProfile
     | FreezeHeap
+    | MeasureExpertLoad
+    | MoveExperts
     | ControlAnswered
 )
 

@@ -18,6 +18,7 @@ from lockstep.core.contract.draft_settings import DRAFT_SETTINGS as DRAFT_SETTIN
 from lockstep.core.contract.draft_settings import SpeculativeMethod as SpeculativeMethod
 from lockstep.core.contract.draft_settings import settle_drafts
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.expert_placing import ExpertPlacing as ExpertPlacing
 from lockstep.core.contract.floats import store_floats
 from lockstep.core.contract.hybrid_memory import HybridMemory as HybridMemory
 from lockstep.core.contract.setting import Setting, one_of
@@ -316,6 +317,13 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         int | msgspec.UnsetType,
         Setting("chunk beside a full running batch; chunks shrink to it as requests decode", default="no effect"),
     ] = msgspec.UNSET
+    # experts that move between ranks by their load; unset: they stay, and left out of journals
+    experts: ExpertPlacing | msgspec.UnsetType = msgspec.UNSET
+    # the load of experts; unset: it is not measured, and left out of journals
+    expert_load_interval: Annotated[
+        int | msgspec.UnsetType,
+        Setting("batches between two measurements of the tokens routed to each expert; 0: none", default="0"),
+    ] = msgspec.UNSET
 
     def __post_init__(self) -> None:
         store_floats(self, FLOAT_SETTINGS)
@@ -327,6 +335,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         settle_drafts(self)
         _settle_jumps(self)
         _settle_guarantee(self)
+        _settle_expert_load(self)
         _settle_adapters(self)
         _settle_role(self)
         _settle_ranks(self)
@@ -588,6 +597,11 @@ def runtime_refusal(name: str) -> str:
             "`hybrid` follows from the model and from options of the engine\n"
             "hint: --swa-full-tokens-ratio, --mamba-full-memory-ratio, --mamba-track-interval"
         )
+    if name == "experts":
+        return (
+            "`experts` (their placement on ranks) follows from the model and from options of the engine\n"
+            "hint: --tp N --ep N --eplb, --redundant-experts, --eplb-interval"
+        )
     if name in ("dp_ranks", "dp_rank"):
         return (
             f"`{name}` follows from the data-parallel ranks of the engine\n"
@@ -715,6 +729,22 @@ def _settle_guarantee(config: SchedConfig) -> None:
         raise ConfigError(
             f"`cache_guarantee` is {share}, which needs `isolate_tenants` and `radix_cache`\nhint: set them"
         )
+
+
+def _settle_expert_load(config: SchedConfig) -> None:
+    """Check `expert_load_interval`. 0 becomes unset, so that journals do not contain it."""
+    interval = config.expert_load_interval
+    if config.experts is not msgspec.UNSET and not interval:
+        raise ConfigError("`experts` are placed by their load, but `expert_load_interval` is 0\nhint: set it to 100")
+    if interval is msgspec.UNSET:
+        return
+    if not isinstance(interval, int) or isinstance(interval, bool) or interval < 0:
+        raise ConfigError(
+            f"`expert_load_interval` must be a whole number of batches, or 0 for none, got `{interval}`\n"
+            "hint: 100 costs little"
+        )
+    if not interval:
+        msgspec.structs.force_setattr(config, "expert_load_interval", msgspec.UNSET)
 
 
 def _settle_adapters(config: SchedConfig) -> None:

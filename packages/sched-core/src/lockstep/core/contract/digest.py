@@ -33,7 +33,9 @@ from lockstep.core.contract.commands import (
     LaunchBatch,
     LoadAdapter,
     LoadFromHost,
+    MeasureExpertLoad,
     Mode,
+    MoveExperts,
     PrefetchFromStorage,
     ProposeBatch,
     SampleBatch,
@@ -85,6 +87,11 @@ def step_digest(previous: bytes, step: Step) -> bytes:
             add(_encode(("compile", command.grammar.digest)))
         elif type(command) is ControlAnswered:
             add(_encode(("answer", command.control_id, command.ok)))
+        elif type(command) is MeasureExpertLoad:
+            add(_encode(("measure experts",)))
+        elif type(command) is MoveExperts:
+            add(_encode(("move experts", command.move_id, command.layers)))
+            add(command.placement)
         elif type(command) is LoadAdapter:
             add(_encode(("load", command.adapter, command.version, command.slot)))
         elif type(command) is StartTransfer:

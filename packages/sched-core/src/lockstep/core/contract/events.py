@@ -324,10 +324,18 @@ class RanksAgreed(Observed, frozen=True, gc=False):
 
 
 class ExpertLoadMeasured(Observed, frozen=True, gc=False):
-    """Tokens routed to each expert since the last report: int64 [layers, experts]."""
+    """Tokens routed to each expert since the last report: int64 [layers, experts]. Answers MeasureExpertLoad."""
 
     layers: int
     counts: bytes
+
+
+class ExpertsMoved(Observed, frozen=True, gc=False):
+    """Experts are in their new slots, or could not be moved: then they are where they were. Answers MoveExperts."""
+
+    move_id: int
+    error: str = ""
+    generation: int = 0
 
 
 class WeightsSwapped(Observed, frozen=True, gc=False):
@@ -489,6 +497,12 @@ class Profile(msgspec.Struct, frozen=True, array_like=True, tag=True):
     launches: int | None = None
 
 
+class RecordExpertLoad(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Begin a record of the load of experts, stop it, or answer with its counts."""
+
+    action: Literal["start", "stop", "dump"]
+
+
 class FreezeGc(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Take the objects that exist now out of garbage collection, once warm-up is over."""
 
@@ -532,6 +546,7 @@ Control = (
     | GetState
     | SetState
     | SlowDown
+    | RecordExpertLoad
 )
 
 
@@ -557,6 +572,7 @@ ObservedEvent = (
     | MediaEncoded
     | RanksAgreed
     | ExpertLoadMeasured
+    | ExpertsMoved
     | EngineRestarted
     | HostTimeClamped
     | ControlRequested
@@ -859,6 +875,22 @@ class SessionClosed(Decided, frozen=True, gc=False):
 @declares(SessionClosed)
 def _session_closed(event: SessionClosed, names: RequestNames) -> str:
     return f"closed session {shown(event.session)} with {count(event.tokens, 'token')} ({event.reason})"
+
+
+class ExpertsPlaced(Decided, frozen=True, gc=False):
+    """Experts will move between ranks, because their load is uneven. MoveExperts orders it, some layers at a time."""
+
+    layers: int  # in which experts move
+    moves: int  # experts that ranks fetch from others, over all layers
+    before_permille: int  # load of the fullest rank over the mean, as a mean over the layers, since the last placement
+    after_permille: int  # the same under the new placement
+
+
+@declares(ExpertsPlaced, informative=("before_permille", "after_permille"), tallies=(Tally("experts_moved", "moves"),))
+def _experts_placed(event: ExpertsPlaced, names: RequestNames) -> str:
+    before, after = event.before_permille / 1000, event.after_permille / 1000
+    moves = f"{count(event.layers, 'layer')}, {count(event.moves, 'move')}"
+    return f"place experts by load in {moves}: {before:.2f} to {after:.2f} times the mean"
 
 
 class AdapterEvicted(Decided, frozen=True, gc=False):

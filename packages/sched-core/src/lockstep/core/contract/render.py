@@ -29,12 +29,15 @@ from lockstep.core.contract.commands import (
     ControlAnswered,
     CopyToHost,
     EncodeMedia,
+    ExpertRecord,
     FinishRequest,
     FreezeHeap,
     HybridChanges,
     LaunchBatch,
     LoadAdapter,
     LoadFromHost,
+    MeasureExpertLoad,
+    MoveExperts,
     PrefetchFromStorage,
     ProposeBatch,
     RejectRequest,
@@ -55,6 +58,8 @@ from lockstep.core.contract.events import (
     ControlRequested,
     Decided,
     EngineRestarted,
+    ExpertLoadMeasured,
+    ExpertsMoved,
     GrammarReady,
     HostCopyFinished,
     MediaEncoded,
@@ -135,6 +140,8 @@ def command_line(command: Command, names: Names) -> str:
             verdict = "done" if command.ok else f"refused, {command.message}"
             if command.stats is not None:
                 verdict = stats_text(command.stats)
+            if command.experts is not None:
+                verdict = _experts_text(command.experts)
             return f"answered {names.control(command.control_id)}: {verdict}"
         case SwapWeights(version, source):
             return f"swap weights to version {version} from {source}"
@@ -150,6 +157,10 @@ def command_line(command: Command, names: Names) -> str:
             return "start the profiler"
         case StopProfile():
             return "stop the profiler"
+        case MeasureExpertLoad():
+            return "measure the load of experts"
+        case MoveExperts():
+            return f"move experts {command.move_id}: layers {runs(command.layers)}"
         case FreezeHeap():
             return "freeze the heap"
         case CopyToHost():
@@ -205,6 +216,10 @@ def observed_line(event: Observed, names: Names) -> str:
             return f"{event.adapter} version {event.version} {verdict}"
         case EngineRestarted():
             return f"restarted as generation {event.generation}"
+        case ExpertLoadMeasured():
+            return f"measured the load of experts in {count(event.layers, 'layer')}"
+        case ExpertsMoved(_, number, error):
+            return f"experts {number} " + (f"not moved: {error}" if error else "moved")
         case WeightsSwapped(_, version, error):
             return f"weights {version} " + (f"not swapped: {error}" if error else "swapped")
         case MemorySwitched(_, tags, released, error):
@@ -340,6 +355,11 @@ def _stream_parts(command: StreamTokens, names: Names) -> list[str]:
         parts.append(f"{names.request(request_id)} {offset}: {runs(command.tokens[at : at + tokens].tolist())}")
         at += tokens
     return parts
+
+
+def _experts_text(record: ExpertRecord) -> str:
+    routed = f"{count(int(record.counts.sum()), 'token')} routed by {count(record.batches, 'batch', 'batches')}"
+    return f"{routed}, {'recording' if record.recording else 'stopped'}"
 
 
 def stats_text(stats: Stats) -> str:

@@ -174,6 +174,10 @@ class AdminView(SchedulerView, Protocol):
     def blocked(self) -> Mapping[RequestId, Request]:
         """Accepted requests with prerequisites."""
 
+    @property
+    def next_batch_id(self) -> int:
+        """The number of the next batch, and of the launches so far."""
+
     def stats(self) -> Stats:
         """How the engine stands now."""
 

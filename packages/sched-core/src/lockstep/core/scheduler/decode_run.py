@@ -165,7 +165,7 @@ def _steady_launches(engine: SchedulerState) -> int:
         or engine.prefilling is not None
         or engine.controls.paused
         or engine.maintenance.jobs
-        or engine.controls.pace.watches
+        or engine.controls.watch_launches
         or engine.sessions.due_us is not None
         or engine.sessions.unsettled
         or running.decode_owed

@@ -12,7 +12,6 @@ from typing import Any
 
 from msgspec.structs import force_setattr
 
-from lockstep.core.cluster.expert_placement import ExpertLoads
 from lockstep.core.contract.commands import LaunchBatch, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.digest import step_digest
@@ -24,6 +23,7 @@ from lockstep.core.contract.events import (
     ControlRequested,
     EngineRestarted,
     ExpertLoadMeasured,
+    ExpertsMoved,
     GrammarReady,
     HostCopyFinished,
     HostTimeClamped,
@@ -92,7 +92,8 @@ class Engine(SchedulerState):
             MemorySwitched: self.maintenance.switched,
             ClockAdvanced: self._let_time_pass,
             HostTimeClamped: self._let_time_pass,
-            ExpertLoadMeasured: self._measure_expert_load,
+            ExpertLoadMeasured: self.experts.measured,
+            ExpertsMoved: self.experts.placer.moved,
         }
         if self.config.hands_over:
             handlers[TransferAdvanced] = self.transfers.advanced
@@ -229,7 +230,7 @@ class Engine(SchedulerState):
         if self.config.same_step_sharing:
             self._share(batch, step)
         pace = self.controls.pace
-        if self.transfers.hands_over or pace.profiling or pace.gap_us:
+        if self.transfers.hands_over or pace.profiling or pace.gap_us or self.experts.interval:
             self._launched(batch, step)
         return False
 
@@ -279,12 +280,14 @@ class Engine(SchedulerState):
         grammars.launch(batch, ahead, self.memory.table.outputs, step)
 
     def _launched(self, batch: InFlight, step: Step) -> None:
-        """Send the KV of a launched batch behind it, and begin the gap that an operator has set."""
+        """Do what follows a launch: send its KV, begin the gap that an operator has set, measure the experts' load."""
         if self.transfers.hands_over:
             self.transfers.give_parts(batch, step)
         pace = self.controls.pace
         if pace.profiling or pace.gap_us:
             pace.launched(self.now_us, step)
+        if self.experts.interval:
+            self.experts.launched(step)
 
     def _share(self, batch: InFlight, step: Step) -> None:
         """Publish the prompts that a launched batch computes, for batches behind it."""
@@ -319,10 +322,6 @@ class Engine(SchedulerState):
         """Replace the settings. The role may change with them, and so the events that are handled."""
         super().reconfigure(config)
         self._handlers = self._events_handled()
-
-    def _measure_expert_load(self, event: ExpertLoadMeasured, step: Step) -> None:
-        """Add up how many tokens each expert computed."""
-        self.expert_loads = ExpertLoads.folded(self.expert_loads, event)
 
     def _ranks_agreed(self, event: RanksAgreed, step: Step) -> bool:
         """Run the round that all ranks have proposed."""

@@ -9,6 +9,8 @@ import msgspec
 import numpy as np
 
 from lockstep.core.admin.control import ControlsPart
+from lockstep.core.admin.expert_load import ExpertPart
+from lockstep.core.admin.expert_moves import PlacementPart
 from lockstep.core.admin.maintenance import MaintenancePart
 from lockstep.core.contract.commands import (
     AfterBatch,
@@ -169,7 +171,6 @@ class SchedulerPart(msgspec.Struct):
     tokens_discarded: int
     counts: Counts
     host: bytes = b""  # bytes that the host stores with the snapshot, opaque to the engine
-    expert_loads: tuple[int, int, bytes] | msgspec.UnsetType = msgspec.UNSET  # layers, reports, counts
 
 
 PARTS: tuple[type[msgspec.Struct], ...] = (
@@ -187,6 +188,8 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     TransfersPart,
     AdmissionPart,
     RanksPart,
+    ExpertPart,
+    PlacementPart,
 )
 """The parts of a snapshot: of the scheduler and of each component."""
 
@@ -197,6 +200,7 @@ batch_is_full decode_owed deferred launch_found_nothing horizon decode_launches 
 next_batch_id last_request_id timers paused draining drains tokens_discarded prefilled_tokens weights_version
 maintenance pace counts sessions session_uses sessions_unsettled media adapters chances forced host transfers tiers
 expert_loads hybrid ranks microbatches resources spare admits tree_chances
+expert_record expert_placement
 """.split()
 """The fields of all parts in the order in which a snapshot stores them. The bytes of snapshots depend on it."""
 

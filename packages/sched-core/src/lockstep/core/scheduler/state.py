@@ -12,12 +12,11 @@ from itertools import chain, islice, repeat, takewhile
 
 import msgspec
 import numpy as np
-from msgspec import UNSET
 from msgspec.structs import replace
 
 from lockstep.core.admin.control import Controls
+from lockstep.core.admin.expert_load import ExpertRecorder
 from lockstep.core.admin.maintenance import Maintenance
-from lockstep.core.cluster.expert_placement import ExpertLoads
 from lockstep.core.contract.commands import CancelTransfer, FinishRequest, RejectRequest, Step, StreamTokens
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.digest import EMPTY_DIGEST
@@ -129,7 +128,8 @@ class SchedulerState:
         self.sessions = Sessions(self, self.prerequisites)
         self.transfers = Transfers(config, self, self.sessions, self.prerequisites)
         self.maintenance = Maintenance(self)
-        self.controls = Controls(self, self.sessions, self.transfers, self.maintenance)
+        self.experts = ExpertRecorder(self)
+        self.controls = Controls(self, self.sessions, self.transfers, self.maintenance, self.experts)
         self.admission = Admission(self)
         self.ranks: Rounds | None = None  # agreement with other data-parallel ranks, where there are any
         self.components: tuple[Component, ...] = (  # in the order in which a restored engine loads them
@@ -145,8 +145,9 @@ class SchedulerState:
             self.speculation,
             self.transfers,
             self.admission,
+            self.experts,
+            self.experts.placer,
         )
-        self.expert_loads: ExpertLoads | None = None  # None: none were reported
         self.counts = Counts()
         self.tokens_discarded = 0  # sampled for dead rows
 
@@ -765,6 +766,7 @@ class SchedulerState:
         self.memory.tiers = tiers
         self.maintenance.restarted()
         self.controls.pace.restarted()
+        self.experts.restarted(step)
         self.grammars.ask_again(step)
 
     def stats(self) -> Stats:
@@ -833,7 +835,6 @@ class SchedulerState:
             tokens_discarded=self.tokens_discarded,
             counts=self.counts,
             host=host,
-            expert_loads=self.expert_loads.image() if self.expert_loads is not None else UNSET,
         )
         return image_of((own, self.microbatches.part(), *(one.part() for one in self.components)))
 
@@ -855,8 +856,6 @@ class SchedulerState:
         self.refreshed_at, self.next_batch_id = own.refreshed_at, own.next_batch_id
         self.last_request_id, self.timers = own.last_request_id, own.timers
         self.counts, self.tokens_discarded = own.counts, own.tokens_discarded
-        if own.expert_loads is not UNSET:
-            self.expert_loads = ExpertLoads.of_image(own.expert_loads)
         for component in others:
             component.load(part_of(image, component.PART), restored)
         if not self.microbatches.several:

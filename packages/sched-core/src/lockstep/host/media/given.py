@@ -12,6 +12,7 @@ import base64
 import binascii
 import io
 import math
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -121,11 +122,12 @@ def _npy(raw: bytes, where: str) -> NDArray[Any]:
 
 def _safetensors(raw: bytes, where: str) -> NDArray[Any]:
     """Return the tensor of a safetensors file. Raises BadEmbeddings."""
-    from safetensors import SafetensorError, deserialize
+    import safetensors
 
+    read: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = safetensors.deserialize
     try:
-        tensors = deserialize(raw)  # type: ignore[no-untyped-call]
-    except SafetensorError as error:
+        tensors = read(raw)
+    except safetensors.SafetensorError as error:
         why = "neither a .npy file nor safetensors; files of torch.save are not read"
         raise BadEmbeddings(f"is {where}{why}: {str(error)[:100]}") from None
     if len(tensors) != 1 or tensors[0][1]["dtype"] not in FLOATS:

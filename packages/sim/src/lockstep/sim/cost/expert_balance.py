@@ -7,15 +7,16 @@ formulas of `experts.py` as two coefficients of variation. With `load_cv`, exper
 fullest rank the same load; `slot_cv` is that of the popularity of slots. The formulas keep the variation of single
 batches, which no placement removes.
 
-After every `eplb_interval` passes each GPU fetches the experts of the new placement that it lacks; ranks of the new
-placement are renumbered so that most experts are in place already. Loads are expectations: a balancer that counts
-tokens over a finite window estimates them slightly less well.
+A run with one scheduler follows events instead: `sim/host/expert_traffic.py`. For stages, and for ranks with schedulers
+of their own, the long run is averaged: after every `eplb_interval` passes each GPU fetches the experts of the new
+placement that it lacks; ranks of the new placement are renumbered so that most experts are in place already. Loads are
+expectations: a balancer that counts tokens over a finite window estimates them slightly less well.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -45,6 +46,9 @@ class Spread:
 
 def spread_of(experts: ExpertShape, split: Parallelism) -> Spread:
     """Return the imbalance of the experts of a layer over `split.ep` ranks."""
+    if split.measured is not None:
+        load_cv, slot_cv = split.measured
+        return Spread(slots=experts.count + split.redundant_experts, load_cv=load_cv, slot_cv=slot_cv)
     if not split.eplb:
         return Spread(slots=experts.count, load_cv=split.expert_cv, slot_cv=split.expert_cv)
     slots = experts.count + split.redundant_experts
@@ -54,22 +58,35 @@ def spread_of(experts: ExpertShape, split: Parallelism) -> Spread:
 @cache
 def _balanced(experts: int, slots: int, ranks: int, cv: float, drift: float) -> Spread:
     random = np.random.Generator(np.random.Philox(SEED))
-    shape = 1.0 / cv**2
-    first, again = (random.gamma(shape, size=(LAYERS_DRAWN, experts)) + 1e-300 for _ in range(2))
+    first, again = (drawn_popularity(random, (LAYERS_DRAWN, experts), cv) for _ in range(2))
     then = np.where(random.random((LAYERS_DRAWN, experts)) < drift, again, first)
     before = balance(first, slots=slots, gpus=ranks)
     after = settled(before, balance(then, slots=slots, gpus=ranks), ranks)
-    loads = gpu_loads(then, before, ranks)
-    long_run = float((loads.max(1) / loads.mean(1)).mean())
-    each = _by_slot(then, before)
-    own = slots // ranks
+    return replace(
+        measured_spread(then, before, ranks),
+        unbalanced=fullest_of_gammas(experts // ranks / cv**2, ranks),
+        fetched=float(fetched(before, after, ranks).mean(0).max()),
+    )
+
+
+def drawn_popularity(random: np.random.Generator, shape: tuple[int, int], cv: float) -> Float64s:
+    """Return drawn popularities of experts, in any unit: [layers, experts] with a coefficient of variation."""
+    return random.gamma(1.0 / cv**2, size=shape) + 1e-300 if cv else np.ones(shape)
+
+
+def measured_spread(loads: Float64s, placement: np.ndarray[tuple[int, ...], np.dtype[np.int32]], ranks: int) -> Spread:
+    """Return the imbalance of loads under a placement.
+
+    Args:
+        loads: [layers, experts]; placement: [layers, slots].
+    """
+    by_rank, each = gpu_loads(loads, placement, ranks), _by_slot(loads, placement)
+    long_run, slots = float((by_rank.max(1) / by_rank.mean(1)).mean()), placement.shape[1]
     return Spread(
         slots=slots,
-        load_cv=math.sqrt(own / _shape_of(long_run, ranks)),
+        load_cv=math.sqrt(slots // ranks / _shape_of(long_run, ranks)),
         slot_cv=float((each.std(1) / each.mean(1)).mean()),
         long_run=long_run,
-        unbalanced=fullest_of_gammas(experts // ranks * shape, ranks),
-        fetched=float(fetched(before, after, ranks).mean(0).max()),
     )
 
 

@@ -65,7 +65,7 @@ class Device:
     """The GPU lane: runs batches in the order of launches, each for the time of the cost model."""
 
     def __init__(self, cost: CostModel, rows_max: int, *, seed: int, name: str, early_eos: bool) -> None:
-        self._cost = cost
+        self.cost = cost  # changes while experts move
         self.speculation: SpeculationModel | None = None  # None: the engine verifies no drafts
         self.state_copy_us = 0.0  # copy of one request's recurrent state, if checkpoints are kept
         self.stages: Stages | None = None  # None: not a pipeline
@@ -136,7 +136,7 @@ class Device:
 
     def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
         """Run `plan` behind the batches launched before. Its tokens are drawn now, before its rows change requests."""
-        expected = self._cost.batch_us(shape)
+        expected = self.cost.batch_us(shape)
         took_us = expected_us = expected.mean_us if plan.steps == 1 else self._steps_us(plan, shape)
         if expected.spread_us > 0.0:
             took_us += expected.spread_us * standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
@@ -149,7 +149,7 @@ class Device:
         tokens = self._sample(plan).tobytes()
         accepted = b"" if plan.speculation is None else self._accepted(plan)
         if plan.sample_after is not None or self.untimed:
-            sampling_us = expected_us - self._cost.batch_us(replace(shape, sampled_rows=0)).mean_us
+            sampling_us = expected_us - self.cost.batch_us(replace(shape, sampled_rows=0)).mean_us
             sampled_us = 0 if plan.sample_after is None else None
             forward_us = took_us - sampling_us
             untimed = Untimed(plan, handed_over_us, forward_us, sampling_us, tokens, sampled_us, accepted)
@@ -166,7 +166,7 @@ class Device:
         expected_us = 0.0
         for further in range(plan.steps):
             context_tokens = shape.decode_context_tokens + further * shape.decode_rows
-            expected_us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
+            expected_us += self.cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
         return expected_us
 
     @property

@@ -34,6 +34,8 @@ from lockstep.core.contract.commands import (
     FinishRequest,
     LaunchBatch,
     LoadAdapter,
+    MeasureExpertLoad,
+    MoveExperts,
     ProposeBatch,
     RejectRequest,
     RowTaken,
@@ -64,8 +66,10 @@ from lockstep.core.scheduler.decode_run import DecodeRun
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.intake import ReceiveSkipper
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel
+from lockstep.sim.cost.terms import new_tokens
 from lockstep.sim.host.device import EOS_TOKEN_ID, Device
 from lockstep.sim.host.encoder_lane import EncoderLane
+from lockstep.sim.host.expert_traffic import ExpertTraffic
 from lockstep.sim.host.forcing import ForcedRuns
 from lockstep.sim.host.host_options import HostOptions
 from lockstep.sim.host.ports import (
@@ -112,6 +116,8 @@ class EngineHost:
             raise ContractError("adapters need slots on the device: set max_loras")
         if engine.memory.tiers.present and features.tiers is None:
             raise ContractError("an engine with cache tiers needs links to them")
+        if engine.experts.interval and features.experts is None:
+            raise ContractError("an engine that measures the load of experts needs a model of what is routed to them")
         if max_new_tokens is not None and EOS_TOKEN_ID not in engine.config.eos_token_ids:
             raise ContractError(f"answers shorter than max_new_tokens need {EOS_TOKEN_ID} among the eos_token_ids")
         self.env = env
@@ -158,6 +164,7 @@ class EngineHost:
         self._forced_runs: dict[int, tuple[int, ForcedRuns]] = {}  # by row: the request, and its forced runs
         self.tiers = features.tiers
         self.encoder = features.encoder
+        self.experts = features.experts
         self._samples = OpenSamples()
         self._conversations = features.conversations
         self._awaiting: dict[RequestId, int] = {}  # requests that wait for media, with the start of the wait
@@ -180,6 +187,8 @@ class EngineHost:
         env, engine = self.env, self.engine
         slots = engine.config.launches_max
         now_us = self._wake()
+        if self.experts is not None:
+            self._place_experts(self.experts, now_us)
         for registered in self._adapters.registrations(now_us) if self._adapters is not None else ():
             self._fold(registered)
         while not self.stop_requested:
@@ -218,6 +227,14 @@ class EngineHost:
         if now_us > self._woke_us:
             yield env.timeout(now_us - self._woke_us)
 
+    def _place_experts(self, experts: ExpertTraffic, now_us: int) -> None:
+        """Let the engine place the experts by their load before the run, before its first batch."""
+        if (before := experts.before()) is not None:
+            self._fold(replace(before, time_us=now_us))
+            while experts.due_us(now_us, self.device) <= now_us:
+                self._fold(experts.take(now_us))
+        experts.begin(self.device)
+
     def _wake(self) -> int:
         """Read SimPy's time and the next time of another process. Return SimPy's time."""
         self._woke_us = int(self.env.now)
@@ -240,6 +257,8 @@ class EngineHost:
                 self._fold(self.tiers.take(now_us))
             elif self.encoder is not None and self.encoder.next_us <= now_us:
                 self._fold(self.encoder.take(now_us))
+            elif self.experts is not None and self.experts.due_us(now_us, self.device) <= now_us:
+                self._fold(self.experts.take(now_us))
             elif self.port is not None and self.port.next_us <= now_us:
                 self._fold(self.port.take(now_us))
             elif self.exchange is not None and self.exchange.next_us <= now_us:
@@ -267,6 +286,8 @@ class EngineHost:
             next_us = self.tiers.next_us
         if self.encoder is not None and self.encoder.next_us < next_us:
             next_us = self.encoder.next_us
+        if self.experts is not None and self.experts.due_us(self._woke_us, self.device) < next_us:
+            next_us = self.experts.due_us(self._woke_us, self.device)
         if self.port is not None and self.port.next_us < next_us:
             next_us = self.port.next_us
         if self.exchange is not None and self.exchange.next_us < next_us:
@@ -377,9 +398,15 @@ class EngineHost:
             self._take_row(taken)
         shape = self.device.shape_of(plan)
         handed_over_us = self._spend(now_us, self.cpu.plan_us(shape), "plan")
-        self.device.launch(plan, shape, handed_over_us)
-        self.batches += 1
+        self._hand_over(plan, shape, handed_over_us)
         return handed_over_us
+
+    def _hand_over(self, plan: BatchPlan, shape: BatchShape, now_us: int) -> None:
+        """Launch a plan on the device."""
+        self.device.launch(plan, shape, now_us)
+        self.batches += 1
+        if self.experts is not None:
+            self.experts.routed(new_tokens(shape), self.device)
 
     def _next_microbatch(self, several: Microbatches) -> int:
         """Return the microbatch to offer a slot to: that of the ranks' round, or the next one that may launch."""
@@ -414,9 +441,8 @@ class EngineHost:
                 done_us = self._planned_by(now_us)
                 exchange.propose(command, done_us)
             elif type(command) is LaunchBatch:
-                self.device.launch(command.plan, self._planned_shape, now_us)
+                self._hand_over(command.plan, self._planned_shape, now_us)
                 self._planned, self._planned_shape = None, BatchShape()
-                self.batches += 1
                 done_us = now_us
         self._others_us = self.env.peek()  # other ranks may act on the proposal
         return done_us
@@ -574,6 +600,9 @@ class EngineHost:
             if self.encoder is None:
                 raise ContractError("requests with media need an encoder, and this engine has none")
             self.encoder.begin(command)
+        elif isinstance(command, MeasureExpertLoad | MoveExperts):
+            assert self.experts is not None
+            self.experts.order(command)
         elif isinstance(command, StartTransfer | CancelTransfer) and self.port is not None:
             self.port.perform(command, now_us)
             self._others_us = self.env.peek()

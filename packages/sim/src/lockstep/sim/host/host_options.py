@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lockstep.sim.host.adapters import AdapterLane
     from lockstep.sim.host.cache_tiers import TierLinks
     from lockstep.sim.host.encoder_lane import EncoderLane
+    from lockstep.sim.host.expert_traffic import ExpertTraffic
     from lockstep.sim.host.forcing import Forcing
     from lockstep.sim.host.sessions import Conversations
     from lockstep.sim.host.speculation import SpeculationModel
@@ -58,6 +59,7 @@ class HostFeatures:
     encoder: EncoderLane | None = None  # required if requests have media
     adapters: AdapterLane | None = None  # adapters registered at the start, and their loads
     conversations: Conversations | None = None  # sessions that the engine keeps; None: it keeps none
+    experts: ExpertTraffic | None = None  # required if the load of experts is measured
     state_copy_us: float = 0.0  # copy of one request's recurrent state
 
 

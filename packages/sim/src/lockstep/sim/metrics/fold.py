@@ -46,6 +46,8 @@ from lockstep.core.contract.events import (
     AdmissionDeferred,
     BatchFinished,
     Decided,
+    ExpertLoadMeasured,
+    ExpertsPlaced,
     Observed,
     PrefetchFinished,
     RequestAdmitted,
@@ -80,6 +82,7 @@ from lockstep.sim.metrics.columns import (
 )
 from lockstep.sim.metrics.device import DeviceUse, at_work
 from lockstep.sim.metrics.drafts import Drafts
+from lockstep.sim.metrics.expert_counts import ExpertCounts
 from lockstep.sim.metrics.latency import gaps_us, per_request, tpot_us, ttft_us
 from lockstep.sim.metrics.measured import MeasuredRequests, MeasuredRows
 from lockstep.sim.metrics.media import MediaCounts
@@ -185,6 +188,7 @@ class MetricsFold:
 
         # Counts.
         self._tallies = Tallies()
+        self._experts: ExpertCounts | None = None  # None: their load was not measured
         self._drafts: Drafts | None = None  # of an engine that verifies drafts
         self._tiers = TierCounts(host_page_bytes, host_block_bytes or {}) if host_page_bytes is not None else None
         self._media: MediaCounts | None = None  # of a run with media
@@ -219,6 +223,9 @@ class MetricsFold:
                 self._adapters.requests[event.adapter] += sample_count(event)
         elif type(event) is AdapterLoaded and self._adapters is not None:
             self._adapters.loaded(event)
+        elif type(event) is ExpertLoadMeasured:
+            self._experts = self._experts or ExpertCounts()
+            self._experts.measured(event)
         elif type(event) is PrefetchFinished and event.blocks and self._tiers is not None:
             self._tiers.fetched(event)
         for command in step.commands:
@@ -372,6 +379,8 @@ class MetricsFold:
             encoder = self._media.table if len(self._media.intervals) else None
         if self._sessions is not None and self._sessions.turns:
             summary["sessions"] = self._sessions.describe(self._kv_pages)
+        if self._experts is not None:
+            summary["experts"] = self._experts.describe()
         if self._sampled:
             summary["samples"] = self._describe_samples()
         if self._adapters is not None and self._adapters.requests:
@@ -430,6 +439,9 @@ class MetricsFold:
                 self._sessions.learn(decided)
                 if isinstance(decided, TurnStarted):  # the request arrived with the new tokens of its turn only
                     self._prompt_tokens[self._row(decided.request_id)] = decided.prompt_tokens
+            case ExpertsPlaced():
+                self._experts = self._experts or ExpertCounts()
+                self._experts.placed(decided)
             case TierOperationEnded() if self._tiers is not None:
                 self._tiers.learn(decided)
 

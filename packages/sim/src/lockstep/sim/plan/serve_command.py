@@ -35,8 +35,11 @@ CARRIED = ("kv_dtype", "fp8_activations")
 OF_MEDIA = ("media", "mm_encoder_tp_mode")
 """Options about media: the encoder of a server is that of its model."""
 
-NOT_EMULATED = ("jump_forward_tokens", "encoder_cache_tokens", "encoder_budget_tokens")
-"""Settings that a real engine supports. An emulated engine draws each token independently and takes no pictures."""
+NOT_EMULATED = ("jump_forward_tokens", "encoder_cache_tokens", "encoder_budget_tokens", "expert_load_interval")
+"""Settings that a real engine supports.
+
+An emulated engine draws each token independently, takes no pictures, and routes nothing to experts.
+"""
 
 OF_DELAYER = (*DELAYER_SETTINGS, *TRIGGER_SETTINGS)
 """Settings of a prefill delayer, which a server without one refuses."""
@@ -100,11 +103,20 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
     else:  # a server has a rank for each GPU
         lacks += [f"{name} {shown(settings[name])}" for name in OF_RANKS if settings.get(name)]
         settings = {name: value for name, value in settings.items() if name not in OF_RANKS}
+    of_experts = _experts_served(base) if "ep" in layout else {}
     if base.pp == 1:
         settings = {name: value for name, value in settings.items() if name not in STAGES_ONLY}
     elif "pp_size" not in settings:
         settings["pp_size"] = 1  # one running batch; a server has one for each stage by itself
-    served = ["--model", "FOLDER", *_option_words(layout), *flags, *common, *_tier_words(tiers)]
+    served = [
+        "--model",
+        "FOLDER",
+        *_option_words(layout),
+        *flags,
+        *_option_words(of_experts),
+        *common,
+        *_tier_words(tiers),
+    ]
     served += _set_words(settings, hands_over)
     emulated = ["--emulate", f"{base.model}@{base.gpu}", *common]
     for name in EMULATED:
@@ -125,7 +137,8 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
     emulated_lacks += [f"{name} {shown(value)}" for name, value in of_stages if (name, value) != ("pp_size", 1)]
     if flags:
         emulated_lacks += [f"{name} {shown(base.settings[name])}" for name in OF_RANKS if base.settings.get(name)]
-    lacks = [one for one in lacks if one.partition(" ")[0] not in (*layout, *(("rank_schedulers",) if flags else ()))]
+    there = (*layout, *of_experts, *(("rank_schedulers",) if flags else ()))
+    lacks = [one for one in lacks if one.partition(" ")[0] not in there]
     emulated_lacks += [f"{name} {shown(value)}" for name, value in tiers.items()]
     emulated_lacks += [f"{name} {base.settings[name]}" for name in NOT_EMULATED if base.settings.get(name)]
     emulated_lacks += _links_missed(candidate.trial) if hands_over else []
@@ -135,6 +148,17 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
         ServeCommand(shlex.join(["lockstep", "serve", *served]), lacks),
         ServeCommand(shlex.join(["lockstep", "serve", *emulated]), emulated_lacks),
     )
+
+
+def _experts_served(base: Scenario) -> dict[str, Any]:
+    """Return the options of experts on ranks that `lockstep serve` has for this layout, with their values."""
+    served: dict[str, Any] = {"moe_a2a": True} if base.moe_a2a else {}
+    if base.eplb and base.attention_dp == 1 and base.pp == 1:
+        names = ("redundant_experts", "eplb_interval", "eplb_imbalance_min")
+        given = {name: getattr(base, name) for name in names}
+        usual = {field.name: field.default for field in sim_options()}
+        served |= {"eplb": True} | {name: value for name, value in given.items() if value != usual[name]}
+    return served
 
 
 def _engines_of(candidate: Candidate) -> tuple[list[str], list[str]]:
@@ -226,7 +250,9 @@ def _tier_words(tiers: Mapping[str, Any]) -> list[str]:
 
 
 def _option_words(values: Mapping[str, Any]) -> list[str]:
-    return [word for name, value in values.items() for word in (option_of(name), str(value))]
+    """Return options as arguments; an option that is on has no value."""
+    words = [(option_of(name),) if value is True else (option_of(name), str(value)) for name, value in values.items()]
+    return [word for one in words for word in one]
 
 
 def _set_words(settings: Mapping[str, Any], hands_over: bool) -> list[str]:

@@ -122,6 +122,11 @@ def _cards(run: ReportRun) -> str:
     if sessions is not None:
         about = f"at most {percent(sessions['held_share_max'])}; {count(sessions['yields'])} times one yielded"
         cards.append(card("KV held by sessions", percent(sessions["held_share_mean"]), about, "between turns, mean"))
+    experts = run.data.summary.get("experts")
+    if experts is not None and "placements" in experts:
+        about = f"{digits(experts['imbalance_after_mean'], 2)} after; {count(experts['moved'])} experts moved"
+        before = f"{digits(experts['imbalance_before_mean'], 2)}"
+        cards.append(card("Fullest expert rank", before, about, "times the mean, before each placement"))
     samples = run.data.summary.get("samples")
     if samples is not None:
         about = f"of {count(samples['requests'])} requests with several; p99 {duration(samples['e2e_us_p99'])}"

@@ -182,6 +182,8 @@ def _facts_table(summary: Summary, never_sent: int) -> Table:
         table.add_row("turns of sessions", f"{sessions['turns']:,}", f"{show_share(kept)} of their prompts was kept")
         yielded = f"of the pages at most; {sessions['yields']:,} times one yielded"
         table.add_row("KV held by sessions", show_share(sessions["held_share_max"]), yielded)
+    if "experts" in summary:
+        _add_experts(table, summary["experts"])
     if "samples" in summary:
         samples = summary["samples"]
         table.add_section()
@@ -217,6 +219,17 @@ def _add_media(table: Table, media: Summary) -> None:
     table.add_row("encoder busy", show_share(media["encoder_busy_fraction"]), did)
     waits = f"p50, of {media['requests_waited']:,} requests; p99 {show_us(media['wait_us_p99'])}"
     table.add_row("waited for media", show_us(media["wait_us_p50"]), waits)
+
+
+def _add_experts(table: Table, experts: Mapping[str, Any]) -> None:
+    """Add the rows of the load of experts and of their placements."""
+    table.add_section()
+    about = f"times the mean load, in {experts['measurements']:,} measurements"
+    table.add_row("fullest expert", f"{experts['fullest_expert_mean']:.2f}", about)
+    if "placements" in experts:
+        before, after = experts["imbalance_before_mean"], experts["imbalance_after_mean"]
+        ratios = f"fullest rank {before:.2f} times the mean before, {after:.2f} after"
+        table.add_row("experts placed", f"{experts['placements']:,}", f"{ratios}; {experts['moved']:,} experts moved")
 
 
 def _add_adapters(table: Table, adapters: Summary) -> None:

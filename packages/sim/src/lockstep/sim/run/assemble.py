@@ -45,6 +45,7 @@ from lockstep.sim.run.encoding import EncoderSetup, check_encoding
 from lockstep.sim.run.energy import site_of
 from lockstep.sim.run.engine import calibration_of, scheduling
 from lockstep.sim.run.environment import debug_level, environment_settings
+from lockstep.sim.run.experts import experts_of, with_experts
 from lockstep.sim.run.layout import layout_of
 from lockstep.sim.run.load import check_load, check_measured, check_samples, check_seed, open_load
 from lockstep.sim.run.ranks import check_ranks, config_of_engine
@@ -86,18 +87,23 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
     if workload is None:
         workload = open_load(scenario)
     check_measured(scenario, workload)
-    base = base_cost_model(
-        model,
-        gpu,
-        layout_of(scenario, model),
-        weights_dtype=scenario.weights_dtype,
-        kv_dtype=scenario.kv_dtype,
-        fp8_activations=scenario.fp8_activations,
-        operators=None if scenario.operators is None else Path(scenario.operators),
-        lora=lora_of(scenario, config),
-    )
-    calibration = calibration_of(scenario, model, gpu)
-    cost = calibration.cost_model(base)
+    calibration, split = calibration_of(scenario, model, gpu), layout_of(scenario, model)
+
+    def cost_of(layout: Parallelism) -> CostModel:
+        return calibration.cost_model(
+            base_cost_model(
+                model,
+                gpu,
+                layout,
+                weights_dtype=scenario.weights_dtype,
+                kv_dtype=scenario.kv_dtype,
+                fp8_activations=scenario.fp8_activations,
+                operators=None if scenario.operators is None else Path(scenario.operators),
+                lora=lora_of(scenario, config),
+            )
+        )
+
+    cost = cost_of(split)
     return Setup(
         scenario=scenario,
         model=model,
@@ -115,6 +121,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
         forcing=Forcing.of(scenario.grammar_forces, scenario.seed) if config.jumps else None,
         encoding=EncoderSetup.of(scenario, gpu, workload.turns) if scenario.media is not None else None,
         lora=lora_of(scenario, config),
+        experts=experts_of(model, gpu, split, config, scenario.weights_dtype, cost_of),
     )
 
 
@@ -187,7 +194,7 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
     if scenario.rank_schedulers:
         check_ranks(scenario)
         given = settings_of_rank(given, split.attention_dp)
-    config = SchedConfig(**given)
+    config = with_experts(SchedConfig(**given), scenario, model, split)
     check_stages(scenario, config)
     check_drafting(scenario, config)
     lora = lora_of(scenario, config)

@@ -39,6 +39,7 @@ from lockstep.sim.host.speculation import Drafting
 from lockstep.sim.results.code_version import code_commit, code_version
 from lockstep.sim.run.capacity import _capacity
 from lockstep.sim.run.encoding import EncoderSetup
+from lockstep.sim.run.experts import ExpertSetup
 from lockstep.sim.run.layout import layout_of
 from lockstep.sim.run.load import describe_load
 from lockstep.sim.run.ranks import config_of_engine
@@ -68,6 +69,7 @@ class Setup:
     forcing: Forcing | None = None  # None: forced tokens are not computed together
     encoding: EncoderSetup | None = None  # None: requests have no media
     lora: LoraSpec | None = None  # None: requests use no adapters
+    experts: ExpertSetup | None = None  # None: the load of experts is not measured
 
     @property
     def title(self) -> str:
@@ -186,7 +188,12 @@ class Setup:
             )
         if split.ep > 1 and not split.expert_cv:
             lines.append(f"ep {split.ep}: routing is even (--expert-cv 0), so ranks differ by chance alone")
-        if split.eplb and self.model.experts is not None:
+        if self.config.experts is not msgspec.UNSET:
+            lines.append(
+                f"eplb: experts are placed by the load measured in {split.eplb_interval:,} passes, at first by that of "
+                "as many passes before the run"
+            )
+        elif split.eplb and self.model.experts is not None:
             spread = spread_of(self.model.experts, split)
             lines.append(
                 f"eplb: in the long run the fullest rank has {spread.long_run:.2f} times its share, "

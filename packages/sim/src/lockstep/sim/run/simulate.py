@@ -276,6 +276,7 @@ def host_of(
                 encoder=setup.encoding.lane(metrics) if setup.encoding is not None else None,
                 adapters=setup.adapter_lane(tiers),
                 conversations=sessions,
+                experts=setup.experts.traffic() if setup.experts is not None else None,
                 state_copy_us=setup.state_copy_us,
             ),
         ),

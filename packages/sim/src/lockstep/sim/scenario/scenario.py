@@ -144,6 +144,15 @@ class Scenario:
     eplb_interval: Annotated[
         int, SimOption("with --eplb: passes between two rebalancings", searched=True, stored=True)
     ] = 1000
+    eplb_imbalance_min: Annotated[
+        float,
+        SimOption(
+            "with --eplb: experts stay while the fullest rank has at most this times the mean load",
+            searched=True,
+            configures=True,
+            stored=True,
+        ),
+    ] = 1.0
     expert_drift: Annotated[
         float,
         SimOption("with --eplb: share of experts whose load changes between rebalancings", searched=True, stored=True),
