@@ -90,6 +90,20 @@ def test_cards_without_measurements_say_so() -> None:
     assert basis["H100-SXM"] == "measured"
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
+def test_an_engine_has_a_card_for_each_usual_gpu(engine: str) -> None:
+    """A GPU without a measured point has a card that says so."""
+    (one,) = found("engines", engine)["engines"]
+    cards = {card["gpu"]: card for card in one["gpus"]}
+    measured = {pair["gpu"] for pair in one["fitted"]}
+    text = run("engines", engine).stdout
+    for name in ("a100", "h100", "h200", "b200", "l40s", "rtx4090"):
+        card = cards[load_gpu(name).name]
+        assert card["fitted_on"].startswith("no point") == (card["gpu"] not in measured)
+        assert f"{card['gpu']}: {card['fitted_on']}" in text
+        assert card["not_for"] in text
+
+
 def test_unknown_names_and_bad_files_are_refused_with_what_is_known(tmp_path: Path) -> None:
     result = run("models", "no-such-model")
     assert result.exit_code == 2

@@ -122,6 +122,10 @@ def engine_facts(name: str) -> dict[str, Any]:
         "fitted": [{"model": model, "gpu": gpu} for model, gpu in engine.fitted],
         "date": engine.date,
         **engine.card,
+        "gpus": [
+            {"gpu": one.gpu, "fitted_on": one.fitted_on, "errors": one.errors, "not_for": one.not_for}
+            for one in engine.gpus
+        ],
     }
 
 

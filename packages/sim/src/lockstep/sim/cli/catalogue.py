@@ -176,7 +176,7 @@ def _write_entry(chosen: Sequence[str], out: Path, entry_of: Callable[[str], dic
 @click.argument("names", nargs=-1, metavar="[NAME|WORD]...")
 @_JSON
 def engines(names: tuple[str, ...], as_json: bool) -> None:
-    """List engines, or show the named ones: releases, what their costs were fitted to, and their errors.
+    """List engines, or show the named ones: releases, what their costs were fitted to, and their errors on each GPU.
 
     \b
     lockstep catalogue engines
@@ -204,7 +204,8 @@ def engines(names: tuple[str, ...], as_json: bool) -> None:
                 f"  releases with costs of their own from: {', '.join(one['releases_with_own_costs']) or 'none'}"
             )
             click.echo(f"  models: {', '.join(of_models)}")
-            click.echo(f"  GPUs: {', '.join(cards)}")
+            for card in one["gpus"]:
+                click.echo(f"  {card['gpu']}: {card['fitted_on']}; {card['errors']}; not for {card['not_for']}")
 
 
 def _chosen(names: Sequence[str], known: Sequence[str], load: Callable[[str], object]) -> list[str]:
