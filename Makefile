@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign openapi clients schema-campaign bench dist site pages container docs-test kernel-mutants fast-path-campaign gpu-check
+.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign openapi clients schema-campaign bench dist site pages container docs-test mutants kernel-mutants fast-path-campaign parity kernel-resources gpu-check
 
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,7 +16,7 @@ demo:       ## requests per second that one GPU serves within its SLOs; no GPU, 
 check:      ## ruff, its formatter, mypy --strict, and the golden journals
 	@$(PYTHON) dev.py check $(ARGS)
 
-test:       ## the whole test suite
+test:       ## the whole test suite; ARGS=--affected for the tests that a change may affect
 	@$(PYTHON) dev.py test $(ARGS)
 
 vllm-test:  ## tests of lockstep.vllm with a vLLM in an environment of its own; ARGS=--short for a part
@@ -37,8 +37,14 @@ swarm:      ## random histories with every invariant checked; ARGS="--steps 10_0
 explore:    ## every interleaving of small worlds, each two features together; ARGS="--transitions 4_000 --csv FILE"
 	@$(PYTHON) dev.py explore $(ARGS)
 
+mutants:    ## small changes of the sources that tests must notice, by module; ARGS="core --sample 600"
+	@$(PYTHON) dev.py mutants $(ARGS)
+
 kernel-mutants: ## mutants of the simulator's fast path, and which of them no random run finds; ARGS="--module memory.py"
 	@$(PYTHON) dev.py kernel-mutants $(ARGS)
+
+parity:     ## take each mechanism of docs/parity.md out of a copy, and see its test fail; ARGS="chunks reserve"
+	@$(PYTHON) dev.py parity $(ARGS)
 
 fast-path-campaign: ## 20,000 random runs by the simulator's fast path and by the core, equal; ARGS="--runs 500"
 	@$(PYTHON) dev.py fast-path-campaign $(ARGS)
@@ -87,6 +93,9 @@ container:  ## the Containerfile: hadolint, and a build or, without a builder, i
 
 docs-test:  ## every command line of the documentation as long as it is printed; `make test` runs them cut short
 	@$(PYTHON) dev.py docs-test $(ARGS)
+
+kernel-resources: ## every Triton kernel compiled for four generations of GPUs: registers, spills, shared memory; no GPU
+	@$(PYTHON) dev.py kernel-resources $(ARGS)
 
 gpu-check:  ## checks on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration; under nine minutes
 	@$(PYTHON) dev.py gpu-check $(ARGS)

@@ -3,7 +3,7 @@
 
     python3 dev.py demo               requests per second that one GPU serves within its SLOs
     python3 dev.py lockstep ARGS      the `lockstep` command, e.g. `lockstep simulate --help`
-    python3 dev.py test ARGS          pytest, on all cores; `-n0` for one process
+    python3 dev.py test ARGS          pytest, on all cores; `-n0` for one process; --affected: what a change may affect
     python3 dev.py vllm-test ARGS     tests/vllm with a vLLM in an environment of its own; --short for a part
     python3 dev.py vllm-families ARGS answers of lockstep.vllm and of vLLM's own scheduler, model family by model family
     python3 dev.py check              ruff, its formatter, mypy --strict, and the golden journals
@@ -12,7 +12,9 @@
     python3 dev.py swarm ARGS         random histories with every invariant checked; --seconds 600 or --steps 10_000_000
     python3 dev.py explore ARGS       every interleaving of small worlds; --transitions 4_000, --world NAME
     python3 dev.py fast-path-campaign 20,000 random runs by the simulator's fast path and by the core; --runs 500
+    python3 dev.py mutants ARGS       small changes of the sources, which tests must notice; core --sample 600
     python3 dev.py kernel-mutants     mutants of the simulator's fast path that no random run finds; --module memory.py
+    python3 dev.py parity ARGS        each mechanism of docs/parity.md taken out; its test must fail. ARGS: some names
     python3 dev.py fleet-swarm ARGS   random histories of prefill and decode engines with a bad network, 1,000,000 steps
     python3 dev.py rank-swarm ARGS    random histories of four data-parallel ranks; --steps 100_000
     python3 dev.py overload ARGS      overload of a server by all kinds of requests; --short for one minute
@@ -30,6 +32,7 @@
     python3 dev.py docs-test ARGS     every command line of README.md and docs/ as long as it is printed; about an hour
     python3 dev.py version VERSION    set the version of all distributions, or show it
     python3 dev.py gpu-check ARGS     checks on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration
+    python3 dev.py kernel-resources   every Triton kernel compiled for four generations of GPUs; --capability 90
     python3 dev.py run COMMAND ARGS   any other command in the environment, e.g. `run python`
     python3 dev.py install            only make the environment
 
@@ -109,7 +112,16 @@ def lockstep(args):
 
 
 def test(args):
-    return call(PYTHON, "-m", "pytest", "--numprocesses=auto", "--dist=loadfile", *args)
+    """Run the suite in three processes for two cores, since tests of servers wait much of the time.
+
+    Files run in the order of their collection, which begins with the longest: tests/conftest.py. With `--affected` only
+    the files that the change may affect run: tests/affected.py.
+    """
+    processes = max(2, (os.cpu_count() or 1) * 3 // 2)
+    options = (f"--numprocesses={processes}", "--dist=loadfile", "--no-loadscope-reorder")
+    if "--affected" in args:
+        return call(PYTHON, "-m", "tests.affected", *options, *(one for one in args if one != "--affected"))
+    return call(PYTHON, "-m", "pytest", *options, *args)
 
 
 def vllm_test(args):
@@ -211,6 +223,14 @@ def explore(args):
     return call(PYTHON, "tests/explore.py", *args)
 
 
+def mutants(args):
+    return call(PYTHON, "tests/mutants.py", *args)
+
+
+def parity(args):
+    return call(PYTHON, "-m", "tests.parity", *([] if "--commands" in args else ["--check"]), *args)
+
+
 def kernel_mutants(args):
     return call(PYTHON, "tests/kernel_mutants.py", *args)
 
@@ -305,6 +325,13 @@ def gpu_check(args):
     return call(PYTHON, "-m", "benchmarks.gpu_check", *args)
 
 
+def kernel_resources(args):
+    """Compile all kernels. Without arguments the stored table is written anew."""
+    return call(
+        PYTHON, "-m", "benchmarks.kernel_resources", *(args or ["--csv", "benchmarks/results/kernel_resources.csv"])
+    )
+
+
 def run(args):
     if not args:
         return fail("dev.py run needs a command, e.g. `python3 dev.py run python`", 2)
@@ -326,7 +353,9 @@ TASKS = {
     "golden": ("dev", golden),
     "swarm": ("dev", swarm),
     "explore": ("dev", explore),
+    "mutants": ("dev", mutants),
     "kernel-mutants": ("dev", kernel_mutants),
+    "parity": ("dev", parity),
     "fast-path-campaign": ("dev", fast_path_campaign),
     "fleet-swarm": ("dev", fleet_swarm),
     "rank-swarm": ("dev", rank_swarm),
@@ -345,6 +374,7 @@ TASKS = {
     "docs-test": ("dev", docs_test),
     "version": (None, version),
     "gpu-check": ("runtime", gpu_check),
+    "kernel-resources": ("runtime", kernel_resources),
     "run": ("dev", run),
     "install": ("dev", install),
 }

@@ -20,6 +20,27 @@ settings.register_profile("lockstep", deadline=None, suppress_health_check=[Heal
 settings.register_profile("thorough", parent=settings.get_profile("lockstep"), max_examples=2000)
 settings.load_profile("lockstep")  # pytest --hypothesis-profile=thorough overrides it
 
+LONGEST = (
+    "test_swarm.py",
+    "test_fast_path.py",
+    "test_resumable.py",
+    "test_documented_commands.py",
+    "test_plan.py",
+    "test_overload.py",
+    "test_resumption.py",
+    "test_dp.py",
+    "test_handover.py",
+    "test_tiers.py",
+    "test_gpu_check.py",
+    "test_gguf.py",
+    "test_recovery.py",
+    "test_model_recovery.py",
+    "test_notebooks.py",
+    "test_media_distributed.py",
+    "test_pipeline.py",
+)
+"""Files that take longest: processes take one file after another, so the last ones should be short."""
+
 # A shell makes its background jobs ignore Ctrl-C, and their children too. Commands that tests interrupt must handle it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -37,6 +58,10 @@ def _policy_of_the_guide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update", action="store_true", help="write the expected part of golden files, to read as a diff")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)  # stable: the order within a file stays
 
 
 def pytest_report_header() -> str:

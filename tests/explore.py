@@ -2,6 +2,7 @@
 
     python tests/explore.py                             every feature alone, and every two together
     python tests/explore.py --alone                     every feature alone
+    python tests/explore.py --groups                    prefill and decode engines, and data-parallel ranks
     python tests/explore.py --world "drafts + cancel, depth 1"
     python tests/explore.py --transitions 100_000       so many at most of each world; 10^8 in all take a day of CPU
     python tests/explore.py --plant double_free         prove that planted bugs are found
@@ -32,6 +33,9 @@ from tests.support.driver.actions import Action
 from tests.support.driver.driver import Driver
 from tests.support.driver.run import shrunk
 from tests.support.explorer.catalogue import DEPTHS, FEATURES, refused, world, worlds
+from tests.support.explorer.group_catalogue import DEPTHS as GROUP_DEPTHS
+from tests.support.explorer.group_catalogue import RANK_DEPTHS, group_world, group_worlds
+from tests.support.explorer.play import AnyWorld, play_of
 from tests.support.explorer.search import Explorer, Found
 from tests.support.explorer.world import World
 from tests.swarm import ALL_PLANTS
@@ -44,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        chosen = [_named(options.world)] if options.world else list(worlds(pairs=not options.alone))
+        chosen = [_named(options.world)] if options.world else _all_worlds(options)
     except (ValueError, ConfigError) as error:
         parser.exit(2, f"{error}\n")
     begun, failure = time.time(), None
@@ -74,6 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--alone", action="store_true", help="each feature alone, no pairs")
+    parser.add_argument("--groups", action="store_true", help="only worlds of several engines: fleets and ranks")
     parser.add_argument("--world", help='one world by its name, for instance "drafts + cancel, depth 1"')
     parser.add_argument("--transitions", type=int, help="the most of each world; default: all of them")
     parser.add_argument("--plant", choices=sorted(ALL_PLANTS), help="plant a bug, which must be found")
@@ -83,9 +88,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _named(name: str) -> World:
+def _all_worlds(options: argparse.Namespace) -> list[AnyWorld]:
+    groups: list[AnyWorld] = list(group_worlds())
+    return groups if options.groups else [*worlds(pairs=not options.alone), *groups]
+
+
+def _named(name: str) -> AnyWorld:
     """Return a world by its name. Raises: ValueError for a name without a world, ConfigError for a refused pair."""
     listed, _, depth = name.partition(", depth ")
+    if ": " in listed:
+        depths = RANK_DEPTHS if listed.startswith("ranks") else GROUP_DEPTHS
+        if depth not in map(str, depths):
+            raise ValueError(f"`world`: depth must be one of {depths}, got `{depth}`")
+        return group_world(listed, int(depth))
     features = tuple(listed.split(" + "))
     if unknown := [one for one in features if one not in FEATURES]:
         hint = f"features are {', '.join(FEATURES)}"
@@ -96,7 +111,7 @@ def _named(name: str) -> World:
 
 
 def explored(
-    chosen: Iterable[World], transitions_max: int | None, plant: str | None = None, jobs: int | None = None
+    chosen: Iterable[AnyWorld], transitions_max: int | None, plant: str | None = None, jobs: int | None = None
 ) -> Iterator[Found]:
     """Explore worlds in processes of their own. Yields what was found, in order."""
     run = partial(explore, transitions_max=transitions_max, plant=plant)
@@ -107,7 +122,7 @@ def explored(
             pool.shutdown(cancel_futures=True)
 
 
-def explore(one: World, *, transitions_max: int | None = None, plant: str | None = None) -> Found:
+def explore(one: AnyWorld, *, transitions_max: int | None = None, plant: str | None = None) -> Found:
     """Explore one world, with a planted bug if one is named."""
     with ALL_PLANTS[plant]() if plant else nullcontext():
         return Explorer(one).run(transitions_max=transitions_max)
@@ -129,19 +144,38 @@ def line_of(found: Found) -> str:
 
 def story_of(found: Found, plant: str | None) -> str:
     """What broke, the shortest schedule that leads to it, and how to run the world again."""
+    one = found.world
     with ALL_PLANTS[plant]() if plant else nullcontext():
-        actions = shrunk(found.world.config, found.actions)
-        lines = _told(found.world, actions)
+        if isinstance(one, World):
+            actions = shrunk(one.config, found.actions)
+            lines = [*_told(one, actions), f"    config = {one.config!r}", f"    run_actions(config, {actions!r})"]
+        else:
+            lines = [f"  {action}" for action in _shrunk_group(one, found.actions)]
     planted = f" --plant {plant}" if plant else ""
-    return "\n".join(
-        [
-            f"\n{found.failure}",
-            f'again: python tests/explore.py --world "{found.world.name}"{planted}',
-            *lines,
-            f"    config = {found.world.config!r}",
-            f"    run_actions(config, {actions!r})",
-        ]
-    )
+    again = f'again: python tests/explore.py --world "{one.name}"{planted}'
+    return "\n".join([f"\n{found.failure}", again, *lines])
+
+
+def _shrunk_group(one: AnyWorld, actions: list[Action]) -> list[Action]:
+    """Leave out actions one by one while the rest still breaks a check; those that are impossible are skipped."""
+
+    def fails(candidate: list[Action]) -> bool:
+        play = play_of(one)
+        left = play.left()
+        for action in candidate:
+            move = next((move for move in play.moves(left) if move.action == action), None)
+            if move is not None:
+                left = left.after(move)
+                try:
+                    play.do(action)
+                except Exception:  # as in the search: any exception is a finding
+                    return True
+        return False
+
+    for at in reversed(range(len(actions))):
+        if fails(shorter := actions[:at] + actions[at + 1 :]):
+            actions = shorter
+    return actions
 
 
 class _Told(Driver):

@@ -35,18 +35,26 @@ def _fleet_history(seed: int) -> Fleet:
 
 def run_seeds(first: int, ranks: bool) -> tuple[int, Counter[str], tuple[int, str] | None]:
     """Run consecutive seeds. Returns steps, marks, and the first failing seed with its error."""
-    run_history = rank_group.run_history if ranks else _fleet_history
     steps, marks = 0, Counter[str]()
     for seed in range(first, first + SEEDS_PER_TASK):
-        try:
-            engines = run_history(seed)
-            if seed % 20 == 0:
-                engines.replay()
-        except Exception as error:  # any exception is a finding
-            return steps, marks, (seed, f"{type(error).__name__}: {error}")
-        steps += engines.steps
-        marks.update(engines.marks)
+        done, seen, failure = run_seed(seed, ranks)
+        if failure:
+            return steps, marks, failure
+        steps += done
+        marks.update(seen)
     return steps, marks, None
+
+
+def run_seed(seed: int, ranks: bool) -> tuple[int, Counter[str], tuple[int, str] | None]:
+    """Run one seed. Returns steps, marks, and the seed with its error if it fails."""
+    run_history = rank_group.run_history if ranks else _fleet_history
+    try:
+        engines = run_history(seed)
+        if seed % 20 == 0:
+            engines.replay()
+    except Exception as error:  # any exception is a finding
+        return 0, Counter(), (seed, f"{type(error).__name__}: {error}")
+    return engines.steps, engines.marks, None
 
 
 def main() -> int:

@@ -4,6 +4,7 @@
     python tests/kernel_mutants.py --module memory.py     the mutants of one module
     python tests/kernel_mutants.py --match "evict"        the mutants with this text in their line of the table
     python tests/kernel_mutants.py --cases 80 --seed 7    other random runs
+    python tests/kernel_mutants.py --results FILE         mutants that FILE lists as found are not run again
 
 A mutant is the kernel with one change: another comparison, a constant that is one larger, `min` for `max`, `and` for
 `or`, plus for minus. Each mutant simulates random runs, interpreted, until its result differs from the core's. The
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import copy
 import signal
 import sys
 import tempfile
@@ -40,20 +40,13 @@ from lockstep.sim.fast import fast_path, kernel, machine_code
 from lockstep.sim.fast.state import Arrays
 from lockstep.sim.run import simulate as simulate_module
 from tests.support.fast_path_cases import SHARINGS, Case, ClusterCase, Load, cases, cluster_cases, differing
+from tests.support.mutation.operators import ARITHMETIC, Mutant, mutants_of
 
 KNOWN = Path(__file__).resolve().parent / "data" / "kernel_mutants.txt"
 TINY_PER_RUN = 8  # tiny runs, whose pages and budgets are spent to the last token, for each other run of an engine
 TINY_REQUESTS_MAX = 40
 REQUESTS_MIN = 20  # of the other runs
 SLOWER = 20  # a mutant may take this many times as long as the kernel, plus a second
-COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
-    ast.Lt: (ast.LtE, ast.GtE),
-    ast.LtE: (ast.Lt, ast.Gt),
-    ast.Gt: (ast.GtE, ast.LtE),
-    ast.GtE: (ast.Gt, ast.Lt),
-    ast.Eq: (ast.NotEq,),
-    ast.NotEq: (ast.Eq,),
-}
 PLANTS = {"rules.py": (("CLIP_MAX_NEW_TOKENS = 4096", "CLIP_MAX_NEW_TOKENS = 9_000_000"),)}
 """Constants of modules that are changed in one place, by file: text before and after."""
 Advance = Callable[[Arrays, float], int]
@@ -65,86 +58,9 @@ class TooLongError(Exception):
     """A mutant took too long."""
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """One changed place in one module."""
-
-    path: Path
-    function: str
-    number: int  # among the places of its function with the same change
-    line: int
-    change: str
-    tree: ast.Module
-
-    @property
-    def name(self) -> str:
-        """The name by which the mutant is listed; it does not depend on line numbers."""
-        number = f" ({self.number})" if self.number else ""
-        return f"{self.path.name} {self.function}: {self.change}{number}"
-
-
-def mutants_of(path: Path) -> Iterator[Mutant]:
+def _mutants_of(path: Path) -> Iterator[Mutant]:
     """Yield every mutant of a module with compiled functions."""
-    source = path.read_text(encoding="utf-8")
-    for before, after in PLANTS.get(path.name, ()):
-        assert source.count(before) == 1, before
-        tree = ast.parse(source.replace(before, after))
-        yield Mutant(path, "planted", 0, 0, f"`{before}` becomes `{after}`", tree)
-    seen: dict[tuple[str, str], int] = {}
-    for place, function in enumerate(ast.parse(source).body):
-        if isinstance(function, ast.FunctionDef):
-            nodes = list(_changeable(function))
-            for at in range(len(nodes)):
-                for change in range(_changes(nodes[at])):
-                    tree = ast.parse(source)
-                    changed = tree.body[place]
-                    assert isinstance(changed, ast.FunctionDef)
-                    node = list(_changeable(changed))[at]
-                    before = _text(source, node)
-                    text = f"`{before}` becomes `{_changed(node, change)}`"
-                    number = seen[function.name, text] = seen.get((function.name, text), -1) + 1
-                    yield Mutant(path, function.name, number, getattr(node, "lineno", 0), text, tree)
-
-
-def _changeable(function: ast.FunctionDef) -> Iterator[ast.expr]:
-    """Yield the expressions of a function that can be changed, docstring and annotations left out."""
-    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-    for statement in body:
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Compare | ast.BoolOp | ast.BinOp | ast.Call | ast.Constant) and _changes(node):
-                yield node
-
-
-def _changes(node: ast.expr) -> int:
-    """Return the number of changes of an expression."""
-    if isinstance(node, ast.Compare):
-        return len(COMPARISONS.get(type(node.ops[0]), ()))
-    if isinstance(node, ast.BoolOp):
-        return 1
-    if isinstance(node, ast.BinOp):
-        return int(isinstance(node.op, ast.Add | ast.Sub))
-    if isinstance(node, ast.Call):
-        return int(isinstance(node.func, ast.Name) and node.func.id in ("min", "max"))
-    return int(isinstance(node, ast.Constant) and type(node.value) in (int, float))
-
-
-def _changed(node: ast.expr, change: int) -> str:
-    """Change an expression in its tree. Return its new text."""
-    if isinstance(node, ast.Compare):
-        node.ops[0] = COMPARISONS[type(node.ops[0])][change]()
-    elif isinstance(node, ast.BoolOp):
-        node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-    elif isinstance(node, ast.BinOp):
-        node.op = ast.Sub() if isinstance(node.op, ast.Add) else ast.Add()
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        node.func.id = "max" if node.func.id == "min" else "min"
-    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        node.value = node.value + 1
-    return ast.unparse(node)
-
-
-def _text(source: str, node: ast.expr) -> str:
-    return ast.unparse(copy.deepcopy(node)) if source else ""
+    return mutants_of(path, kinds=ARITHMETIC, plants=PLANTS.get(path.name, ()))
 
 
 def _module_of(name: str, source: str) -> ModuleType:
@@ -333,6 +249,13 @@ def known() -> dict[str, str]:
     return {name: why for name, _, why in (line.partition(" -- ") for line in lines)}
 
 
+def found_before(results: Path | None) -> set[str]:
+    """Return the names of the mutants that an earlier run with the same file has found."""
+    if results is None or not results.exists():
+        return set()
+    return set(results.read_text(encoding="utf-8").splitlines())
+
+
 def main() -> int:
     """Run the mutants; print one line for each that no run finds."""
     parser = argparse.ArgumentParser(description="mutants of the kernel of the fast path")
@@ -341,6 +264,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=40, help="random runs of one engine; and a quarter of clusters")
     parser.add_argument("--seed", type=int, default=1, help="of the random runs")
     parser.add_argument("--every", type=int, default=1, help="run every n-th mutant only")
+    parser.add_argument("--results", type=Path, help="file with the name of each mutant that was found")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     machine_code.is_available = lambda: False  # type: ignore[assignment]  # as if numba were missing
@@ -348,10 +272,15 @@ def main() -> int:
     runs = examples(asked.cases, asked.seed)
     print(f"{len(runs)} runs, {sum(one.took_s for one in runs):.1f} s of CPU by the kernel, interpreted", flush=True)
     paths = [path for path in machine_code.SOURCES if asked.module in (None, path.name)]
-    mutants = [one for path in paths for one in mutants_of(path) if asked.match in one.name][:: asked.every]
+    every = [one for path in paths for one in _mutants_of(path) if asked.match in one.name]
+    mutants = every[:: asked.every]
     equivalent, survived, found = known(), [], 0
     long: list[Example] = []
+    before = found_before(asked.results)
     for mutant in mutants:
+        if mutant.name in before:
+            found += 1
+            continue
         advance = advance_of(mutant)
         if mutant.path.name == "rules.py" and not long:
             long = long_examples()
@@ -363,6 +292,9 @@ def main() -> int:
             print(f"{mark}: {mutant.name}, line {mutant.line}", flush=True)
         else:
             found += 1
+            if asked.results is not None:
+                with asked.results.open("a", encoding="utf-8") as file:
+                    file.write(f"{mutant.name}\n")
             killer.kills += 1
             runs.sort(key=lambda one: one.took_s / (1 + one.kills))
     unknown = [one for one in survived if one.name not in equivalent]

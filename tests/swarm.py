@@ -11,6 +11,7 @@ A failure prints its seed, commit and settings, the line that runs it again, and
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import subprocess
 import sys
@@ -20,13 +21,16 @@ from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from os import cpu_count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tests import fleet_swarm
+from tests.support import feature_plants
+from tests.support.conversing import conversing_actions, conversing_config
 from tests.support.driver.actions import Action
 from tests.support.driver.draw import (
     commanded_actions,
@@ -41,6 +45,7 @@ from tests.support.driver.draw import (
     under_grammars,
 )
 from tests.support.driver.run import run_actions, shrunk
+from tests.support.feature_plants import FEATURE_PLANTS
 from tests.support.hybrids import hybrid, hybrid_history
 from tests.support.plants import (
     FOUND_BY_SCENARIO,
@@ -56,15 +61,17 @@ from tests.support.plants import (
 )
 from tests.support.quality import BOUNDS
 from tests.support.scenario import run_file
-from tests.support.tiered import moving, returning, tiered
+from tests.support.tiered import contested, moving, returning, tiered
 
 SCENARIOS = Path(__file__).parent / "scenarios"
-ALL_PLANTS = PLANTS | RELEASES | UNSEEN | OBLIGATIONS
+ALL_PLANTS = PLANTS | RELEASES | UNSEEN | OBLIGATIONS | FEATURE_PLANTS
+SHOWN_BY = Path(__file__).parent / "data" / "plant_seeds.json"  # by planted bug: a seed that has shown it
 SEEDS_PER_TASK = 10
 TIERED_SEEDS = 10  # one history of so many has cache tiers below the device
 HYBRID_SEEDS = 10  # and one has sliding windows or linear attention
 COMMANDED_SEEDS, COMMANDED_AT = 10, 5  # one of so many has many commands, this one
 PIPELINED_SEEDS, PIPELINED_AT = 20, 13  # and one of so many has microbatches, this one
+CONVERSING_AT = 3  # as often: conversations with media
 HYBRID_HUNT_FROM = 20  # from 0 on; those before it are long
 PROGRESS_EVERY_S = 60  # in output that is not a terminal with one line for progress
 TAME_STEPS = 1_000_000  # steps, or seconds, after which a missing mark is an error: the histories are too tame
@@ -168,6 +175,7 @@ EXPECTED_MARKS = (
     "session closed (closed)",
     "session closed (timeout)",
     "session yielded",
+    "turn drops the output",
     "turn rewound",
     "turn started",
     "sampling deferred",
@@ -218,8 +226,10 @@ def history(seed: int) -> tuple[Any, list[Action]]:
     rng = random.Random(seed)
     kind = rng.random()
     if seed % TIERED_SEEDS == TIERED_SEEDS - 1:  # beside the others, which stay the same
-        others = random.Random(f"others {seed}").random() < 0.3  # with other features as well
-        config, actions = _plain_history(rng, kind) if others else returning(rng)
+        drawn = random.Random(f"others {seed}").random()
+        if drawn > 0.8:
+            return contested(rng)
+        config, actions = _plain_history(rng, kind) if drawn < 0.3 else returning(rng)  # with other features as well
         config, actions = tiered(rng, config), moving(rng, actions)
         pools = random.Random(f"pools {seed}")
         return hybrid(pools, config) if pools.random() < 0.4 else config, actions
@@ -229,6 +239,8 @@ def history(seed: int) -> tuple[Any, list[Action]]:
         return (tiered(host, config), moving(host, actions)) if host.random() < 0.25 else (config, actions)
     if seed % COMMANDED_SEEDS == COMMANDED_AT:
         return commanded_config(rng), commanded_actions(rng, 250)
+    if seed % PIPELINED_SEEDS == CONVERSING_AT:
+        return conversing_config(rng), conversing_actions(rng, 250)
     config, actions = _plain_history(rng, kind)
     if seed % PIPELINED_SEEDS == PIPELINED_AT:
         config = pipelined(random.Random(f"stages {seed}"), config)
@@ -292,8 +304,16 @@ def explain(seed: int, error: str) -> None:
     print(f"def test_seed_{seed}() -> None:\n    run_actions(\n        {config!r},\n        {short!r},\n    )")
 
 
-def hunt(plant: str, first: int, most: int) -> tuple[str, str] | None:
-    """Search for a planted bug: where it was found, and as which error; None if it survived."""
+class Shown(NamedTuple):
+    """Where a planted bug was found, and as which error."""
+
+    where: str
+    error: str
+    seed: int | None = None  # None: a scenario
+
+
+def hunt(plant: str, first: int, most: int, shown: tuple[int, ...] = ()) -> Shown | None:
+    """Search for a planted bug, in histories that have shown it first. None: it survived."""
     first -= first % PIPELINED_SEEDS  # so that the kinds of histories are at their expected seeds
     with ALL_PLANTS[plant]():
         if plant in FOUND_BY_SCENARIO:
@@ -302,24 +322,36 @@ def hunt(plant: str, first: int, most: int) -> tuple[str, str] | None:
                 difference, _ = run_file(SCENARIOS / f"{scenario}.txt", update=False)
             except Exception as error:  # any exception is a finding
                 difference = f"{type(error).__name__}: {error}"
-            return (scenario, difference) if difference else None
+            return Shown(scenario, difference) if difference else None
+        kind = feature_plants.PLANTS[plant].histories if plant in FEATURE_PLANTS else ""
         where = range(first, first + most)
-        if plant in OF_HYBRIDS:
+        if plant in OF_HYBRIDS or kind == feature_plants.HYBRID:
             where = range(first + HYBRID_HUNT_FROM, first + most, HYBRID_SEEDS)
-        if plant in OF_COMMANDS:
+        if plant in OF_COMMANDS or kind == feature_plants.COMMANDED:
             where = range(first + COMMANDED_AT, first + most, COMMANDED_SEEDS)
-        if plant in OF_TIERS:
+        if plant in OF_TIERS or kind == feature_plants.TIERED:
             where = range(first + TIERED_SEEDS - 1, first + most, TIERED_SEEDS)
+        if kind == feature_plants.CONVERSING:
+            where = range(first + CONVERSING_AT, first + most, PIPELINED_SEEDS)
         if plant in OF_MICROBATCHES:
             where = range(first + PIPELINED_AT, first + most, PIPELINED_SEEDS)
         suits = SUITS.get(plant)
-        for seed in where:
+        for seed in chain(shown, where):
             if suits is not None and not suits(history(seed)[0]):
                 continue
-            failure = run_seeds(seed, 1).failure
+            if kind in (feature_plants.FLEET, feature_plants.RANKS):
+                failure = fleet_swarm.run_seed(seed, kind == feature_plants.RANKS)[2]
+            else:
+                failure = run_seeds(seed, 1).failure
             if failure:
-                return f"{seed - first + 1} seeds", failure[1]
+                return Shown(f"{max(seed - first, 0) + 1} seeds", failure[1], seed)
     return None
+
+
+def seeds_shown() -> dict[str, int]:
+    """Return by planted bug a seed that has shown it, which `hunt` may try first."""
+    kept: dict[str, int] = json.loads(SHOWN_BY.read_text())
+    return kept
 
 
 @dataclass
@@ -386,6 +418,21 @@ def at_least_one(text: str) -> int:
     return number
 
 
+def find_all(text: str, first: int) -> int:
+    """Hunt for planted bugs and keep the seeds that show them. Returns 1 if any survives."""
+    kept, survivors = seeds_shown() if SHOWN_BY.exists() else {}, 0
+    for plant in sorted(name for name in ALL_PLANTS if text in name):
+        start = time.process_time()
+        found = hunt(plant, first, 10_000)
+        took = f"{time.process_time() - start:.1f} s"
+        survivors += found is None
+        print(f"{plant}: {took}: {'SURVIVED' if found is None else f'{found.where}: {found.error}'}", flush=True)
+        if found is not None and found.seed is not None:
+            kept[plant] = found.seed
+            SHOWN_BY.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    return 1 if survivors else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, help="how long (default 60, or no limit with --steps)")
@@ -399,6 +446,11 @@ def main() -> int:
     parser.add_argument("--first", type=int, help="first seed of the campaign (default: fresh)")
     parser.add_argument("--processes", type=int, default=cpu_count() or 1)
     parser.add_argument("--plant", choices=sorted(ALL_PLANTS), help="plant a bug; success is to find it")
+    parser.add_argument(
+        "--plants",
+        metavar="TEXT",
+        help='plant every bug with TEXT in its name ("" has all) in fresh histories, and keep a seed that shows each',
+    )
     options = parser.parse_args()
     if options.steps is not None and (options.seed is not None or options.plant):
         parser.error("argument --steps: is for a campaign, not for --seed or --plant; leave it out")
@@ -410,13 +462,15 @@ def main() -> int:
         return 1 if one.failure else 0
     first = options.first if options.first is not None else time.time_ns() % 10**12
     print(f"first seed {first}, commit {commit()}, {options.processes} processes", file=sys.stderr)
+    if options.plants is not None:
+        return find_all(options.plants, first)
     if options.plant:
         start = time.monotonic()
         where = hunt(options.plant, first, 10_000)
         if where is None:
             print(f"{options.plant} was NOT found")
             return 1
-        print(f"{options.plant} found by {where[0]}, {time.monotonic() - start:.1f} s: {where[1]}")
+        print(f"{options.plant} found by {where.where}, {time.monotonic() - start:.1f} s: {where.error}")
         return 0
     seconds = 60.0 if options.seconds is None and options.steps is None else options.seconds
     found = campaign(seconds, first, options.processes, steps=options.steps)

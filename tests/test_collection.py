@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.conftest import LONGEST
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -28,3 +30,8 @@ def test_all_tests_are_found_without_the_runtime() -> None:
     assert "tests/runtime/test_drafting.py" in found.stdout  # skipped, with the reason
     assert "tests/runtime/test_drafting.py::" not in found.stdout
     assert "tests/test_collection.py::" in found.stdout
+
+
+def test_the_longest_files_are_there() -> None:
+    names = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert set(LONGEST) <= names

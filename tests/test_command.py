@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -239,6 +240,14 @@ class TestListing:
         names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
         assert {"lockstep-core", "lockstep-sim"} <= set(names)
         assert names == sorted(names)
+
+    def test_version_lists_the_meta_package(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = tmp_path / "lockstep-0.2.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: lockstep\nVersion: 0.2.0\n", encoding="utf-8")
+        with patch.object(sys, "path", [str(tmp_path)]):
+            assert command.main(["--version"]) == 0
+        assert capsys.readouterr().out.split() == ["lockstep", "0.2.0"]
 
     def test_the_repository_brings_these_commands(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert command.main([]) == 0

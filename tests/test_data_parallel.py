@@ -313,9 +313,9 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: 
         SchedConfig(**settings)
 
 
-@pytest.mark.parametrize("name", ["dp_ranks", "prefill_delayer", "prefill_delayer_slots", "prefill_full_skip_passes"])
-def test_runtimes_refuse_what_only_ranks_have(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"`{name}` is of data-parallel attention, which is simulated only"):
+@pytest.mark.parametrize("name", ["dp_ranks", "dp_rank"])
+def test_runtimes_refuse_the_number_of_a_rank_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{name}` follows from the data-parallel ranks of the engine"):
         refuse_in_runtime(name)
 
 

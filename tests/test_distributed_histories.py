@@ -162,6 +162,7 @@ def test_random_histories_of_ranks_with_faults(seed: int) -> None:
         (564034194097, 400, False),  # a restart ends transfers, whose prompts are copied to a host that is gone
         (371404835514, 400, False),  # the last of a microbatch frees its pages for another one: none was found
         (87027686535, 400, False),  # received KV waits for the decode of another microbatch, which is owed pages
+        (366, 400, False),  # a prompt in chunks lacks pages of a transfer, which lacks the row of the prompt
     ],
 )
 def test_history_that_found_something(seed: int, steps: int, plain: bool) -> None:

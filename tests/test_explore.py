@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from lockstep.core.journal import snapshot
 from tests.explore import explore, main
 from tests.support.driver.driver import Driver
-from tests.support.explorer import search
+from tests.support.explorer import play, search
 from tests.support.explorer.canonical import canonical
 from tests.support.explorer.catalogue import FEATURES, refused, world
 from tests.support.explorer.copies import restore, save
+from tests.support.explorer.group_catalogue import FLEETS, RANKS, group_world
+from tests.support.explorer.play import AnyWorld, play_of
 from tests.support.explorer.search import Explorer
 from tests.support.explorer.world import Left, moves
 from tests.support.plants import OBLIGATIONS
 
 TRANSITIONS_MAX = 1500  # of one world here
+GROUP_TRANSITIONS_MAX = 150  # of one world of several engines here
 SHOWN_BY = {
     "cancel_of_a_split_prompt_lost": ("chunks", "cancel"),
     "evicts_the_whole_allocation": ("retraction", "three requests"),
@@ -26,12 +31,47 @@ SHOWN_BY = {
     "prefetch_not_cancelled": ("cancel", "storage"),
     "retracts_for_drafts": ("retraction", "drafts"),
 }
+SHOWN_BY_GROUPS = {
+    "extends_of_this_rank_only": "ranks: no consecutive extends",
+    "first_token_ends_too_early": "fleet: least output",
+    "kv_of_other_weights_accepted": "fleet: new weights",
+}
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_no_interleaving_breaks_anything(feature: str) -> None:
     found = explore(world((feature,), 1), transitions_max=TRANSITIONS_MAX)
     assert not found.failure, f'python tests/explore.py --world "{found.world.name}": {found.failure}'
+
+
+@pytest.mark.parametrize("name", [*(f"fleet: {one}" for one in FLEETS), *(f"ranks: {one}" for one in RANKS)])
+def test_no_interleaving_of_several_engines_breaks_anything(name: str) -> None:
+    found = explore(group_world(name, 0), transitions_max=GROUP_TRANSITIONS_MAX)
+    assert not found.failure, f'python tests/explore.py --world "{found.world.name}": {found.failure}'
+
+
+@pytest.mark.parametrize("world_of", [lambda: group_world("fleet: plain", 1), lambda: group_world("ranks: plain", 0)])
+def test_restored_engines_go_on_as_those_that_were_saved(world_of: Callable[[], AnyWorld]) -> None:
+    """Every third move is tried and taken back, as in the test of one engine."""
+    tried, plain = play_of(world_of()), play_of(world_of())
+    left = tried.left()
+    for number in range(60):
+        possible = list(tried.moves(left))
+        if number % 3 == 0:
+            saved = tried.save()
+            tried.do(possible[0].action)
+            tried.restore(saved)
+        move = possible[number % len(possible)]
+        left = left.after(move)
+        tried.do(move.action)
+        plain.do(move.action)
+        assert tried.key(left) == plain.key(left)
+
+
+@pytest.mark.parametrize(("plant", "name"), sorted(SHOWN_BY_GROUPS.items()))
+def test_a_planted_bug_is_found_among_several_engines(plant: str, name: str) -> None:
+    failures = [explore(group_world(name, depth), plant=plant).failure for depth in (0, 1)]
+    assert any(one and "futures" not in one for one in failures), f"{plant} survived: {failures}"
 
 
 @pytest.mark.parametrize("plant", sorted(OBLIGATIONS))
@@ -52,7 +92,7 @@ def test_a_canonical_form_that_forgets_too_much_is_noticed(monkeypatch: pytest.M
         return repr((state["waiting"], len(state["in_flight"]), left)).encode()
 
     monkeypatch.setattr(search, "COMPARED_SHARE", 1)
-    monkeypatch.setattr(search, "key", forgetful)
+    monkeypatch.setattr(play, "key", forgetful)
     found = Explorer(world(("retraction",), 1)).run()
     assert "different futures" in found.failure
 

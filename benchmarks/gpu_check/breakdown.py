@@ -12,7 +12,7 @@ import torch
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of the trace
 KINDS = (  # the first one with its word in a kernel's name
-    ("attention", ("decode_split", "decode", "merge", "extend", "flashinfer", "Batch", "attention")),
+    ("attention", ("attend_split", "decode", "merge", "divide", "extend", "flashinfer", "Batch", "attention")),
     ("KV write", ("write_kv", "index_copy")),
     ("between products", ("add_rms_norm", "norm_and_turn", "silu_and_mul")),
     ("products", ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitK")),

@@ -19,7 +19,8 @@ PACKAGES = {  # by the name to import, the name for pip; bounds are those of pac
 ON_A_GPU = {"triton": "triton"}  # torch for CUDA brings it
 FOR_MORE = {  # what is skipped without them
     "flashinfer and its kernels": ("flashinfer", "tvm_ffi"),
-    "the section peer": ("transformers",),
+    "the sections peer and families": ("transformers",),
+    "pictures in the section families": ("PIL",),
     "the calibrations of the section tables": ("simpy", "click", "rich", "polars", "zstandard"),
 }
 

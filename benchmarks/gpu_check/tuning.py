@@ -45,9 +45,12 @@ def run(section: Section) -> None:
             changed: dict[str, Any] = {
                 "decode_tiling": tiling,
                 "positions_per_tile": lambda head_dim, dtype, positions=positions: positions,
-                "PROGRAMS_PER_SM": per_sm,
             }
-            with mock.patch.multiple(triton_backend, **changed):
+            backend = triton_backend.TritonAttention
+            with (
+                mock.patch.multiple(triton_backend, **changed),
+                mock.patch.object(backend, "programs_per_sm", lambda self, tiling, per_sm=per_sm: per_sm),
+            ):
                 try:
                     for rows, context in SHAPES:
                         us = decode_us(layer, "triton", rows, context, PAGE_SIZE)

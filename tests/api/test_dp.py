@@ -34,6 +34,8 @@ from lockstep.api.processes.wire import (  # noqa: E402
     Drained,
     EngineHere,
     EngineLost,
+    InputBlocked,
+    InputReleased,
     Offer,
     OfferClosed,
     Routed,
@@ -53,6 +55,7 @@ from lockstep.core.cluster.router import (  # noqa: E402
     RouterPolicy,
 )
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
+from lockstep.core.journal.reader import read_journal  # noqa: E402
 from lockstep.host.router_check import compare_with_engines, verify_router  # noqa: E402
 from lockstep.host.router_journal import label_key, left_in_queue, session_key  # noqa: E402
 from lockstep.tools.diff import diff  # noqa: E402
@@ -164,6 +167,52 @@ def test_a_session_stays_on_its_engine_under_any_policy() -> None:
     assert board.answers[-1].fresh
     board.tell(SessionOver(mine))
     assert {board.offer(session=mine) for _ in range(2)} == {0, 1}
+
+
+def test_a_request_runs_on_the_engine_that_its_client_names_and_waits_for_it() -> None:
+    board = Board().both()
+    for _ in range(3):
+        board.offer(named=1)
+    assert [one.engine for one in board.answers] == [1, 1, 1]
+    board.tell(EngineLost(1, 1))
+    assert board.offer(named=1) is None, "the engine restarts, and the request waits for it"
+    board.tell(EngineHere(1, 1, 1000, (), False))
+    assert (board.answers[-1].number, board.answers[-1].engine) == (board.number, 1)
+    board.tell(Drained(1, True))
+    assert board.offer(named=1) == 1, "a draining engine refuses at once"
+    assert board.offer(named=0) == 0
+
+
+def test_a_request_of_a_named_engine_that_has_ended_is_refused() -> None:
+    board = Board().both()
+    board.tell(EngineLost(1, 1))
+    assert board.offer(named=1) is None
+    board.tell(EngineLost(1, None))
+    assert board.answers == [Routed(0, board.number, -1, refused="draining")]
+    assert board.offer(named=1) == -1
+
+
+@pytest.mark.parametrize("admission", [None, DispatchConfig(open_max=4)], ids=["direct", "queue"])
+def test_while_input_is_blocked_requests_wait_in_their_order(admission: DispatchConfig | None) -> None:
+    board = Board(admission=admission).both()
+    board.tell(InputBlocked(0, 100), InputBlocked(3, 7))
+    assert [board.offer() for _ in range(3)] == [None] * 3
+    board.tell(OfferClosed(0, 1, 0))  # its client leaves
+    board.tell(InputReleased(0, 100))
+    assert board.answers == [], "another worker still changes weights"
+    board.tell(EngineLost(1, 1), EngineHere(1, 1, 1000, (), False))
+    assert board.answers == []
+    board.tell(InputReleased(3, 7))
+    assert [one.number for one in board.answers] == [0, 2]
+    assert board.offer() is not None
+
+
+def test_a_block_ends_with_its_worker() -> None:
+    board = Board().both()
+    board.tell(InputBlocked(3, 7))
+    assert board.offer() is None
+    board.tell(WorkerLost(3))
+    assert [one.number for one in board.answers] == [board.number]
 
 
 def test_when_all_engines_drain_one_of_them_refuses() -> None:
@@ -391,6 +440,14 @@ def test_a_journal_that_is_large_is_begun_anew_with_what_is_open(tmp_path: Path)
 # ------------------------------------------------------------------------------------------------------------ settings
 
 
+RANKS: dict[str, Any] = {"tp": 2, "attention_dp": 2, "rank_schedulers": True}
+
+
+def test_each_data_parallel_rank_is_an_engine_with_one_gpu() -> None:
+    settings = read_settings(None, {**RANKS, "router": "total_tokens", "set": {"prefill_delayer": True}})
+    assert (settings.engines, [settings.gpus_of(engine) for engine in range(2)]) == (2, [1, 1])
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -411,6 +468,12 @@ def test_a_journal_that_is_large_is_begun_anew_with_what_is_open(tmp_path: Path)
             "`admission` has order=priority, the highest first, but `schedule_low_priority_values_first` is true",
         ),
         ({"dp": 2, "router_block_tokens": 0}, "`router_block_tokens` must be a whole number of at least 1, got `0`"),
+        ({**RANKS, "dp": 2}, "`dp` is 2, but `attention_dp` is 2: a server has one engine of data-parallel ranks"),
+        ({**RANKS, "prefill_engines": 1, "decode_engines": 1}, "`prefill_engines` is 1, but `attention_dp` is 2"),
+        ({**RANKS, "emulate": "qwen3-8b@h200"}, "`attention_dp` is for a model"),
+        ({**RANKS, "lora": {"a": "folder"}}, "`lora` is .*, but `attention_dp` is 2: MLPs compute the rows"),
+        ({**RANKS, "tp": 4}, "each rank has the attention of one GPU\nhint: --tp 2"),
+        ({"set": {"prefill_delayer": True}}, "`prefill_delayer` is of data-parallel ranks, and the engine has one"),
     ],
 )
 def test_impossible_settings_are_one_clear_error(given: dict[str, Any], said: str) -> None:
@@ -495,6 +558,67 @@ def test_the_official_client_gets_the_answers_of_one_engine_and_stays_with_its_e
     assert set(homes) == {0, 1}
     assert verify_router(clean.log.parent / "run")[1] >= 24
     assert compare_with_engines(clean.log.parent / "run") == []
+
+
+IN_A_CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+DIALECTS = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 2},
+    "/v1/chat/completions": IN_A_CHAT,
+    "/v1/responses": {"input": "a", "max_output_tokens": 2},
+    "/v1/messages": IN_A_CHAT,
+    "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 2}},
+}
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_every_dialect_sends_priority_routing_key_and_engine(clean: LiveServer, path: str) -> None:
+    run, before = clean.log.parent / "run", len(routed(clean.log.parent / "run"))
+    number = list(DIALECTS).index(path)
+    with httpx2.Client(base_url=clean.url, headers=USER, timeout=120) as alice:
+        for engine in (0, 0, 1, 1):
+            more = {"data_parallel_rank": engine, "priority": -5 - number, "routing_key": f"key-{number}"}
+            answer = alice.post(path, json=DIALECTS[path] | more)
+            assert (answer.status_code, answer.headers.get("X-Ignored-Fields")) == (200, None)
+        header = alice.post(path, json=DIALECTS[path], headers={"X-data-parallel-rank": "1"})
+        assert header.status_code == 200
+        wrong = alice.post(path, json=DIALECTS[path] | {"data_parallel_rank": 2})
+        assert wrong.status_code == 400
+        assert "`data_parallel_rank` is 2, but this server has engine 0 to 1" in wrong.json()["error"]["message"]
+        assert alice.post(path, json=DIALECTS[path], headers={"X-data-parallel-rank": "-1"}).status_code == 400
+    assert routed(run)[before:] == [0, 0, 1, 1, 1]
+    for engine, count in ((0, 2), (1, 2)):
+        arrived = [record.event for record in read_journal(run / "engines" / str(engine) / "journal").events()]
+        mine = [one for one in arrived if getattr(one, "priority", None) == -5 - number]
+        assert [one.routing_key.rpartition("/")[2] for one in mine] == [f"key-{number}"] * count
+
+
+def test_no_engine_takes_a_request_while_another_still_changes_its_weights(clean: LiveServer) -> None:
+    """A stream delays the new weights of engine 1; a request of engine 0, which has them at once, waits as well."""
+    began, ended = threading.Event(), list[float]()
+
+    def read_stream() -> None:
+        body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True, "data_parallel_rank": 1}
+        with httpx2.stream("POST", f"{clean.url}/v1/completions", json=body, headers=USER, timeout=120) as stream:
+            for _ in stream.iter_lines():
+                began.set()
+        ended.append(time.monotonic())
+
+    def update() -> None:
+        done.append(operator(clean, "/update_weights_from_disk", {"model_path": "another"}))
+
+    done: list[Any] = []
+    threads = [threading.Thread(target=read_stream), threading.Thread(target=update)]
+    threads[0].start()
+    assert began.wait(60)
+    threads[1].start()
+    until(lambda: states(clean)[0]["weights_version"] > 0)
+    body = {"prompt": "a", "max_tokens": 1, "data_parallel_rank": 0}
+    answer = httpx2.post(f"{clean.url}/v1/completions", json=body, headers=USER, timeout=120)
+    answered = time.monotonic()
+    for one in threads:
+        one.join(60)
+    assert (answer.status_code, done[0][0]) == (200, 200)
+    assert ended[0] - answered < 1.0, "it was answered while the stream, of more than 2 s, still ran"
 
 
 def test_sessions_meet_their_engine_and_are_counted_there(clean: LiveServer) -> None:

@@ -32,7 +32,8 @@ from lockstep.core.contract.events import (
 from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import AdapterRegistry
-from lockstep.host.loop import DeviceServices, HostClock, RequestServices, ResultExtras, RuntimeHost, TokenLogprobs
+from lockstep.host.loop import HostClock, ResultExtras, RuntimeHost, TokenLogprobs
+from lockstep.host.services import DeviceServices, RequestServices
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import BatchShape, Duration, roofline_model
 from lockstep.sim.host.batch_shapes import RowAdapters

@@ -120,7 +120,8 @@ def test_a_tool_of_the_server_that_must_be_called_is_refused(client: Any) -> Non
 @pytest.mark.parametrize(
     ("path", "body", "named"),
     [
-        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "data_parallel_rank": 1}, ["data_parallel_rank"]),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "decode_tp_size": 1}, ["decode_tp_size"]),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "data_parallel_rank": 0}, []),
         ("/v1/completions", {"prompt": "a", "max_tokens": 1, "a_field": [0]}, ["a_field"]),
         ("/v1/completions", {"prompt": "a", "max_tokens": 1, "a_field": None, "another": []}, []),
         ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 1, "verbosity": "low"}, ["verbosity"]),

@@ -100,7 +100,19 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ({"set": {"foo": 1}}, r"no setting `foo` of the scheduler\nhint: `lockstep serve --dry-run` prints them all"),
         (
             {"set": {"speculative_method": "eagle"}},
-            "`speculative_method` is eagle, but a server drafts by ngram or draft_model only",
+            "`draft_model` is None, but `speculative_method` is eagle and `tp` is 1",
+        ),
+        (
+            {"set": {"speculative_method": "mtp"}, "tp": 2},
+            "`draft_model` is None, but `speculative_method` is mtp and `tp` is 2",
+        ),
+        (
+            {"set": {"encoder_budget_tokens": 64}, "emulate": "a@b"},
+            "`encoder_budget_tokens` is 64, but an emulated engine takes no media",
+        ),
+        (
+            {"set": {"encoder_cache_tokens": 64}, "emulate": "a@b"},
+            "`encoder_cache_tokens` is 64, but an emulated engine takes no media",
         ),
         (
             {"set": {"speculative_method": "draft_model"}},
@@ -248,10 +260,7 @@ def test_errors_of_an_emulated_engine_name_options_that_there_are() -> None:
     ):
         serve.main(["--emulate", "qwen3-8b@h200", "--dry-run", "--fp8-activations", "on"], standalone_mode=False)
     options = {option for parameter in serve.params for option in parameter.opts}
-    elsewhere = {
-        "--redundant-experts",
-        "--attention-dp",
-    }  # of errors about divisions that a client cannot cause
+    elsewhere = {"--redundant-experts"}  # of errors about divisions that a client cannot cause
     assert not elsewhere & options
     found = set()
     for module in ("capacity", "calibration", "hardware", "models", "lora"):

@@ -286,9 +286,11 @@ def test_an_idle_engine_reports_its_state_from_the_start(tmp_path: Path) -> None
         lines = re.findall(r"^lockstep_(\w+)\{[^}]*\} (\S+)$", get(f"{server.url}/metrics"), re.MULTILINE)
         return {name: float(value) for name, value in lines}
 
-    with serving(tmp_path / "log", *EMULATED) as server:
+    with serving(tmp_path / "log", *EMULATED, "--check-idle-s", "0.01") as server:
         first = figures()
         assert (first["num_requests_running"], first["engine_restarts_total"]) == (0, 0)
+        until(lambda: figures().get("invariant_checks_total", 0) >= 1)  # without a request
+        assert figures()["invariant_failures_total"] == 0
         os.kill(server.children()["engine"], signal.SIGKILL)
         until(lambda: figures().get("engine_restarts_total") == 1)
         assert {"kv_cache_usage_perc", "num_requests_waiting"} <= set(figures())

@@ -1,10 +1,13 @@
 """The Containerfile: linted by hadolint, and built; without a base image its steps are run without a builder.
 
     python3 dev.py container              lint, then podman, buildah or docker, else the steps in a folder
+    python3 dev.py container --debian     lint, then buildah, on Debian (debootstrap) in place of the base image
     python3 dev.py container --no-build   lint, and the steps in a folder
 
-Without a builder COPY copies what .dockerignore leaves, RUN runs with the paths of the image below a temporary folder,
-and the command of ENTRYPOINT is tried as a container would be: version, a plan, the dry run of a server.
+`--debian` is for machines that reach a mirror of Debian and no registry of images, as root: buildah runs the steps in
+a chroot, with the settings of pip and the certificates of this machine. Its Python is Debian's. Without a builder COPY
+copies what .dockerignore leaves, and RUN runs with the paths of the image below a temporary folder. In each case the
+command of ENTRYPOINT is tried: version, a plan, the dry run of a server.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import tempfile
 import time
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from tests.campaigns.clients import Client, Servers, Skipped, install
 
@@ -26,6 +30,11 @@ ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "Containerfile"
 BUILDERS = ("podman", "buildah", "docker")
 PLACES = ("/src", "/opt")
+DEBIAN = "http://deb.debian.org/debian"
+CERTIFICATES = "/etc/ssl/certs"
+OF_PIP = ("cert", "index-url", "extra-index-url", "find-links")
+"""Settings of pip on this machine under which packages are installed in the image."""
+
 TRIED = (
     "--version",
     "catalogue models qwen3-8b --gpus h100",
@@ -61,7 +70,7 @@ def lint() -> int:
 
 
 def built() -> bool:
-    """Build the image by the first builder that can. Returns whether one could."""
+    """Build the image by the first builder that can, and try it. Returns whether one could."""
     for builder in BUILDERS:
         if shutil.which(builder) is None:
             continue
@@ -69,9 +78,67 @@ def built() -> bool:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             print(f"built by {builder}")
+            if builder != "buildah":  # which has no `run IMAGE`
+                try_all([builder, "run", "--rm", "lockstep"])
             return True
         print(f"{builder} cannot build it: {(done.stderr or done.stdout).strip().splitlines()[-1][:200]}")
     return False
+
+
+def built_on_debian(folder: Path) -> None:
+    """Build the image by buildah below a folder, on Debian in place of its base image, and try it.
+
+    Raises: SystemExit with the output of a command that fails.
+    """
+    base = next(rest for name, rest in instructions(FILE.read_text("utf-8")) if name == "FROM")
+    rootfs, settings = folder / "debian", folder / "pip.conf"
+    pip = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
+    ).stdout
+    known = dict(
+        line.replace("'", "").removeprefix("global.").split("=", 1) for line in pip.splitlines() if "=" in line
+    )
+    settings.write_text("[global]\n" + "".join(f"{name} = {known[name]}\n" for name in OF_PIP if name in known))
+    local = [word for name in OF_PIP for word in known.get(name, "").replace("file://", "").split()]
+    shared = [CERTIFICATES, *(str(Path(one).parent if one.endswith("/simple") else one) for one in local)]
+    volumes = [
+        f"{settings}:/etc/pip.conf:ro",
+        *(f"{one}:{one}:ro" for one in dict.fromkeys(shared) if Path(one).is_dir()),
+    ]
+    buildah = ["buildah", "--root", f"{folder}/images", "--runroot", f"{folder}/state", "--storage-driver", "vfs"]
+    chroot = ["--isolation", "chroot", *(word for one in volumes for word in ("--volume", one))]
+
+    def run(*words: str) -> str:
+        began = time.monotonic()
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        print(f"{time.monotonic() - began:8.1f} s  {' '.join(words[:1] + words[7:])[:90]}", flush=True)
+        if done.returncode != 0:
+            raise SystemExit(f"`{' '.join(words)}` failed:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+        return done.stdout.strip()
+
+    packages = "python3,python3-venv,python3-pip,ca-certificates"
+    run("debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", str(rootfs), DEBIAN)
+    (rootfs / "usr/bin/python").symlink_to("python3")
+    made = run(*buildah, "from", "scratch")
+    run(*buildah, "copy", "--quiet", made, str(rootfs), "/")
+    run(*buildah, "commit", "--quiet", made, base)
+    build = ["build", "--pull=never", "--format", "docker", "-f", str(FILE), "-t", "lockstep", *chroot, str(ROOT)]
+    run(*buildah, *build)
+    used = run(*buildah, "from", "--pull=never", "localhost/lockstep")
+    entry = next(rest for name, rest in instructions(FILE.read_text("utf-8")) if name == "ENTRYPOINT")
+    try_all([*buildah, "run", "--isolation", "chroot", used, "--", *json.loads(entry)])
+    user = run(*buildah, "run", "--isolation", "chroot", used, "--", "id", "--user")
+    print(f"built by buildah on Debian; it runs as user {user}")
+
+
+def try_all(entry: list[str], **options: Any) -> None:
+    """Run the commands that are tried, behind the words of an entry point. Raises SystemExit for one that fails."""
+    for words in TRIED:
+        began = time.monotonic()
+        done = subprocess.run([*entry, *words.split()], capture_output=True, text=True, check=False, **options)
+        print(f"{time.monotonic() - began:8.1f} s  lockstep {words[:90]}", flush=True)
+        if done.returncode != 0:
+            raise SystemExit(f"`lockstep {words}` failed with status {done.returncode}:\n{done.stdout}{done.stderr}")
 
 
 def steps(folder: Path) -> None:
@@ -89,14 +156,7 @@ def steps(folder: Path) -> None:
             entry = [below(word, folder) for word in json.loads(rest)]
         print(f"{time.monotonic() - began:8.1f} s  {name} {rest[:90]}", flush=True)
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    for words in TRIED:
-        began = time.monotonic()
-        done = subprocess.run(
-            [*entry, *words.split()], cwd=folder, env=clean, capture_output=True, text=True, check=False
-        )
-        print(f"{time.monotonic() - began:8.1f} s  lockstep {words[:90]}", flush=True)
-        if done.returncode != 0:
-            raise SystemExit(f"`lockstep {words}` failed with status {done.returncode}:\n{done.stdout}{done.stderr}")
+    try_all(entry, cwd=folder, env=clean)
 
 
 def below(text: str, folder: Path) -> str:
@@ -124,9 +184,15 @@ def main(arguments: list[str]) -> int:
     """Lint, then build or run the steps. Returns 1 if hadolint has findings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-build", action="store_true", help="run the steps in a folder, without a builder")
+    parser.add_argument("--debian", action="store_true", help="build by buildah on a Debian made by debootstrap")
     given = parser.parse_args(arguments)
     status = lint()
-    if given.no_build or not built():
+    if given.debian:
+        if missing := [program for program in ("buildah", "debootstrap") if shutil.which(program) is None]:
+            raise SystemExit(f"dev.py container --debian needs {' and '.join(missing)}; hint: apt-get install them")
+        with tempfile.TemporaryDirectory() as name:
+            built_on_debian(Path(name))
+    elif given.no_build or not built():
         with tempfile.TemporaryDirectory() as name:
             steps(Path(name))
     return 1 if status else 0

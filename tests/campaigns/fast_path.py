@@ -3,6 +3,7 @@
     python -m tests.campaigns.fast_path                         20,000 runs, machine code if numba is installed
     python -m tests.campaigns.fast_path --runs 500 --seed 7     other runs
     python -m tests.campaigns.fast_path --interpreted           the kernel interpreted
+    python -m tests.campaigns.fast_path --results FILE          a campaign that goes on where it ended, part by part
 
 Every fourth run is one of a cluster. Settings and sizes are those of `tests/sim/test_fast_path.py`. A run that differs
 is printed as the case that repeats it. Exit status 1 if one differs.
@@ -11,10 +12,12 @@ is printed as the case that repeats it. Exit status 1 if one differs.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 import warnings
 from collections import Counter
+from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
@@ -72,6 +75,13 @@ class Tally:
         if why or ours.routed_by_reason != theirs.routed_by_reason:
             self.differs(case, why or "routed_by_reason")
 
+    def add(self, part: Tally) -> None:
+        """Add the outcome of a part."""
+        self.runs += part.runs
+        self.left_to_core += part.left_to_core
+        self.differing += part.differing
+        self.having.update(part.having)
+
     def differs(self, case: Case | ClusterCase, why: str) -> None:
         """Note and print a case whose runs differ."""
         self.differing.append(why)
@@ -84,15 +94,22 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--runs", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1, help="of the first part; each part has the next one")
     parser.add_argument("--interpreted", action="store_true", help="interpret the kernel although numba is installed")
+    parser.add_argument("--results", type=Path, help="file with a line for each part; parts in it are not run again")
     told = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     if told.interpreted:
         machine_code.is_available = lambda: False  # type: ignore[assignment]  # as if numba were missing
     fast_path.FLUSH_ROWS, fast_path.FLUSH_ROWS_MIN, fast_path.FLUSH_ROWS_ALL, fast_path.GAPS = 20, 5, 40, 1
     tally, began_s, number = Tally(), time.process_time(), told.seed
+    done = _stored(told.results)
     while tally.runs < told.runs:
         left = min(told.runs - tally.runs, PART)
-        _part(tally, number, left)
+        part = done.get(number)
+        if part is None or part.runs < left:
+            part = Tally()
+            _part(part, number, left)
+            _store(told.results, number, part)
+        tally.add(part)
         number += 1
         print(
             f"{tally.runs} runs to seed {number - 1}, {len(tally.differing)} differ, "
@@ -101,6 +118,26 @@ def main(arguments: list[str]) -> int:
         )
     print(", ".join(f"{name} {count}" for name, count in sorted(tally.having.items())))
     return 1 if tally.differing else 0
+
+
+def _stored(path: Path | None) -> dict[int, Tally]:
+    """Return the parts in a file of results, by seed."""
+    parts: dict[int, Tally] = {}
+    if path is not None and path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            stored = json.loads(line)
+            part = parts[stored["seed"]] = Tally()
+            part.runs, part.left_to_core = stored["runs"], stored["left_to_core"]
+            part.differing, part.having = stored["differing"], Counter(stored["having"])
+    return parts
+
+
+def _store(path: Path | None, number: int, part: Tally) -> None:
+    """Append a part to the file of results."""
+    if path is not None:
+        line = {"seed": number, **vars(part)}
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def _part(tally: Tally, number: int, runs: int) -> None:

@@ -6,6 +6,7 @@
     python -m tests.campaigns.kills --prefill 2 --decode 2        any of these engines each time
     python -m tests.campaigns.kills --demo-model       the torch demo model instead of an emulated one
     python -m tests.campaigns.kills --demo-model --pp 2 --tp 2    any process of its stages and ranks each time
+    python -m tests.campaigns.kills --demo-model --attention-dp 2    one of its data-parallel ranks each time
     python -m tests.campaigns.kills --seed 7           the same requests and the same pauses again
 
 The tokens of an emulated engine follow from prompt, seed and position. Those of the demo model are compared with the
@@ -45,6 +46,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--decode", type=int, default=0, help="decode engines")
     parser.add_argument("--tp", type=int, default=1, help="ranks of each stage of the demo model; any is killed")
     parser.add_argument("--pp", type=int, default=1, help="stages of the demo model")
+    parser.add_argument("--attention-dp", type=int, default=1, help="data-parallel ranks of the demo model")
     parser.add_argument("--snapshot-s", type=float, default=2.0)
     parser.add_argument("--gap-s", type=float, nargs=2, default=(0.05, 1.0), help="between two kills")
     parser.add_argument("--log", type=Path, default=None, help="keep the server's log there")
@@ -56,7 +58,9 @@ def main(arguments: list[str]) -> int:
     given += ("--snapshot-s", str(told.snapshot_s))
     given += ("--api-workers", str(told.api_workers), "--dp", str(told.dp))
     if told.demo_model:
-        given += ("--tp", str(told.tp), "--pp", str(told.pp))
+        given += ("--tp", str(max(told.tp, told.attention_dp)), "--pp", str(told.pp))
+    if told.attention_dp > 1:
+        given += ("--attention-dp", str(told.attention_dp), "--rank-schedulers")
     if told.prefill:
         given += ("--prefill-engines", str(told.prefill), "--decode-engines", str(told.decode))
     with tempfile.TemporaryDirectory() as folder:

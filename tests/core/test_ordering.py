@@ -28,9 +28,10 @@ from lockstep.core.contract.events import (
     UpdateWeights,
 )
 from lockstep.core.journal import snapshot
+from lockstep.core.requests.rules import LPM_FALLBACK_WAITING
 from lockstep.core.scheduler import ordering
 from lockstep.core.scheduler.engine import Engine
-from lockstep.core.scheduler.ordering import LPM_FALLBACK_WAITING, POLICIES, Policy, WaitingQueue
+from lockstep.core.scheduler.ordering import POLICIES, Policy, WaitingQueue
 from tests.support import guide
 from tests.support.driver.actions import CONTROLS, Action
 from tests.support.driver.run import run_actions
@@ -193,6 +194,20 @@ def test_only_requests_whose_part_of_the_tree_changed_are_matched_again(monkeypa
     radix.insert("", tokens(20, 20, 20, 20, 7, 7), engine.memory.pool.alloc(3))
     assert order_of(engine) == [2, 1, 3]
     assert found == [tokens(20, 20, 20, 20, 7, 7, 1)]
+
+
+def test_a_refresh_of_cached_prefixes_does_not_hide_that_they_have_changed() -> None:
+    engine = waiting_engine(0, schedule_policy="lpm")
+    radix = engine.memory.radix
+    long, short = (np.array(ids, np.int32).tobytes() for ids in ((10, 10, 10, 10), (20, 20)))
+    radix.insert("", short, engine.memory.pool.alloc(1))
+    for i, prompt in enumerate((long, short), start=1):
+        prompt += np.array((7, 7, 1), np.int32).tobytes()
+        engine.step(RequestArrived(time_us=0, request_id=i, prompt=TokenIds(prompt), max_new_tokens=1))
+    assert order_of(engine) == [2, 1]
+    radix.insert("", long, engine.memory.pool.alloc(2))
+    engine.ordering.refresh(radix)
+    assert order_of(engine) == order_of(snapshot.restore(snapshot.dump(engine))) == [1, 2]
 
 
 def test_a_restored_engine_orders_alike_without_stored_orders() -> None:

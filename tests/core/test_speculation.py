@@ -20,6 +20,7 @@ from lockstep.core.invariants import check
 from lockstep.core.journal import snapshot
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.latency import new_tokens_of, pairs_of
+from tests.support.driver.draw import with_trees
 from tests.support.driver.run import run_actions
 from tests.support.served import Asked, Moment, serve
 
@@ -82,6 +83,20 @@ def test_every_request_gets_the_tokens_that_it_gets_without_drafts() -> None:
         marks += served.marks
         marks.update(answer.reason for answer in expected.values())
     assert all(marks[wanted] for wanted in ("retracted (pages)", "retracted (forced)", "stop", "length")), marks
+
+
+def test_every_request_gets_the_same_with_trees() -> None:
+    """Drafts with alternatives, some paths of which are right; rows keep the pages of refused branches."""
+    marks = Counter[str]()
+    for seed in range(SEEDS):
+        rng = random.Random(seed)
+        timeline = workload(rng)
+        config = with_trees(settings(rng, timeline), rng)
+        expected = {asked.key: asked.answer for asked in timeline if asked is not None}
+        served = serve(config, timeline, check=True)
+        assert served.answers == expected, f"seed {seed}, {config}"
+        marks += served.marks
+    assert all(marks[wanted] for wanted in ("retracted (pages)", "retracted (forced)")), marks
 
 
 def test_every_request_gets_the_same_where_tables_cannot_shrink() -> None:

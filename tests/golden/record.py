@@ -105,7 +105,15 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
         "three drafts verified at a time, in a pool that is too small",
         _simulated(**TIGHT, speculative_method="eagle", speculative_min_chance=0.5),
     ),
+    "draft-trees": (
+        "trees of drafts, which follow from the right ones, in a pool that is too small",
+        _simulated(**TIGHT, speculative_method="eagle", speculative_topk=3, speculative_min_chance=0.02),
+    ),
     "chunk-target": ("chunks by a latency target", _simulated(chunk_target_us=1_400)),
+    "chunk-by-load": (
+        "chunks that shrink as requests decode",
+        _simulated(chunked_prefill_size_min=16, max_running_requests=6),
+    ),
     "limits": (
         "timeouts, a short waiting queue, messages of several tokens",
         _simulated(max_running_requests=2, waiting_timeout_us=60_000, running_timeout_us=90_000, max_queued_requests=5,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
+import json
 import logging
 import subprocess
 import sys
 import types
-import warnings
 from dataclasses import replace
-from typing import Any
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from lockstep.runtime.attention.reference import ReferenceAttention, attend  # n
 from lockstep.runtime.attention.rules import LayerRules  # noqa: E402
 from lockstep.runtime.kv_pool import KvPool  # noqa: E402
 from lockstep.runtime.quantized.fp8 import to_fp8  # noqa: E402
+from tests.runtime import flashinfer_signatures  # noqa: E402
 from tests.support.passes import Pass, make_pass  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -139,7 +141,7 @@ def test_auto_with_invariant_numerics_takes_triton(machine):
     ("change", "why"),
     [
         ({"installed": {"triton"}}, r'flashinfer is not installed; pip install "lockstep-runtime\[cuda\]"'),
-        ({"flashinfer": "0.7.2.post1"}, "it is written for flashinfer-python 0.6.18, found 0.7.2.post1"),
+        ({"flashinfer": "0.8.0"}, "it is written for flashinfer-python 0.6.18, 0.7, found 0.8.0"),
         ({"capability": (7, 5)}, "it needs compute capability 8.0, a GPU of 2017 has 7.5"),
         ({"installed": {"flashinfer", "triton"}}, "it compiles its kernels with nvcc, which is not on PATH"),
     ],
@@ -198,21 +200,35 @@ def test_choosing_imports_neither_triton_nor_flashinfer():
 
 
 # FlashInfer has no kernels for a CPU. Its calls are checked with wrappers that compute in torch what its documentation
-# describes; where it is installed, the calls are also checked against the real signatures.
+# describes; and each call with the signatures of the releases that are accepted.
+
+RELEASES = json.loads(flashinfer_signatures.STORED.read_text())
+
+
+def fits(wrapper: Wrapper, method: str, *args: Any, **options: Any) -> None:
+    """Bind a call to the signatures of all releases. Raises TypeError for one that does not fit."""
+    name = f"Batch{'Decode' if wrapper.decode else 'Prefill'}WithPagedKVCacheWrapper"
+    for classes in RELEASES.values():
+        flashinfer_signatures.signature(classes[name][method]).bind(wrapper, *args, **options)
+        assert "_pin_memory_int_workspace_buffer" in classes[name]["attributes"]
+    wrapper.bound.add((name, method))
 
 
 class Wrapper:
     """Plans and runs like the two paged wrappers of FlashInfer."""
 
     decode = True
+    bound: ClassVar[set[tuple[str, str]]] = set()
 
     def __init__(self, workspace: torch.Tensor, layout: str, **options: Any) -> None:
+        fits(self, "__init__", workspace, layout, **options)
         assert layout == "NHD"
         self.calls = options
         self._pin_memory_int_workspace_buffer = torch.empty(8, dtype=torch.uint8)
         self.pinned_used: list[int] = []
 
     def plan(self, *args: Any, **options: Any) -> None:
+        fits(self, "plan", *args, **options)
         self.pinned_used.append(self._pin_memory_int_workspace_buffer.data_ptr())
         args = (None, *args) if self.decode else args
         self.qo_indptr, self.indptr, self.pages, self.last, heads, kv_heads, head_dim, page_size = args
@@ -235,6 +251,7 @@ class Wrapper:
         k_scale: float = 1.0,
         v_scale: float = 1.0,
     ) -> torch.Tensor:
+        fits(self, "run", query, paged, out=out, k_scale=k_scale, v_scale=v_scale)
         assert {one.dtype for one in paged} == {self.options["kv_data_type"]}
         assert query.dtype == self.options["q_data_type"]
         heads, kv_heads, head_dim, page_size = self.shape
@@ -315,7 +332,7 @@ def test_flashinfer_receives_the_pages_of_each_row(flashinfer, extend_rows, page
     out = backend.run(0, made.query, made.key, made.value, made.batch)
     torch.testing.assert_close(out, expected)
     if extend_rows:
-        assert backend.prefill.options["causal"] is True
+        assert backend.extending.options["causal"] is True
     if extend_rows < 4:
         assert backend.decode.options["q_data_type"] == torch.float32
         assert "causal" not in backend.decode.options
@@ -346,7 +363,7 @@ def test_flashinfer_plans_never_share_a_pinned_buffer_that_may_still_be_read(fla
     backend = make("flashinfer", made.pool, 4, plans_in_flight=ahead)
     for _ in range(ahead // 2):
         backend.plan(made.batch)
-    used = backend.prefill.pinned_used + backend.decode.pinned_used
+    used = backend.extending.pinned_used + backend.decode.pinned_used
     assert len(set(used)) == len(used) == ahead
     assert flashinfer.Event.waited == 0
     backend.plan(made.batch)
@@ -385,11 +402,12 @@ def test_flashinfer_numerics(flashinfer, numerics, heads, options, tensor_cores)
     made = make_pass([(0, 4), (3, 4)], extend_rows=1, page_size=16, heads=heads)
     backend = make("flashinfer", made.pool, heads, numerics=numerics)
     backend.plan(made.batch)
-    for wrapper in (backend.prefill, backend.decode):
+    for wrapper in (backend.extending, backend.decode):
         found = {name: wrapper.options[name] for name in wrapper.options if "split" in name}
         assert found == options
     assert backend.decode.calls["use_tensor_cores"] is tensor_cores
-    assert backend.decode.calls["backend"] == backend.prefill.calls["backend"] == "fa2"
+    assert backend.decode.calls["backend"] == "fa2"
+    assert backend.prefill.calls["backend"] == ("fa2" if numerics == "invariant" else "auto")
 
 
 @pytest.fixture
@@ -455,40 +473,39 @@ def test_what_is_not_requested_is_not_tried(machine, monkeypatch):
     assert choose("auto", Needs(CUDA, torch.bfloat16, 128, 16, numerics="invariant")).name == "triton"
 
 
-def test_calls_fit_the_signatures_of_an_installed_flashinfer():
-    with warnings.catch_warnings(action="ignore"):  # warnings of its own during its import
-        real = pytest.importorskip("flashinfer", reason="flashinfer is not installed")
-    options = {"sm_scale": 0.1, "q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16, "disable_split_kv": True}
-    ints = torch.zeros(2, dtype=torch.int32)
-    tables = (ints, ints, ints, 4, 2, 64, 16)
-    prefill, decode = real.BatchPrefillWithPagedKVCacheWrapper, real.BatchDecodeWithPagedKVCacheWrapper
-    inspect.signature(prefill.plan).bind(None, ints, *tables, causal=True, **options)
-    inspect.signature(decode._plan_impl).bind(None, *tables, **options)
-    names = list(inspect.signature(prefill.plan).parameters)[1:9]
-    assert (
-        names
-        == (
-            "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len"
-            " num_qo_heads num_kv_heads head_dim_qk page_size"
-        ).split()
-    )
-    names = list(inspect.signature(decode.plan).parameters)[1:8]
-    assert names == "indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size".split()
-    inspect.signature(prefill.__init__).bind(None, ints, "NHD", backend="fa2")
-    inspect.signature(decode.__init__).bind(
-        None,
-        ints,
-        "NHD",
-        use_cuda_graph=True,
-        use_tensor_cores=True,
-        paged_kv_indptr_buffer=ints,
-        paged_kv_indices_buffer=ints,
-        paged_kv_last_page_len_buffer=ints,
-        backend="fa2",
-    )
-    assert "_pin_memory_int_workspace_buffer" in inspect.getsource(decode)
-    for wrapper in (prefill, decode):
-        inspect.signature(wrapper.run).bind(None, ints, (ints, ints), out=ints, k_scale=0.5, v_scale=0.5)
+def test_every_call_of_flashinfer_is_one_that_its_releases_accept(trial, machine, flashinfer):
+    """All wrappers bind each of their calls: here those of every mode."""
+    assert [release.rpartition(".")[0] for release in RELEASES] == ["0.6.18", "0.7.2"]
+    Wrapper.bound.clear()
+    trial()
+    assert choose("flashinfer", Needs(CUDA, torch.bfloat16, 128, 16, graphs=True, kv_fp8=True)).name == "flashinfer"
+    assert len(Wrapper.bound) == 6
+    wrapper = make("flashinfer", make_pass([(3, 4)], extend_rows=0).pool, 4).decode
+    with pytest.raises(TypeError, match="fixed_split"):
+        fits(wrapper, "plan", *[None] * 7, fixed_split=1)
+
+
+def test_an_installed_flashinfer_is_one_whose_signatures_are_stored():
+    try:
+        folder = Path(str(distribution("flashinfer-python").locate_file("")))
+    except PackageNotFoundError:
+        pytest.skip("flashinfer is not installed")
+    release, classes = flashinfer_signatures.read(folder)
+    assert classes == RELEASES[release]
+
+
+def test_flashinfer_splits_short_extends_only(flashinfer):
+    """FA3 does not divide the positions of a row: a draft of a long row would leave most of a GPU idle."""
+    used = []
+    for numerics in ("fast", "invariant"):
+        for new in (4, 90):
+            made = make_pass([(0, 3 + new), (5, 5 + new)], extend_rows=2, page_size=16)
+            backend = make("flashinfer", made.pool, 4, numerics=numerics)
+            backend.plan(made.batch)
+            used.append(backend.extending.calls["backend"])
+            assert backend.extending.options["seq_lens"].tolist() == [3 + new, 5 + new]
+            assert backend.decode.calls["backend"] == "fa2"
+    assert used == ["fa2", "auto", "fa2", "fa2"]
 
 
 def chosen_on_a_gpu(name: str, numerics: str) -> None:

@@ -15,9 +15,11 @@ tokenizers = pytest.importorskip("tokenizers", reason="the GPU runtime is not in
 from click.testing import CliRunner  # noqa: E402
 
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
+from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.demo_model import copy_demo_model, demo_model_folder, read_made  # noqa: E402
 from lockstep.runtime.demo_model.cli import demo_model  # noqa: E402
 from lockstep.runtime.demo_model.corpus import Passage, passages  # noqa: E402
+from lockstep.runtime.demo_model.head import train_head  # noqa: E402
 from lockstep.runtime.demo_model.tokenizer import TURN_END, conversation, train_tokenizer  # noqa: E402
 from lockstep.runtime.demo_model.train import Recipe, train_demo_model  # noqa: E402
 from lockstep.runtime.models import Decoder, build_model  # noqa: E402
@@ -144,6 +146,31 @@ def test_training_lowers_the_loss(tmp_path: Path) -> None:
         return float(made["loss"])
 
     assert loss(60) < loss(2) - 0.5
+
+
+def test_a_trained_head_drafts_right_tokens_for_its_model(tmp_path: Path) -> None:
+    """Loss falls, no token changes, and the head is refused where a folder holds something else."""
+    quiet: list[str] = []
+    model, head = tmp_path / "model", tmp_path / "head"
+    train_demo_model(model, replace(TINY, steps=60, layers=2), texts=TEXTS, progress=quiet.append)
+    recipe = replace(TINY, steps=40, layers=2)
+    losses = [
+        train_head(tmp_path / str(steps), replace(recipe, steps=steps), model_folder=model, texts=TEXTS,
+                   progress=quiet.append)
+        for steps in (1, 40)
+    ]  # fmt: skip
+    assert losses[1] < losses[0]
+    (tmp_path / "40").rename(head)
+    params = Params(max_new_tokens=30, ignore_eos=True)
+    prompts = ["Go on until", "there is nowhere"]
+    with LLM(model, device="cpu", dtype="float32") as llm:
+        expected = [one.token_ids for one in llm.generate(prompts, params)]
+    trees: dict[str, Any] = {"speculative_topk": 2, "num_speculative_tokens": 4}
+    with LLM(model, device="cpu", dtype="float32", draft_model=head, **trees) as llm:
+        assert [one.token_ids for one in llm.generate(prompts, params)] == expected
+        assert llm.stats().drafts.accepted_length_mean > 1.2
+    with pytest.raises(ConfigError, match="is not empty"):
+        train_head(head, recipe, model_folder=model, texts=TEXTS)
 
 
 def test_the_command_copies_once(tmp_path: Path) -> None:

@@ -20,21 +20,20 @@ from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.core.contract.events import (  # noqa: E402
     BatchFinished,
     RequestRetracted,
-    SamplingParams,
 )
 from lockstep.core.journal.records import JournalHeader  # noqa: E402
 from lockstep.core.journal.replay import fold, replay  # noqa: E402
 from lockstep.core.journal.writer import JournalWriter  # noqa: E402
 from lockstep.host.drafts import DraftCounts  # noqa: E402
-from lockstep.host.loop import HostClock, RequestServices  # noqa: E402
+from lockstep.host.loop import HostClock  # noqa: E402
 from lockstep.host.recorded import RecordedAnswer, run_recorded  # noqa: E402
-from lockstep.runtime import LLM, Params, assembly  # noqa: E402
-from lockstep.runtime.assembly import TableSampler  # noqa: E402
+from lockstep.host.services import RequestServices  # noqa: E402
+from lockstep.runtime import LLM, Params, draft_sources  # noqa: E402
 from lockstep.runtime.demo_model import demo_model_folder  # noqa: E402
-from lockstep.runtime.drafting import NGRAM_MAX, NgramDrafter, right_ones  # noqa: E402
+from lockstep.runtime.drafting import NGRAM_MAX, DraftingRows, NgramDrafter, right_ones  # noqa: E402
 from lockstep.runtime.models import build_model  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
-from lockstep.runtime.sampling import Sampler, SamplingTable  # noqa: E402
+from tests.support.markov import statistic_of_pairs  # noqa: E402
 from tests.support.small_runtime import (  # noqa: E402
     CPU,
     SAMPLED,
@@ -136,7 +135,7 @@ def test_ngrams_are_those_of_plain_python(words: int) -> None:
     newest = torch.tensor([tokens[-1] for tokens in texts])
     for most in (39, 45):  # the upper bound of all positions may exceed every actual position
         five, host = np.full(24, 5, np.int32), np.full(24, most, np.int32)
-        found = drafter.draft(torch.arange(24), stands, newest, table, five, stands + 5, host)
+        found = drafter.draft(DraftingRows(torch.arange(24), stands, newest, table, five, stands + 5, host))
         assert found.tolist() == [drafts_of(tokens, 5) for tokens in texts]
 
 
@@ -389,7 +388,9 @@ def test_a_model_that_drafts_for_itself_is_right_and_one_that_reports_something_
     ("settings", "message"),
     [
         ({"speculative_method": "draft_model"}, "no `draft_model` is given"),
-        ({"speculative_method": "eagle"}, "is eagle, but this runtime drafts by ngram or draft_model only"),
+        ({"speculative_method": "eagle"}, "is eagle, but no `draft_model` is given"),
+        ({"speculative_method": "mtp"}, "mtp.fc.weight: missing"),
+        ({"speculative_method": "mtp", "tp": 2}, "is mtp, but 2 processes run the model"),
         ({"speculative_method": "ngram", "draft_model": "x"}, "`draft_model` is x, but `speculative_method` is ngram"),
         ({"draft_model": "x", "tp": 2}, "`draft_model` is x, but `tp` is 2"),
     ],
@@ -408,46 +409,18 @@ def test_a_draft_model_that_does_not_fit_is_one_error(what: str, tmp_path: Path)
     model = build_model({**config, **small}, random_weights_seed=1)
     monkey = {"vocab_size": "tokens, the model", "max_position_embeddings": "tokens, but `context_tokens_max` is"}
     with pytest.MonkeyPatch.context() as patch:
-        whole = assembly.build_model
-        patch.setattr(assembly, "build_model", lambda at, *a, **b: model if at == tmp_path else whole(at, *a, **b))
+        patch.setattr(draft_sources, "build_model", lambda at, *a, **b: model)
         with pytest.raises(ConfigError, match=monkey[what]):
             LLM(device="cpu", draft_model=tmp_path)
 
 
-class Markov:
-    """A model whose next token depends on the one before, by fixed chances."""
-
-    def __init__(self, chances: Any) -> None:
-        self.chances = torch.tensor(chances, dtype=torch.float32)
-
-    def forward(self, batch: Any, attention: Any) -> Any:
-        return batch.token_ids[:, None].to(torch.float32)
-
-    def logits(self, hidden: Any) -> Any:
-        return self.chances[hidden[:, 0].long() % 4].log()
-
-
 def test_drawn_tokens_have_the_models_chances() -> None:
     """Chi-square over 2,000 seeds: of each pair of consecutive tokens, with many right drafts."""
-    chances = np.array([[0.1, 0.6, 0.2, 0.1], [0.5, 0.1, 0.1, 0.3], [0.25, 0.25, 0.25, 0.25], [0.05, 0.05, 0.1, 0.8]])
     runtime = SmallRuntime(
         check=False, canary=False, max_running_requests=200, pages=2000, overlap_depth=1, num_speculative_tokens=5,
         chunked_prefill_size=800, **NGRAM
     )  # fmt: skip
-    runtime.executor.model = Markov(chances)
-    table = SamplingTable(runtime.config.rows_max, 4, CPU)
-    runtime.executor.sampler = TableSampler(table, Sampler(table))
-    answers = [
-        runtime.submit([0, 1, 0, 1, 3, 3, 0], 12, sampling=SamplingParams(temperature=1.0, seed=seed))
-        for seed in range(2000)
-    ]
-    runtime.run()
-    seen = np.zeros((4, 4))
-    for answer in answers:
-        tokens = [0, *answer.tokens]
-        np.add.at(seen, (tokens[:-1], tokens[1:]), 1)
-    expected = chances * seen.sum(1, keepdims=True)
-    statistic = float(((seen - expected) ** 2 / expected).sum())
+    statistic = statistic_of_pairs(runtime, 2000)
     assert statistic < 32.9  # of 12 degrees of freedom: exceeded by chance once in a thousand
     assert runtime.host.drafts.right > 5000
     assert runtime.host.drafts.accepted_length_mean > 1.4

@@ -157,8 +157,8 @@ def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
 
 def test_quantised_weights_are_refused_by_name(tmp_path: Path) -> None:
     save_architecture(tmp_path, "Mistral")
-    config = read_config(tmp_path) | {"quantization_config": {"quant_method": "mxfp4"}}
-    with pytest.raises(ConfigError, match="weights quantised by `mxfp4` are not read by this model backend"):
+    config = read_config(tmp_path) | {"quantization_config": {"quant_method": "bitsandbytes"}}
+    with pytest.raises(ConfigError, match="weights quantised by `bitsandbytes` are not read by this model backend"):
         build_model(config, random_weights_seed=0)
 
 

@@ -45,7 +45,7 @@ def reported(*sections: Section) -> dict[str, Any]:
     return {"commit": "abc", "device": "cpu", "small": True, "budget_s": 530.0, "seconds": 1.0, "sections": found}
 
 
-@pytest.mark.parametrize("name", [name for name in SECTIONS if name not in ("peer", "tables", "tuning")])
+@pytest.mark.parametrize("name", [name for name in SECTIONS if name not in ("peer", "tables", "tuning", "families")])
 def test_a_section_runs_without_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if find_spec("triton") is not None:
         mend_products(monkeypatch)
@@ -268,7 +268,7 @@ def test_a_trace_is_added_up_by_kind(tmp_path: Path) -> None:
         "traceEvents": [
             {"cat": "kernel", "name": "nvjet_hsh_64x8", "ts": 100.0, "dur": 40.0},
             {"cat": "gpu_memcpy", "name": "Memcpy DtoH", "ts": 120.0, "dur": 10.0},
-            {"cat": "kernel", "name": "decode_split", "ts": 150.0, "dur": 30.0},
+            {"cat": "kernel", "name": "attend_split", "ts": 150.0, "dur": 30.0},
             {"cat": "kernel", "name": "merge", "ts": 180.0, "dur": 10.0},
             {"cat": "kernel", "name": "add_rms_norm_kernel", "ts": 190.0, "dur": 10.0},
             {"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 900.0},

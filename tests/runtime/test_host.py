@@ -36,7 +36,8 @@ from lockstep.core.journal.records import JournalError, JournalHeader, UnsealedR
 from lockstep.core.journal.replay import fold, replay  # noqa: E402
 from lockstep.core.journal.writer import JournalWriter  # noqa: E402
 from lockstep.host.errors import EngineStopped  # noqa: E402
-from lockstep.host.loop import HostClock, Int32s, RequestServices  # noqa: E402
+from lockstep.host.loop import HostClock, Int32s  # noqa: E402
+from lockstep.host.services import RequestServices  # noqa: E402
 from lockstep.runtime.errors import DeviceLost  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from tests.support.small_runtime import (  # noqa: E402

@@ -16,8 +16,9 @@ from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import JournalHeader
 from lockstep.core.journal.replay import replay
 from lockstep.core.journal.writer import JournalWriter
-from lockstep.host.loop import HostClock, RequestServices
+from lockstep.host.loop import HostClock
 from lockstep.host.recorded import run_recorded
+from lockstep.host.services import RequestServices
 from lockstep.runtime import LLM, Params
 from lockstep.runtime.llm import LlmStats
 from lockstep.runtime.outputs import RequestOutput

@@ -31,7 +31,8 @@ from lockstep.core.contract.events import ControlRequested, ReleaseMemory, Updat
 from lockstep.core.journal.records import JournalHeader  # noqa: E402
 from lockstep.core.journal.replay import replay  # noqa: E402
 from lockstep.host.durable import HostImage  # noqa: E402
-from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, RuntimeHost  # noqa: E402
+from lockstep.host.loop import HostClock, RuntimeHost  # noqa: E402
+from lockstep.host.services import DeviceServices, EarlierGeneration  # noqa: E402
 from lockstep.host.startup import Keeper  # noqa: E402
 from lockstep.host.weights import Folder, Group, SharedMemory, WeightsLog, stamp_of, write_source  # noqa: E402
 from lockstep.runtime import (  # noqa: E402

@@ -113,7 +113,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from lockstep.runtime.lora.kernels import expand_kernel, shrink_kernel
 WHOLE = "hidden_stride out_stride tile_count N K outputs inner_width inner_first out_first".split()
-for kernel, more in ((shrink_kernel, dict(BLOCK_K=64)), (expand_kernel, dict(RANK=16, RANK_PADDED=16))):
+for kernel, more in ((shrink_kernel, dict(BLOCK_K=64)), (expand_kernel, dict(RANK=512, BLOCK_K=64))):
     for dtype, block_m in (("bf16", 16), ("fp32", 64)):
         constants = dict(BLOCK_M=block_m, BLOCK_N=64, **more)
         types = {name: "*" + dtype for name in kernel.arg_names}

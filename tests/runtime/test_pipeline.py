@@ -34,6 +34,7 @@ from lockstep.runtime.models.stage import StageLayers  # noqa: E402
 from lockstep.runtime.stages import RankPlace, check_stages  # noqa: E402
 from tests.support.adapters import write_adapter  # noqa: E402
 from tests.support.live_server import until  # noqa: E402
+from tests.support.small_llm import requests_with_shared_beginnings, write_weights  # noqa: E402
 from tests.support.small_runtime import SMALL_QWEN3  # noqa: E402
 
 MODEL: dict[str, Any] = {**SMALL_QWEN3, "num_hidden_layers": 5, "tie_word_embeddings": True}
@@ -75,35 +76,10 @@ KINDS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model of five layers with tied weights, large enough that tokens differ."""
-    made: Path = tmp_path_factory.mktemp("model")
-    (made / "config.json").write_text(json.dumps(MODEL))
-    generator = torch.Generator().manual_seed(7)
-    save_file(
-        {
-            one.name: torch.ones(one.shape)
-            if one.initial
-            else torch.empty(one.shape).normal_(0, 0.3, generator=generator)
-            for one in build_model(MODEL, random_weights_seed=0).tensors()
-        },
-        made / "model.safetensors",
-    )
-    return made
+    return write_weights(tmp_path_factory.mktemp("model"), MODEL)
 
 
-def requests(count: int) -> list[tuple[list[int], Params]]:
-    """Prompts of which many share a beginning, most of several chunks."""
-    rng = random.Random(5)
-    beginnings = [[rng.randrange(3, 300) for _ in range(rng.randrange(40))] for _ in range(5)]
-    return [
-        (
-            rng.choice(beginnings) + [rng.randrange(3, 300) for _ in range(rng.randrange(1, 24))],
-            Params(max_new_tokens=rng.randrange(1, 9), **KINDS[number % len(KINDS)]),
-        )
-        for number in range(count)
-    ]
-
-
-REQUESTS = requests(200)
+REQUESTS = requests_with_shared_beginnings(200, KINDS)
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,6 @@ import pytest
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from click.testing import CliRunner  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
 
 from lockstep.core.contract.commands import BatchPlan, RowTaken  # noqa: E402
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
@@ -38,7 +37,7 @@ from lockstep.core.contract.events import Grammar, RequestRetracted, SamplingPar
 from lockstep.core.journal.replay import fold  # noqa: E402
 from lockstep.host.batches import BatchResult, RowContext  # noqa: E402
 from lockstep.host.errors import killed_from_outside  # noqa: E402
-from lockstep.host.loop import RequestServices  # noqa: E402
+from lockstep.host.services import RequestServices  # noqa: E402
 from lockstep.runtime import LLM, Params, RequestOutput  # noqa: E402
 from lockstep.runtime import ranks as ranks_module  # noqa: E402
 from lockstep.runtime.errors import DeviceLost, EngineStopped, RankLost  # noqa: E402
@@ -62,6 +61,7 @@ from lockstep.runtime.ranks import LeadExecutor, check_split, rank_device  # noq
 from lockstep.runtime.worker import Follower, SentMasks  # noqa: E402
 from tests.runtime.test_host import Alternating  # noqa: E402
 from tests.support.live_server import until  # noqa: E402
+from tests.support.small_llm import write_weights  # noqa: E402
 from tests.support.small_runtime import VOCABULARY, SmallRuntime, alone, make_executor  # noqa: E402
 
 T = TypeVar("T")
@@ -162,20 +162,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small mixture of experts, with weights large enough that tokens differ."""
-    folder: Path = tmp_path_factory.mktemp("experts")
-    (folder / "config.json").write_text(json.dumps(MOE))
-    made = torch.Generator().manual_seed(7)
-    wanted = build_model(MOE, random_weights_seed=0).tensors()
-    save_file(
-        {
-            tensor.name: torch.ones(tensor.shape)
-            if tensor.initial
-            else torch.empty(tensor.shape).normal_(0, 0.3, generator=made)
-            for tensor in wanted
-        },
-        folder / "model.safetensors",
-    )
-    return folder
+    return write_weights(tmp_path_factory.mktemp("experts"), MOE)
 
 
 @pytest.fixture(scope="module")

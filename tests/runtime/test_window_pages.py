@@ -15,7 +15,7 @@ from lockstep.core.contract.commands import BatchPlan, HybridChanges  # noqa: E4
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.errors import PlanError  # noqa: E402
-from lockstep.runtime.executor import refuse_blocks  # noqa: E402
+from lockstep.runtime.plan_checks import refuse_blocks  # noqa: E402
 from lockstep.runtime.tables import last_windows  # noqa: E402
 from tests.support.architectures import STIRRED, WINDOW_SHARE, greedy_answers, save_architecture, serve  # noqa: E402
 

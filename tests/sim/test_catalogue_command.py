@@ -92,7 +92,7 @@ def test_cards_without_measurements_say_so() -> None:
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
 def test_an_engine_has_a_card_for_each_usual_gpu(engine: str) -> None:
-    """A GPU without a measured point has a card that says so."""
+    """The card of a GPU without a measured point begins with that fact."""
     (one,) = found("engines", engine)["engines"]
     cards = {card["gpu"]: card for card in one["gpus"]}
     measured = {pair["gpu"] for pair in one["fitted"]}

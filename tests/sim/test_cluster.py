@@ -8,6 +8,7 @@ import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -274,6 +275,17 @@ def idle_between_decodes_us(batches: Batches) -> NDArray[np.int64]:
     """Of one engine."""
     decodes = batches.mode == "decode"
     return (batches.started_us[1:] - batches.finished_us[:-1])[decodes[1:] & decodes[:-1]].clip(0)
+
+
+def test_a_run_joins_the_batches_of_its_engines_only_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joined, the batches of a day need more memory than the rest of its run."""
+    join = Mock(wraps=Packed.join)
+    monkeypatch.setattr(Packed, "join", join)
+    data = run(BASE, replicas=2).data
+    assert data.summary["requests"]["completed"]
+    join.assert_not_called()
+    assert len(data.batches.mode)
+    join.assert_called_once()
 
 
 def test_batches_and_cpu_of_the_whole_are_those_of_its_engines_with_their_names() -> None:

@@ -16,6 +16,7 @@ from simpy import Environment
 from lockstep.core.cluster.router import LoadReported, RouterConfig
 from lockstep.core.contract.commands import BatchPlan, Ranks
 from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.rank_settings import settings_of_rank
 from lockstep.core.journal.replay import replay
 from lockstep.host.router_check import verify_router
 from lockstep.sim.catalogue import load_gpu, load_model
@@ -33,7 +34,7 @@ from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.roofline import roofline_model
 from lockstep.sim.host.speculation import ModelDraftCost
 from lockstep.sim.host.stages import Stages
-from lockstep.sim.run.ranks import config_of_engine, settings_of_rank
+from lockstep.sim.run.ranks import config_of_engine
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.tools.journal import journal
 from tests.support.routed import facts
@@ -507,5 +508,9 @@ def test_plan_compares_ranks_with_and_without_the_delayer(tmp_path: Path) -> Non
     assert "prefill_delayer=yes" in found.stdout
     assert "--rank-schedulers" in found.stdout
     serve = next(line for line in found.stdout.splitlines() if line.startswith("serve:"))
-    assert "prefill_delayer" not in serve
-    assert "rank_schedulers" in found.stdout
+    assert "--attention-dp 4 --rank-schedulers" in serve
+    served = dict(word.split("=") for word in serve.split() if word.startswith("prefill_delayer"))
+    delays = served.get("prefill_delayer") == "true"
+    assert served.get("prefill_delayer_max_delay_passes") == ("5" if delays else None)
+    emulated = next(line for line in found.stdout.splitlines() if "--emulate" in line)
+    assert "prefill_delayer" not in emulated

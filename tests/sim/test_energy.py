@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.cli.plan import plan
 from lockstep.sim.cli.simulate import simulate
-from lockstep.sim.cost import CapacityError
 from lockstep.sim.cost.power import SHARES, DevicePower, Energy, Site, WorkTime, describe_energy, energy_line
 
 H100 = DevicePower(gpus=2, tdp_w=700.0, flops_per_token=1e9, flops_per_s=1e12)
@@ -49,8 +49,17 @@ def test_facility_and_grid_multiply() -> None:
 
 @pytest.mark.parametrize("values", [{"pue": 0.9}, {"grid_gco2_per_kwh": -1.0}])
 def test_impossible_sites_are_refused(values: dict[str, float]) -> None:
-    with pytest.raises(CapacityError, match=next(iter(values))):
+    with pytest.raises(ConfigError, match=next(iter(values))):
         Site(**{"pue": 1.5, "grid_gco2_per_kwh": 400.0, **values})
+
+
+@pytest.mark.parametrize("option", ["--pue", "--grid-gco2-per-kwh"])
+def test_an_impossible_site_is_a_wrong_option_of_a_plan_and_of_a_run(option: str) -> None:
+    load = ["--model", "qwen3-8b", "--workload", "gen:n=20", option, "-3"]
+    for command, arguments in ((simulate, ["--gpu", "h100"]), (plan, ["--gpus", "h100", "--slo", "ttft_p99=2s"])):
+        result = CliRunner().invoke(command, [*load, *arguments])
+        assert result.exit_code == 2, result.output
+        assert result.stderr.startswith(f"ConfigError: `{option[2:].replace('-', '_')}` must be from")
 
 
 def run(tmp_path: Path, *more: str, gpu: str = "h100") -> dict[str, Any]:

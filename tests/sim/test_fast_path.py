@@ -14,14 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, target
+from hypothesis import HealthCheck, currently_in_test_context, given, settings, target
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
 
 from lockstep.core.cluster.router import EngineShare, RouterConfig
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.profiles import PROFILES, profile_settings
-from lockstep.core.scheduler.ordering import LPM_FALLBACK_WAITING, REFRESHED_REQUESTS
+from lockstep.core.requests.rules import LPM_FALLBACK_WAITING
+from lockstep.core.scheduler.ordering import REFRESHED_REQUESTS
 from lockstep.sim.cluster.fast import unsupported_by_cluster
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.scenario import ClusterScenario
@@ -41,9 +42,9 @@ from lockstep.sim.run.setup import Setup
 from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.workload.turns import Turns
 from tests.support.fast_path_cases import (
+    CONTEXTS,
     LONG_CONTEXTS,
     Case,
-    ClusterCase,
     Jittery,
     Load,
     base,
@@ -55,6 +56,8 @@ from tests.support.fast_path_cases import (
 )
 
 WAYS = ("interpreted", "machine code") if find_spec("numba") is not None else ("interpreted",)
+SHORT_CONTEXTS = st.sampled_from((40, 300))  # of runs by the interpreter if machine code has those of all lengths
+CONTEXTS_OF = {"interpreted": SHORT_CONTEXTS if len(WAYS) > 1 else CONTEXTS, "machine code": CONTEXTS}
 
 
 @pytest.fixture(params=WAYS)
@@ -93,32 +96,43 @@ def compare(case: Case) -> None:
     setup = case.setup()
     assert fast_runs.unsupported_by(setup) == ""
     theirs, ours = simulate(setup, compiled=False), simulate(setup, compiled=True)
-    for name, count in rare_events(theirs.data):
-        target(float(np.log1p(count)), label=name)
+    if currently_in_test_context():
+        for name, count in rare_events(theirs.data):
+            target(float(np.log1p(count)), label=name)
     assert_equal(ours.data, theirs.data)
     assert (ours.batches, ours.metrics()["requests"]) == (theirs.batches, theirs.metrics()["requests"])
 
 
-@pytest.mark.usefixtures("small_portions", "way")
+@pytest.mark.usefixtures("small_portions")
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(cases())
-def test_every_number_of_a_fast_path_run_is_the_cores(case: Case) -> None:
-    compare(case)
+@given(st.data())
+def test_every_number_of_a_fast_path_run_is_the_cores(way: str, data: st.DataObject) -> None:
+    compare(data.draw(cases(CONTEXTS_OF[way])))
 
 
 @pytest.mark.usefixtures("way")
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_an_order_of_duplicates_is_made_again_after_a_refresh_of_their_prefixes() -> None:
+    """Found by `make fast-path-campaign`, seed 7: the core kept an order although prefixes had changed."""
+    sched = {"page_size": 32, "pages": 17, "batching": "running_first", "max_prefill_tokens": 32}
+    sched |= {"schedule_conservativeness": 0.001, "context_tokens_max": 1_000, "prefix_deduplication": "last"}
+    sched |= {"waiting_prefix_refresh": 1, "max_running_requests": 33, "prefill_decode_interval": 1}
+    load = Load(999, 47, 568, 1, 1.0, 0.0, 16, 10, sharing="documents")
+    compare(Case({**sched, "chunked_prefill_size": 578}, load))
+
+
+@settings(max_examples=8)
 @given(cases(LONG_CONTEXTS))
 def test_every_number_of_a_run_with_long_outputs_is_the_cores(case: Case) -> None:
-    """Outputs above CLIP_MAX_NEW_TOKENS, which the reserve by ratio counts as that many."""
+    """Outputs above CLIP_MAX_NEW_TOKENS, which the reserve by ratio clips to that many. By the fastest way there is."""
     compare(case)
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("batching", ["prefill_first", "mixed", "running_first"])
 @pytest.mark.parametrize("split", [False, True])
-def test_long_outputs_are_reserved_as_the_limit_of_a_reserve(batching: str, split: bool) -> None:
+def test_long_outputs_are_reserved_as_the_limit_of_a_reserve(way: str, batching: str, split: bool) -> None:
     """Outputs of 5,000 to 7,000 tokens in a pool that holds them only if they are clipped at admission."""
+    if way == "interpreted" and len(WAYS) > 1 and (batching != "mixed" or not split):
+        pytest.skip("machine code, which takes a thirtieth of the time, runs this one")
     rng = np.random.default_rng(1)
     turns = turns_of(np.arange(6) * 40_000, np.full(6, 200), rng.integers(5_000, 7_000, 6))
     sched = {
@@ -133,11 +147,12 @@ def test_long_outputs_are_reserved_as_the_limit_of_a_reserve(batching: str, spli
     assert_equal(ours.data, theirs.data)
 
 
-@pytest.mark.usefixtures("small_portions", "way")
+@pytest.mark.usefixtures("small_portions")
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(cluster_cases(), st.sampled_from((None, 0, 2, 10**9)))
-def test_every_number_of_a_cluster_is_the_cores(case: ClusterCase, patience: int | None) -> None:
-    setup = case.setup()
+@given(st.data(), st.sampled_from((None, 0, 2, 10**9)))
+def test_every_number_of_a_cluster_is_the_cores(way: str, data: st.DataObject, patience: int | None) -> None:
+    short = len(WAYS) > 1 and way == "interpreted"
+    setup = data.draw(cluster_cases(300 if short else 1_000)).setup()
     assert unsupported_by_cluster(setup) == ""
     slos = (Slo.parse("ttft_p50=30ms"), Slo.parse("e2e_p90=300ms"))
 

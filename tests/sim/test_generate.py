@@ -52,6 +52,28 @@ def test_the_whole_grammar_is_read() -> None:
     assert (spec.think, spec.shared_prefix, spec.prefix_choice) == (Exponential(250_000), (256, 4), 1.5)
 
 
+def test_requests_without_output_and_the_requests_of_a_call() -> None:
+    spec = "gen:n=60,rate=2,output=none,items=uniform:2:9,query=fixed:32,input=uniform:50:90"
+    turns = gen(spec).turns
+    assert {turn.output_tokens for turn in turns} == {0}
+    calls = [list(call) for _, call in itertools.groupby(turns, key=lambda turn: turn.label.partition("i")[0])]
+    assert len(turns) == 60
+    assert len(calls) > 5
+    for call in calls:
+        assert [turn.label.partition("i")[2] for turn in call] == [str(number) for number in range(len(call))]
+        assert len({turn.arrival_us for turn in call}) == 1, "they arrive together"
+        assert all(82 <= turn.prompt_tokens <= 122 for turn in call)
+        firsts = {turn.prompt[:1] for turn in call}
+        assert len(firsts) == 1, "and begin with the query"
+        own = [turn.prompt[2] if len(turn.prompt) > 2 else turn.prompt[0] + 32 for turn in call]
+        assert len(set(own)) == len(own), "behind which they differ"
+    assert len({call[0].prompt[0] for call in calls}) == len(calls)
+
+
+def test_one_request_of_a_call_has_its_query_too() -> None:
+    assert {turn.prompt_tokens for turn in gen("gen:n=5,items=fixed:1,query=fixed:32,input=fixed:8").turns} == {40}
+
+
 def test_constant_arrivals_keep_the_beat() -> None:
     assert [turn.arrival_us for turn in gen("gen:n=4,rate=8,arrivals=constant").turns] == [0, 125_000, 250_000, 375_000]
 
@@ -184,6 +206,10 @@ def test_digest_does_not_depend_on_the_hash_seed_of_python(hash_seed: str) -> No
         ("gen:prefix_choice=zipf", "`prefix_choice` has no effect without shared_prefix="),
         ("gen:shared_prefix=8x2,prefix_choice=zipf:x", "expected uniform, zipf or zipf:EXPONENT"),
         ("gen:grammars=1.5x2", "expected SHARExGRAMMARS"),
+        ("gen:query=fixed:8", "`query` has no effect without items="),
+        ("gen:items=fixed:8,turns=fixed:2", "`items` cannot be combined with `turns`"),
+        ("gen:output=none,turns=fixed:2", "`turns` cannot be combined with `output` none"),
+        ("gen:output=none,grammars=0.5x2", "`grammars` cannot be combined with `output` none"),
         ("gen:shared_prefix=100x2,max_total=101", "leaves no room after a shared prefix of 100 tokens"),
         ("gen:input=fixed:512,max_total=512", "none of 1,000 draws of `input` and `output` fits `max_total` 512"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,22 +11,27 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.profiles import DEFAULT_PROFILE, PROFILES
+from lockstep.host.options import OptionField, options_of
 from lockstep.sim.cli import progress
 from lockstep.sim.cli.plan import plan as plan_command
+from lockstep.sim.cli.plan import usable_cores
 from lockstep.sim.cli.progress import ProgressLines
 from lockstep.sim.cli.run_output import progress_bar
 from lockstep.sim.cli.simulate import simulate as simulate_command
+from lockstep.sim.cluster.scenario import ClusterScenario
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan import answer as answers
 from lockstep.sim.plan.ledger import TrialStore
-from lockstep.sim.plan.question import QUICK, Length, Question, parse_search
+from lockstep.sim.plan.question import OWN_KEYS, QUICK, Length, Question, parse_search
 from lockstep.sim.plan.search import prepare, run_plan, sample_line
 from lockstep.sim.plan.workers import Alone
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import simulate
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.scenario.settings import SCHEDULER_OPTIONS
+from lockstep.sim.scenario.tier_options import TIER_KEYS
 from lockstep.sim.workload.sampling import spread_sample
 from lockstep.sim.workload.workload import SourceReading, Workload, WorkloadError, open_workload
 
@@ -263,3 +269,35 @@ def test_a_plan_answers_at_later_loads_too(tmp_path: Path) -> None:
         result = CliRunner().invoke(plan_command, [*asked, "--rate", "4", "--growth", growth])
         assert message in result.output
     assert "none is given" in CliRunner().invoke(plan_command, [*asked, "--growth", "2"]).output
+
+
+@pytest.mark.parametrize(
+    "field", [*options_of(Scenario).values(), *options_of(ClusterScenario).values()], ids=lambda one: one.name
+)
+def test_every_option_of_a_simulation_is_searched_or_refused_with_the_way_to_it(field: OptionField) -> None:
+    if field.name in ("settings", "tiers"):
+        return  # their fields are searched one by one
+    words = {
+        "tp": "2", "pp": "2", "mem_fraction": "0.8", "moe_a2a": "yes", "eplb": "yes", "rank_schedulers": "yes",
+        "scaling": "open_requests:8", "placement": "mixed",
+    }  # fmt: skip
+    for spelling in (field.name, field.flag[2:]):
+        text = f"{spelling}={words.get(field.name, '1')}"
+        if {field.name, field.flag[2:].replace("-", "_")} & {*OWN_KEYS, *TIER_KEYS}:
+            if spelling in OWN_KEYS:
+                assert parse_search((text,))[0][0] == spelling
+            continue
+        with pytest.raises(ConfigError, match=r"a plan does not search it\nhint: "):
+            parse_search((text,))
+
+
+def test_a_container_has_as_many_processes_as_it_may_use_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    quota = tmp_path / "cpu.max"
+    assert usable_cores(quota) == 64  # no such file
+    for text, cores in (("max 100000\n", 64), ("150000 100000\n", 2), ("1000 100000\n", 1), ("9900000 100000\n", 64)):
+        quota.write_text(text)
+        assert usable_cores(quota) == cores
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 10)
+    assert usable_cores(tmp_path / "none") == 10

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from lockstep.core.cluster.router import RouterConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.cli.plan import plan
 from lockstep.sim.cli.simulate import simulate
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan import answer as answers
+from lockstep.sim.plan import serve_command
 from lockstep.sim.plan.ledger import TrialStore
 from lockstep.sim.plan.question import QUICK, Length, Question, parse_search
 from lockstep.sim.plan.search import Candidate, candidates_to_narrow, hopeful, prepare, prune, run_plan
@@ -107,7 +109,7 @@ def test_a_split_that_cannot_be_reports_it(text: str) -> None:
     ("search", "changes", "message"),
     [
         ("prefill_decode=auto", {}, r"divides the GPUs of `max_gpus`, which is not given\nhint: --max-gpus 16"),
-        ("tp=1,2", {"common": {"link_gbs": 40.0}}, "`link_gbs` applies to links between prefill and decode engines"),
+        ("tp=1,2", {"common": {"link_gbs": 40.0}}, "`link_gbs` applies to prefill and decode engines"),
         ("prefill_decode=1:1", {"settings": {"role": "decode"}}, "`role` follows from `prefill_decode`"),
         (
             "prefill_decode=mixed,1:1",
@@ -189,7 +191,39 @@ def test_replicas_of_a_split_are_more_engines_of_each_side_behind_the_same_route
     assert winner.usd_per_hour(replicas) == pytest.approx(price * 3 * replicas)
 
 
-def test_the_winners_command_repeats_its_run_and_reports_that_it_is_only_simulated() -> None:
+def test_the_line_to_serve_has_all_engines_of_both_kinds() -> None:
+    serve = pytest.importorskip("lockstep.api.serve", reason="the server is not installed").serve
+    common = {"tp": 2, "engine": "none"}
+    winner = planned(question("prefill_decode=2xtp1:1xtp4", common=common, rate=1.0)).winner
+    assert winner is not None
+    assert winner.best is not None
+    assert winner.trial is not None
+    trial = replace(winner.trial, router=RouterConfig(policy="prefix_affinity", load_bound=1.5))
+    trial = replace(trial, base=replace(trial.base, settings={"num_reserved_decode_tokens": 64}))
+    of_three = replace(winner, best=replace(winner.best, replicas=3), trial=trial)
+    for command in serve_command.serve_commands(of_three):
+        assert command.lacks == []
+        words = shlex.split(command.line)
+        for flag, value in (
+            ("--prefill-engines", "6"),
+            ("--decode-engines", "3"),
+            ("--prefill-tp", "1"),
+            ("--decode-tp", "4"),
+            ("--router", "prefix_affinity"),
+            ("--router-load-bound", "1.5"),
+        ):
+            assert words[words.index(flag) + 1] == value
+        assert "num_reserved_decode_tokens=64" in words
+        assert "--tp" not in words  # each side has its own
+    shown = CliRunner().invoke(serve, [*shlex.split(serve_command.serve_commands(of_three)[1].line)[2:], "--dry-run"])
+    assert shown.exit_code == 0, shown.output
+    assert "6 prefill engines, 3 decode engines" in shown.output
+    most = replace(winner, best=replace(winner.best, replicas=200), trial=trial)
+    assert serve_command.serve_commands(most)[0].lacks == ["more than 256 prefill engines"]
+    assert pytest.importorskip("lockstep.api.settings").AT_MOST["dp"] == serve_command.SERVED_ENGINES_MAX
+
+
+def test_the_winners_command_repeats_its_run() -> None:
     common = {
         "link_gbs": 10.0,
         "link_latency_us": 50,
@@ -199,15 +233,15 @@ def test_the_winners_command_repeats_its_run_and_reports_that_it_is_only_simulat
     winner = found.winner
     assert winner is not None
     assert winner.best is not None
-    arguments = shlex.split(answers.simulate_command(winner))[2:]
+    arguments = shlex.split(serve_command.simulate_command(winner))[2:]
     assert "1xh100:tp=2:role=prefill,1xh100:tp=1:role=decode" in arguments
     shown = CliRunner().invoke(simulate, [*arguments, "--json", "--no-intervals"])
     assert shown.exit_code == 0, shown.output
     metrics = json.loads(shown.stdout)
     assert metrics["latency"] == winner.best.results[0].summary["latency"]
-    served, emulated = answers.serve_commands(winner)
-    for command in (served, emulated):
-        assert command.lacks[0] == "1 prefill and 1 decode engines, see --prefill-engines"
+    served, emulated = serve_command.serve_commands(winner)
+    assert served.lacks == []
+    assert emulated.lacks == ["link_gbs 10", "link_latency_us 50"]  # an emulated server has the usual links
     assert any("10 GB/s per GPU and way, 50.0 us" in line for line in found.remarks())
 
 
@@ -320,7 +354,7 @@ def test_one_command_answers_and_gives_the_same_again(tmp_path: Path) -> None:
     assert "sides" not in mixed
     assert set(split["sides"]) == {"prefill", "transfer", "decode"}
     assert split["limited_by"].startswith("TTFT p90: ")
-    assert "with --prefill-engines and --decode-engines a server" in one.stdout
+    assert "The links between prefill and decode engines, as simulated: 40 GB/s" in one.stdout
     assert answers.SIDES_TITLE in one.stdout
     assert "Prefill and decode at the load" in (tmp_path / "one" / "plan.html").read_text()
 

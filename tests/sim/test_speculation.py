@@ -264,7 +264,8 @@ def test_what_cannot_be_is_one_clear_error(settings: dict[str, Any], more: dict[
 
 
 def test_rates_are_read() -> None:
-    assert parse_rates("0.85, 0.7") == (0.85, 0.7)
+    assert parse_rates("0.85, 0.7") == ((0.85,), (0.7,))
+    assert parse_rates("0.7/0.1/0.05,0.6") == ((0.7, 0.1, 0.05), (0.6,))
 
 
 def test_a_plan_reports_what_drafts_bring_and_that_they_are_not_served_yet(tmp_path: Path) -> None:

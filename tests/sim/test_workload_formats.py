@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import zstandard
 
+from lockstep.sim.run.fast_runs import share_prefixes
 from lockstep.sim.workload.arrivals import TimeWindow
-from lockstep.sim.workload.token_runs import FreshTokens, fresh_tokens, prompt_ids
+from lockstep.sim.workload.servegen import open_loop_turns
+from lockstep.sim.workload.token_runs import TOKEN_IDS, FreshTokens, fresh_tokens, prompt_ids
 from lockstep.sim.workload.workload import SourceReading, Workload, WorkloadError, open_workload
 
 AGENTIC = "traces/agentic/agentic_developers.jsonl.gz"
@@ -474,3 +476,12 @@ def test_fresh_ids_of_many_are_those_of_one_after_another() -> None:
     counts = np.array([5, 2**30, 2**30 - 6, 1, 7, 2**30], np.int64)
     one_by_one = FreshTokens(3)
     assert fresh_tokens(3, counts).tolist() == [one_by_one.take(count) for count in counts.tolist()]
+
+
+def test_prompts_without_common_prefix_have_none_after_the_ids_repeat() -> None:
+    """A day of 1.4 million requests has more tokens than there are ids; the fast path simulates it anyway."""
+    lengths = np.full(5_000, 10**6, np.int64)
+    turns = open_loop_turns(np.arange(5_000), lengths, lengths // 3)
+    assert lengths.sum() > 2 * TOKEN_IDS
+    assert len(np.unique(turns.run_first_token)) == 5_000
+    assert not share_prefixes(turns)

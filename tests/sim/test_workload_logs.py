@@ -257,6 +257,10 @@ BAD: dict[str, tuple[str | bytes, str]] = {
         lines({"ts": 0, "messages": CHAT, "completion_tokens": 3}),
         "line 1, column `messages`: is text, and no column has the number of its tokens\nhint: --tokenizer FOLDER",
     ),
+    "numbers in a column of texts": (
+        "ts,input,output\n0,9,3\n",
+        "column `input`: has `9`, but a column of this name is text, and no column has the number of its tokens\nhint:",
+    ),
     "no lengths": ("ts,model\n0,qwen\n", "no column has the tokens of prompts, nor their text\nhint: --columns input"),
     "no lengths of answers": (
         "ts,prompt_tokens\n0,9\n", "no column has the tokens of answers, nor their text\nhint: --columns output=NAME"

@@ -10,11 +10,12 @@ of them (`LONG_REQUESTS_MAX`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
@@ -24,7 +25,7 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.requests.budget import CLIP_MAX_NEW_TOKENS
 from lockstep.sim.cluster.scenario import ClusterScenario
 from lockstep.sim.cluster.setup import ClusterSetup
-from lockstep.sim.cost import BatchShape, CostModel, CpuModel, Duration
+from lockstep.sim.cost import BatchShape, ContextBends, CostModel, CpuModel, Duration
 from lockstep.sim.cost.calibration import Correction
 from lockstep.sim.fast.fast_path import POLICIES
 from lockstep.sim.metrics.run_data import RunData
@@ -62,6 +63,42 @@ class Jittery:
     def describe(self) -> dict[str, Any]:
         """Return the description of the model below."""
         return self.cost.describe()
+
+
+class Halved:
+    """A cost model whose decodes take a line of their context, up to 0.1 ps: half of them end between two microseconds.
+
+    So these times are rounded up or down by a difference that the line does not have.
+    """
+
+    def __init__(self, cost: CostModel) -> None:
+        self.cost = cost
+
+    def batch_us(self, shape: BatchShape) -> Duration:
+        """Return the time of a batch."""
+        if shape.extend_rows:
+            return self.cost.batch_us(shape)
+        context_tokens = shape.decode_context_tokens
+        return Duration(200.0 * shape.decode_rows + 0.5 * context_tokens + 1e-7 * (context_tokens % 7 % 3 - 1))
+
+    def decode_bends(self, rows: int) -> tuple[int, ...]:
+        """Return the contexts at which the line bends: none."""
+        return ()
+
+    def chunk_bends(self, tokens: int) -> tuple[int, ...] | None:
+        """Return the contexts at which the time of an extend bends."""
+        return self.cost.chunk_bends(tokens) if isinstance(self.cost, ContextBends) else None
+
+    def describe(self) -> dict[str, Any]:
+        """Return the description of the model below."""
+        return self.cost.describe()
+
+
+COSTS: dict[str, Callable[[CostModel], CostModel]] = {
+    "catalogue": lambda cost: cost,
+    "with a spread": Jittery,
+    "halved": Halved,
+}
 
 
 class Load(NamedTuple):
@@ -187,7 +224,7 @@ class Case(NamedTuple):
     load: Load
     cpu: CpuModel = CpuModel()
     frontend_us: float = 0.0
-    jittery: bool = False
+    cost: str = "catalogue"  # of COSTS
     concurrency: int | None = None  # sessions in progress, in a closed loop
     sent: int = 0  # requests of the closed loop
 
@@ -210,7 +247,7 @@ class Case(NamedTuple):
             workload=replace(setup.workload, turns=turns),
             config=config,
             cpu=self.cpu,
-            cost=Jittery(setup.cost) if self.jittery else setup.cost,
+            cost=COSTS[self.cost](setup.cost),
             calibration=replace_struct(setup.calibration, correction=correction),
         )
 
@@ -249,6 +286,9 @@ def schedulers(draw: st.DrawFn, context_tokens: int = 1_000) -> dict[str, Any]:
         limit = min(most, most if chunked is None else chunked)
         align = page_size * draw(sizes(1, max(limit // page_size, 1)))
     tokens = draw(st.integers(context_tokens // 2, context_tokens) | sizes(context_tokens, 12 * context_tokens))
+    least = msgspec.UNSET
+    if chunked is not None and draw(st.booleans()):
+        least = draw(st.integers(page_size, chunked))
     return {
         "page_size": page_size,
         "pages": tokens // page_size + 2,
@@ -258,6 +298,7 @@ def schedulers(draw: st.DrawFn, context_tokens: int = 1_000) -> dict[str, Any]:
         "max_running_requests": running,
         "request_rows": draw(st.none() | st.integers(running, 3 * running)),
         "chunked_prefill_size": chunked,
+        "chunked_prefill_size_min": least,
         "max_prefill_tokens": most,
         "truncation_align_size": align,
         "chunk_unit": draw(st.sampled_from(("page", "token"))),
@@ -320,7 +361,7 @@ def cases(draw: st.DrawFn, contexts: st.SearchStrategy[int] = CONTEXTS, sharings
         load,
         draw(CPUS),
         draw(st.sampled_from((0.0, 0.0, 1_500.4))),
-        draw(st.booleans()),
+        draw(st.sampled_from(tuple(COSTS))),
         concurrency,
         sent,
     )

@@ -21,6 +21,7 @@ from tests.support.driver.draw import (
     pressed_config,
     random_actions,
     random_config,
+    with_chains,
 )
 from tests.support.tiered import returning
 
@@ -34,6 +35,8 @@ OFF: dict[str, dict[str, Any]] = {
         "num_speculative_tokens": UNSET,
         "speculative_min_chance": UNSET,
         "speculative_max_batch_size": UNSET,
+        "speculative_topk": UNSET,
+        "speculative_num_steps": UNSET,
         "jump_forward_tokens": UNSET,
     },
 }
@@ -45,7 +48,7 @@ def hybrid(rng: random.Random, config: SchedConfig, *, pairs: bool = True) -> Sc
     own = random.Random()
     own.setstate(rng.getstate())  # beside the others, which stay the same
     pair = own.random()
-    config = splitting(config)
+    config = with_chains(splitting(config))
     for name, off in OFF.items():
         if not pairs or random.Random(f"{name} {pair}").random() >= 0.8:
             config = replace(config, **off)

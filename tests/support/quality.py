@@ -92,7 +92,8 @@ def _whole_chunks(config: SchedConfig) -> bool:
     hybrid, aligned = config.hybrid, config.truncation_align_size is not None
     if hybrid is not UNSET and hybrid.chunk_tokens_min is UNSET and 0 < hybrid.window_pages < TINY_PAGES:
         return False
-    return config.chunk_target_us is None and not aligned and config.pp_dynamic_chunking is not True
+    shortens = config.chunked_prefill_size_min is not UNSET or config.pp_dynamic_chunking is True
+    return config.chunk_target_us is None and not aligned and not shortens
 
 
 @dataclass
@@ -309,7 +310,6 @@ BOUNDS: dict[str, Bound] = {
     "launches that pass a request which fits": Bound(
         4,
         "places and pages lie free; an admission may wait for one result and one retry, and not for ends",
-        lambda config: not config.speculates,  # drafts hold pages that the reserve counts again until their results
     ),
     "launches without the next chunk": Bound(
         8,

@@ -135,6 +135,7 @@ class RankGroup:
         self.passes: list[Ranks] = []  # of this generation: what every rank launches, in order
         self.microbatches: list[int] = []  # and in which microbatch
         self.verdicts: dict[tuple[int, int], tuple[Any, ...]] = {}  # about prompts, by generation and round
+        self.waits_since: dict[tuple[int, int, int], int] = {}  # by generation, rank, slot: the first wait of prompts
         self.sent: dict[int, list[int]] = {}
         self.answers: dict[int, Answer] = {}
         self.cancelled: set[int] = set()
@@ -344,6 +345,8 @@ class RankGroup:
         for decided in step.decided:
             match decided:
                 case PrefillNegotiated():
+                    if isinstance(event, RanksAgreed):
+                        self._check_wait(member, event, decided)
                     verdict = msgspec.structs.astuple(decided)[2:]
                     self._alike(self.verdicts, (self.generation, decided.round), verdict, "S28: verdicts")
                     self.marks[f"prompts {'went ahead' if decided.allowed else 'waited'} ({decided.situation})"] += 1
@@ -360,6 +363,16 @@ class RankGroup:
             self._alike(self.digests, (self.generation, event.round), rounds.digest, "S28: digests of all decisions")
             self.marks["waited for results of an extend"] += rounds.awaits_results
         return step
+
+    def _check_wait(self, member: Member, event: RanksAgreed, decided: PrefillNegotiated) -> None:
+        """L5: the wait of prompts for other ranks counts from its first pass on, by the first rank's clock."""
+        key, now_us = (event.generation, member.rank, member.rounds.slot), event.wishes[0].time_us
+        if decided.passes == 1 and not decided.allowed:
+            self.waits_since[key] = now_us
+        elif decided.passes:
+            expected_us = now_us - self.waits_since[key]
+            waited_us = decided.waited_us
+            assert waited_us == expected_us, f"L5: prompts wait for {expected_us} us, counted are {waited_us}"
 
     def _alike(self, known: dict[Any, Any], key: Any, value: Any, what: str) -> None:
         assert known.setdefault(key, value) == value, f"{what} differ in round {key}: {known[key]} and {value}"

@@ -230,6 +230,8 @@ def _answer(event: Observed, orders: Orders) -> None:
             assert not older, f"b{batch_id} finished before {older} of its microbatch"
             samples = len(plan.sample_rows)
             accepted = np.frombuffer(event.accepted, np.int32)
+            if plan.speculation is not None and plan.speculation.parents.size:  # the numbers of right drafts follow
+                accepted = accepted[:samples]
             expected = int(accepted.sum()) if accepted.size else samples
             assert len(event.tokens) == 4 * expected, f"b{batch_id} has {len(event.tokens) // 4} tokens, not {expected}"
             assert accepted.size in (0, samples), f"b{batch_id} has {accepted.size} accepted counts"

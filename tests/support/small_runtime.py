@@ -22,20 +22,19 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import ObservedEvent, RequestArrived, SamplingParams, TokenIds
 from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
-from lockstep.host.batches import RowContext
+from lockstep.host.batches import Int32s, RowContext
 from lockstep.host.loop import (
     NO_DEVICE_SERVICES,
     NO_REQUEST_SERVICES,
-    DeviceServices,
     HostClock,
-    Int32s,
-    RequestServices,
     ResultExtras,
     RuntimeHost,
     TokenLogprobs,
 )
+from lockstep.host.services import DeviceServices, RequestServices
 from lockstep.runtime.canary import Canary
-from lockstep.runtime.drafting import NgramDrafter
+from lockstep.runtime.draft_tree import TreeShape
+from lockstep.runtime.drafting import DraftingRows, NgramDrafter
 from lockstep.runtime.executor import Executor, LookAhead, Matchers, RunnableModel
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import DecodeGraphs, Recorder
@@ -89,7 +88,23 @@ class SumAttention:
         pages = batch.page_table[batch.rows.long()][:, positions // self.pool.page_size].long()
         values = self.pool.values[layer].view(-1)[pages * self.pool.page_size + positions % self.pool.page_size]
         upto = (values * (positions % 31 + 1)).cumsum(1)
-        return upto[self._of_row, batch.positions][:, None, None]
+        if batch.tree is None:
+            return upto[self._of_row, batch.positions][:, None, None]
+        at, numbers, shape = (
+            batch.positions.clone(),
+            torch.from_numpy(batch.tree.numbers.astype(np.int64)),
+            batch.tree.shape,
+        )
+        depths, of_trees = torch.from_numpy(shape.depths.astype(np.int64)), len(at) - len(numbers)
+        stands = at[of_trees:] - depths[numbers]
+        at[of_trees:] = stands - 1
+        total = upto[self._of_row, at.clamp(min=0)]
+        sees = torch.from_numpy(shape.sees)[numbers]
+        for place in range(len(numbers)):  # the tokens on the path of each, weighted by their positions
+            seen = sees[place].nonzero()[:, 0]
+            weights = (stands[place] + depths[seen]) % 31 + 1
+            total[of_trees + place] += (values[self._of_row[of_trees + place], stands[place] + seen] * weights).sum()
+        return total[:, None, None]
 
 
 class SumModel:
@@ -136,16 +151,8 @@ def alone(prompt: Sequence[int], count: int, stops: Sequence[int] = ()) -> list[
 class Foreseeing(NgramDrafter):
     """Drafts the tokens that `SumModel` will compute, wrong after a number that follows from row and position."""
 
-    def draft(
-        self,
-        rows: Tensor,
-        stands: Tensor,
-        newest: Tensor,
-        page_table: Tensor,
-        drafts: Int32s,
-        reach: Tensor,
-        stands_host: Int32s,
-    ) -> Tensor:
+    def draft(self, drafting: DraftingRows) -> Tensor:
+        rows, stands, newest, page_table, drafts, reach, stands_host = drafting
         assert (stands <= torch.from_numpy(stands_host)).all()
         assert (reach - stands).tolist() == drafts.tolist()
         guesses = []
@@ -157,6 +164,26 @@ class Foreseeing(NgramDrafter):
                 wrong = number >= (row * 7 + stand * 5 + stand // 3) % 5
                 tokens.append((next_token(tokens) + wrong) % VOCABULARY)
             guesses.append(tokens[stand + 1 :])
+        return torch.tensor(guesses)
+
+
+class ForeseeingTree(Foreseeing):
+    """Drafts trees with the tokens that `SumModel` will compute among the alternatives, at some of the places."""
+
+    def draft_tree(self, drafting: DraftingRows, shape: TreeShape) -> Tensor:
+        rows, stands, newest, page_table, *_ = drafting
+        guesses = []
+        for row, stand, token in zip(rows.tolist(), stands.tolist(), newest.tolist(), strict=True):
+            at = torch.arange(stand)
+            slots = (page_table[row][at >> self.page_shift].long() << self.page_shift) + (at & self.page_mask)
+            paths = {0: [*self.tokens[slots].tolist(), token]}
+            seen: dict[int, int] = {}
+            for number, parent in enumerate(shape.parents.tolist(), 1):
+                rank = seen[parent] = seen.get(parent, -1) + 1
+                path = paths[parent]
+                right = (row * 7 + stand * 5 + len(path)) % 4
+                paths[number] = [*path, (next_token(path) + (rank - right)) % VOCABULARY]
+            guesses.append([paths[number][-1] for number in range(1, 1 + len(shape.parents))])
         return torch.tensor(guesses)
 
 

@@ -49,6 +49,7 @@ from lockstep.core.contract.commands import (
     SampleBatch,
     Step,
     SwapWeights,
+    depths_of,
 )
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import (
@@ -179,7 +180,8 @@ class Launched:
     tokens: Int32s | None = None
     starts: dict[int, int] = field(default_factory=dict)  # by position in the plan: where a verifying row began
     accepted: dict[int, int] = field(default_factory=dict)  # and how many tokens it got
-    drafts: dict[int, int] = field(default_factory=dict)  # and how many drafts it verifies
+    drafts: dict[int, int] = field(default_factory=dict)  # and how many drafts it verifies; of a tree, its longest path
+    right: dict[int, list[int]] = field(default_factory=dict)  # and the numbers of its right drafts, of a tree
     most: dict[int, int] = field(default_factory=dict)  # by row: its last possible position, given the results so far
 
 
@@ -435,7 +437,8 @@ class TaggedKv:
             self._check_sample_after(plan)
         launched = Launched(plan, snapshot_of(plan), pages, tables, may_sample=not deferred)
         if plan.speculation is not None:
-            launched.drafts = dict(enumerate(plan.speculation.drafted().tolist(), plan.extend_rows))
+            drafted = plan.speculation.path_lengths() if plan.speculation.parents.size else plan.speculation.drafted()
+            launched.drafts = dict(enumerate(drafted.tolist(), plan.extend_rows))
             launched.most = {int(plan.rows[i]): int(plan.stops[i]) for i in launched.drafts}
         self.stream.append(launched)
         self.launched.append(launched)
@@ -535,14 +538,17 @@ class TaggedKv:
         plan, story = launched.plan, self.stories[row.request_id]
         start = int(plan.starts[i]) if row.failed else row.stands  # a failed batch did not move it
         table = launched.tables[int(plan.rows[i])]
-        if not int(plan.starts[i]) <= start <= int(plan.stops[i]) - 1 - drafts:
-            raise KvError(f"b{plan.batch_id}: r{row.request_id} stands at {start}, its span of {1 + drafts} lies in "
+        path = launched.drafts[i]
+        if not int(plan.starts[i]) <= start <= int(plan.stops[i]) - 1 - path:
+            raise KvError(f"b{plan.batch_id}: r{row.request_id} stands at {start}, its span of {1 + path} lies in "
                           f"[{plan.starts[i]}:{plan.stops[i]})")  # fmt: skip
         if not row.failed and self._newest(plan, row, start) != story.tokens[start]:
             raise KvError(f"b{plan.batch_id}: r{row.request_id} verifies behind another token than its own at {start}")
         assert plan.speculation is not None
         forced = plan.speculation.forced_of(i - plan.extend_rows)
-        right = len(forced) if forced else self.accept(row.request_id, start, drafts)
+        right = len(forced) if forced else self.accept(row.request_id, start, path)
+        if plan.speculation.parents.size:
+            launched.right[i] = right_path(plan.speculation.parents, drafts, right, row.request_id + start)
         launched.starts[i], launched.accepted[i] = start, right + 1
         row.stands = start + right + 1
         tokens = [
@@ -590,6 +596,8 @@ class TaggedKv:
         event = BatchFinished(time_us, batch_id, tokens.tobytes(), time_us, time_us, self.generation)
         if launched.plan.speculation is not None:
             accepted = [launched.accepted.get(i, 1) for i in launched.plan.sample_rows.tolist()]
+            for i in launched.plan.sample_rows.tolist():
+                accepted += launched.right.get(i, [])
             event = msgspec.structs.replace(event, accepted=np.array(accepted, np.int32).tobytes())
         self.forced = self._forced(launched)
         ended = self._grammars_ended(launched.plan)
@@ -645,7 +653,8 @@ class TaggedKv:
             for behind in self.stream:
                 if index in behind.most:
                     behind.most[index] -= wrong
-                    behind.pages[index] = set(behind.tables[index][: -(-behind.most[index] // page_size)])
+                    if not self.config.drafts_trees:  # a row with trees keeps its pages
+                        behind.pages[index] = set(behind.tables[index][: -(-behind.most[index] // page_size)])
                     if self.hybrid is not None:
                         at_least = delivered.starts[i] + accepted
                         self.hybrid.narrow(behind.plan.batch_id, index, at_least, behind.most[index])
@@ -828,7 +837,8 @@ class TaggedKv:
         """Check that a row verifies within its least and greatest position; if they differ, the plan names a batch."""
         assert plan.speculation is not None
         name, drafts = f"b{plan.batch_id}: r{row.request_id}", int(plan.speculation.draft_lengths[i - plan.extend_rows])
-        if (start, stop) != (row.least, row.reach + 1 + drafts):
+        path = int(plan.speculation.path_lengths()[i - plan.extend_rows])
+        if (start, stop) != (row.least, row.reach + 1 + path):
             raise KvError(f"{name}[{start}:{stop}] verifies {drafts} drafts, it stands at {row.least} to {row.reach}")
         forced = len(plan.speculation.forced_of(i - plan.extend_rows))
         if not 0 <= drafts <= plan.speculation.draft_tokens or (drafts > forced and row.matcher is not None):
@@ -839,7 +849,7 @@ class TaggedKv:
         if after != says[-1:]:
             raise KvError(f"{name} starts after {after}, the batches that leave it open are {says}")
         row.least, row.reach = row.least + 1 + forced, stop
-        return self._pages_to(plan, row, stop)
+        return self._pages_to(plan, row, stop + drafts - path)
 
     def _pages_to(self, plan: BatchPlan, row: Row, stop: int) -> set[int]:
         """The pages of a row's first `stop` positions, all of which it must have."""
@@ -856,7 +866,10 @@ class TaggedKv:
             for other_index, other in self.rows.items()
             if other.live
         ]
-        for row_index, start, stop in zip(plan.rows.tolist(), plan.starts.tolist(), plan.stops.tolist(), strict=True):
+        stops = plan.stops.copy()
+        if plan.speculation is not None:  # branches of a tree lie behind the span of their row
+            stops[plan.extend_rows :] += plan.speculation.draft_lengths - plan.speculation.path_lengths()
+        for row_index, start, stop in zip(plan.rows.tolist(), plan.starts.tolist(), stops.tolist(), strict=True):
             written = set(self.rows[row_index].table[start // page_size : -(-stop // page_size)])
             for other_index, other, held in live:
                 if other_index != row_index and not written.isdisjoint(held):
@@ -944,6 +957,17 @@ class TaggedKv:
             about = story.about[position] if position < len(story.about) else None
             ids.append(self._interned.setdefault((before, story.tokens[position], about), len(self._interned)))
         return ids
+
+
+def right_path(parents: Int32s, drafts: int, length: int, key: int) -> list[int]:
+    """Return the numbers of `length` drafts of a tree on one path, among the first `drafts`; `key` chooses the path."""
+    depths = depths_of(parents)
+    ends = [number for number in range(drafts + 1) if depths[number] == length]
+    number, path = ends[key % len(ends)], list[int]()
+    while number:
+        path.append(number)
+        number = int(parents[number - 1])
+    return path[::-1]
 
 
 def drafts_of(launched: Launched, row: int) -> int:

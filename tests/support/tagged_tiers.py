@@ -18,7 +18,9 @@ from lockstep.core.contract.commands import (
     CopyToHost,
     LoadFromHost,
     PrefetchFromStorage,
+    ReleaseDeviceMemory,
     Step,
+    SwapWeights,
     WriteToStorage,
 )
 from lockstep.core.contract.config import CacheTiers
@@ -63,7 +65,7 @@ class TaggedTiers:
     """The memory of a host and a storage. It must receive every observed event and its Step, around its `TaggedKv`."""
 
     def __init__(self, settings: CacheTiers, kv: TaggedKv) -> None:
-        self.kv = kv
+        self.settings, self.kv = settings, kv
         self.page_size = kv.config.page_size
         self.host = [self._spoilt() for _ in range(settings.host_pages)]
         self.windows: dict[int, list[int]] = {}  # of host memory, by number: cells as of a window page
@@ -159,8 +161,20 @@ class TaggedTiers:
                     self.cancelled.add(number)
                 case CopyToHost() | LoadFromHost() | PrefetchFromStorage() | WriteToStorage():
                     self._begin(command)
+        self._check_orders(step)
         if self.begun != self.moves.keys():
             raise KvError(f"S32: {sorted(self.begun)} are accounted, {sorted(self.moves)} are under way")
+
+    def _check_orders(self, step: Step) -> None:
+        """Nothing is copied from or to a device that changes, and prefetches keep to their share of the host."""
+        changes = [one for one in step.commands if isinstance(one, SwapWeights | ReleaseDeviceMemory)]
+        busy = [number for number, move in self.moves.items() if isinstance(move, CopyToHost | LoadFromHost)]
+        if changes and busy:
+            raise KvError(f"{changes[0]} is ordered, and moves {busy} are under way")
+        prefetching = sum(len(move.host_pages) for move in self.moves.values() if isinstance(move, PrefetchFromStorage))
+        most = int(self.settings.prefetch_share * self.settings.host_pages)
+        if prefetching > most:
+            raise KvError(f"prefetches have {prefetching} host pages, at most {most} (prefetch_share)")
 
     def _begin(self, move: Move) -> None:
         number = number_of(move)

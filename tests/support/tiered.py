@@ -6,6 +6,7 @@ Used by the swarm, and by tests/properties/test_tiers.py with seeds of its own.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -45,6 +46,70 @@ def moving(rng: random.Random, actions: list[Action]) -> list[Action]:
         if rng.random() < 0.01:
             mixed.append(("late_move",))
     return mixed
+
+
+def contested(rng: random.Random) -> tuple[SchedConfig, list[Action]]:
+    """Moves that compete: loads that time out and loads behind pages in flight, many prefetches, stores that fail.
+
+    A few prompts come again at different lengths, so that one request computes what another loads, and batches fail.
+    """
+    page_size = rng.choice([1, 2, 4])
+    config = SchedConfig(
+        page_size=page_size,
+        pages=rng.randint(40, 110) // page_size,
+        max_running_requests=rng.choice([1, 2, 4]),
+        chunked_prefill_size=rng.choice([None, None, 8, 16]),
+        overlap_depth=rng.choice([0, 1, 2]),
+        same_step_sharing=rng.random() < 0.7,
+        batching=rng.choice(["prefill_first", "mixed", "running_first"]),
+        tiers=CacheTiers(
+            host_pages=rng.choice([rng.randint(2, 60), 100, 300]),
+            write_policy=rng.choice(["write_through", "write_through", "write_back"]),
+            load_tokens_min=rng.choice([0, 4, 10]),
+            load_pages_max=rng.choice([None, 5]),
+            load_timeout_us=rng.choice([None, 5, 20]),
+            storage=rng.random() < 0.7,
+            prefetch_policy=rng.choice(["best_effort", "wait_complete", "timeout"]),
+            prefetch_tokens_min=1,
+            prefetch_timeout_us=rng.choice([5, 50]),
+            prefetch_share=rng.choice([0.1, 0.3, 1.0]),
+        ),
+    )
+    weights: dict[str, float] = {
+        "arrive": 1.5,
+        "ready": 6,
+        "finish": 4,
+        "wait": 1,
+        "clock": 0.3,
+        "trouble": rng.choice([0, 0.3, 1]),
+        "move": rng.choice([1, 3, 6]),
+        "weights": rng.choice([0, 0.15]),
+        "order_done": 0.5,
+        "cancel": rng.choice([0, 0.2]),
+    }
+    swaps = [CONTROLS.index(UpdateWeights(0, "w", mode)) for mode in ("wait", "retract", "in_place")]
+    actions: list[Action] = []
+    for name in rng.choices(list(weights), list(weights.values()), k=250):
+        match name:
+            case "arrive":
+                lengths, options = [rng.randint(1, 12), rng.randint(1, 60), 50], dict[str, Any]()
+                for _ in range(rng.choice([1, 1, 2, 3])):
+                    base = 1 + 1000 * rng.randrange(3)
+                    actions.append((name, base, rng.choice(lengths), rng.choice([1, 6, 25]), options))
+            case "wait" | "clock":
+                actions.append((name, rng.randint(1, 12)))
+            case "cancel":
+                actions.append((name, rng.randrange(100)))
+            case "trouble":
+                actions.append(("finish", "error"))
+            case "move":
+                lost = rng.random() < 0.2
+                actions.append((name, rng.randrange(100), rng.choice([0.0, 0.5]) if lost else 1.0, "lost" * lost))
+            case "weights":
+                actions.append(("control", rng.choice(swaps)))
+            case _:
+                actions.append((name,))
+    return config, actions
 
 
 def returning(rng: random.Random) -> tuple[SchedConfig, list[Action]]:

@@ -39,6 +39,7 @@ HALVES = f"{PLAIN} --prefill-engines 1 --decode-engines 1"
 CLUSTER = f"{PLAIN} --replicas 2"
 TABLE = ["gemm_dtype,m,n,k,latency", *(f"bfloat16,{m},{n},{n},0.1" for m in (1, 4096) for n in (512, 65536))]
 DRAFTS = f"{PLAIN} --speculative-method ngram"
+HEADS = f"{PLAIN} --speculative-method eagle"
 FROM_LOG = "--model qwen3-0.6b --gpu h200 --workload LOGFILE"
 STAGES = f"{PLAIN} --pp 2 --pp-size 2"
 
@@ -64,6 +65,8 @@ LINES: dict[str, tuple[str, str]] = {
     "--router-hop": (CLUSTER, "1ms"),
     "--link-bandwidth": (HALVES, "10"),
     "--link-latency": (HALVES, "1ms"),
+    "--placement": (HALVES, "packed"),
+    "--network-latency": (PLAIN, "5us"),
     "--router-report-interval": (f"{CLUSTER} --router total_requests", "1ms"),
     "--router-report-delay": (f"{CLUSTER} --router total_requests --router-report-interval 2ms", "1ms"),
     "--autoscale": (CLUSTER, "open_requests=2,minimum=1"),
@@ -121,6 +124,7 @@ LINES: dict[str, tuple[str, str]] = {
     "--max-input-tokens": (PLAIN, "64"),
     "--request-rows": (PLAIN, "512"),
     "--truncation-align-size": (f"{PLAIN} --batching prefill_first", "16"),
+    "--chunked-prefill-size-min": (PLAIN, "16"),
     "--schedule-policy-version": (f"{PLAIN} --schedule-policy fair", "1.0"),
     "--enable-priority-preemption": (f"{PLAIN} --schedule-policy priority --retraction-policy priority", ""),
     "--radix-capacity-pages": (PLAIN, "8"),
@@ -138,6 +142,8 @@ LINES: dict[str, tuple[str, str]] = {
     "--num-speculative-tokens": (DRAFTS, "2"),
     "--speculative-min-chance": (DRAFTS, "0.5"),
     "--speculative-max-batch-size": (DRAFTS, "2"),
+    "--speculative-topk": (HEADS, "2"),
+    "--speculative-num-steps": (f"{HEADS} --speculative-topk 2", "2"),
     "--role": (PLAIN, "mixed"),
     "--transfer-allocation": (HALVES, "prefill_complete"),
     "--transfer-failure": (HALVES, "recompute"),

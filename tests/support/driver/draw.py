@@ -119,15 +119,37 @@ def drafting(rng: random.Random, config: SchedConfig, share: float) -> SchedConf
         config = msgspec.structs.replace(config, jump_forward_tokens=jumps.choice([1, 2, 5, 16]))
     if config.isolate_tenants and config.radix_cache and jumps.random() < 0.5:
         config = msgspec.structs.replace(config, cache_guarantee=jumps.choice([0.2, 0.6, 1.0]))
+    chunk = config.chunked_prefill_size
+    if chunk is not None and jumps.random() < 0.3:
+        config = msgspec.structs.replace(config, chunked_prefill_size_min=jumps.randint(config.page_size, chunk))
     if drawn >= share:
         return config
-    return msgspec.structs.replace(
+    config = msgspec.structs.replace(
         config,
         speculative_method="ngram",
         num_speculative_tokens=own.choice([1, 2, 3, 8]),
         speculative_min_chance=own.choice([msgspec.UNSET, msgspec.UNSET, 0.2, 0.6]),
         speculative_max_batch_size=own.choice([msgspec.UNSET, msgspec.UNSET, msgspec.UNSET, 2]),
     )
+    trees = random.Random(f"trees {drawn}")
+    apart = config.jumps or config.hands_over or config.hybrid is not msgspec.UNSET
+    return config if apart or trees.random() < 0.5 else with_trees(config, trees)
+
+
+def with_trees(config: SchedConfig, rng: random.Random) -> SchedConfig:
+    """Return the settings, of an engine that verifies drafts, with trees instead of chains."""
+    return msgspec.structs.replace(
+        config,
+        speculative_method="eagle",
+        num_speculative_tokens=(drafts := rng.choice([1, 2, 3, 8, 19])),
+        speculative_topk=rng.choice([2, 3, 8]),
+        speculative_num_steps=rng.choice([msgspec.UNSET, 1, max(drafts // 2, 1), drafts]),
+    )
+
+
+def with_chains(config: SchedConfig) -> SchedConfig:
+    """Return the settings with chains of drafts instead of trees, which do not go with pools of their own."""
+    return msgspec.structs.replace(config, speculative_topk=msgspec.UNSET, speculative_num_steps=msgspec.UNSET)
 
 
 def pipelined(rng: random.Random, config: SchedConfig) -> SchedConfig:

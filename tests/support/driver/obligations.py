@@ -176,7 +176,11 @@ class EvictionObligations(Piece):
         """Yield the pages that the step allocates: for the positions of its plan, and for loads."""
         page_size, plan = self.engine.config.page_size, step.launched()
         if plan is not None:
-            for start, stop in zip(plan.starts.tolist(), plan.stops.tolist(), strict=True):
+            stops = plan.stops.copy()
+            if plan.speculation is not None:  # all drafts of a tree have slots, also those on other paths
+                drafts = plan.speculation.draft_lengths
+                stops[len(stops) - len(drafts) :] += drafts - plan.speculation.path_lengths()
+            for start, stop in zip(plan.starts.tolist(), stops.tolist(), strict=True):
                 yield -(-stop // page_size) - -(-start // page_size)
         for command in step.commands:
             if isinstance(command, LoadFromHost):

@@ -7,6 +7,7 @@ from typing import Any
 
 from lockstep.core.contract.commands import FinishRequest, RejectRequest, Step, StreamTokens
 from lockstep.core.contract.events import (
+    DROP_OUTPUT,
     CancelMany,
     Grammar,
     Observed,
@@ -54,7 +55,7 @@ class RequestPiece(Piece):
         if finish_by is not None:
             options["finish_by_us"] = subject.now_us + finish_by
         start = options.get("session_start")
-        if start is not None and options["session"] in engine.sessions.open:
+        if start not in (None, DROP_OUTPUT) and options["session"] in engine.sessions.open:
             options["session_start"] = start % (engine.sessions.open[options["session"]].length + 1)
         eos = () if options.get("ignore_eos") else engine.config.eos_token_ids
         heeds_stop = STOP_TOKEN in (*eos, *options.get("stop_token_ids", ()))

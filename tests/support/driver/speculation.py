@@ -17,6 +17,10 @@ class SpeculationPiece(Piece):
         speculation = plan.speculation
         drafts, wanted = speculation.draft_lengths, speculation.draft_tokens
         self.mark(f"{plan.mode} batch with drafts" if drafts.any() else "drafts left out")
+        if speculation.parents.size:
+            self.mark(f"{plan.mode} batch with a tree" if drafts.any() else "tree left out")
+            if (speculation.path_lengths() < drafts).any() and plan.starts_after:
+                self.mark("start left open by a tree")
         if plan.starts_after:
             self.mark("start left open")
         if speculation.forced_lengths.any():

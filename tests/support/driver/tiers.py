@@ -8,12 +8,22 @@ from typing import Any
 import msgspec
 
 from lockstep.core.contract.commands import CopyToHost, LoadFromHost, Step, WriteToStorage
-from lockstep.core.contract.events import Observed, PrefetchFinished, RequestAdmitted, TierOperationEnded
-from tests.support.driver.piece import Piece
+from lockstep.core.contract.events import (
+    Observed,
+    PrefetchFinished,
+    RequestAdmitted,
+    StorageWritten,
+    TierOperationEnded,
+)
+from tests.support.driver.piece import Piece, Subject
 
 
 class TierPiece(Piece):
     """Moves between device, host memory and storage. Without tiers its actions do nothing."""
+
+    def __init__(self, subject: Subject) -> None:
+        super().__init__(subject)
+        self._waits: dict[tuple[int, int], int] = {}  # by request and load: the step in us since which it waits
 
     def actions(self) -> dict[str, Callable[..., None]]:
         return {"move": self.move, "late_move": self.late_move}
@@ -44,6 +54,34 @@ class TierPiece(Piece):
     def stepped(self, event: Observed, step: Step) -> None:
         if isinstance(event, PrefetchFinished) and event.blocks and event.generation == self.engine.generation:
             self.mark("blocks fetched" if event.pages_done else "blocks alone fetched")
+
+    def checked(self, event: Observed, step: Step) -> None:
+        """L7: a request waits for a load at most `load_timeout_us`, and no second time for the same one."""
+        tiers = self.engine.memory.tiers
+        if not tiers.present:
+            return
+        most, waits = tiers.settings.load_timeout_us, dict[tuple[int, int], int]()
+        for request_id, candidate in tiers.candidates.items():
+            number = candidate.operation
+            if number in tiers.operations and tiers.operations[number].kind == "load":
+                since_us = waits[request_id, number] = self._waits.get((request_id, number), event.time_us)
+                waited_us = event.time_us - since_us
+                assert most is None or waited_us < most, (
+                    f"L7: r{request_id} waits for load {number} for {waited_us} us, at most {most}"
+                )
+        self._waits = waits
+        if isinstance(event, StorageWritten):
+            self._check_stored()
+
+    def _check_stored(self) -> None:
+        """Host pages that count as stored are in storage, or a store of them is under way."""
+        tiers, tagged = self.engine.memory.tiers, self.subject.tiers
+        assert tagged is not None
+        in_storage = {tuple(cells) for cells in tagged.storage.values() if isinstance(cells, list)}
+        storing = {page for one in tiers.operations.values() if one.kind == "store" for page in one.host_pages.tolist()}
+        for page in tiers.stored.nonzero()[0].tolist():
+            stored = page in storing or tuple(tagged.host[page]) in in_storage
+            assert stored, f"host page {page} counts as stored, and storage does not have {tagged.host[page]}"
 
     def decided(self) -> dict[type, Callable[[Any, Step], None]]:
         return {TierOperationEnded: self._ended, RequestAdmitted: self._admitted}

@@ -1,6 +1,7 @@
 """Go through every state of a small world, and check each one and the graph that they make.
 
-In each state all invariants, the tagged devices and the obligations of the driver hold, as in the swarm. On the graph:
+In each state all invariants, the tagged devices and, of one engine, the obligations of the driver hold, as in the
+swarm. On the graph:
 
     from every state an idle one is reached by steps of the host alone (nothing is stuck), and
     no cycle consists of steps alone (nothing goes on for ever without progress). Launch slots that are offered in vain
@@ -17,14 +18,11 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
-from lockstep.core import invariants
-from lockstep.core.contract.commands import Step
-from lockstep.core.contract.events import AdmissionDeferred, DecodeSkipped
 from tests.support.driver.actions import Action
-from tests.support.driver.driver import Driver
-from tests.support.explorer.copies import Saved, restore, save
-from tests.support.explorer.world import Left, Move, World, key, moves
+from tests.support.explorer.play import AnyWorld, play_of
+from tests.support.explorer.world import Left, Move
 
 COMPARED_SHARE = 1 / 64  # of the states that were met again, whose futures are compared
 ROOT = 0
@@ -34,7 +32,7 @@ ROOT = 0
 class Found:
     """What an exploration found."""
 
-    world: World
+    world: AnyWorld
     states: int = 0
     transitions: int = 0
     depth: int = 0
@@ -51,7 +49,7 @@ class _Frame:
     """A state on the way, and what is left to try from it."""
 
     state: int
-    saved: Saved
+    saved: Any
     left: Left
     rest: Iterator[Move]
 
@@ -63,9 +61,9 @@ class Failed(Exception):
 class Explorer:
     """One exploration of a world."""
 
-    def __init__(self, world: World, *, seed: int = 0) -> None:
+    def __init__(self, world: AnyWorld, *, seed: int = 0) -> None:
         self.world = world
-        self.driver = Driver(world.config)
+        self.play = play_of(world)
         self._random = Random(seed)
         self._states: dict[bytes, int] = {}
         self._came_from = array("q")
@@ -88,16 +86,16 @@ class Explorer:
             found.failure = str(failed.args[0])
             found.actions = failed.args[1]
         found.states, found.seconds = len(self._states), time.process_time() - begun
-        found.marks = self.driver.marks
+        found.marks = set(self.play.marks)
         return found
 
     # ------------------------------------------------------------------------------------------------------ the search
 
     def _explore(self, found: Found, transitions_max: int | None) -> None:
-        left = Left.all_of(self.world)
+        left = self.play.left()
         path = [self._enter(ROOT, (), left)]
-        self._states[key(self.driver, left)] = ROOT
-        stands = ROOT  # the state that the driver is in; -1: a copy of another one
+        self._states[self.play.key(left)] = ROOT
+        stands = ROOT  # the state that the play is in; -1: a copy of another one
         while path:
             frame = path[-1]
             found.depth = max(found.depth, len(path) - 1)
@@ -109,11 +107,11 @@ class Explorer:
                 found.is_whole = False
                 return
             if stands != frame.state:
-                restore(self.driver, frame.saved)
+                self.play.restore(frame.saved)
             left = frame.left.after(move)
             found.transitions += 1
             name = self._follow(frame.state, move, left)
-            fruitless = move.action[0] == "lane" and _is_fruitless(self.driver.step)
+            fruitless = self.play.is_fruitless(move)
             known = self._states.get(name)
             if known is None:
                 known = self._states[name] = len(self._states)
@@ -130,24 +128,24 @@ class Explorer:
                 self._are_fruitless.append(fruitless)
 
     def _enter(self, came_from: int, came_by: Action, left: Left) -> _Frame:
-        """Add the driver's state to the graph."""
+        """Add the state of the play to the graph."""
         number = len(self._came_from)
         self._came_from.append(came_from)
         self._came_by.append(came_by)
-        idle = invariants.is_idle(self.driver.engine)
+        idle = self.play.is_idle
         self._idle.append(idle)
         if idle:
             try:
-                invariants.check_quiescent(self.driver.engine)
+                self.play.check_at_rest()
             except AssertionError as error:
                 raise Failed(str(error), self._way_to(number)) from error
-        return _Frame(number, save(self.driver), left, iter(list(moves(self.world, self.driver, left))))
+        return _Frame(number, self.play.save(), left, iter(list(self.play.moves(left))))
 
     def _follow(self, state: int, move: Move, left: Left) -> bytes:
         """Make a move. Returns the name of the state that it leads to."""
         try:
-            self.driver.do(move.action)
-            return key(self.driver, left)
+            self.play.do(move.action)
+            return self.play.key(left)
         except Exception as error:  # a traceback of the core is a finding like a broken invariant
             message = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
             raise Failed(message, [*self._way_to(state), move.action]) from error
@@ -162,13 +160,13 @@ class Explorer:
     # ------------------------------------------------------------------------------------------- states taken for one
 
     def _futures(self, left: Left) -> frozenset[bytes]:
-        """Return the names of the states that follow the driver's, which is left in some other state."""
-        saved, found = save(self.driver), set()
-        for move in list(moves(self.world, self.driver, left)):
-            restore(self.driver, saved)
+        """Return the names of the states that follow the play's, which is left in some other state."""
+        saved, found = self.play.save(), set()
+        for move in list(self.play.moves(left)):
+            self.play.restore(saved)
             rest = left.after(move)
-            self.driver.do(move.action)
-            found.add(key(self.driver, rest))
+            self.play.do(move.action)
+            found.add(self.play.key(rest))
         return frozenset(found)
 
     def _compare_futures(self) -> int:
@@ -195,7 +193,8 @@ class Explorer:
                 if not is_fruitless:
                     fruitful[source].append(target)
         self._check_none_is_stuck(before)
-        self._check_no_cycle(fruitful)
+        if self.play.ends:
+            self._check_no_cycle(fruitful)
 
     def _check_none_is_stuck(self, before: list[list[int]]) -> None:
         ends = [state for state, idle in enumerate(self._idle) if idle]
@@ -233,8 +232,3 @@ class Explorer:
             seen.add(state)
             state = next(one for one in steps[state] if on[one])
         raise Failed("steps of the host lead in a cycle from here", self._way_to(state))
-
-
-def _is_fruitless(step: Step) -> bool:
-    """Whether a launch slot was offered in vain."""
-    return not step.commands and all(isinstance(one, (AdmissionDeferred, DecodeSkipped)) for one in step.decided)

@@ -548,6 +548,8 @@ class Fleet:
             invariants.check_wake(member.engine, step)
         if step.decided:
             self._turns(member, step)
+        if member.config.hybrid is not msgspec.UNSET and member.config.radix_cache:
+            self._check_owed(member, step)
         for command in step.commands:
             match command:
                 case ProposeBatch() if exchange is not None:
@@ -585,6 +587,34 @@ class Fleet:
                 case RequestFinished(reason=reason) | RequestRejected(reason=reason):
                     self.marks[f"{member.kind} ended ({reason})"] += 1
         return step
+
+    def _check_owed(self, member: Member, step: Step) -> None:
+        """A request that goes on from a received state leaves a checkpoint at the end of the next page.
+
+        The state itself is none if the prompt ends within a page. Without a slot there is no checkpoint.
+        """
+        states, page_size = member.engine.memory.hybrid.states, member.config.page_size
+        for decided in step.decided:
+            match decided:
+                case TransferMoved(request_id=one, state="ready", cause="done") if not member.sends:
+                    prompt = member.by_id[one].prompt_tokens
+                    if states is not None and prompt % page_size:
+                        member.owing[one] = (prompt // page_size + 1) * page_size
+                case RequestRetracted(request_id=one) | RequestFinished(request_id=one):
+                    member.owing.pop(one, None)
+        plan = step.launched()
+        if plan is None or plan.speculation is not None or not member.owing:
+            return
+        left = plan.hybrid.checkpoint_index.tolist() if plan.hybrid is not None else []
+        for index, one in enumerate(plan.request_ids.tolist()):
+            due = member.owing.get(one)
+            if due is None or int(plan.stops[index]) < due:
+                continue
+            del member.owing[one]
+            assert states is not None
+            if states.pool.free_count or states.idle.size:
+                self.marks["received state is followed by a checkpoint"] += 1
+                assert index in left, f"r{one} of {member.name} passes {due} behind a received state: no checkpoint"
 
     def _turns(self, member: Member, step: Step) -> None:
         """Note the turns that start in this Step: their prompts are known now."""

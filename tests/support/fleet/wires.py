@@ -97,6 +97,7 @@ class Member:
     changing: dict[int, str] = field(default_factory=dict)  # by control id, the role it is to take
     compiling: list[CompileGrammar] = field(default_factory=list)  # not answered, as all that follow
     encoding: list[EncodeMedia] = field(default_factory=list)
+    owing: dict[int, int] = field(default_factory=dict)  # by request: where a checkpoint behind a received state is due
 
     @property
     def sends(self) -> bool:

@@ -40,10 +40,11 @@ from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import EventRecord, JournalError, UnsealedRecord
 from lockstep.core.journal.replay import refuse_unreplayable
 from lockstep.core.journal.writer import JournalWriter
+from lockstep.core.requests.delivery import accepted_counts
 from lockstep.core.requests.table import prompt_bytes
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.answer_folders import ANSWERS, tenant_folder
-from lockstep.host.loop import sampled_spans
+from lockstep.host.batches import sampled_spans
 
 STATE_BYTES = 16
 MARK = 1 << 30
@@ -90,7 +91,7 @@ class Redaction:
             return event
         batch = self._engine.in_flight[0]
         plan = batch.plan
-        accepted = np.frombuffer(event.accepted, np.int32) if event.accepted else None
+        accepted = accepted_counts(event, len(plan.sample_rows))
         positions, counts = sampled_spans(self._engine, plan, accepted)
         tokens = np.frombuffer(event.tokens, np.int32).copy()
         mine = np.zeros(len(tokens), np.bool_)

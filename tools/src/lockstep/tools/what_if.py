@@ -32,7 +32,7 @@ from lockstep.host.host_header import HostHeader
 from lockstep.host.options import Option, option_of, options_of, take, with_flags
 from lockstep.host.router_journal import Route
 from lockstep.sim.cli.cluster_options import router_flag
-from lockstep.sim.cli.errors import refusals
+from lockstep.sim.cli.errors import reading, refusals
 from lockstep.sim.cli.run_output import progress_bar
 from lockstep.sim.cli.stored_command import requested_by_command
 from lockstep.sim.cluster.routed import ClusterWatch
@@ -211,7 +211,8 @@ def what_if(run: Path, **options: Any) -> None:
         if asks.policy:
             changed["schedule_policy"] = asks.policy
         given = {name: value for name, value in options.items() if value not in (None, ())}
-        base = read_base(run, given)
+        with reading():
+            base = read_base(run, given)
         for note in (*base.notes, *base.workload.notes):
             click.echo(f"note: {note}", err=True)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-what-if-")))
@@ -387,7 +388,7 @@ def _changed_engines(
                 f"`--replicas` {given['replicas']} needs one kind of engine, and the run has `{spec}`\n"
                 "hint: choose the GPU with --gpu"
             )
-        usual = {name: getattr(ClusterScenario, name) for name in ("link_gbs", "link_latency_us")}
+        usual = {name: getattr(ClusterScenario, name) for name in ("link_gbs", "link_latency_us", "placement")}
         notes += [
             f"{name} is left out of B: it applies to links between prefill and decode engines"
             for name, value in usual.items()

@@ -43,11 +43,13 @@ from lockstep.host.handover.decode import DecodeSide
 from lockstep.host.handover.kv import KvTransport
 from lockstep.host.handover.prefill import PrefillSide
 from lockstep.host.host_header import EMULATED, HostHeader
-from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, Observer, RequestServices, RuntimeHost
+from lockstep.host.idle_check import IdleCheck
+from lockstep.host.loop import HostClock, RuntimeHost
 from lockstep.host.media.processor import has_processor
 from lockstep.host.media.source import MediaLimits
 from lockstep.host.options import options_of
 from lockstep.host.recovery import Death
+from lockstep.host.services import DeviceServices, EarlierGeneration, Observer, RequestServices
 from lockstep.host.startup import Keeper
 from lockstep.host.stop_regexes import Watch, watch_of
 from lockstep.host.text import Text
@@ -55,6 +57,7 @@ from lockstep.host.weights import WeightsLog, WeightsRead
 
 if TYPE_CHECKING:
     from lockstep.api.observability.drift import DriftMeter
+    from lockstep.runtime.data_ranks import DataRank
 
 log = logging.getLogger("lockstep.engine")
 
@@ -141,9 +144,13 @@ def build_engine(settings: ServeSettings, place: Place | None = None) -> EngineU
     """Build the engine of these settings. Without a place it has no journal. Raises ConfigError, JournalError."""
     keeper = _keeper(settings, place)
     if settings.emulate is None:
-        return _model(settings, keeper, place)
-    with _config_errors():
-        return _emulated(settings, keeper, place)
+        unit = _model(settings, keeper, place)
+    else:
+        with _config_errors():
+            unit = _emulated(settings, keeper, place)
+    if settings.check_idle_s:
+        unit.host.idle_check = IdleCheck(unit.host.engine, settings.check_idle_s)
+    return unit
 
 
 def check_names(settings: ServeSettings) -> None:
@@ -308,6 +315,15 @@ def _side(settings: ServeSettings, place: Place, kv: KvTransport) -> PrefillSide
     return DecodeSide(kv, address, number=place.number)
 
 
+def _data_rank(settings: ServeSettings, place: Place) -> DataRank | None:
+    """Return which data-parallel rank an engine process is; None: its engine has one."""
+    from lockstep.runtime.data_ranks import DataRank
+
+    if settings.attention_dp == 1:
+        return None
+    return DataRank(place.number, settings.attention_dp, place.folder.parent)
+
+
 def _model(settings: ServeSettings, keeper: Keeper | None, place: Place | None) -> EngineUnit:
     number = 0 if place is None else place.number
     folder = model_folder(settings)
@@ -335,6 +351,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, place: Place | None) 
         start=False,
         sched=scheduler,
         hand_over=None if place is None or not settings.hands_over else partial(_side, settings, place),
+        data_rank=None if place is None else _data_rank(settings, place),
     )
     llm = LLM(folder, config)
     demo = settings.model is None
@@ -344,7 +361,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, place: Place | None) 
         kind="model",
         vocabulary=llm.model.settings.vocab,
         logprobs=llm.model.settings.generates,
-        device=f"{gpus} x {llm.model.device}" if (gpus := settings.tp * settings.pp) > 1 else str(llm.model.device),
+        device=f"{gpus} x {llm.model.device}" if (gpus := settings.gpus_of(number)) > 1 else str(llm.model.device),
         generates=llm.model.settings.generates,
         vector_size=llm.model.settings.hidden,
         matryoshka=_matryoshka(folder),
@@ -428,8 +445,9 @@ def check_journal(settings: ServeSettings) -> None:
     several, alone = len(list(run.glob("engines/*/journal"))), any((run / "journal").glob("*.log"))
     engines = several or int(alone)
     if several if settings.engines == 1 else alone or several not in (0, settings.engines):
-        wanted = f"`dp` is {settings.dp}" if not settings.hands_over else f"there are {settings.engines}"
-        hint = f"give dp {engines}, or another folder" if not settings.hands_over else "another folder"
+        alike = not settings.hands_over and settings.attention_dp == 1
+        wanted = f"`dp` is {settings.dp}" if alike else f"there are {settings.engines}"
+        hint = f"give dp {engines}, or another folder" if alike else "another folder"
         raise ConfigError(
             f"`journal`: {run} holds a run of {engines} engine{'s' * (engines > 1)}, and {wanted}\nhint: {hint}"
         )

@@ -67,6 +67,11 @@ def serve(
         except OSError as error:
             raise ConfigError(f"`save`: {save} cannot be written: {error.strerror or error}") from None
     if dry_run:
+        if settings.attention_dp > 1:
+            raise ConfigError(
+                f"`dry_run` builds one engine, and `attention_dp` is {settings.attention_dp}: ranks need each other\n"
+                "hint: leave out --dry-run, or --attention-dp and --rank-schedulers"
+            )
         click.echo(describe(settings))
         return 0
     from lockstep.api.processes.launch import Launcher
@@ -173,6 +178,8 @@ def _named(tenants: list[str]) -> str:
 
 def _engines(settings: ServeSettings) -> str:
     """Return the number of engines as text, by role."""
+    if settings.attention_dp > 1:
+        return f"1 engine of {_count(settings.attention_dp, 'data-parallel rank')}"
     if not settings.hands_over:
         return _count(settings.dp, "engine")
     return f"{_count(settings.prefill_engines, 'prefill engine')}, {_count(settings.decode_engines, 'decode engine')}"

@@ -24,6 +24,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.setting import setting_fields
 from lockstep.host.admission_options import parse_admission
 from lockstep.host.answer_folders import ANSWERS
+from lockstep.host.drafts import draft_method
 from lockstep.host.engine_options import EngineOptions, RankOptions
 from lockstep.host.layout_options import check_layout
 from lockstep.host.options import Option, options_of
@@ -50,6 +51,7 @@ AT_MOST = {
     "text_processes": 64,
     "tp": 1024,
     "pp": PP_SIZE_MAX,
+    "attention_dp": 256,
     "seed": 2**63 - 1,
     "random_weights": 2**63 - 1,
     "answer_tokens": 2**31 - 1,
@@ -280,6 +282,9 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
     journal_bytes: Annotated[int, Option("Bytes of the journal beyond which its oldest part expires.")] = 2**30
     journal_age_s: Annotated[float | None, Option("Age in seconds at which parts of the journal expire.")] = None
     snapshot_s: Annotated[float, Option("Seconds between two snapshots, from which an engine is recovered.")] = 30.0
+    check_idle_s: Annotated[
+        float, Option("Seconds between two checks of the scheduler's invariants while an engine is idle; 0: none.")
+    ] = 60.0
 
     # time
     slow_reader_s: Annotated[
@@ -375,6 +380,8 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                 raise ConfigError(f"`{name}` must be above 0, got `{getattr(self, name)}`")
         if not 0.0 <= self.batch_timeout_s < 1e9:
             raise ConfigError(f"`batch_timeout_s` must be 0 (never) or more, got `{self.batch_timeout_s}`")
+        if not 0.0 <= self.check_idle_s < 1e9:
+            raise ConfigError(f"`check_idle_s` must be 0 (never) or more, got `{self.check_idle_s}`")
         if not 0.0 <= self.shutdown_s < 1e6:
             raise ConfigError(f"`shutdown_s` must be at least 0, got `{self.shutdown_s}`")
         if self.journal_age_s is not None and not 0.0 < self.journal_age_s < 1e9:
@@ -406,17 +413,20 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                 f"`jump_forward_tokens` is {self.set['jump_forward_tokens']}, but an emulated engine draws each token "
                 "by itself\nhint: leave it out; `lockstep simulate` predicts its effect"
             )
-        if method not in ("none", "ngram", "draft_model"):
-            raise ConfigError(
-                f"`speculative_method` is {method}, but a server drafts by ngram or draft_model only\n"
-                "hint: take one of these; `lockstep simulate` predicts the effect of the other methods"
-            )
+        for name in ("encoder_cache_tokens", "encoder_budget_tokens"):
+            if name in self.set and self.emulate is not None:
+                raise ConfigError(
+                    f"`{name}` is {self.set[name]}, but an emulated engine takes no media\n"
+                    "hint: leave it out; `lockstep simulate --media` predicts its effect"
+                )
         if self.draft_model is not None and "speculative_method" not in self.set:
-            method = "draft_model"
-        if (method == "draft_model") != (self.draft_model is not None) or (self.draft_model and self.tp > 1):
+            method = draft_method(self.draft_model)
+        if (method in ("draft_model", "eagle")) != (self.draft_model is not None) or (
+            method in ("draft_model", "eagle", "mtp") and self.tp > 1
+        ):
             raise ConfigError(
                 f"`draft_model` is {self.draft_model}, but `speculative_method` is {method} and `tp` is {self.tp}\n"
-                "hint: drafts of a model need its folder as draft_model, and tp 1"
+                "hint: drafts of a model or of an EAGLE head need its folder as draft_model; those and mtp need tp 1"
             )
         for name, formats in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", THOUGHTS)):
             if getattr(self, name) not in ("auto", "none", *formats):
@@ -447,8 +457,13 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def engines(self) -> int:
-        """Number of engines. Prefill engines have the first numbers, then come decode engines."""
-        return self.prefill_engines + self.decode_engines if self.hands_over else self.dp
+        """Number of engines. Prefill engines have the first numbers, then come decode engines.
+
+        Each data-parallel rank is an engine.
+        """
+        if self.hands_over:
+            return self.prefill_engines + self.decode_engines
+        return self.dp if self.attention_dp == 1 else self.attention_dp
 
     def role_of(self, engine: int) -> str:
         """Return the role of an engine: mixed, prefill or decode."""
@@ -462,8 +477,8 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
         return self.tp if own is None else own
 
     def gpus_of(self, engine: int) -> int:
-        """Return the GPUs of an engine, of all its stages."""
-        return self.tp_of(engine) * self.pp
+        """Return the GPUs of an engine, of all its stages; of a data-parallel rank, its own."""
+        return self.tp_of(engine) * self.pp // self.attention_dp
 
     def _check_roles(self) -> None:
         """Raise ConfigError for options of prefill and decode engines that contradict others."""
@@ -488,6 +503,13 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                     f"`{name}` is {value}; it must be at least 1, and is for prefill and decode engines\n"
                     "hint: --prefill-engines 1 --decode-engines 1"
                 )
+        if self.attention_dp > 1:
+            for name, unset in (("dp", 1), ("prefill_engines", 0), ("admission", None), ("calibration", None)):
+                if (given := getattr(self, name)) != unset:
+                    raise ConfigError(
+                        f"`{name}` is {given}, but `attention_dp` is {self.attention_dp}: a server has one engine of "
+                        "data-parallel ranks, without that\nhint: drop one of the two"
+                    )
         if self.pp > 1 and self.hands_over and {self.prefill_tp or self.tp, self.decode_tp or self.tp} != {self.tp}:
             raise ConfigError(
                 f"`pp` is {self.pp}, and prefill and decode engines have different `tp`: engines with pipeline stages "

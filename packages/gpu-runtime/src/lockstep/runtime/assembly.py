@@ -28,15 +28,15 @@ from lockstep.host.batches import Int32s, RowContext
 from lockstep.host.engine_options import GraphMode, Numerics
 from lockstep.host.loop import HostClock
 from lockstep.host.page_store import open_store
-from lockstep.host.quantization import Fp8Activations
 from lockstep.host.tier_options import cache_tiers
 from lockstep.runtime.attention import AttentionBackend, Needs, choose, make
 from lockstep.runtime.attention.rules import names_of
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_model import ModelDrafter
-from lockstep.runtime.drafting import Drafter, NgramDrafter
+from lockstep.runtime.draft_sources import Draft, check_trees, draft_of
+from lockstep.runtime.drafting import Drafter, DraftingRows, NgramDrafter
 from lockstep.runtime.executor import Executor, LookAhead, Matchers, RowSampler, RunnableModel
-from lockstep.runtime.forward import ForwardBatch, WindowedPages
+from lockstep.runtime.forward import ForwardBatch, RankTokens, WindowedPages
 from lockstep.runtime.graphs import (
     ROWS_MAX,
     CudaGraphs,
@@ -45,12 +45,14 @@ from lockstep.runtime.graphs import (
     expected_bytes,
     graph_sizes,
 )
+from lockstep.runtime.head_drafter import HeadDrafter
 from lockstep.runtime.kv_pool import KvPool, LatentPool
 from lockstep.runtime.lora.slots import run_once
 from lockstep.runtime.media import DeviceMedia
 from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
 from lockstep.runtime.models import LanguageModel, Parallel, build_model, stored_dtype
 from lockstep.runtime.models.config_reader import DTYPES
+from lockstep.runtime.models.draft_heads import DraftHead
 from lockstep.runtime.models.packed import pack_matrices, packed_bytes
 from lockstep.runtime.models.stage import ExpertSplit
 from lockstep.runtime.overlap import CpuLane, CudaLane, StreamLane
@@ -214,8 +216,9 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ranks: OtherRanks | None) -> Assembled:
     mode, graph_rows_max = settings.cuda_graphs, settings.cuda_graph_max_batch
     links, experts = None if ranks is None else ranks.links, ExpertSplit(settings.ep, settings.moe_a2a)
-    if links is not None:
-        mode = "off"  # graphs do not read what other stages send
+    with_ranks = ranks is not None and ranks.parallel().shared is not None
+    if links is not None or with_ranks:
+        mode = "off"  # graphs read neither what other stages send nor the rows of other ranks
     if settings.swa_full_tokens_ratio is not None:
         if mode in ("on", "eager"):
             raise ConfigError(
@@ -257,9 +260,20 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
     sched = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.sched.items()}
     if isinstance(recorded := sched.get("hybrid"), dict):  # as it came from rank 0
         sched["hybrid"] = msgspec.convert(recorded, HybridMemory)
-    draft = None if settings.draft_model is None else _draft_model(settings, settings.draft_model, model, device)
+    draft: Draft | None = None
+    if settings.draft_model is not None or sched.get("speculative_method") == "mtp":
+        folder = settings.draft_model
+        dtype = None if folder is None else choose_dtype(settings.dtype, device, folder)
+        draft = draft_of(settings, sched.get("speculative_method"), model, dtype)
     config, memory, kernels = _sized(model, device, settings.mem_fraction, pick, sched, ranks, draft, shares)
-    if draft is not None:  # the draft model uses the same backend, which may not support its heads
+    if config.drafts_trees:
+        check_trees(config, kernels.backend, debug=settings.debug)
+    if config.hands_over and isinstance(draft, DraftHead):
+        raise ConfigError(
+            f"`role` is {config.role} and `speculative_method` {config.speculative_method}: features of a head are not "
+            "handed over\nhint: ngram or draft_model between engines"
+        )
+    if draft is not None:  # it uses the same backend, which may not support its heads
         kind = (device, draft.dtype, draft.head_dim, config.page_size)
         of_draft = Needs(*kind, group=draft.heads // draft.kv_heads, special=names_of(draft.rules))
         choose(kernels.backend, replace(of_draft, numerics=kernels.numerics))
@@ -318,7 +332,8 @@ def make_mover(settings: RankSettings, model: LanguageModel, config: SchedConfig
     store, identity = None, Identity(b"")
     if settings.storage is not None:
         store = open_store(settings.storage, page_bytes=pages.size, bytes_max=int(settings.storage_gb * 1e9))
-        parallel: tuple[int, ...] = (model.parallel.rank, model.parallel.ranks)
+        shares = model.parallel.shared is not None
+        parallel: tuple[int, ...] = (0 if shares else model.parallel.rank, model.parallel.ranks, *((1,) * shares))
         if model.stage.count > 1:
             parallel += (model.stage.number, model.stage.count)
         if settings.ep > 1:
@@ -361,39 +376,6 @@ def make_transfers(
     )
 
 
-def check_draft_model(folder: str | Path | None, method: object, ranks: int) -> None:
-    """Raise ConfigError if the speculative method and the draft model do not fit together."""
-    if method in ("eagle", "mtp"):
-        raise ConfigError(
-            f"`speculative_method` is {method}, but this runtime drafts by ngram or draft_model only\n"
-            "hint: take one of these; `lockstep simulate` estimates the gain of the others"
-        )
-    if folder is None and method == "draft_model":
-        raise ConfigError("`speculative_method` is draft_model, but no `draft_model` is given\nhint: give its folder")
-    if folder is not None and method != "draft_model":
-        raise ConfigError(f"`draft_model` is {folder}, but `speculative_method` is {method}\nhint: drop one of the two")
-    if folder is not None and ranks > 1:
-        raise ConfigError(
-            f"`draft_model` is {folder}, but `tp` is {ranks}: a draft model is not split\n"
-            "hint: speculative_method ngram needs no model"
-        )
-
-
-def _draft_model(settings: RankSettings, folder: str, model: LanguageModel, device: torch.device) -> LanguageModel:
-    """Build the draft model. Raises ConfigError if its vocabulary is not the model's, or if it does not generate."""
-    with explained("the draft model's weights", device, "a smaller draft model, or none"):
-        rounds: Fp8Activations = "off" if settings.fp8_activations == "off" else "auto"  # `on` is for the model itself
-        dtype, backend = choose_dtype(settings.dtype, device, folder), settings.model_backend
-        draft = build_model(Path(folder), dtype, device, fp8_activations=rounds, backend=backend)
-        pack_matrices(draft)
-    if draft.settings.vocab != model.settings.vocab or not draft.settings.generates:
-        raise ConfigError(
-            f"`draft_model` {folder} has {draft.settings.vocab:,} tokens, the model {model.settings.vocab:,}\n"
-            "hint: take a model that generates, of the same family"
-        )
-    return draft
-
-
 @dataclass(frozen=True, slots=True)
 class PassKernels:
     """The kernels that run the passes of a model.
@@ -413,7 +395,7 @@ class PassKernels:
         """Rows of the largest graph; 0 without graphs."""
         return max(self.graph_sizes, default=0)
 
-    def attention(self, pool: KvPool, model: LanguageModel, **more: Any) -> AttentionBackend:
+    def attention(self, pool: KvPool, model: Draft, **more: Any) -> AttentionBackend:
         """The attention backend of a model over its pool."""
         scale, rules = model.scale, model.rules
         return make(self.backend, pool, model.heads, scale=scale, rules=rules, numerics=self.numerics, **more)
@@ -442,13 +424,13 @@ def make_executor(
     logit_processors: Mapping[str, LogitProcessor] | None = None,
     pooling: Pooling | None = None,
     debug: bool = False,
-    draft: LanguageModel | None = None,
+    draft: Draft | None = None,
 ) -> Executor:
     """Make the executor of a model under these settings, with its pool, tables and sampler, and without matchers.
 
     Args:
         lane: see `stream_lane`.
-        draft: the model that drafts, where the settings require one.
+        draft: the model or head that drafts, where the settings require one.
     """
     device = model.device
     gpu = device.type == "cuda"
@@ -502,7 +484,11 @@ def make_executor(
         if draft is not None:
             plans = (config.drafts_max + 2) * (config.overlap_depth + 1)
             pool_of_drafts = make_pool(draft, config.pages, config.page_size)
-            drafter = ModelDrafter(draft, kernels.attention(pool_of_drafts, draft, plans_in_flight=plans), config.pages)
+            of_drafts = kernels.attention(pool_of_drafts, draft, plans_in_flight=plans)
+            if isinstance(draft, DraftHead):
+                drafter = HeadDrafter(draft, of_drafts)
+            else:
+                drafter = ModelDrafter(draft, of_drafts, config.pages)
         elif config.speculates:
             drafter = NgramDrafter((config.pages + 1) * config.page_size, config.page_size, device)
         canary = None
@@ -524,7 +510,17 @@ def make_executor(
                 graphs.bytes / MIB,
             )
         return Executor(
-            RunnableModel(model, attention, graphs, split=model.is_part, states=states, media=media, links=model.links),
+            RunnableModel(
+                model,
+                attention,
+                graphs,
+                split=model.is_part,
+                states=states,
+                media=media,
+                links=model.links,
+                ranks=1 if model.parallel.shared is None else model.parallel.ranks,
+                rank=model.parallel.rank,
+            ),
             sampler,
             tables,
             lane,
@@ -542,12 +538,13 @@ def weights_of(model: LanguageModel) -> str:
     return f"{model.settings.quantization}; multiplied with rows in {rows}"
 
 
-def make_pool(model: LanguageModel, pages: int | WindowedPages, page_size: int, state_slots: int = 0) -> KvPool:
+def make_pool(model: Draft, pages: int | WindowedPages, page_size: int, state_slots: int = 0) -> KvPool:
     """Return a pool for the model's KV, with slots for its states if there are any."""
     sizes = (model.layers, pages, page_size, model.kv_heads, model.head_dim)
     kind = LatentPool if model.shares_kv else KvPool
     pool = kind(*sizes, model.dtype, model.device, model.kv_scales)
     if state_slots:
+        assert isinstance(model, LanguageModel)
         pool.states = StateTensors(model.states, state_slots, model.device)
     return pool
 
@@ -595,14 +592,17 @@ class PoolShares:
         return max(by_ratio, 1 + least)
 
 
-def page_bytes_of(model: LanguageModel, page_size: int, window_share: float | None = None) -> int:
+def page_bytes_of(model: Draft, page_size: int, window_share: float | None = None) -> int:
     """Return the bytes of one page of a pool made by `make_pool`.
 
     Args:
         window_share: window pages for each page; None: layers with windows use the pages of all layers.
     """
     stored = model.dtype if model.kv_scales is None else FP8
-    sliding = 0 if window_share is None else len(sliding_layers(model))
+    sliding = 0
+    if window_share is not None:
+        assert isinstance(model, LanguageModel)
+        sliding = len(sliding_layers(model))
     full, windows = (
         KvPool.bytes_per_page(layers, page_size, model.kv_heads, model.head_dim, stored, shared=model.shares_kv)
         for layers in (model.layers - sliding, sliding)
@@ -677,7 +677,7 @@ def _sized(
     pick: Callable[[SchedConfig], PassKernels],
     sched: dict[str, Any],
     ranks: OtherRanks | None,
-    draft: LanguageModel | None,
+    draft: Draft | None,
     shares: PoolShares,
 ) -> tuple[SchedConfig, MemoryBudget, PassKernels]:
     """Return scheduler settings with sizes that fit the model and the device."""
@@ -702,14 +702,14 @@ def _sized(
             f"`speculative_method` is {method}, but nothing here drafts so\n"
             "hint: ngram needs no model; LLM and lockstep serve take a draft_model"
         )
-    if draft is not None and draft.settings.context_tokens < without_pages.context_tokens_max:
+    if isinstance(draft, LanguageModel) and draft.settings.context_tokens < without_pages.context_tokens_max:
         raise ConfigError(
             f"`draft_model` takes {draft.settings.context_tokens:,} tokens, but `context_tokens_max` is "
             f"{without_pages.context_tokens_max:,}\nhint: a shorter context_tokens_max, or another draft model"
         )
     if strange := [token for token in without_pages.eos_token_ids if token >= model.settings.vocab]:
         raise ConfigError(f"`eos_token_ids` holds token {strange[0]}, but the model has {model.settings.vocab}")
-    if draft is not None and draft.states:
+    if isinstance(draft, LanguageModel) and draft.states:
         raise ConfigError(
             f"`draft_model` is a {draft.settings.architecture}, whose layers keep states: only the model itself may\n"
             "hint: another draft model"
@@ -730,6 +730,7 @@ def _sized(
             page_bytes += math.ceil(kv_bytes * shares.states)
     if draft is not None:
         page_bytes += page_bytes_of(draft, page_size)
+        page_bytes += HeadDrafter.bytes_of(draft, page_size) if isinstance(draft, DraftHead) else 0
     elif without_pages.speculates:
         page_bytes += NgramDrafter.bytes_of(page_size)
     kernels = pick(without_pages)
@@ -738,7 +739,11 @@ def _sized(
         ranks.compare(f"{kernels.backend} with {len(kernels.graph_sizes)} graphs{rounded}")
     budget = size_pool(
         page_bytes=page_bytes,
-        weight_bytes=sum(one.weight_bytes + packed_bytes(one) for one in (model, draft) if one is not None)
+        weight_bytes=sum(
+            one.weight_bytes + (packed_bytes(one) if isinstance(one, LanguageModel) else 0)
+            for one in (model, draft)
+            if one is not None
+        )
         + slot_bytes * (slots or 0)
         + (0 if model.pictures is None else model.pictures.token_bytes * (without_pages.encoder_cache_tokens or 0)),
         device=device,
@@ -837,6 +842,7 @@ def _run_once(
         extend_rows=len(starts),
         starts_host=np.zeros(len(starts), np.int32),
         lengths_host=lengths,
+        ranks=None if model.parallel.shared is None else RankTokens((tokens,) * model.parallel.ranks, padded=True),
     )
     with torch.inference_mode():
         attention.plan(batch)
@@ -851,13 +857,15 @@ def _seek_once(rows: int, context: int, page_size: int, drafts: int, device: tor
     stands = torch.full((rows,), context - 1, dtype=torch.int64, device=device)
     with torch.inference_mode():
         NgramDrafter(page_size, page_size, device).draft(
-            torch.arange(rows, device=device),
-            stands,
-            stands,
-            table,
-            np.full(rows, drafts, np.int32),
-            stands,
-            np.full(rows, context - 1, np.int32),
+            DraftingRows(
+                rows=torch.arange(rows, device=device),
+                stands=stands,
+                newest=stands,
+                page_table=table,
+                drafts=np.full(rows, drafts, np.int32),
+                reach=stands,
+                stands_host=np.full(rows, context - 1, np.int32),
+            )
         )
 
 

@@ -76,6 +76,19 @@ class Collectives:
             self._attempt("join", lambda: self._group.allgather([parts], [tensor], self._gather))
         return all_ranks.movedim(0, 1).reshape(rows, self.ranks * columns)
 
+    def gather_rows(self, tensor: Tensor) -> Tensor:
+        """Return the [n, k] tensors of all ranks one below the other: [ranks * n, k]."""
+        rows, columns = tensor.shape
+        all_ranks = tensor.new_empty(self.ranks, rows, columns)
+        if rows:
+            tensor = tensor.contiguous()
+            flat, parts = all_ranks.view(-1, columns), list(all_ranks.unbind())
+            if self._nccl:
+                self._attempt("join", lambda: self._group._allgather_base(flat, tensor, self._gather))
+            else:
+                self._attempt("join", lambda: self._group.allgather([parts], [tensor], self._gather))
+        return all_ranks.view(-1, columns)
+
     def all_to_all(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         """Send rows to each rank. Every rank calls this, also if it sends and receives nothing.
 

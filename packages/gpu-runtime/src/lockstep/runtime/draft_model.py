@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.runtime.attention.base import AttentionBackend
-from lockstep.runtime.drafting import Int32s
+from lockstep.runtime.drafting import DraftingRows, Int32s
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.models import LanguageModel
 
@@ -28,6 +28,8 @@ class ModelDrafter:
         attention: over a pool of this model with the pages of the main model's pool; the last page is the scratch page.
     """
 
+    reads_layers = False
+
     def __init__(self, model: LanguageModel, attention: AttentionBackend, pages: int) -> None:
         self.model, self.attention = model, attention
         self.page_size = attention.pool.page_size
@@ -38,17 +40,16 @@ class ModelDrafter:
         self.attention.plan(batch)
         self.model.forward(batch, self.attention)
 
-    def draft(
-        self,
-        rows: Tensor,
-        stands: Tensor,
-        newest: Tensor,
-        page_table: Tensor,
-        drafts: Int32s,
-        reach: Tensor,
-        stands_host: Int32s,
-    ) -> Tensor:
+    def computed(self, batch: ForwardBatch, hidden: Tensor) -> None:
+        """Do nothing: only tokens are read."""
+
+    def moved(self, source: Tensor, target: Tensor) -> None:
+        """Move KV of this model."""
+        self.attention.pool.move(source, target)
+
+    def draft(self, drafting: DraftingRows) -> Tensor:
         """Decode once per draft, up to the largest number of drafts; rows with fewer then write to the scratch page."""
+        rows, stands, newest, page_table, drafts, reach, stands_host = drafting
         count, tokens, found = len(drafts), newest, []
         ints = {"dtype": torch.int32, "device": rows.device}
         indptr, at = torch.arange(count + 1, **ints), torch.arange(count, device=rows.device)

@@ -22,7 +22,7 @@ equals the token that is drawn without drafts.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.core.requests.delivery import step_numbers
+from lockstep.runtime.draft_tree import TreeShape
 from lockstep.runtime.forward import ForwardBatch
 
 Int32s = NDArray[np.int32]
@@ -38,35 +39,59 @@ NGRAM_MAX = 8  # a longer suffix adds no information
 WINDOW = 8192  # newest tokens of a row that are searched
 
 
+class DraftingRows(NamedTuple):
+    """The rows that draft, and where they stand.
+
+    Args:
+        rows: int64 [rows], indices of `page_table`, int32 [table rows, width].
+        stands: int64 [rows], positions of the newest tokens; `stands_host`: upper bounds of them, exact if the
+            attention backend requires exact lengths.
+        newest: int64 [rows], the newest tokens; `observe_batch` has not received them yet.
+        drafts: int32 [rows], requested drafts of each row; at least one row has at least one.
+        reach: int64 [rows], the last position for which a row has a page, that of its last draft.
+    """
+
+    rows: Tensor
+    stands: Tensor
+    newest: Tensor
+    page_table: Tensor
+    drafts: Int32s
+    reach: Tensor
+    stands_host: Int32s
+
+
 class Drafter(Protocol):
     """The interface of a drafter. All its work runs on the stream of the passes."""
+
+    reads_layers: bool  # whether it reads what a model computes, so that no pass can run in a CUDA graph
 
     def observe_batch(self, batch: ForwardBatch) -> None:
         """Take in the pass that runs next, with the drafts that it verifies."""
 
-    def draft(
-        self,
-        rows: Tensor,
-        stands: Tensor,
-        newest: Tensor,
-        page_table: Tensor,
-        drafts: Int32s,
-        reach: Tensor,
-        stands_host: Int32s,
-    ) -> Tensor:
+    def computed(self, batch: ForwardBatch, hidden: Tensor) -> None:
+        """Take in what the model computed for this pass; `hidden`: what its `forward` returned."""
+
+    def moved(self, source: Tensor, target: Tensor) -> None:
+        """Move what belongs to the tokens of some slots, as their KV: int64 [n] both."""
+
+    def draft(self, drafting: DraftingRows) -> Tensor:
         """Guess the tokens behind the newest token of each row.
 
-        Args:
-            rows: int64 [rows], indices of `page_table`, int32 [table rows, width].
-            stands: int64 [rows], positions of the newest tokens; `stands_host`: upper bounds of them, exact if the
-                attention backend requires exact lengths.
-            newest: int64 [rows], the newest tokens; `observe_batch` has not received them yet.
-            drafts: int32 [rows], requested drafts of each row; at least one row has at least one.
-            reach: int64 [rows], the last position for which a row has a page, that of its last draft.
         Returns: int64 [rows, most drafts]; values beyond a row's `drafts` have no meaning.
         """
 
 
+class TreeDrafter(Drafter, Protocol):
+    """A drafter that also drafts trees."""
+
+    def draft_tree(self, drafting: DraftingRows, shape: TreeShape) -> Tensor:
+        """Guess the tokens of a tree. Rows have slots for `drafts` drafts.
+
+        Returns: int64 [rows, drafts of the shape]; behind each token the likeliest first.
+        """
+
+
+# mechanism: drafts (executed)
 class NgramDrafter:
     """A drafter that repeats the tokens after the latest occurrence of the longest suffix of a row's own tokens.
 
@@ -74,6 +99,8 @@ class NgramDrafter:
         slots: slots of the pool, its scratch page included.
         page_size: slots per page, a power of two.
     """
+
+    reads_layers = False
 
     def __init__(self, slots: int, page_size: int, device: torch.device) -> None:
         self.page_shift, self.page_mask = page_size.bit_length() - 1, page_size - 1
@@ -88,17 +115,16 @@ class NgramDrafter:
         """Store the token of each slot."""
         self.tokens.index_copy_(0, batch.slots, batch.token_ids.to(torch.int32))
 
-    def draft(
-        self,
-        rows: Tensor,
-        stands: Tensor,
-        newest: Tensor,
-        page_table: Tensor,
-        drafts: Int32s,
-        reach: Tensor,
-        stands_host: Int32s,
-    ) -> Tensor:
+    def computed(self, batch: ForwardBatch, hidden: Tensor) -> None:
+        """Do nothing: the tokens are known before the pass."""
+
+    def moved(self, source: Tensor, target: Tensor) -> None:
+        """Move the tokens of slots."""
+        self.tokens.index_copy_(0, target, self.tokens.index_select(0, source))
+
+    def draft(self, drafting: DraftingRows) -> Tensor:
         """Draft; see `Drafter`. Time and memory are proportional to rows x the longest row, at most WINDOW."""
+        rows, stands, newest, page_table, drafts, _, stands_host = drafting
         width = min(int(stands_host.max()), WINDOW) + 1
         # Column c is position first + c. The newest token is in the last column, because its slot may not hold it yet.
         positions = (stands - (width - 1))[:, None] + torch.arange(width, device=rows.device)

@@ -21,6 +21,7 @@ from lockstep.host.options import Option, options_of
 from lockstep.host.startup import Keeper
 from lockstep.host.text import Text
 from lockstep.host.tier_options import check_tiers
+from lockstep.runtime.data_ranks import DataRank
 from lockstep.runtime.pooling import PoolingMode
 from lockstep.runtime.quantized.activations import check_fp8_activations
 from lockstep.runtime.ranks import TIMEOUT_S
@@ -45,6 +46,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True):
         text: the tokenizer; None: that of the folder, if it has one.
         lora: LoRA adapters, folders in the format of PEFT, by name; more can be loaded later.
         hand_over: of a prefill or decode engine: makes its side of transfers, given the part that moves pages.
+        data_rank: of an engine that is one of several data-parallel ranks: which one.
         draft_model: implies `speculative_method="draft_model"`. Not possible with `tp`.
     """
 
@@ -66,6 +68,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True):
     text: Text | None = None
     lora: Mapping[str, str | Path] = msgspec.field(default_factory=dict)
     hand_over: Callable[[KvTransport], PrefillSide | DecodeSide] | None = None
+    data_rank: DataRank | None = None
 
     def with_options(self, given: Mapping[str, Any]) -> EngineConfig:
         """Return this configuration with fields of it, and of SchedConfig, replaced by name. Raises ConfigError."""
@@ -83,6 +86,11 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True):
             if given not in known:
                 raise ConfigError(f"`{name}` must be {' or '.join(known)}, got `{given}`")
         check_layout(self, self.sched)
+        if self.attention_dp > 1 and self.data_rank is None:
+            raise ConfigError(
+                f"`attention_dp` is {self.attention_dp}, but this is one engine in one process, and each rank is one\n"
+                f"hint: lockstep serve --tp {self.tp} --attention-dp {self.attention_dp} --rank-schedulers"
+            )
         check_fp8_activations(self.fp8_activations)
         check_timeout(self.batch_timeout_s)
         check_tiers(self, RankOptions())

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -45,13 +45,15 @@ from lockstep.host.batches import (
 )
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.canary import Canary
-from lockstep.runtime.drafting import Drafter, kept_samples, places_of, right_ones
+from lockstep.runtime.draft_tree import TreeRows, moves_of, right_paths, tree_rows
+from lockstep.runtime.drafting import Drafter, DraftingRows, TreeDrafter, kept_samples, places_of, right_ones
 from lockstep.runtime.errors import DeviceLost, PlanError
-from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.forward import ForwardBatch, RankTokens
 from lockstep.runtime.graphs import DecodeGraphs
 from lockstep.runtime.lora.batch import lay_out
 from lockstep.runtime.media import DeviceMedia
 from lockstep.runtime.overlap import POLL_S, Download, StreamLane
+from lockstep.runtime.plan_checks import IDLE, refuse_blocks, refuse_unknown
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.sampling import Sampled, logprobs_of
 from lockstep.runtime.stages import StageLinks
@@ -66,7 +68,7 @@ from lockstep.runtime.tables import (
     VerifyRows,
 )
 
-MODES = frozenset({"extend", "decode", "mixed", "prebuilt", "verify"})
+NO_LOGITS = np.empty((0, 0), np.float32)
 JUDGED_AT_ONCE = 256  # prompt positions per chunk of logits: [256, vocabulary] float32
 
 
@@ -81,6 +83,13 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [samples, vocabulary] for hidden states [samples, hidden]."""
+
+
+class SharedModel(Model, Protocol):
+    """A model whose MLPs are split over data-parallel ranks, which run every pass together."""
+
+    def join(self, tokens: RankTokens) -> None:
+        """Compute this rank's part of a pass in which it has no rows."""
 
 
 class RowSampler(Protocol):
@@ -169,6 +178,8 @@ class RunnableModel:
         graphs: prepared; decodes that they hold are replayed.
         split: the model is one rank's part. A pass that raises leaves the ranks out of step, and ends the engine.
         links: to the other pipeline stages; None: there is one stage.
+        ranks: data-parallel ranks that run every pass together; 1: plans that name ranks are refused.
+        rank: which of them this one is.
         states: slots of the layers that keep states; None: the model has none.
         media: contents of requests and output of the encoder; None: plans with media are refused.
     """
@@ -180,6 +191,8 @@ class RunnableModel:
     states: RowSlots | None = None
     media: DeviceMedia | None = None
     links: StageLinks | None = None
+    ranks: int = 1
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +235,7 @@ class Executor:
         self.model, self.attention, self.sampler = runnable.model, runnable.attention, sampler
         self.graphs, self.split, self.states = runnable.graphs, runnable.split, runnable.states
         self.media = runnable.media
-        self.links = runnable.links
+        self.links, self.ranks, self.rank = runnable.links, runnable.ranks, runnable.rank
         self.samples = self.links is None or self.links.stage.is_last  # whether this stage draws the tokens
         self.tables, self.lane, self.matchers, self.canary = tables, lane, matchers, canary
         self.pooling, self.drafter, self.jumps = pooling or Pooling(), ahead.drafter, ahead.jumps
@@ -247,7 +260,7 @@ class Executor:
         the rows that the plan takes.
         Raises: PlanError for a plan that no executor can run; DeviceLost.
         """
-        refuse_unknown(plan)
+        refuse_unknown(plan, self.ranks)
         if plan.media_spans and self.media is None:
             raise PlanError(f"batch {plan.batch_id} has `media_spans`, but this executor has no encoder")
         if plan.hybrid is not None:
@@ -318,7 +331,7 @@ class Executor:
             raise ContractError(f"batch {launched.plan.batch_id} is collected, but waits to be sampled")
         arrays = launched.download.wait()
         self._queue.popleft()
-        if self.canary is not None:
+        if self.canary is not None and launched.plan.mode != IDLE:
             self.canary.judge(launched.plan, arrays["canary"], behind_failure=launched.behind_failure)
         return self._result(launched, arrays)
 
@@ -442,10 +455,17 @@ class Executor:
         """Run one pass and keep the requested parts of its hidden states. Returns the logits of its sampling rows."""
         if self.drafter is not None or launched.packed.passes[number].verifying is not None:
             self._draft(launched, number)
+        reads = self.drafter is not None and self.drafter.reads_layers
         one, tensors = launched.packed.passes[number], launched.laid[number]
+        ranks = self._rank_tokens(launched.plan, one)
+        if launched.plan.mode == IDLE:
+            assert ranks is not None
+            cast("SharedModel", self.model).join(ranks)
+            self.forwards += 1
+            return self.lane.upload(NO_LOGITS)
         media = None if self.media is None else self.media.rows(launched.plan, one)
         offsets = None if self.media is None else self.media.offsets(one)
-        graphs = self.graphs if one.adapter_slots is None and offsets is None else None
+        graphs = self.graphs if one.adapter_slots is None and offsets is None and not reads else None
         if graphs is not None and not graphs.holds(one):
             graphs = None
         batch, received = None, None  # made once for all readers, because laying out adapters takes time
@@ -453,7 +473,7 @@ class Executor:
             received, launched.hidden = launched.hidden(), None
         if graphs is None or self.drafter is not None or self.canary is not None:
             batch = self._batch(launched.states, one, tensors, received)
-            batch.media, batch.rope_offsets = media, offsets
+            batch.media, batch.rope_offsets, batch.ranks = media, offsets, ranks
             self._before_pass(launched, batch)
         if graphs is not None:
             hidden = graphs.run(one, tensors)
@@ -463,6 +483,10 @@ class Executor:
             hidden = self.model.forward(batch, self.attention)
             if batch.states is not None and batch.states.copies is not None:
                 batch.states.pool.copy(*batch.states.copies)
+        if reads:
+            assert self.drafter is not None
+            assert batch is not None
+            self.drafter.computed(batch, hidden)
         self.forwards += 1
         if self.links is not None and not self.samples:
             self.links.send_hidden(hidden)
@@ -477,6 +501,22 @@ class Executor:
         if launched.plan.extend_rows:
             self._pool(launched, one, hidden)
         return self.model.logits(hidden.index_select(0, tensors.logits_at[:samples]))
+
+    def _rank_tokens(self, plan: BatchPlan, one: ForwardPass) -> RankTokens | None:
+        """Return the new tokens of all data-parallel ranks in a pass; None: this rank runs alone.
+
+        Passes that no rank agreed on are those in which all ranks warm up, in the same way.
+        """
+        own = int(one.indptr[-1])
+        if self.ranks == 1:
+            return None
+        if plan.ranks is None:
+            return RankTokens((own,) * self.ranks, padded=True)
+        if plan.ranks.tokens[self.rank] != own:
+            raise PlanError(
+                f"batch {plan.batch_id} has {own} tokens, and rank {self.rank} agreed on {plan.ranks.tokens[self.rank]}"
+            )
+        return RankTokens(plan.ranks.tokens, padded=plan.ranks.padding == "max_length")
 
     def _before_pass(self, launched: _Launched, batch: ForwardBatch) -> None:
         """Pass the batch to the drafter, and verify its KV slots with the canary."""
@@ -513,9 +553,12 @@ class Executor:
         if drafted.any():
             assert self.drafter is not None
             reach = there.stands + self.lane.upload(drafted)
-            guessed = self.drafter.draft(
+            drafting = DraftingRows(
                 there.rows, there.stands, newest, self.tables.page_table, drafted, reach, stands_host
             )
+            if verifying.tree is not None:
+                return cast("TreeDrafter", self.drafter).draft_tree(drafting, verifying.tree)
+            guessed = self.drafter.draft(drafting)
         if not verifying.forced.size:
             return guessed
         width = int(verifying.drafts.max())
@@ -525,6 +568,7 @@ class Executor:
         guessed = torch.nn.functional.pad(guessed, (0, width - guessed.shape[1]))
         return torch.where(self.lane.upload(is_given), self.lane.upload(given), guessed)
 
+    # mechanism: chunks (executed)
     def _batch(
         self, states: PlannedStates | None, one: ForwardPass, tensors: PassTensors, hidden: Tensor | None
     ) -> ForwardBatch:
@@ -542,6 +586,7 @@ class Executor:
             starts_host=one.starts,
             lengths_host=one.stops,
             hidden=hidden,
+            tree=_tree_of(one),
             windows=self.tables.window_view(tensors.rows, tensors.slots),
             states=None
             if self.states is None or states is None
@@ -584,6 +629,7 @@ class Executor:
         launched.download = self.lane.download(launched.wanted, begun)
         launched.wanted = {}
 
+    # mechanism: jump-forward (executed)
     def _verify(
         self,
         launched: _Launched,
@@ -606,8 +652,23 @@ class Executor:
             found |= _reported(sampled) if logprobs_requested else {}
         else:
             turns = [places_host[there_host[:, number], number] for number in range(places_host.shape[1])]
-            found = self._draw_in_turn(turns, tensors, logits, fed, rows_host, allowed, logprobs_requested)
+            before = [turn - 1 for turn in turns]
+            if (tree := one.verifying.tree if one.verifying is not None else None) is not None:
+                before[1:] = [
+                    places_host[there_host[:, number], int(tree.parents[number - 1])]
+                    for number in range(1, places_host.shape[1])
+                ]
+            in_turn = list(zip(turns, before, strict=True))
+            found = self._draw_in_turn(in_turn, tensors, logits, fed, rows_host, allowed, logprobs_requested)
         places, there = self.lane.upload(places_host), self.lane.upload(there_host)
+        if one.verifying is not None and one.verifying.tree is not None:
+            paths = right_paths(one.verifying.tree, found["tokens"], found["invalid"], fed, places, there)
+            self.tables.verified(tensors, found["tokens"], paths.last)
+            self._move(*moves_of(paths, places, tensors.slots.index_select(0, tensors.logits_at[:samples])))
+            found = {name: part.index_select(0, paths.order) for name, part in found.items()}
+            found |= {"accepted": paths.accepted.to(torch.int32), "paths": paths.path.to(torch.int32)}
+            drawn |= {name: [part] for name, part in found.items()}
+            return
         accepted = right_ones(found["tokens"], found["invalid"], fed, places, there)
         if (forced := _forced_by_sampler(one)) is not None:  # always right; a row that cannot draw one is invalid
             accepted = torch.maximum(accepted, self.lane.upload((forced + 1).astype(np.int64)))
@@ -619,9 +680,16 @@ class Executor:
         found["accepted"] = accepted.to(torch.int32)
         drawn |= {name: [part] for name, part in found.items()}
 
+    def _move(self, source: Tensor, target: Tensor) -> None:
+        """Move the KV of right drafts, and what else belongs to their slots, to the slots of their positions."""
+        self.attention.pool.move(source, target)
+        if self.drafter is not None:
+            self.drafter.moved(source, target)
+
+    # mechanism: several-decodes (executed)
     def _draw_in_turn(
         self,
-        turns: list[NDArray[np.int64]],
+        turns: list[tuple[NDArray[np.int64], NDArray[np.int64]]],
         tensors: PassTensors,
         logits: Tensor,
         fed: Tensor,
@@ -631,17 +699,19 @@ class Executor:
     ) -> dict[str, Tensor]:
         """Draw the tokens of each row one after another, so that penalties count no token behind a wrong draft.
         Args:
-            turns: samples that are drawn together: the first of each row, then the second of rows with a second, ...
+            turns: samples that are drawn together: the first of each row, then the second of rows with a second, ...;
+                and for each the sample behind the token before it.
         Returns: the results by sample, by name.
         """
         parts: dict[str, list[Tensor]] = {}
         tokens = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
         going = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
-        for number, turn in enumerate(turns):
+        for number, (turn, before) in enumerate(turns):
             at = self.lane.upload(turn)
             rows = tensors.sample_rows.index_select(0, at)
             if number:  # a row with a wrong draft draws in the padding row, which is never read
-                still = going.index_select(0, at - 1) & (fed.index_select(0, at) == tokens.index_select(0, at - 1))
+                last = self.lane.upload(before)
+                still = going.index_select(0, last) & (fed.index_select(0, at) == tokens.index_select(0, last))
                 going.index_copy_(0, at, still)
                 rows = torch.where(still, rows, self.tables.count)
             masks = None if allowed is None else self.lane.upload(allowed[turn])
@@ -651,9 +721,10 @@ class Executor:
             parts.setdefault("invalid", []).append(sampled.invalid)
             for name, part in _reported(sampled).items() if logprobs_requested else ():
                 parts.setdefault(name, []).append(part)
-        in_order = self.lane.upload(np.argsort(np.concatenate(turns)))
+        in_order = self.lane.upload(np.argsort(np.concatenate([turn for turn, _ in turns])))
         return {"tokens": tokens} | {name: _joined(some).index_select(0, in_order) for name, some in parts.items()}
 
+    # mechanism: prompt-logprobs (executed)
     def _judge(self, hidden: Tensor, at: Tensor, targets: Tensor, tops: int) -> dict[str, Tensor]:
         """Compute logprobs of the target tokens, and of the `tops` likeliest tokens, a chunk of positions at a time.
 
@@ -677,6 +748,7 @@ class Executor:
             if (there := launched.laid[number].verifying) is not None:
                 launched.wanted["stands"] = there.stands
 
+    # mechanism: vectors (executed)
     def _pool(self, launched: _Launched, one: ForwardPass, hidden: Tensor) -> None:
         """Sum hidden states of rows of kind embed, and keep the vectors and scores of prompts that end in this pass."""
         indptr, rows = one.indptr, one.rows.tolist()
@@ -760,6 +832,9 @@ class Executor:
                     if one.verifying is not None and int(i) >= plan.extend_rows:
                         start = int(arrays["stands"][int(i) - plan.extend_rows])
                         sampler = int(np.flatnonzero(plan.sample_rows == int(i))[0])
+                        if "paths" in arrays:
+                            path = arrays["paths"][sampler]
+                            array = array[np.concatenate((np.zeros(1, np.int64), path[path > 0]))]
                         array = array[: int(arrays["accepted"][sampler])]
                     result.hidden_states.append(HiddenStates(request_id, start, array))
                 case ["scores"]:
@@ -768,6 +843,14 @@ class Executor:
                 case ["pooled", i]:
                     result.pooled.append(Pooled(int(plan.request_ids[int(i)]), "embed", array))
         return result
+
+
+def _tree_of(one: ForwardPass) -> TreeRows | None:
+    """Return the rows of a pass with trees of drafts; None: they are chains, or there are none."""
+    if one.verifying is None or one.verifying.tree is None:
+        return None
+    first = len(one.rows) - len(one.verifying.rows)
+    return tree_rows(first, one.starts[first:], one.verifying.counts, one.verifying.tree)
 
 
 def _samples(one: ForwardPass) -> Int32s:
@@ -829,6 +912,8 @@ def _verified(result: BatchResult, samples: Int32s, arrays: dict[str, NDArray[An
     accepted: Int32s = arrays["accepted"]
     kept, firsts = kept_samples(samples, accepted), np.cumsum(samples) - samples
     result.accepted, result.tokens = accepted, result.tokens[kept]
+    if "paths" in arrays:
+        result.right_drafts = arrays["paths"][arrays["paths"] > 0]
     invalid = arrays["invalid"][firsts]
     if forced is not None:
         invalid = np.where(forced > 0, np.logical_or.reduceat(arrays["invalid"], firsts), invalid)
@@ -861,36 +946,6 @@ def _joined(parts: list[Tensor]) -> Tensor:
         widest = max(part.shape[1] for part in parts)
         parts = [torch.nn.functional.pad(part, (0, widest - part.shape[1])) for part in parts]
     return torch.cat(parts)
-
-
-def refuse_unknown(plan: BatchPlan) -> None:
-    """Raise PlanError for a plan with a feature that this executor does not support."""
-    if plan.mode not in MODES:
-        raise PlanError(f"batch {plan.batch_id} has mode {plan.mode!r}; this executor runs {', '.join(sorted(MODES))}")
-    for name, given in (
-        ("ranks", plan.ranks),
-        ("layers", plan.layers),
-    ):
-        if given:
-            raise PlanError(f"batch {plan.batch_id} has `{name}`, which this executor does not support")
-    if plan.speculation is None and (plan.starts_after or plan.mode == "verify"):
-        what = "`starts_after`" if plan.starts_after else "mode 'verify'"
-        raise PlanError(f"batch {plan.batch_id} has {what}, but no `speculation` with what it verifies")
-    if plan.steps > 1 and plan.speculation is not None:
-        raise PlanError(f"batch {plan.batch_id} both verifies drafts and has {plan.steps} steps")
-    if plan.steps > 1 and plan.mode != "decode":
-        raise PlanError(
-            f"batch {plan.batch_id} has {plan.steps} steps in mode {plan.mode!r}; only decodes have several"
-        )
-
-
-def refuse_blocks(plan: BatchPlan, *, windows: bool, states: bool) -> None:
-    """Raise PlanError for a plan with states or window pages that the model of this executor does not have."""
-    assert plan.hybrid is not None
-    if (plan.hybrid.state_rows.size or plan.hybrid.checkpoint_index.size) and not states:
-        raise PlanError(f"batch {plan.batch_id} has states of layers, but the model here keeps none")
-    if plan.hybrid.pages.size and not windows:
-        raise PlanError(f"batch {plan.batch_id} gives out window pages, but the model here has none")
 
 
 def _hidden_wanted(plan: BatchPlan, one: ForwardPass, tables: DeviceTables) -> list[tuple[int, int, int]]:

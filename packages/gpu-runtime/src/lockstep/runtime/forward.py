@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lockstep.runtime.draft_tree import TreeRows
 from lockstep.runtime.lora.batch import AdapterBatch
 from lockstep.runtime.states.view import StateView
 
@@ -38,6 +39,29 @@ class WindowView:
     rows: Tensor  # int32 [rows], rows of this page table: 0, 1, ...
     page_table: Tensor  # int32 [rows, width]
     slots: Tensor  # int64 [tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTokens:
+    """New tokens of all data-parallel ranks in a pass that they run together.
+
+    Args:
+        counts: by rank.
+        padded: rows are padded to the longest rank, so that every rank has as many; otherwise they lie end to end.
+    """
+
+    counts: tuple[int, ...]
+    padded: bool
+
+    @property
+    def total(self) -> int:
+        """Rows of all ranks together, padding included."""
+        return max(self.counts) * len(self.counts) if self.padded else sum(self.counts)
+
+    def own(self, rank: int) -> slice:
+        """Return the rows of a rank among those of all ranks, without padding."""
+        first = max(self.counts) * rank if self.padded else sum(self.counts[:rank])
+        return slice(first, first + self.counts[rank])
 
 
 @dataclass(slots=True)
@@ -83,6 +107,9 @@ class ForwardBatch:
     states: StateView | None = None  # None: no layer keeps a state; or, in a trial of memory, none is stored
     media: MediaRows | None = None  # None: all new tokens are tokens
     rope_offsets: Tensor | None = None  # int64 [3, tokens], to add to positions: time, height, width; None: all are 0
+    ranks: RankTokens | None = None  # of all data-parallel ranks; None: the pass is of this rank alone
+    tree: TreeRows | None = None  # rows with a tree of drafts; None: every row attends causally
+    taps: dict[int, Tensor | None] | None = None  # by layer, to be filled with its input, [tokens, hidden]; None: none
 
     @property
     def count(self) -> int:

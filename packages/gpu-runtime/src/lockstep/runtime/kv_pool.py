@@ -105,6 +105,12 @@ class KvPool:
             return
         self.values[layer].view(flat).index_copy_(0, slots, value.to(self.values[layer].dtype))
 
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy the KV of slots, in all layers, to other slots: int64 [n] both; targets are distinct."""
+        for stored in self._stored():
+            flat = (stored.view(torch.uint8) if self.fp8 else stored).view(-1, self.kv_heads, self.head_dim)
+            flat.index_copy_(0, target, flat.index_select(0, source))
+
     def read(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of pages, int64 [n]: [n * page_size, kv_heads, head_dim] each; fp8 as float32."""
         flat = (-1, self.kv_heads, self.head_dim)

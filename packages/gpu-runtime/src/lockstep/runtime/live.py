@@ -40,6 +40,7 @@ MAY_DIFFER = frozenset({"dtype", "end_tokens", "context_tokens"})  # settings th
 VALUES_MAX = 1 << 20  # most values that one request can read
 
 
+# mechanism: weights-and-memory (executed)
 class LiveModel:
     """The weights and the memory of one rank, or of a whole engine."""
 

@@ -44,6 +44,7 @@ from lockstep.core.contract.events import (
     TokenIds,
     UpdateWeights,
 )
+from lockstep.core.contract.rank_settings import settings_of_rank
 from lockstep.core.contract.samples import sample_count
 from lockstep.core.contract.stats import Stats
 from lockstep.core.journal.records import JournalHeader
@@ -55,7 +56,7 @@ from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import LORA_OFF, LORAS, AdapterRegistry, source_of
 from lockstep.host.batches import Int32s
 from lockstep.host.cache_moves import MoveCounts
-from lockstep.host.drafts import DraftCounts
+from lockstep.host.drafts import DraftCounts, draft_method
 from lockstep.host.durable import DurableJournal
 from lockstep.host.errors import EngineStopped
 from lockstep.host.grammar_backends import choose_backend
@@ -64,17 +65,19 @@ from lockstep.host.grammars import make_grammar
 from lockstep.host.handover.decode import DecodeSide
 from lockstep.host.handover.prefill import PrefillSide
 from lockstep.host.host_header import RUNTIME, HostHeader
-from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, RequestServices, RuntimeHost
+from lockstep.host.loop import HostClock, RuntimeHost
 from lockstep.host.media.content import EncoderInput, MediaPrompt
 from lockstep.host.media.conversation import as_config_error, prompt_with, with_images
 from lockstep.host.media.processor import MediaError, MediaProcessor
 from lockstep.host.media.source import MediaLimits
 from lockstep.host.page_store import StoreCounts
+from lockstep.host.services import DeviceServices, EarlierGeneration, RequestServices
 from lockstep.host.stop_regexes import Watch, watch_of
 from lockstep.host.text import Message, Text
 from lockstep.host.weights import (
     Folder,
     Source,
+    WeightLoader,
     WeightsLog,
     WeightsRead,
     check_lasting,
@@ -83,8 +86,10 @@ from lockstep.host.weights import (
     write_source,
 )
 from lockstep.runtime import watchdog
-from lockstep.runtime.assembly import assemble, check_draft_model, choose_device, device_name
+from lockstep.runtime.assembly import assemble, choose_device, device_name
 from lockstep.runtime.bubbles import BubbleTimer, DeviceTime
+from lockstep.runtime.data_ranks import DataRanks, FixedWeights, check_shared
+from lockstep.runtime.draft_sources import check_draft_model
 from lockstep.runtime.engine_config import LORA_RANK_MAX, EngineConfig
 from lockstep.runtime.graphs import (
     check_graph_mode,
@@ -168,9 +173,11 @@ class LLM:
         sched = dict(config.sched)
         if config.pp > 1:
             sched = {"pp_size": config.pp} | sched
+        if config.data_rank is not None:
+            sched = settings_of_rank(sched, config.data_rank.ranks, usual={}) | {"dp_rank": config.data_rank.rank}
         packages = processors.versions(config.logit_processors)
         if draft_model is not None:
-            sched = {"speculative_method": "draft_model"} | sched
+            sched = {"speculative_method": draft_method(draft_model)} | sched
         folder = demo_folder() if model is None else find_model(model)
         self.folder = folder
         where = choose_device(config.device)
@@ -209,11 +216,16 @@ class LLM:
         self._bubbles = BubbleTimer()
         self._profiler = TorchProfiler(where)
         self.group: RankGroup | None = None
+        self.data_ranks: DataRanks | None = None
         self._journal: JournalWriter | DurableJournal | None = None
         with ExitStack() as undo:
             if fp8_activations == "on":  # before ranks are started
                 choose_activations(fp8_activations, read_settings(folder, backend=backend).quantization, where)
-            if tp != 1 or config.pp != 1:
+            if config.data_rank is not None:
+                check_shared(read_settings(folder, backend=backend), config.attention_dp)
+                self.data_ranks = DataRanks(config.data_rank, where, config.rank_timeout_s)
+                undo.callback(self.data_ranks.close, leaving=False)
+            elif tp != 1 or config.pp != 1:
                 of_model = read_settings(folder, backend=backend)
                 check_split(of_model, tp, config.ep)
                 check_stages(of_model, config.pp)
@@ -223,7 +235,7 @@ class LLM:
                 )
                 undo.callback(self.group.close)
                 where = self.group.device
-            made = assemble(settings, where, clock, self.group)
+            made = assemble(settings, where, clock, self.group or self.data_ranks)
             self.model, self.config, self.memory = made.model, made.config, made.memory
             self.attention_backend, self.logit_processors = made.attention_backend, made.logit_processors
             self.grammars = None
@@ -258,7 +270,12 @@ class LLM:
                     self.handover = config.hand_over(EngineTransport(made.transfers, self.group))
                     undo.callback(self.handover.close)
             self.media = media = made.executor.media
-            weight_loader = self._live if self.group is None else LeadModel(self._live, self.group)
+            weight_loader: WeightLoader = self._live
+            if self.data_ranks is not None:
+                weight_loader = FixedWeights(self._live)
+            elif self.group is not None:
+                weight_loader = LeadModel(self._live, self.group)
+            agreement = None if self.data_ranks is None else self.data_ranks.agreement
             engine = Engine(self.config)
             if journal is not None or keeper is not None:
                 host = HostHeader(
@@ -299,7 +316,9 @@ class LLM:
                     compile_grammar=None if self.grammars is None else self.grammars.compiler,
                     receive_interval=config.receive_interval,
                 ),
-                device=DeviceServices(self._profiler, weight_loader, self._host_adapters, mover, self.handover, media),
+                device=DeviceServices(
+                    self._profiler, weight_loader, self._host_adapters, mover, self.handover, media, agreement
+                ),
                 earlier=EarlierGeneration(weights) if keeper is None else keeper.earlier_generation(),
                 observe=self._bubbles.fold,
             )
@@ -322,6 +341,8 @@ class LLM:
         """Start the engine's thread, for an LLM made with `start=False`."""
         if self.handover is not None:
             self.handover.attach(self.host)
+        if self.data_ranks is not None:
+            self.data_ranks.agreement.attach(self.host, lambda: self.host.engine.generation)
         self._thread.start()
 
     # --------------------------------------------------------------------------------------------------- questions
@@ -606,6 +627,8 @@ class LLM:
             self.handover.close()
         if self._mover is not None and not stuck:
             self._mover.close()
+        if self.data_ranks is not None:
+            self.data_ranks.close(leaving=self.host.error is None)
         if self.group is not None:
             self.group.close(stuck=stuck)
         elif stuck:
@@ -639,6 +662,9 @@ class LLM:
             log.debug("the engine failed: %s", error)  # waiting and later calls raise it
         except Exception:
             log.exception("the engine failed")  # with the traceback
+        finally:
+            if self.host.error is not None and self.data_ranks is not None:
+                self.data_ranks.close(leaving=False)  # now, because the other ranks wait for this one
 
     def _request(self, prompt: Prompt, params: Params, kind: RequestKind, *, stream: bool = False) -> RequestArrived:
         """Make a request without sending it. Raises ConfigError if prompt or parameters are invalid."""
@@ -836,6 +862,7 @@ def model_name(folder: Path) -> str:
 def layout_of(config: EngineConfig) -> dict[str, int | bool]:
     """Return how GPUs share the model beside `tp`, by the names of the simulator, for the header of the journal."""
     given = {"pp": (config.pp, 1), "ep": (config.ep, 1), "moe_a2a": (config.moe_a2a, False)}
+    given["attention_dp"] = (config.attention_dp, 1)
     return {name: value for name, (value, usual) in given.items() if value != usual}
 
 

@@ -52,6 +52,7 @@ class ContentEncoder(Protocol):
         """Return positions of three axes, int64 [3, tokens], of a prompt; None: the model has one axis."""
 
 
+# mechanism: encoder-budget (executed)
 class DeviceMedia:
     """Contents, outputs and positions of one engine. All methods are for the host's thread.
 

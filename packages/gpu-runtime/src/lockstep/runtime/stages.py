@@ -60,6 +60,7 @@ class RankPlace:
         return self.rank % self.tp
 
 
+# mechanism: pipeline-stages (executed)
 class StageLinks:
     """What one rank sends to the other stages of its column, and receives from them.
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from lockstep.core.contract.commands import BatchPlan, HybridChanges, PageDeltas, RowTaken
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.requests.delivery import step_numbers
+from lockstep.runtime.draft_tree import TreeShape, shape_of
 from lockstep.runtime.errors import PlanError
 from lockstep.runtime.forward import WindowedPages, WindowView
 
@@ -56,6 +57,7 @@ class VerifyRows:
     drafts: Int32s
     forced: Int32s = field(default_factory=lambda: NONE)  # drafts that a grammar forces; empty if none
     forced_tokens: Int32s = field(default_factory=lambda: NONE)  # end to end
+    tree: TreeShape | None = None  # of the drafts; None: chains
 
     @property
     def counts(self) -> Int32s:
@@ -103,6 +105,7 @@ class VerifyingTensors:
     stands: Tensor  # [rows], position of the newest token
     members: Tensor  # [new tokens of these rows]: the row of each
     numbers: Tensor  # [new tokens]: 0 for the newest token, then 1, 2, ... for the drafts
+    depths: Tensor | None = None  # [new tokens]: how far each is behind the newest token; None: `numbers`, in chains
 
 
 @dataclass(slots=True)
@@ -152,16 +155,20 @@ def passes_of(plan: BatchPlan) -> list[ForwardPass]:
     if verifies(plan):
         assert plan.speculation is not None
         first, drafts = plan.extend_rows, plan.speculation.draft_lengths
-        most = plan.stops[first:] - np.int32(1) - drafts
+        most = plan.stops[first:] - np.int32(1) - plan.speculation.path_lengths()
+        tree = shape_of(plan.speculation.parents) if plan.speculation.parents.size else None
         forced, tokens = plan.speculation.forced_lengths, plan.speculation.forced_tokens
-        verifying = VerifyRows(plan.rows[first:], plan.starts[first:], most, drafts, forced, tokens)
+        verifying = VerifyRows(plan.rows[first:], plan.starts[first:], most, drafts, forced, tokens, tree)
+        stops = plan.stops  # of a tree, slots behind the span have KV too
+        if tree is not None:
+            stops = np.concatenate((stops[:first], most + verifying.counts))
         samples = np.ones(len(plan.rows), np.int32)
         samples[first:] += drafts
         return [
             ForwardPass(
                 plan.rows,
                 np.concatenate((plan.starts[:first], verifying.most)),
-                plan.stops,
+                stops,
                 len(plan.rows),
                 plan.token_ids,
                 plan.sample_rows,
@@ -340,7 +347,9 @@ class DeviceTables:
         if (drafted := passes[0].verifying if passes else None) is not None:
             counts = drafted.counts
             members = np.arange(len(counts), dtype=np.int32).repeat(counts)
-            longs += (drafted.rows, drafted.least, drafted.most, members, step_numbers(counts))
+            longs += (drafted.rows, drafted.least, drafted.most, members, (numbers := step_numbers(counts)))
+            if drafted.tree is not None:
+                longs.append(drafted.tree.depths[numbers])
         if windows := plan.hybrid is not None and bool(plan.hybrid.pages.size):
             assert plan.hybrid is not None
             longs += last_windows(plan.hybrid)
@@ -391,7 +400,14 @@ class DeviceTables:
             if int(forced.sum()) != len(plan.speculation.forced_tokens):
                 given = len(plan.speculation.forced_tokens)
                 raise PlanError(f"{name} has {given} of {int(forced.sum())} forced tokens")
-            spare = spans[plan.extend_rows :] - np.int32(1) - drafts
+            parents = plan.speculation.parents
+            if parents.size and (
+                int(drafts.max(initial=0)) > len(parents)
+                or (parents < 0).any()
+                or (parents > np.arange(len(parents))).any()
+            ):
+                raise PlanError(f"{name} verifies {_few(drafts)} drafts of a tree with parents {_few(parents)}")
+            spare = spans[plan.extend_rows :] - np.int32(1) - plan.speculation.path_lengths()
             open_ones = np.zeros(len(plan.rows), np.bool_)
             open_ones[[after.index for after in plan.starts_after]] = True
             if (spare < 0).any() or spare[~open_ones[plan.extend_rows :]].any():
@@ -409,7 +425,11 @@ class DeviceTables:
         for taken in plan.rows_taken:
             self._mirror[taken.row] = NO_HOLDER
         self._mirror[rows, index] = pages
-        for row, stop in zip(plan.rows.tolist(), plan.stops.tolist(), strict=True):
+        stops = plan.stops
+        if plan.speculation is not None and plan.speculation.parents.size:
+            stops = stops.copy()
+            stops[plan.extend_rows :] += plan.speculation.draft_lengths - plan.speculation.path_lengths()
+        for row, stop in zip(plan.rows.tolist(), stops.tolist(), strict=True):
             if (self._mirror[row, : -(-stop // self.page_size)] == NO_HOLDER).any():
                 raise PlanError(f"{name} reads row {row} up to position {stop}, where its table has no page")
 
@@ -451,16 +471,23 @@ class DeviceTables:
             given = (of_rows, indptr, lengths, positions, slots, ids, decoding, logits_at)
             laid.append(PassTensors(*given, sample_rows, rows, drawn, targets))
         if packed.passes and packed.passes[0].verifying is not None:
-            self._place(laid[0], *parts[11:16])
+            self._place(laid[0], *parts[11 : 16 if packed.passes[0].verifying.tree is None else 17])
         return laid
 
     def _place(
-        self, tensors: PassTensors, rows: Tensor, least: Tensor, most: Tensor, members: Tensor, numbers: Tensor
+        self,
+        tensors: PassTensors,
+        rows: Tensor,
+        least: Tensor,
+        most: Tensor,
+        members: Tensor,
+        numbers: Tensor,
+        depths: Tensor | None = None,
     ) -> None:
         """Compute positions of the verifying rows of a pass. After a failed batch they are any in the allowed range."""
         assert self.stands is not None
         stands = torch.minimum(torch.maximum(self.stands.index_select(0, rows), least), most)
-        tensors.verifying = VerifyingTensors(rows, stands, members, numbers)
+        tensors.verifying = VerifyingTensors(rows, stands, members, numbers, depths)
         others, moved = len(tensors.rows) - len(rows), (most - stands).to(torch.int32)
         tensors.lengths = torch.cat((tensors.lengths[:others], tensors.lengths[others:] - moved))
         positions = stands.index_select(0, members) + numbers
@@ -469,6 +496,8 @@ class DeviceTables:
         pages = self.page_table[rows.index_select(0, members), positions >> self.page_shift].to(torch.int64)
         slots = pages * self.page_size + (positions & (self.page_size - 1))
         tensors.slots = torch.cat((tensors.slots[:given], slots))
+        if depths is not None:  # slots are those of numbers, positions those of depths
+            tensors.positions = torch.cat((tensors.positions[:given], stands.index_select(0, members) + depths))
         samples = len(tensors.sampled_rows)
         tensors.sampled_positions = tensors.positions.index_select(0, tensors.logits_at[:samples]) + 1
 

@@ -36,7 +36,7 @@ ALLOWED = (0, 1, 2, 3)
 SHAPING = (
     "page_size pages context_tokens_max max_running_requests request_rows max_prefill_tokens chunked_prefill_size "
     "chunk_unit truncation_align_size batching overlap_depth decode_steps_per_launch speculative_method "
-    "num_speculative_tokens speculative_max_batch_size"
+    "num_speculative_tokens speculative_max_batch_size speculative_topk speculative_num_steps"
 ).split()
 """Settings that determine the shape of a batch."""
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 GROUP = "lockstep.commands"
+COMPLETE = "_LOCKSTEP_COMPLETE"
+"""Set by the completion of a shell: the call lists completions instead of running a command."""
+
 ABOUT = "Lockstep: LLM serving whose scheduler is a deterministic function of a journal."
 
 EXIT_CANNOT_LOAD = 1
@@ -49,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
+    if COMPLETE in os.environ:
+        return _run_named("completion", [])
     match argv:
         case [] | ["-h" | "--help" | "help", *_]:
             print(_help())
@@ -135,7 +140,7 @@ def _provider(entry: EntryPoint) -> str:
 
 
 def _help() -> str:
-    rows = [(entry.name, _summary(entry), entry.dist.name if entry.dist else "") for entry in _entries()]
+    rows = [(entry.name, summary_of(entry), entry.dist.name if entry.dist else "") for entry in _entries()]
     name_width = max((len(name) for name, _, _ in rows), default=0)
     summary_width = max((len(summary) for _, summary, _ in rows), default=0)
     lines = ["usage: lockstep COMMAND [OPTIONS]", "", ABOUT, ""]
@@ -149,7 +154,7 @@ def _help() -> str:
     return "\n".join(lines)
 
 
-def _summary(entry: EntryPoint) -> str:
+def summary_of(entry: EntryPoint) -> str:
     """Return the first line of a command's docstring, read from its source so that no command is imported.
 
     A command is imported only if its source has no docstring (help passed as an argument) or is not available.
@@ -189,7 +194,8 @@ def _source_of(module: str) -> Path | None:
 def _versions() -> str:
     from importlib.metadata import distributions
 
-    versions = {dist.name: dist.version for dist in distributions() if (dist.name or "").startswith("lockstep-")}
+    named = [(dist.name or "", dist.version) for dist in distributions()]
+    versions = {name: version for name, version in named if name == "lockstep" or name.startswith("lockstep-")}
     width = max(map(len, versions), default=0)
     return "\n".join(f"{name:{width}}  {version}" for name, version in sorted(versions.items()))
 

@@ -60,6 +60,7 @@ class BadWordsMatcher:
         """Remove the last `tokens` tokens."""
         del self._tokens[len(self._tokens) - tokens :]
 
+    # mechanism: bad-words (decided)
     def fill(self, mask: Int32s) -> None:
         """Write the allowed tokens: int32 [ceil(vocabulary / 32)], bit t % 32 of word t // 32."""
         mask[:] = -1

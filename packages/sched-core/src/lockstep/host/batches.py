@@ -17,6 +17,7 @@ from lockstep.core.contract.commands import NO_ROWS as NONE
 from lockstep.core.contract.commands import BatchPlan, RowTaken
 from lockstep.core.contract.events import BatchId, PromptSpan, RequestId, RequestKind
 from lockstep.core.requests.table import Request
+from lockstep.core.scheduler.engine import Engine
 
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
@@ -109,6 +110,7 @@ class BatchResult:
     top_ids: Int32s | None = None  # [tokens, largest `logprobs_beside` of a request]
     top_logprobs: Float32s | None = None
     accepted: Int32s | None = None  # [sampling rows] tokens of each row, where drafts were verified
+    right_drafts: Int32s | None = None  # [sum of accepted - 1], of a tree: numbers of the right drafts, end to end
     invalid: tuple[int, ...] = ()  # indices of sampling rows
     grammar_ended: tuple[int, ...] = ()  # indices of sampling rows
     forced: tuple[tuple[int, bytes], ...] = ()  # sampling rows, and int32 ids that their grammars force next
@@ -126,6 +128,13 @@ class BatchResult:
         if self.accepted is None:
             return np.arange(len(self.plan.sample_rows), dtype=np.int32)
         return np.cumsum(self.accepted, dtype=np.int32) - self.accepted
+
+    def accepted_bytes(self) -> bytes:
+        """Return `BatchFinished.accepted`: the tokens of each row, and the numbers of the right drafts of trees."""
+        if self.accepted is None:
+            return b""
+        counts = self.accepted.astype("<i4", copy=False).tobytes()
+        return counts if self.right_drafts is None else counts + self.right_drafts.astype("<i4", copy=False).tobytes()
 
     def lasts(self) -> Int32s:
         """Return the index in `tokens` of each sampling row's newest token, for a plan with one forward.
@@ -179,3 +188,20 @@ class BatchExecutor(Protocol):
 
     def collect(self) -> BatchResult:
         """Wait for the results of the oldest batch and return them."""
+
+
+def sampled_spans(engine: Engine, plan: BatchPlan, accepted: Int32s | None) -> tuple[Int32s, Int32s]:
+    """Return position of the first new token and number of new tokens of each sampling row of the oldest batch.
+
+    Call it before the engine steps the result: until then the engine has the positions of verifying rows.
+
+    Args:
+        accepted: `BatchResult.accepted`: int32 [sampling rows], or None if no drafts were verified.
+    Returns: positions and counts, both int32 [sampling rows].
+    """
+    rows = plan.sample_rows
+    if plan.speculation is not None:
+        positions: Int32s = engine.in_flight[0].sampled_at
+        return positions, engine.in_flight[0].least if accepted is None else accepted
+    counts = plan.stops[rows] - plan.starts[rows] if plan.steps > 1 else np.ones(len(rows), np.int32)
+    return plan.stops[rows] - counts + np.int32(1), counts

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from lockstep.core.contract.commands import BatchPlan
+from lockstep.core.contract.config import SpeculativeMethod
 from lockstep.host.batches import Int32s
+
+
+def draft_method(folder: str | Path) -> SpeculativeMethod:
+    """Return the method of a folder that drafts: eagle for a head of EAGLE-3, otherwise draft_model."""
+    try:
+        found = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        names = found.get("architectures") or ["none"]
+    except (OSError, ValueError, AttributeError):
+        return "draft_model"  # its loader explains what is wrong
+    return "eagle" if isinstance(names[0], str) and "Eagle3" in names[0] else "draft_model"
 
 
 @dataclass(slots=True)

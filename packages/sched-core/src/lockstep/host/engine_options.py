@@ -45,7 +45,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Fp8Activations,
         Option("Round rows to fp8 before products with fp8 weights: auto (as the checkpoint states), on, off."),
     ] = "auto"
-    draft_model: Annotated[str | None, Option("Folder of a small model that proposes drafts.", metavar="DIR")] = None
+    draft_model: Annotated[
+        str | None, Option("Folder of a small model, or of an EAGLE-3 head, that proposes drafts.", metavar="DIR")
+    ] = None
     max_lora_rank: Annotated[int, Option("Largest rank of an adapter; each slot on the device has room for it.")] = 16
 
 
@@ -131,6 +133,13 @@ class EngineOptions(RankOptions, frozen=True, kw_only=True, forbid_unknown_field
     pp: Annotated[
         int, Option("Pipeline stages: groups of --tp GPUs, or of processes, with some of the layers each.")
     ] = 1
+    attention_dp: Annotated[
+        int,
+        Option("Data-parallel ranks: GPUs with attention, requests and KV of their own that share all other layers."),
+    ] = 1
+    rank_schedulers: Annotated[
+        bool, Option("With --attention-dp: a scheduler for each rank, which agree on every pass.")
+    ] = False
     ray: Annotated[
         str | None,
         Option(

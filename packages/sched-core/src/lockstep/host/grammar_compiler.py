@@ -73,6 +73,7 @@ class CompileLimits:
     workers: int = 2
 
 
+# mechanism: grammar-compilation (executed)
 class GrammarCompiler:
     """A `lockstep.host.loop.GrammarCompiler` with limits. The first grammar starts its processes and threads."""
 

@@ -1,6 +1,7 @@
 """How the GPUs of an engine share a model, by options of a command line: what goes together.
 
-The options are `tp`, `pp` (pipeline stages), `ep` and `moe_a2a` (experts), as in the simulator.
+The options are `tp`, `pp` (pipeline stages), `ep` and `moe_a2a` (experts), `attention_dp` and `rank_schedulers`
+(data-parallel ranks), as in the simulator.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from lockstep.core.contract.config import PP_SIZE_MAX, STAGES_ONLY
+from lockstep.core.contract.config import OF_RANKS, PP_SIZE_MAX, STAGES_ONLY
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.engine_options import GraphMode
 
@@ -20,6 +21,10 @@ class Layout(Protocol):
     def tp(self) -> int: ...
     @property
     def pp(self) -> int: ...
+    @property
+    def attention_dp(self) -> int: ...
+    @property
+    def rank_schedulers(self) -> bool: ...
     @property
     def ray(self) -> str | None: ...
     @property
@@ -34,6 +39,8 @@ class Layout(Protocol):
     def draft_model(self) -> str | None: ...
 
 
+NOT_ON_RANKS = {"draft_model": None, "swa_full_tokens_ratio": None, "pp": 1}
+"""Options that data-parallel ranks do not follow yet, with the values that leave them out."""
 NOT_IN_STAGES = {"swa_full_tokens_ratio": None, "draft_model": None}
 """Options that stages do not follow yet, with the values that leave them out."""
 
@@ -45,6 +52,7 @@ def check_layout(given: Layout, sched: Mapping[str, Any], tps: Sequence[int] = (
         tps: `tp` of all engines of a server; empty: of one engine, `tp`.
     """
     _check_stages(given, sched)
+    _check_ranks(given, sched)
     if given.ray is not None and given.pp == 1:
         raise ConfigError(
             f"`ray` is {given.ray}, but the engine has one stage, which is on this machine\nhint: give --pp N"
@@ -90,4 +98,57 @@ def _check_stages(given: Layout, sched: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"`decode_steps_per_launch` is {steps}, but `pp` is {given.pp}: the steps of one launch would keep all "
             "stages but one idle\nhint: drop one of the two"
+        )
+
+
+def _check_ranks(given: Layout, sched: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options that data-parallel ranks do not follow, and for options of ranks without ranks."""
+    ranks = given.attention_dp
+    if ranks < 1:
+        raise ConfigError(f"`attention_dp` must be at least 1, got `{ranks}`")
+    if ranks == 1:
+        if given.rank_schedulers:
+            raise ConfigError(
+                "`rank_schedulers` is on, but `attention_dp` is 1: there is one rank\n"
+                "hint: --tp N --attention-dp N, or leave out --rank-schedulers"
+            )
+        for name in OF_RANKS:
+            if sched.get(name):
+                raise ConfigError(
+                    f"`{name}` is of data-parallel ranks, and the engine has one\n"
+                    "hint: --tp N --attention-dp N --rank-schedulers, or drop it"
+                )
+        return
+    if not given.rank_schedulers:
+        raise ConfigError(
+            f"`attention_dp` is {ranks}, but `rank_schedulers` is off: one scheduler for all ranks is simulated only\n"
+            "hint: --rank-schedulers"
+        )
+    if given.tp != ranks:
+        raise ConfigError(
+            f"`attention_dp` is {ranks} and `tp` is {given.tp}: each rank has the attention of one GPU\n"
+            f"hint: --tp {ranks}"
+        )
+    for name, unset in NOT_ON_RANKS.items():
+        if (value := getattr(given, name)) != unset:
+            raise ConfigError(
+                f"`{name}` is {value}, but `attention_dp` is {ranks}: data-parallel ranks do not have that yet\n"
+                "hint: drop one of the two"
+            )
+    if given.cuda_graphs in ("on", "eager"):
+        raise ConfigError(
+            f"`cuda_graphs` is {given.cuda_graphs}, but `attention_dp` is {ranks}: graphs do not read the rows of "
+            "other ranks\nhint: auto, or off"
+        )
+    adapters = {"lora": getattr(given, "lora", None), "max_loras": sched.get("max_loras")}
+    for name, value in adapters.items():
+        if value:
+            raise ConfigError(
+                f"`{name}` is {value}, but `attention_dp` is {ranks}: MLPs compute the rows of all ranks, and adapters "
+                "are of the requests of one\nhint: drop one of the two"
+            )
+    if sched.get("role", "mixed") != "mixed":
+        raise ConfigError(
+            f"`role` is {sched['role']}, but `attention_dp` is {ranks}: data-parallel ranks do not hand requests over "
+            "yet\nhint: drop one of the two"
         )

@@ -25,11 +25,10 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -49,6 +48,7 @@ from lockstep.core.contract.commands import (
     LoadAdapter,
     LoadFromHost,
     PrefetchFromStorage,
+    ProposeBatch,
     RejectRequest,
     ReleaseDeviceMemory,
     ResumeDeviceMemory,
@@ -88,40 +88,39 @@ from lockstep.core.contract.samples import sample_count, sample_of
 from lockstep.core.journal.sinks import JournalSink
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.intake import ReceiveSkipper
-from lockstep.host.adapters import AdapterLoader, AdaptersLog, KnownAdapters
-from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, RowContext, row_context
-from lockstep.host.cache_moves import CacheMoves, PageMover, name_adapter
+from lockstep.host.adapters import AdaptersLog, KnownAdapters
+from lockstep.host.batches import (
+    BatchExecutor,
+    BatchResult,
+    Float32s,
+    Int32s,
+    RowContext,
+    row_context,
+    sampled_spans,
+)
+from lockstep.host.cache_moves import CacheMoves, name_adapter
 from lockstep.host.clock import HostClock as HostClock
 from lockstep.host.drafts import DraftCounts
 from lockstep.host.errors import EngineStopped
-from lockstep.host.handover.results import Handover, unpacked
+from lockstep.host.handover.results import unpacked
 from lockstep.host.handover.wire import PromptResults
+from lockstep.host.idle_check import IdleCheck
 from lockstep.host.inbox import Inbox
 from lockstep.host.media.content import EncoderInput
-from lockstep.host.media.encoding import MediaEncoder
+from lockstep.host.services import DeviceServices, EarlierGeneration, Observer, RequestServices, TextWatch
 from lockstep.host.sinks import Kept, drop_behind_the_end, taken_from, with_logprobs
 from lockstep.host.sinks import ResultExtras as ResultExtras
 from lockstep.host.sinks import Sink as Sink
 from lockstep.host.sinks import TokenLogprobs as TokenLogprobs
 from lockstep.host.sinks import UnsentOutput as UnsentOutput
 from lockstep.host.stop_regexes import watched_field
-from lockstep.host.weights import MaintenanceAnswer, WeightLoader, WeightsLog, answer_to
+from lockstep.host.weights import MaintenanceAnswer, WeightsLog, answer_to
 
 log = logging.getLogger("lockstep.host")
 
 TAKEN_BYTES = 4 * 65_536  # token ids of prompts that are taken in before results of the device come first
 IDLE_S = 0.5  # longest sleep with nothing to do; any item in the inbox ends it
 NOT_PROFILED = nullcontext()
-
-
-class TextWatch(Protocol):
-    """The text of one request with stop texts or stop regexes."""
-
-    def push(self, number: int, token: int) -> tuple[bool, int]:
-        """Append output token `number`, counted from 0. A number that was pushed before resets the text to that place.
-
-        Returns: whether the text contains a stop text, and how many of the newest tokens may begin one.
-        """
 
 
 @dataclass(slots=True)
@@ -160,77 +159,6 @@ class _Fact:
     make: Callable[[int], ObservedEvent]
 
 
-Observer = Callable[[ObservedEvent, Step], None]
-GrammarCompiler = Callable[[CompileGrammar, Callable[[str], None]], None]
-"""Compiles a grammar off the loop, then calls its second argument, from any thread, with the error or ""."""
-
-
-class Profiler(Protocol):
-    """A profiler of the device. Its methods never raise: a failure of the profiler does not stop serving."""
-
-    def start(self) -> None:
-        """Profile from the next launch on."""
-
-    def stop(self) -> None:
-        """Stop after all batches launched so far and write the trace. No effect if no profile was started."""
-
-    def batch(self, plan: BatchPlan) -> AbstractContextManager[None]:
-        """Return a context for the launch of a plan."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestServices:
-    """How requests are received, and functions of the model and its tokenizer that they need.
-
-    Args:
-        check: raises ConfigError for a request that this runtime cannot serve; the message rejects it.
-        watch_text: makes the watch of a request with stop texts; without it such requests are rejected.
-        compile_grammar: without it, a request under a grammar is rejected with that reason.
-        receive_interval: decodes between two receptions of messages while batches run, at most; see `ReceiveSkipper`.
-    """
-
-    check: Callable[[RequestArrived], None] | None = None
-    watch_text: Callable[[RequestArrived], TextWatch] | None = None
-    compile_grammar: GrammarCompiler | None = None
-    receive_interval: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceServices:
-    """Operations on the device besides batches.
-
-    Args:
-        profiler: without one a request for a profile is logged and ignored.
-        weight_loader: changes weights and releases memory; without one such commands are refused.
-        adapters: loads adapters on the device; without it a load fails.
-        mover: moves KV between the device, host memory and storage; without it the engine must have no tiers.
-        handover: transfers of requests between prefill and decode engines; without it the engine must be mixed.
-        encoder: encodes media; without it no content can be encoded.
-    """
-
-    profiler: Profiler | None = None
-    weight_loader: WeightLoader | None = None
-    adapters: AdapterLoader | None = None
-    mover: PageMover | None = None
-    handover: Handover | None = None
-    encoder: MediaEncoder | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class EarlierGeneration:
-    """State of an earlier generation of the engine, which the host continues.
-
-    Args:
-        weights: the weights log. None: a new one.
-        adapters: the adapters log. None: a new one.
-        orders: commands that are performed first: those of the engine's step at its restart.
-    """
-
-    weights: WeightsLog | None = None
-    adapters: AdaptersLog | None = None
-    orders: Sequence[Command] = ()
-
-
 NO_REQUEST_SERVICES, NO_DEVICE_SERVICES, FIRST_GENERATION = RequestServices(), DeviceServices(), EarlierGeneration()
 
 
@@ -262,6 +190,8 @@ class RuntimeHost:
         self.batches = 0
         self.drafts = DraftCounts()
         self.turns = 0  # turns of the loop: several per second unless a call does not return
+        self.events = 0  # that the engine has stepped
+        self.idle_check: IdleCheck | None = None  # set before `run`
         self._check_request = requests.check
         self._watch_text = requests.watch_text
         self._compile_grammar = requests.compile_grammar
@@ -290,6 +220,7 @@ class RuntimeHost:
         self._stores = tiers is not msgspec.UNSET and tiers.storage
         self.handover = device.handover
         self._encoder = device.encoder
+        self._agreement = device.agreement
         self._wake_at_us: int | None = None
         self._nothing_new = False  # since the last LaneReady that launched nothing
         self._offered, self._tried = -1, 0  # the last offered microbatch; microbatches offered in vain since an event
@@ -390,6 +321,10 @@ class RuntimeHost:
     def put_fact(self, make: Callable[[int], ObservedEvent]) -> None:
         """Send a fact to the engine; `make` is called in the host's thread with its time."""
         self._inbox.put(_Fact(make))
+
+    def wake(self) -> None:
+        """End a wait of the loop, which then looks again whether a slot can be offered. From any thread."""
+        self._inbox.put(None)
 
     def oldest_batch(self) -> BatchId | None:
         """Return the batch that is collected next; None if none is in flight. From any thread."""
@@ -508,12 +443,16 @@ class RuntimeHost:
         return bool(self.engine.requests or self._maintaining or self.moves.open or handing_over)
 
     def _may_launch(self) -> bool:
-        if self._nothing_new:
+        ranks = self._agreement
+        if ranks is not None and ranks.pending:
+            return False
+        if self._nothing_new and not (ranks is not None and ranks.take_wanted()):
             return False
         if self.engine.microbatches.several:
             return bool(self.engine.open_slots())
         return len(self.engine.in_flight) <= self.engine.config.overlap_depth
 
+    # mechanism: receive-interval (executed)
     def _launch(self) -> None:
         """Offer a free launch slot to the engine; with pipeline stages, the slot of the next microbatch in turn."""
         several, tried = self.engine.microbatches, self._tried
@@ -538,8 +477,11 @@ class RuntimeHost:
         else:
             self._collect()
 
+    # mechanism: idle-check (executed)
     def _sleep(self) -> None:
         """Wait for an item of the inbox or the wake time. No batch is in flight."""
+        if self.idle_check is not None and not self._has_work() and self._inbox.empty():
+            self.idle_check.look(self.events)
         self._listen(IDLE_S)
 
     def _listen(self, timeout_s: float) -> None:
@@ -574,12 +516,13 @@ class RuntimeHost:
                 self.adapters = self.adapters.next(self.adapters_log, gone)
             for name in gone:
                 self._adapters.forget(name)
+        self.events += 1
         self.moves.counts.fold(step)
         self.journal.append(event, step.digest)
         if step.commands:
             self.journal.flush()
         self._wake_at_us = step.wake_at_us
-        self._nothing_new, self._tried = False, 0
+        self._nothing_new, self._tried = self._agreement is not None and self._agreement.fold(event, step), 0
         if self.observe is not None:
             self.observe(event, step)
         if self.handover is not None:
@@ -683,7 +626,7 @@ class RuntimeHost:
                 plan.generation,
                 invalid=result.invalid,
                 text_stops=text_stops,
-                accepted=b"" if result.accepted is None else result.accepted.astype("<i4", copy=False).tobytes(),
+                accepted=result.accepted_bytes(),
                 grammar_ended=result.grammar_ended,
                 logprobs=b"" if result.logprobs is None else result.logprobs.astype("<f4", copy=False).tobytes(),
                 text_held=text_held,
@@ -813,6 +756,8 @@ class RuntimeHost:
                 self.batches += 1
                 with NOT_PROFILED if self._profiler is None else self._profiler.batch(plan):
                     self.executor.launch(plan, deferred=sample == "deferred", contexts=self._context)
+            case ProposeBatch() if self._agreement is not None:
+                self._agreement.propose(command)
             case SampleBatch(batch_id, advance):
                 self.executor.sample(batch_id, advance)
             case StreamTokens():
@@ -973,20 +918,3 @@ class RuntimeHost:
 def _raise(error: BaseException, now_us: int) -> ObservedEvent:
     """Raise an error of another thread in the host's thread."""
     raise error
-
-
-def sampled_spans(engine: Engine, plan: BatchPlan, accepted: Int32s | None) -> tuple[Int32s, Int32s]:
-    """Return position of the first new token and number of new tokens of each sampling row of the oldest batch.
-
-    Call it before the engine steps the result: until then the engine has the positions of verifying rows.
-
-    Args:
-        accepted: `BatchResult.accepted`: int32 [sampling rows], or None if no drafts were verified.
-    Returns: positions and counts, both int32 [sampling rows].
-    """
-    rows = plan.sample_rows
-    if plan.speculation is not None:
-        positions: Int32s = engine.in_flight[0].sampled_at
-        return positions, engine.in_flight[0].least if accepted is None else accepted
-    counts = plan.stops[rows] - plan.starts[rows] if plan.steps > 1 else np.ones(len(rows), np.int32)
-    return plan.stops[rows] - counts + np.int32(1), counts

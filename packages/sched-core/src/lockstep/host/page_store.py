@@ -129,6 +129,7 @@ def open_store(address: str, *, page_bytes: int, bytes_max: int) -> PageStore:
     return factory(address, page_bytes=page_bytes, bytes_max=bytes_max)
 
 
+# mechanism: storage (executed)
 class FolderStore:
     """Pages as files of a folder, which engines of one machine or of several may share. Safe to use from two threads.
 

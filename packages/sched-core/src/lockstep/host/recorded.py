@@ -44,6 +44,7 @@ from lockstep.core.contract.samples import sample_count, sample_of
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import fold
 from lockstep.core.requests.batching import InFlight
+from lockstep.core.requests.delivery import accepted_counts
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import BatchExecutor, BatchResult, Int32s, RowContext, row_context
 from lockstep.host.host_header import SIMULATOR, HostHeader
@@ -182,7 +183,8 @@ class _Recorded:
         positions = plan.stops[rows] - counts + np.int32(1)
         tokens = result.tokens.tolist()
         if verified is not None:
-            counts = np.frombuffer(event.accepted, "<i4") if event.accepted else counts
+            found = accepted_counts(event, len(rows))
+            counts = found if found is not None else counts
             positions = verified.sampled_at
             tokens = _as_many(result, counts)
         at = 0

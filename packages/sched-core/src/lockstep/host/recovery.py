@@ -44,12 +44,12 @@ from lockstep.core.journal.records import (
 )
 from lockstep.core.journal.replay import Divergence, refuse_unreplayable
 from lockstep.core.journal.segments import find_journal
-from lockstep.core.requests.delivery import sent_to
+from lockstep.core.requests.delivery import accepted_counts, sent_to
 from lockstep.core.requests.table import Request, prompt_length
 from lockstep.core.scheduler.engine import Engine
-from lockstep.host.batches import Float32s, Int32s
+from lockstep.host.batches import Float32s, Int32s, sampled_spans
 from lockstep.host.durable import HostImage, image_of, read_image, sender_and_number
-from lockstep.host.loop import RuntimeHost, sampled_spans
+from lockstep.host.loop import RuntimeHost
 
 log = logging.getLogger("lockstep.host")
 
@@ -284,7 +284,7 @@ def _keep_logprobs(recovered: Recovered, plan: BatchPlan, event: BatchFinished) 
     tops = len(event.top_ids) // 4 // len(logprobs)
     top_ids = np.frombuffer(event.top_ids, "<i4").reshape(len(logprobs), tops)
     top_logprobs = np.frombuffer(event.top_logprobs, "<f4").reshape(len(logprobs), tops)
-    accepted = np.frombuffer(event.accepted, "<i4") if event.accepted else None
+    accepted = accepted_counts(event, len(plan.sample_rows))
     positions, counts = sampled_spans(recovered.engine, plan, accepted)
     at = 0
     for number, position, count in zip(plan.sample_rows.tolist(), positions.tolist(), counts.tolist(), strict=True):
@@ -342,6 +342,7 @@ class Verdict:
     suspects: dict[RequestId, int] = field(default_factory=dict)  # admitted one at a time: output tokens of each
 
 
+# mechanism: probation (decided)
 def judge(recovered: Recovered, death: Death) -> Verdict:
     """Return the requests to fail and the suspects after the end of an engine. Call it before the restart is folded."""
     engine, image = recovered.engine, recovered.image
@@ -366,6 +367,7 @@ def _not_past(engine: Engine, request: Request, suspects: dict[RequestId, int]) 
     return had is not None and engine.outputs_of(request) <= had + engine.config.overlap_depth
 
 
+# mechanism: probation (executed)
 class Probation:
     """Admits suspects one at a time, by the number of requests that may run at once.
 

@@ -37,8 +37,8 @@ from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import AdaptersLog
 from lockstep.host.durable import Content, DurableJournal, HostImage, Retention
-from lockstep.host.loop import EarlierGeneration
 from lockstep.host.recovery import Death, Recovered, Verdict, judge, recover
+from lockstep.host.services import EarlierGeneration
 from lockstep.host.weights import WeightsLog
 
 log = logging.getLogger("lockstep.host")

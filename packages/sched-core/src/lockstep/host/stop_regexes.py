@@ -274,6 +274,7 @@ class StopRegexes:
         self._threads: list[dict[int, int]] = [{} for _ in self._automata]
         self._step = self._text.stream(self._prompt_ids)
 
+    # mechanism: stop-regexes (decided)
     def push(self, number: int, token: int) -> tuple[bool, int]:
         """Append output token `number`.
 

@@ -95,6 +95,7 @@ class StopTexts:
         self._characters = 0
         self._step = self._text.stream(self._prompt_ids)
 
+    # mechanism: stop-texts (decided)
     def push(self, number: int, token: int) -> tuple[bool, int]:
         """Append output token `number`.
 

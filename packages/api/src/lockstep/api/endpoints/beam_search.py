@@ -45,6 +45,7 @@ class Beam:
     reason: str = "length"
     end: int | None = None  # the end token behind `tokens`
 
+    # mechanism: beam-search (decided)
     def score(self, prompt: int, length_penalty: float) -> float:
         """Return the value by which beams are compared. `prompt` is the number of tokens of the prompt."""
         return float(self.logprob / max(1, prompt + len(self.tokens)) ** length_penalty)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,6 +70,7 @@ MODES: dict[str, Any] = {"keep": "in_place", "abort": "cancel"}
 # ------------------------------------------------------------------------------------------------------------- sessions
 
 
+# mechanism: sessions (executed)
 async def open_session(server: Server, call: Call[OpenSessionBody]) -> Response:
     """Open a session: its tokens are kept between turns, and their KV as far as memory allows."""
     body, limits = call.body, server.limits
@@ -111,6 +113,7 @@ async def flush_cache(server: Server, call: Call[None]) -> Response:
     return await _control(server, call, Flush())
 
 
+# mechanism: pause (executed)
 async def pause(server: Server, call: Call[PauseBody]) -> Response:
     """Stop launching. Running requests are kept in place, retracted or cancelled, by `mode`."""
     return await _control(server, call, Pause(MODES.get(call.body.mode, call.body.mode)))
@@ -311,7 +314,10 @@ async def _update(server: Server, call: Call[Any], source: Source) -> Response:
         mode = mode or ("in_place" if engine.number in paused else "wait")
         return engine.ask(UpdateWeights(version, write_source(source), MODES.get(mode, mode)))
 
-    _answer(await _of_each(server, call, update))
+    several = len(_chosen(server, call)) > 1
+    # otherwise engines would answer new requests by different weights meanwhile
+    with server.bridge.input_blocked() if several else nullcontext():
+        _answer(await _of_each(server, call, update))
     return JsonResponse({"success": True, "message": f"weights {version} are in place", "weight_version": str(version)})
 
 
@@ -325,6 +331,7 @@ async def get_weights_by_name(server: Server, call: Call[WeightsByNameBody]) -> 
     return JsonResponse({"parameter": read.values, **msgspec.to_builtins(read), "version": str(read.version)})
 
 
+# mechanism: rpc (executed)
 async def collective_rpc(server: Server, call: Call[RpcBody]) -> Response:
     """Call a function of an installed package in the selected engines; the results are in the order of the engines."""
     body = call.body

@@ -214,6 +214,7 @@ def check_logprobs(tops: int, name: str, info: EngineInfo, limits: Limits) -> No
         raise ApiError(400, f"`{name}` is {tops}, at most {limits.logprobs_max} are allowed", name)
 
 
+# mechanism: namespaces (executed)
 def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) -> RequestArrived:
     """Return the engine's request for one prompt. Raises ApiError for a request that can never run."""
     ids, length, prompt_field = prompt.ids, len(prompt.ids), parameters.prompt_field
@@ -395,6 +396,7 @@ class Generation:
         start_by_s, finish_by_s: time.monotonic by which it must run, or must have ended.
         over: called once at its end with the number of output tokens.
         together: key of requests that should run on the same engine; empty: none.
+        named: number of the engine that the client requests; None: the router chooses it.
     """
 
     bridge: Engines
@@ -405,6 +407,7 @@ class Generation:
     finish_by_s: float | None = None
     over: Callable[[int], object] | None = None
     together: str = ""
+    named: int | None = None
     choices: list[Choice] = field(default_factory=list)
     run: AnswerRun | None = field(default_factory=RUN.get)  # of an answer that is kept
     _tickets: list[Ticket] = field(default_factory=list)
@@ -468,6 +471,7 @@ class Generation:
                 ticket = self.bridge.submit(
                     *(request, self._changed, self.start_by_s, self.finish_by_s, self.together),
                     kept=kept,
+                    engine=self.named,
                     contents=() if prompt.media is None else prompt.media.contents,
                 )
                 self._tickets.append(ticket)

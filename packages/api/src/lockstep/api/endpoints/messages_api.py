@@ -52,6 +52,7 @@ async def messages(server: Server, call: Call[MessageBody]) -> Response:
         label=f"msg_{new_hex(16)}",
         tenant=call.tenant,
         salt=body.cache_salt or "",
+        priority=body.priority,
         **_constraint(server, body, tools),
     )
     generation = server.generate(call, parameters, [prompt])

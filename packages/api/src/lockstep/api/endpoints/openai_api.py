@@ -163,6 +163,7 @@ async def _beams(
     return JsonResponse(await shape.whole(found))
 
 
+# mechanism: samples (executed)
 def check_best_of(body: CompletionBody, samples: int, info: EngineInfo) -> None:
     """Check that `best_of` is at least `n`, and supported. Raises ApiError."""
     if body.best_of is None or body.best_of == samples:

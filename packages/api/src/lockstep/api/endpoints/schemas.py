@@ -133,6 +133,8 @@ Prompts = Annotated[str | Sequence[Any], PlainValidator(_check_prompts), WithJso
 Biases = Annotated[dict[str, float], PlainValidator(_check_bias), WithJsonSchema(BIAS_SCHEMA)]
 
 Seconds = Annotated[float, Field(gt=0.0, le=1e6)]
+EngineNumber = Annotated[int, Field(ge=0, lt=2**31)]
+"""Number of an engine of `--dp N`, from 0; SGLang's and vLLM's engines of that kind are ranks."""
 Truncation = Annotated[int, Field(ge=-1, lt=2**31)]
 """Greatest number of tokens of a prompt, whose first tokens are dropped; -1: as many as fit."""
 
@@ -279,14 +281,13 @@ class Timed(Body):
 
 PLACEMENT = frozenset(
     {
-        "data_parallel_rank",
         "data_parallel_rank_decode",
         "decode_tp_size",
         "disagg_prefill_dp_rank",
         "bootstrap_pair_key",
     }
 )
-"""Fields that select an engine. The router of this server selects it."""
+"""Fields that select a rank or a pair of engines. The router of this server selects them."""
 
 ACCOUNTS = frozenset(
     {
@@ -352,6 +353,7 @@ class OpenAI(Sampling, StructuredOpenAI, Timed):
     use_beam_search: bool | None = None  # vLLM: the `n` likeliest answers
     length_penalty: Annotated[float, Field(ge=-10.0, le=10.0)] | None = None  # of beams
     session_id: Name | None = None  # requests with equal ids run on one engine of several, as with X-Session-Id
+    data_parallel_rank: EngineNumber | None = None  # engine of several that runs the request
 
     COMFORT: ClassVar[frozenset[str]] = (
         Sampling.COMFORT | PLACEMENT | ACCOUNTS | {"custom_labels", "return_weight_versions"}
@@ -541,6 +543,7 @@ class GenerateBody(Timed):
     cache_salt: Name | None = None
     routing_key: Name | None = None  # requests with equal keys run together under the policy routing-key
     session_id: Name | None = None  # requests with equal ids run on one engine of several, as with X-Session-Id
+    data_parallel_rank: EngineNumber | None = None  # engine of several that runs the request
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         **ELSEWHERE,
@@ -588,6 +591,7 @@ class EmbeddingBody(Timed):
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     user: Name | None = None
     priority: Int64 | None = None
+    data_parallel_rank: EngineNumber | None = None  # engine of several that runs the requests
     truncate_prompt_tokens: Truncation | None = None
     add_special_tokens: bool = True
     lora_path: Name | None = None  # name of an adapter
@@ -624,6 +628,7 @@ class ScoreBody(Timed):
     text_2: TextOrTexts | None = None
     user: Name | None = None
     priority: Int64 | None = None
+    data_parallel_rank: EngineNumber | None = None  # engine of several that runs the requests
     truncate_prompt_tokens: Truncation | None = None
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -649,6 +654,7 @@ class RerankBody(Timed):
     return_documents: bool = True
     user: Name | None = None
     priority: Int64 | None = None
+    data_parallel_rank: EngineNumber | None = None  # engine of several that runs the requests
     truncate_prompt_tokens: Truncation | None = None
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -718,7 +724,9 @@ class ResponseBody(Sampling, Timed):
     user: Name | None = None
     priority: Int64 | None = None
     extra_key: Name | None = None  # SGLang's further part of `cache_salt`
+    routing_key: Name | None = None  # requests with equal keys run together under the policy routing-key
     session_id: Name | None = None  # requests with equal ids run on one engine of several, as with X-Session-Id
+    data_parallel_rank: EngineNumber | None = None  # engine of several that runs the request
     cache_salt: Name | None = None
 
     include: Items[Name] | None = None  # `message.output_text.logprobs`; the other values have no effect
@@ -869,6 +877,10 @@ class MessageBody(CountBody):
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     metadata: MessageMetadata | None = None
     cache_salt: Name | None = None
+    priority: Int64 | None = None
+    routing_key: Name | None = None  # requests with equal keys run together under the policy routing-key
+    session_id: Name | None = None  # requests with equal ids run on one engine of several, as with X-Session-Id
+    data_parallel_rank: EngineNumber | None = None  # engine of several that runs the request
     queue_timeout_s: Seconds | None = None
     timeout_s: Seconds | None = None
 
@@ -918,6 +930,7 @@ class EncodeBody(Timed):
     input_ids: IdLists | None = None
     rid: Label | OfEach[Label] | None = None
     priority: Int64 | None = None
+    data_parallel_rank: EngineNumber | None = None  # engine of several that runs the requests
     truncate_prompt_tokens: Truncation | None = None
     lora_path: Name | None = None
 

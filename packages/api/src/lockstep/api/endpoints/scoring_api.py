@@ -110,6 +110,7 @@ async def _nearness(server: Server, call: Call[ScoreBody]) -> Response:
     return JsonResponse({**result, "data": data, **_used(call, tokens)})
 
 
+# mechanism: vectors (decided)
 async def rerank(server: Server, call: Call[RerankBody]) -> Response:
     """Sort documents by similarity to a query, most similar first."""
     body = call.body

@@ -52,6 +52,9 @@ YIELDS_CHARACTERS = 256
 ROUTING, ROUTING_CHARACTERS = "X-SMG-Routing-Key", 256
 """SGLang's header for `routing_key`, and its greatest length."""
 
+RANK = "X-data-parallel-rank"
+"""vLLM's header for `data_parallel_rank`."""
+
 CHARACTERS_MIN = 2**20
 """Text up to this length is always tokenised, since some tokenizers drop characters; longer text may be refused."""
 
@@ -246,12 +249,30 @@ class Server:
         together = getattr(body, "session_id", None) or call.request.headers.get(TOGETHER)
         if together is not None:
             generation.together = f"{call.tenant}\0{together[:TOGETHER_CHARACTERS]}"
+        generation.named = self._named_engine(call)
         admit = None
         if self.usage is not None and self.keys is not None:
             admit = partial(self.usage.admit, call.tenant, self.keys.allowance(call.tenant))
         generation.start(prompts, self.text, self.limits, admit=admit, each=each)
         call.request.scope[GENERATION] = generation
         return generation
+
+    def _named_engine(self, call: Call[BodyType]) -> int | None:
+        """Return the number of the engine that the client requests, by the field or the header. Raises ApiError."""
+        name, number = "data_parallel_rank", getattr(call.body, "data_parallel_rank", None)
+        if number is None and (header := call.request.headers.get(RANK)) is not None:
+            name, header = RANK, header[:ROUTING_CHARACTERS]
+            if not (header.isascii() and header.isdigit()):
+                raise ApiError(400, f"`{RANK}` must be the number of an engine, got {header[:40]!r}", RANK)
+            number = int(header[:12])
+        if number is None:
+            return None
+        if self.settings.hands_over:
+            raise ApiError(400, f"`{name}` is {number}, but the router pairs prefill and decode engines; drop it", name)
+        if number >= self.settings.dp:
+            last = self.settings.dp - 1
+            raise ApiError(400, f"`{name}` is {number}, but this server has engine 0{f' to {last}' * (last > 0)}", name)
+        return int(number)
 
     def _routing_key(self, call: Call[BodyType]) -> str:
         """Return the key of requests that should run together, from the field or the header; "" without."""

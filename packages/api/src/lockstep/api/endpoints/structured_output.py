@@ -110,6 +110,7 @@ def bad_words(words: Sequence[str], limits: Limits, encode: Callable[[str], Sequ
 # ---------------------------------------------------------------------------------------------- the fields of a request
 
 
+# mechanism: bad-words (executed)
 def requested_grammar(fields: Mapping[str, Any], limits: Limits, *, inside: str = "") -> OutputConstraint | None:
     """Return the grammar that the fields of a request define; None for free text.
 

@@ -315,6 +315,15 @@ class Metrics:
             moved = CounterMetricFamily("lockstep_transferred_pages", text, labels=("model_name", "engine"))
             moved.add_metric(values, received.pages)
             yield from (ended, moved)
+        if gauges.checks is not None:
+            for name, text, value in (
+                ("checks", "Checks of the scheduler's invariants while the engine was idle.", gauges.checks.checks),
+                ("failures", "Checks that found a broken invariant.", gauges.checks.failures),
+                ("check_seconds", "Time of these checks, in seconds.", gauges.checks.seconds),
+            ):
+                checked = CounterMetricFamily(f"lockstep_invariant_{name}", text, labels=labels)
+                checked.add_metric(values, value)
+                yield checked
         if gauges.drift:
             yield from self._drift(engine, gauges.drift)
 

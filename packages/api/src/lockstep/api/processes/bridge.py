@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -121,6 +122,7 @@ class Ticket:
         self.sent = False  # whether it was sent to an engine, also to one that has ended
         self.engine = -1  # number of its engine
         self.session = ""  # key that keeps requests on one engine
+        self.named: int | None = None  # engine that the client requests
         self.kept: str | None = None  # "" for a kept answer; or the name of its request at the engine, to take over
         self.stays = False  # whether it does not end with the server, since its answer is kept
         self.media_bytes = sum(content.size for content in submit.contents)
@@ -233,6 +235,10 @@ class Bridge:
     def drained(self, engine: Bridge, *, draining: bool) -> None:
         """Do nothing: a single engine has no router."""
 
+    def input_blocked(self) -> AbstractContextManager[None]:
+        """Do nothing: a single engine launches no batch while its weights are changed."""
+        return nullcontext()
+
     async def run(self) -> None:
         """Read messages until cancelled. Raises WireError."""
         self._send(Hello(self.worker, PROTOCOL))
@@ -259,6 +265,7 @@ class Bridge:
         session: str = "",
         kept: str | None = None,
         contents: tuple[EncoderInput, ...] = (),
+        engine: int | None = None,
     ) -> Ticket:
         """Send a request; `changed` is set whenever one of its replies changes.
 
@@ -267,7 +274,7 @@ class Bridge:
                 taken over, or starts anew if the engine does not have it; None: neither.
             start_by_s, finish_by_s: time.monotonic by which the request must run, or must have ended; else it is
                 cancelled.
-            session: not used with one engine.
+            session, engine: not used with one engine.
             contents: of the request's spans.
         Raises: EngineUnavailable.
         """

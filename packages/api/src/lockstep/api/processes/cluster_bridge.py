@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from lockstep.api.processes.sockets import engine_folder, read_all, reader, rout
 from lockstep.api.processes.wire import (
     Drained,
     EngineInfo,
+    InputBlocked,
+    InputReleased,
     Offer,
     OfferClosed,
     Routed,
@@ -40,7 +42,11 @@ from lockstep.core.requests.table import prompt_bytes
 from lockstep.host.media.content import EncoderInput
 from lockstep.host.router_journal import label_key, session_key
 
-FULL = "the waiting queue of the router is full"
+REFUSALS = {
+    "queue_full": "the waiting queue of the router is full",
+    "draining": "the engine of `data_parallel_rank` has ended",
+}
+"""Why the router refuses a request, by the reason that it gives."""
 
 
 class ClusterBridge:
@@ -178,19 +184,21 @@ class ClusterBridge:
         session: str = "",
         kept: str | None = None,
         contents: tuple[EncoderInput, ...] = (),
+        engine: int | None = None,
     ) -> Ticket:
         """Offer a request to the router; see `Bridge.submit`. The ticket has no engine until the router has answered.
 
         Args:
             session: key that keeps requests on one engine, if they are not turns of a session.
             kept: not used: the request of a kept answer starts anew after the end of its worker.
+            engine: number of the engine that runs the request; None: the router chooses it.
         """
         if self.gone:
             raise EngineUnavailable(self.gone)
         if self.info is None:
             raise EngineUnavailable("the engine is starting")
         ticket = make_ticket(self.worker, request, changed, start_by_s, finish_by_s, contents)
-        ticket.session, ticket.stays = request.session or session, kept is not None
+        ticket.session, ticket.stays, ticket.named = request.session or session, kept is not None, engine
         self._offer(ticket)
         return ticket
 
@@ -255,6 +263,17 @@ class ClusterBridge:
         """Report to the router that an engine is to receive no new requests, or requests again."""
         self._send(Drained(engine.number, draining))
 
+    @contextmanager
+    def input_blocked(self) -> Iterator[None]:
+        """Let the router assign no request, from any worker, while the body of the `with` statement runs."""
+        number = self._number()
+        self._send(InputBlocked(self.worker, number))
+        try:
+            yield
+        finally:
+            with suppress(EngineUnavailable):  # a router that no longer reads has ended
+                self._send(InputReleased(self.worker, number))
+
     async def _offer_session(self, offer: Callable[[int], Offer]) -> Routed:
         if self.gone:
             raise EngineUnavailable(self.gone)
@@ -286,7 +305,7 @@ class ClusterBridge:
                 space += f"\0{request.adapter}"
             prefix = prefix_keys(ids, self._router.block_tokens, space)
         key = session_key(ticket.session) if ticket.session else ""
-        offer = Offer(self.worker, number, ticket.waiting_tokens, prefix, key)
+        offer = Offer(self.worker, number, ticket.waiting_tokens, prefix, key, named=ticket.named)
         if self._hands_over:
             output, samples = request.max_new_tokens > 0, len(ticket.replies)
             offer = msgspec.structs.replace(offer, output=output, samples=samples)
@@ -332,7 +351,7 @@ class ClusterBridge:
             if message.refused == "cancelled":
                 ticket.cancelled()
             else:
-                ticket.refused(message.refused, FULL, rejected=True)
+                ticket.refused(message.refused, REFUSALS[message.refused], rejected=True)
             return
         one = self.engines[message.engine]
         if one.gone:  # the router sent Routed before it received EngineLost

@@ -137,6 +137,8 @@ class EngineProcess:
         )
         self.outbox.restarts, self.outbox.drafts = generation, self.host.drafts
         self.outbox.moves = self.host.moves
+        if self.host.idle_check is not None:
+            self.outbox.checks, self.host.idle_check.checked = self.host.idle_check.counts, self.outbox.send
         if isinstance(unit.handover, DecodeSide):
             self.outbox.transfers = unit.handover.counts
         self.host.observe = both(self.host.observe, self.outbox.times.observe)

@@ -282,7 +282,7 @@ class Launcher:
                 sizes = (settings.prefill_engines, settings.decode_engines)
                 return PairRouting(*sizes, config, answer, run=run, bytes_max=settings.journal_bytes)
             return RouterService(
-                settings.dp, config, answer, run=run, bytes_max=settings.journal_bytes, admission=admission
+                settings.engines, config, answer, run=run, bytes_max=settings.journal_bytes, admission=admission
             )
 
         self._router = RouterThread(

@@ -20,6 +20,7 @@ from lockstep.api.processes.wire import (
     AdaptersKnown,
     Answered,
     BatchDrift,
+    CheckFigures,
     DraftFigures,
     Gauges,
     LogprobsMessage,
@@ -37,6 +38,7 @@ from lockstep.host.batches import Float32s
 from lockstep.host.cache_moves import CacheMoves
 from lockstep.host.drafts import DraftCounts
 from lockstep.host.handover.decode import TransferCounts
+from lockstep.host.idle_check import CheckCounts
 from lockstep.host.loop import ResultExtras, TokenLogprobs
 
 GAUGES_EVERY_US = 250_000
@@ -127,6 +129,7 @@ class Outbox:
         self.restarts = 0  # engine generations before this one
         self.transfers: TransferCounts | None = None  # of a decode engine
         self.drafts = DraftCounts()  # counted by the host as it runs
+        self.checks: CheckCounts | None = None  # of an engine that checks its invariants while it is idle
         self.moves: CacheMoves | None = None  # of the host, with their counts
 
     def page(self, worker: int) -> _Page:
@@ -144,6 +147,7 @@ class Outbox:
         """Record the answer to a control request."""
         self._answers.append(answer)
 
+    # mechanism: messages (executed)
     def send(self) -> None:
         """Send every worker its results of this step."""
         gauges = self._due_gauges()
@@ -193,6 +197,7 @@ class Outbox:
             forced_tokens=self.drafts.forced if engine.config.jumps else None,
             tiers=self._tier_figures(),
             transfers=self._transfer_figures(),
+            checks=None if self.checks is None else CheckFigures(*astuple(self.checks)),
         )
         return self.newest
 

@@ -15,6 +15,9 @@ opened it, and all of its turns run there under any policy. An engine reports it
 With `--admission` requests wait in a queue in front of the router, `lockstep.core.cluster.dispatch`; each decision of
 the queue is sent to the worker that made the offer. A decision that was sent is never revoked: when an engine is lost,
 its requests are not assigned again, since a client that had received tokens would receive different ones.
+
+While an operator changes the weights of several engines, no request is assigned (InputBlocked): otherwise one engine
+would answer by new weights while another still answers by old ones.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ from lockstep.api.processes.wire import (
     Drained,
     EngineHere,
     EngineLost,
+    InputBlocked,
+    InputReleased,
     Offer,
     OfferClosed,
     Routed,
@@ -56,6 +61,7 @@ from lockstep.core.cluster.router import (
     RouterConfig,
     RouterFact,
 )
+from lockstep.core.scheduler.intake import InputBlocker
 from lockstep.host.router_journal import NoRouterJournal, RouterJournal
 
 JOURNAL_SHARE = 16
@@ -79,6 +85,7 @@ class _Offered:
         return self.message.worker, self.message.number
 
 
+# mechanism: prefix-affinity (executed)
 class RouterService:
     """Turns messages into facts for the router, and the router's decisions into answers.
 
@@ -117,6 +124,8 @@ class RouterService:
         self._waiting: dict[tuple[int, int], int] = {}  # by worker and number: id in the waiting queue
         self._offers: dict[int, _Offered] = {}  # by id, for the waiting queue and the router
         self._next_id = 0
+        self._blocker = InputBlocker[tuple[int, int]]()  # of offers in `_pending`, while weights are changed
+        self._blocks: set[tuple[int, int]] = set()  # worker and number of each block
 
     def handle(self, message: RouterMessage) -> None:
         """Handle a message."""
@@ -139,16 +148,52 @@ class RouterService:
         if message.purpose == "close":
             self._answer(Routed(message.worker, message.number, known or 0, known is None))
             return
+        if message.purpose == "request":
+            key = message.worker, message.number
+            self._pending[key] = message
+            for one in self._blocker.take([key]):
+                self._assign(self._pending.pop(one))
+        else:
+            self._assign(message)
+
+    # mechanism: named-engine (executed)
+    def _assign(self, message: Offer) -> None:
+        """Assign a request, or a session that is opened, to an engine, or let it wait for one."""
+        known = self._sessions.get(message.session)
         refusing = self._refusing_engine()
         only = known if known is not None else self._sessions.get(message.parent, refusing)
-        if self.router is None:
+        named = message.named if only is None else None  # a session stays where its state is
+        if named is not None and named in self._lost:
+            self._answer(Routed(message.worker, message.number, -1, refused="draining"))
+        elif self.router is None:
             self._pending[message.worker, message.number] = message
         elif (
             self.queue is not None and refusing is not None
         ):  # a draining engine refuses at once, so the request need not wait
             self._answer(Routed(message.worker, message.number, refusing if only is None else only, known is None))
+        elif named is not None and self.router.state[named] == "draining":
+            self._answer(Routed(message.worker, message.number, named, known is None))
         else:
             self._offer(message, only, fresh=known is None)
+
+    # mechanism: input-block (executed)
+    def block(self, message: InputBlocked) -> None:
+        """Assign no request until this block and all others have ended."""
+        self._blocks.add((message.worker, message.number))
+        self._blocker.block()
+
+    def release(self, message: InputReleased) -> None:
+        """End a block. After the last one, the requests that arrived meanwhile are assigned in their order."""
+        self._blocks.discard((message.worker, message.number))
+        self._release()
+
+    def _release(self) -> None:
+        if not self._blocks:
+            self._blocker.unblock()
+        for key in self._blocker.ranks_agreed(not self._blocks):
+            offer = self._pending.pop(key, None)  # None: its client left meanwhile
+            if offer is not None:
+                self._assign(offer)
 
     def over(self, message: OfferClosed) -> None:
         """Remove a request that has ended."""
@@ -217,6 +262,8 @@ class RouterService:
         """Remove the offers of a worker that ended."""
         for key in [key for key in (*self._open, *self._pending, *self._waiting) if key[0] == message.worker]:
             self.over(OfferClosed(*key, 0))
+        self._blocks = {block for block in self._blocks if block[0] != message.worker}
+        self._release()
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -297,6 +344,7 @@ class RouterService:
             only=only,
             tenant=message.tenant if queue else "",
             priority=message.priority if queue else None,
+            named=message.named,
         )
         self._offers[offered.request_id] = _Offered(message, offered, fresh)
         self._fact(offered)
@@ -315,6 +363,7 @@ class RouterService:
         for one in decided:
             self._do(one)
 
+    # mechanism: queue-at-the-router (executed)
     def _do(self, routed: RequestRouted) -> None:
         """Send a decision about a request to the worker that offered it."""
         one = self._offers.get(routed.request_id)
@@ -367,6 +416,8 @@ HANDLERS: dict[type[RouterMessage], Callable[[RouterService, Any], None]] = {
     Withdraw: RouterService.withdraw,
     SessionOver: RouterService.session_over,
     Drained: RouterService.drained,
+    InputBlocked: RouterService.block,
+    InputReleased: RouterService.release,
     EngineHere: RouterService.engine_here,
     EngineLost: RouterService.engine_lost,
     WorkerLost: RouterService.worker_lost,

@@ -56,6 +56,7 @@ def load(names: Iterable[str]) -> Functions:
     return found
 
 
+# mechanism: rpc (decided)
 def call(functions: Functions, name: str, arguments: bytes, unit: Any) -> str:
     """Call a function, and return its result as JSON.
 

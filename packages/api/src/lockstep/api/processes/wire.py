@@ -227,6 +227,7 @@ class Offer(ToRouter, frozen=True):
     priority: int | None = None  # among the requests of the tenant
     output: bool = True  # whether the request has output, which a decode engine computes
     samples: int = 1
+    named: int | None = None  # engine that the client requests; the request waits while it restarts
 
 
 class OfferClosed(ToRouter, frozen=True):
@@ -254,6 +255,20 @@ class Drained(ToRouter, frozen=True):
 
     engine: int
     draining: bool
+
+
+class InputBlocked(ToRouter, frozen=True):
+    """From a worker: assign no request until the same worker sends InputReleased with this number."""
+
+    worker: int
+    number: int
+
+
+class InputReleased(ToRouter, frozen=True):
+    """From a worker: end an InputBlocked. Requests are assigned again once no block is left."""
+
+    worker: int
+    number: int
 
 
 class EngineHere(ToRouter, frozen=True):
@@ -295,6 +310,8 @@ RouterMessage = (
     | Withdraw
     | SessionOver
     | Drained
+    | InputBlocked
+    | InputReleased
     | EngineHere
     | EngineLost
     | WorkerLost
@@ -379,6 +396,14 @@ ITERATION_TOKENS = (1, 8, *(16 * 2**power for power in range(11)))
 """Upper bounds of the buckets in which batches are counted by their tokens, as in vLLM."""
 
 
+class CheckFigures(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Totals since the engine started; see `lockstep.host.idle_check.CheckCounts`."""
+
+    checks: int
+    failures: int
+    seconds: float
+
+
 class Gauges(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """State of an engine, sent a few times a second while it works and once when it becomes idle."""
 
@@ -402,6 +427,7 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     forced_tokens: int | None = None  # tokens that grammars forced; None: jump-forward is off
     tiers: TierFigures | None = None  # None: the engine has no memory below the device
     transfers: TransferFigures | None = None  # None: it receives no KV of other engines
+    checks: CheckFigures | None = None  # None: its invariants are not checked while it is idle
 
 
 class ToWorker(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

@@ -17,6 +17,7 @@ from lockstep.host.stop_regexes import StopRegexes
 from lockstep.host.stop_texts import TextEnd
 
 
+# mechanism: stop-regexes (executed)
 class AnswerText:
     """Decodes one sample to text.
 

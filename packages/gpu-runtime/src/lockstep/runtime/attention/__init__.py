@@ -25,7 +25,7 @@ __all__ = ["NAMES", "WRONG", "AttentionBackend", "BackendChoice", "Needs", "Nume
 NAMES = ("flashinfer", "triton", "cpu", "reference")  # order of preference of `auto` with fast numerics
 INVARIANT_NAMES = ("triton", "flashinfer", "cpu", "reference")  # order of preference with invariant numerics
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
-FLASHINFER_VERSION = "0.6.18"  # the pinned buffers of the wrappers, and the signatures, are those of this release
+FLASHINFER_VERSIONS = ("0.6.18", "0.7")  # signatures and attributes: tests/runtime/flashinfer_signatures.py
 TRITON_HEAD_DIM_MAX = 256
 WRONG = "gives wrong results"  # part of the reason of a backend with wrong results in its trial
 SMALLEST_CAPABILITY = (8, 0)  # Ampere: bf16 on tensor cores, asynchronous copies
@@ -168,8 +168,8 @@ def _flashinfer_unavailable(needs: Needs) -> str | None:
         found = version("flashinfer-python")
     except PackageNotFoundError:
         found = "unknown"
-    if not found.startswith(FLASHINFER_VERSION):
-        return f"it is written for flashinfer-python {FLASHINFER_VERSION}, found {found}"
+    if not found.startswith(FLASHINFER_VERSIONS):
+        return f"it is written for flashinfer-python {', '.join(FLASHINFER_VERSIONS)}, found {found}"
     if needs.dtype not in (torch.bfloat16, torch.float16):
         return f"it has kernels for bfloat16 and float16, not for {_name(needs.dtype)}"
     if needs.head_dim not in FLASHINFER_HEAD_DIMS:

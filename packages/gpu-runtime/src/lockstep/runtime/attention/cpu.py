@@ -132,8 +132,11 @@ class CpuAttention:
     def _planned(self, batch: ForwardBatch, tables: Tensor, window: int | None) -> _Plan:
         starts, lengths = batch.starts_host.astype(np.int64), batch.lengths_host.astype(np.int64)
         firsts = np.cumsum(lengths - starts) - (lengths - starts)
-        oldest = np.zeros_like(starts) if window is None else np.maximum(starts - window + 1, 0)
-        alone = lengths - starts == 1
+        tree, reaches, alone = batch.tree, starts, lengths - starts == 1
+        if tree is not None:
+            reaches = np.concatenate((starts[: tree.first], tree.stands.astype(np.int64)))
+            alone[tree.first :] = False
+        oldest = np.zeros_like(starts) if window is None else np.maximum(reaches - window + 1, 0)
         decodes = np.flatnonzero(alone)
         decodes = decodes[np.argsort(oldest[decodes] - lengths[decodes], kind="stable")]  # the longest first
         groups, begin = [], 0
@@ -151,6 +154,19 @@ class CpuAttention:
             self._prompt(tables[row], int(firsts[row]), int(oldest[row]), int(starts[row]), int(lengths[row]), window)
             for row in np.flatnonzero(~alone).tolist()
         ]
+        if tree is not None:
+            prompts = prompts[: len(prompts) - len(tree.stands)]
+            others = batch.tokens - len(tree.numbers)
+            for row in range(tree.first, batch.count):
+                new = slice(int(firsts[row]), int(firsts[row] + lengths[row] - starts[row]))
+                within = slice(new.start - others, new.stop - others)
+                seen = tree.seen(row - tree.first, within, int(lengths[row]), int(oldest[row]), window)
+                page = int(oldest[row]) // self.pool.page_size
+                there = slice(
+                    int(oldest[row]) - page * self.pool.page_size, int(lengths[row]) - page * self.pool.page_size
+                )
+                pages = tables[row][page : -(-int(lengths[row]) // self.pool.page_size)]
+                prompts.append(_Prompt(new, pages, there, torch.from_numpy(seen)))
         return _Plan(tuple(groups), tuple(prompts))
 
     def _group(

@@ -1,14 +1,18 @@
-"""Attention by FlashInfer 0.6.18: its paged prefill wrapper for rows that extend, its decode wrapper for the others.
+"""Attention by FlashInfer: its paged prefill wrapper for rows that extend, its decode wrapper for the others.
 
 Launches are planned from lengths on the host; only the page numbers are gathered on the device. Facts that shaped this
-file (read in flashinfer/prefill.py, decode.py and attention/scheduler.cuh of 0.6.18.post1):
+file (read in flashinfer/prefill.py, decode.py and attention/scheduler.cuh of 0.6.18.post1 and 0.7.2.post1):
 
 - `plan` takes q_data_type float16 by default, and every argument after `page_size` by keyword only.
 - `plan` fills a pinned buffer and copies it to the device without waiting. The next `plan` would overwrite the buffer
   while its copy still waits behind a running pass. `PinnedRing` prevents that.
 - A wrapper for CUDA graphs belongs to one number of rows; its buffers, split workspace included, keep their addresses.
-- With tensor cores the `plan` of a decode loops over the rows' lengths in Python, some microseconds per row, and copies
-  them from memory that is not pinned. Overlap hides this CPU time; at depth 0 it adds to the step.
+- With tensor cores the `plan` of a decode in 0.6.18 loops over the rows' lengths in Python, a microsecond and a half
+  per row; in 0.7 it does not. Overlap hides this CPU time; at depth 0 it adds to the step.
+- `plan` of a prefill copies lengths to the device. Those that it computes itself are not in pinned memory, so they are
+  given (`seq_lens`).
+- `backend="auto"` is FA3 on Hopper, and FA2 elsewhere; it never selects TensorRT-LLM's kernels. FA3 does not split the
+  positions of a row, so decodes and short extends, such as drafts to verify, name FA2.
 - The decode kernels without tensor cores support few group sizes, and no fixed split size.
 """
 
@@ -33,6 +37,7 @@ WORKSPACE_BYTES_MIN = 256 << 20  # partial results of split KV; FlashInfer recom
 PLANS_IN_FLIGHT = 4  # plans made and not yet copied, unless a limit is given; a further plan waits for the device
 TRIAL_ROWS = 2
 NO_TENSOR_CORES_GROUP_MAX = 2  # heads per KV head up to which a decode is faster without tensor cores
+SHORT_TILE_MAX = 64  # query rows of a KV head, of the row with the most, up to which an extend is split by positions
 
 
 class FlashInferAttention:
@@ -80,7 +85,11 @@ class FlashInferAttention:
         }
         if numerics == "invariant":
             self.options["disable_split_kv"] = True
-        self.prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", backend="fa2")
+        prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        self.prefill = self.short = prefill(self.workspace, "NHD", backend="fa2")
+        if numerics == "fast":
+            self.prefill = prefill(self.workspace, "NHD", backend="auto")
+        self.extending = self.prefill
         self.decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self.workspace, "NHD", use_tensor_cores=self.tensor_cores, backend="fa2"
         )
@@ -101,7 +110,10 @@ class FlashInferAttention:
             new = batch.lengths_host[:count] - batch.starts_host[:count]
             indptr = self._pinned(np.concatenate([[0], np.cumsum(new)]))
             pages = self._pages(batch, 0, count)
-            self.ring.plan(self.prefill, indptr, *pages, *heads, causal=True, **self.options)
+            short = int(new.max()) * self.heads // self.pool.kv_heads <= SHORT_TILE_MAX
+            self.extending = self.short if short else self.prefill
+            lengths = self._pinned(batch.lengths_host[:count])
+            self.ring.plan(self.extending, indptr, *pages, *heads, causal=True, seq_lens=lengths, **self.options)
         if count < batch.count:
             self.active = self._for_graph(batch) if graph else self.decode
             self.ring.plan(self.active, *self._pages(batch, count, batch.count), *heads, **self.options)
@@ -118,7 +130,7 @@ class FlashInferAttention:
         if self.pool.fp8:
             scales["k_scale"], scales["v_scale"] = self.pool.scales[layer]
         if batch.extend_rows:
-            self.prefill.run(query[:first], paged, out=out[:first], **scales)
+            self.extending.run(query[:first], paged, out=out[:first], **scales)
         if decodes:
             self.active.run(query[first:], paged, out=out[first:], **scales)
         return out

@@ -439,24 +439,114 @@ def decode(
     tl.store(where_out, acc.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["first_row", "most"], do_not_specialize_on_alignment=ANYWHERE)
-def decode_split(
+@triton.jit
+def _units(begins, stops, row, there, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
+    """Return the tiles, or with SPLIT the pieces, that rows read; 0 for rows that are not `there`. Shape [rows]."""
+    length = tl.load(stops + row, mask=there, other=0)
+    new = tl.load(begins + row + 1, mask=there, other=0) - tl.load(begins + row, mask=there, other=0)
+    count = length - _origin(length - new - WINDOW + 1, WINDOW, BLOCK_N, SPLIT)
+    if SPLIT == 0:
+        units = tl.cdiv(count, BLOCK_N)
+    else:
+        units = tl.cdiv(count, SPLIT)
+    return tl.where(there, units, 0)
+
+
+@triton.jit(do_not_specialize=["first_row", "rows", "slots", "most"], do_not_specialize_on_alignment=ANYWHERE)
+def divide(
+    divided,  # int32 [1 + 2 * rows]
+    indptr,
+    lengths,
+    first_row,
+    rows,
+    slots,  # items that the GPU runs at once for each KV head
+    most,  # items of one row
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,  # rows that are read at once
+):
+    """Divide rows into items of about equal numbers of positions, one for each program of `attend_split`.
+
+    One program. A unit is a tile of positions, or with SPLIT a piece.
+
+      row 0  | unit unit unit | unit unit |         2 items of up to 3 units
+      row 1  | unit |                               1 item
+      divided [0]                 units of an item                                  3
+              [1 : 1 + rows]      items of this row and those before it             2, 3
+              [1 + rows : ]       cells, likewise: parts that items store           2, 3      with SPLIT: 5, 6
+
+    Reference: `triton_backend.divide_reference`, which has the rule.
+    """
+    column = tl.arange(0, ROWS)
+    total = 0
+    longest = 1
+    for base in range(0, rows, ROWS):
+        at = base + column
+        units = _units(indptr, lengths, first_row + at, at < rows, BLOCK_N, SPLIT, WINDOW)
+        total += tl.sum(units, 0)
+        longest = tl.maximum(longest, tl.max(units, 0))
+    least = tl.maximum(tl.cdiv(longest, most), 1)
+    even = longest
+    cost = longest
+    if rows > slots:
+        cost = longest + tl.cdiv(total, slots)
+    else:
+        even = tl.cdiv(total, slots)
+        high = longest
+        while even < high:
+            middle = (even + high) // 2
+            items = 0
+            for base in range(0, rows, ROWS):
+                at = base + column
+                units = _units(indptr, lengths, first_row + at, at < rows, BLOCK_N, SPLIT, WINDOW)
+                items += tl.sum(tl.cdiv(units, middle), 0)
+            if items <= slots:
+                high = middle
+            else:
+                even = middle + 1
+        cost = even
+    each = tl.maximum(even, least)
+    if cost * slots * 8 > total * 15:
+        each = tl.maximum(tl.cdiv(total, 2 * slots), least)
+    tl.store(divided, each)
+    items_before = 0
+    cells_before = 0
+    for base in range(0, rows, ROWS):
+        at = base + column
+        there = at < rows
+        units = _units(indptr, lengths, first_row + at, there, BLOCK_N, SPLIT, WINDOW)
+        items = tl.cdiv(units, each)
+        tl.store(divided + 1 + at, items_before + tl.cumsum(items, 0), mask=there)
+        items_before += tl.sum(items, 0)
+        if SPLIT == 0:
+            cells = items
+        else:
+            cells = units
+        tl.store(divided + 1 + rows + at, cells_before + tl.cumsum(cells, 0), mask=there)
+        cells_before += tl.sum(cells, 0)
+
+
+@triton.jit(do_not_specialize=["first_row", "count", "tile"], do_not_specialize_on_alignment=ANYWHERE)
+def attend_split(
     query,
     keys,
     values,
-    parts,  # fp32 [rows that decode, heads, most pieces, D]
-    sums,  # fp32 [rows that decode, heads, most pieces, 2], top and total
+    parts,  # fp32 [cells, KV_HEADS, tile, D]
+    sums,  # fp32 [cells, KV_HEADS, tile, 2], top and total
+    divided,  # of `divide`
     page_table,
     rows,
     indptr,
     lengths,
     first_row,
+    count,  # rows that are divided
+    tile,  # GROUP times the most new tokens of a row, at most BLOCK_M
     query_token,
     query_head,
     table_row,
     scale,
     cap,
-    most,  # pieces per row and head that `parts` has room for
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -468,98 +558,111 @@ def decode_split(
     PRECISION: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Attend from one new token per row, with the positions split over several programs; `merge` adds the pieces.
+    """Attend from few new tokens per row, with the positions of a row split over several programs; `merge` adds them.
 
-    Grid (KV heads, programs per row, rows).
+    For decodes, and for extends whose new tokens fit one tile, such as drafts to verify. Grid (KV heads, items), of
+    which those behind the last item of `divide` return. With WINDOW the units begin at the origin of the window of the
+    first new token, not at 0.
 
-      SPLIT = 0, 3 programs:    |  tiles of 0  |  tiles of 1  | tiles 2 |         one piece per program
-      SPLIT > 0, 3 programs:    |  0  |  1  |  2  |  0  |  1  |  2  | 0 |         pieces in turn
-
-    With WINDOW the pieces begin at the origin of the window, not at 0.
+      SPLIT = 0    | tile tile tile | tile tile |       one part for each item
+      SPLIT > 0    |  0  |  1  |  2 |  3  |  4  |       one part for each piece
     """
     kv_head = tl.program_id(0)
-    program = tl.program_id(1)
-    programs = tl.num_programs(1)
-    part_row = tl.program_id(2).to(tl.int64)
-    row = first_row + tl.program_id(2)
-    length = tl.load(lengths + row)
-    origin = _origin(length - WINDOW, WINDOW, BLOCK_N, SPLIT)
-    count = length - origin
-    if SPLIT == 0:
-        piece = tl.cdiv(tl.cdiv(count, BLOCK_N), programs) * BLOCK_N
-    else:
-        piece = SPLIT
-    if program * piece >= count:
+    item = tl.program_id(1)
+    column = tl.arange(0, ROWS)
+    index = 0
+    for base in range(0, count, ROWS):
+        ends = tl.load(divided + 1 + base + column, mask=base + column < count, other=2147483647)
+        index += tl.sum((ends <= item).to(tl.int32), 0)
+    if index >= count:
         return
-    token = tl.load(indptr + row).to(tl.int64)
+    each = tl.load(divided)
+    item -= tl.load(divided + index, mask=index > 0, other=0)
+    first_cell = tl.load(divided + count + index, mask=index > 0, other=0).to(tl.int64)
+
+    row = first_row + index
+    length = tl.load(lengths + row)
+    first_token = tl.load(indptr + row)
+    new = tl.load(indptr + row + 1) - first_token
+    start = length - new
+    oldest = start - WINDOW + 1
+    origin = _origin(oldest, WINDOW, BLOCK_N, SPLIT)
     table = page_table + tl.load(rows + row).to(tl.int64) * table_row
 
     member = tl.arange(0, BLOCK_M)
+    token = member // GROUP
+    head = kv_head * GROUP + member % GROUP
+    seen = tl.where(token < new, start + token, -1)
     dims = tl.arange(0, BLOCK_D)
-    inside = (member[:, None] < GROUP) & (dims[None, :] < D)
-    head = kv_head * GROUP + member
-    where_query = query + token * query_token + head[:, None] * query_head + dims[None, :]
+    inside = (token[:, None] < new) & (dims[None, :] < D)
+    token_at = (first_token + token).to(tl.int64)
+    where_query = query + token_at[:, None] * query_token + head[:, None] * query_head + dims[None, :]
     queries = tl.load(where_query, mask=inside, other=0.0)
-    seen = tl.where(member < GROUP, length - 1, -1)
-    for index in range(program, tl.cdiv(count, piece), programs):
-        first = origin + index * piece
+    if SPLIT == 0:
+        piece = each * BLOCK_N
+        begin = item
+        end = item + 1
+    else:
+        piece = SPLIT
+        begin = item * each
+        end = tl.minimum(begin + each, tl.cdiv(length - origin, SPLIT))
+    for unit in range(begin, end):
+        first = origin + unit * piece
         part, part_top, part_total = _attend(
-            queries, seen, first, length, tl.minimum(first + piece, length), keys, values, table, kv_head, scale, cap,
-            length - WINDOW, KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, PRECISION, WINDOW, CAP,
+            queries, seen, first, start + 1, tl.minimum(first + piece, length), keys, values, table, kv_head, scale,
+            cap, oldest, KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, PRECISION, WINDOW, CAP,
         )  # fmt: skip
-        cell = (part_row * (KV_HEADS * GROUP) + head) * most + index
+        cell = ((first_cell + unit) * KV_HEADS + kv_head) * tile + member
         tl.store(parts + cell[:, None] * D + dims[None, :], part, mask=inside)
-        tl.store(sums + cell * 2, part_top, mask=member < GROUP)
-        tl.store(sums + cell * 2 + 1, part_total, mask=member < GROUP)
+        tl.store(sums + cell * 2, part_top, mask=token < new)
+        tl.store(sums + cell * 2 + 1, part_total, mask=token < new)
 
 
-@triton.jit(do_not_specialize=["first_row", "programs", "most"], do_not_specialize_on_alignment=ANYWHERE)
+@triton.jit(do_not_specialize=["first_row", "count", "tile"], do_not_specialize_on_alignment=ANYWHERE)
 def merge(
     parts,
     sums,
     out,
+    divided,
     indptr,
-    lengths,
     first_row,
-    programs,  # per row, as in the grid of `decode_split`
-    most,
+    count,
+    tile,
     value_scale,
     sinks,
-    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
     AHEAD: tl.constexpr,
     FP8: tl.constexpr,
-    WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Add the pieces of a row from left to right. Grid (heads, rows).
+    """Add the parts of a row from left to right. Grid (KV heads times `tile`, rows); see `attend_split`.
 
-    | 0 1 2 ... AHEAD - 1 | AHEAD ...         AHEAD pieces are loaded at a time, additions stay in order
+    | 0 1 2 ... AHEAD - 1 | AHEAD ...         AHEAD parts are loaded at a time, additions stay in order
     """
-    head = tl.program_id(0)
-    part_row = tl.program_id(1).to(tl.int64)
-    row = first_row + tl.program_id(1)
-    length = tl.load(lengths + row)
-    count = length - _origin(length - WINDOW, WINDOW, BLOCK_N, SPLIT)
-    if SPLIT == 0:
-        piece = tl.cdiv(tl.cdiv(count, BLOCK_N), programs) * BLOCK_N
-    else:
-        piece = SPLIT
-    pieces = tl.cdiv(count, tl.maximum(piece, 1))
+    kv_head = tl.program_id(0) // tile
+    member = tl.program_id(0) % tile
+    index = tl.program_id(1)
+    row = first_row + index
+    first_token = tl.load(indptr + row)
+    if member // GROUP >= tl.load(indptr + row + 1) - first_token:
+        return
+    head = kv_head * GROUP + member % GROUP
+    first_cell = tl.load(divided + count + index, mask=index > 0, other=0).to(tl.int64)
+    pieces = tl.load(divided + 1 + count + index) - first_cell
     dims = tl.arange(0, BLOCK_D)
     acc = tl.zeros((1, BLOCK_D), tl.float32)
     top = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
-    first_cell = (part_row * HEADS + head) * most
     for base in range(0, pieces, AHEAD):
         for offset in tl.static_range(AHEAD):
-            index = base + offset + tl.arange(0, 1)
-            cell = first_cell + index
-            there = index < pieces
+            unit = base + offset + tl.arange(0, 1)
+            cell = ((first_cell + unit) * KV_HEADS + kv_head) * tile + member
+            there = unit < pieces
             part = tl.load(
                 parts + cell[:, None] * D + dims[None, :], mask=there[:, None] & (dims[None, :] < D), other=0.0
             )
@@ -572,6 +675,6 @@ def merge(
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if FP8:
         acc = acc * value_scale
-    token = tl.load(indptr + row).to(tl.int64)
-    where_out = out + (token * HEADS + head) * D + dims[None, :]
+    token = (first_token + member // GROUP).to(tl.int64)
+    where_out = out + (token * (KV_HEADS * GROUP) + head) * D + dims[None, :]
     tl.store(where_out, acc.to(out.dtype.element_ty), mask=dims[None, :] < D)

@@ -45,25 +45,34 @@ class ReferenceAttention:
         tables = view.page_table.index_select(0, view.rows)
         out, rule, size = torch.empty_like(query), self.rules[layer], self.pool.page_size
         first = 0
+        of_trees = 0 if batch.tree is None else batch.tokens - len(batch.tree.numbers)
         for row, (start, length) in enumerate(
             zip(batch.starts_host.tolist(), batch.lengths_host.tolist(), strict=True)
         ):
             stop = first + length - start
+            seen = None
+            if batch.tree is not None and row >= batch.tree.first:
+                start = int(batch.tree.stands[row - batch.tree.first])
             oldest = 0 if rule.window is None else max(start - rule.window + 1, 0)
+            if batch.tree is not None and row >= batch.tree.first:
+                new = slice(first - of_trees, stop - of_trees)
+                seen = batch.tree.seen(row - batch.tree.first, new, length, oldest, rule.window)
             page = oldest // size
             keys, values = self.pool.read(layer, tables[row, page : -(-length // size)].long())
             there = slice(oldest - page * size, length - page * size)
-            out[first:stop] = attend(query[first:stop], keys[there], values[there], rule)
+            hidden = None if seen is None else torch.from_numpy(~seen).to(query.device)
+            out[first:stop] = attend(query[first:stop], keys[there], values[there], rule, hidden)
             first = stop
         return out
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, rule: LayerRules) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, rule: LayerRules, hidden: Tensor | None = None) -> Tensor:
     """Compute the attention of one row's last `new` tokens over its newest positions.
 
     Args:
         query: [new, heads, head_dim], of the last `new` positions; key, value: [positions, kv_heads, head_dim], at
             least as many as the first of the tokens attends to.
+        hidden: bool [new, positions], positions that a token does not attend to; None: those behind it.
     Returns: [new, heads, head_dim], of the query's dtype.
     """
     new, heads, head_dim = query.shape
@@ -74,11 +83,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, rule: LayerRules) -> Tenso
     scores = (grouped @ key.to(exact).permute(1, 2, 0) * rule.scale).view(kv_heads, -1, new, positions)
     if rule.cap is not None:
         scores = (scores / rule.cap).tanh() * rule.cap
-    at = torch.arange(positions, device=query.device)
-    own = at[positions - new :, None]
-    hidden = at > own
-    if rule.window is not None:
-        hidden = hidden | (at <= own - rule.window)
+    if hidden is None:
+        at = torch.arange(positions, device=query.device)
+        own = at[positions - new :, None]
+        hidden = at > own
+        if rule.window is not None:
+            hidden = hidden | (at <= own - rule.window)
     scores = scores.masked_fill(hidden, float("-inf"))
     if rule.sinks is not None:
         sinks = rule.sinks.to(exact).view(kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)

@@ -7,22 +7,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log2
+from typing import Any
 
+import numpy as np
 import torch
 import triton
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.host.engine_options import Numerics
 from lockstep.runtime.attention import kernels
+from lockstep.runtime.attention.residency import Machine, machine_of, programs_of
 from lockstep.runtime.attention.rules import LayerRules
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool
 
 LOG2_E = log2(2.718281828459045)
 PIECE = 1024  # positions per separately summed piece with `numerics="invariant"`; a multiple of every BLOCK_N
-PROGRAMS_PER_SM = 4  # a decode is split into this many programs, because each has few bytes of loads in flight
-PROGRAMS_PER_ROW_MAX = 64
-AHEAD = 8  # pieces that `merge` loads at a time
+PROGRAMS_PER_SM = 4  # of `attend_split` without a GPU; with one, as many as the compiled kernel allows
+ITEMS_PER_ROW_MAX = 128
+AHEAD = 8  # parts that `merge` loads at a time
+ROWS = 128  # rows whose items a program of `attend_split` searches at a time
+SPLIT_TILE_MAX = 64  # query rows of a tile up to which an extend is split like a decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +58,29 @@ def decode_tiling(head_dim: int, dtype: torch.dtype, group: int) -> Tiling:
     return Tiling(block_m, positions_per_tile(head_dim, dtype), 4, 3 if dtype.itemsize == 2 else 2)
 
 
-def extend_tiling(head_dim: int, dtype: torch.dtype, group: int, most_new: int, numerics: Numerics) -> Tiling:
+def split_tiling(head_dim: int, dtype: torch.dtype, group: int, most_new: int, numerics: Numerics) -> Tiling | None:
+    """Return the tiling of rows whose positions are divided; None if their new tokens do not fit one tile.
+
+    With `invariant` numerics a row keeps the tile of the kernel that would take it undivided.
+    """
+    if most_new == 1:
+        return decode_tiling(head_dim, dtype, group)
+    if numerics == "invariant" and dtype.itemsize <= 2:
+        tiling = extend_tiling(head_dim, dtype, group, most_new, numerics)
+        return tiling if most_new * group <= tiling.BLOCK_M else None
+    if most_new * group > (SPLIT_TILE_MAX if dtype.itemsize <= 2 else 16):
+        return None
+    return decode_tiling(head_dim, dtype, most_new * group)
+
+
+def extend_tiling(
+    head_dim: int, dtype: torch.dtype, group: int, most_new: int, numerics: Numerics, warpgroups: bool = True
+) -> Tiling:
     """Return the tiling of an extend, which arithmetic bounds: as many query rows as registers hold and tokens fill.
+
+    Args:
+        warpgroups: whether the GPU multiplies by groups of warps (Hopper, B200), with operands in shared memory. On
+            others they are in registers too, and tiles of 64 positions would spill.
 
     From 64 rows on, Hopper and Blackwell use other tensor-core instructions. With `invariant` numerics an extend keeps
     to those of a decode, so that a token has the same bits whether it was decoded or extended.
@@ -64,7 +91,55 @@ def extend_tiling(head_dim: int, dtype: torch.dtype, group: int, most_new: int, 
     if numerics == "invariant":
         return Tiling(max(32, triton.next_power_of_2(group)), block_n, 4, 2)
     block_m = min(max(16, triton.next_power_of_2(most_new * group)), 64 if head_dim > 128 else 128)
+    if head_dim > 64 and not warpgroups:
+        block_n = min(block_n, 32)
     return Tiling(block_m, block_n, 8 if block_m == (64 if head_dim > 128 else 128) else 4, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Rows of a pass, [first:first + count), whose positions are divided over several programs."""
+
+    first: int
+    count: int
+    most_new: int  # new tokens of the row with the most
+    tiling: Tiling
+    items: int  # programs for each KV head, at most
+    cells: int  # parts of one KV head, at most
+    divided: dict[int, Tensor]  # by window, 0 for none: what `kernels.divide` writes
+
+
+def divide_reference(units: NDArray[np.integer], slots: int, most: int) -> tuple[int, NDArray[np.integer]]:
+    """Divide rows into items of about equal size, for a GPU that runs `slots` items at once.
+
+    Two ways are compared by a bound of the longest time, in units that one program after another reads:
+
+      even      all items at once, none larger than necessary: the size of an item; with more rows than slots a row is
+                an item, and the bound is the mean of a slot and the longest row
+      smaller   two items for each slot, of equal size; a row that is shorter is one item: 3/2 of the mean of a slot
+
+    The smaller ones are taken if they are faster by more than a fifth, since each item adds a part to merge.
+
+    Args:
+        units: [rows], tiles or pieces of each row, at least 1.
+        most: items of one row.
+    Returns: units of an item; [rows], items of each row.
+    """
+    total, longest = int(units.sum()), int(units.max(initial=1))
+    if len(units) > slots:
+        even, cost = longest, longest + -(-total // slots)
+    else:
+        even, high = -(-total // slots), longest
+        while even < high:
+            middle = (even + high) // 2
+            if int((-(-units // middle)).sum()) <= slots:
+                high = middle
+            else:
+                even = middle + 1
+        cost = even
+    each = even if cost * slots * 8 <= total * 15 else -(-total // (2 * slots))
+    each = max(each, -(-longest // most), 1)
+    return each, -(-units // each)
 
 
 class TritonAttention:
@@ -100,35 +175,96 @@ class TritonAttention:
         self.rules = tuple(rules) or (LayerRules(self.scale),) * len(pool.keys)
         self.piece = piece if numerics == "invariant" else 0
         device = pool.keys[0].device
-        self.sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        self.machine: Machine | None = machine_of(device) if device.type == "cuda" else None
+        self.sms = 1 if self.machine is None else self.machine.sms
+        self.warpgroups = self.machine is None or self.machine.warpgroups
         self.block_d = max(16, triton.next_power_of_2(pool.head_dim))
-        # A graph reads the workspace at its address at capture, so workspaces planned for graphs are never freed.
+        # A graph reads its workspace and division at their addresses at capture, so these are never freed.
         self.workspace = torch.empty(0, dtype=torch.float32, device=device)
         self.graph_workspaces: list[Tensor] = []
-        self.programs = self.most = 1
+        self.graph_divisions: dict[tuple[int, int], Tensor] = {}  # by number of rows and window
+        self.windows = sorted({rule.window or 0 for rule in self.rules})
+        self.extends: Split | None = None
+        self.decodes: Split | None = None
+        self._resident: dict[Tiling, int] = {}
 
     def plan(self, batch: ForwardBatch, graph: bool = False) -> None:
-        """Choose the number of programs per decoding row, and make the workspace for their results large enough.
+        """Divide the positions of rows with few new tokens if that fills the device, with room for their parts.
 
         Raises: ValueError if `graph` is set and rows extend.
         """
         if graph and batch.extend_rows:
             raise ValueError(f"a CUDA graph holds decodes only, got {batch.extend_rows} rows that extend")
-        rows = batch.count - batch.extend_rows
-        # A graph is replayed with any lengths that fit the page table.
-        longest = batch.page_table.shape[1] * self.pool.page_size if graph else batch.longest
-        unit = self.piece or positions_per_tile(self.pool.head_dim, self.pool.keys[0].dtype)
-        units = -(-longest // unit)
-        # Rounded down to what runs at once: rounded up, the last few programs would form a second wave.
-        wanted = PROGRAMS_PER_SM * self.sms // max(rows * self.pool.kv_heads, 1)
-        self.programs = max(1, min(wanted, units, PROGRAMS_PER_ROW_MAX))
-        if self.programs > 1:
-            self.most = units if self.piece else self.programs
-            needed = rows * self.heads * self.most * (self.pool.head_dim + 2)
-            if self.workspace.numel() < needed:
-                self.workspace = torch.empty(needed, dtype=torch.float32, device=self.workspace.device)
-            if graph and not any(self.workspace is kept for kept in self.graph_workspaces):
-                self.graph_workspaces.append(self.workspace)
+        self.extends = self._split(batch, 0, batch.extend_rows, graph=False)
+        self.decodes = self._split(batch, batch.extend_rows, batch.count, graph=graph)
+
+    def _split(self, batch: ForwardBatch, first: int, stop: int, *, graph: bool) -> Split | None:
+        """Launch the division of rows [first:stop); None if a program for each row and KV head is as good."""
+        count = stop - first
+        lengths = batch.lengths_host[first:stop]
+        most_new = int((lengths - batch.starts_host[first:stop]).max(initial=0))
+        tiling = split_tiling(self.pool.head_dim, self.pool.dtype, self.group, most_new, self.numerics)
+        if not count or tiling is None:
+            return None
+        unit = self.piece or tiling.BLOCK_N
+        units = -(-lengths // unit)
+        if graph:  # replayed with any lengths that fit the page table
+            units[:] = -(-batch.page_table.shape[1] * self.pool.page_size // unit)
+        total, longest = int(units.sum()), int(units.max())
+        slots = max(1, self.programs_per_sm(tiling) * self.sms // self.pool.kv_heads)
+        if longest == 1 or (not graph and divide_reference(units, slots, ITEMS_PER_ROW_MAX)[0] >= longest):
+            return None
+        items = min(count + 2 * slots, total)
+        divided = {window: self._divided(batch, first, count, slots, window, graph) for window in self.windows}
+        split = Split(first, count, most_new, tiling, items, total if self.piece else items, divided)
+        needed = split.cells * self.heads * most_new * (self.pool.head_dim + 2)
+        if self.workspace.numel() < needed:
+            self.workspace = torch.empty(needed, dtype=torch.float32, device=self.workspace.device)
+        if graph and not any(self.workspace is kept for kept in self.graph_workspaces):
+            self.graph_workspaces.append(self.workspace)
+        return split
+
+    def _divided(self, batch: ForwardBatch, first: int, count: int, slots: int, window: int, graph: bool) -> Tensor:
+        """Launch the division of rows for layers with this window; see `kernels.divide`."""
+        ints: dict[str, Any] = {"dtype": torch.int32, "device": self.workspace.device}
+        kept = self.graph_divisions.get((count, window)) if graph else None
+        out = torch.empty(1 + 2 * count, **ints) if kept is None else kept
+        if graph:
+            self.graph_divisions[count, window] = out
+        kernels.divide[(1,)](
+            out,
+            batch.indptr,
+            batch.lengths,
+            first,
+            count,
+            slots,
+            ITEMS_PER_ROW_MAX,
+            BLOCK_N=positions_per_tile(self.pool.head_dim, self.pool.dtype),
+            SPLIT=self.piece,
+            WINDOW=window,
+            ROWS=ROWS,
+            num_warps=4,
+        )
+        return out
+
+    def programs_per_sm(self, tiling: Tiling) -> int:
+        """Return how many programs of `attend_split` a multiprocessor runs at once, by the compiled kernels."""
+        if self.machine is None:
+            return PROGRAMS_PER_SM
+        if tiling not in self._resident:
+            kinds = {(rule.window, rule.cap is not None): layer for layer, rule in enumerate(self.rules)}
+            compiled = [self.compiled_split(layer, tiling) for layer in kinds.values()]
+            self._resident[tiling] = min(programs_of(kernel, self.machine) for kernel in compiled)
+        return self._resident[tiling]
+
+    def compiled_split(self, layer: int, tiling: Tiling) -> Any:
+        """Return `attend_split` as it is compiled for this layer; nothing is launched."""
+        pool, dtype = self.pool, self.pool.dtype
+        stored, stride = pool.keys[0].dtype, self.heads * pool.head_dim
+        tensors = (dtype, stored, stored, *[torch.float32] * 2, *[torch.int32] * 5)
+        numbers = (0, 1, self.group, stride, pool.head_dim, 64, 0.125, 1.0)
+        constants = self._constants(layer, dtype, tiling)
+        return kernels.attend_split.warmup(*tensors, *numbers, ROWS=ROWS, grid=(1,), **constants)
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
         """Write the new keys and values to the pool, then attend; see `AttentionBackend.run`."""
@@ -137,9 +273,13 @@ class TritonAttention:
         self._write(layer, key, value, batch)
         query = query if query.stride(2) == 1 else query.contiguous()
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        if batch.extend_rows:
+        if self.extends is not None:
+            self._attend_split(layer, query, out, batch, self.extends)
+        elif batch.extend_rows:
             self._extend(layer, query, out, batch)
-        if batch.extend_rows < batch.count:
+        if self.decodes is not None:
+            self._attend_split(layer, query, out, batch, self.decodes)
+        elif batch.extend_rows < batch.count:
             self._decode(layer, query, out, batch)
         return out
 
@@ -166,7 +306,7 @@ class TritonAttention:
     def _extend(self, layer: int, query: Tensor, out: Tensor, batch: ForwardBatch) -> None:
         count = batch.extend_rows
         most_new = int((batch.lengths_host[:count] - batch.starts_host[:count]).max())
-        tiling = extend_tiling(self.pool.head_dim, query.dtype, self.group, most_new, self.numerics)
+        tiling = extend_tiling(self.pool.head_dim, query.dtype, self.group, most_new, self.numerics, self.warpgroups)
         grid = (-(-most_new * self.group // tiling.BLOCK_M), self.pool.kv_heads, count)
         view = self.pool.view(layer, batch)
         kernels.extend[grid](
@@ -189,48 +329,76 @@ class TritonAttention:
 
     def _decode(self, layer: int, query: Tensor, out: Tensor, batch: ForwardBatch) -> None:
         tiling = decode_tiling(self.pool.head_dim, query.dtype, self.group)
-        constants = self._constants(layer, query.dtype, tiling)
         first, count = batch.extend_rows, batch.count - batch.extend_rows
         view = self.pool.view(layer, batch)
-        strides = (*query.stride()[:2], view.page_table.stride(0))
-        where = (view.page_table, view.rows, batch.indptr, batch.lengths, first, *strides)
-        keys, values = self.pool.keys[layer], self.pool.values[layer]
-        scale, value_scale = self._scales(layer)
-        cap, sinks = self._bounds(layer)
-        rule, fp8 = self.rules[layer], self.pool.fp8
-        kinds = {"FP8": fp8, "SINKS": rule.sinks is not None}
-        programs = self.programs
-        if rule.window is not None:  # one more than whole units, because the window may begin inside of one
-            programs = min(programs, -(-rule.window // (self.piece or tiling.BLOCK_N)) + 1)
-        if programs == 1:
-            grid = (self.pool.kv_heads, count)
-            kernels.decode[grid](query, keys, values, out, *where, scale, value_scale, cap, sinks, **kinds, **constants)
-            return
-        cells = count * self.heads * self.most
-        room = cells * self.pool.head_dim
-        parts, sums = self.workspace[:room], self.workspace[room : room + cells * 2]
-        kernels.decode_split[(self.pool.kv_heads, programs, count)](
-            query, keys, values, parts, sums, *where, scale, cap, self.most, **constants
-        )
-        kernels.merge[(self.heads, count)](
-            parts,
-            sums,
+        kernels.decode[self.pool.kv_heads, count](
+            query,
+            self.pool.keys[layer],
+            self.pool.values[layer],
             out,
+            view.page_table,
+            view.rows,
             batch.indptr,
             batch.lengths,
             first,
-            programs,
-            self.most,
+            *query.stride()[:2],
+            view.page_table.stride(0),
+            *self._scales(layer),
+            *self._bounds(layer),
+            FP8=self.pool.fp8,
+            SINKS=self.rules[layer].sinks is not None,
+            **self._constants(layer, query.dtype, tiling),
+        )
+
+    def _attend_split(self, layer: int, query: Tensor, out: Tensor, batch: ForwardBatch, split: Split) -> None:
+        tile = self.group * split.most_new
+        room = split.cells * self.pool.kv_heads * tile
+        parts, sums = self.workspace.split_with_sizes(
+            (room * self.pool.head_dim, self.workspace.numel() - room * self.pool.head_dim)
+        )
+        divided = split.divided[self.rules[layer].window or 0]
+        scale, value_scale = self._scales(layer)
+        cap, sinks = self._bounds(layer)
+        view = self.pool.view(layer, batch)
+        kernels.attend_split[self.pool.kv_heads, split.items](
+            query,
+            self.pool.keys[layer],
+            self.pool.values[layer],
+            parts,
+            sums,
+            divided,
+            view.page_table,
+            view.rows,
+            batch.indptr,
+            batch.lengths,
+            split.first,
+            split.count,
+            tile,
+            *query.stride()[:2],
+            view.page_table.stride(0),
+            scale,
+            cap,
+            ROWS=ROWS,
+            **self._constants(layer, query.dtype, split.tiling),
+        )
+        kernels.merge[self.pool.kv_heads * tile, split.count](
+            parts,
+            sums,
+            out,
+            divided,
+            batch.indptr,
+            split.first,
+            split.count,
+            tile,
             value_scale,
             sinks,
-            HEADS=self.heads,
+            GROUP=self.group,
+            KV_HEADS=self.pool.kv_heads,
             D=self.pool.head_dim,
             BLOCK_D=self.block_d,
-            BLOCK_N=tiling.BLOCK_N,
-            SPLIT=self.piece,
             AHEAD=AHEAD,
-            WINDOW=constants["WINDOW"],
-            **kinds,
+            FP8=self.pool.fp8,
+            SINKS=self.rules[layer].sinks is not None,
             num_warps=1 if self.block_d <= 128 else 2,
             enable_fp_fusion=self.numerics == "fast",
         )

@@ -187,15 +187,15 @@ def _train(model: Decoder, tokens: NDArray[np.int64], recipe: Recipe, progress: 
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     optimiser = torch.optim.AdamW(groups, lr=recipe.peak_rate, betas=(0.9, 0.95), fused=True)
     attention = WholeRows(recipe.window, model.scale)
-    batch = _whole_rows(recipe.rows, recipe.window)
-    draws = _windows(len(tokens), recipe)
+    batch = whole_rows(recipe.rows, recipe.window)
+    draws = windows_of(len(tokens), recipe)
     losses: list[float] = []
     began = time.monotonic()
     for step in range(recipe.steps):
         rows = np.stack([tokens[start : start + recipe.window + 1] for start in next(draws)])
         batch.token_ids = torch.from_numpy(rows[:, :-1].reshape(-1))
         for group in optimiser.param_groups:
-            group["lr"] = recipe.peak_rate * _warmth(step, recipe)
+            group["lr"] = recipe.peak_rate * warmth(step, recipe)
         logits = model.logits(model(batch, attention))
         loss = F.cross_entropy(logits, torch.from_numpy(rows[:, 1:].reshape(-1)))
         optimiser.zero_grad(set_to_none=True)
@@ -210,7 +210,7 @@ def _train(model: Decoder, tokens: NDArray[np.int64], recipe: Recipe, progress: 
     return float(np.mean(losses[-50:]))
 
 
-def _windows(tokens: int, recipe: Recipe) -> Iterator[NDArray[np.int64]]:
+def windows_of(tokens: int, recipe: Recipe) -> Iterator[NDArray[np.int64]]:
     """Yield the starts of the rows of each step, int64 [rows]."""
     random = np.random.default_rng(recipe.seed)
     while True:
@@ -220,14 +220,14 @@ def _windows(tokens: int, recipe: Recipe) -> Iterator[NDArray[np.int64]]:
             yield starts[index : index + recipe.rows]
 
 
-def _warmth(step: int, recipe: Recipe) -> float:
+def warmth(step: int, recipe: Recipe) -> float:
     if step < recipe.warmup_steps:
         return (step + 1) / recipe.warmup_steps
     done = (step - recipe.warmup_steps) / max(recipe.steps - recipe.warmup_steps, 1)
     return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _whole_rows(rows: int, window: int) -> ForwardBatch:
+def whole_rows(rows: int, window: int) -> ForwardBatch:
     """Return a pass over `rows` rows of `window` new tokens each, without slots in a pool."""
     none = torch.empty(0, dtype=torch.int64)
     return ForwardBatch(

@@ -79,11 +79,14 @@ def expand_kernel(
     out_first,  # first output of this part in `out` and `up`
     N,  # outputs of this part
     RANK: tl.constexpr,
-    RANK_PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """Multiply the tokens of a tile with BLOCK_N rows of one part of the slot's `up`. Program (tile, n)."""
+    """Multiply the tokens of a tile with BLOCK_N rows of one part of the slot's `up`. Program (tile, n).
+
+    BLOCK_K of the rank at a time: the whole of a large rank would need more shared memory than some GPUs have.
+    """
     tile = tl.program_id(0)
     first = tl.load(tiles + tile)
     stop = tl.load(tiles + tile_count + tile)
@@ -91,12 +94,14 @@ def expand_kernel(
     row = first + tl.arange(0, BLOCK_M)
     token = tl.load(tokens + row, mask=row < stop, other=0)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    r = tl.arange(0, RANK_PADDED)
-    left_at = inner + row.to(tl.int64)[:, None] * inner_width + inner_first + r[None, :]
-    left = tl.load(left_at, mask=(row < stop)[:, None] & (r < RANK)[None, :], other=0.0)
-    right_at = up + (slot * outputs + out_first + column)[None, :] * RANK + r[:, None]
-    right = tl.load(right_at, mask=(column < N)[None, :] & (r < RANK)[:, None], other=0.0)
-    added = tl.dot(left, right, input_precision="ieee")
+    left_at = inner + row.to(tl.int64)[:, None] * inner_width + inner_first
+    right_at = up + (slot * outputs + out_first + column)[None, :] * RANK
+    added = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, RANK, BLOCK_K):
+        r = start + tl.arange(0, BLOCK_K)
+        left = tl.load(left_at + r[None, :], mask=(row < stop)[:, None] & (r < RANK)[None, :], other=0.0)
+        right = tl.load(right_at + r[:, None], mask=(column < N)[None, :] & (r < RANK)[:, None], other=0.0)
+        added = tl.dot(left, right, added, input_precision="ieee")
     out_at = out + token[:, None] * out_stride + out_first + column[None, :]
     mask = (row < stop)[:, None] & (column < N)[None, :]
     total = tl.load(out_at, mask=mask, other=0.0).to(tl.float32) + added
@@ -151,9 +156,9 @@ def add_lora_triton(
             first,
             size,
             RANK=rank,
-            RANK_PADDED=max(LEAST, triton.next_power_of_2(rank)),
             BLOCK_M=batch.tile,
             BLOCK_N=BLOCK_N,
+            BLOCK_K=min(BLOCK_K, max(LEAST, triton.next_power_of_2(rank))),
         )
         first += size
     return out

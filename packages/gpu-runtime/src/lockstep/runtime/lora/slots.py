@@ -30,6 +30,7 @@ from lockstep.runtime.checkpoint import WHOLE, TensorSplit
 from lockstep.runtime.lora.batch import FEW_TOKENS, AdapterBatch, Int32s, lay_out
 
 
+# mechanism: adapters (executed)
 class LoraSlots(nn.Module):
     """The adapters' part of one product of the model, which may consist of several matrices that read the same input.
 

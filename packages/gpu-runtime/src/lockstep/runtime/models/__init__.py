@@ -17,6 +17,7 @@ from lockstep.runtime.checkpoint import DTYPES as FLOATS
 from lockstep.runtime.checkpoint import (
     Checkpoint,
     CheckpointError,
+    Tensors,
     fill_randomly,
     load,
     read_config,
@@ -35,6 +36,7 @@ from lockstep.runtime.models.layers import Parallel as Parallel
 from lockstep.runtime.models.registry import BUILDERS, Builder
 from lockstep.runtime.models.settings import ModelSettings as ModelSettings
 from lockstep.runtime.models.stage import SPLIT_EXPERTS, ExpertSplit
+from lockstep.runtime.quantized.widened import Widened, WidenedTensors, widened_format
 
 MODELOPT = "hf_quant_config.json"
 GENERATES, VECTORS_ONLY = "ForCausalLM", "Model"
@@ -69,10 +71,10 @@ def build_model(
     """
     config: Mapping[str, Any]
     if isinstance(source, Mapping):
-        folder, config = None, source
+        folder, (config, widened) = None, _split_widened(source)
     else:
         folder = Path(source)
-        config = _with_other_files(read_config(folder), folder)
+        config, widened = _split_widened(_with_other_files(read_config(folder), folder))
     if folder is None and random_weights_seed is None:
         raise ConfigError("a config without a folder has no weights\nhint: give `random_weights_seed`")
     if dtype is None:
@@ -90,8 +92,9 @@ def build_model(
         else:
             with Checkpoint(folder) as checkpoint:
                 model = _for_tensors(config, maker, checkpoint, backend)
-                wanted = model.named_as(checkpoint.stored.keys(), list(model.tensors()))
-                load(wanted, checkpoint, rank=parallel.rank, ranks=parallel.ranks, surplus=model.surplus)
+                tensors: Tensors = checkpoint if widened is None else WidenedTensors(checkpoint, widened)
+                wanted = model.named_as(tensors.stored.keys(), list(model.tensors()))
+                load(wanted, tensors, rank=parallel.rank, ranks=parallel.ranks, surplus=model.surplus)
                 if kv_fp8:
                     prefix = "model." if "embed_tokens.weight" in checkpoint.stored else ""
                     model.kv_scales = read_kv_scales(checkpoint, model.layers, prefix, model.first_layer)
@@ -164,7 +167,7 @@ def read_settings(
         backend: see `build_model`.
         experts: how ranks share experts.
     """
-    config = _with_other_files(read_config(Path(folder)), Path(folder))
+    config, _ = _split_widened(_with_other_files(read_config(Path(folder)), Path(folder)))
     parallel = Parallel() if ranks == 1 else Parallel(0, ranks, lambda one: one, lambda one: one, experts=experts)
     make = Maker(device=torch.device("meta"), parallel=parallel)
     return _builder(config, backend)(config, make).settings
@@ -173,6 +176,12 @@ def read_settings(
 def stored_dtype(folder: str | Path) -> torch.dtype:
     """Return the dtype in a folder's config.json; float32 if it has none, or an unknown one. Raises CheckpointError."""
     return ConfigReader(read_config(Path(folder))).dtype()
+
+
+def _split_widened(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Widened | None]:
+    """Return a config without a quantisation that is widened as tensors are read, and the format of this kind."""
+    found = widened_format(config)
+    return ({name: value for name, value in config.items() if name != FIELD} if found else config), found
 
 
 def _with_other_files(config: dict[str, Any], folder: Path) -> dict[str, Any]:

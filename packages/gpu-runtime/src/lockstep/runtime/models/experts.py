@@ -15,6 +15,9 @@ The ends stay on the device. How ranks share the experts (`ExpertSplit`):
 | as many as ranks | some experts, whole | for the rank's own experts on every rank, and the results are summed |
 | the same, with `a2a` | some experts, whole | routed by one rank, sent to the ranks of its experts, and sent back |
 
+With data-parallel attention (`Parallel.shared`) each rank has rows of its own. `a2a` sends these; otherwise the rows of
+all ranks are gathered before and divided behind (`layers.SharedRows`).
+
 Experts are placed in order, the same number on every rank (`core/cluster/expert_placement.py: unbalanced`).
 """
 
@@ -45,6 +48,7 @@ class Experts(nn.Module):
         self.settings, self.hidden, self.parallel = settings, hidden, make.parallel
         self.router = make.empty(settings.experts, hidden)
         self.own, self.exchanges = range(settings.experts), make.parallel.experts.a2a
+        self.rows_differ = make.parallel.shared is not None
         self.inner, self.outer = TensorSplit(0, settings.intermediate), TensorSplit(1, settings.intermediate)
         if make.parallel.experts.ep > 1:
             self.own = experts_of(settings.experts, make.parallel.rank, make.parallel.experts.ep)
@@ -89,14 +93,17 @@ class Experts(nn.Module):
         return _grouped(inner, self.down, ends)
 
     def _exchanged(self, hidden: Tensor) -> Tensor:
-        """Apply the experts to a share of the tokens on each rank, sent to the ranks of their experts and back."""
+        """Apply the experts to a share of the tokens on each rank, sent to the ranks of their experts and back.
+
+        If the rows of ranks differ, the share of a rank is all of its rows, which may be none.
+        """
         parallel, tokens = self.parallel, len(hidden)
         exchange = parallel.all_to_all
-        if not tokens:
+        if not tokens and not self.rows_differ:
             return hidden
         assert exchange is not None
         share = -(-tokens // parallel.ranks)
-        mine = hidden[parallel.rank * share : (parallel.rank + 1) * share]
+        mine = hidden if self.rows_differ else hidden[parallel.rank * share : (parallel.rank + 1) * share]
         weights, experts = self.route(mine)
         sorted_experts, order = experts.flatten().sort(stable=True)
         counts = torch.bincount(sorted_experts, minlength=self.settings.experts).view(parallel.ranks, -1)
@@ -109,6 +116,8 @@ class Experts(nn.Module):
         computed = torch.empty_like(rows)
         computed[by_expert] = self._computed(rows[by_expert], there)
         mixed = _mixed(exchange(computed, receives, sends), order, weights)
+        if self.rows_differ:
+            return mixed
         joined = parallel.all_gather(torch.nn.functional.pad(mixed, (0, 0, 0, share - len(mixed))))
         return joined.view(share, parallel.ranks, self.hidden).transpose(0, 1).reshape(-1, self.hidden)[:tokens]
 

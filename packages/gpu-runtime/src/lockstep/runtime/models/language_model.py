@@ -43,6 +43,7 @@ class LanguageModel(nn.Module, ABC):
     uncapturable_because: str = ""  # why its passes cannot be captured in CUDA graphs; empty: they can
     pictures: ContentEncoder | None = None  # of models that take media
     first_layer: int = 0  # of those that this stage has
+    tells_layers: bool = False  # whether `forward` fills `ForwardBatch.taps`
     activations: str = ""  # how rows are rounded before products with fp8 weights; empty: not at all
 
     def __init__(self, make: Maker, settings: ModelSettings) -> None:

@@ -22,7 +22,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.host.quantization import FIELD, Activations, Fp8Activations, WeightFormat
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.checkpoint import TensorSpec, TensorSplit
-from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.forward import ForwardBatch, RankTokens
 from lockstep.runtime.lora.batch import AdapterBatch
 from lockstep.runtime.lora.slots import LoraSlots, LoraTarget
 from lockstep.runtime.models.elementwise import add_rms_norm, norm_and_turn, silu_and_mul
@@ -44,6 +44,36 @@ def _unchanged(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedRows:
+    """What is around the MLPs of data-parallel ranks: the rows of all ranks go in, and those of this rank come out.
+
+        rank 0   [a a a]  --.                       .--> [a a a]
+                             > [a a a b . .] MLP --<           padded: gathered; otherwise [a a a b], summed up
+        rank 1   [b]      --'                       '--> [b]
+
+    Args:
+        gather_rows: puts the [n, hidden] of all ranks one below the other: [ranks * n, hidden].
+        all_reduce: sums over the ranks.
+    """
+
+    rank: int
+    gather_rows: Callable[[Tensor], Tensor]
+    all_reduce: Callable[[Tensor], Tensor]
+
+    def gathered(self, own: Tensor, tokens: RankTokens) -> Tensor:
+        """Return the rows of all ranks, [total, hidden]. Padding rows are zeros."""
+        if tokens.padded:
+            return self.gather_rows(F.pad(own, (0, 0, 0, max(tokens.counts) - len(own))))
+        rows = own.new_zeros(tokens.total, own.shape[1])
+        rows[tokens.own(self.rank)] = own
+        return self.all_reduce(rows)
+
+    def apply(self, mlp: Callable[[Tensor], Tensor], own: Tensor, tokens: RankTokens) -> Tensor:
+        """Return the result of an MLP for this rank's rows, [tokens, hidden]. All ranks call it for the same layer."""
+        return mlp(self.gathered(own, tokens))[tokens.own(self.rank)]
+
+
+@dataclass(frozen=True, slots=True)
 class Parallel:
     """This rank of the group that splits one model, and the functions that combine partial results.
 
@@ -53,6 +83,7 @@ class Parallel:
 
     Args:
         stage: the layers of this rank's pipeline stage, whose ranks these are; only our own models have stages.
+        shared: with data-parallel attention: what is around the MLPs, which ranks split. All else is whole on each.
     """
 
     rank: int = 0
@@ -62,6 +93,12 @@ class Parallel:
     all_to_all: AllToAll | None = None
     stage: StageLayers = WHOLE
     experts: ExpertSplit = SPLIT_EXPERTS
+    shared: SharedRows | None = None
+
+    @property
+    def of_attention(self) -> Parallel:
+        """The part of this rank in everything but MLPs."""
+        return self if self.shared is None else Parallel(stage=self.stage, experts=self.experts)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks:
@@ -321,6 +358,7 @@ class AttentionSizes:
     head_dim: int
     bias: bool = False
     output_bias: bool = False
+    inputs: int = 0  # of the projections of query, key and value; 0: `hidden`
 
 
 class Attention(nn.Module):
@@ -335,7 +373,7 @@ class Attention(nn.Module):
             MatrixPart("k_proj", kv_heads * head_dim, kv_heads, replicate=True),
             MatrixPart("v_proj", kv_heads * head_dim, kv_heads, replicate=True),
         ]
-        self.qkv = ColumnLinear(make, sizes.hidden, parts, sizes.bias)
+        self.qkv = ColumnLinear(make, sizes.inputs or sizes.hidden, parts, sizes.bias)
         self.output = RowLinear(make, "o_proj", heads * head_dim, sizes.hidden, heads, sizes.output_bias)
         self.query_norm = RmsNorm(make, head_dim, norm_eps) if norm_eps is not None else None
         self.key_norm = RmsNorm(make, head_dim, norm_eps) if norm_eps is not None else None

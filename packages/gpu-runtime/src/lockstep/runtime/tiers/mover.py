@@ -48,6 +48,7 @@ END_S = 10.0  # longest wait of `close` for writes to storage that were ordered
 Done = Callable[[MoveEnd], None]
 
 
+# mechanism: host-cache (executed)
 class HostMover:
     """Moves of one rank: `lockstep.host.cache_moves.PageMover`.
 

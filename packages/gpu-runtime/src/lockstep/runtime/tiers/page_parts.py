@@ -18,6 +18,7 @@ from torch import Tensor
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_model import ModelDrafter
 from lockstep.runtime.drafting import Drafter, NgramDrafter
+from lockstep.runtime.head_drafter import HeadDrafter
 from lockstep.runtime.kv_pool import KvPool
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -97,6 +98,9 @@ def parts_of(pool: KvPool, drafter: Drafter | None = None, canary: Canary | None
     tensors = [*_of_pool("model", pool)]
     if isinstance(drafter, ModelDrafter):
         tensors += _of_pool("draft", drafter.attention.pool)
+    elif isinstance(drafter, HeadDrafter):
+        tensors += _of_pool("draft", drafter.attention.pool)
+        tensors.append(("features", drafter.features.view(-1, pool.page_size, drafter.features.shape[1])))
     elif isinstance(drafter, NgramDrafter):
         tensors.append(("tokens", drafter.tokens.view(-1, pool.page_size)))
     if canary is not None:

@@ -192,6 +192,7 @@ class Controls(Component):
         self._scheduler.memory.empty_cache("flush", step)
         return DONE
 
+    # mechanism: pause (decided)
     def _pause(self, control_id: int, control: Pause, step: Step) -> str | None:
         if control.mode == "admission":
             self.admits = False

@@ -89,6 +89,7 @@ class Maintenance(Component):
         queued = [job.control.version for job in self.jobs if isinstance(job.control, UpdateWeights)]
         return queued[-1] if queued else self._scheduler.memory.weights_version
 
+    # mechanism: weights-and-memory (decided)
     def advance(self, step: Step) -> None:
         """Begin and order the jobs that are possible now; answer jobs without work. Called after every event."""
         self._advance(step)

@@ -74,6 +74,7 @@ class LoadObserved(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0  # requests that wait at the router
 
 
+# mechanism: autoscaling (decided)
 def target_replicas(config: ScalingConfig, load: float, replicas: int) -> int:
     """Return the number of replicas for a load in the unit of `target`, given the present number of `replicas`."""
     needed = load / config.target

@@ -191,6 +191,7 @@ class Dispatcher:
     def _weight(self, tenant: str) -> float:
         return self.config.tenant_weights.get(tenant, 1.0)
 
+    # mechanism: queue-at-the-router (decided)
     def _refuse_one(self, out: list[RequestRouted]) -> None:
         """Refuse the newest request of the tenant with the most waiting requests per weight.
 

@@ -344,6 +344,7 @@ class Router:
         self.digest = blake2b(self.digest + decision.encode(), digest_size=16).digest()
         return routed
 
+    # mechanism: named-engine (decided)
     def _fixed(self, fact: RequestOffered) -> tuple[int | None, RouteReason] | None:
         """Return the engine that a request requires, or the reason why it has none; None if the policy decides."""
         if fact.only is not None:
@@ -404,6 +405,7 @@ class Router:
             del self._sessions[next(iter(self._sessions))]
         return engine, "session" if stays else "policy"
 
+    # mechanism: prefix-affinity (decided)
     def _by_prefix(self, prefix: tuple[int, ...]) -> tuple[int, RouteReason, int]:
         """Return the engine within the bound that received most of this prompt; of equals, the one with least load."""
         config = self.config

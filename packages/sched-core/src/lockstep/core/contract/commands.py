@@ -151,6 +151,11 @@ class Speculation(msgspec.Struct, frozen=True):
     They are drafted on the device, from the row's position at that time; `BatchFinished.accepted` - 1 of them were
     right. Rows with `forced_lengths` have no drafts: their grammars admit `forced_tokens` only, so that all of these
     are right.
+
+    With `parents` the drafts are a tree, of which a row verifies the first `draft_lengths`. Draft n is at the position
+    of its depth; its KV is in the slot of the n-th position behind the newest token. A draft attends to the tokens on
+    its path only. One path is right, at most; before anything later runs, the KV of its drafts moves to the slots of
+    their positions. `BatchFinished.accepted` ends with the numbers of its drafts.
     """
 
     draft_tokens: int  # the most of any row
@@ -158,6 +163,14 @@ class Speculation(msgspec.Struct, frozen=True):
     method: SpeculationMethod
     forced_lengths: Int32s = NO_ROWS  # [verifying rows] 0 or the row's `draft_lengths`; empty: no token is forced
     forced_tokens: Int32s = NO_ROWS  # the forced tokens of all rows, end to end
+    parents: Int32s = NO_ROWS  # [draft_tokens] number of the draft before draft 1, 2, ...; 0: the newest; empty: chains
+
+    def path_lengths(self) -> Int32s:
+        """Return how many drafts of each row can be right: the length of its longest path. int32 [verifying rows]"""
+        if not self.parents.size:
+            return self.draft_lengths
+        longest: Int32s = np.maximum.accumulate(depths_of(self.parents))
+        return longest[self.draft_lengths]
 
     def forced_of(self, member: int) -> list[int]:
         """Return the forced tokens of a verifying row."""
@@ -170,6 +183,14 @@ class Speculation(msgspec.Struct, frozen=True):
     def drafted(self) -> Int32s:
         """Return the number of tokens that a drafter must supply, without forced ones. int32 [verifying rows]"""
         return self.draft_lengths - self.forced_lengths if self.forced_lengths.size else self.draft_lengths
+
+
+def depths_of(parents: Int32s) -> Int32s:
+    """Return how far the newest token and the drafts of a tree are behind the newest token. int32 [1 + drafts]"""
+    depths = [0]
+    for parent in parents.tolist():
+        depths.append(depths[parent] + 1)
+    return np.array(depths, np.int32)
 
 
 class Ranks(msgspec.Struct, frozen=True):
@@ -207,7 +228,8 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     token: the newest one sampled for that row, by a batch delivered or still in flight. The device keeps it by row.
     A plan with `steps` above 1 decodes several times in one launch: a row samples a token for each position of its
     span. A plan with `speculation` verifies: such a row computes drafts behind its newest token, and samples one token
-    more than the number of right drafts. For a row in `starts_after`, `starts` and `stops` are lower and upper bounds.
+    more than the number of right drafts. Drafts that are a tree also write the slots behind the span of their row. For
+    a row in `starts_after`, `starts` and `stops` are lower and upper bounds.
     """
 
     batch_id: BatchId

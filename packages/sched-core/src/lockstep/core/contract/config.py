@@ -11,10 +11,16 @@ from typing import Annotated, Any, Literal, TypeGuard, get_args
 
 import msgspec
 
+from lockstep.core.contract.cache_tiers import CacheTiers as CacheTiers
+from lockstep.core.contract.cache_tiers import PrefetchPolicy as PrefetchPolicy
+from lockstep.core.contract.cache_tiers import WritePolicy as WritePolicy
+from lockstep.core.contract.draft_settings import DRAFT_SETTINGS as DRAFT_SETTINGS
+from lockstep.core.contract.draft_settings import SpeculativeMethod as SpeculativeMethod
+from lockstep.core.contract.draft_settings import settle_drafts
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.floats import store_floats
 from lockstep.core.contract.hybrid_memory import HybridMemory as HybridMemory
-from lockstep.core.contract.setting import Setting
+from lockstep.core.contract.setting import Setting, one_of
 
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key", "priority", "hrrn", "spf")
 """The policies of the core, each a function in ordering.py. Installed packages provide others: docs/policies.md."""
@@ -28,23 +34,14 @@ Reserve = Literal["ratio", "on_demand", "full"]
 RetractionPolicy = Literal["length", "newest", "priority"]
 PrefixDeduplication = Literal["off", "last", "defer"]
 SessionKv = Literal["hold", "evictable"]
-SpeculativeMethod = Literal["none", "ngram", "draft_model", "eagle", "mtp"]
 Role = Literal["mixed", "prefill", "decode"]
 TransferAllocation = Literal["early", "prefill_complete"]
 TransferFailure = Literal["fail", "recompute"]
-WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
-PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
 
 BEHAVIOUR_FLAGS: tuple[str, ...] = ()
 """Named changes of decision rules. A journal whose header lacks a flag is replayed under the old rule."""
 
 OVERLAP_DEPTH_MAX = 2
-DRAFT_SETTINGS = (
-    "speculative_method",
-    "num_speculative_tokens",
-    "speculative_min_chance",
-    "speculative_max_batch_size",
-)
 FLOAT_SETTINGS = (
     "schedule_conservativeness",
     "speculative_min_chance",
@@ -52,47 +49,7 @@ FLOAT_SETTINGS = (
     "prefill_delayer_token_usage_low_watermark",
     "prefill_delayer_queue_min_ratio",
 )
-NUM_SPECULATIVE_TOKENS = 3  # SGLang's defaults for EAGLE are a chain of 3 to 5, by model
-NUM_SPECULATIVE_TOKENS_MAX = 64
 JUMP_FORWARD_TOKENS_MAX = 64
-
-
-class CacheTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The tiers below the radix cache: host memory, and storage below that (docs/tiers.md). Defaults are SGLang's."""
-
-    host_pages: int  # KV pages of host memory
-    write_policy: WritePolicy = "write_through"  # when a page is copied to the host: see tiers.py
-    write_uses: int = 2  # under write_through_selective: uses of a page, incl. its computation, until it is copied
-    load_tokens_min: int = 10  # if only the host has fewer tokens than this, they are computed again, not loaded
-    load_pages_max: int | None = None  # pages being loaded to the device at once, or one load; None: no limit
-    load_timeout_us: int | None = None  # longest wait of a request for a load, before it computes; None: no limit
-    storage: bool = False  # a tier below the host: pages of the host are written to it and fetched from it
-    prefetch_policy: PrefetchPolicy = "timeout"  # how long a request waits for its prefix from storage
-    prefetch_tokens_min: int = 256  # fewer tokens are not prefetched
-    prefetch_timeout_us: int = 1_000_000  # under policy timeout: the wait of a request, in us ...
-    prefetch_timeout_us_per_ki_token: int = 250_000  # ... and the additional wait for each 1,024 requested tokens
-    prefetch_share: float = 0.5  # largest share of the host's pages that prefetches may fill at once
-
-    def __post_init__(self) -> None:
-        for name in ("host_pages", "write_uses", "load_pages_max", "load_timeout_us", "prefetch_tokens_min"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"`tiers.{name}` must be a whole number of at least 1, got `{value}`")
-        for name in ("load_tokens_min", "prefetch_timeout_us", "prefetch_timeout_us_per_ki_token"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ConfigError(f"`tiers.{name}` must be a whole number, 0 or more, got `{value}`")
-        for name, choices in (("write_policy", get_args(WritePolicy)), ("prefetch_policy", get_args(PrefetchPolicy))):
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"`tiers.{name}` must be {one_of(choices)}, got `{getattr(self, name)}`")
-        store_floats(self, ("prefetch_share",))
-        if not isinstance(self.prefetch_share, float) or not 0.0 < self.prefetch_share <= 1.0:
-            raise ConfigError(f"`tiers.prefetch_share` must be above 0 and at most 1, got `{self.prefetch_share}`")
-
-    @property
-    def uses_to_write(self) -> int:
-        """Uses after which a page is copied to the host while it is cached on the device."""
-        return self.write_uses if self.write_policy == "write_through_selective" else 1
 
 
 class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -238,13 +195,21 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Setting("source of drafts: ngram, draft_model, eagle, mtp or none", default="none"),
     ] = msgspec.UNSET
     num_speculative_tokens: Annotated[
-        int | msgspec.UnsetType, Setting("drafts of a request in one launch, at most", default="3")
+        int | msgspec.UnsetType, Setting("drafts of a request in one launch, at most", default="3; 8 in a tree")
     ] = msgspec.UNSET
     speculative_min_chance: Annotated[
         float | msgspec.UnsetType, Setting("drafts less likely to count are left out", default="none is")
     ] = msgspec.UNSET
     speculative_max_batch_size: Annotated[
         int | msgspec.UnsetType, Setting("no drafts while more requests decode", default="no limit")
+    ] = msgspec.UNSET
+    # trees of drafts, see draft_trees.py; unset: chains
+    speculative_topk: Annotated[
+        int | msgspec.UnsetType,
+        Setting("alternatives drafted behind each token, at most; above 1 drafts are a tree", default="1"),
+    ] = msgspec.UNSET
+    speculative_num_steps: Annotated[
+        int | msgspec.UnsetType, Setting("tokens on a path of a tree of drafts, at most", default="4 in a tree")
     ] = msgspec.UNSET
     # tokens that a grammar forces, see jump_forward.py: of a request in one launch, at most; unset: each by itself
     jump_forward_tokens: Annotated[
@@ -346,6 +311,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         float | msgspec.UnsetType,
         Setting("share of the pages in which every tenant keeps an equal part for its prefixes", default="0"),
     ] = msgspec.UNSET
+    # chunks by load; unset: no effect, and left out of journals
+    chunked_prefill_size_min: Annotated[
+        int | msgspec.UnsetType,
+        Setting("chunk beside a full running batch; chunks shrink to it as requests decode", default="no effect"),
+    ] = msgspec.UNSET
 
     def __post_init__(self) -> None:
         store_floats(self, FLOAT_SETTINGS)
@@ -354,7 +324,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"`page_size` must be a power of two, got `{self.page_size}`\nhint: 16 and 32 are usual")
         if self.overlap_depth not in range(OVERLAP_DEPTH_MAX + 1):
             raise ConfigError(f"`overlap_depth` must be 0, 1 or 2, got `{self.overlap_depth}`")
-        _settle_drafts(self)
+        settle_drafts(self)
         _settle_jumps(self)
         _settle_guarantee(self)
         _settle_adapters(self)
@@ -402,6 +372,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"`max_prefill_tokens` {self.max_prefill_tokens} is less than `page_size` {self.page_size}: "
                 "no extend would ever hold a whole page\nhint: raise max_prefill_tokens or lower page_size"
             )
+        if self.chunked_prefill_size_min is not msgspec.UNSET:
+            _check_chunk_min(self, self.chunked_prefill_size_min)
         if self.chunk_target_us is not None and self.chunked_prefill_size is None:
             raise ConfigError("`chunk_target_us` shortens chunks, but `chunked_prefill_size` is none: nothing is split")
         align = self.truncation_align_size
@@ -430,6 +402,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             _check_hybrid(self, self.hybrid)
         if self.keeps_draft_pages and (self.hybrid is not msgspec.UNSET or self.hands_over):
             other = "hybrid" if self.hybrid is not msgspec.UNSET else "role"
+            if self.drafts_trees:
+                raise ConfigError(
+                    f"`speculative_topk` is {self.speculative_topk}: rows keep the pages of refused branches; this is "
+                    f"not supported with `{other}`\nhint: speculative_topk 1, for chains"
+                )
             raise ConfigError(
                 f"`speculative_method` is {self.speculative_method} and `tables_append_only` is on, so that rows keep "
                 f"the pages of refused drafts; this is not supported with `{other}`\nhint: drop one of the three"
@@ -442,8 +419,16 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def keeps_draft_pages(self) -> bool:
-        """Whether a row keeps the pages of refused drafts for its next positions, because its table cannot shrink."""
-        return self.keeps_duplicates and self.speculates
+        """Whether a row keeps the pages of refused drafts for its next positions.
+
+        It does if its table cannot shrink, and with trees, whose drafts reach further than the row can get by them.
+        """
+        return (self.keeps_duplicates and self.speculates) or self.drafts_trees
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether drafts are trees, with several alternatives behind a token."""
+        return self.speculative_topk is not msgspec.UNSET
 
     @property
     def pool_tokens(self) -> int:
@@ -459,6 +444,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def drafts_max(self) -> int:
         """The most drafts of a request that one launch verifies."""
         return self.num_speculative_tokens if self.num_speculative_tokens is not msgspec.UNSET else 0
+
+    @property
+    def path_max(self) -> int:
+        """The most drafts of a request that can be right in one launch."""
+        return self.speculative_num_steps if self.speculative_num_steps is not msgspec.UNSET else self.drafts_max
 
     @property
     def guaranteed_pages(self) -> int:
@@ -598,10 +588,10 @@ def runtime_refusal(name: str) -> str:
             "`hybrid` follows from the model and from options of the engine\n"
             "hint: --swa-full-tokens-ratio, --mamba-full-memory-ratio, --mamba-track-interval"
         )
-    if name in ("dp_ranks", *RANK_SETTINGS, *DELAYER_SETTINGS, *TRIGGER_SETTINGS):
+    if name in ("dp_ranks", "dp_rank"):
         return (
-            f"`{name}` is of data-parallel attention, which is simulated only: no runtime exchanges proposals of ranks "
-            "yet\nhint: drop it, or try lockstep simulate --attention-dp N --rank-schedulers"
+            f"`{name}` follows from the data-parallel ranks of the engine\n"
+            "hint: lockstep serve --tp N --attention-dp N --rank-schedulers"
         )
     return ""
 
@@ -610,11 +600,6 @@ def refuse_in_runtime(name: str) -> None:
     """Raise ConfigError for a setting that no runtime takes by name."""
     if why := runtime_refusal(name):
         raise ConfigError(why)
-
-
-def one_of(choices: tuple[str, ...]) -> str:
-    """Return the choices as a message lists them: `a, b or c`."""
-    return f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
 def _check_no_radix_cache(config: SchedConfig) -> None:
@@ -641,6 +626,20 @@ def _check_no_radix_cache(config: SchedConfig) -> None:
         problem = ", ".join(f"`{name}` {why}" for name, why, _ in found)
         hint = ", ".join(f"{name} {instead}" for name, _, instead in found)
         raise ConfigError(f"{problem}, but `radix_cache` is off\nhint: take {hint}; or turn radix_cache on")
+
+
+def _check_chunk_min(config: SchedConfig, least: int) -> None:
+    """Raise ConfigError for a `chunked_prefill_size_min` that is no chunk between a page and `chunked_prefill_size`."""
+    if config.chunked_prefill_size is None:
+        raise ConfigError(
+            f"`chunked_prefill_size_min` is {least}, but `chunked_prefill_size` is none: nothing is split\n"
+            "hint: set chunked_prefill_size"
+        )
+    if not _is_count(least, config.page_size) or least > config.chunked_prefill_size:
+        raise ConfigError(
+            f"`chunked_prefill_size_min` must be from `page_size` {config.page_size} to `chunked_prefill_size` "
+            f"{config.chunked_prefill_size}, got `{least}`\nhint: an eighth of chunked_prefill_size"
+        )
 
 
 def _check_alignment(config: SchedConfig, align: int) -> None:
@@ -687,38 +686,6 @@ def _check_hybrid(config: SchedConfig, hybrid: HybridMemory) -> None:
                 f"{config.drafts_max}: a request has a state behind each draft, and may start from a checkpoint; "
                 f"got `{hybrid.state_slots}`\nhint: raise state_slots or lower num_speculative_tokens"
             )
-
-
-def _settle_drafts(config: SchedConfig) -> None:
-    """Fill in the number of drafts if a method is set. Otherwise unset both, so that journals contain neither."""
-    method, drafts = config.speculative_method, config.num_speculative_tokens
-    if method == "none":
-        method = msgspec.UNSET
-        msgspec.structs.force_setattr(config, "speculative_method", method)
-    if method is msgspec.UNSET:
-        for name in DRAFT_SETTINGS[1:]:
-            value = getattr(config, name)
-            if value is not msgspec.UNSET:
-                raise ConfigError(
-                    f"`{name}` is {value}, but there are no drafts: `speculative_method` is none\n"
-                    "hint: take speculative_method ngram, draft_model, eagle or mtp"
-                )
-        return
-    if method not in get_args(SpeculativeMethod):
-        raise ConfigError(f"`speculative_method` must be {one_of(get_args(SpeculativeMethod))}, got `{method}`")
-    if drafts is msgspec.UNSET:
-        msgspec.structs.force_setattr(config, "num_speculative_tokens", NUM_SPECULATIVE_TOKENS)
-    elif not isinstance(drafts, int) or isinstance(drafts, bool) or not 1 <= drafts <= NUM_SPECULATIVE_TOKENS_MAX:
-        raise ConfigError(
-            f"`num_speculative_tokens` must be a whole number from 1 to {NUM_SPECULATIVE_TOKENS_MAX}, got `{drafts}`"
-        )
-    chance, rows = config.speculative_min_chance, config.speculative_max_batch_size
-    if chance is not msgspec.UNSET and not 0.0 < chance < 1.0:
-        raise ConfigError(
-            f"`speculative_min_chance` must be above 0 and below 1, got `{chance}`\nhint: leave it out to draft always"
-        )
-    if rows is not msgspec.UNSET and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
-        raise ConfigError(f"`speculative_max_batch_size` must be a whole number of at least 1, got `{rows}`")
 
 
 def _settle_jumps(config: SchedConfig) -> None:
@@ -818,6 +785,9 @@ DELAYER_SETTINGS: dict[str, Any] = {
 
 TRIGGER_SETTINGS = ("prefill_delayer_slots", "prefill_delayer_queue_min_ratio")
 """Rules by which a prefill delayer waits for more prompts although every rank has prompts. Unset: no such rule."""
+
+OF_RANKS = (*(name for name in RANK_SETTINGS if name != "dp_rank"), *DELAYER_SETTINGS, *TRIGGER_SETTINGS)
+"""Settings of schedulers of data-parallel ranks that an operator gives; the number of the rank is given by its host."""
 
 
 def _settle_ranks(config: SchedConfig) -> None:

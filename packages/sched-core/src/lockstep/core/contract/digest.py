@@ -162,6 +162,9 @@ def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
         if plan.speculation.forced_lengths.size:
             add(b"forced")
             add(plan.speculation.forced_lengths)
+        if plan.speculation.parents.size:
+            add(b"tree")
+            add(plan.speculation.parents)
     if plan.hybrid is not None:
         add(b"hybrid")
         for column in astuple(plan.hybrid):

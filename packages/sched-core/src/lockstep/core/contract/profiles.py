@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.core.contract.config import one_of
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.setting import one_of
 
 PROFILES: dict[str, dict[str, Any]] = {
     "lockstep": {  # one budget for prompts and decodes, so that a burst of prompts delays no decode: docs/profiles.md

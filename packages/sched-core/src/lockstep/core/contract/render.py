@@ -289,6 +289,8 @@ def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
         forced = plan.speculation.forced_of(i - plan.extend_rows) if plan.speculation is not None else []
         beside = f" and forced {runs(forced)}" if forced else f" and {drafts} drafts" if drafts else ""
         lines.append(f"  row {plan.rows[i]} newest sampled token{beside}")
+    if plan.speculation is not None and plan.speculation.parents.size:
+        lines.append(f"  drafts 1, 2, ... are behind {' '.join(map(str, plan.speculation.parents.tolist()))}")
     rows = plan.rows.tolist()
     for media in plan.media_spans:
         name, last = media_name(media.digest), media.offset + media.stop - media.start - 1

@@ -55,3 +55,8 @@ def setting_fields(struct: type[msgspec.Struct]) -> Mapping[str, SettingField]:
             setting = next((note for note in notes if isinstance(note, Setting)), None)
         found[field.name] = SettingField(field.name, hint, field.default, setting)
     return MappingProxyType(found)
+
+
+def one_of(choices: tuple[str, ...]) -> str:
+    """Return the choices as a message lists them: `a, b or c`."""
+    return f"{', '.join(choices[:-1])} or {choices[-1]}"

@@ -134,6 +134,7 @@ class Delay(NamedTuple):
         return "delaying" if self.passes else "free"
 
 
+# mechanism: prefill-delayer (decided)
 def situation_of(
     config: SchedConfig, delay: Delay, counts: tuple[Counts, ...], wishes: tuple[Wish, ...]
 ) -> DelaySituation:
@@ -202,6 +203,7 @@ def delayed(delay: Delay, situation: DelaySituation, time_us: int) -> Delay:
     return Delay(delay.passes + 1, delay.since_us if delay.passes else time_us)
 
 
+# mechanism: padding-of-ranks (decided)
 def padding_of(tokens: tuple[int, ...], extends: bool) -> Literal["max_length", "sum_length"]:
     """Return the padding mode of a pass with `tokens` per rank: SGLang's rule.
 
@@ -218,6 +220,8 @@ def counts_of(batch: InFlight | None) -> Counts:
         return IDLE
     plan = batch.plan
     logits = batch.samplers.size if batch.steps is None else int(batch.steps.sum())
+    if plan.speculation is not None and plan.speculation.parents.size:  # logits behind every draft of a tree
+        logits = batch.samplers.size + int(plan.speculation.draft_lengths.sum())
     logits += sum(len(span.targets) for span in plan.logprob_spans)
     tokens = plan.stops - plan.starts
     if plan.speculation is not None:  # the starts of these rows may be unknown, their numbers of tokens are known
@@ -228,8 +232,11 @@ def counts_of(batch: InFlight | None) -> Counts:
 
 
 def draft_passes_of(plan: BatchPlan) -> int:
-    """Return the passes of the drafter that a plan needs: the length of its longest drafts."""
-    return 0 if plan.speculation is None else int(plan.speculation.drafted().max(initial=0))
+    """Return the passes of the drafter that a plan needs: the length of its longest path of drafts."""
+    if plan.speculation is None:
+        return 0
+    tree = plan.speculation.parents.size > 0  # without forced tokens
+    return int((plan.speculation.path_lengths() if tree else plan.speculation.drafted()).max(initial=0))
 
 
 class HeldImage(msgspec.Struct, forbid_unknown_fields=True):

@@ -402,17 +402,17 @@ class Transfers(Component):
         self._compute_here(request, step)
 
     def makes_way(self, step: Step) -> bool:
-        """Free the window blocks of the newest ready request for the chunked request, if nothing else frees any.
+        """Free the pages of the newest ready request for the chunked request, if nothing else frees any.
 
-        At its admission the chunked request had all full pages, but window blocks for one chunk only.
+        Admitted while no other request was active, the chunked request may lack pages that transfers hold; with windows
+        it has blocks for one chunk only. The ready request waits for its row or place.
 
         Returns: whether any were freed.
         """
-        blocked = (
-            self._scheduler.memory.hybrid.present
-            and not self._scheduler.in_flight
-            and not self._scheduler.all_running[0].size
-        )
+        scheduler = self._scheduler
+        blocked = not scheduler.in_flight and not scheduler.all_running[0].size
+        if blocked and not scheduler.memory.hybrid.present:
+            blocked = not scheduler.memory.available_pages and not scheduler.memory.operations.device_busy
         if blocked and self.ready:
             self.give_up(self._scheduler.requests[self.ready[-1]], step)
             return True
@@ -627,6 +627,7 @@ class Transfers(Component):
             refused = self.switch_role(change.role)
             step.commands.append(ControlAnswered(change.control_id, not refused, refused))
 
+    # mechanism: prefill-and-decode-engines (decided)
     def _allocate(self, transfer: Transfer, request: Request, step: Step) -> bool:
         """Allocate pages for the sender to write, if there is room. The cached beginning of the prompt is not sent.
 

@@ -126,6 +126,7 @@ class Grammars(Component):
             message = f"{held} requests wait for their grammars already (max_queued_requests {max_queued_requests})"
             raise RequestRefused("queue_full", message)
 
+    # mechanism: grammar-compilation (decided)
     def must_wait(self, request: Request, timeout_us: int | None, step: Step) -> bool:
         """Register a new request with its grammar, and order the compilation if it is the first one.
 

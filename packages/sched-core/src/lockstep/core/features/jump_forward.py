@@ -154,6 +154,7 @@ class JumpForward(Component):
 
     # ------------------------------------------------------------------------------------------------------- the launch
 
+    # mechanism: jump-forward (decided)
     def counts_of(self, members: RunningBatch, most: Int32s) -> Int32s:
         """Return how many forced tokens each member can compute behind its newest token.
 

@@ -154,6 +154,7 @@ class EncoderCache(Component):
             step.commands.append(EncodeMedia(digest, tokens, generation, tuple(self.dropping)))
             self.dropping.clear()
 
+    # mechanism: encoder-budget (decided)
     def _within_budget(self, tokens: int) -> bool:
         """Return whether the encoder may begin with `tokens` more."""
         if self.budget_tokens is None:

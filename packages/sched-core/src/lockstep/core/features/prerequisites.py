@@ -90,6 +90,7 @@ class Prerequisites(Component):
             return True
         return False
 
+    # mechanism: samples (decided)
     def _has_to_share(self, request: Request) -> bool:
         """Return whether the request could use a cached page of the leader's prompt."""
         return self._scheduler.config.radix_cache and request.cacheable_tokens >= self._scheduler.config.page_size

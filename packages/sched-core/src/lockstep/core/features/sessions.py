@@ -223,6 +223,7 @@ class Sessions(Component):
             self.free.append(session.name)
         self._look_ahead()
 
+    # mechanism: sessions (decided)
     def start_turns(self, step: Step) -> None:
         """Let the next turn of every free session join the waiting queue. Called at the end of a step."""
         while self.free:
@@ -327,6 +328,7 @@ class Sessions(Component):
             self._yield_one(session, memory, step)
         return memory.available_pages - before
 
+    # mechanism: session-yield (decided)
     def give_way(self, request: Request, deferral: Deferral, budget: PrefillBudget, step: Step) -> bool:
         """Let sessions yield as far as the admission of a request needs; none if that would not suffice.
 

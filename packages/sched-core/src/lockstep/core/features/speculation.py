@@ -23,6 +23,13 @@ a grammar forces are verified like drafts (jump_forward.py).
 With `speculative_min_chance` the number of drafts follows from the results so far (`Chances`). A draft counts only if
 all drafts before it are right, so beyond some length hardly any does.
 
+With `speculative_topk` drafts are trees (draft_trees.py): some drafts are alternatives of each other. Of `d` drafts
+then fewer than `d` can be right, as many as the longest path has. The bounds of a row follow from the path, its pages
+from `d`: the pages behind its upper bound stay with the row as spare pages, for its next tree.
+
+    base      upper bound        base + d + 1
+    | newest   path at most |     further branches |      the right path moves to its positions when it is known
+
 The KV of the drafter, if it has any, is in the same pages at the same positions.
 """
 
@@ -42,12 +49,13 @@ from lockstep.core.contract.commands import NO_DELTAS, NO_ROWS, AfterBatch, Batc
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BatchFinished
+from lockstep.core.features.draft_trees import DraftTree, TreeChances
 from lockstep.core.features.jump_forward import JumpForward
 from lockstep.core.features.view import SchedulerView
 from lockstep.core.kv.component import Component, Restored
 from lockstep.core.kv.facts import Facts
 from lockstep.core.requests.batching import InFlight
-from lockstep.core.requests.delivery import step_numbers
+from lockstep.core.requests.delivery import accepted_counts, right_drafts, step_numbers
 from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import (
     HAS_GRAMMAR,
@@ -63,6 +71,7 @@ from lockstep.core.requests.table import (
 
 FADE = 0.98  # weight of a result relative to the next one
 OFFERED_MIN = 4.0  # faded rows from which on the share of a draft index is used
+NO_ROOT = np.zeros(1, np.int32)
 EXACT = -1  # no batch in flight leaves the position of a row open
 
 
@@ -85,6 +94,7 @@ class Chances(msgspec.Struct):
             self.offered[j] = self.offered[j] * FADE + int(np.count_nonzero(had))
             self.right[j] = self.right[j] * FADE + int(np.count_nonzero(had & (right > j)))
 
+    # mechanism: fewer-drafts (decided)
     def worth_drafting(self, config: SchedConfig, rows: int) -> int:
         """Return how many drafts each of `rows` rows should have.
 
@@ -117,12 +127,14 @@ class Verifying(NamedTuple):
     deltas: PageDeltas
     forced: Int32s = NO_ROWS  # how many of the drafts are forced tokens; empty: none of any member
     forced_tokens: Int32s = NO_ROWS  # [sum of forced], end to end
+    parents: Int32s = NO_ROWS  # of the drafts of a tree; empty: chains
 
 
 class SpeculationPart(Struct):
     """Chances of drafts in a snapshot, where any were verified."""
 
     chances: Chances | UnsetType = UNSET
+    tree_chances: TreeChances | UnsetType = UNSET
 
 
 class Speculator(Component):
@@ -134,15 +146,22 @@ class Speculator(Component):
         self._scheduler = scheduler
         self.jump_forward = jump_forward
         self.chances = Chances()
+        self.tree = DraftTree(scheduler.config) if scheduler.config.drafts_trees else None
 
     def part(self) -> SpeculationPart:
         """Return the state for a snapshot."""
-        return SpeculationPart(self.chances if self.chances.offered else UNSET)
+        return SpeculationPart(
+            self.chances if self.chances.offered else UNSET,
+            self.tree.chances if self.tree is not None and self.tree.chances.offered else UNSET,
+        )
 
     def load(self, part: SpeculationPart, restored: Restored) -> None:
         """Take over the state that `part` returned."""
         if part.chances is not UNSET:
             self.chances = part.chances
+        if part.tree_chances is not UNSET:
+            assert self.tree is not None
+            self.tree.resume(part.tree_chances)
 
     def check_state(self, facts: Facts) -> None:
         """S7, S23: a row that may be at its end waits for a result; rows with grammars or stop texts have no drafts."""
@@ -186,7 +205,12 @@ class Speculator(Component):
         members, most = running_batch, positions
         if going.size < running_batch.size:
             members, most = running_batch.only(going), positions.take(going)
-        drafts = _draftable(members, most, self.chances.worth_drafting(self._scheduler.config, members.size))
+        tree = self.tree
+        if tree is None:
+            drafts = _draftable(members, most, self.chances.worth_drafting(self._scheduler.config, members.size))
+        else:
+            drafts = _draftable(members, most, self._scheduler.config.path_max)
+            drafts = tree.lengths(drafts, self._scheduler.config.context_tokens_max - ONE - most, members.size)
         forced = NO_ROWS
         if self.jump_forward.forced:
             forced = self.jump_forward.counts_of(members, most)
@@ -200,7 +224,7 @@ class Speculator(Component):
         while (opening := self._opening(most + ONE + drafts, held)).sum() > available and drafts.any():
             drafts = drafts // np.int32(2)
             forced = forced // np.int32(2)
-        stops: Int32s = most + ONE + drafts
+        stops: Int32s = most + ONE + (drafts if tree is None else tree.path_lengths(drafts))
         if keeps:
             table.spare[members.rows] = held + opening - -(-stops // page_size)
         table.reserve(int((held + opening).max()), int((stops - members.prompts).max()) + 2)
@@ -217,7 +241,8 @@ class Speculator(Component):
             moved[going] = stops
             running.move_to(moved)
         if not forced.any():
-            return Verifying(members, most - slack, stops, drafts, after, deltas)
+            verifying = Verifying(members, most - slack, stops, drafts, after, deltas)
+            return verifying if tree is None else verifying._replace(parents=tree.parents)
         tokens = self.jump_forward.tokens_of(members, most, forced)
         return Verifying(members, most - slack, stops, drafts, after, deltas, forced, tokens)
 
@@ -263,17 +288,20 @@ class Speculator(Component):
             config.page_size, max(config.decode_look_ahead, config.decode_steps_per_launch)
         )
 
-    def settle(self, running: RunningState, batch: InFlight, accepted: Int32s) -> None:
+    def settle(self, running: RunningState, batch: InFlight, event: BatchFinished) -> None:
         """Move the rows of a delivered verifying batch back by their wrong drafts, here and in every batch behind it.
 
         Pages that the rows can no longer reach are freed, or kept as spare pages where tables cannot shrink.
 
         Args:
-            accepted: int32 [samplers], the result of `accepted_of`.
+            event: the batch's result, which `tokens_of_result` has checked.
         """
         assert batch.steps is not None
+        accepted = accepted_of(event, batch)
         wrong, drafts, batch.steps = batch.steps - accepted, batch.steps - batch.least, accepted
-        if self._scheduler.config.speculative_min_chance is not UNSET:
+        if self.tree is not None:
+            self.tree.observe(batch, accepted, right_drafts(event, batch.samplers.size))
+        elif self._scheduler.config.speculative_min_chance is not UNSET:
             self.chances.observe(drafts, accepted - batch.least)
         if not wrong.any():
             return
@@ -309,6 +337,7 @@ class Speculator(Component):
         return min(self._scheduler.computed_of(request) - unsure, request.prompt_tokens + outputs)
 
 
+# mechanism: drafts (decided)
 def _draftable(members: RunningBatch, most: Int32s, drafts_max: int) -> Int32s:
     """Return the number of drafts of each member: `drafts_max`, but none past its end.
 
@@ -363,11 +392,12 @@ def verified(plan: BatchPlan, verifying: Verifying, config: SchedConfig) -> Batc
         mode=plan.mode if plan.extend_rows else "verify",
         starts_after=starts_after(verifying, plan.extend_rows),
         speculation=Speculation(
-            config.beside_newest_max if verifying.forced.size else config.drafts_max,
+            verifying.parents.size or (config.beside_newest_max if verifying.forced.size else config.drafts_max),
             verifying.drafts,
             method,
             verifying.forced,
             verifying.forced_tokens,
+            verifying.parents,
         ),
     )
 
@@ -383,12 +413,14 @@ def accepted_of(event: BatchFinished, batch: InFlight) -> Int32s:
     assert batch.steps is not None
     if not event.accepted:
         return batch.least  # no draft was right
-    if len(event.accepted) != 4 * batch.samplers.size:
+    size = batch.samplers.size
+    tree = batch.plan.speculation is not None and batch.plan.speculation.parents.size > 0
+    if len(event.accepted) < 4 * size or (len(event.accepted) > 4 * size and not tree):
         raise ContractError(
-            f"batch {event.batch_id} has {len(event.accepted)} bytes of accepted counts, expected "
-            f"{4 * batch.samplers.size}"
+            f"batch {event.batch_id} has {len(event.accepted)} bytes of accepted counts, expected {4 * size}"
         )
-    accepted = np.frombuffer(event.accepted, np.int32)
+    accepted = accepted_counts(event, size)
+    assert accepted is not None
     wrong = ((accepted < batch.least) | (accepted > batch.steps)).nonzero()[0]
     if wrong.size:
         i = int(wrong[0])
@@ -400,8 +432,38 @@ def accepted_of(event: BatchFinished, batch: InFlight) -> Int32s:
 
 
 def tokens_of_result(event: BatchFinished, batch: InFlight) -> int:
-    """Return how many tokens the result of a verifying batch must have. Raises ContractError like `accepted_of`."""
-    return int(accepted_of(event, batch).sum())
+    """Return how many tokens the result of a verifying batch must have.
+
+    Raises: ContractError like `accepted_of`, and for right drafts that are no path of the plan's tree.
+    """
+    accepted = accepted_of(event, batch)
+    speculation = batch.plan.speculation
+    if speculation is not None and speculation.parents.size and not event.error:
+        _check_paths(event, batch, speculation, accepted)
+    return int(accepted.sum())
+
+
+def _check_paths(event: BatchFinished, batch: InFlight, speculation: Speculation, accepted: Int32s) -> None:
+    """Raise ContractError unless the right drafts of each sampler are drafts of its own, one behind the other."""
+    right, counts = right_drafts(event, batch.samplers.size), accepted - ONE
+    if len(right) != int(counts.sum()) or len(event.accepted) % 4:
+        raise ContractError(
+            f"batch {event.batch_id} names {len(right)} right drafts of its tree, expected {int(counts.sum())}"
+        )
+    if not len(right):
+        return
+    verified = np.zeros(batch.samplers.size, np.int32)
+    verified[batch.plan.sample_rows >= batch.plan.extend_rows] = speculation.draft_lengths
+    before = np.where(step_numbers(counts) > 0, np.concatenate((NO_ROOT, right[:-1])), 0)
+    known = (right >= 1) & (right <= verified.repeat(counts))
+    wrong = np.flatnonzero(~known | (speculation.parents[np.where(known, right, 1) - 1] != before))
+    if wrong.size:
+        i = int(wrong[0])
+        sampler = int(np.searchsorted(counts.cumsum(), i, side="right"))
+        raise ContractError(
+            f"batch {event.batch_id} says that draft {right[i]} of sampling row {sampler} is right behind draft "
+            f"{before[i]}: the plan's tree has no such path"
+        )
 
 
 def stops_of(batch: InFlight) -> Int32s:

@@ -110,6 +110,7 @@ class Adapters:
 
     # ----------------------------------------------------------------------------------------------------------- use
 
+    # mechanism: adapters (decided)
     def has_place_for(self, adapter: Adapter) -> bool:
         """Whether a request on this adapter may start: it is on the device, and few enough adapters are in use."""
         if adapter == BASE and not self.base_counts:

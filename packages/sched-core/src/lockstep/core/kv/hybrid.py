@@ -125,6 +125,7 @@ class Hybrid:
 
     # ------------------------------------------------------------------------------------------------------- admission
 
+    # mechanism: sliding-windows (decided)
     def continued(self, radix: RadixCache, match: Match, tokens: bytes) -> Match:
         """Return the longest part of a match from which layers of every kind can continue."""
         if match.node is None:

@@ -118,6 +118,7 @@ class RadixCache:
 
     # ---- look up
 
+    # mechanism: prefix-cache (decided)
     def match(self, namespace: str, tokens: bytes, max_pages: int) -> Match:
         """Find the longest cached prefix of `tokens`, at most `max_pages` long. Changes nothing in the cache."""
         root = self._roots.get(namespace)

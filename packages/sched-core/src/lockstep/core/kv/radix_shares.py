@@ -100,6 +100,7 @@ class SharedRadixCache(RadixCache):
         self.epoch += 1
         return np.concatenate([pages[::-1] for pages in taken])
 
+    # mechanism: cache-guarantee (decided)
     def _next(self, by_age: bool) -> tuple[RadixNode, int]:
         """Return the leaf that is evicted next, at the top of its queue, and the most pages to take of it."""
         tops = [(tenant, leaf) for tenant in list(self.queues) if (leaf := self._top(tenant)) is not None]

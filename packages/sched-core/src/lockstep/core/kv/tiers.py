@@ -299,6 +299,7 @@ class Tiers:
 
     # ------------------------------------------------------------------------------------------------------------- load
 
+    # mechanism: host-cache (decided)
     def begin_load(
         self, engine: EngineView, request: Request, device: Match, budget: PrefillBudget, step: Step
     ) -> bool:
@@ -463,6 +464,7 @@ class Tiers:
         under_way = [moved for one in fetches for moved in one.blocks]
         return self.blocks.may_fetch(self.device.hybrid, under_way, self.settings.prefetch_share)
 
+    # mechanism: storage (decided)
     def _prefetch(self, request: Request, candidate: LoadCandidate, most: int, step: Step) -> None:
         """Begin to fetch the pages that the host lacks of a prefix, if there are enough; or join a fetch under way."""
         settings, page_size = self.settings, self.page_size

@@ -55,7 +55,7 @@ class InFlight(Struct, eq=False):
         plan, size = self.plan, self.samplers.size
         verifying = plan.sample_rows >= plan.extend_rows
         steps: Int32s = np.ones(size, np.int32)
-        steps[verifying] += speculation.draft_lengths
+        steps[verifying] += speculation.path_lengths()
         self.verifies, self.steps = True, steps
         self.sampled_at = plan.stops.take(plan.sample_rows) - steps + ONE
         if speculation.forced_lengths.size:

@@ -48,6 +48,7 @@ from lockstep.core.requests.rules import (
     ratio_after_decode,
     ratio_after_retraction,
     reserved_by_ratio,
+    shortened,
     verdict,
     wanted,
 )
@@ -185,7 +186,7 @@ class PrefillBudget:
     def shorten(self, tokens: int | None) -> None:
         """Limit the chunk to `tokens`, but to no less than one unit of splitting. None leaves it as it is."""
         if tokens is not None and self.chunk is not None:
-            self.chunk = min(self.chunk, max(tokens // self.align * self.align, self.align))
+            self.chunk = shortened(self.chunk, tokens, self.align)
 
     def share_with(self, decodes: int, set_aside: int) -> None:
         """Subtract the `decodes` of the same pass and reserve `set_aside` pages for them.

@@ -38,6 +38,7 @@ def verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> dict[int,
     return dict(sorted(ends.items())) if len(ends) > 1 else ends
 
 
+# mechanism: several-decodes (decided)
 def step_verdicts(batch: InFlight, tokens: Int32s) -> tuple[dict[int, FinishReason], Int32s]:
     """Return finish reasons and token counts for a batch with several tokens per sampler.
 
@@ -100,6 +101,16 @@ def run_verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> tuple
         ends.pop(i, None)
         counts[i] = 0
     return dict(sorted(ends.items())), counts
+
+
+def accepted_counts(event: BatchFinished, samplers: int) -> Int32s | None:
+    """Return how many tokens each sampler of a verifying batch got, int32 [samplers]; None: one each."""
+    return np.frombuffer(event.accepted, "<i4", samplers) if event.accepted else None
+
+
+def right_drafts(event: BatchFinished, samplers: int) -> Int32s:
+    """Return the numbers of the right drafts of trees, those of all samplers end to end; empty: chains, or no draft."""
+    return np.frombuffer(event.accepted, "<i4")[samplers:]
 
 
 def step_numbers(steps: Int32s) -> Int32s:
@@ -206,6 +217,7 @@ def sent_to(request: Request, outputs: int) -> int:
     return int(sent_by(np.array([outputs], np.int32), np.array([every], np.int32))[0])
 
 
+# mechanism: messages (decided)
 def sent_by(outputs: Int32s, every: Int32s) -> Int32s:
     """Return how many output tokens are sent of requests that have `outputs` of them and have not ended.
 

@@ -105,6 +105,7 @@ def _media(i: int, part: ExtendPart) -> Iterator[MediaSpan]:
             yield MediaSpan(i, start, stop, span.digest, start - span.start)
 
 
+# mechanism: prompt-logprobs (decided)
 def _logprobs(i: int, part: ExtendPart) -> Iterator[LogprobSpan]:
     request, extras = part.request, part.request.extras
     if extras is None or extras.logprobs_from is None:

@@ -121,6 +121,7 @@ class Microbatches:
         self.current = self.states[number]
         return self.current
 
+    # mechanism: pipeline-stages (decided)
     def next_slot(self, open_slots: Sequence[int], offered: int) -> int:
         """Return the microbatch to offer a slot to: the next open one behind `offered`, the one offered last."""
         behind = [number for number in open_slots if number > offered]

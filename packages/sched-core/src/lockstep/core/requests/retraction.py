@@ -21,6 +21,7 @@ def importance(request: Request, config: SchedConfig) -> int:
     return -value if config.schedule_low_priority_values_first else value
 
 
+# mechanism: retraction (decided)
 def choose_victim(config: SchedConfig, running_batch: RunningBatch, positions: Int32s) -> int:
     """Return the index of the member to retract. The running batch must have at least two members: one runs on.
 

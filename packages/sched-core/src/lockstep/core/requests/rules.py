@@ -24,6 +24,9 @@ NEW_TOKEN_RATIO_MIN_FACTOR = 0.14  # the floor, as a share of the initial ratio
 NEW_TOKEN_RATIO_DECAY_STEPS = 600  # decode launches from the initial ratio to the floor
 RETRACT_DECODE_STEPS = 20  # decode steps for which the ratio set by a retraction leaves room
 CLIP_MAX_NEW_TOKENS = 4096  # a longer output is reserved as this many tokens
+LPM_FALLBACK_WAITING = 128  # with more waiting requests, matching costs more than it saves (threshold of SGLang)
+DUPLICATE_CACHED_TOKENS_MAX = 32  # a request with more cached is no duplicate (SGLang: IN_BATCH_PREFIX_CACHING_CHECK)
+DUPLICATE_SHARED_TOKENS_MIN = 32  # tokens two prompts must share to be duplicates (SGLang: ..._DEPRIORITIZE)
 EVICT_AHEAD_SHARE = 256  # evict at least 1/256 of the pages at once, so that not every decode of a full cache evicts
 
 RATIO, ON_DEMAND, FULL = range(3)
@@ -109,6 +112,17 @@ def beside_decodes(limit: int, decodes: int, page_size: int) -> int:
     return max(limit - decodes, page_size)
 
 
+def shortened(chunk: int, tokens: int, align: int) -> int:
+    """Return a chunk of at most `tokens`, a multiple of `align` and at least that; `chunk` if it is shorter."""
+    return min(chunk, max(tokens // align * align, align))
+
+
+# mechanism: chunk-by-load (decided)
+def chunk_by_load(chunk: int, least: int, decodes: int, most: int) -> int:
+    """Return the chunk beside `decodes` requests: from `chunk` beside none to `least` beside `most`, in proportion."""
+    return chunk - max(chunk - least, 0) * min(decodes, most) // most
+
+
 def verdict(total: int, current: int, input_tokens: int, chunk: int) -> int:
     """Return whether another candidate may be considered with these budgets: CONTINUE, NO_TOKENS or BUDGET_SPENT."""
     if total <= 0 or current <= 0:
@@ -116,6 +130,7 @@ def verdict(total: int, current: int, input_tokens: int, chunk: int) -> int:
     return BUDGET_SPENT if input_tokens <= 0 or chunk <= 0 else CONTINUE
 
 
+# mechanism: reserve (decided)
 def wanted(reserve: int, new_tokens: int, remaining_output: int, page_size: int, beyond: int) -> int:
     """Return the tokens of the total budget that a candidate needs to start: its prompt, and output by the policy.
 
@@ -146,6 +161,7 @@ def charged_total(reserve: int, new_tokens: int, output_tokens: int, page_size: 
     return charged
 
 
+# mechanism: chunks (decided)
 def chunk_tokens(
     start: int,
     new_tokens: int,
@@ -179,6 +195,34 @@ def next_chunk(take: int, start: int, pages: int, page_size: int, align: int) ->
     """Return how many of `take` tokens fit into `pages` more pages and the last page of a prompt up to `start`."""
     room = pages * page_size + -start % page_size
     return take if take <= room else aligned(start, room, align)
+
+
+# ------------------------------------------------------------------------------------------------------- waiting queue
+
+
+def are_few(waiting: int) -> bool:
+    """Return whether so few requests wait that cached prefixes are looked up to order them."""
+    return waiting <= LPM_FALLBACK_WAITING
+
+
+def response_ratio(age: int, uncached_tokens: int) -> float:
+    """Return the response ratio of policy hrrn: the tokens prefilled for others since an arrival, per uncached one."""
+    return age / uncached_tokens
+
+
+def may_be_duplicate(tokens: int, cached_tokens: int) -> bool:
+    """Return whether a request may be a duplicate of an earlier one: it is long enough, and not cached already."""
+    return tokens >= DUPLICATE_SHARED_TOKENS_MIN and cached_tokens <= DUPLICATE_CACHED_TOKENS_MAX
+
+
+def awaited_pages(cached_pages: int, page_size: int) -> int:
+    """Return the pages from the beginning of a prompt for which it waits if another request computes them."""
+    return cached_pages + -(-DUPLICATE_SHARED_TOKENS_MIN // page_size)
+
+
+def may_bypass(bypassed: int, limit: int) -> bool:
+    """Return whether a request that later ones have bypassed `bypassed` times may be bypassed again."""
+    return bypassed < limit
 
 
 # -------------------------------------------------------------------------------------------------------------- decodes

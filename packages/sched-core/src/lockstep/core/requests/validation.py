@@ -84,6 +84,7 @@ def stop_tokens_of(event: RequestArrived, config: SchedConfig) -> tuple[int, ...
     return event.stop_token_ids if event.ignore_eos else (*config.eos_token_ids, *event.stop_token_ids)
 
 
+# mechanism: namespaces (decided)
 def cache_namespace(event: RequestArrived, adapter: Adapter, config: SchedConfig) -> str:
     """Return the namespace within which prefixes are shared.
 
@@ -225,6 +226,7 @@ def refuse_spans(spans: tuple[PromptSpan, ...], length: int, config: SchedConfig
         raise RequestRefused("too_long", f"`spans` need {needed} encoder tokens, more than encoder_cache_tokens {room}")
 
 
+# mechanism: cut-prompts (decided)
 def _fitting_tokens(event: RequestArrived, tokens: int, config: SchedConfig) -> int:
     """Return how many tokens of the prompt are kept: all, or those within the limits if the prompt may be cut.
 

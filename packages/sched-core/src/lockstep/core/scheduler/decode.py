@@ -237,6 +237,7 @@ class DecodePlanner:
             self._state.ratio.retracted(outputs, max_new, running_batch.size)
         return needed <= available
 
+    # mechanism: prefill-or-decode (decided)
     def decode_goes_first(self, running: RunningState) -> bool:
         """Whether the next launch is a decode: one is owed, `batching` requires it, or `prefill_decode_interval`."""
         config = self._state.config

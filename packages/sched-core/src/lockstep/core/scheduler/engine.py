@@ -46,7 +46,6 @@ from lockstep.core.kv.adapters import LOOKAHEAD_REQUESTS
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.running import RunningState
 from lockstep.core.scheduler.decode import DecodePlanner
-from lockstep.core.scheduler.ordering import refresh_prefixes
 from lockstep.core.scheduler.prefill import PrefillPlanner
 from lockstep.core.scheduler.results import Results
 from lockstep.core.scheduler.state import SchedulerState
@@ -203,7 +202,7 @@ class Engine(SchedulerState):
             self.batch_is_full = False  # requests that have arrived and members that have grown may change that
         if config.waiting_prefix_refresh and self.waiting and self.launches_to_refresh() <= 0:
             self.refreshed_at = self.next_batch_id
-            refresh_prefixes(self.waiting, self.memory.radix)
+            self.ordering.refresh(self.memory.radix)
         return self._take_part(step)
 
     def _launch_microbatch(self, event: LaneReady, step: Step) -> bool:

@@ -110,6 +110,7 @@ class VerifyImage(msgspec.Struct, forbid_unknown_fields=True):
     sampled_at: bytes
     forced_lengths: bytes | msgspec.UnsetType = msgspec.UNSET
     forced_tokens: bytes | msgspec.UnsetType = msgspec.UNSET
+    parents: bytes | msgspec.UnsetType = msgspec.UNSET
 
 
 class BatchImage(msgspec.Struct, forbid_unknown_fields=True):
@@ -194,7 +195,7 @@ grammars prefilling running_batch positions in_flight deferred_frees deferred_pa
 batch_is_full decode_owed deferred launch_found_nothing horizon decode_launches extended_at refreshed_at forced_at
 next_batch_id last_request_id timers paused draining drains tokens_discarded prefilled_tokens weights_version
 maintenance pace counts sessions session_uses sessions_unsettled media adapters chances forced host transfers tiers
-expert_loads hybrid ranks microbatches resources spare admits
+expert_loads hybrid ranks microbatches resources spare admits tree_chances
 """.split()
 """The fields of all parts in the order in which a snapshot stores them. The bytes of snapshots depend on it."""
 
@@ -310,6 +311,7 @@ def _verify_image(batch: InFlight) -> VerifyImage | None:
         sampled_at=batch.sampled_at.tobytes(),
         forced_lengths=speculation.forced_lengths.tobytes() or msgspec.UNSET,
         forced_tokens=speculation.forced_tokens.tobytes() or msgspec.UNSET,
+        parents=speculation.parents.tobytes() or msgspec.UNSET,
     )
 
 
@@ -320,6 +322,7 @@ def _speculation(image: VerifyImage) -> Speculation:
         image.method,
         np.frombuffer(image.forced_lengths or b"", np.int32),
         np.frombuffer(image.forced_tokens or b"", np.int32),
+        np.frombuffer(image.parents or b"", np.int32),
     )
 
 

@@ -40,6 +40,7 @@ class ReceiveSkipper:
         self._default_weight = default_weight
         self._sum = 0
 
+    # mechanism: receive-interval (decided)
     def due(self, launched: Mode | None) -> bool:
         """Whether to read the socket now. `launched`: the mode of the last pass, None if it launched nothing."""
         self._sum += self._weights.get(launched, self._default_weight)
@@ -69,6 +70,7 @@ class InputBlocker(Generic[Item]):
         self._pending.extend(items)
         return self._released()
 
+    # mechanism: input-block (decided)
     def block(self) -> None:
         """Keep back all items from now on. A second call changes nothing."""
         self.state = "blocked"

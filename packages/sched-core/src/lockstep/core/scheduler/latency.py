@@ -34,6 +34,7 @@ class ExtendLatency:
         *sums, passes = self.sums
         self.sums = [old * FADE + value for old, value in zip(sums, new, strict=True)] + [passes + 1.0]
 
+    # mechanism: chunk-target (decided)
     def tokens_within(
         self, target_us: int, context_tokens: int, decodes: int, decode_context_tokens: int
     ) -> int | None:
@@ -55,6 +56,7 @@ class ExtendLatency:
             return 0
         return int(2 * left / (linear + sqrt(linear * linear + 4 * square * left)))
 
+    # mechanism: chunk-of-equal-cost (decided)
     def tokens_like_first(self, first_tokens: int, context_tokens: int) -> int | None:
         """Return the chunk behind `context_tokens` that takes as long as a first chunk of `first_tokens`, as fitted.
 

@@ -41,11 +41,16 @@ from lockstep.core.kv.component import Component, Restored
 from lockstep.core.kv.facts import Facts
 from lockstep.core.kv.radix import RadixCache
 from lockstep.core.requests.radix_node import Found
+from lockstep.core.requests.rules import (
+    DUPLICATE_SHARED_TOKENS_MIN,
+    are_few,
+    awaited_pages,
+    may_be_duplicate,
+    may_bypass,
+    response_ratio,
+)
 from lockstep.core.requests.table import Request, RequestState, RunningBatch
 
-LPM_FALLBACK_WAITING = 128  # with more waiting requests, matching costs more than it saves (threshold of SGLang)
-DUPLICATE_CACHED_TOKENS_MAX = 32  # a request with more cached is no duplicate (SGLang: IN_BATCH_PREFIX_CACHING_CHECK)
-DUPLICATE_SHARED_TOKENS_MIN = 32  # tokens two prompts must share to be duplicates (SGLang: ..._DEPRIORITIZE)
 REFRESHED_REQUESTS = 128  # from the head of the queue: their cached prefixes are refreshed (limit of SGLang)
 ENDLESS = 1 << 62
 
@@ -185,16 +190,6 @@ def matched(request: Request, radix: RadixCache) -> Found:
     return found
 
 
-def refresh_prefixes(waiting: list[Request], radix: RadixCache) -> None:
-    """Count the cached prefixes of the first requests of the queue as used now, that of the head last.
-
-    So these prefixes are evicted after those for which no request waits. SGLang does this for policies that ignore the
-    cache; here it is done for every policy.
-    """
-    for request in reversed(waiting[:REFRESHED_REQUESTS]):
-        radix.touch(matched(request, radix).node)
-
-
 class OrderingPart(Struct):
     """The waiting queue in a snapshot."""
 
@@ -226,7 +221,7 @@ class Ordering(Component):
         self._plain = own is fcfs and config.prefix_deduplication == "off"
         self._passed_by: list[Request] = []  # requests of the present plain pass that were not admitted
         self._may_be_urgent = True  # whether a request may be urgent; if not, none is examined
-        self._next_pages = -(-DUPLICATE_SHARED_TOKENS_MIN // config.page_size)
+        self._next_pages = awaited_pages(0, config.page_size)
 
         # the order of the last pass, and its inputs
         self._order: list[Request] = []
@@ -283,7 +278,7 @@ class Ordering(Component):
             at += 1
             yield request
             if request.state is WAITING:
-                if request.bypassed >= self._limit:
+                if not may_bypass(request.bypassed, self._limit):
                     return  # it must not be bypassed again
                 continue
             self._view = None
@@ -315,6 +310,7 @@ class Ordering(Component):
         plain = self._plain or not self.waiting
         return (self.waiting if plain else self._ordered(scheduler))[:count]
 
+    # mechanism: de-duplication (decided)
     def writer_of_prefix(self, request: Request, scheduler: SchedulerView) -> Request | None:
         """Return the request that computes the pages that this one needs next, under "defer"; otherwise None."""
         if not self._defers:
@@ -341,6 +337,17 @@ class Ordering(Component):
         """Empty the queue. Returns its requests."""
         waiting, self.waiting = self.waiting, []
         return waiting
+
+    def refresh(self, radix: RadixCache) -> None:
+        """Count the cached prefixes of the first requests of the queue as used now, that of the head last.
+
+        So these prefixes are evicted after those for which no request waits. SGLang does this for policies that ignore
+        the cache; here it is done for every policy.
+        """
+        if self._view is not None and self._view._saw_tree and not self._matches_are_current(radix):
+            self._view = None  # the look-ups below would hide from the next pass that matches have changed
+        for request in reversed(self.waiting[:REFRESHED_REQUESTS]):
+            radix.touch(matched(request, radix).node)
 
     def prefilled(self, tokens: int) -> None:
         """Count new tokens of an extend, by which waiting requests age under policy hrrn."""
@@ -380,7 +387,7 @@ class Ordering(Component):
             view = WaitingQueue(queue, scheduler, self.prefilled_tokens)
             positions = self._checked_positions(view) if self._installed else self._policy(view)
             order = [queue[position] for position in positions]
-            if self._moves_duplicates and len(queue) <= LPM_FALLBACK_WAITING:
+            if self._moves_duplicates and are_few(len(queue)):
                 order = self._duplicates_last(order, view)
             self._order, self._queue, self._view = self._urgent_first(order, queue), queue, view
             self._made_from = self._inputs(view, scheduler)
@@ -444,7 +451,7 @@ class Ordering(Component):
         seen: dict[tuple[str, bytes], Request] = {}
         last: dict[int, Request] = {}
         for request, cached in zip(view._requests, view.cached_tokens, strict=True):
-            if cached <= DUPLICATE_CACHED_TOKENS_MAX and len(request.tokens) >= span:
+            if may_be_duplicate(len(request.tokens) // TOKEN_BYTES, cached):
                 first = seen.setdefault((request.namespace, request.tokens[:span]), request)
                 if first is not request:
                     last[request.request_id] = request
@@ -452,12 +459,13 @@ class Ordering(Component):
 
     # --------------------------------------------------------------------------------------------------------- bypass
 
+    # mechanism: bypass-limit (decided)
     def _urgent_first(self, order: list[Request], queue: list[Request]) -> list[Request]:
         """Return the urgent requests in queue order, then the others in the given order."""
         if not self._may_be_urgent:
             return order
         limit = self._limit
-        urgent = [request for request in queue if request.bypassed >= limit]
+        urgent = [request for request in queue if not may_bypass(request.bypassed, limit)]
         self._may_be_urgent = bool(urgent)
         return urgent + [request for request in order if request.bypassed < limit] if urgent else order
 
@@ -519,9 +527,10 @@ def fcfs(queue: WaitingQueue) -> Sequence[int]:
     return range(len(queue))
 
 
+# mechanism: order-of-the-queue (decided)
 def lpm(queue: WaitingQueue) -> Sequence[int]:
     """Longest cached prefix first, ties in queue order; fcfs if the queue is long (LPM_FALLBACK_WAITING)."""
-    if len(queue) > LPM_FALLBACK_WAITING:
+    if not are_few(len(queue)):
         return fcfs(queue)
     return _highest_first(queue.cached_tokens)
 
@@ -596,10 +605,10 @@ def hrrn(queue: WaitingQueue) -> Sequence[int]:
 
     Short requests are first, and long ones age. Ties are in queue order. fcfs if the queue is long, as in lpm.
     """
-    if len(queue) > LPM_FALLBACK_WAITING:
+    if not are_few(len(queue)):
         return fcfs(queue)
     ages, lacking = queue.prefilled_since_arrival, queue.uncached_tokens
-    return _highest_first([age / tokens for age, tokens in zip(ages, lacking, strict=True)])
+    return _highest_first([response_ratio(age, tokens) for age, tokens in zip(ages, lacking, strict=True)])
 
 
 def shortest_prefill_first(queue: WaitingQueue) -> Sequence[int]:

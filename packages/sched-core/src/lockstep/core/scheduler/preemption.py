@@ -76,6 +76,7 @@ def fewest(ranked: list[int], enough: Callable[[list[int]], bool]) -> list[int]:
     return chosen
 
 
+# mechanism: preemption (decided)
 def make_room(
     state: SchedulerState, request: Request, lacks: DeferReason, budget: PrefillBudget, parts: int, step: Step
 ) -> list[Request]:

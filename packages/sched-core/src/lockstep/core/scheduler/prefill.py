@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
+from msgspec import UNSET
 
 from lockstep.core.contract.commands import NO_ROWS, BatchPlan, Mode, Step
 from lockstep.core.contract.events import AdmissionDeferred, PrefillCompleted, RequestAdmitted
@@ -121,9 +122,13 @@ class PrefillPlanner:
             self._reserved() if self._ordering.waiting and (self._state.active or self._transfers.hands_over) else 0
         )
         budget = PrefillBudget(config, self._memory.available_pages * config.page_size, reserve)
-        decodes = running.batch.size * self._state.tokens_per_decode if config.batching != "prefill_first" else 0
+        decodes = self._decode_tokens(running) if config.batching != "prefill_first" else 0
         if decodes:
             budget.share_with(decodes, self._state.set_aside(running.batch, running.positions))
+        least, chunk = config.chunked_prefill_size_min, config.chunked_prefill_size
+        if least is not UNSET and chunk is not None:
+            most = min(config.max_running_requests, self._microbatches.size)
+            budget.shorten(rules.chunk_by_load(chunk, least, running.batch.size, most))
         if config.chunk_target_us is not None:
             context = self._state.prefilling.computed if self._state.prefilling is not None else 0
             beside = int(running.positions.sum()) if decodes else 0
@@ -132,6 +137,13 @@ class PrefillPlanner:
             first = config.chunked_prefill_size or budget.chunk
             budget.shorten(self._state.latency.tokens_like_first(first, self._state.prefilling.computed))
         return budget
+
+    def _decode_tokens(self, running: RunningState) -> int:
+        """Return the most tokens that a pass computes for a running batch. No member has drafts behind its limit."""
+        batch, most = running.batch, self._state.tokens_per_decode
+        if most == 1 or not batch.size:
+            return batch.size
+        return int(np.minimum(np.maximum(batch.limits - running.positions, 1), most).sum())
 
     def _reserved(self) -> int:
         """Return the tokens that `reserve` keeps for active requests."""

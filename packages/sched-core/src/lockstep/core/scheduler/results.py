@@ -54,7 +54,7 @@ class Results:
         self._state.in_flight.popleft()
         if batch.verifies and not event.error:
             running = self._microbatches.turn_to(plan.microbatch)
-            self._speculation.settle(running, batch, speculation.accepted_of(event, batch))
+            self._speculation.settle(running, batch, event)
             self._memory.hybrid.verified(batch)
         if plan.extend_rows and not event.error:
             if self._prerequisites.waiting_samples or any(request.extras is not None for request in batch.requests):

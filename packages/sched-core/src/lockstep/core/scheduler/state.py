@@ -287,7 +287,7 @@ class SchedulerState:
     @property
     def moves_by(self) -> int:
         """The most positions by which a launch advances each member of the running batch."""
-        return self.config.decode_steps_per_launch * self.tokens_per_decode
+        return self.config.decode_steps_per_launch * (1 + self.config.path_max)
 
     def next_pages(self, running_batch: RunningBatch, positions: Int32s) -> int:
         """Return the pages that the next decode of a running batch at these positions opens, drafts included."""

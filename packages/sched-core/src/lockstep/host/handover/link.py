@@ -25,6 +25,7 @@ log = logging.getLogger("lockstep.host")
 
 CONNECT_S = 5.0  # to connect, and to prove the secret
 NONCE_BYTES = 32
+END = b""  # in place of a frame: the link ends behind those before
 
 
 def exactly(sock: socket.socket, count: int) -> bytes | None:
@@ -89,6 +90,10 @@ class PeerLink:
         frame = encode(message)
         self._outgoing.put(LENGTH.pack(len(frame)) + frame)
 
+    def end(self) -> None:
+        """End the link behind the messages sent so far; `lost` is called in its thread."""
+        self._outgoing.put(END)
+
     def close(self) -> None:
         """End the link; `lost` is called in its thread."""
         self._closed.set()
@@ -130,6 +135,9 @@ class PeerLink:
         assert self._socket is not None
         try:
             while (frame := self._outgoing.get()) is not None:
+                if frame is END:
+                    self.close()
+                    return
                 self._socket.sendall(frame)
         except OSError:
             self.close()

@@ -98,6 +98,7 @@ class _DecodePeer:
     lost: bool = False
 
 
+# mechanism: prefill-and-decode-engines (executed)
 class PrefillSide:
     """Transfers of a prefill engine: `lockstep.host.loop.Handover`.
 

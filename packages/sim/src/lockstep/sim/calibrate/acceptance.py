@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from lockstep.core.contract.commands import BatchPlan, LaunchBatch
 from lockstep.core.contract.events import BatchFinished, EngineRestarted
 from lockstep.core.journal.replay import fold
+from lockstep.core.requests.delivery import accepted_counts
 from lockstep.sim.cost import CalibrationError
 from lockstep.sim.host.speculation import DEFAULT_RATES
 
@@ -75,7 +76,13 @@ def read_verifications(folder: str | Path) -> Verifications:
                 continue
             method = speculation.method
             verifying = plan.sample_rows >= plan.extend_rows
-            accepted = np.frombuffer(event.accepted, "<i4") if event.accepted else np.ones(len(verifying), np.int32)
+            found_counts = accepted_counts(event, len(verifying))
+            accepted = found_counts if found_counts is not None else np.ones(len(verifying), np.int32)
+            if speculation.parents.size:
+                raise CalibrationError(
+                    f"{folder}: its drafts are trees, a fit needs chains\nhint: the run's metrics.json has the "
+                    "acceptance by depth and rank, for --acceptance 0.7/0.15,0.6/0.2"
+                )
             free = np.ones(len(speculation.draft_lengths), np.bool_)
             if speculation.forced_lengths.size:
                 free = speculation.forced_lengths == 0

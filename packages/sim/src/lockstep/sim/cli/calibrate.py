@@ -13,7 +13,7 @@ import msgspec
 from lockstep.host.options import Option, options_of, take, with_flags
 from lockstep.sim.cli.calibrate_requests import requests
 from lockstep.sim.cli.calibration_file import FILE, CalibrationFile, StoredTypes, write
-from lockstep.sim.cli.errors import refusals
+from lockstep.sim.cli.errors import reading, refusals
 
 if TYPE_CHECKING:
     from lockstep.core.contract.config import SchedConfig
@@ -271,7 +271,7 @@ def acceptance(run: Path, as_json: bool) -> None:
     RUN is the folder of a run that verified drafts, such as one of `lockstep serve --set speculative_method=ngram
     --journal RUN`. Prints the value for `lockstep simulate --acceptance`; writes nothing.
     """
-    with refusals():
+    with refusals(), reading():
         from lockstep.sim.calibrate.acceptance import describe
 
         found = describe(run)

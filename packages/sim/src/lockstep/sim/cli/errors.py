@@ -35,6 +35,17 @@ class Failure(Refusal):
 
 
 @contextmanager
+def reading() -> Iterator[None]:
+    """Convert errors of a journal that is read into a refusal: the folder that was given is wrong, not the machine."""
+    from lockstep.core.journal.records import JournalError
+
+    try:
+        yield
+    except JournalError as error:
+        raise Refusal(error) from error
+
+
+@contextmanager
 def refusals() -> Iterator[None]:
     """Convert errors that carry a message for users into that message and an exit status."""
     try:

@@ -360,7 +360,7 @@ def show(answer: Any) -> None:
     """Print the answer on stdout."""
     from rich.console import Console
 
-    from lockstep.sim.plan.answer import serve_commands, simulate_command
+    from lockstep.sim.plan.serve_command import serve_commands, simulate_command
     from lockstep.sim.plan.vllm_command import vllm_command
 
     console = Console(width=None if sys.stdout.isatty() else 160)

@@ -74,9 +74,10 @@ def _check_together(gpu: str | None, cluster: Mapping[str, Any], shared_out: boo
     if "price" in cluster and "scaling" not in cluster:
         raise click.UsageError("'--price' is the price of replicas that come and go: add '--autoscale'.")
     if not shared_out and "role=" not in cluster.get("engines", ""):
-        for flag, name in (("--link-bandwidth", "link_gbs"), ("--link-latency", "link_latency_us")):
+        flags = {"link_gbs": "--link-bandwidth", "link_latency_us": "--link-latency", "placement": "--placement"}
+        for name, flag in flags.items():
             if name in cluster:
-                raise click.UsageError(f"'{flag}' applies to links between prefill and decode engines; there are none.")
+                raise click.UsageError(f"'{flag}' applies to prefill and decode engines; there are none.")
 
 
 def _of_role(base: Scenario, role: str, count: int) -> EngineGroup:

@@ -23,6 +23,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -53,7 +54,7 @@ from lockstep.sim.host.engine_host import EngineHost
 from lockstep.sim.host.host_options import HostLinks
 from lockstep.sim.host.pipeline import with_stages
 from lockstep.sim.host.ports import NEVER_US, MetricsSink, TransferPort
-from lockstep.sim.host.speculation import DraftCost
+from lockstep.sim.host.speculation import DraftCost, widths_of
 from lockstep.sim.host.stages import StageNotes, Stages
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.run.simulate import host_of, watch_of
@@ -74,6 +75,7 @@ An estimate for a gather of a few numbers by gloo within one host.
 # --------------------------------------------------------------------------------------------------- the cost of a pass
 
 
+# mechanism: padding-of-ranks (simulated)
 def pass_shape(cost: CostModel, shapes: Sequence[BatchShape], agreed: Ranks) -> BatchShape:
     """Return the shape of a pass of all ranks, with the shape of the slowest rank as `own`.
 
@@ -289,7 +291,7 @@ class RankDevice(Device):
         """Hand `plan` over, to run with the plans of the other ranks after the passes before."""
         draft_us = 0.0
         if self.speculation is not None:
-            draft_us = self.speculation.drafter.draft_us(shape, draft_passes_of(plan))
+            draft_us = self.speculation.drafter.draft_us(shape, draft_passes_of(plan), widths_of(plan.speculation))
         copies = state_copies(plan) if self.state_copy_us else 0.0
         tokens = self._sample(plan).tobytes() if plan.rows.size else b""
         accepted = b"" if plan.speculation is None else self._accepted(plan)
@@ -318,6 +320,7 @@ class RankDevice(Device):
             self.group.may_sample(self.rank, batch_id, at_us)
 
 
+# mechanism: prefill-delayer (simulated)
 class SimulatedRanks:
     """The ranks of one engine: their proposals, their batches handed over, and the times of their passes."""
 
@@ -495,7 +498,9 @@ class SimulatedRanks:
         if agreed.draft_passes is msgspec.UNSET or self._drafter is None:
             return max(share.draft_us for share in shares)
         self.counts.drafted(shares, agreed.draft_passes)
-        return self._drafter.draft_us(together, agreed.draft_passes)
+        widths = [widths_of(share.plan.speculation) for share in shares]
+        widest = tuple(max(of_depth) for of_depth in zip_longest(*widths, fillvalue=0))
+        return self._drafter.draft_us(together, agreed.draft_passes, widest)
 
 
 class RankPort:

@@ -7,7 +7,7 @@ hosts:
     decode   | pages  ...........................................  done | decode | decode | ...
     prefill      accepted | chunk 1 | chunk 2 (last) |                  ^
     link                            | part 1 |       | part 2 + first token
-             every message between hosts takes `latency_us`
+             every message between hosts takes the latency of the way between them: placement.py
 
 A part begins when the lane of the prefill engine has collected the result of its batch and both sides have pages. The
 decode engines stream to the clients: the first token is streamed after the end of the transfer.
@@ -32,6 +32,7 @@ from lockstep.core.journal.sinks import JournalSink
 from lockstep.sim.cluster.data_parallel import Ranked, summed
 from lockstep.sim.cluster.metrics import combine_handover
 from lockstep.sim.cluster.network import Flow, Links, later
+from lockstep.sim.cluster.placement import Ways
 from lockstep.sim.cluster.shared_clock import Routing, SharedClock, SharedFeed
 from lockstep.sim.host.host_options import HostLinks
 from lockstep.sim.host.hybrid_memory import PartSize, TransferBytes
@@ -79,7 +80,7 @@ class TransferTimes:
         self.tokens_cached = 0  # prompt tokens that were cached on the decode engine
         self.failed = 0
 
-    def describe(self, links: Links, sizes: TransferBytes, makespan_us: int | None, *, hybrid: bool) -> dict[str, Any]:
+    def describe(self, ways: Ways, sizes: TransferBytes, makespan_us: int | None, *, hybrid: bool) -> dict[str, Any]:
         """Return all figures; times in microseconds. `hybrid`: whether windows and states have separate pools."""
         beside = {
             "window_bytes_per_token": sizes.window_token,
@@ -91,13 +92,13 @@ class TransferTimes:
             "transfers": len(self.behind_us),
             "transfers_failed": self.failed,
             "transferred_tokens": self.sent.tokens,
-            "transferred_bytes": round(sum(links.sent_bytes)),
+            "transferred_bytes": round(ways.sent_bytes),
             "tokens_not_sent": self.tokens_cached,
             "kv_bytes_per_token": sizes.token,
             **(beside if hybrid else {}),
             **_quantiles("page_wait", self.wait_us),
             **_quantiles("transfer", self.behind_us),
-            "link_busy_share": round(links.busy_us / makespan_us, 6) if makespan_us else None,
+            **ways.describe(makespan_us),
         }
 
 
@@ -111,15 +112,12 @@ def _quantiles(name: str, values: Sequence[int]) -> dict[str, float | None]:
 class Fabric:
     """Carries out the transfer commands of the hosts, and delivers the outcomes to the hosts."""
 
-    def __init__(
-        self, env: Environment, links: Links, *, latency_us: int, sizes: TransferBytes, page_tokens: int
-    ) -> None:
+    def __init__(self, env: Environment, ways: Ways, *, sizes: TransferBytes, page_tokens: int) -> None:
         self.env = env
-        self.links = links
+        self.ways = ways
         self.times = TransferTimes()
         self.ports: list[Port] = []
         self.rooms: dict[RequestId, Room] = {}
-        self._latency_us = latency_us
         self._sizes = sizes
         self._page_tokens = page_tokens  # equal on all engines with hybrid memory
         self._behind: dict[
@@ -136,17 +134,17 @@ class Fabric:
         if room is None or room.over:
             return
         if isinstance(command, CancelTransfer):
-            heard_us = now_us if engine == room.prefill else now_us + self._latency_us
+            heard_us = now_us if engine == room.prefill else now_us + self._latency_us(room)
             self._at(heard_us, lambda: self._stop(room))
         elif command.direction == "receive":
             room.given_us = now_us
             self.times.wait_us.append(now_us - room.arrived_us)
-            self._at(now_us + self._latency_us, lambda: self._accept(room, command))
+            self._at(now_us + self._latency_us(room), lambda: self._accept(room, command))
         else:
             room.parts.append(command)
             self._behind.setdefault((engine, command.after_batch), []).append(room)
             if command.last:
-                self._at(now_us + self._latency_us, lambda: self._tell(room, room.decode, "offered"))
+                self._at(now_us + self._latency_us(room), lambda: self._tell(room, room.decode, "offered"))
 
     def collected(self, engine: int, batch_id: BatchId, step: Step, now_us: int) -> None:
         """Release the parts of a collected batch at `now_us`."""
@@ -183,7 +181,8 @@ class Fabric:
         start = max(part.start_tokens, room.receive.start_tokens)
         size, sent = self._sizes.of_part(part, start, self._page_tokens)
         self.times.sent = PartSize(*(one + more for one, more in zip(self.times.sent, sent, strict=True)))
-        room.flow = self.links.start(room.prefill, room.decode, size, lambda: self._moved(room, part))
+        links, _ = self.ways.between(room.prefill, room.decode)
+        room.flow = links.start(room.prefill, room.decode, size, lambda: self._moved(room, part))
 
     def _moved(self, room: Room, part: StartTransfer) -> None:
         room.flow = None
@@ -193,7 +192,7 @@ class Fabric:
             self._move(room)
             return
         room.over = True
-        self._at(int(self.env.now) + self._latency_us, lambda: self._done(room, part))
+        self._at(int(self.env.now) + self._latency_us(room), lambda: self._done(room, part))
 
     def _done(self, room: Room, part: StartTransfer) -> None:
         assert room.receive is not None
@@ -211,10 +210,13 @@ class Fabric:
         room.over = True
         self.times.failed += 1
         if room.flow is not None:
-            self.links.stop(room.flow)
+            self.ways.between(room.prefill, room.decode)[0].stop(room.flow)
         self._tell(room, room.prefill, "failed")
-        self._at(int(self.env.now) + self._latency_us, lambda: self._tell(room, room.decode, "failed"))
+        self._at(int(self.env.now) + self._latency_us(room), lambda: self._tell(room, room.decode, "failed"))
         del self.rooms[room.request_id]
+
+    def _latency_us(self, room: Room) -> int:
+        return self.ways.between(room.prefill, room.decode)[1]
 
     def _tell(self, room: Room, engine: int, status: Any, **about: Any) -> None:
         source = f"engine{room.decode if engine == room.prefill else room.prefill}"
@@ -263,6 +265,7 @@ class Port:
         self._fabric.collected(self._engine, batch_id, step, now_us)
 
 
+# mechanism: prefill-and-decode-engines (simulated)
 class HandoverCluster:
     """Prefill and decode engines behind two routers, on one clock."""
 
@@ -287,12 +290,13 @@ class HandoverCluster:
         }
         self._hop_us = setup.scenario.hop_us
         speeds = [setup.link_bytes_per_us(one) for one in setup.engines]
-        links = Links(self.env, speeds, speeds)
+        network = Links(self.env, speeds, speeds)
+        scenario = setup.scenario
+        ways = Ways(self.env, network, scenario.link_latency_us, setup.placed(), scenario.placement)
         first = setup.engines[0]
         self.hybrid = first.config.hybrid is not msgspec.UNSET
         self.sizes = TransferBytes.of(first.model, first.scenario.kv_dtype, hybrid=self.hybrid)
-        latency_us, page_tokens = setup.scenario.link_latency_us, first.config.page_size
-        self.fabric = Fabric(self.env, links, latency_us=latency_us, sizes=self.sizes, page_tokens=page_tokens)
+        self.fabric = Fabric(self.env, ways, sizes=self.sizes, page_tokens=first.config.page_size)
         self.ranks = Ranked(self.env)
         self.feeds: list[SharedFeed] = []
         self.metrics: list[MetricsFold] = []
@@ -360,8 +364,8 @@ class HandoverCluster:
             datas, self.engines_of["decode"], hop_us=self._hop_us, slos=slos, encoders=self.setup.encoders
         )
         makespan_us = data.summary["throughput"]["makespan_us"]
-        times, links = self.fabric.times, self.fabric.links
-        data.summary["transfers"] = times.describe(links, self.sizes, makespan_us, hybrid=self.hybrid)
+        times, ways = self.fabric.times, self.fabric.ways
+        data.summary["transfers"] = times.describe(ways, self.sizes, makespan_us, hybrid=self.hybrid)
         for role in ("prefill", "decode") if self.ranks.groups else ():
             data.summary[f"ranks_{role}"] = summed([one.counts for one in self.ranks.groups if one.role == role])
         return self.clock.measured(data, datas, self.routing["prefill"].by_reason, stopped_early, began_s)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lockstep.sim.metrics.columns import Requests, Series, Summary
 from lockstep.sim.metrics.device import at_work_us, decode_gaps_us
 from lockstep.sim.metrics.drafts import Drafts
-from lockstep.sim.metrics.packed import Packed
+from lockstep.sim.metrics.packed import JoinedPacked
 from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.metrics.series import BINS_MAX
 from lockstep.sim.metrics.slo import Slo
@@ -88,7 +88,7 @@ def combine(
         "cpu": _cpu(datas),
         "slos": [describe_slo(slo, requests, itl_us) for slo in slos],
     }
-    packed = Packed.join([data.packed for data in datas])
+    packed = JoinedPacked([data.packed for data in datas])
     verified = [data.drafts for data in datas if data.drafts is not None]
     drafts = Drafts.join(verified) if verified else None
     if drafts is not None:

@@ -69,6 +69,7 @@ class ClusterWatch:
 NOT_WATCHED = ClusterWatch()
 
 
+# mechanism: queue-at-the-router (simulated)
 class Cluster:
     """A router and the lanes of its engines. The lanes interact only here."""
 
@@ -332,6 +333,7 @@ class Cluster:
         if self._scaler is not None and self._scaler.next_us <= now_us:
             self._scale(self._scaler, now_us)
 
+    # mechanism: autoscaling (simulated)
     def _scale(self, scaler: Autoscaler, now_us: int) -> None:
         """Step the autoscaler with the observed load, and carry out its changes."""
         router = self.router

@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -22,6 +22,9 @@ from lockstep.host.options import changed_words, number_word, option_of, value_w
 from lockstep.sim.cluster.prices import PriceOfDay
 from lockstep.sim.scenario.scenario import SIMULATE, Scenario, SimOption
 
+Placement = Literal["apart", "packed", "mixed"]
+PLACEMENTS: tuple[str, ...] = get_args(Placement)
+USUAL_PLACEMENT: Placement = "apart"
 LAYOUT = ("ep", "attention_dp", "pp")  # layout options of an engine besides `tp`
 LINK_GBS, LINK_LATENCY_US = 40.0, 15  # equal to cost.hardware.NETWORK_GBS and NETWORK_LATENCY_US, which have sources
 WEIGHTS = (1e-3, 1e3)  # range of the weight of an engine in `engines`
@@ -200,6 +203,13 @@ class ClusterScenario:
     link_latency_us: Annotated[
         int, SimOption("between prefill and decode engines: from host to host", default="15us")
     ] = LINK_LATENCY_US
+    placement: Annotated[
+        Placement,
+        SimOption(
+            "prefill and decode engines in racks: apart (transfers over the network), packed, mixed: "
+            "docs/distributed.md"
+        ),
+    ] = "apart"
     report_interval_us: Annotated[
         int,
         SimOption(

@@ -16,8 +16,9 @@ from lockstep.core.cluster.router import (
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.records import JournalHeader
 from lockstep.sim.cluster.capacity_estimate import estimate_capacity
+from lockstep.sim.cluster.placement import PlacedEngine
 from lockstep.sim.cluster.ranks import check_cluster_of_ranks
-from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup
+from lockstep.sim.cluster.scenario import PLACEMENTS, USUAL_PLACEMENT, ClusterScenario, EngineGroup
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.encoding import encoder_tp, encoder_tp_mode
 from lockstep.sim.run.setup import Setup
@@ -84,6 +85,10 @@ class ClusterSetup:
         ranks = engine.config.dp_ranks
         return self.scenario.link_gbs * 1e3 * engine.split.gpus / (ranks if isinstance(ranks, int) else 1)
 
+    def placed(self) -> list[PlacedEngine]:
+        """Return each engine, or rank of one, as it is placed in racks."""
+        return [PlacedEngine(one.gpu, one.split.gpus, str(one.config.role), self.ranks) for one in self.engines]
+
     @property
     def title(self) -> str:
         kinds = Counter(kind_of(setup) for setup in self.whole_engines)
@@ -100,7 +105,11 @@ class ClusterSetup:
             "router": msgspec.to_builtins(self.scenario.router),
             "hop_us": self.scenario.hop_us,
             **(
-                {"link_gbs": self.scenario.link_gbs, "link_latency_us": self.scenario.link_latency_us}
+                {
+                    "link_gbs": self.scenario.link_gbs,
+                    "link_latency_us": self.scenario.link_latency_us,
+                    **({} if self.scenario.placement == USUAL_PLACEMENT else {"placement": self.scenario.placement}),
+                }
                 if self.hands_over
                 else {}
             ),
@@ -270,6 +279,8 @@ def _check_roles(scenario: ClusterScenario, setups: list[Setup]) -> None:
         raise ConfigError(
             "`workload` has requests without output: there is nothing to hand over\nhint: leave out the roles"
         )
+    if scenario.placement not in PLACEMENTS:
+        raise ConfigError(f"`placement` must be one of {', '.join(PLACEMENTS)}, got `{scenario.placement}`")
     if not 0.001 <= scenario.link_gbs <= 1e6:
         raise ConfigError(f"`link_bandwidth` must be from 0.001 to 1,000,000 GB/s, got `{scenario.link_gbs:g}`")
     if not 0 <= scenario.link_latency_us <= HOP_US_MAX:

@@ -11,7 +11,7 @@ from lockstep.sim.cost.capacity import KvCapacity, MemoryNeeds, kv_capacity
 from lockstep.sim.cost.cpu import CpuModel
 from lockstep.sim.cost.errors import CalibrationError, CapacityError, CatalogueError
 from lockstep.sim.cost.hardware import Constant, GpuSpec
-from lockstep.sim.cost.model import BatchShape, CostModel, Duration, decode_shape, extend_shape
+from lockstep.sim.cost.model import BatchShape, ContextBends, CostModel, Duration, decode_shape, extend_shape
 from lockstep.sim.cost.models import KvDtype, ModelSpec, WeightsDtype
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.roofline import RooflineModel, roofline_model
@@ -25,6 +25,7 @@ __all__ = [
     "CapacityError",
     "CatalogueError",
     "Constant",
+    "ContextBends",
     "CostModel",
     "CpuModel",
     "Duration",

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from lockstep.sim.cost.cpu import CpuModel
 from lockstep.sim.cost.errors import CalibrationError
-from lockstep.sim.cost.model import BatchShape, CostModel, Duration
+from lockstep.sim.cost.model import BatchShape, ContextBends, CostModel, Duration
 from lockstep.sim.cost.parallel import USUAL, Parallelism
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.cost.terms import LAUNCH, new_tokens
@@ -429,6 +429,21 @@ class CalibratedModel:
         if base.spread_us:
             spread_us = math.hypot(spread_us, self._kernels * base.spread_us)
         return Duration(us, spread_us)
+
+    def decode_bends(self, rows: int) -> tuple[int, ...] | None:
+        """Return the contexts between which the corrected time of a batch of decodes is convex, see `ContextBends`."""
+        known = self._base_with_bends()
+        return None if known is None else known.decode_bends(rows)
+
+    def chunk_bends(self, tokens: int) -> tuple[int, ...] | None:
+        """Return the contexts between which the corrected time of an extend is convex, see `ContextBends`."""
+        known = self._base_with_bends()
+        return None if known is None else known.chunk_bends(tokens)
+
+    def _base_with_bends(self) -> ContextBends | None:
+        """Return the base if its bends are those of the corrected time; None: they are not known."""
+        base: object = self.base
+        return base if isinstance(base, ContextBends) and not self._spread else None
 
     def terms_us(self, shape: BatchShape) -> dict[str, float]:
         """Return the corrected time by term: the scaled terms of the base, and the terms that the correction adds.

@@ -28,7 +28,7 @@ from lockstep.sim.cost.models import ModelSpec
 from lockstep.sim.cost.parallel import USUAL, Parallelism
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.cost.tables import BaseModel
-from lockstep.sim.cost.terms import Constants, CostTerm, TermSum, TermUs
+from lockstep.sim.cost.terms import Constants, CostTerm, TermSum, TermUs, never
 
 FORMAT = "lockstep-engine"
 VERSION = 4
@@ -345,9 +345,13 @@ class EngineModel(TermSum):
             def rows_us(batch: BatchShape, own: BatchShape) -> float:
                 return row_us * (batch.extend_rows + batch.decode_rows)
 
-            yield CostTerm("engine_rows", "rows", rows_us, constant("row_layer_us"))
+            yield CostTerm(
+                "engine_rows", "rows", rows_us, constant("row_layer_us"), decode_bends=never, chunk_bends=never
+            )
         if costs.prefill_us:
-            yield CostTerm("engine_prefill", "extend", fixed(costs.prefill_us), constant("prefill_us"))
+            yield CostTerm(
+                "engine_prefill", "extend", fixed(costs.prefill_us), constant("prefill_us"), chunk_bends=never
+            )
         if costs.moe_layer_us and base.model.moe_layers:
             us = costs.moe_layer_us * base.model.moe_layers
             yield CostTerm("engine_experts", "tokens", fixed(us), constant("moe_layer_us"))
@@ -357,7 +361,9 @@ class EngineModel(TermSum):
             def prefill_us(batch: BatchShape, own: BatchShape) -> float:
                 return token_us * batch.extend_tokens
 
-            yield CostTerm("engine_experts_prefill", "extend", prefill_us, constant("experts_prefill"))
+            yield CostTerm(
+                "engine_experts_prefill", "extend", prefill_us, constant("experts_prefill"), chunk_bends=never
+            )
         if costs.collective_us and base.collectives:
             us = costs.collective_us * base.collectives
             yield CostTerm("engine_waits", "tokens", fixed(us), constant("collective_us"))

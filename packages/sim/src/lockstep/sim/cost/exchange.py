@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from lockstep.sim.cost.expert_balance import spread_of
 from lockstep.sim.cost.experts import expected_max_load
-from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US, GpuSpec, all_gather_of, domains_of
+from lockstep.sim.cost.hardware import GpuSpec, all_gather_of, domains_of, network_of
 from lockstep.sim.cost.model import BatchShape
 from lockstep.sim.cost.models import ACTIVATION_BYTES, ModelSpec, ceil_div
 from lockstep.sim.cost.parallel import Parallelism
@@ -47,6 +47,7 @@ class Exchange:
     ) -> None:
         self._split, self._experts = split, model.experts
         self._domains = domains_of(gpu, split.ep)
+        self._network_gbs, self._network_us = (one.value for one in network_of(gpu))
         self._all_reduce_us = all_reduce_us
         self._row_bytes = model.hidden * ACTIVATION_BYTES
         self._layers = model.layers
@@ -144,9 +145,9 @@ class Exchange:
             # Over the network a row is sent once to every other domain that needs it, or once for every expert there.
             domains = (self._domains - 1) * (1.0 - (1.0 - 1.0 / self._domains) ** experts.per_token)
             there = experts.per_token * (1.0 - 1.0 / self._domains)
-            network_us_per_byte = 1.0 / (NETWORK_GBS.value * 1e3)
-            latency += NETWORK_LATENCY_US.value
-            low_latency += NETWORK_LATENCY_US.value
+            network_us_per_byte = 1.0 / (self._network_gbs * 1e3)
+            latency += self._network_us
+            low_latency += self._network_us
             once_us = max(once_us, skew * rows * domains * row_bytes * network_us_per_byte)
             each_us = max(each_us, skew * rows * there * row_bytes * network_us_per_byte)
         return min(latency + once_us, low_latency + each_us)

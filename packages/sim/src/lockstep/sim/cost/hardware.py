@@ -7,9 +7,10 @@ A rate is the measured one if the catalogue has it, else the data sheet's peak t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.cost.errors import CapacityError, CatalogueError
 
 
@@ -144,6 +145,39 @@ GATHER_LATENCIES_US = {2: 6.0, 4: 8.0, 8: 12.0}
 NETWORK_GBS = Constant(40.0, "estimate: 0.8 of 400 Gbit/s per GPU (InfiniBand NDR, one adapter per GPU)")
 NETWORK_LATENCY_US = Constant(15.0, "estimate: one message between nodes, GPU to GPU")
 PCIE_GPUS_MAX = 8  # GPUs of one node that has PCIe alone
+SCALE_UP_GPUS_MAX = 4096
+NETWORK_GBS_RANGE, NETWORK_LATENCY_US_MAX = (0.001, 1e5), 1e6
+
+
+def network_of(gpu: GpuSpec) -> tuple[Constant, Constant]:
+    """Return rate (GB/s per GPU, each way) and latency (us per message) of the network between scale-up domains."""
+    sheet = gpu.datasheet
+    return sheet.get("network_gbs", NETWORK_GBS), sheet.get("network_latency_us", NETWORK_LATENCY_US)
+
+
+def in_racks(
+    gpu: GpuSpec, domain_gpus: int | None = None, network_gbs: float | None = None, network_us: float | None = None
+) -> GpuSpec:
+    """Return the GPU in other racks: scale-up domains of another size, or another network between them.
+
+    Raises: ConfigError for values outside their range, and for domains of a GPU without scale-up links.
+    """
+    if domain_gpus is not None:
+        if not 1 <= domain_gpus <= SCALE_UP_GPUS_MAX:
+            raise ConfigError(f"`scale_up_gpus` must be from 1 to {SCALE_UP_GPUS_MAX:,}, got `{domain_gpus}`")
+        if "scale_up_gbs" not in gpu.datasheet:
+            raise ConfigError(
+                f"`scale_up_gpus` is {domain_gpus}, but {gpu.name} has PCIe alone and no links that form a domain\n"
+                "hint: leave it out"
+            )
+    low, high = NETWORK_GBS_RANGE
+    if network_gbs is not None and not low <= network_gbs <= high:
+        raise ConfigError(f"`network_gbs` must be from {low:g} to {high:,.0f} GB/s per GPU, got `{network_gbs:g}`")
+    if network_us is not None and not 0 < network_us <= NETWORK_LATENCY_US_MAX:
+        raise ConfigError(f"`network_latency` must be above 0 and at most 1s, got `{network_us:g}us`")
+    given = {"scale_up_gpus": domain_gpus, "network_gbs": network_gbs, "network_latency_us": network_us}
+    changed = {name: Constant(float(value), "given") for name, value in given.items() if value is not None}
+    return replace(gpu, datasheet={**gpu.datasheet, **changed}) if changed else gpu
 
 
 def achieved(gpu: GpuSpec, name: str) -> Constant:
@@ -176,8 +210,9 @@ def all_reduce_of(gpu: GpuSpec, gpus: int) -> AllReduce:
     if (domains := domains_of(gpu, gpus)) > 1:
         size = scale_up_gpus(gpu)
         inside = all_reduce_of(gpu, size)
-        across_us = 2 * (domains - 1) * NETWORK_LATENCY_US.value
-        across = 2 * (domains - 1) / domains / size / NETWORK_GBS.value  # us per kB of the whole message
+        network, latency = network_of(gpu)
+        across_us = 2 * (domains - 1) * latency.value
+        across = 2 * (domains - 1) / domains / size / network.value  # us per kB of the whole message
 
         def line(latency_us: float, gbs: float) -> tuple[float, float]:
             per_kb = 2 * (size - 1) / size / gbs + across
@@ -187,7 +222,7 @@ def all_reduce_of(gpu: GpuSpec, gpus: int) -> AllReduce:
             line(inside.direct_latency_us, inside.direct_gbs),
             line(inside.ring_latency_us, inside.ring_gbs),
         )
-        source = f"{domains} domains of {size}: {inside.source}; between them {NETWORK_GBS.source}"
+        source = f"{domains} domains of {size}: {inside.source}; between them {network.source}"
         return AllReduce(direct_us, direct_gbs, ring_us, ring_gbs, source)
     for measured_gpus in sorted(gpu.all_reduce):
         if measured_gpus >= gpus:
@@ -221,11 +256,12 @@ def all_gather_of(gpu: GpuSpec, gpus: int) -> AllGather:
     if (domains := domains_of(gpu, gpus)) > 1:
         size = scale_up_gpus(gpu)
         inside = all_gather_of(gpu, size)
-        per_kb = (size - 1) / size / inside.gbs + (domains - 1) / domains / size / NETWORK_GBS.value
+        network, latency = network_of(gpu)
+        per_kb = (size - 1) / size / inside.gbs + (domains - 1) / domains / size / network.value
         return AllGather(
-            inside.latency_us + (domains - 1) * NETWORK_LATENCY_US.value,
+            inside.latency_us + (domains - 1) * latency.value,
             (gpus - 1) / gpus / per_kb,
-            f"{domains} domains of {size}: {inside.source}; between them {NETWORK_GBS.source}",
+            f"{domains} domains of {size}: {inside.source}; between them {network.source}",
         )
     for measured_gpus in sorted(gpu.all_gather):
         if measured_gpus >= gpus:

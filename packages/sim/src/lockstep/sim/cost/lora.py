@@ -99,6 +99,7 @@ def slot_bytes(model: ModelSpec, split: Parallelism, spec: LoraSpec) -> int:
     return values * ACTIVATION_BYTES
 
 
+# mechanism: adapters (simulated)
 class LoraCost:
     """Microseconds of the products of adapters, for the layers of one stage on one rank.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -44,6 +44,23 @@ class CostModel(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Return kind, model, GPU and every constant with its source, ready for a run's metrics.json."""
+        ...
+
+
+@runtime_checkable
+class ContextBends(Protocol):
+    """A cost model whose times have a known form, so that the fast path can compute most of them itself.
+
+    Both functions return contexts, in ascending order, between which the time of a batch is a convex function of its
+    context, without a spread. None: the form is not known.
+    """
+
+    def decode_bends(self, rows: int) -> tuple[int, ...] | None:
+        """Return the contexts for a batch of `rows` decodes and no other rows, by its `decode_context_tokens`."""
+        ...
+
+    def chunk_bends(self, tokens: int) -> tuple[int, ...] | None:
+        """Return the contexts for an extend of one prompt by `tokens` without sampling, by `extend_context_tokens`."""
         ...
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.sim.cost.errors import CapacityError
+from lockstep.core.contract.errors import ConfigError
 
 Int64s = NDArray[np.int64]
 REACHED = 0.7  # of the data sheet's rate, by large products: see hardware.FRACTIONS
@@ -45,19 +45,19 @@ SHARES = {
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where the machines are. Raises CapacityError for values that no site has."""
+    """Where the machines are. Raises ConfigError for values that no site has."""
 
     pue: float
     grid_gco2_per_kwh: float
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.pue < 10.0:
-            raise CapacityError(
+            raise ConfigError(
                 f"`pue` must be from 1 to 10, got `{self.pue:g}`\nhint: energy of the facility by that of machines; "
                 "1.1 is a large cloud, 1.56 the average of surveys"
             )
         if not 0.0 <= self.grid_gco2_per_kwh < 5_000.0:
-            raise CapacityError(
+            raise ConfigError(
                 f"`grid_gco2_per_kwh` must be from 0 to 5000, got `{self.grid_gco2_per_kwh:g}`\n"
                 "hint: grams of CO2 per kWh; 445 is the world average of 2024"
             )

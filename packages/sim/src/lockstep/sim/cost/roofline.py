@@ -42,7 +42,7 @@ from lockstep.sim.cost.models import (
     products_in_fp8,
 )
 from lockstep.sim.cost.parallel import Parallelism, parallelism_of
-from lockstep.sim.cost.terms import Constants, CostTerm, Launching, TermSum, new_tokens
+from lockstep.sim.cost.terms import Bends, Constants, CostTerm, Launching, TermSum, never, new_tokens
 
 Float64s = NDArray[np.float64]
 Precision = Literal["bf16", "fp8", "fp4"]
@@ -504,10 +504,21 @@ class RooflineModel(TermSum):
         """Yield the terms of decode attention, extend attention, and linear attention, on the shard with most rows."""
         decoding, extending = self._attention_constants
         layers = self.model.attention_layers  # one kernel per layer, with decode and extend rows
-        yield CostTerm("attention_decode", "decode", self.decode_attention_us, decoding, kernels=layers)
-        yield CostTerm("attention_prefill", "extend", self.extend_attention_us, extending)
+        windows: Bends = (lambda rows: (rows * self._window,)) if self._sliding else never
+        yield CostTerm(
+            "attention_decode", "decode", self.decode_attention_us, decoding, kernels=layers, decode_bends=windows
+        )
+        yield CostTerm(
+            "attention_prefill", "extend", self.extend_attention_us, extending, chunk_bends=self._bends_of_chunk
+        )
         if self.model.linear_layers:
-            yield CostTerm("linear_attention", "rows", lambda batch, own: self.delta_us(own), self._delta_constants)
+            yield CostTerm(
+                "linear_attention",
+                "rows",
+                lambda batch, own: self.delta_us(own),
+                self._delta_constants,
+                decode_bends=never,
+            )
 
     def decode_attention_us(self, batch: BatchShape, own: BatchShape) -> float:
         """Return the time of attention of the decode rows of `own` in all layers that keep KV.
@@ -593,6 +604,13 @@ class RooflineModel(TermSum):
             us += self._sliding * max((pairs + extra) * self._pair_us, keys * self._read_us)
             us += self._sliding * max(own.extend_pairs * self._index_pair_us, (context + tokens) * self._index_read_us)
         return us
+
+    def _bends_of_chunk(self, tokens: int) -> tuple[int, ...]:
+        """Return the contexts at which the pairs or the keys of one extend row in a sliding layer stop growing."""
+        if not self._sliding:
+            return ()
+        pairs_at = self._window - (tokens + 1) // 2  # of all pairs, `tokens` * (context + (tokens + 1) / 2)
+        return pairs_at - 1, pairs_at, self._window
 
     # --- logits and sampling: a function of the sampled rows ----------------------------------------------------------
 

@@ -20,12 +20,11 @@ from msgspec import structs
 
 from lockstep.sim.cost.errors import CapacityError
 from lockstep.sim.cost.hardware import (
-    NETWORK_GBS,
-    NETWORK_LATENCY_US,
     Constant,
     GpuSpec,
     achieved,
     all_gather_of,
+    network_of,
     scale_up_gpus,
 )
 from lockstep.sim.cost.model import BatchShape, Duration
@@ -175,10 +174,11 @@ class StageLink:
     def of(cls, model: ModelSpec, gpu: GpuSpec, split: Parallelism) -> StageLink:
         """Return the link: NVLink or PCIe if all stages are in one scale-up domain, else the network between nodes."""
         inside = split.gpus <= scale_up_gpus(gpu)
+        network, latency = network_of(gpu)
         line = all_gather_of(gpu, split.tp) if split.tp > 1 else None
         return cls(
-            latency_us=achieved(gpu, "send_latency_us") if inside else NETWORK_LATENCY_US,
-            gbs=achieved(gpu, "send_gbs") if inside else NETWORK_GBS,
+            latency_us=achieved(gpu, "send_latency_us") if inside else latency,
+            gbs=achieved(gpu, "send_gbs") if inside else network,
             ranks=split.tp,
             gather_latency_us=line.latency_us if line else 0.0,
             gather_gbs=line.gbs if line else 1.0,
@@ -194,6 +194,7 @@ class StageLink:
         return us
 
 
+# mechanism: chunk-of-equal-cost (simulated)
 class PipelineModel:
     """Cost of a batch in a pipeline: `batch_us` for a batch alone in it, `stage_us` if batches share the stages."""
 

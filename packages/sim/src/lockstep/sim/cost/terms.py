@@ -30,6 +30,13 @@ TermUs = Callable[[BatchShape, BatchShape], float]
 The second argument is called `own`.
 """
 
+Bends = Callable[[int], tuple[int, ...]]
+"""Function that returns the contexts at which a term may bend downwards.
+
+Its argument is a number of decode rows, or of new tokens of one extend row; the batch has no other rows. Between two of
+the contexts, the microseconds of the batch are a convex function of its context: a sum of lines and of maxima of lines.
+"""
+
 Scope = Literal["tokens", "decode", "extend", "rows", "sampled", "adapters"]
 """The inputs of a term. They determine when the term is evaluated and how the sum of its scope is cached.
 
@@ -54,6 +61,13 @@ class CostTerm:
     constants: Mapping[str, Constant] = field(default_factory=dict)  # the inputs of `us`, with sources
     kernels: int = 0  # launches per batch; the eager launching time counts them
     is_collective: bool = False  # communication between GPUs; a correction has a separate weight for it
+    decode_bends: Bends | None = None  # for decode rows, of a term with scope `decode` or `rows`; None: not known
+    chunk_bends: Bends | None = None  # for one extend row, of a term with scope `extend` or `rows`; None: not known
+
+
+def never(rows_or_tokens: int) -> tuple[int, ...]:
+    """Return the bends of a term that is convex over all contexts."""
+    return ()
 
 
 class Constants:
@@ -186,6 +200,23 @@ class TermSum:
             us = self._eager_us
         return Duration(us + self._fixed_us)
 
+    def decode_bends(self, rows: int) -> tuple[int, ...] | None:
+        """Return the contexts between which the time of a batch of decodes is convex, see `ContextBends`."""
+        return self._bends([term.decode_bends for term in self.terms if term.scope in ("decode", "rows")], rows)
+
+    def chunk_bends(self, tokens: int) -> tuple[int, ...] | None:
+        """Return the contexts between which the time of an extend of one prompt is convex, see `ContextBends`."""
+        return self._bends([term.chunk_bends for term in self.terms if term.scope in ("extend", "rows")], tokens)
+
+    def _bends(self, of_terms: list[Bends | None], rows_or_tokens: int) -> tuple[int, ...] | None:
+        """Return the bends of all terms; None if those of a term are not known."""
+        at = set[int]()
+        for bends in of_terms:
+            if bends is None or self.shards > 1:
+                return None  # the part of the fullest shard is rounded
+            at.update(bends(rows_or_tokens))
+        return tuple(sorted(at))
+
     def terms_us(self, shape: BatchShape) -> dict[str, float]:
         """Return the time by term, and the launching time as `launch`; empty for an empty batch.
 
@@ -235,7 +266,7 @@ class TermSum:
         return {term.name: term for term in self.terms}[name]
 
     def with_terms(self, replaced: Mapping[str, TermUs]) -> tuple[CostTerm, ...]:
-        """Return the terms, with the `us` of those named in `replaced` exchanged.
+        """Return the terms, with the `us` of those named in `replaced` exchanged; the bends of these are not known.
 
         Raises: CatalogueError for a name that no term has.
         """
@@ -243,7 +274,12 @@ class TermSum:
         if unknown:
             names = ", ".join(term.name for term in self.terms)
             raise CatalogueError(f"there is no cost term {', '.join(sorted(unknown))}\nhint: terms are {names}")
-        return tuple(replace(term, us=replaced.get(term.name, term.us)) for term in self.terms)
+        return tuple(
+            replace(term, us=replaced[term.name], decode_bends=None, chunk_bends=None)
+            if term.name in replaced
+            else term
+            for term in self.terms
+        )
 
     def forget(self) -> None:
         """Drop all cached sums."""

@@ -15,22 +15,18 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import UNSET
 
 from lockstep.core.cluster.router import OUTPUT_TOKENS_FIRST_GUESS, EngineShare, RouterConfig
 from lockstep.core.contract.commands import Int64s
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.requests.budget import NewTokenRatio
 from lockstep.core.requests.rules import BATCHINGS, NO_LIMIT, RESERVES
-from lockstep.core.scheduler.ordering import (
-    DUPLICATE_CACHED_TOKENS_MAX,
-    DUPLICATE_SHARED_TOKENS_MIN,
-    LPM_FALLBACK_WAITING,
-    REFRESHED_REQUESTS,
-    shuffled,
-)
+from lockstep.core.scheduler.ordering import REFRESHED_REQUESTS, shuffled
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel
 from lockstep.sim.fast import machine_code
 from lockstep.sim.fast import state as arrays_of
+from lockstep.sim.fast.lines import line_for, no_lines
 from lockstep.sim.fast.loops import Loop
 from lockstep.sim.host.device import standard_normal
 from lockstep.sim.metrics.fold import MetricsFold
@@ -169,6 +165,7 @@ class FastRun:
             blocks=np.zeros((count, 1), arrays_of.BLOCK),
             block_buckets=np.zeros((count, 1), np.int32),
             unseen=np.zeros((2 * rows, 2), np.int64),
+            lines=no_lines(count, rows),
             shape=np.zeros(1, arrays_of.SHAPE),
             launches=np.zeros((count, flush_rows, 9), np.int64),
             gauges=np.zeros((count, flush_rows, 5), np.int64),
@@ -252,18 +249,12 @@ class FastRun:
                 next call, or 0 to end the run there.
         Returns: False if a situation occurred that only the core can simulate; the measurements are then incomplete.
         """
-        run, shape = self._arrays.run, self._arrays.shape
-        costs = [one.cost for one in self._engines]
-        seed, took_us = self._load.seed, 0.0
+        run, took_us = self._arrays.run, 0.0
         run["until_question"] = pause_after
         while not self.stop_requested:
             why = self._advance(took_us)
             if why == arrays_of.PRICED:
-                *sums, batch_id, engine = shape.tolist()[0]
-                expected = costs[engine].batch_us(BatchShape(*sums))
-                took_us = expected.mean_us
-                if expected.spread_us > 0.0:
-                    took_us += expected.spread_us * standard_normal(f"{seed} engine{engine} {batch_id}")
+                took_us = self._price()
             elif why == arrays_of.FLUSH:
                 self._flush(int(run["engine"][0]))
                 if self._on_finish is not None:
@@ -281,6 +272,17 @@ class FastRun:
         if self._on_finish is not None:
             self._on_finish(int(self._state["ended"].sum()))
         return True
+
+    def _price(self) -> float:
+        """Return the time of the batch in `shape` by the cost model of its engine."""
+        *sums, batch_id, engine = self._arrays.shape.tolist()[0]
+        shape, one = BatchShape(*sums), self._engines[int(engine)]
+        expected = one.cost.batch_us(shape)
+        if expected.spread_us > 0.0:
+            drawn = standard_normal(f"{self._load.seed} engine{engine} {batch_id}")
+            return expected.mean_us + expected.spread_us * drawn
+        line_for(one.cost, self._arrays.lines[engine], shape, one.config.request_tokens_max)
+        return expected.mean_us
 
     def batches(self, engine: int) -> int:
         """Return the number of batches that an engine has launched."""
@@ -422,6 +424,7 @@ def _engine(engine: FastEngine, shares_prefixes: bool) -> Any:
     config, cpu = engine.config, engine.cpu
     ratio = NewTokenRatio(config.schedule_conservativeness)
     chunked, most = config.chunked_prefill_size, config.prefill_max_requests
+    least = config.chunked_prefill_size_min
     policy = POLICIES[config.schedule_policy]
     deduplication = DEDUPLICATIONS[config.prefix_deduplication] if shares_prefixes else arrays_of.KEEPS
     state = np.zeros((), arrays_of.ENGINE)
@@ -443,13 +446,11 @@ def _engine(engine: FastEngine, shares_prefixes: bool) -> Any:
         "prefill_decode_interval": config.prefill_decode_interval,
         "max_prefill_tokens": config.max_prefill_tokens,
         "chunked_prefill_size": NO_LIMIT if chunked is None else chunked,
+        "chunked_prefill_size_min": NO_LIMIT if least is UNSET else least,
         "policy": policy,
         "deduplication": deduplication,
         "passes": policy != arrays_of.QUEUE_ORDER or deduplication != arrays_of.KEEPS,
         "bypass_limit": NO_LIMIT if config.bypass_limit is None else config.bypass_limit,
-        "matched_waiting_max": LPM_FALLBACK_WAITING,
-        "duplicate_tokens": DUPLICATE_SHARED_TOKENS_MIN,
-        "duplicate_cached_max": DUPLICATE_CACHED_TOKENS_MAX,
         "align": config.split_tokens,
         "unit": config.chunk_unit_tokens,
         "ratio_initial": ratio.initial,

@@ -7,7 +7,7 @@ kernel adds no decisions of its own: tests compare each launch, message, gauge a
 core. In a situation that the kernel does not handle (LOST), the core simulates the run from the beginning.
 
 Arithmetic decisions are functions of the core (`core/requests/rules.py`), compiled with the kernel. `state.py` has the
-arrays, `memory.py` the pages and the prefix tree, `routing.py` the router.
+arrays, `memory.py` the pages and the prefix tree, `routing.py` the router, `lines.py` the times of most batches.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from lockstep.core.requests.rules import (
     beside_decodes,
     ceil_to,
     charged_total,
+    chunk_by_load,
     chunk_tokens,
     clipped_output,
     covers,
@@ -37,6 +38,7 @@ from lockstep.core.requests.rules import (
     ratio_after_decode,
     ratio_after_retraction,
     reserved_by_ratio,
+    shortened,
     verdict,
     wanted,
 )
@@ -63,6 +65,8 @@ from lockstep.sim.fast.state import (
     EXTEND,
     FLUSH,
     KV_BUDGET,
+    LAUNCHED,
+    LINE_ERROR_US,
     LOST,
     NEVER_US,
     NONE,
@@ -144,6 +148,8 @@ def _advance(a: Arrays, run: Record, engine: int) -> int:
         if s.in_flight < s.slots and not s.nothing_new:
             s.last_us = s.now_us
             why = _launch(a, run, s, engine)
+            if why == LAUNCHED:
+                continue
             if why != PAUSED:
                 return why
             s.nothing_new = 1
@@ -287,10 +293,11 @@ def _hand_over(s: Record, flights: Array, took_us: float) -> None:
 # ------------------------------------------------------------------------------------------------------------- launches
 
 
+# mechanism: prefill-or-decode (simulated)
 def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
     """LaneReady: plan a pass, prompts first, then decodes, like `Engine._plan_pass`.
 
-    Returns: PRICED if a batch was launched, PAUSED if not, or LOST.
+    Returns: LAUNCHED; PRICED if the time of the launched batch is needed; PAUSED if no batch was launched; or LOST.
     """
     slot = (s.oldest + s.in_flight) % a.flights.shape[1]
     running_batch, flight, shape = a.running_batch[engine], a.flights[engine, slot], a.shape[0]
@@ -343,9 +350,32 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
         return PAUSED
     _spend(s, a.works[engine], s.plan_fixed_us + s.plan_row_us * flight.rows, PLAN)
     flight.handed_over_us = s.now_us
+    took_us = _time_by_line(a.lines[engine], shape)
+    if took_us >= 0.0:
+        _hand_over(s, a.flights[engine], took_us)
+        return LAUNCHED
     shape.batch_id, shape.engine = flight.batch_id, engine
     run.priced = 0
     return PRICED
+
+
+def _time_by_line(lines: Array, shape: Record) -> float:
+    """Return the time of a batch by a line of `lines.py`, if it is certain how it is rounded.
+
+    Returns: a negative number if the cost model must be asked: there is no line for this batch, or the time is as near
+        to the middle of two microseconds as the line may differ from the cost model.
+    """
+    line, context_tokens = lines[shape.decode_rows], shape.decode_context_tokens
+    if shape.extend_rows:
+        context_tokens = shape.extend_context_tokens
+        if shape.extend_rows > 1 or shape.decode_rows or shape.sampled_rows or shape.extend_tokens != line[4]:
+            return -1.0
+    if context_tokens < line[0] or context_tokens > line[1]:
+        return -1.0
+    took_us = line[2] + line[3] * (context_tokens - line[0])
+    if abs(took_us - np.floor(took_us) - 0.5) < LINE_ERROR_US:
+        return -1.0
+    return took_us
 
 
 def _growing(s: Record, requests: Array, running_batch: Array) -> int:
@@ -356,6 +386,8 @@ def _growing(s: Record, requests: Array, running_batch: Array) -> int:
     return growing
 
 
+# mechanism: chunks (simulated)
+# mechanism: chunk-by-load (simulated)
 def _extend(s: Record, c: Cache, running_batch: Array, parts: Array, growing: int, scratch: Array) -> int:
     """Plan the next chunk of the split prompt, then waiting requests within the budgets.
 
@@ -382,6 +414,9 @@ def _extend(s: Record, c: Cache, running_batch: Array, parts: Array, growing: in
             chunk = beside_decodes(chunk, s.decoding, page_size)
         if s.batching == RUNNING_FIRST:
             set_aside = growing
+    if s.chunked_prefill_size_min != NO_LIMIT:
+        by_load = chunk_by_load(s.chunked_prefill_size, s.chunked_prefill_size_min, s.decoding, s.max_running_requests)
+        chunk = shortened(chunk, by_load, s.align)
     taken = 0
     if s.prefilling != NONE:
         number = s.prefilling
@@ -653,6 +688,7 @@ def _make_room(s: Record, c: Cache, running_batch: Array, growing: int, shuffled
     return retracted
 
 
+# mechanism: retraction (simulated)
 def _victim(s: Record, requests: Array, running_batch: Array) -> int:
     """Return the place in the running batch of the request to retract, like `choose_victim`."""
     if s.newest_first:
@@ -688,6 +724,7 @@ def _retract(s: Record, c: Cache, number: int, shuffled: Array) -> None:
 # ------------------------------------------------------------------------------------------------------------ admission
 
 
+# mechanism: reserve (simulated)
 def _reserved(s: Record, requests: Array, running_batch: Array) -> int:
     """Return the tokens that are reserved for running requests, like `PrefillPlanner._reserved`."""
     page_size, reserved = s.page_size, 0

@@ -201,7 +201,8 @@ def _made() -> str:
     from numba.core.dispatcher import Dispatcher
     from numba.extending import intrinsic
 
-    jit = numba.njit(error_model="numpy")
+    # Without reference counts, which numba would change for each array at each call, and without wrappers for Python.
+    jit = numba.njit(error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
     compiled: dict[str, Any] = {}
     for path in SOURCES:
         copy = _compiled_copy(path, jit, compiled)
@@ -217,10 +218,10 @@ def _made() -> str:
     carray = numba.carray
     run_t, engine_t, request_t, node_t = state.RUN, state.ENGINE, state.REQUEST, state.NODE
     flight_t, shape_t, deferred_t, block_t = state.FLIGHT, state.SHAPE, state.DEFERRED_ROW, state.BLOCK
-    int64, int32 = np.int64, np.int32
+    int64, int32, float64 = np.int64, np.int32, np.float64
 
     def entry(table: Any, took_us: float) -> int:
-        t = carray(table, (30, 5))
+        t = carray(table, (31, 5))
         arrays = kernel_arrays(
             carray(at(t[0, 0]), (t[0, 1],), run_t),
             carray(at(t[1, 0]), (t[1, 1],), engine_t),
@@ -245,13 +246,14 @@ def _made() -> str:
             carray(at(t[20, 0]), (t[20, 1], t[20, 2]), block_t),
             carray(at(t[21, 0]), (t[21, 1], t[21, 2]), int32),
             carray(at(t[22, 0]), (t[22, 1], t[22, 2]), int64),
-            carray(at(t[23, 0]), (t[23, 1],), shape_t),
-            carray(at(t[24, 0]), (t[24, 1], t[24, 2], t[24, 3]), int64),
+            carray(at(t[23, 0]), (t[23, 1], t[23, 2], t[23, 3]), float64),
+            carray(at(t[24, 0]), (t[24, 1],), shape_t),
             carray(at(t[25, 0]), (t[25, 1], t[25, 2], t[25, 3]), int64),
             carray(at(t[26, 0]), (t[26, 1], t[26, 2], t[26, 3]), int64),
             carray(at(t[27, 0]), (t[27, 1], t[27, 2], t[27, 3]), int64),
-            carray(at(t[28, 0]), (t[28, 1], t[28, 2]), int64),
+            carray(at(t[28, 0]), (t[28, 1], t[28, 2], t[28, 3]), int64),
             carray(at(t[29, 0]), (t[29, 1], t[29, 2]), int64),
+            carray(at(t[30, 0]), (t[30, 1], t[30, 2]), int64),
         )
         return int(advance(arrays, took_us))
 

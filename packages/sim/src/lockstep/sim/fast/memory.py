@@ -302,6 +302,7 @@ def sift_down(s: Record, c: Cache) -> None:
 # ---------------------------------------------------------------------------------------------------- pages of requests
 
 
+# mechanism: prefix-cache (simulated)
 def match(s: Record, c: Cache, number: int) -> tuple[int, int, int]:
     """Return the cached prefix of a waiting request: the node in which it ends, its pages, and those without a lock.
 

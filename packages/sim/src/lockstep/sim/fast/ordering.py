@@ -7,11 +7,27 @@ until bypasses are counted, so that requests ahead of it count it.
 Urgent requests are considered first, in the order of the queue; then the others by `rank`, the least first and equal
 ones in the order of the queue; then duplicates, in the order of the queue. If all ranks are equal and there are no
 duplicates, a cursor moves along the queue and no request is looked at twice.
+
+Two programs decide the order. What they have in common are the functions of `core/requests/rules.py`: how a response
+ratio is computed, which requests may be duplicates, what one of them waits for, which may be bypassed again. The core
+keeps its queue in Python lists, orders columns of it by stable sorts, and compares tokens; here a linked list is
+searched for the least rank, and one token identifies a prefix. One program for both would make the core several times
+slower (docs/decisions/0111). That the two are equal is tested, not constructed: by random runs over every policy,
+de-duplication and limit (`tests/sim/test_fast_path.py`, `make fast-path-campaign`), and by mutants of each line here
+(`make kernel-mutants`).
 """
 
 from __future__ import annotations
 
-from lockstep.core.requests.rules import NO_LIMIT
+from lockstep.core.requests.rules import (
+    DUPLICATE_SHARED_TOKENS_MIN,
+    NO_LIMIT,
+    are_few,
+    awaited_pages,
+    may_be_duplicate,
+    may_bypass,
+    response_ratio,
+)
 from lockstep.sim.fast.memory import Cache, match, token_at
 from lockstep.sim.fast.state import (
     DEFERS,
@@ -37,12 +53,13 @@ def joins(s: Record, c: Cache, number: int, shuffled: Array) -> None:
         request.rank = shuffled[request.id]
     else:
         request.rank = 0.0
-    s.urgent += s.bypass_limit == 0
+    s.urgent += not may_bypass(0, s.bypass_limit)
 
 
+# mechanism: order-of-the-queue (simulated)
 def begin_pass(s: Record, c: Cache, scratch: Array) -> None:
     """Begin a pass: rank the waiting requests, unless their ranks are constant."""
-    few = s.waiting <= s.matched_waiting_max
+    few = are_few(s.waiting)
     s.by_rank = s.policy == LONGEST_OUTPUT or s.policy == SHUFFLED
     s.pass_number += 1
     s.cursor = NONE
@@ -59,7 +76,7 @@ def begin_pass(s: Record, c: Cache, scratch: Array) -> None:
             if s.policy == LONGEST_CACHED:
                 request.rank = -pages
             elif s.policy == RESPONSE_RATIO:
-                request.rank = -((s.prefilled_tokens - request.prefilled_before) / lacking)
+                request.rank = -response_ratio(s.prefilled_tokens - request.prefilled_before, lacking)
             else:
                 request.rank = lacking
             number = request.behind
@@ -72,18 +89,17 @@ def _duplicates_last(s: Record, c: Cache, scratch: Array) -> None:
     number, prefixes = s.head, 0
     while number != NONE:
         request = c.requests[number]
-        if request.prompt_tokens + request.kept >= s.duplicate_tokens:
-            _, pages, _ = match(s, c, number)
-            if pages * s.page_size <= s.duplicate_cached_max:
-                token, known = token_at(c, number, s.duplicate_tokens - 1), 0
-                while known < prefixes and scratch[known] != token:
-                    known += 1
-                if known == prefixes:
-                    scratch[prefixes] = token
-                    prefixes += 1
-                else:
-                    request.duplicate_in = s.pass_number
-                    s.by_rank = 1
+        _, pages, _ = match(s, c, number)
+        if may_be_duplicate(request.prompt_tokens + request.kept, pages * s.page_size):
+            token, known = token_at(c, number, DUPLICATE_SHARED_TOKENS_MIN - 1), 0
+            while known < prefixes and scratch[known] != token:
+                known += 1
+            if known == prefixes:
+                scratch[prefixes] = token
+                prefixes += 1
+            else:
+                request.duplicate_in = s.pass_number
+                s.by_rank = 1
         number = request.behind
 
 
@@ -93,7 +109,7 @@ def next_in_pass(s: Record, c: Cache) -> int:
     best = NONE
     if s.urgent:
         number = s.head
-        while number != NONE and (requests[number].turn or requests[number].bypassed < s.bypass_limit):
+        while number != NONE and (requests[number].turn or may_bypass(requests[number].bypassed, s.bypass_limit)):
             number = requests[number].behind
         best = number
     if best == NONE and s.by_rank:
@@ -113,6 +129,7 @@ def next_in_pass(s: Record, c: Cache) -> int:
     return best
 
 
+# mechanism: bypass-limit (simulated)
 def _goes_before(s: Record, request: Record, earlier: Record) -> bool:
     """Return whether a request is considered before one that is earlier in the queue."""
     if request.duplicate_in == s.pass_number:
@@ -123,7 +140,7 @@ def _goes_before(s: Record, request: Record, earlier: Record) -> bool:
 def admitted(s: Record, c: Cache, number: int) -> None:
     """Note that the request considered last was admitted. Bypasses are counted once a request may become urgent."""
     request = c.requests[number]
-    s.urgent -= request.bypassed >= s.bypass_limit
+    s.urgent -= not may_bypass(request.bypassed, s.bypass_limit)
     request.bypassed, request.turn = 0, 2
     if s.bypass_limit == NO_LIMIT:
         s.admitted += 1
@@ -132,7 +149,7 @@ def admitted(s: Record, c: Cache, number: int) -> None:
         s.admissions_left = NO_LIMIT
         other = s.head
         while other != NONE:
-            if c.requests[other].bypassed < s.bypass_limit:
+            if may_bypass(c.requests[other].bypassed, s.bypass_limit):
                 s.admissions_left = min(s.admissions_left, s.bypass_limit - c.requests[other].bypassed)
             other = c.requests[other].behind
     s.admitted += 1
@@ -141,7 +158,7 @@ def admitted(s: Record, c: Cache, number: int) -> None:
         number = s.head
         while s.urgent and number != NONE:  # an urgent request is considered again
             request = c.requests[number]
-            if request.turn and request.bypassed >= s.bypass_limit:
+            if request.turn and not may_bypass(request.bypassed, s.bypass_limit):
                 request.turn = 0
                 s.considered -= 1
             number = request.behind
@@ -167,9 +184,9 @@ def _count_bypasses(s: Record, c: Cache) -> None:
                 s.tail = before
             s.waiting -= 1
         else:
-            urgent = request.bypassed >= s.bypass_limit
+            urgent = not may_bypass(request.bypassed, s.bypass_limit)
             request.bypassed += left
-            s.urgent += request.bypassed >= s.bypass_limit and not urgent
+            s.urgent += not may_bypass(request.bypassed, s.bypass_limit) and not urgent
             before = number
         number = behind
     s.admitted = 0
@@ -188,6 +205,7 @@ def close_pass(s: Record, c: Cache) -> None:
         s.batch_is_full = 0
 
 
+# mechanism: de-duplication (simulated)
 def writer_of_prefix(s: Record, c: Cache, number: int, pages: int, admitted_parts: Array) -> int:
     """Return the request that computes the pages that one needs next, like `Ordering.writer_of_prefix`.
 
@@ -197,9 +215,9 @@ def writer_of_prefix(s: Record, c: Cache, number: int, pages: int, admitted_part
     Returns: NONE if there is none, or if the request must not be bypassed again.
     """
     request = c.requests[number]
-    if s.deduplication != DEFERS or request.bypassed >= s.bypass_limit:
+    if s.deduplication != DEFERS or not may_bypass(request.bypassed, s.bypass_limit):
         return NONE
-    stop = (pages + -(-s.duplicate_tokens // s.page_size)) * s.page_size
+    stop = awaited_pages(pages, s.page_size) * s.page_size
     if stop > request.prompt_tokens + request.kept - 1:
         return NONE  # it could not use all of them: its last token is always computed
     token = token_at(c, number, stop - 1)

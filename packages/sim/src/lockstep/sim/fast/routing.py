@@ -94,6 +94,7 @@ def _engine_for(a: Arrays, run: Record, request: Record) -> int:
 # ------------------------------------------------------------------------------------------------------ prefix affinity
 
 
+# mechanism: prefix-affinity (simulated)
 def _by_prefix(a: Arrays, run: Record, request: Record) -> int:
     """Return the engine within the bound that received most of the prompt before, like `Router._by_prefix`."""
     engines = a.engines

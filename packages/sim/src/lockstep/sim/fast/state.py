@@ -22,7 +22,8 @@ RUNNING_LIMIT, ROWS, KV_BUDGET, PREFILL_BUDGET, PAGES = range(5)  # deferral rea
 QUEUE_ORDER, LONGEST_CACHED, LONGEST_OUTPUT, SHUFFLED, RESPONSE_RATIO, FEWEST_UNCACHED = range(6)  # waiting queue
 KEEPS, LAST, DEFERS = range(3)  # what becomes of waiting requests with a prefix that another request computes
 IN_TURN, LEAST_REQUESTS, LEAST_TOKENS, LEAST_PROMPTS, BOUNDED, GIVEN = range(6)  # rules of a router
-PRICED, FLUSH, ASKED, DONE, LOST, PAUSED = range(6)  # reasons for which `advance` and `_advance` return
+PRICED, FLUSH, ASKED, DONE, LOST, PAUSED, LAUNCHED = range(7)  # why `advance`, `_advance` and `_launch` return
+LINE_ERROR_US = 1e-5  # a line of `lines` is nearer than this to the cost model
 
 ENGINE = np.dtype(
     [
@@ -44,13 +45,11 @@ ENGINE = np.dtype(
         ("prefill_decode_interval", np.int64),
         ("max_prefill_tokens", np.int64),
         ("chunked_prefill_size", np.int64),
+        ("chunked_prefill_size_min", np.int64),  # NO_LIMIT: chunks do not depend on the running batch
         ("policy", np.int64),  # order of the waiting queue, such as LONGEST_CACHED
         ("deduplication", np.int64),  # KEEPS, LAST or DEFERS
         ("passes", np.int64),  # 1: admission goes by `ordering.py`; 0: in the order of the queue, none is bypassed
         ("bypass_limit", np.int64),
-        ("matched_waiting_max", np.int64),  # with more waiting requests, their cached prefixes are not looked up
-        ("duplicate_tokens", np.int64),  # tokens that two prompts share if one is a duplicate
-        ("duplicate_cached_max", np.int64),  # a request with more cached tokens is no duplicate
         ("align", np.int64),
         ("unit", np.int64),
         ("ratio_initial", np.float64),
@@ -317,6 +316,7 @@ class Arrays(NamedTuple):
     blocks: Array  # BLOCK [engines, entries]: blocks of prompts by engine; entry 0 means none
     block_buckets: Array  # int32 [engines, power of two]: first entry of each bucket; 0: none
     unseen: Array  # int64 [ends, 2]: time at which an end reaches the router, and its request
+    lines: Array  # float64 [engines, rows + 1, 5]: times of decodes by their rows, and of extends, see `lines.py`
     shape: Array  # SHAPE [1]: shape of the batch whose time is to be computed
     launches: Array  # int64 [engines, rows, len(BATCH_COLUMNS)]
     gauges: Array  # int64 [engines, rows, 5]

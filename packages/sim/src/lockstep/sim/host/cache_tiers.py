@@ -40,6 +40,7 @@ Answer = HostCopyFinished | PrefetchFinished | StorageWritten
 NO_BLOCKS: Mapping[str, PageBytes] = {}
 
 
+# mechanism: storage (simulated)
 class SimulatedStorage:
     """The keys in a storage of `bytes_max` bytes with their sizes. The least recently used keys are evicted.
 
@@ -93,6 +94,7 @@ class _Prefetch(NamedTuple):
     ends_us: float  # when its last byte has gone over the link
 
 
+# mechanism: host-cache (simulated)
 class TierLinks:
     """The lanes between the tiers of one engine, and the contents of its storage."""
 

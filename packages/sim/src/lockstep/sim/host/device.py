@@ -72,6 +72,7 @@ class Device:
         self.notes: StageNotes | None = None  # times of each batch in each stage; None: not a pipeline
         self.notes_times = False  # whether `notes` are filled
         self._verified: tuple[Int32s, Int32s] = (NO_ROWS, NO_ROWS)  # plan of the last `shape_of`: starts, accepted
+        self._right = NO_ROWS  # likewise: numbers of the right drafts of trees
         self._seed = seed
         self._name = name
         self._early_eos = early_eos
@@ -225,7 +226,12 @@ class Device:
         if plan.speculation is None:
             return shape
         drafts = plan.speculation.draft_lengths
-        self._verified = speculation.verify(plan.rows[extending:], drafts, plan.speculation.forced_lengths)
+        self._right = NO_ROWS
+        if plan.speculation.parents.size:
+            *verified, self._right = speculation.verify_tree(plan.rows[extending:], plan.speculation)
+            self._verified = verified[0], verified[1]
+        else:
+            self._verified = speculation.verify(plan.rows[extending:], drafts, plan.speculation.forced_lengths)
         draft_tokens = int(drafts.sum())
         return replace(
             shape,
@@ -248,14 +254,18 @@ class Device:
         )
 
     def _accepted(self, plan: BatchPlan) -> bytes:
-        """Return the number of tokens of each sampling row, int32, of a plan that verifies drafts or forced tokens."""
+        """Return `BatchFinished.accepted` of a plan that verifies drafts or forced tokens."""
+        return self._counts(plan).tobytes() + self._right.tobytes()
+
+    def _counts(self, plan: BatchPlan) -> Int32s:
+        """Return the number of tokens of each sampling row of a plan that verifies. int32 [sampling rows]"""
         accepted = np.ones(len(plan.sample_rows), np.int32)
         accepted[plan.sample_rows >= plan.extend_rows] = self._verified[1]
-        return accepted.tobytes()
+        return accepted
 
     def _sample_runs(self, plan: BatchPlan) -> Int32s:
         """Return the tokens of a plan that verifies drafts: row after row, end to end."""
-        counts = np.frombuffer(self._accepted(plan), np.int32)
+        counts = self._counts(plan)
         first = plan.stops[plan.sample_rows]
         first[plan.sample_rows >= plan.extend_rows] = self._verified[0] + np.int32(1)
         rows = plan.rows[plan.sample_rows].repeat(counts)
@@ -271,6 +281,7 @@ class Device:
         tokens: Int32s = self._token_base[row] + np.arange(start, max(stop, start), dtype=np.int32)
         return tokens
 
+    # mechanism: several-decodes (simulated)
     def _sample_steps(self, plan: BatchPlan) -> Int32s:
         """Return the tokens of a plan that decodes several times: row after row, end to end."""
         counts = plan.stops - plan.starts

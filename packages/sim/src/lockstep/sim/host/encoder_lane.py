@@ -23,7 +23,7 @@ from typing import Protocol
 from lockstep.core.contract.commands import EncodeMedia
 from lockstep.core.contract.events import MediaEncoded, RequestId
 from lockstep.sim.cost.encoder import EncoderCost, MediaContent
-from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US
+from lockstep.sim.cost.hardware import network_of
 
 NEVER_US = 2**62
 ENCODER_GPUS_MAX = 1024
@@ -39,6 +39,7 @@ class MediaSink(Protocol):
         """Record for how long a request waited for its media."""
 
 
+# mechanism: encoder-budget (simulated)
 class EncoderLane:
     """The encoder of one engine.
 
@@ -101,7 +102,8 @@ class EncoderLane:
         started_us = max(now_us, self._free_us[gpu])
         self._free_us[gpu] = stop_us = started_us + max(1, round(self._cost.single_us(content)))
         size = content.tokens * self._cost.encoders.embedding_bytes
-        self._answer(stop_us + round(NETWORK_LATENCY_US.value + size / (NETWORK_GBS.value * 1e3)), command)
+        rate, latency = network_of(self._cost.gpu)
+        self._answer(stop_us + round(latency.value + size / (rate.value * 1e3)), command)
         self.sink.encoder_interval(started_us, stop_us, 1, content.tokens, self.gpus)
 
     def _answer(self, at_us: int, command: EncodeMedia) -> None:

@@ -388,6 +388,7 @@ class EngineHost:
         self._offered = several.next_slot(self.engine.open_slots(), self._offered)
         return self._offered
 
+    # mechanism: receive-interval (simulated)
     def _receive(self, exchange: RankExchange, now_us: int) -> int:
         """Fold the agreement of all ranks and run the batch; or offer a slot, if other ranks wait for this rank."""
         event = exchange.take(now_us)

@@ -24,6 +24,7 @@ FORCES_SOURCE = (
 )
 
 
+# mechanism: jump-forward (simulated)
 @dataclass(frozen=True)
 class Forcing:
     """The frequency and the length of runs of forced tokens."""

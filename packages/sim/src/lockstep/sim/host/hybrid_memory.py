@@ -155,6 +155,7 @@ class PartSize(NamedTuple):
     states: int
 
 
+# mechanism: sliding-windows (simulated)
 def hybrid_settings(model: ModelSpec, config: SchedConfig, shares: HybridShares, kv: KvCapacity | None) -> HybridMemory:
     """Return the scheduler's settings of the pools, per data-parallel rank.
 

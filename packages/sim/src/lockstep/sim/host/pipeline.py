@@ -63,6 +63,7 @@ def with_stages(data: RunData, host: EngineHost) -> RunData:
     return replace(data, stages=times)
 
 
+# mechanism: pipeline-stages (simulated)
 class PipelinedDevice(Device):
     """A device of several stages. Batches pass through them in the order of launches, from the first to the last."""
 

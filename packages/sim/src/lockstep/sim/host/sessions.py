@@ -30,6 +30,7 @@ class HoldingSink(Protocol):
         """Record the pages that sessions hold and no request does, valid from `time_us` on."""
 
 
+# mechanism: sessions (simulated)
 class Conversations:
     """Control requests about the sessions of one engine."""
 

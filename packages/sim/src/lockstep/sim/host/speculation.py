@@ -9,6 +9,10 @@
 last rate holds for all later drafts. Each request shifts the log-odds of its chances by a normal draw times `spread`. A
 uniform number, a hash of seed, request and position, decides. So a run does not depend on the order of its batches.
 
+**Trees.** Behind each token of a tree the alternative of rank r is right with the chance `alternatives[j][r - 1]`; at
+most one is right. One uniform number for each request and position decides which. A request with better first drafts
+has proportionally fewer tokens left for the alternatives.
+
 **Drafting.** An n-gram drafter searches the text of a row. Other drafters run passes one after another: the first over
 all tokens since its last pass (prompts included), each further pass over one token per row. A draft model is a model of
 its own. A head (EAGLE, MTP) counts as one average layer of the verifying model, with that model's embedding and logits.
@@ -23,12 +27,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec import UNSET
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from lockstep.core.contract.commands import BatchPlan, Int32s
+from lockstep.core.contract.commands import BatchPlan, Int32s, Speculation, depths_of
 from lockstep.core.contract.config import SchedConfig, SpeculativeMethod
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.features.data_parallel import draft_passes_of
+from lockstep.core.features.draft_trees import ranks_of
 from lockstep.sim.cost import UNCALIBRATED, BatchShape, CostModel
 from lockstep.sim.cost.stages import PipelineModel
 
@@ -47,6 +54,10 @@ RATES_SOURCES = {
     "ngram": "estimate: a match is rare and goes on once there is one; text that repeats its prompt does far better",
 }
 
+ALTERNATIVE, FURTHER = 0.4, 0.6
+"""Chance of the second alternative, of the tokens that the first one misses; of each further one relative to it.
+Estimates: no public measurement by rank was found. Trees of EAGLE-2 (arXiv 2406.16858) have 60 drafts in all."""
+
 NGRAM_FIXED_US, NGRAM_ROW_US = 20.0, 0.2  # estimates: one kernel that compares the newest tokens with each row's text
 DRAFT_PASS_US = 10.0  # estimate: replaying one graph, as FORWARD_FIXED_US of the roofline
 
@@ -54,20 +65,29 @@ UInt64s = NDArray[np.uint64]
 Float64s = NDArray[np.float64]
 
 
-def parse_rates(text: str) -> tuple[float, ...]:
-    """Parse chances of draft 1, 2, ..., such as `0.85,0.75`. Raises ConfigError."""
+def parse_rates(text: str) -> tuple[tuple[float, ...], ...]:
+    """Parse chances of draft 1, 2, ..., such as `0.85,0.75`; with alternatives of a tree, `0.7/0.15/0.05,0.6/0.2`.
+
+    Raises: ConfigError.
+    """
     try:
-        rates = tuple(float(part) for part in text.split(","))
+        rates = tuple(tuple(float(part) for part in depth.split("/")) for depth in text.split(","))
     except ValueError:
         rates = ()
-    if not rates or not all(0.0 <= rate <= 1.0 for rate in rates):
+    if not rates or not all(0.0 <= rate <= 1.0 for depth in rates for rate in depth):
         raise ConfigError(
             f"`acceptance` must be chances from 0 to 1 with commas between them, got `{text}`\n"
             "hint: 0.85,0.7 is the chance of the first draft, and of every later one if those before it were right"
         )
+    if any(sum(depth) > 1.0 + 1e-9 for depth in rates):
+        raise ConfigError(
+            f"`acceptance` has alternatives with chances above 1 together, got `{text}`\n"
+            "hint: 0.7/0.15 are the chances of the first and of the second alternative, of which one is right at most"
+        )
     return rates
 
 
+# mechanism: fewer-drafts (simulated)
 @dataclass(frozen=True)
 class Acceptance:
     """The distribution of right drafts."""
@@ -76,6 +96,8 @@ class Acceptance:
     spread: float  # standard deviation of the log-odds over requests
     seed: int
     source: str
+    # by depth: chances of the second, third, ... alternative; further ones, and those of further depths, are estimates
+    alternatives: tuple[tuple[float, ...], ...] = ()
 
     @classmethod
     def of(cls, method: SpeculativeMethod, rates: str | None, spread: float, seed: int) -> Acceptance:
@@ -87,17 +109,39 @@ class Acceptance:
             raise ConfigError(f"`acceptance_spread` must be from 0 (all requests alike) to 10, got `{spread}`")
         if rates is None:
             return cls(DEFAULT_RATES[method], spread, seed, RATES_SOURCES[method])
-        return cls(parse_rates(rates), spread, seed, "given")
+        given = parse_rates(rates)
+        alternatives = tuple(depth[1:] for depth in given) if any(len(depth) > 1 for depth in given) else ()
+        return cls(tuple(depth[0] for depth in given), spread, seed, "given", alternatives)
 
     def chances(self, request: int, drafts: int) -> Float64s:
         """Return for j = 1, 2, ... the chance that the first j drafts of a request are right: float64 [drafts]."""
+        return np.cumprod(self._rates_of(request, drafts), dtype=np.float64)
+
+    def _rates_of(self, request: int, drafts: int) -> Float64s:
+        """Return the chance of draft 1, 2, ... of a request, each given that those before it are right."""
         rates = np.array([self.rates[min(j, len(self.rates) - 1)] for j in range(drafts)])
         if self.spread:
             shift = self.spread * _normal(mixed(np.array([request], np.uint64), self.seed))
             with np.errstate(divide="ignore"):
                 odds = rates / (1.0 - rates) * np.exp(shift)
             rates = np.where(rates < 1.0, odds / (1.0 + np.where(np.isinf(odds), 0.0, odds)), 1.0)
-        return np.cumprod(rates)
+        return rates.astype(np.float64, copy=False)
+
+    def tree_chances(self, request: int, depths: int, ranks: int) -> Float64s:
+        """Return for each depth the chance that one of the first 1, 2, ... alternatives is right.
+
+        Returns: float64 [depths, ranks], each given that the draft before is right.
+        """
+        rates, chances = self._rates_of(request, depths), np.empty((depths, ranks))
+        for depth in range(depths):
+            place = min(depth, len(self.rates) - 1)
+            usual, rate = self.rates[place], float(rates[depth])
+            others = list(self.alternatives[place][: ranks - 1]) if self.alternatives else []
+            while len(others) < ranks - 1:
+                others.append(others[-1] * FURTHER if others else (1.0 - usual) * ALTERNATIVE)
+            scale = (1.0 - rate) / (1.0 - usual) if usual < 1.0 else 0.0
+            chances[depth] = np.minimum(np.cumsum([rate, *(scale * one for one in others)]), 1.0)
+        return chances
 
     def right(self, requests: UInt64s, positions: Int32s, chances: Float64s, drafts: Int32s) -> Int32s:
         """Return how many drafts of each row after `positions` are right, int32 [rows].
@@ -113,14 +157,20 @@ class Acceptance:
 
     def describe(self) -> dict[str, Any]:
         """Return rates, spread and source, for metrics.json."""
-        return {"rates": list(self.rates), "spread": self.spread, "source": self.source}
+        others = {"alternatives": [list(depth) for depth in self.alternatives]} if self.alternatives else {}
+        return {"rates": list(self.rates), **others, "spread": self.spread, "source": self.source}
 
 
 class DraftCost(Protocol):
     """The time of drafting."""
 
-    def draft_us(self, shape: BatchShape, drafts: int) -> float:
-        """Return the time that drafting adds to a batch of this shape, in which a row verifies at most `drafts`."""
+    def draft_us(self, shape: BatchShape, drafts: int, widths: Sequence[int] = ()) -> float:
+        """Return the time that drafting adds to a batch of this shape, in which a row verifies at most `drafts`.
+
+        Args:
+            drafts: of a tree, those of its longest path.
+            widths: of a tree, the tokens of a row that the second, third, ... pass computes; empty: one each.
+        """
         ...
 
     def slowed(self, factor: float) -> DraftCost:
@@ -138,7 +188,7 @@ class NgramDraftCost:
 
     factor: float = 1.0
 
-    def draft_us(self, shape: BatchShape, drafts: int) -> float:
+    def draft_us(self, shape: BatchShape, drafts: int, widths: Sequence[int] = ()) -> float:
         """Return the time of one search per decode row; 0 without drafts."""
         return self.factor * (NGRAM_FIXED_US + NGRAM_ROW_US * shape.decode_rows) if drafts else 0.0
 
@@ -159,14 +209,21 @@ class ModelDraftCost:
     layers: int = 1  # 1: the whole model drafts; n: a head costs 1 / n of the model's layers
     name: str = ""
 
-    def draft_us(self, shape: BatchShape, drafts: int) -> float:
-        """Return the time of one pass over all new tokens and, per further draft, one pass over a token per row."""
+    def draft_us(self, shape: BatchShape, drafts: int, widths: Sequence[int] = ()) -> float:
+        """Return the time of one pass over all new tokens and, per further draft, one pass over a token per row.
+
+        In a tree, a further pass computes all drafts of a depth that others follow.
+        """
         rows = shape.decode_rows
         if not drafts:
             return self._pass_us(replace(shape, draft_tokens=0, sampled_rows=0)) if shape.extend_tokens else 0.0
         us = self._pass_us(replace(shape, sampled_rows=rows))
         for further in range(1, drafts):
-            us += self._pass_us(replace(_tokens_on(shape, further), sampled_rows=rows))
+            width = widths[further - 1] if further <= len(widths) else 1
+            on = _tokens_on(shape, further)
+            if width > 1:
+                on = replace(on, draft_tokens=(width - 1) * rows)
+            us += self._pass_us(replace(on, sampled_rows=width * rows))
         return us
 
     def _pass_us(self, shape: BatchShape) -> float:
@@ -217,7 +274,8 @@ class Drafting:
 
     def for_engine(self, config: SchedConfig) -> SpeculationModel:
         """Return a new model of drafts for the device of one engine."""
-        return SpeculationModel(self.acceptance, self.drafter, config.drafts_max, config.rows_max)
+        ranks = config.speculative_topk if config.speculative_topk is not UNSET else 0
+        return SpeculationModel(self.acceptance, self.drafter, config.path_max, config.rows_max, ranks)
 
     def slowed(self, factor: float) -> Drafting:
         """Return a copy with every time multiplied by `factor`."""
@@ -228,25 +286,29 @@ class Drafting:
         return {"acceptance": self.acceptance.describe(), "drafter": self.drafter.describe()}
 
 
+# mechanism: drafts (simulated)
 class SpeculationModel:
     """The state of the rows of one engine that verifies drafts, with acceptance and cost of drafts."""
 
-    def __init__(self, acceptance: Acceptance, drafter: DraftCost, drafts: int, rows_max: int) -> None:
-        self.acceptance, self.drafter, self.drafts = acceptance, drafter, drafts
+    def __init__(self, acceptance: Acceptance, drafter: DraftCost, drafts: int, rows_max: int, ranks: int = 0) -> None:
+        """Build the state of rows with `drafts` drafts on a path at most; `ranks`: alternatives, in trees."""
+        self.acceptance, self.drafter, self.drafts, self.ranks = acceptance, drafter, drafts, ranks
         # By row: number of its request, chances of right drafts, and position of its newest token.
         self._requests = np.zeros(rows_max, np.uint64)
-        self._chances = np.zeros((rows_max, drafts))
+        self._chances = np.zeros((rows_max, drafts) if not ranks else (rows_max, drafts, ranks))
         self.stands = np.zeros(rows_max, np.int32)
 
     def draft_us(self, plan: BatchPlan, shape: BatchShape) -> float:
         """Return the time of drafting for a plan of this shape, which is that of its row with the most drafts."""
-        longest = int(plan.speculation.drafted().max()) if plan.speculation is not None else 0
-        return self.drafter.draft_us(shape, longest)
+        return self.drafter.draft_us(shape, draft_passes_of(plan), widths_of(plan.speculation))
 
     def take_row(self, row: int, request: int) -> None:
         """Assign a row to a request, given its number in the workload."""
         self._requests[row] = request
-        self._chances[row] = self.acceptance.chances(request, self.drafts)
+        if self.ranks:
+            self._chances[row] = self.acceptance.tree_chances(request, self.drafts, self.ranks)
+        else:
+            self._chances[row] = self.acceptance.chances(request, self.drafts)
 
     def extended(self, rows: Int32s, stops: Int32s) -> None:
         """Record that rows have computed their prompts up to `stops`."""
@@ -265,6 +327,40 @@ class SpeculationModel:
             accepted = np.where(forced > 0, forced + np.int32(1), accepted)
         self.stands[rows] = starts + accepted
         return starts, accepted
+
+    def verify_tree(self, rows: Int32s, speculation: Speculation) -> tuple[Int32s, Int32s, Int32s]:
+        """Verify trees and advance the rows by their accepted tokens.
+
+        Returns: the position of each row before, and the tokens that it got, int32 [rows] each; the numbers of the
+            right drafts of all rows, end to end.
+        """
+        starts: Int32s = self.stands[rows]
+        keys, chances = self._requests[rows] * np.uint64(0x9E3779B97F4A7C15), self._chances[rows]
+        behind = np.zeros((1 + speculation.parents.size, self.ranks), np.int32)  # by draft and rank: the draft behind
+        behind[speculation.parents, ranks_of(speculation.parents)] = np.arange(1, 1 + speculation.parents.size)
+        paths = np.zeros((len(rows), self.drafts), np.int32)
+        at, going = np.zeros(len(rows), np.int32), np.ones(len(rows), np.bool_)
+        for depth in range(self.drafts):
+            positions = (starts + np.int32(depth)).astype(np.uint64)
+            uniform = uniform_of(mixed(keys + positions, self.acceptance.seed + 2))
+            rank = (uniform[:, None] >= chances[:, depth]).sum(axis=1)
+            number = np.where(rank < self.ranks, behind[at, np.minimum(rank, self.ranks - 1)], 0)
+            going &= (number > 0) & (number <= speculation.draft_lengths)
+            at = np.where(going, number, at)
+            paths[:, depth] = np.where(going, number, 0)
+        counts = (paths > 0).sum(axis=1).astype(np.int32)
+        self.stands[rows] = starts + counts + np.int32(1)
+        right: Int32s = paths[paths > 0]
+        return starts, counts + np.int32(1), right
+
+
+def widths_of(speculation: Speculation | None) -> tuple[int, ...]:
+    """Return for depth 1, 2, ... of a tree how many of its drafts others follow; empty: chains, or no drafts."""
+    if speculation is None or not speculation.parents.size:
+        return ()
+    depths = depths_of(speculation.parents)
+    inner = np.unique(speculation.parents[speculation.parents > 0])
+    return tuple(np.bincount(depths[inner], minlength=2)[1:].tolist()) if inner.size else ()
 
 
 def expected_tokens(rates: Sequence[float], drafts: int) -> float:

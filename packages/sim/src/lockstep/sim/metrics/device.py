@@ -11,7 +11,7 @@ from lockstep.core.contract.commands import (
     Int64s,
 )
 from lockstep.sim.metrics.columns import FINISHED, MODE, STARTED, Requests
-from lockstep.sim.metrics.packed import Packed
+from lockstep.sim.metrics.packed import JoinedPacked, Packed
 from lockstep.sim.metrics.packed_rows import PackedRows
 from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.metrics.spans import Spans
@@ -28,7 +28,7 @@ class DeviceUse:
     busy_after_decode_us: int  # duration of the second batch of each such pair, summed
 
     @classmethod
-    def of(cls, packed: Packed) -> DeviceUse:
+    def of(cls, packed: Packed | JoinedPacked) -> DeviceUse:
         mode_counts = np.zeros(len(packed.modes), np.int64)
         for columns in packed.batches.parts():
             mode_counts += np.bincount(columns[MODE], minlength=len(packed.modes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -24,7 +25,7 @@ class Packed:
     works: tuple[str, ...]
 
     @classmethod
-    def join(cls, parts: Sequence[Packed]) -> Packed:
+    def join(cls, parts: Sequence[Packed | JoinedPacked]) -> Packed:
         """Join the lists of several engines: batches by launch, CPU intervals engine by engine."""
         modes, works = Codes(), Codes()
         batches, cpu = PackedRows(*BATCH_COLUMNS), PackedRows(*CPU_COLUMNS)
@@ -46,6 +47,40 @@ class Packed:
                 cpu.add_columns(*recoded(done, WORK, codes))
                 cpu.pack()
         return cls(batches, tuple(modes), cpu, tuple(works))
+
+
+class JoinedPacked:
+    """The long lists of several engines as one, joined at first use.
+
+    Joining needs some 200 bytes for each batch for a while, and a report of latencies does not read these lists.
+    """
+
+    def __init__(self, parts: Sequence[Packed | JoinedPacked]) -> None:
+        self._parts = parts
+
+    @cached_property
+    def _whole(self) -> Packed:
+        return Packed.join(self._parts)
+
+    @property
+    def batches(self) -> PackedRows:
+        """See Packed."""
+        return self._whole.batches
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """See Packed."""
+        return self._whole.modes
+
+    @property
+    def cpu(self) -> PackedRows:
+        """See Packed."""
+        return self._whole.cpu
+
+    @property
+    def works(self) -> tuple[str, ...]:
+        """See Packed."""
+        return self._whole.works
 
 
 def recoded(columns: tuple[Int64s, ...], place: int, codes: Int64s) -> tuple[Int64s, ...]:

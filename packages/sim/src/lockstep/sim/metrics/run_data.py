@@ -10,7 +10,7 @@ from lockstep.core.contract.commands import (
 from lockstep.sim.metrics.columns import Batches, CpuIntervals, Requests, Series, Summary, objects
 from lockstep.sim.metrics.drafts import Drafts
 from lockstep.sim.metrics.latency import measure_slo
-from lockstep.sim.metrics.packed import Packed
+from lockstep.sim.metrics.packed import JoinedPacked, Packed
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.metrics.stages import StageTimes
 from lockstep.sim.metrics.value_counts import ValueCounts
@@ -25,7 +25,7 @@ class RunData:
     itl_us: ValueCounts  # every gap of every completed request
     span_us: tuple[int, int]  # first arrival, last event
     summary: Summary
-    packed: Packed  # source of `batches` and `cpu`
+    packed: Packed | JoinedPacked  # source of `batches` and `cpu`
     drafts: Drafts | None = None  # of engines that verify drafts or compute forced tokens
     stages: StageTimes | None = None  # of an engine with microbatches
     encoder: Int64s | None = None  # [intervals, 4]: start and stop in us, contents, tokens; None: unknown

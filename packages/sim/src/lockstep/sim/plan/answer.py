@@ -7,30 +7,28 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from lockstep.core.contract.config import DRAFT_SETTINGS, STAGES_ONLY, TRANSFER_SETTINGS, runtime_refusal
-from lockstep.core.contract.profiles import profile_settings
-from lockstep.host.engine_options import RankOptions
-from lockstep.host.options import number_word, option_of, options_of
+from lockstep.host.options import number_word
+from lockstep.sim.cluster.scenario import USUAL_PLACEMENT
 from lockstep.sim.cost.engines import NONE
+from lockstep.sim.cost.hardware import achieved, scale_up_gpus
 from lockstep.sim.cost.power import Energy, Site, describe_energy, energy_line
 from lockstep.sim.plan.interval import Interval
 from lockstep.sim.plan.question import Question, shown
 from lockstep.sim.plan.search import Candidate, Evaluation
+from lockstep.sim.plan.serve_command import serve_commands, simulate_command
 from lockstep.sim.plan.sides import DEVICE_FULL, KV_FULL, limit_of_sides
 from lockstep.sim.plan.trial import TrialResult
-from lockstep.sim.plan.vllm_command import ServeCommand, vllm_command
+from lockstep.sim.plan.vllm_command import vllm_command
 from lockstep.sim.results.code_version import code_commit, code_version
 from lockstep.sim.results.results import NOTHING, show_rate, show_share, show_us
-from lockstep.sim.run.engine import profile_of
-from lockstep.sim.scenario.scenario import GRID_GCO2_PER_KWH, PUE, names_where, sim_options
+from lockstep.sim.scenario.scenario import GRID_GCO2_PER_KWH, PUE
 
 # routers that send a turn to the engine with the KV of the previous turn
 KEEPS_SESSIONS = ("session_sticky", "prefix_affinity")
@@ -39,18 +37,6 @@ SIDES = (
     "prefill busy", "queue", "compute", "links busy", "transfer", "wait for pages", "decode busy", "KV peak", "rows",
 )  # fmt: skip
 SIDES_TITLE = "Prefill and decode at the load that each sustains (times: means)"
-
-CARRIED = ("kv_dtype", "fp8_activations")
-"""Options of a configuration that `lockstep serve` has too."""
-
-OF_MEDIA = ("media", "mm_encoder_tp_mode")
-"""Options about media: the encoder of a server is that of its model."""
-
-NOT_EMULATED = ("jump_forward_tokens", "encoder_cache_tokens", "encoder_budget_tokens")
-"""Settings that a real engine supports. An emulated engine draws each token independently and takes no pictures."""
-
-EMULATED = ("tp", "engine", "profile")
-"""Options that an emulated server takes."""
 
 GOODPUT = (
     "requests per second that complete within every SLO's bound, a percentile's bound serving as each request's own"
@@ -180,135 +166,6 @@ def _full_resource(result: TrialResult, rows_max: int) -> str:
 def _slo_name(name: str) -> str:
     metric, _, statistic = name.partition("_")
     return f"{metric if metric == 'e2e' else metric.upper()} {statistic}".strip()
-
-
-# ------------------------------------------------------------------------------------------------------------- commands
-
-
-def simulate_command(candidate: Candidate) -> str:
-    """Return the command line that repeats the winner's first long simulation."""
-    assert candidate.best is not None
-    scenario = candidate.best.first_trial.scenario()
-    alone = candidate.best.replicas == 1 and not scenario.engines
-    return scenario.base.command() if alone else scenario.command()
-
-
-def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
-    """Return `lockstep serve` commands for one replica: with the model from FOLDER, and emulated.
-
-    With separate prefill and decode engines the commands are for one decode engine.
-    Assumptions about the workload, such as `expert_cv`, and limits of requests are not part of a server.
-    """
-    assert candidate.best is not None
-    assert candidate.trial is not None
-    base, trial, split = candidate.trial.base, candidate.trial, candidate.split
-    if split is not None and split.decode.tp is not None:
-        base = replace(base, tp=split.decode.tp)
-    usual = {field.name: field.default for field in sim_options()}
-    unlike = [name for name in names_where("configures") if getattr(base, name) != usual[name]]
-    lacks = [f"{name} {shown(getattr(base, name))}" for name in unlike if name not in CARRIED]
-    if split is not None:
-        groups = split.groups(base.gpu, candidate.best.replicas)
-        lacks.insert(
-            0, " and ".join(f"{g.count} {g.settings['role']}" for g in groups) + " engines, see --prefill-engines"
-        )
-    elif candidate.best.replicas > 1:
-        lacks.insert(0, f"{candidate.best.replicas} replicas behind {trial.router.policy}")
-    if base.settings.get("speculative_method", "none") != "none":
-        lacks.append(f"speculative_method {base.settings['speculative_method']}")
-    lacks += [f"{name} {shown(value)}" for name, value in base.settings.items() if _is_missed(name, value)]
-    media = {name: getattr(base, name) for name in OF_MEDIA}
-    lacks += [f"{name} {value}" for name, value in media.items() if value != usual[name]]
-    if base.lora_targets != usual["lora_targets"]:
-        lacks.append(f"lora_targets {base.lora_targets}")
-    tiers = _tiers_served(base.tiers)
-    if "hybrid_memory" in base.tiers:
-        lacks += [f"{name} {shown(value)}" for name, value in base.tiers.items()]
-    common = ["--mem-fraction", shown(base.mem_fraction)] if base.mem_fraction != usual["mem_fraction"] else []
-    if base.kv_dtype == "fp8":
-        common += ["--kv-cache-dtype", "fp8_e4m3"]
-    if base.fp8_activations != usual["fp8_activations"]:
-        common += ["--fp8-activations", base.fp8_activations]
-    if base.adapters is not None:
-        common += ["--lora", "NAME=ADAPTER_FOLDER"]
-    if base.max_lora_rank != usual["max_lora_rank"]:
-        common += ["--max-lora-rank", str(base.max_lora_rank)]
-    profile = profile_of(base)
-    settings = profile_settings(profile) | dict(base.settings)
-    layout = {name: getattr(base, name) for name in ("tp", "pp", "ep") if getattr(base, name) > 1}
-    if layout.get("ep") != layout.get("tp"):
-        layout.pop("ep", None)  # a server divides experts over all ranks of a stage, or not at all
-    if base.pp == 1:
-        settings = {name: value for name, value in settings.items() if name not in STAGES_ONLY}
-    elif "pp_size" not in settings:
-        settings["pp_size"] = 1  # one running batch; a server has one for each stage by itself
-    served = ["--model", "FOLDER", *_option_words(layout), *common, *_tier_words(tiers), *_set_words(settings)]
-    emulated = ["--emulate", f"{base.model}@{base.gpu}", *common]
-    for name in EMULATED:
-        if name == "engine":
-            emulated += ["--engine", base.engine] if base.engine is not None else []
-        elif name == "profile":
-            implied = profile_of(replace(base, profile=None))
-            emulated += ["--profile", profile] if profile != implied else []
-        elif name in unlike:
-            emulated += [option_of(name), str(getattr(base, name))]
-    if base.calibration is not None:
-        emulated += ["--calibration", base.calibration]
-    not_emulated = (*NOT_EMULATED, *STAGES_ONLY)
-    emulated += _set_words({name: value for name, value in base.settings.items() if name not in not_emulated})
-    emulated_lacks = [one for one in lacks if one.partition(" ")[0] not in EMULATED]
-    of_stages = [(name, value) for name, value in base.settings.items() if name in STAGES_ONLY and value]
-    emulated_lacks += [f"{name} {shown(value)}" for name, value in of_stages if (name, value) != ("pp_size", 1)]
-    lacks = [one for one in lacks if one.partition(" ")[0] not in layout]
-    emulated_lacks += [f"{name} {shown(value)}" for name, value in tiers.items()]
-    emulated_lacks += [f"{name} {base.settings[name]}" for name in NOT_EMULATED if base.settings.get(name)]
-    if base.adapters is not None:
-        emulated_lacks.append("the time of what adapters add to products")
-    return (
-        ServeCommand(shlex.join(["lockstep", "serve", *served]), lacks),
-        ServeCommand(shlex.join(["lockstep", "serve", *emulated]), emulated_lacks),
-    )
-
-
-def _described_vllm(winner: Candidate) -> dict[str, Any] | None:
-    command = vllm_command(winner)
-    return None if command is None else command._asdict()
-
-
-def _is_served(name: str) -> bool:
-    """Return whether `lockstep serve` takes a setting of the scheduler. Its drafts follow from its own options."""
-    return not runtime_refusal(name) and name not in (*DRAFT_SETTINGS, *TRANSFER_SETTINGS)
-
-
-def _is_missed(name: str, value: Any) -> bool:
-    """Return whether a setting has an effect that a server lacks. Off, none and one stage have no effect."""
-    return name not in DRAFT_SETTINGS and not _is_served(name) and bool(value)
-
-
-def _tiers_served(tiers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of tiers that `lockstep serve` takes: without rates, and without tiers of separate pools."""
-    if not tiers.get("host_cache_gb") or "hybrid_memory" in tiers:
-        return {}
-    known = options_of(RankOptions)
-    return {name: value for name, value in tiers.items() if name in known}
-
-
-def _tier_words(tiers: Mapping[str, Any]) -> list[str]:
-    """Return the options of tiers as arguments of `lockstep serve`."""
-    known = options_of(RankOptions)
-    words = [word for name, value in tiers.items() for word in known[name].words(value)]
-    return words + (["--storage", "KV_FOLDER"] if tiers.get("storage_gb") else [])
-
-
-def _option_words(values: Mapping[str, Any]) -> list[str]:
-    return [word for name, value in values.items() for word in (option_of(name), str(value))]
-
-
-def _set_words(settings: Mapping[str, Any]) -> list[str]:
-    """Return the supported scheduler settings as arguments of `lockstep serve`: JSON, or text unchanged."""
-    served = {name: value for name, value in settings.items() if _is_served(name)}
-    values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in served.items()}
-    return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
 
 
 # ----------------------------------------------------------------------------------------------------------------- text
@@ -442,10 +299,13 @@ class PlanAnswer:
         links = [c.trial.scenario() for c in self.candidates if c.trial is not None and c.split is not None]
         if links:
             speed = f"{links[0].link_gbs:g} GB/s per GPU and way, {show_us(links[0].link_latency_us)}"
-            lines.append(
-                "The command to serve is for one decode engine; with --prefill-engines and --decode-engines a server "
-                f"runs both kinds. The links between them, as simulated: {speed}."
-            )
+            lines.append(f"The links between prefill and decode engines, as simulated: {speed}.")
+            if (placed := {one.placement for one in links} - {USUAL_PLACEMENT}) and setups:
+                inside, size = achieved(setups[0].gpu, "send_gbs").value, scale_up_gpus(setups[0].gpu)
+                lines.append(
+                    f"Racks, {' and '.join(sorted(placed))}: transfers within a domain of {size} GPUs take its links, "
+                    f"{inside:g} GB/s per GPU; a request's decode engine is chosen by load, not by rack."
+                )
         prices = sorted({(c.configuration.gpu, c.price_source) for c in self.candidates if c.price_source})
         if all(c.usd_per_gpu_hour is None for c in self.candidates):
             unknown = [(gpu, why) for gpu, why in prices if "has no price" in why]
@@ -601,6 +461,11 @@ class PlanAnswer:
     def to_json(self) -> str:
         """Return `describe` as JSON text."""
         return json.dumps(self.describe(), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _described_vllm(winner: Candidate) -> dict[str, Any] | None:
+    command = vllm_command(winner)
+    return None if command is None else command._asdict()
 
 
 def _known(evaluation: Evaluation | None) -> Evaluation:

@@ -1,9 +1,11 @@
 """Intervals of a number, from replications of a simulation or, if nothing is drawn, from blocks of one run.
 
-**Replications.** Another seed makes another generated workload. The values of n replications have Student's interval
-for their mean, mean +- t s / sqrt(n). If each replication also has its own draw of a calibration's systematic error,
-the interval must cover the one real machine instead of the mean. This is the interval for one more value, mean +- t s
-sqrt(1 + 1/n). It includes both sources, and does not shrink to zero with more replications.
+**Replications.** Another seed makes another generated workload. Latencies are positive and skewed, so the interval is
+computed on their logarithms, with mean m and standard deviation s. The values of n replications have Student's
+interval for their median, exp(m +- t s / sqrt(n)). If each replication also has its own draw of a calibration's
+systematic error, the interval must cover the one real machine instead of the median. This is the interval for one more
+value, exp(m +- t s sqrt(1 + 1/n)). It includes both sources, and does not shrink to zero with more replications. Both
+cover as often as stated if the values are log-normal.
 
 **Blocks.** A recorded trace is fixed. The variation between similar traces is estimated from blocks of consecutive
 requests: as many blocks as there are are drawn again, with replacement. Neighbours share a burst and a queue, so they
@@ -54,16 +56,34 @@ def student_t(probability: float, freedom: int) -> float:
 
 
 def interval_of(values: Sequence[float], confidence: float, *, systematic: bool) -> Interval:
-    """Return the interval of one or more replications; the interval of a single one is unbounded."""
+    """Return the mean of one or more replications and its interval; the interval of a single one is unbounded.
+
+    The logarithm of 0 has no bound, so the interval of values with a 0 is computed on the values themselves.
+
+    Args:
+        values: of the replications, at least 0, in any unit; infinite if too many requests failed.
+        confidence: the share of intervals that cover, from 0 to 1.
+        systematic: whether the interval is that of one more value.
+    """
     if any(math.isinf(value) for value in values):
         return Interval(math.inf, min(values), math.inf)
+    mean = math.fsum(values) / len(values)
+    if len(values) == 1:
+        return Interval(mean, -math.inf, math.inf)
+    if min(values) <= 0.0:
+        low, high = _student_ends(values, confidence, systematic=systematic)
+        return Interval(mean, max(low, 0.0), high)
+    low, high = _student_ends([math.log(value) for value in values], confidence, systematic=systematic)
+    return Interval(mean, min(math.exp(low), mean), max(math.exp(high), mean))
+
+
+def _student_ends(values: Sequence[float], confidence: float, *, systematic: bool) -> tuple[float, float]:
+    """Return both ends of Student's interval of two values or more."""
     n = len(values)
     mean = math.fsum(values) / n
-    if n == 1:
-        return Interval(mean, -math.inf, math.inf)
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
     half = student_t((1.0 + confidence) / 2.0, n - 1) * spread * math.sqrt(1.0 / n + (1.0 if systematic else 0.0))
-    return Interval(mean, max(mean - half, 0.0), mean + half)
+    return mean - half, mean + half
 
 
 def block_samples(slo: Slo, requests: Requests, seed: int) -> list[float]:

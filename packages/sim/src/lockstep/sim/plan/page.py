@@ -95,7 +95,7 @@ def _html(shown: Table, caption: str) -> str:
 
 
 def _commands(winner: Candidate) -> str:
-    from lockstep.sim.plan.answer import serve_commands, simulate_command
+    from lockstep.sim.plan.serve_command import serve_commands, simulate_command
     from lockstep.sim.plan.vllm_command import vllm_command
 
     parts = []
@@ -171,7 +171,7 @@ limits is the answer.</p>
 
 
 def _winner_run(winner: Candidate) -> ReportRun:
-    from lockstep.sim.plan.answer import simulate_command
+    from lockstep.sim.plan.serve_command import simulate_command
     from lockstep.sim.plan.trial import simulate_trial
 
     best = winner.best

@@ -156,7 +156,8 @@ def forecast_section(answer: PlanAnswer) -> str:
 
 def sensitivity_section(answer: PlanAnswer, winner: Candidate) -> str:
     """Return which assumptions would change the winner, and the next questions, each with its command."""
-    from lockstep.sim.plan.answer import limit_of, simulate_command
+    from lockstep.sim.plan.answer import limit_of
+    from lockstep.sim.plan.serve_command import simulate_command
 
     changing = assumptions_of(answer.question, answer.candidates, winner)
     asking = next_questions(answer.question, winner, limit_of(winner), simulate_command(winner))

@@ -14,7 +14,7 @@ from lockstep.core.cluster.router import ROUTER_POLICIES, RouterConfig
 from lockstep.core.contract.config import TRANSFER_SETTINGS
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.options import options_of
-from lockstep.sim.cluster.scenario import parse_scaling
+from lockstep.sim.cluster.scenario import PLACEMENTS, ClusterScenario, parse_scaling
 from lockstep.sim.cost import GpuSpec
 from lockstep.sim.cost.hardware import PRICE_KINDS
 from lockstep.sim.host.closed_loop import CONCURRENCY_MAX
@@ -29,11 +29,11 @@ from lockstep.sim.workload.mix import MIX_PREFIX, parse_mix
 from lockstep.sim.workload.workload import STRICT, SourceReading, Workload, open_workload
 
 CONFIGURATIONS_MAX = 2_000
-OWN_KEYS = (*names_where("searched"), "router", "autoscale", PREFILL_DECODE)
+OWN_KEYS = (*names_where("searched"), "router", "autoscale", PREFILL_DECODE, "placement")
 """Names that can be searched besides the scheduler's settings."""
 
-LINK_KEYS = ("link_gbs", "link_latency_us")
-"""Options of links between prefill and decode engines."""
+LINK_KEYS = ("link_gbs", "link_latency_us", "placement")
+"""Options of the ways between prefill and decode engines."""
 
 YES_NO = {"yes": True, "no": False, "true": True, "false": False}
 
@@ -192,9 +192,9 @@ class Question:
             )
         if not self.splits:
             for name in LINK_KEYS:
-                if name in self.common:
+                if name in self.common or name in dict(self.search):
                     raise ConfigError(
-                        f"`{name}` applies to links between prefill and decode engines, and there are none\n"
+                        f"`{name}` applies to prefill and decode engines, and there are none\n"
                         f"hint: --search {PREFILL_DECODE}={MIXED},1:1, or leave it out"
                     )
             return
@@ -250,7 +250,7 @@ class Question:
 def _meaningful(chosen: dict[str, Any], split: RoleSplit | None) -> dict[str, Any]:
     """Return the settings with an effect: no `tp` if each side has its own, no transfer settings without transfers."""
     if split is None:
-        return {name: value for name, value in chosen.items() if name not in TRANSFER_SETTINGS}
+        return {name: value for name, value in chosen.items() if name not in (*TRANSFER_SETTINGS, *LINK_KEYS)}
     return {name: value for name, value in chosen.items() if name != "tp" or not split.names_tp}
 
 
@@ -284,6 +284,7 @@ def parse_search(texts: tuple[str, ...]) -> tuple[tuple[str, tuple[Any, ...]], .
         name, equals, values_text = text.partition("=")
         if not equals:
             raise ConfigError(f"`search` has `{text}`, expected NAME=VALUES\nhint: such as --search tp=1,2,4")
+        _refuse_unsearched(name)
         key = field_of(name, (*OWN_KEYS, *TIER_KEYS))
         if key in found:
             raise ConfigError(f"`search` names `{key}` twice\nhint: put all its values into one")
@@ -295,6 +296,29 @@ def parse_search(texts: tuple[str, ...]) -> tuple[tuple[str, tuple[Any, ...]], .
             raise ConfigError(f"`search`: `{key}` has a value twice: {values_text}")
         found[key] = values
     return tuple(found.items())
+
+
+def _refuse_unsearched(name: str) -> None:
+    """Raise ConfigError for an option of `lockstep simulate` that a plan does not search, with the way that does."""
+    key = name.strip().lower().removeprefix("--").replace("-", "_")
+    options = {**options_of(Scenario), **options_of(ClusterScenario)}
+    own = {field.flag[2:].replace("-", "_"): field.name for field in options.values()}
+    field = options.get(key) or options.get(own.get(key, "")) or options.get(f"{key}_us")
+    if field is None or {key, field.name} & {*OWN_KEYS, *TIER_KEYS, "settings", "tiers"}:
+        return
+    if field.name == "gpu":
+        why, hint = "is what every plan compares", "--gpus h100,h200"
+    elif field.name in ("rate", "concurrency"):
+        why, hint = "is the load that a plan varies", "--rate, --sessions, or neither of them for the largest load"
+    elif field.name in ("replicas", "engines"):
+        why, hint = "follows from the load", f"--max-gpus, or --search {PREFILL_DECODE}=1:3,1:1"
+    elif field.takes("plan"):
+        why = "belongs to the question, and is equal for all configurations"
+        hint = f"one plan for each value, `lockstep plan ... {field.flag} VALUE --json FILE`"
+    else:
+        why = "is an option of one simulation"
+        hint = f"`lockstep simulate ... {field.flag} VALUE --out DIR` for each value, then `lockstep compare`"
+    raise ConfigError(f"`search`: `{name.strip()}` {why}; a plan does not search it\nhint: {hint}")
 
 
 def _words(key: str, part: str) -> list[str]:
@@ -335,6 +359,8 @@ def _value(key: str, word: str) -> Any:
         if word not in ROUTER_POLICIES:
             raise ConfigError(f"`search`: `router` must be one of {', '.join(ROUTER_POLICIES)}, got `{word}`")
         return word
+    if key == "placement" and word not in PLACEMENTS:
+        raise ConfigError(f"`search`: `placement` must be one of {', '.join(PLACEMENTS)}, got `{word}`")
     if key == "autoscale":
         return scaling_of(word)
     if key == PREFILL_DECODE:

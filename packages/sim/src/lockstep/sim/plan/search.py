@@ -37,9 +37,11 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.host.options import options_of
 from lockstep.sim.catalogue import load_gpu
 from lockstep.sim.cluster.capacity_estimate import CapacityEstimate, estimate_capacity, new_prompt_tokens
+from lockstep.sim.cluster.scenario import USUAL_PLACEMENT
 from lockstep.sim.cluster.setup import assemble_cluster
 from lockstep.sim.cost import CapacityError
 from lockstep.sim.cost.engines import NONE
+from lockstep.sim.cost.hardware import achieved
 from lockstep.sim.host.hybrid_memory import TransferBytes, window_tokens_of
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan.interval import Interval, interval_of, interval_of_samples
@@ -338,11 +340,14 @@ def _estimate(candidate: Candidate, setup: Setup, summary: WorkloadSummary) -> C
     hybrid = setup.config.hybrid is not msgspec.UNSET
     sizes = TransferBytes.of(setup.model, setup.scenario.kv_dtype, hybrid=hybrid)
     kv_bytes = sizes.of_prompt(new_prompt_tokens(summary), window_tokens_of(setup.model))
+    way_gbs = links.link_gbs
+    if links.placement != USUAL_PLACEMENT:  # the best case: every transfer stays within a rack
+        way_gbs = max(way_gbs, achieved(setup.gpu, "send_gbs").value)
     link_gpus = min(side.engines * one.split.gpus for side, one in ((split.prefill, prefill), (split.decode, setup)))
     rates = (
         split.prefill.engines * 1e6 / max(prefill_us, 1e-3),
         split.decode.engines * 1e6 / max(own.decode_us, 1e-3),
-        links.link_gbs * 1e9 * link_gpus / kv_bytes,
+        way_gbs * 1e9 * link_gpus / kv_bytes,
     )
     return CapacityEstimate(min(rates), prefill_us, own.decode_us, own.decode_rows)
 
@@ -374,6 +379,7 @@ def _trial_of(question: Question, configuration: Configuration, content: str) ->
     split = own.pop(PREFILL_DECODE, common.pop(PREFILL_DECODE, MIXED))
     common.pop(PREFILL_DECODE, None)
     if split == MIXED and question.splits:  # beside splits, which these settings apply to
+        own.pop("placement", None)
         common = {name: value for name, value in common.items() if name not in LINK_KEYS}
         settings = {name: value for name, value in settings.items() if name not in TRANSFER_SETTINGS}
     if chosen.get("speculative_method") == "none":  # searched beside methods that these settings apply to

@@ -55,6 +55,7 @@ class Trial:
     prefill_decode: str | None = None  # split of a replica, see split.py; None: all engines do both
     link_gbs: float | None = None  # of each GPU to other engines; None: the default of ClusterScenario
     link_latency_us: int | None = None
+    placement: str | None = None  # of prefill and decode engines in racks
 
     @property
     def key(self) -> str:
@@ -99,7 +100,7 @@ class Trial:
         """Return the scenario to simulate; the factor is not part of it."""
         split = self.split
         scaling = None if self.autoscale == NO_SCALING else parse_scaling(self.autoscale).within(self.replicas)
-        links = {"link_gbs": self.link_gbs, "link_latency_us": self.link_latency_us}
+        links = {name: getattr(self, name) for name in ("link_gbs", "link_latency_us", "placement")}
         given: dict[str, Any] = {name: value for name, value in links.items() if value is not None}
         return ClusterScenario(
             base=replace(self.base, mm_encoder_tp_mode=self._encoder_tp_mode),

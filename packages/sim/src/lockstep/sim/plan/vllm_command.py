@@ -2,6 +2,11 @@
 
 Sizes are vLLM's own options, and what remains of the scheduler's settings goes in `--additional-config`. The command is
 printed if the calibration is one of vLLM: then the times of the plan are those of vLLM.
+
+Replicas of a dense model are `--data-parallel-size`: independent engines of one vLLM, whose front end sends a request
+to the engine with the fewest. The same option divides the experts of a model that has them over all engines, which then
+step together, so replicas of such a model are separate servers. `lockstep.vllm` refuses vLLM's connectors between
+prefill and decode engines.
 """
 
 from __future__ import annotations
@@ -15,12 +20,17 @@ from typing import Any, NamedTuple
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.profiles import profile_settings
 from lockstep.host.options import number_word
+from lockstep.sim.cost.hardware import scale_up_gpus
 from lockstep.sim.plan.question import shown
 from lockstep.sim.plan.search import Candidate
+from lockstep.sim.plan.trial import NO_SCALING
 from lockstep.sim.run.engine import profile_of
 from lockstep.sim.scenario.scenario import Scenario, names_where, sim_options
 
 SCHEDULER = "lockstep.vllm.Scheduler"
+MACHINE_GPUS = 8  # of the usual server; more are in several, even with one NVLink domain
+BY_MACHINE = "--data-parallel-size-local and --data-parallel-address"  # options of vLLM for several machines
+FEWEST_REQUESTS = "least_requests"  # the router's policy that is vLLM's
 ENGINE = "vllm"  # `engine` of a calibration of vLLM
 
 OF_VLLM = frozenset(
@@ -44,7 +54,10 @@ class ServeCommand(NamedTuple):
 
 
 def vllm_command(candidate: Candidate) -> ServeCommand | None:
-    """Return the command of one replica, and what it lacks; None if the plan's calibration is not one of vLLM."""
+    """Return the command of all replicas, or of one if vLLM has no equivalent of several, and what it lacks.
+
+    Returns: None if the plan's calibration is not one of vLLM.
+    """
     setup = candidate.setup
     if setup is None or candidate.trial is None or setup.calibration.engine != ENGINE:
         return None
@@ -52,6 +65,9 @@ def vllm_command(candidate: Candidate) -> ServeCommand | None:
     words = ["vllm", "serve", base.model if Path(base.model).exists() else "MODEL", *_sizes(base, config)]
     if base.tp > 1:
         words += ["--tensor-parallel-size", str(base.tp)]
+    replicas, replicas_lack = _replicas(candidate)
+    if replicas > 1:
+        words += ["--data-parallel-size", str(replicas)]
     if base.ep > 1:
         words.append("--enable-expert-parallel")
     if base.weights_dtype == "fp8":
@@ -64,7 +80,7 @@ def vllm_command(candidate: Candidate) -> ServeCommand | None:
     own = _own_settings(base, config)
     if own:
         words += ["--additional-config", json.dumps({"lockstep": own})]
-    return ServeCommand(shlex.join(words), _lacks(candidate, base))
+    return ServeCommand(shlex.join(words), [*replicas_lack, *_lacks(base)])
 
 
 def _sizes(base: Scenario, config: SchedConfig) -> list[str]:
@@ -117,16 +133,30 @@ def _own_settings(base: Scenario, config: SchedConfig) -> dict[str, Any]:
     return found
 
 
-def _lacks(candidate: Candidate, base: Scenario) -> list[str]:
-    """Return the parts of the configuration that the command does not have, in words."""
+def _replicas(candidate: Candidate) -> tuple[int, list[str]]:
+    """Return the number of replicas that the command has, and what it lacks of those of the plan."""
+    best, trial, setup = candidate.best, candidate.trial, candidate.setup
+    if candidate.split is not None:
+        return 1, ["separate prefill and decode engines"]
+    if best is None or trial is None or setup is None or best.replicas == 1:
+        return 1, []
+    lacks = [] if trial.router.policy == FEWEST_REQUESTS else [f"router {trial.router.policy}"]
+    if trial.autoscale != NO_SCALING:
+        lacks.append(f"autoscale {trial.autoscale}")
+    count = number_word(best.replicas)
+    if setup.model.experts is not None:
+        return 1, [f"{count} replicas of a model with experts (start this command once for each)", *lacks]
+    gpus = best.replicas * trial.base.tp * trial.base.pp
+    if gpus > min(scale_up_gpus(setup.gpu), MACHINE_GPUS):
+        lacks.append(f"{gpus} GPUs on more than one machine (add {BY_MACHINE})")
+    return best.replicas, lacks
+
+
+def _lacks(base: Scenario) -> list[str]:
+    """Return the parts of a replica's configuration that the command does not have, in words."""
     usual = {one.name: one.default for one in sim_options()}
     unlike = [name for name in names_where("configures") if getattr(base, name) != usual[name]]
     lacks = [f"{name} {shown(getattr(base, name))}" for name in unlike if name not in CARRIED]
-    if candidate.split is not None:
-        lacks.insert(0, "separate prefill and decode engines")
-    elif candidate.best is not None and candidate.best.replicas > 1:
-        policy = candidate.trial.router.policy if candidate.trial is not None else ""
-        lacks.insert(0, f"{number_word(candidate.best.replicas)} replicas behind {policy}")
     if base.tiers.get("host_cache_gb") or "hybrid_memory" in base.tiers:
         lacks += [f"{name} {shown(value)}" for name, value in base.tiers.items()]
     return lacks

@@ -177,3 +177,11 @@ for (const button of document.querySelectorAll("button[data-copy]")) {
 }
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { for (const chart of live) chart.draw(); });
+
+/** Draw every chart for paper, or for the screen again: the width of its place and the colours change at once. */
+function setPaper(on) {
+  document.documentElement.classList.toggle("paper", on);
+  for (const chart of live) chart.draw();
+}
+addEventListener("beforeprint", () => setPaper(true));
+addEventListener("afterprint", () => setPaper(false));

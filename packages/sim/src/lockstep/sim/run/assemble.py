@@ -12,6 +12,7 @@ import msgspec
 
 from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.rank_settings import settings_of_rank
 from lockstep.host.adapters import LORAS
 from lockstep.host.options import option_of
 from lockstep.sim.catalogue import load_gpu, load_model
@@ -24,6 +25,7 @@ from lockstep.sim.cost import (
     ModelSpec,
 )
 from lockstep.sim.cost.base_model import base_cost_model
+from lockstep.sim.cost.hardware import in_racks
 from lockstep.sim.cost.lora import check_targets
 from lockstep.sim.cost.models import check_split
 from lockstep.sim.cost.parallel import Parallelism
@@ -45,7 +47,7 @@ from lockstep.sim.run.engine import calibration_of, scheduling
 from lockstep.sim.run.environment import debug_level, environment_settings
 from lockstep.sim.run.layout import layout_of
 from lockstep.sim.run.load import check_load, check_measured, check_samples, check_seed, open_load
-from lockstep.sim.run.ranks import check_ranks, config_of_engine, settings_of_rank
+from lockstep.sim.run.ranks import check_ranks, config_of_engine
 from lockstep.sim.run.sessions import check_server_sessions
 from lockstep.sim.run.setup import Setup
 from lockstep.sim.scenario.scenario import Scenario
@@ -54,6 +56,12 @@ from lockstep.sim.workload.workload import Workload
 
 PAGES_MAX = 2**28  # this many pages take 3 GB of host memory
 ROWS_MAX = 2**20
+
+
+def gpu_of(scenario: Scenario) -> GpuSpec:
+    """Return the GPU of a scenario, in its racks. Raises CatalogueError, or ConfigError for impossible racks."""
+    gpu = load_gpu(scenario.gpu)
+    return in_racks(gpu, scenario.scale_up_gpus, scenario.network_gbs, scenario.network_latency_us)
 
 
 def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, workload: Workload | None = None) -> Setup:
@@ -67,7 +75,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
     check_seed(scenario.seed)
     overridden = environment_settings(environ)
     scenario = replace(scenario, settings={**scenario.settings, **overridden})
-    model, gpu = load_model(scenario.model), load_gpu(scenario.gpu)
+    model, gpu = load_model(scenario.model), gpu_of(scenario)
     check_encoding(scenario)
     check_adapters(scenario)
     check_samples(scenario)

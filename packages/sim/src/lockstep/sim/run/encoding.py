@@ -12,7 +12,7 @@ from lockstep.sim.catalogue import load_encoders
 from lockstep.sim.cost import CapacityError, GpuSpec, KvCapacity
 from lockstep.sim.cost.capacity import StageBytes
 from lockstep.sim.cost.encoder import EncoderCost, Encoders, EncoderTpMode, MediaContent
-from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US
+from lockstep.sim.cost.hardware import network_of
 from lockstep.sim.host.encoder_lane import ENCODER_GPUS_MAX, EncoderLane, MediaSink
 from lockstep.sim.workload.media import parse_media
 from lockstep.sim.workload.turns import Turns
@@ -121,7 +121,8 @@ class EncoderSetup:
 
     def describe(self) -> dict[str, Any]:
         """Return encoder, contents and links with their sources, for metrics.json."""
-        network = {"network_gbs": asdict(NETWORK_GBS), "network_latency_us": asdict(NETWORK_LATENCY_US)}
+        rate, latency = network_of(self.cost.gpu)
+        network = {"network_gbs": asdict(rate), "network_latency_us": asdict(latency)}
         found = {"contents": len(self.contents), "gpus": self.gpus, **self.cost.describe()}
         return found | (network if self.gpus else {})
 

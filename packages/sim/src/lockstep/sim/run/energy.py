@@ -16,7 +16,7 @@ NEW_TOKENS = BATCH_COLUMNS.index("new_tokens")
 
 
 def site_of(scenario: Scenario) -> Site:
-    """Return the site of a scenario. Raises CapacityError for values that no site has."""
+    """Return the site of a scenario. Raises ConfigError for values that no site has."""
     return Site(scenario.pue, scenario.grid_gco2_per_kwh)
 
 

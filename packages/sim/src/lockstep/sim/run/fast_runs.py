@@ -30,8 +30,8 @@ LOOP_REQUESTS_MAX = 4_000_000  # requests of all sessions that a closed loop may
 # Settings that may have any value.
 FOLLOWED = frozenset(
     "page_size pages radix_cache same_step_sharing context_tokens_max max_running_requests request_rows "
-    "schedule_conservativeness batching max_prefill_tokens chunked_prefill_size chunk_unit reserve "
-    "prefill_max_requests truncation_align_size prefill_decode_interval overlap_depth waiting_prefix_refresh "
+    "schedule_conservativeness batching max_prefill_tokens chunked_prefill_size chunked_prefill_size_min chunk_unit "
+    "reserve prefill_max_requests truncation_align_size prefill_decode_interval overlap_depth waiting_prefix_refresh "
     "retracted_requeue retracted_kv retraction_policy prefix_deduplication bypass_limit "
     "schedule_seed schedule_policy".split()
 )

@@ -1,4 +1,4 @@
-"""Settings of an engine whose data-parallel ranks have separate schedulers, and settings of each rank."""
+"""Settings of an engine whose data-parallel ranks have separate schedulers."""
 
 from __future__ import annotations
 
@@ -8,40 +8,10 @@ import msgspec
 
 from lockstep.core.contract.config import DELAYER_SETTINGS, RANK_SETTINGS, TRIGGER_SETTINGS, SchedConfig
 from lockstep.core.contract.errors import ConfigError
-from lockstep.sim.cost.models import ceil_div
+from lockstep.core.contract.rank_settings import DIVIDED
 
 if TYPE_CHECKING:
     from lockstep.sim.scenario.scenario import Scenario
-
-DIVIDED = (
-    *("max_running_requests", "request_rows", "max_queued_requests", "radix_capacity_pages", "transfer_slots"),
-    "pp_max_micro_batch_size",
-)
-"""Limits of an engine that are divided evenly among its ranks."""
-
-
-def settings_of_rank(given: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Return the settings of each rank: the engine's memory, rows and prefill budgets are divided evenly.
-
-    SGLang divides `chunked_prefill_size` and `max_running_requests` in the same way.
-    """
-    usual = {field.name: field.default for field in msgspec.structs.fields(SchedConfig)}
-    page_size = given.get("page_size", usual["page_size"])
-    share = dict(given)
-    for name in DIVIDED:
-        value = given.get(name, usual[name])
-        if isinstance(value, int):
-            share[name] = ceil_div(value, ranks)
-    for name in ("chunked_prefill_size", "max_prefill_tokens"):
-        value = given.get(name, usual[name])
-        if value is not None:
-            share[name] = max(value // ranks // page_size * page_size, page_size)
-    if "pages" in given:
-        share["pages"] = given["pages"] // ranks
-    tiers = given.get("tiers", msgspec.UNSET)
-    if tiers is not msgspec.UNSET:
-        share["tiers"] = msgspec.structs.replace(tiers, host_pages=max(tiers.host_pages // ranks, 1))
-    return {**share, "dp_ranks": ranks, "dp_rank": 0}
 
 
 def config_of_engine(config: SchedConfig) -> SchedConfig:

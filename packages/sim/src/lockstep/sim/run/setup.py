@@ -22,7 +22,7 @@ from lockstep.sim.cost import (
     ModelSpec,
 )
 from lockstep.sim.cost.expert_balance import spread_of
-from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US, domains_of, scale_up_gpus
+from lockstep.sim.cost.hardware import domains_of, network_of, scale_up_gpus
 from lockstep.sim.cost.lora import LoraSpec, slot_bytes
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.stages import stages_of
@@ -210,9 +210,10 @@ class Setup:
         split, gpu, lines = self.split, self.gpu, []
         domains = max(domains_of(gpu, split.tp), domains_of(gpu, split.ep))
         if domains > 1:
+            network, latency = network_of(gpu)
             lines.append(
                 f"tp {split.tp} spans {domains} nodes of {scale_up_gpus(gpu)} GPUs: the network between them is not "
-                f"measured, taken as {NETWORK_GBS.value:g} GB/s per GPU and {NETWORK_LATENCY_US.value:g} us"
+                f"measured, taken as {network.value:g} GB/s per GPU and {latency.value:g} us"
             )
         if split.tp > 1 and "scale_up_gbs" not in gpu.datasheet and not gpu.all_reduce:
             lines.append(

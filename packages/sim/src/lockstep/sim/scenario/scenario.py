@@ -104,6 +104,21 @@ class Scenario:
             configures=True,
         ),
     ] = None
+    scale_up_gpus: Annotated[
+        int | None,
+        SimOption(
+            "GPUs of an NVLink domain (a node or a rack); larger layouts span several over the network",
+            default="the GPU's: 8 for an HGX node, 72 for an NVL72 rack",
+            searched=True,
+        ),
+    ] = None
+    network_gbs: Annotated[
+        float | None,
+        SimOption("network between domains: GB/s per GPU, each way", default="the GPU's, or 40", searched=True),
+    ] = None
+    network_latency_us: Annotated[
+        int | None, SimOption("network between domains: one message, GPU to GPU", default="the GPU's, or 15us")
+    ] = None
     moe_a2a: Annotated[
         bool,
         SimOption(
@@ -249,7 +264,12 @@ class Scenario:
     # Drafts, besides the scheduler's settings: docs/cost-models.md, section 10.
     acceptance: Annotated[
         str | None,
-        SimOption("probability that draft 1,2,... is right", metavar="RATES", default="by the method", stored=True),
+        SimOption(
+            "probability that draft 1,2,... is right; of a tree 0.7/0.1,0.6/0.1",
+            metavar="RATES",
+            default="by the method",
+            stored=True,
+        ),
     ] = None
     acceptance_spread: Annotated[
         float, SimOption("standard deviation of its log-odds between requests", stored=True)

@@ -52,7 +52,9 @@ class GeneratorSpec:
     arrivals: str = "poisson"
     cv: float = 1.0  # of the gaps, for arrivals=gamma
     input: Distribution = field(default=Fixed(512))  # new prompt tokens of a turn, after shared prefix and history
-    output: Distribution = field(default=Fixed(128))
+    output: Distribution | None = field(default=Fixed(128))  # None: only prompts are run: embeddings, scores, rerank
+    items: Distribution = field(default=Fixed(1))  # requests of a call, which arrive together
+    query: Distribution | None = None  # tokens with which all requests of a call begin
     shared_prefix: SharedPrefix | None = None
     prefix_choice: float = 0.0  # system prompt k (from 1) is chosen with weight 1 / k**prefix_choice
     sessions: int | None = None
@@ -90,9 +92,18 @@ def _check_together(text: str, values: dict[str, Any]) -> None:
         ("prefix_choice", "shared_prefix", _EXAMPLES["shared_prefix"]),
         ("sessions", "turns", _EXAMPLES["turns"]),
         ("think", "turns", _EXAMPLES["turns"]),
+        ("query", "items", _EXAMPLES["items"]),
     ):
         if key in values and (needed not in values or (key == "cv" and values["arrivals"] != "gamma")):
             raise WorkloadError(text, f"`{key}` has no effect without {needed}={value}", f"add it, or remove `{key}`")
+    for key, other, why in (
+        ("items", "turns", "the requests of a call arrive together, and turns follow each other"),
+        ("grammars", "output", "a grammar is of an output"),
+        ("turns", "output", "a turn follows the answer before it"),
+    ):
+        if key in values and other in values and (other == "turns" or values[other] is None):
+            problem = f"`{key}` cannot be combined with `{other}`" + ("" if other == "turns" else " none")
+            raise WorkloadError(text, f"{problem}: {why}", f"remove `{key}`")
     prefix_tokens = values["shared_prefix"].tokens if "shared_prefix" in values else 0
     if prefix_tokens + 2 > (max_total := values.get("max_total", LENGTH_TOKENS_MAX)):
         problem = f"`max_total` {max_total} leaves no room after a shared prefix of {prefix_tokens} tokens"
@@ -117,6 +128,10 @@ def _parse_cv(text: str) -> float:
 
 def _parse_lengths(text: str) -> Distribution:
     return parse_distribution(text, parse_tokens)
+
+
+def _parse_output(text: str) -> Distribution | None:
+    return None if text == "none" else _parse_lengths(text)
 
 
 def _parse_think(text: str) -> Distribution:
@@ -165,7 +180,9 @@ _KEYS: dict[str, Callable[[str], object]] = {
     "arrivals": _parse_arrivals,
     "cv": _parse_cv,
     "input": _parse_lengths,
-    "output": _parse_lengths,
+    "output": _parse_output,
+    "items": _parse_lengths,
+    "query": _parse_lengths,
     "shared_prefix": _parse_shared_prefix,
     "prefix_choice": _parse_prefix_choice,
     "sessions": parse_tokens,
@@ -181,6 +198,8 @@ _EXAMPLES = {
     "cv": "2",
     "input": "lognormal:900:0.75",
     "output": "uniform:100:300",
+    "items": "uniform:10:50",
+    "query": "fixed:32",
     "shared_prefix": "256x4",
     "prefix_choice": "zipf",
     "sessions": "100",
@@ -218,6 +237,9 @@ def generate(spec: GeneratorSpec, *, seed: int, limit: int | None = None) -> Tur
         if spec.shared_prefix is not None:
             append_run(prompt, choose_prefix() * shared.tokens, shared.tokens)
         history_tokens = shared.tokens
+        if spec.items != Fixed(1) or spec.query is not None:
+            _append_call(turns, spec, streams, fresh, (session, arrival_us), prompt, turns_max)
+            continue
         session_turns = draw_tokens(spec.turns, streams.turns)
         for turn in range(session_turns):
             lengths = _draw_lengths(spec, history_tokens, streams, is_first=turn == 0)
@@ -245,6 +267,45 @@ def generate(spec: GeneratorSpec, *, seed: int, limit: int | None = None) -> Tur
     return turns.build()
 
 
+def _append_call(
+    turns: TurnsBuilder,
+    spec: GeneratorSpec,
+    streams: _Streams,
+    fresh: FreshTokens,
+    call: tuple[int, int],
+    prefix: list[int],
+    turns_max: float,
+) -> None:
+    """Append the requests of a call, which arrive together and begin with its query.
+
+    Args:
+        call: its number, and its arrival in us.
+        prefix: runs of the system prompt.
+    """
+    number, arrival_us = call
+    shared_tokens = sum(prefix[1::2])
+    if spec.query is not None:
+        query_tokens = draw_tokens(spec.query, streams.query)
+        append_run(prefix, fresh.take(query_tokens), query_tokens)
+        shared_tokens += query_tokens
+    for item in range(draw_tokens(spec.items, streams.items)):
+        lengths = _draw_lengths(spec, shared_tokens, streams, is_first=True)
+        if lengths is None or len(turns) >= turns_max:
+            return
+        new_tokens, output_tokens = lengths
+        prompt = prefix.copy()
+        append_run(prompt, fresh.take(new_tokens), new_tokens)
+        turns.append(
+            TurnStart(arrival_us),
+            TurnLabel("c{0}i{1}", number, item),
+            prompt=prompt,
+            prompt_tokens=shared_tokens + new_tokens,
+            output_tokens=output_tokens,
+            output_first_token=fresh.take(output_tokens),
+            grammar=_draw_grammar(spec.grammars, streams.grammars) if spec.grammars is not None else "",
+        )
+
+
 class _Streams:
     """One random stream per property. Seeding with text hashes it with SHA-512, never with `hash()`."""
 
@@ -256,6 +317,8 @@ class _Streams:
         self.turns = Random(f"{seed}/turns")
         self.think = Random(f"{seed}/think")
         self.grammars = Random(f"{seed}/grammars")
+        self.items = Random(f"{seed}/items")
+        self.query = Random(f"{seed}/query")
 
 
 def _turns_max(spec: GeneratorSpec) -> float:
@@ -282,7 +345,7 @@ def _draw_lengths(
     room = spec.max_total - history_tokens
     for _ in range(_DRAWS_MAX if is_first else 1):
         new_tokens = draw_tokens(spec.input, streams.input)
-        output_tokens = draw_tokens(spec.output, streams.output)
+        output_tokens = 0 if spec.output is None else draw_tokens(spec.output, streams.output)
         if new_tokens + output_tokens <= room:
             return new_tokens, output_tokens
     if not is_first:

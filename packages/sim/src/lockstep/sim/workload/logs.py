@@ -166,9 +166,16 @@ class _Reader:
 
     def _check_countable(self, role: str) -> None:
         if self._tokenizer is None and self._chars is None:
-            where = f"{self._path}, line {self._records[0][0]}, column `{self._columns.of(role)}`"
-            problem = "is text, and no column has the number of its tokens"
-            raise WorkloadError(where, problem, "--tokenizer FOLDER counts them, --chars-per-token 4 estimates them")
+            column = self._columns.of(role)
+            assert column is not None
+            line, record = self._records[0]
+            where, problem = f"{self._path}, line {line}, column `{column}`", "is text"
+            hint = "--tokenizer FOLDER counts them, --chars-per-token 4 estimates them"
+            if _whole(record.get(column)) is not None:
+                problem = f"has `{record[column]}`, but a column of this name is text"
+                length = "input" if role == "text" else "output"
+                hint = f"if it has numbers of tokens: --columns {length}={column}; of texts, {hint}"
+            raise WorkloadError(where, f"{problem}, and no column has the number of its tokens", hint)
 
     def row(self, line: int, record: Record) -> TraceRow:
         """Return the row of a record. Raises _BadRowError."""

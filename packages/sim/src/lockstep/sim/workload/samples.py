@@ -57,6 +57,7 @@ def parse_samples(text: str) -> SampleSpec:
     return SampleSpec(share, low, high)
 
 
+# mechanism: samples (simulated)
 def with_samples(turns: Turns, spec: SampleSpec, *, seed: int) -> Turns:
     """Return the same turns, some of them with several samples. The choice does not depend on lengths."""
     has = random_stream(seed, "samples/share").random_sample(len(turns)) < spec.share

@@ -11,6 +11,7 @@ the definition of the trace, generated ones because prompts share only prefixes.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -82,28 +83,48 @@ def prompt_ids(runs: Sequence[int]) -> NDArray[np.int32]:
 
 
 class FreshTokens:
-    """Assigns ids from `start` up, each once. After 2**31 it restarts at `start`; only then do ids repeat."""
+    """Assigns ids from `start` up, each once. After 2**31 it restarts at `start`; only then do ids repeat.
+
+    No two assignments have the same first id, so prompts of fresh tokens have no common prefix even if ids repeat.
+    """
 
     def __init__(self, start: int) -> None:
         self._start = start
         self._next = start
+        self._firsts = array("I")  # first ids of all assignments since the last restart
+        self._earlier: set[int] = set()  # those before it
 
     def take(self, count: int) -> int:
         """Reserve `count` consecutive ids; return the first."""
-        if self._next + count > TOKEN_IDS:
-            self._next = self._start
-        first_token = self._next
-        self._next += count
+        first_token = self._unused(self._next)
+        if first_token + count > TOKEN_IDS:
+            self._earlier.update(self._firsts)
+            self._firsts = array("I")
+            first_token = self._unused(self._start)
+            if first_token + count > TOKEN_IDS:  # every id was the first of an assignment
+                first_token = self._start
+        self._firsts.append(first_token)
+        self._next = first_token + count
         return first_token
+
+    def took(self, firsts: NDArray[np.int64], stop: int) -> None:
+        """Note assignments that were made without `take`: their first ids [n], and the id behind the last."""
+        self._firsts.extend(firsts.tolist())
+        self._next = stop
+
+    def _unused(self, token: int) -> int:
+        while token in self._earlier:
+            token += 1
+        return token
 
 
 def fresh_tokens(start: int, counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the first id that `FreshTokens(start)` would assign for each of `counts`, [n]."""
-    firsts = np.empty(len(counts), np.int64)
-    done = 0
-    while done < len(counts):
-        stops = start + np.cumsum(counts[done:])
-        fitting = max(1, int(np.searchsorted(stops, TOKEN_IDS, side="right")))
-        firsts[done : done + fitting] = (stops - counts[done:])[:fitting]
-        done += fitting
+    stops = start + np.cumsum(counts)
+    firsts = stops - counts
+    fitting = int(np.searchsorted(stops, TOKEN_IDS, side="right"))
+    if fitting < len(counts):
+        fresh = FreshTokens(start)
+        fresh.took(firsts[:fitting], int(firsts[fitting]))
+        firsts[fitting:] = [fresh.take(count) for count in counts[fitting:].tolist()]
     return firsts

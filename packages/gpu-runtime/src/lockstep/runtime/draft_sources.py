@@ -1,0 +1,87 @@
+"""What drafts in an engine: a draft model, a head of EAGLE-3, or the layer of the model itself (MTP)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ConfigError
+from lockstep.host.quantization import Fp8Activations
+from lockstep.runtime.memory import explained
+from lockstep.runtime.models import LanguageModel, build_model
+from lockstep.runtime.models.draft_heads import DraftHead, eagle_head, mtp_head
+from lockstep.runtime.models.packed import pack_matrices
+from lockstep.runtime.rank_wire import RankSettings
+
+Draft: TypeAlias = LanguageModel | DraftHead
+TREES = ("cpu", "reference")
+"""Attention backends with a mask for each row."""
+
+
+def check_draft_model(folder: str | Path | None, method: object, ranks: int) -> None:
+    """Raise ConfigError if the speculative method and the draft model do not fit together."""
+    if folder is None and method in ("draft_model", "eagle"):
+        raise ConfigError(f"`speculative_method` is {method}, but no `draft_model` is given\nhint: give its folder")
+    if method == "mtp" and ranks > 1:
+        raise ConfigError(
+            f"`speculative_method` is mtp, but {ranks} processes run the model: its layer is not split\n"
+            "hint: speculative_method ngram needs no layer"
+        )
+    if folder is not None and method not in ("draft_model", "eagle"):
+        raise ConfigError(f"`draft_model` is {folder}, but `speculative_method` is {method}\nhint: drop one of the two")
+    if folder is not None and ranks > 1:
+        raise ConfigError(
+            f"`draft_model` is {folder}, but `tp` is {ranks}: a draft model is not split\n"
+            "hint: speculative_method ngram needs no model"
+        )
+
+
+def check_trees(config: SchedConfig, backend: str, *, debug: bool) -> None:
+    """Raise ConfigError if trees of drafts cannot be verified here."""
+    if config.speculative_method == "draft_model":
+        raise ConfigError(
+            f"`speculative_topk` is {config.speculative_topk}, but a draft model drafts chains here\n"
+            "hint: speculative_topk 1, or a head: speculative_method eagle or mtp"
+        )
+    if backend not in TREES:
+        raise ConfigError(
+            f"`speculative_topk` is {config.speculative_topk}, but attention backend {backend} has no masks of trees\n"
+            f"hint: speculative_topk 1, or attention_backend {' or '.join(TREES)}"
+        )
+    if debug:
+        raise ConfigError(
+            f"`debug` compares the KV of each position, and `speculative_topk` {config.speculative_topk} has several "
+            "tokens at one\nhint: speculative_topk 1 with debug"
+        )
+
+
+def draft_of(settings: RankSettings, method: object, model: LanguageModel, dtype: torch.dtype | None) -> Draft:
+    """Build what drafts for a model by a method that is not `ngram`.
+
+    Args:
+        dtype: of a draft model; heads have that of the model.
+    Raises: ConfigError if the folder holds something else, or does not fit the model.
+    """
+    if method == "mtp":
+        return mtp_head(settings.model, model, settings.random_weights_seed)
+    assert settings.draft_model is not None
+    if method == "eagle":
+        return eagle_head(settings.draft_model, model)
+    return _draft_model(settings, settings.draft_model, model, dtype)
+
+
+def _draft_model(settings: RankSettings, folder: str, model: LanguageModel, dtype: torch.dtype | None) -> LanguageModel:
+    """Build the draft model. Raises ConfigError if its vocabulary is not the model's, or if it does not generate."""
+    with explained("the draft model's weights", model.device, "a smaller draft model, or none"):
+        rounds: Fp8Activations = "off" if settings.fp8_activations == "off" else "auto"  # `on` is for the model itself
+        draft = build_model(Path(folder), dtype, model.device, fp8_activations=rounds, backend=settings.model_backend)
+        pack_matrices(draft)
+    if draft.settings.vocab != model.settings.vocab or not draft.settings.generates:
+        raise ConfigError(
+            f"`draft_model` {folder} has {draft.settings.vocab:,} tokens, the model {model.settings.vocab:,}\n"
+            "hint: take a model that generates, of the same family"
+        )
+    return draft

@@ -1,0 +1,44 @@
+"""Plans that an executor cannot run are refused before anything of them is done."""
+
+from __future__ import annotations
+
+from lockstep.core.contract.commands import BatchPlan
+from lockstep.runtime.errors import PlanError
+
+MODES = frozenset({"extend", "decode", "mixed", "prebuilt", "verify"})
+IDLE = "idle"  # the mode of a data-parallel rank with nothing to run
+
+
+def refuse_unknown(plan: BatchPlan, ranks: int = 1) -> None:
+    """Raise PlanError for a plan with a feature that this executor does not support.
+
+    Args:
+        ranks: data-parallel ranks of the executor.
+    """
+    modes = MODES if ranks == 1 else MODES | {IDLE}
+    if plan.mode not in modes:
+        raise PlanError(f"batch {plan.batch_id} has mode {plan.mode!r}; this executor runs {', '.join(sorted(modes))}")
+    if plan.layers:
+        raise PlanError(f"batch {plan.batch_id} has `layers`, which this executor does not support")
+    if plan.ranks is not None and len(plan.ranks.tokens) != ranks:
+        raise PlanError(
+            f"batch {plan.batch_id} has `ranks` of {len(plan.ranks.tokens)} ranks, and this executor is of {ranks}"
+        )
+    if plan.speculation is None and (plan.starts_after or plan.mode == "verify"):
+        what = "`starts_after`" if plan.starts_after else "mode 'verify'"
+        raise PlanError(f"batch {plan.batch_id} has {what}, but no `speculation` with what it verifies")
+    if plan.steps > 1 and plan.speculation is not None:
+        raise PlanError(f"batch {plan.batch_id} both verifies drafts and has {plan.steps} steps")
+    if plan.steps > 1 and plan.mode != "decode":
+        raise PlanError(
+            f"batch {plan.batch_id} has {plan.steps} steps in mode {plan.mode!r}; only decodes have several"
+        )
+
+
+def refuse_blocks(plan: BatchPlan, *, windows: bool, states: bool) -> None:
+    """Raise PlanError for a plan with states or window pages that the model of this executor does not have."""
+    assert plan.hybrid is not None
+    if (plan.hybrid.state_rows.size or plan.hybrid.checkpoint_index.size) and not states:
+        raise PlanError(f"batch {plan.batch_id} has states of layers, but the model here keeps none")
+    if plan.hybrid.pages.size and not windows:
+        raise PlanError(f"batch {plan.batch_id} gives out window pages, but the model here has none")

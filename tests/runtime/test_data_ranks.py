@@ -1,0 +1,227 @@
+"""Data-parallel ranks on tensors: the tokens of one plain engine, and one end for all ranks when one is lost.
+
+Ranks are engines in threads of this process. They agree over sockets and sum over gloo, as in processes of their own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
+
+
+from lockstep.core.contract.commands import LaunchBatch  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.events import RequestRetracted  # noqa: E402
+from lockstep.core.journal.replay import fold, replay  # noqa: E402
+from lockstep.host.errors import EngineStopped, killed_from_outside  # noqa: E402
+from lockstep.runtime import LLM, Params  # noqa: E402
+from lockstep.runtime.data_ranks import DataRank  # noqa: E402
+from lockstep.runtime.engine_config import EngineConfig  # noqa: E402
+from lockstep.runtime.forward import RankTokens  # noqa: E402
+from lockstep.runtime.models.layers import SharedRows  # noqa: E402
+from tests.support.live_server import until  # noqa: E402
+from tests.support.small_llm import requests_with_shared_beginnings, write_weights  # noqa: E402
+from tests.support.small_runtime import SMALL_QWEN3  # noqa: E402
+
+DENSE: dict[str, Any] = {**SMALL_QWEN3, "num_hidden_layers": 3, "tie_word_embeddings": True}
+EXPERTS: dict[str, Any] = {
+    **DENSE,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+SMALL: dict[str, Any] = {"device": "cpu", "grammar_backend": "none"}
+OF_ENGINE: dict[str, Any] = {"page_size": 4, "chunked_prefill_size": 48, "max_running_requests": 12, "pages": 600}
+COUNTS = {"dense, overlap": 200}  # of requests; of the others 60, since they take as long
+SETS: dict[str, tuple[dict[str, Any], int, dict[str, Any], dict[str, Any]]] = {
+    "dense, overlap": (DENSE, 2, {}, {"overlap_depth": 1, "retract_every": 7}),
+    "experts on ranks, delayer": (
+        EXPERTS,
+        3,
+        {"ep": 3, "debug": True},
+        {"prefill_delayer": True, "prefill_delayer_max_delay_passes": 4, "retract_every": 9},
+    ),
+    "experts by all-to-all, drafts": (
+        EXPERTS,
+        2,
+        {"ep": 2, "moe_a2a": True},
+        {"speculative_method": "ngram", "num_speculative_tokens": 3, "overlap_depth": 1, "batching": "mixed"},
+    ),
+}
+KINDS: list[dict[str, Any]] = [{}, {}, {"temperature": 1.0, "top_k": 20, "seed": 3}, {"logprobs": 2}]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Small models, large enough that tokens differ, by model type."""
+    configs = (DENSE, EXPERTS)
+    return {config["model_type"]: write_weights(tmp_path_factory.mktemp("model"), config) for config in configs}
+
+
+REQUESTS = requests_with_shared_beginnings(200, KINDS)
+
+
+@contextmanager
+def ranks_of(
+    folder: Path, ranks: int, place: Path, options: dict[str, Any], sched: dict[str, Any], **more: Any
+) -> Iterator[list[LLM]]:
+    """All ranks of one engine, of which every one starts in a thread of its own, since they wait for each other."""
+    place.mkdir(exist_ok=True)
+
+    def make(rank: int) -> LLM:
+        config = EngineConfig(
+            **{**SMALL, **options, **more},
+            tp=ranks,
+            attention_dp=ranks,
+            rank_schedulers=True,
+            data_rank=DataRank(rank, ranks, place),
+            journal=place / f"rank{rank}",
+            sched={**OF_ENGINE, **sched},
+        )
+        return LLM(folder, config)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        made = list(pool.map(make, range(ranks)))
+    try:
+        yield made
+    finally:
+        for llm in made:
+            llm.close()
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_requests_on_ranks_equal_one_engine(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    model, ranks, options, sched = SETS[name]
+    folder, rng, asked = folders[model["model_type"]], random.Random(4), REQUESTS[: COUNTS.get(name, 60)]
+    with LLM(folder, **SMALL, **OF_ENGINE) as single:
+        expected = single.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+    with ranks_of(folder, ranks, tmp_path, options, sched) as llms:
+        used = [min(rng.randrange(2 * ranks), ranks - 1) for _ in asked]  # most of them on the last rank
+        pending = [llms[rank].ask(*one) for rank, one in zip(used, asked, strict=True)]
+        cancelled = set(rng.sample(range(len(asked)), len(asked) // 10))
+        for number in cancelled:
+            llms[used[number]].host.cancel(pending[number].answer.request_id)
+        found = [llms[rank].wait(one) for rank, one in zip(used, pending, strict=True)]
+        for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            if number in cancelled and ours.finish_reason == "cancelled":
+                assert ours.token_ids == theirs.token_ids[: len(ours.token_ids)], number
+                continue
+            assert (ours.finish_reason, ours.token_ids) == (theirs.finish_reason, theirs.token_ids), number
+            np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=2e-4)
+        assert len({tuple(answer.token_ids) for answer in found}) > len(asked) // 2, (
+            "of tokens that are all alike little is learnt"
+        )
+    plans, retracted = [], 0
+    for rank, llm in enumerate(llms):
+        steps = list(fold(tmp_path / f"rank{rank}"))
+        assert replay(tmp_path / f"rank{rank}").digest == llm.host.engine.digest
+        plans.append([one.plan for _, step in steps for one in step.commands if isinstance(one, LaunchBatch)])
+        retracted += sum(isinstance(event, RequestRetracted) for _, step in steps for event in step.decided)
+    assert bool(retracted) == ("retract_every" in sched)
+    fewest = min(map(len, plans))  # ranks are stopped at different times
+    assert [plan.ranks for plan in plans[0][:fewest]] == [plan.ranks for plan in plans[-1][:fewest]]
+    modes, paddings = (
+        Counter(plan.mode for one in plans for plan in one),
+        {plan.ranks.padding for plan in plans[0] if plan.ranks},
+    )
+    assert modes["idle"] > 0
+    assert paddings == ({"sum_length"} if "speculative_method" in sched else {"max_length", "sum_length"})
+
+
+def test_ranks_with_nothing_to_run_are_quiet(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A round in which no rank runs anything is followed by no other round until something happens."""
+    with ranks_of(folders["qwen3"], 2, tmp_path, {}, {}) as llms:
+
+        def rounds() -> list[int]:
+            return [one.round for llm in llms if (one := llm.host.engine.ranks) is not None]
+
+        for llm in llms:
+            assert len(llm.generate([[5, 6, 7]], Params(max_new_tokens=3, ignore_eos=True))[0].token_ids) == 3
+        before = rounds()
+        until(lambda: not any(one.agreement.pending for llm in llms if (one := llm.data_ranks) is not None), 60)
+        turns = [llm.host.turns for llm in llms]
+        until(lambda: all(llm.host.turns > turn for llm, turn in zip(llms, turns, strict=True)), 60)
+        now = rounds()
+        assert now[0] == now[1]
+        assert max(now) <= max(before) + 3
+
+
+def test_the_end_of_a_rank_ends_all_of_them(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ranks_of(folders["qwen3"], 2, tmp_path, {}, {}) as llms:
+        pending = [llm.ask([5, 6, 7], Params(max_new_tokens=100, ignore_eos=True)) for llm in llms]
+        until(lambda: all(one.answer.token_ids for one in pending), 120)
+
+        def broken(*args: Any) -> Any:
+            raise ValueError("a fault")
+
+        monkeypatch.setattr(llms[1].model, "forward", broken)
+        for one in pending:
+            assert one.over.wait(120)
+        until(lambda: all(llm.host.failure for llm in llms), 120)
+        assert "a fault" in llms[1].host.failure
+        with pytest.raises(EngineStopped):
+            llms[0].generate([[5]], Params(max_new_tokens=1))
+        assert killed_from_outside(llms[0].host.error), "requests of the other ranks are not suspects"
+
+
+def test_weights_that_ranks_share_are_not_changed(folders: dict[str, Path], tmp_path: Path) -> None:
+    with ranks_of(folders["qwen3"], 2, tmp_path, {}, {}) as llms:
+        with pytest.raises(ConfigError, match="not changed while data-parallel ranks share them"):
+            llms[0].update_weights(folders["qwen3"])
+        with pytest.raises(ConfigError, match="needed by the other ranks"):
+            llms[1].release_memory("weights")
+        assert llms[1].generate([[5, 6]], Params(max_new_tokens=2, ignore_eos=True))[0].finish_reason == "length"
+
+
+def test_rows_of_ranks_lie_where_their_layout_says() -> None:
+    """Rank 1 of three has two rows, rank 0 one, rank 2 none."""
+    counts, own = (1, 2, 0), torch.tensor([[3.0], [4.0]])
+    sent: list[Any] = []
+
+    def gather(rows: Any) -> Any:
+        sent.append(rows)
+        return torch.cat((rows * 10, rows, rows * 0))
+
+    shared = SharedRows(1, gather, lambda one: one + 1)
+    padded = RankTokens(counts, padded=True)
+    assert shared.apply(lambda rows: rows * 2, own, padded).tolist() == [[6.0], [8.0]]
+    assert sent[0].shape == (2, 1)
+    assert padded.total == 6
+    end_to_end = RankTokens(counts, padded=False)
+    assert shared.gathered(own, end_to_end).tolist() == [[1.0], [4.0], [5.0]]
+    assert end_to_end.own(2) == slice(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention_dp": 2, "tp": 2}, "`rank_schedulers` is off"),
+        ({"attention_dp": 2, "rank_schedulers": True}, "each rank has the attention of one GPU"),
+        ({"rank_schedulers": True}, "there is one rank"),
+        ({"attention_dp": 2, "tp": 2, "rank_schedulers": True, "pp": 2}, "`pp` is 2"),
+        ({"attention_dp": 2, "tp": 2, "rank_schedulers": True, "cuda_graphs": "eager"}, "graphs do not read the rows"),
+        ({"attention_dp": 2, "tp": 2, "rank_schedulers": True, "max_loras": 2}, "adapters are of the requests of one"),
+        ({"attention_dp": 2, "tp": 2, "rank_schedulers": True}, "this is one engine in one process"),
+        ({"prefill_delayer": True}, "the engine has one"),
+        ({"dp_ranks": 2}, "follows from the data-parallel ranks"),
+    ],
+)
+def test_layouts_that_ranks_do_not_have_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(**SMALL, **options)
