@@ -227,7 +227,7 @@ class RooflineModel(TermSum):
         precision = self.expert_precision
         flops_us = achieved(self.gpu, f"{precision}_moe_tflops").value * 1e6
         latency_us = achieved(self.gpu, f"{precision}_gemm_latency_us").value
-        byte_us = WEIGHT_BYTES[self.weights_dtype]["expert"] / (achieved(self.gpu, self.expert_read).value * 1e3)
+        read_us = 1.0 / (achieved(self.gpu, self.expert_read).value * 1e3)
         touched = count * (1.0 - (1.0 - per_token / count) ** tokens)
         load = per_token * tokens
         if ep > 1:
@@ -237,9 +237,8 @@ class RooflineModel(TermSum):
         total = np.zeros_like(tokens)
         for inputs, outputs in ((hidden, 2.0 * ffn), (ffn, hidden)):
             compute = load * 2.0 * inputs * outputs / flops_us
-            memory = (
-                touched * inputs * outputs * byte_us + load * (inputs + outputs) * ACTIVATION_BYTES * self.memory_us
-            )
+            weights = touched * inputs * outputs * WEIGHT_BYTES[self.weights_dtype]["expert"] * read_us
+            memory = weights + load * (inputs + outputs) * ACTIVATION_BYTES * self.memory_us
             total += latency_us + np.maximum(compute, memory)
         return total
 
@@ -300,11 +299,11 @@ class RooflineModel(TermSum):
         flops_us = read.us_rate(f"{precision}_moe_tflops", 1e6)
         latency = read.rate(f"{precision}_gemm_latency_us")
         matrices = [m for m in self.matrices if m.kind == "expert"]
-        weight_us = WEIGHT_BYTES[self.weights_dtype]["expert"] / read.us_rate(self.expert_read, 1e3)
+        bytes_each, read_us = WEIGHT_BYTES[self.weights_dtype]["expert"], 1.0 / read.us_rate(self.expert_read, 1e3)
         lines = [
             (
                 e.per_token * 2.0 * m.inputs * m.outputs / flops_us,
-                m.inputs * m.outputs * weight_us,
+                m.inputs * m.outputs * bytes_each * read_us,
                 e.per_token * (m.inputs + m.outputs) * ACTIVATION_BYTES * memory_us,
             )
             for m in matrices
