@@ -459,9 +459,9 @@ def test_a_prediction_does_not_depend_on_the_points_of_its_own_group() -> None:
 
 
 def test_few_groups_give_wide_intervals() -> None:
-    assert [widened(n) for n in (1, 2, 5)] == [1.25, 1.25, 1.25]
-    assert widened(6) == pytest.approx(2.02 / 1.645)
-    assert widened(6) > widened(8) > widened(30) > 1.0
+    assert [widened(n) for n in (1, 2, 5)] == [1.17, 1.17, 1.17]
+    assert widened(9) == pytest.approx(1.86 / 1.645)
+    assert widened(6) > widened(9) > widened(30) > 1.0
     ratios = np.array([0.9, 0.95, 1.0, 1.05, 1.12])
     narrow, wide = (residuals_of(ratios, n, metric="time", method="") for n in (0, 3))
     low, high = ([one.at([p])[0] for one in (wide, narrow)] for p in (0.05, 0.95))
