@@ -462,7 +462,7 @@ def test_few_groups_give_wide_intervals() -> None:
     assert [widened(n) for n in (1, 2, 5)] == [1.17, 1.17, 1.17]
     assert widened(9) == pytest.approx(1.86 / 1.645)
     assert widened(6) > widened(9) > widened(30) > 1.0
-    ratios = np.array([0.9, 0.95, 1.0, 1.05, 1.12])
+    ratios = np.linspace(0.9, 1.12, 45)
     narrow, wide = (residuals_of(ratios, n, metric="time", method="") for n in (0, 3))
     low, high = ([one.at([p])[0] for one in (wide, narrow)] for p in (0.05, 0.95))
     assert low[0] < low[1]
