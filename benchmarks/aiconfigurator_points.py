@@ -21,7 +21,7 @@ from typing import Any
 
 from aiconfigurator.cli.api import cli_estimate  # type: ignore[import-not-found, unused-ignore]
 
-SYSTEMS = {"h100": "h100_sxm", "h200": "h200_sxm", "b200": "b200_sxm", "gb200-nvl72": "gb200"}
+SYSTEMS = {"h100": "h100_sxm", "h200": "h200_sxm", "b200": "b200_sxm", "b300": "b300_sxm", "gb200-nvl72": "gb200"}
 MODELS = {
     "deepseek-r1": "deepseek-ai/DeepSeek-R1",
     "gpt-oss-120b": "openai/gpt-oss-120b",
@@ -31,8 +31,9 @@ MODELS = {
     "qwen3-32b": "Qwen/Qwen3-32B",
     "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B-FP8",
     "qwen3.5-397b-a17b": "Qwen/Qwen3.5-397B-A17B",
+    "kimi-k2.5": "nvidia/Kimi-K2.5-NVFP4",
 }
-SPARSE = ("deepseek", "gpt-oss", "minimax", "a22b", "a17b")
+SPARSE = ("deepseek", "gpt-oss", "minimax", "a22b", "a17b", "kimi")
 IN_CHECKPOINT = ("deepseek-r1", "gpt-oss-120b", "minimax-m2.5", "qwen3-235b-a22b")  # precision of the public weights
 
 

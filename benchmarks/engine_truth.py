@@ -64,6 +64,7 @@ COVERED_MIN, COVERED = 0.75, (0.85, 0.95)  # of each group; of all points
 
 FAMILIES = {
     "deepseek": "DeepSeek", "gpt-oss": "gpt-oss", "llama": "Llama", "minimax": "MiniMax", "qwen3": "Qwen3",
+    "kimi": "Kimi",
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from lockstep.sim.cost import (
     CatalogueError,
     Parallelism,
     RooflineModel,
+    WeightsDtype,
     decode_shape,
     extend_shape,
     roofline_model,
@@ -222,6 +223,24 @@ def test_terms_have_their_own_constants_and_the_model_has_all_of_them() -> None:
     launching = {"eager_kernel_us", "latent_eager_us", "forward_fixed_us"}
     assert set(cost.constants) == set[str]().union(*by_name.values()) | launching
     assert set(cost.describe()["constants"]) == set(cost.constants)
+
+
+def test_experts_in_mxfp4_gain_nothing_from_the_memory_of_an_h200() -> None:
+    """Without fp4 products weights are widened by the multiprocessors, which H100 and H200 have in common."""
+    gptoss, batch = load_model("gpt-oss-120b"), decode_shape(16, 16_000)
+
+    def experts(gpu: str, dtype: WeightsDtype) -> tuple[float, set[str]]:
+        cost = roofline_model(gptoss, load_gpu(gpu), Parallelism(tp=2), weights_dtype=dtype)
+        (term,) = (term for term in cost.terms if term.name == "experts")
+        return term.us(batch, batch), set(term.constants)
+
+    h100, h200, b200 = (experts(gpu, "mxfp4") for gpu in ("h100", "h200", "b200"))
+    assert h200[0] == pytest.approx(h100[0], rel=0.02)
+    assert b200[0] < 0.6 * h200[0]
+    assert [("widened_read_gbs" in names) for _, names in (h100, h200, b200)] == [False, True, False]
+    (wide_h100, _), (wide_h200, read) = experts("h100", "bf16"), experts("h200", "bf16")
+    assert wide_h200 < 0.75 * wide_h100
+    assert "widened_read_gbs" not in read
 
 
 def test_a_term_of_tokens_depends_on_numbers_of_tokens_alone() -> None:

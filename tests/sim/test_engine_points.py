@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.engine_points import (
     Condition,
+    Settings,
     condition_of,
     measured_on,
     same_load,
@@ -43,6 +44,15 @@ def test_first_tokens_with_compilation_are_left_out_and_others_of_that_time_are_
     assert not suspect_by_day(row(day="", ttft=5504.0), warm)
 
 
+def test_first_tokens_on_b300_are_compared_with_those_of_b200() -> None:
+    warm = warm_ttft([row("2026-03-25", 400.0), row("2026-04-17", 2000.0, system="b300_sxm")])
+    late = row("2026-04-17", 2000.0, system="b300_sxm")
+    assert "slower GPU" in suspect_by_day(late, warm)
+    assert not suspect_by_day({**late, "silicon_ttft_ms": "1100"}, warm)
+    assert not suspect_by_day({**late, "batch_size": "8"}, warm)  # no run on B200 to compare with
+    assert not suspect_by_day(row("2026-04-17", 2000.0), warm)
+
+
 @pytest.mark.parametrize(("day", "release", "left"), [
     ("2026-01-14", "1.1.0rc2.post2", True), ("2025-12-15", "1.1.0rc2.post2", False), ("2026-02-03", "1.2.0rc6", False),
 ])  # fmt: skip
@@ -62,3 +72,23 @@ def test_only_one_series_has_a_user_beyond_the_rows_of_its_server() -> None:
     assert settings_of(one).extra_users == 1
     assert settings_of(one._replace(model="qwen3-32b")).extra_users == 0
     assert settings_of(one._replace(engine="vllm")).extra_users == 0
+
+
+@pytest.mark.parametrize("gpu", ["b200", "b300"])
+def test_settings_of_sglang_for_qwen_on_blackwell_are_those_of_the_scripts_in_every_precision(gpu: str) -> None:
+    one = condition_of(row("2026-04-08", model_path="Qwen/Qwen3.5-397B-A17B", backend_version="0.5.9"))
+    assert isinstance(one, Condition)
+    for precision, kv in (("nvfp4", "fp8"), ("fp8", "fp8"), ("bf16", "bf16")):
+        there = one._replace(gpu=gpu, precision=precision)
+        assert settings_of(there) == Settings(kv, 32768, 10)
+        assert settings_of(there._replace(concurrency=16)) == Settings(kv, 32768, 30)
+    later = one._replace(gpu="b300", precision="fp8", engine_version="0.5.10.post1", concurrency=16)
+    assert settings_of(later) == Settings("fp8", 16384, 10)
+
+
+def test_a_precision_that_is_not_modelled_is_left_out() -> None:
+    kimi = row("2026-03-24", backend="vllm", model_path="moonshotai/Kimi-K2.5", precision="int4")
+    assert condition_of(kimi) == "4-bit integers in groups of 32"
+    stored = condition_of({**kimi, "precision": "fp4"})
+    assert isinstance(stored, Condition)
+    assert settings_of(stored).kv_dtype == "fp8"

@@ -26,6 +26,7 @@ from lockstep.sim.calibrate.engine_fit import (
     part_of,
     predicted_us,
     residuals_of,
+    same_architecture,
     schedule_of,
     widened,
 )
@@ -355,6 +356,25 @@ def test_a_gpu_with_points_has_factors_of_its_own_and_one_without_is_at_its_pare
     assert 0.0 < common <= COSTS[DENSE].deviation + 0.06
 
 
+def test_a_gpu_without_points_has_the_factors_of_its_architecture() -> None:
+    trial = trial_of(USUAL)
+    points = [replace(p, gpu=load_gpu("b200") if p.engine == "vllm" else load_gpu("h100")) for p in trial.points]
+    slow = [replace(p, tpot_us=1.2 * p.tpot_us) if p.gpu.name == "B200-SXM" else p for p in points]
+    trial = replace(trial, points=slow)
+    fit = fit_trial(trial, everything(trial))
+    there = next(p for p in trial.points if p.gpu.name == "B200-SXM")
+
+    def dense(gpu: str) -> float:
+        return float(fit.weights([replace(there, gpu=load_gpu(gpu))])[0][DENSE])
+
+    assert dense("b200") > dense("b300") > dense("l40s") > dense("h200")
+    assert same_architecture("Hopper sm90") == ("H100-SXM", "H20", "H200-SXM")
+    spec = engine_of(
+        Fitted.of(trial), "vllm", EngineFacts(title="", profile="vllm", release="1"), date="2026-01-01", sources=[]
+    )
+    assert spec.costs_of("bf16", gpu="B300-SXM").dense > spec.costs_of("bf16", gpu="L40S").dense
+
+
 def test_late_first_tokens_on_one_gpu_do_not_change_the_front_end_there() -> None:
     trial = trial_of(USUAL)
     late = [replace(p, ttft_us=p.ttft_us + 20e3 * (p.gpu.name == "H200-SXM")) for p in trial.points]
@@ -439,10 +459,10 @@ def test_a_prediction_does_not_depend_on_the_points_of_its_own_group() -> None:
 
 
 def test_few_groups_give_wide_intervals() -> None:
-    assert [widened(n) for n in (1, 2, 5)] == [1.25, 1.25, 1.25]
-    assert widened(6) == pytest.approx(2.02 / 1.645)
-    assert widened(6) > widened(8) > widened(30) > 1.0
-    ratios = np.array([0.9, 0.95, 1.0, 1.05, 1.12])
+    assert [widened(n) for n in (1, 2, 5)] == [1.17, 1.17, 1.17]
+    assert widened(9) == pytest.approx(1.86 / 1.645)
+    assert widened(6) > widened(9) > widened(30) > 1.0
+    ratios = np.linspace(0.9, 1.12, 45)
     narrow, wide = (residuals_of(ratios, n, metric="time", method="") for n in (0, 3))
     low, high = ([one.at([p])[0] for one in (wide, narrow)] for p in (0.05, 0.95))
     assert low[0] < low[1]

@@ -42,6 +42,7 @@ from lockstep.sim.cost import (
 from lockstep.sim.cost.base_model import base_cost_model
 from lockstep.sim.cost.experts import EXACT_MAX, expected_max_load, expected_max_touched
 from lockstep.sim.cost.hardware import (
+    MEASURED_ONLY,
     NETWORK_GBS,
     NETWORK_LATENCY_US,
     AllReduce,
@@ -104,7 +105,9 @@ def test_tensor_parallelism_alone_costs_what_it_did_to_the_last_bit() -> None:
         model, gpu_name, tp, dtype = name.split()
         dtype = None if dtype == "own" else dtype
         lines = ALL_REDUCES_BEFORE[gpu_name].items()
-        gpu = replace(load_gpu(gpu_name), all_reduce={n: AllReduce(*line, source="") for n, line in lines})
+        rates = {rate: value for rate, value in load_gpu(gpu_name).measured.items() if rate not in MEASURED_ONLY}
+        all_reduce = {n: AllReduce(*line, source="") for n, line in lines}
+        gpu = replace(load_gpu(gpu_name), measured=rates, all_reduce=all_reduce)  # without limits that were found since
         for split in (int(tp[2:]), Parallelism(tp=int(tp[2:]))):
             cost = roofline_model(load_model(model), gpu, split, weights_dtype=dtype)  # type: ignore[arg-type]
             assert [cost.batch_us(shape).mean_us for shape in asked] == figures["batch"], name

@@ -6,8 +6,8 @@ predicted_us(fit, trial, rows, "ttft")      # for rows the fit need not have see
 spec = engine_of(trial, "vllm", facts, date="2026-11-26", ...)   # an entry of the catalogue, with left-out errors
 
 A time is a sum of features times costs (cost/engines.py). Costs are fitted in levels: common to all points, of an
-engine, of a GPU, of an engine on a GPU, of a release, of a model, of a precision of weights. LEVELS states how far a
-cost may deviate in each.
+engine, of an architecture, of a GPU, of an engine on a GPU, of a release, of a model, of a precision of weights, and so
+on. LEVELS states how far a cost may deviate in each.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from lockstep.sim.calibrate.levels import Cost, Level, LevelFit, Measured, PointGroup, fit_levels
 from lockstep.sim.calibrate.schedules import Schedule, record
 from lockstep.sim.calibrate.serving_points import CLIENTS, FRONTEND_US, LoadGenerator, ServingPoint, base_of
+from lockstep.sim.catalogue import gpu_names, load_gpu
 from lockstep.sim.cost.calibration import UNCALIBRATED, CalibrationSource, Metric, Residuals
 from lockstep.sim.cost.engines import (
     CostsWhen,
@@ -104,14 +106,26 @@ def _release(point: ServingPoint) -> PointGroup | None:
     return None
 
 
+@cache
+def same_architecture(arch: str) -> tuple[str, ...]:
+    """Return the GPUs of the catalogue with the kernels of an architecture, such as `Hopper sm90`: equal tens of sm."""
+    gpus = [load_gpu(name) for name in gpu_names()]
+    return tuple(sorted(gpu.name for gpu in gpus if gpu.arch[:-1] == arch[:-1]))
+
+
 LEVELS: tuple[Level, ...] = (
     Level(
         "engine", lambda p: PointGroup(engine=p.engine), _deviations((0.035, 0.07, 0.07, 0.13, 0.14, 0.35, 0.28), 0.42)
     ),
     Level(
+        "architecture",
+        lambda p: PointGroup(gpus=same_architecture(p.gpu.arch)),
+        _deviations((0.06, 0.10, 0.15, 0.18, 0.4, 0.4, 0.3), 0.3, by_gpu=True),
+    ),
+    Level(
         "gpu",
         lambda p: PointGroup(gpu=p.gpu.name),
-        _deviations((0.06, 0.10, 0.15, 0.18, 0.4, 0.4, 0.3), 0.3, by_gpu=True),
+        _deviations((0.03, 0.05, 0.075, 0.09, 0.2, 0.2, 0.15), 0.15, by_gpu=True),
     ),
     Level(
         "engine and gpu",
@@ -128,9 +142,14 @@ LEVELS: tuple[Level, ...] = (
         _deviations((0.03, 0.02, 0.07, 0.07, 0.0, 0.0, 0.12), 0.0),
     ),
     Level(
+        "architecture and precision",
+        lambda p: PointGroup(gpus=same_architecture(p.gpu.arch), precision=p.weights_dtype),
+        _deviations((0.07, 0.04, 0.21, 0.25, 0.0, 0.0, 0.42), 0.0, by_gpu=True),
+    ),
+    Level(
         "gpu and precision",
         lambda p: PointGroup(gpu=p.gpu.name, precision=p.weights_dtype),
-        _deviations((0.05, 0.03, 0.15, 0.18, 0.0, 0.0, 0.3), 0.0, by_gpu=True),
+        _deviations((0.025, 0.015, 0.075, 0.09, 0.0, 0.0, 0.15), 0.0, by_gpu=True),
     ),
     Level(
         "engine and model",
@@ -145,7 +164,7 @@ LEVELS: tuple[Level, ...] = (
 )
 """The levels of a fit. Widths are guesses of how far engines, GPUs and models differ, scaled in a few choices by errors
 of families, GPUs, engines and precisions left out: docs/decisions/0112-rows-in-every-layer.md (costs of the CPU) and
-0119-first-tokens-by-layer.md (engines narrower, precisions narrower, cells wider).
+0119-first-tokens-by-layer.md (engines narrower, precisions narrower, cells wider) and 0120-kernels-by-architecture.md.
 """
 
 
@@ -446,7 +465,7 @@ def _conditions(fit: LevelFit, engine: str, why: str) -> tuple[CostsWhen, ...]:
                 CostsWhen(
                     releases=group.releases,
                     precisions=(group.precision,) if group.precision else (),
-                    gpus=(group.gpu,) if group.gpu else (),
+                    gpus=(group.gpu,) if group.gpu else group.gpus,
                     models=(group.model,) if group.model else (),
                     factors=factors,
                     spreads={name: spreads[name] for name in factors},
@@ -484,7 +503,7 @@ def card_of(trial: EngineTrial, rows: Rows, residuals: Sequence[EngineResiduals]
 
 T_QUANTILES = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83)  # of Student's t at 0.95, by degrees of freedom
 NORMAL_QUANTILE = 1.645
-WIDENED_MAX = 1.25  # with more, intervals of all points cover more than they state
+WIDENED_MAX = 1.17  # with more, intervals of all points left out by GPU cover more than they state
 
 
 def widened(groups: int) -> float:

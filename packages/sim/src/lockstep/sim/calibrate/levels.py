@@ -50,6 +50,7 @@ class PointGroup(NamedTuple):
     model: str = ""
     precision: str = ""
     releases: tuple[str, str] = ("", "")  # from this release on, before that release
+    gpus: tuple[str, ...] = ()  # all GPUs of one architecture
 
 
 class Level(NamedTuple):

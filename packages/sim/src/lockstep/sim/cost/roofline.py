@@ -191,6 +191,16 @@ class RooflineModel(TermSum):
         """The precision of grouped products, and of all other products with weights in fewer bits."""
         return "fp8" if self.fp8_products else "fp4" if self.fp4_products else "bf16"
 
+    @property
+    def expert_read(self) -> str:
+        """The name of the rate at which weights of experts are read.
+
+        Without fp4 products, mxfp4 is widened to bf16 by the multiprocessors. Where memory delivers more than they
+        widen, the GPU has a rate of its own (docs/cost-models.md, section 2).
+        """
+        widened = self.weights_dtype == "mxfp4" and not self.gpu.has_fp4
+        return "widened_read_gbs" if widened and "widened_read_gbs" in self.gpu.measured else "weight_read_gbs"
+
     def gemm_us(self, precision: Precision, m: Float64s, k: Float64s, n: Float64s, weight_bytes: float) -> Float64s:
         """Return the times of GEMMs [m, k] x [k, n], by the formula of `matrix_terms`; arrays are float64 [shapes]."""
         compute = 2.0 * m * k * n / (achieved(self.gpu, f"{precision}_gemm_tflops").value * 1e6)
@@ -217,6 +227,7 @@ class RooflineModel(TermSum):
         precision = self.expert_precision
         flops_us = achieved(self.gpu, f"{precision}_moe_tflops").value * 1e6
         latency_us = achieved(self.gpu, f"{precision}_gemm_latency_us").value
+        read_us = 1.0 / (achieved(self.gpu, self.expert_read).value * 1e3)
         touched = count * (1.0 - (1.0 - per_token / count) ** tokens)
         load = per_token * tokens
         if ep > 1:
@@ -226,7 +237,7 @@ class RooflineModel(TermSum):
         total = np.zeros_like(tokens)
         for inputs, outputs in ((hidden, 2.0 * ffn), (ffn, hidden)):
             compute = load * 2.0 * inputs * outputs / flops_us
-            weights = touched * inputs * outputs * WEIGHT_BYTES[self.weights_dtype]["expert"] * self.memory_us
+            weights = touched * inputs * outputs * WEIGHT_BYTES[self.weights_dtype]["expert"] * read_us
             memory = weights + load * (inputs + outputs) * ACTIVATION_BYTES * self.memory_us
             total += latency_us + np.maximum(compute, memory)
         return total
@@ -288,11 +299,11 @@ class RooflineModel(TermSum):
         flops_us = read.us_rate(f"{precision}_moe_tflops", 1e6)
         latency = read.rate(f"{precision}_gemm_latency_us")
         matrices = [m for m in self.matrices if m.kind == "expert"]
-        bytes_each = WEIGHT_BYTES[self.weights_dtype]["expert"]
+        bytes_each, read_us = WEIGHT_BYTES[self.weights_dtype]["expert"], 1.0 / read.us_rate(self.expert_read, 1e3)
         lines = [
             (
                 e.per_token * 2.0 * m.inputs * m.outputs / flops_us,
-                m.inputs * m.outputs * bytes_each * memory_us,
+                m.inputs * m.outputs * bytes_each * read_us,
                 e.per_token * (m.inputs + m.outputs) * ACTIVATION_BYTES * memory_us,
             )
             for m in matrices
