@@ -234,18 +234,28 @@ def test_a_run_that_lacks_pages(policy: str) -> None:
     assert_equal(ours.data, theirs.data)
 
 
-def test_an_interrupted_run_reports_its_results_so_far() -> None:
-    setup = steady(3_000)
-    metrics = MetricsFold(kv_pages=setup.config.pages)
+@pytest.mark.usefixtures("small_portions")
+@pytest.mark.parametrize("pages", [2_000, 60])
+def test_an_interrupted_run_reports_its_results_so_far(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gaps between tokens are those of completed requests, also where requests are retracted and still open."""
+    monkeypatch.setattr("lockstep.sim.fast.open_gaps.KEPT_ROWS", 50)
+    setup = steady(3_000, {"pages": pages, "reserve": "on_demand", "context_tokens_max": 900}, warm_up=20)
+    metrics = MetricsFold(kv_pages=setup.config.pages, warm_up=20)
     plain = fast_run_of([setup], [metrics], on_finish=lambda ended: setattr(plain, "stop_requested", ended > 500))
     assert plain.run()
     data = metrics.result()
     counts = data.summary["requests"]
-    assert 500 < counts["completed"] < 3_000
+    assert 480 < counts["completed"] < 2_900
     assert counts["unfinished"] == counts["arrived"] - counts["completed"] > 0
     assert 1 <= (data.batches.finished_us < 0).sum() <= 2  # in flight
     whole = simulate(setup, compiled=False).data
     done = data.requests.finish_reason == "length"
+    assert data.itl_us.size == (data.requests.output_tokens[done] - 1).sum()
+    assert data.itl_us.values[-1] == data.requests.itl_us_max[done & (data.requests.output_tokens > 1)].max()
+    seconds = done & (data.requests.output_tokens > 1)
+    last_us = (data.requests.tpot_us * (data.requests.output_tokens - 1))[seconds]
+    assert data.itl_us.sum() == pytest.approx(last_us.sum())
+    assert (pages == 2_000) == (data.summary["scheduler"]["retractions"] == 0)
     for name, column in data.requests.columns().items():
         np.testing.assert_array_equal(column[done], whole.requests.columns()[name][: len(done)][done], name)
 

@@ -28,6 +28,7 @@ from lockstep.sim.fast import machine_code
 from lockstep.sim.fast import state as arrays_of
 from lockstep.sim.fast.lines import line_for, no_lines
 from lockstep.sim.fast.loops import Loop
+from lockstep.sim.fast.open_gaps import OpenGaps
 from lockstep.sim.host.device import standard_normal
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.metrics.measured import MeasuredRequests, MeasuredRows
@@ -40,7 +41,9 @@ REQUESTS_MIN_NOT_STORED = 30_000
 FLUSH_ROWS = 4_096  # most rows of an engine's batches, gauges and messages between two flushes
 FLUSH_ROWS_ALL = 65_536  # most such rows of all engines together
 FLUSH_ROWS_MIN = 64  # fewest such rows of an engine; this limit overrides FLUSH_ROWS_ALL
-GAPS = 16  # rows for gaps between messages, per row of batches
+GAPS = 4  # rows for gaps between tokens, per row of batches
+SEGMENTS = 256  # rows for retractions
+AHEAD = 64  # requests of each engine that are routed before the engines go on, if their load does not matter
 MODES, WORKS = ("extend", "decode", "mixed"), ("arrival", "plan", "results")  # in the order of the kernel's numbers
 DEFERRED = ("running_limit", "rows", "kv_budget", "prefill_budget", "pages", "prefix")
 POLICIES = {
@@ -121,13 +124,13 @@ class FastRun:
         slots = max(one.config.launches_max for one in engines)
         nodes = 2 + max(one.config.pages if one.config.radix_cache else 0 for one in engines)
         run = np.zeros(1, arrays_of.RUN)
-        run["priced"], run["until_question"] = 1, arrays_of.NONE
-        requests = np.zeros(len(turn_of), arrays_of.REQUEST)
+        run["priced"], run["until_question"], run["warm_up"] = 1, arrays_of.NONE, load.warm_up
+        requests = arrays_of.zeros_in_lines(len(turn_of), arrays_of.REQUEST)
         for name in ("arrival_us", "prompt_tokens", "output_tokens", "output_first_token"):
             requests[name] = getattr(turns, name)[turn_of]
         requests["run_start"], requests["run_stop"] = turns.run_starts[turn_of], turns.run_stops[turn_of]
         requests["id"], requests["last_batch"], requests["cached_tokens"] = turn_of, arrays_of.NONE, -1
-        requests["waits_for"] = arrays_of.NONE
+        requests["waits_for"] = requests["joined"] = arrays_of.NONE
         for name in ("admitted_us", "first_us", "last_us", "ended_us", "itl_us_max"):
             requests[name] = -1
         flush_rows = max(min(FLUSH_ROWS, FLUSH_ROWS_ALL // count), FLUSH_ROWS_MIN)
@@ -145,6 +148,7 @@ class FastRun:
             run=run,
             engines=self._state,
             requests=requests,
+            due_us=np.zeros(count, np.int64),
             running_batch=np.zeros((count, rows), np.int64),
             flights=np.zeros((count, slots), arrays_of.FLIGHT),
             samplers=np.zeros((count, slots, rows), np.int64),
@@ -171,12 +175,12 @@ class FastRun:
             gauges=np.zeros((count, flush_rows, 5), np.int64),
             works=np.zeros((count, 2 * flush_rows, 3), np.int64),
             messages=np.zeros((count, flush_rows, 2), np.int64),
-            gap_requests=np.zeros((count, gap_rows), np.int64),
-            gaps=np.zeros((count, gap_rows), np.int64),
+            gaps=np.zeros((count, gap_rows, 2), np.int64),
+            decodes_us=np.zeros((count, flush_rows), np.int64),
+            segments=np.zeros((count, rows + SEGMENTS, 4), np.int64),
         )
         self._advance = machine_code.bound(self._arrays)
-        # Gaps of open requests by engine: request, and length in us.
-        self._open_gaps = [(np.empty(0, np.int64), np.empty(0, np.int64))] * count
+        self._open_gaps = [OpenGaps() for _ in engines]
 
     def _follow(self, loop: Loop, run: Any, requests: Any, thinking: Any) -> None:
         """Let requests follow the answers of others."""
@@ -213,6 +217,8 @@ class FastRun:
             "prefix_affinity": arrays_of.BOUNDED,
             "follow_bootstrap_room": arrays_of.GIVEN,
         }.get(config.policy, arrays_of.IN_TURN)
+        run["sees_ends"] = run["routing_rule"] not in (arrays_of.IN_TURN, arrays_of.GIVEN)
+        run["ahead"] = AHEAD * len(shares)
         run["load_bound"], run["load_floor"] = config.load_bound, config.load_floor
         run["first_guess"], run["hop_us"] = OUTPUT_TOKENS_FIRST_GUESS, hop_us
         self._state["weight"] = [share.weight for share in shares]
@@ -251,7 +257,11 @@ class FastRun:
         """
         run, took_us = self._arrays.run, 0.0
         run["until_question"] = pause_after
-        while not self.stop_requested:
+        while True:
+            if self.stop_requested:
+                if run["until_us"] == arrays_of.NEVER_US:
+                    break
+                run["asks"], run["ahead"] = 1, 0  # engines go on until all of them are at the same time
             why = self._advance(took_us)
             if why == arrays_of.PRICED:
                 took_us = self._price()
@@ -259,7 +269,7 @@ class FastRun:
                 self._flush(int(run["engine"][0]))
                 if self._on_finish is not None:
                     self._on_finish(int(self._state["ended"].sum()))
-            elif why == arrays_of.ASKED and on_pause is not None:
+            elif why == arrays_of.ASKED and on_pause is not None and not self.stop_requested:
                 again = on_pause(int(run["next_request"][0]))
                 if not again:
                     break
@@ -269,6 +279,8 @@ class FastRun:
             else:
                 break
         self.hand_over()
+        for engine, fold in enumerate(self.metrics):
+            fold.take_back(self._open_gaps[engine].gaps_us(self._arrays.requests, self._running(engine)))
         if self._on_finish is not None:
             self._on_finish(int(self._state["ended"].sum()))
         return True
@@ -311,17 +323,14 @@ class FastRun:
         """Pass the rows of an engine since the last flush to its fold, and free their place."""
         arrays, state = self._arrays, self._state[engine : engine + 1]
         taken = {}
-        for name in ("launches", "gauges", "works", "messages", "gap_requests", "gaps"):
-            taken[name] = getattr(arrays, name)[engine, : int(state["gaps" if name == "gap_requests" else name][0])]
-        for name in ("launches", "gauges", "works", "messages", "gaps"):
+        for name in ("launches", "gauges", "works", "messages", "gaps", "decodes", "segments"):
+            rows = arrays.decodes_us if name == "decodes" else getattr(arrays, name)
+            taken[name] = rows[engine, : int(state[name][0])]
             state[name] = 0
-        open_requests, open_gaps = self._open_gaps[engine]
-        requests = np.concatenate((open_requests, taken["gap_requests"]))
-        gaps = np.concatenate((open_gaps, taken["gaps"]))
-        ended = arrays.requests["ended_us"][requests] >= 0
-        self._open_gaps[engine] = requests[~ended], gaps[~ended]
-        if warm_up := self._load.warm_up:
-            ended &= arrays.requests["id"][requests] >= warm_up
+        gaps = self._open_gaps[engine]
+        gaps.add(taken["decodes"], taken["segments"])
+        if gaps.is_full:
+            gaps.forget(arrays.requests, self._running(engine))
         self.metrics[engine].take_measured(
             MeasuredRows(
                 batches=taken["launches"],
@@ -330,12 +339,22 @@ class FastRun:
                 cpu=taken["works"],
                 works=WORKS,
                 messages=taken["messages"],
-                itl_us=gaps[ended],
+                itl_us=taken["gaps"],
             )
         )
         if int(arrays.run["unseen"][0]) + arrays.running_batch.shape[1] > len(arrays.unseen):
             self._arrays = arrays._replace(unseen=np.concatenate((arrays.unseen, np.zeros_like(arrays.unseen))))
             self._advance = machine_code.bound(self._arrays)
+
+    def _running(self, engine: int) -> Int64s:
+        """Return the requests of an engine that are in its running batch or in flight; some may be named twice."""
+        arrays, state = self._arrays, self._state[engine]
+        found = [arrays.running_batch[engine, : state["decoding"]]]
+        for i in range(int(state["in_flight"])):
+            slot = (int(state["oldest"]) + i) % arrays.flights.shape[1]
+            found.append(arrays.samplers[engine, slot, : arrays.flights[engine, slot]["samplers"]])
+        numbers = np.concatenate(found)
+        return numbers[numbers >= 0]
 
     def hand_over(self) -> None:
         """Pass all measurements so far to the folds: rows, requests, batches in flight, counts."""

@@ -101,9 +101,10 @@ def advance(a: Arrays, took_us: float) -> int:
         run.priced = 1
     while True:
         while run.engine < a.engines.size:
-            why = _advance(a, run, run.engine)
-            if why != PAUSED:
-                return why
+            if a.due_us[run.engine] < run.until_us:
+                why = _advance(a, run, run.engine)
+                if why != PAUSED:
+                    return why
             run.engine += 1
         if run.next_request == a.requests.size and run.until_us == NEVER_US:
             return DONE
@@ -114,6 +115,12 @@ def advance(a: Arrays, took_us: float) -> int:
             return ASKED
         now_us = run.until_us
         route_due(a, run)
+        if not run.sees_ends:
+            ahead = run.ahead
+            while ahead > 0 and run.until_question != 0 and run.next_request < a.requests.size:
+                ahead -= 1
+                now_us = run.until_us = _next_us(a, run)
+                route_due(a, run)
         run.engine = 0
         if run.until_question == 0:  # the caller sets `until_question` for the next ASKED
             run.asks, run.until_question = 1, NONE
@@ -144,6 +151,7 @@ def _advance(a: Arrays, run: Record, engine: int) -> int:
             else:
                 break
         if s.now_us >= run.until_us:
+            a.due_us[engine] = s.now_us
             return PAUSED
         if s.in_flight < s.slots and not s.nothing_new:
             s.last_us = s.now_us
@@ -157,6 +165,7 @@ def _advance(a: Arrays, run: Record, engine: int) -> int:
         if s.in_flight and flights[s.oldest].finished_us < next_us:
             next_us = flights[s.oldest].finished_us
         if next_us >= run.until_us:
+            a.due_us[engine] = next_us
             return PAUSED
         s.now_us = max(s.now_us, next_us)
 
@@ -165,6 +174,8 @@ def _room_to_measure(a: Arrays, run: Record, s: Record) -> bool:
     """Return whether the arrays have room for the rows of one more event: a launch, its gauge, or its result."""
     return (
         s.gaps + a.running_batch.shape[1] <= a.gaps.shape[1]
+        and s.segments + a.running_batch.shape[1] <= a.segments.shape[1]
+        and s.decodes < a.decodes_us.shape[1]
         and s.works + 2 <= a.works.shape[1]
         and s.launches < a.launches.shape[1]
         and s.messages < a.messages.shape[1]
@@ -186,6 +197,7 @@ def _arrive(a: Arrays, run: Record, s: Record, engine: int) -> None:
             _pop_thinking(a, s)
     else:
         s.coming = request.next
+    request.measured = request.id >= run.warm_up
     request.prefilled_before = s.prefilled_tokens
     _wait(s, a.requests, number, s.tail if s.waiting else NONE)
     if s.passes:
@@ -317,7 +329,7 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
     ):
         taken = _extend(s, c, running_batch, parts, growing, a.scratch)
     launches = taken > 0
-    flight.samplers = flight.parts = 0
+    flight.samplers = flight.prompt_ends = flight.parts = 0
     if taken:
         flight.parts = taken
         _extend_batch(s, c, running_batch, flight, samplers, parts, shape, growing)
@@ -589,6 +601,7 @@ def _extend_batch(
     flight.mode = BOTH if along else EXTEND
     flight.rows = flight.parts + along
     flight.samplers = sampling + along
+    flight.prompt_ends = sampling
     flight.new_tokens = tokens + along
     flight.prefill_tokens = tokens
     flight.kv_tokens = context_tokens + tokens + decoded_tokens + along
@@ -706,6 +719,11 @@ def _retract(s: Record, c: Cache, number: int, shuffled: Array) -> None:
     """Free the pages of a request, which waits again and keeps its delivered tokens, like `SchedulerState.retract`."""
     request = c.requests[number]
     request.kept = request.outputs
+    if request.joined != NONE:
+        segment = c.segments[s.segments]
+        segment[0], segment[1], segment[2], segment[3] = number, request.joined, s.decoded, request.joined_us
+        s.segments += 1
+        request.joined = NONE
     request.retractions += 1
     s.retractions += 1
     s.active -= 1
@@ -767,8 +785,8 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
     for i in range(flight.parts):
         if parts[i, 0] != NONE and _ends_without_token(a.requests[parts[i, 0]], flight.batch_id):
             _end(a, run, s, c, parts[i, 0])
-    tokens = 0
-    at, gap_requests, gaps = s.gaps, a.gap_requests[engine], a.gaps[engine]
+    tokens = equal = 0
+    common_us, gaps = NONE, a.gaps[engine]
     for i in range(flight.samplers):
         number = samplers[i]
         if number == NONE:  # retracted since
@@ -777,17 +795,25 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
         request = a.requests[number]
         if request.outputs:
             gap_us = now_us - request.last_us
-            gap_requests[at] = number
-            gaps[at] = gap_us
-            at += 1
+            if request.measured:
+                if gap_us != common_us:
+                    _count_gaps(s, gaps, common_us, equal)
+                    common_us, equal = gap_us, 0
+                equal += 1
             request.itl_us_max = max(request.itl_us_max, gap_us)
         else:
             request.first_us = now_us
+        if i < flight.prompt_ends:
+            request.joined, request.joined_us = s.decoded, now_us
         request.last_us = now_us
         request.outputs += 1
         if request.outputs == request.output_tokens:
             _end(a, run, s, c, number)
-    s.gaps = at
+    _count_gaps(s, gaps, common_us, equal)
+    if flight.mode != EXTEND:
+        a.decodes_us[engine, s.decodes] = now_us
+        s.decodes += 1
+        s.decoded += 1
     if tokens:
         message = a.messages[engine, s.messages]
         message[0], message[1] = now_us, tokens
@@ -803,6 +829,14 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
     _spend(s, a.works[engine], s.result_fixed_us + s.result_row_us * flight.rows, RESULTS)
 
 
+def _count_gaps(s: Record, gaps: Array, gap_us: int, count: int) -> None:
+    """Note that `count` gaps between two tokens were `gap_us` long. Most gaps of a batch are equal."""
+    if count:
+        gap = gaps[s.gaps]
+        gap[0], gap[1] = gap_us, count
+        s.gaps += 1
+
+
 def _ends_without_token(request: Record, batch_id: int) -> bool:
     """Return whether a request without output ends with a batch, which computes the last of its prompt."""
     return request.output_tokens == 0 and request.last_batch == batch_id
@@ -815,7 +849,7 @@ def _end(a: Arrays, run: Record, s: Record, c: Cache, number: int) -> None:
     s.active -= 1
     s.batch_is_full = 0
     leave(s, c, number, True)
-    if run.routes:
+    if run.sees_ends:
         unseen = a.unseen[run.unseen]
         unseen[0], unseen[1] = s.now_us + s.frontend_us + run.hop_us, number
         run.unseen += 1

@@ -42,6 +42,7 @@ class Cache(NamedTuple):
     flights: Array
     samplers: Array
     parts: Array
+    segments: Array
 
 
 def cache_of(a: Arrays, engine: int) -> Cache:
@@ -59,6 +60,7 @@ def cache_of(a: Arrays, engine: int) -> Cache:
         a.flights[engine],
         a.samplers[engine],
         a.parts[engine],
+        a.segments[engine],
     )
 
 

@@ -274,7 +274,7 @@ class MetricsFold:
         batches, cpu = measured.batches.copy(), measured.cpu.copy()
         batches[:, MODE] = coded(batches[:, MODE], measured.modes, self._modes)
         cpu[:, WORK] = coded(cpu[:, WORK], measured.works, self._works)
-        self._itl_us.add(measured.itl_us)
+        self._itl_us.add(measured.itl_us[:, 0], measured.itl_us[:, 1])
         for rows, more in (
             (self._batches, batches),
             (self._gauges, measured.gauges),
@@ -283,6 +283,10 @@ class MetricsFold:
         ):
             rows.recent.frombytes(more.tobytes())
             rows.pack()
+
+    def take_back(self, itl_us: Int64s) -> None:
+        """Remove gaps between tokens, in us, that `take_measured` has added: those of requests that have not ended."""
+        self._itl_us.remove(itl_us)
 
     def take_measured_requests(self, measured: MeasuredRequests) -> None:
         """Replace all requests by those of a run on the fast path. `take_measured` must have received all rows."""

@@ -21,7 +21,7 @@ class MeasuredRows(NamedTuple):
     cpu: Int64s  # [intervals, len(CPU_COLUMNS)]; works are indices into `works`
     works: tuple[str, ...]
     messages: Int64s  # [messages, 2]: time in us, tokens
-    itl_us: Int64s  # [gaps] of completed requests
+    itl_us: Int64s  # [lengths, 2]: gaps between tokens in us, and how many had this length
 
 
 class MeasuredRequests(NamedTuple):
