@@ -39,7 +39,7 @@ from lockstep.sim.workload.turns import Turns
 REQUESTS_MIN = 1_000
 REQUESTS_MIN_NOT_STORED = 30_000
 FLUSH_ROWS = 4_096  # most rows of an engine's batches, gauges and messages between two flushes
-FLUSH_ROWS_ALL = 65_536  # most such rows of all engines together
+FLUSH_ROWS_ALL = 262_144  # most such rows of all engines together
 FLUSH_ROWS_MIN = 64  # fewest such rows of an engine; this limit overrides FLUSH_ROWS_ALL
 GAPS = 4  # rows for gaps between tokens, per row of batches
 SEGMENTS = 256  # rows for retractions
@@ -150,6 +150,7 @@ class FastRun:
             requests=requests,
             due_us=np.zeros(count, np.int64),
             running_batch=np.zeros((count, rows), np.int64),
+            phases=np.zeros((count, max(one.config.page_size for one in engines)), np.int64),
             flights=np.zeros((count, slots), arrays_of.FLIGHT),
             samplers=np.zeros((count, slots, rows), np.int64),
             parts=np.zeros((count, slots, rows, 3), np.int64),
@@ -352,12 +353,15 @@ class FastRun:
         found = [arrays.running_batch[engine, : state["decoding"]]]
         for i in range(int(state["in_flight"])):
             slot = (int(state["oldest"]) + i) % arrays.flights.shape[1]
-            found.append(arrays.samplers[engine, slot, : arrays.flights[engine, slot]["samplers"]])
+            flight = arrays.flights[engine, slot]
+            found.append(arrays.samplers[engine, slot, : 0 if flight["in_stretch"] else flight["samplers"]])
         numbers = np.concatenate(found)
         return numbers[numbers >= 0]
 
     def hand_over(self) -> None:
         """Pass all measurements so far to the folds: rows, requests, batches in flight, counts."""
+        self._arrays.run["settles"] = 1
+        self._advance(0.0)
         for engine in range(len(self.metrics)):
             self._flush(engine)
         arrays, turns = self._arrays, self._load.turns

@@ -30,6 +30,7 @@ from lockstep.core.requests.rules import (
     clipped_output,
     covers,
     decode_goes_first,
+    decodes_before_end,
     ends_by_length,
     length_key,
     next_chunk,
@@ -78,12 +79,14 @@ from lockstep.sim.fast.state import (
     RESULTS,
     ROWS,
     RUNNING_LIMIT,
+    SETTLED,
     Array,
     Arrays,
     Record,
 )
 
 NO_ROOM_EVER = -1
+STRETCH_MIN = 3  # decodes for which a stretch pays
 
 
 def advance(a: Arrays, took_us: float) -> int:
@@ -92,9 +95,14 @@ def advance(a: Arrays, took_us: float) -> int:
     Args:
         took_us: if the last call returned PRICED, the time of the batch in `shape`.
     Returns: PRICED: the time of a batch is needed; FLUSH: rows must be flushed; ASKED: the caller may end the run;
-        LOST: only the core can simulate the run; DONE.
+        LOST: only the core can simulate the run; DONE; SETTLED, if the caller has set `settles`.
     """
     run = a.run[0]
+    if run.settles:
+        run.settles = 0
+        for engine in range(a.engines.size):
+            _end_stretch(a, a.engines[engine], engine)
+        return SETTLED
     if not run.priced:
         engine = a.shape[0].engine
         _hand_over(a.engines[engine], a.flights[engine], took_us)
@@ -314,12 +322,15 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
     slot = (s.oldest + s.in_flight) % a.flights.shape[1]
     running_batch, flight, shape = a.running_batch[engine], a.flights[engine, slot], a.shape[0]
     samplers, parts = a.samplers[engine, slot], a.parts[engine, slot]
-    taken = 0
+    taken = launches = 0
     c = cache_of(a, engine)
     if s.refresh and s.waiting and s.next_batch_id >= s.refreshed_at + s.refresh:
         s.refreshed_at = s.next_batch_id
         refresh(s, c, a.scratch)
-    growing = _growing(s, a.requests, running_batch)
+    if s.stretch:
+        growing = a.phases[engine, s.moves & (s.page_size - 1)]
+    else:
+        growing = _growing(s, a.requests, running_batch)
     lacking = growing - s.free_pages - s.evictable_pages
     if (s.waiting or s.prefilling != NONE) and not (
         s.decoding
@@ -327,25 +338,40 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
             s.decode_owed != 0, s.batching, lacking, s.decode_launches - s.extended_at, s.prefill_decode_interval
         )
     ):
+        if s.prefilling != NONE or not s.batch_is_full:
+            _end_stretch(a, s, engine)
         taken = _extend(s, c, running_batch, parts, growing, a.scratch)
-    launches = taken > 0
-    flight.samplers = flight.prompt_ends = flight.parts = 0
+    flight.samplers = flight.prompt_ends = flight.parts = flight.in_stretch = 0
     if taken:
+        launches = 1
         flight.parts = taken
         _extend_batch(s, c, running_batch, flight, samplers, parts, shape, growing)
         s.extended_at = s.decode_launches
     elif s.decoding:
         if lacking > 0:
+            _end_stretch(a, s, engine)
             if _make_room(s, c, running_batch, growing, a.shuffled[engine]) == NO_ROOM_EVER:
                 return LOST  # the last request cannot go on
             growing = _growing(s, a.requests, running_batch)
         if growing <= s.free_pages + s.evictable_pages:
-            launches = True
+            launches = 1
             if lacking <= 0:
                 s.ratio = ratio_after_decode(s.ratio, s.ratio_decay, s.ratio_floor)
             if growing:
                 s.evicted_by_decode += alloc(s, c, growing)
-            _decode_batch(s, a.requests, running_batch, flight, samplers, shape)
+            if s.stretch and s.moves_left:
+                flight.in_stretch = 1
+                s.moves += 1
+                s.moves_left -= 1
+                s.decode_launches += 1
+                _decode_batch(s, flight, shape, s.decoding, s.context_tokens)
+                s.context_tokens += s.decoding
+            else:
+                _end_stretch(a, s, engine)
+                rows = s.decoding
+                _decode_batch(s, flight, shape, rows, _move_on(s, a.requests, running_batch, samplers))
+                if s.moves_left >= STRETCH_MIN:
+                    _begin_stretch(a, s, engine)
     else:
         s.decode_owed = 0
     if launches:
@@ -614,12 +640,13 @@ def _extend_batch(
     shape.sampled_rows = sampling + along
 
 
-def _decode_batch(
-    s: Record, requests: Array, running_batch: Array, flight: Record, samplers: Array, shape: Record
-) -> None:
-    """Write a batch with one more token for the whole running batch, like `DecodePlanner.plan`."""
-    rows = s.decoding
-    context_tokens = _move_on(s, requests, running_batch, samplers)
+def _decode_batch(s: Record, flight: Record, shape: Record, rows: int, context_tokens: int) -> None:
+    """Write a batch with one more token for the whole running batch, like `DecodePlanner.plan`.
+
+    Args:
+        rows: requests of the running batch.
+        context_tokens: the sum of their positions before.
+    """
     s.decode_owed = 0
     flight.mode = DECODE
     flight.rows = flight.samplers = flight.new_tokens = rows
@@ -636,20 +663,62 @@ def _move_on(s: Record, requests: Array, running_batch: Array, samplers: Array) 
     The caller has taken the pages that the tokens open. Returns: the sum of the positions before.
     """
     context_tokens = staying = 0
+    s.moves_left = NO_LIMIT
     for i in range(s.decoding):
         number = running_batch[i]
         request = requests[number]
         samplers[i] = number
         context_tokens += request.position
         request.position += 1
-        if ends_by_length(request.position, request.prompt_tokens + request.output_tokens):
+        limit = request.prompt_tokens + request.output_tokens
+        if ends_by_length(request.position, limit):
             request.last_batch = s.next_batch_id
         else:
             running_batch[staying] = number
             staying += 1
+            s.moves_left = min(s.moves_left, decodes_before_end(request.position, limit))
     s.decoding = staying
     s.decode_launches += 1
     return context_tokens
+
+
+# ------------------------------------------------------------------------------------------------------------ stretches
+
+
+def _begin_stretch(a: Arrays, s: Record, engine: int) -> None:
+    """Prepare decodes of the running batch that take the same few steps however many requests there are."""
+    phases, mask = a.phases[engine], s.page_size - 1
+    for i in range(s.page_size):
+        phases[i] = 0
+    s.context_tokens = 0
+    for i in range(s.decoding):
+        position = a.requests[a.running_batch[engine, i]].position
+        s.context_tokens += position
+        phases[-position & mask] += 1
+    s.stretch = 1
+    s.moves = s.delivered = s.gap_us_max = 0
+    s.common_us = NONE
+
+
+def _end_stretch(a: Arrays, s: Record, engine: int) -> None:
+    """Give the running batch and the batches in flight what the decodes of a stretch have changed."""
+    if not s.stretch:
+        return
+    s.stretch = 0
+    running_batch, flights = a.running_batch[engine], a.flights[engine]
+    for i in range(s.decoding):
+        request = a.requests[running_batch[i]]
+        request.position += s.moves
+        if s.delivered:
+            request.outputs += s.delivered
+            request.last_us = s.common_us
+            request.itl_us_max = max(request.itl_us_max, s.gap_us_max)
+    for i in range(s.in_flight):
+        slot = (s.oldest + i) % flights.size
+        if flights[slot].in_stretch:
+            flights[slot].in_stretch = 0
+            for j in range(s.decoding):
+                a.samplers[engine, slot, j] = running_batch[j]
 
 
 # ----------------------------------------------------------------------------------------------------------- retraction
@@ -785,14 +854,22 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
     for i in range(flight.parts):
         if parts[i, 0] != NONE and _ends_without_token(a.requests[parts[i, 0]], flight.batch_id):
             _end(a, run, s, c, parts[i, 0])
-    tokens = equal = 0
+    tokens = equal = measured = 0
     common_us, gaps = NONE, a.gaps[engine]
-    for i in range(flight.samplers):
+    if flight.in_stretch:
+        samplers = a.running_batch[engine]
+    if flight.in_stretch and s.common_us != NONE:
+        tokens, equal, common_us = flight.samplers, s.measured, now_us - s.common_us
+        s.gap_us_max = max(s.gap_us_max, common_us)
+        s.common_us = now_us
+        s.delivered += 1
+    for i in range(0 if tokens else flight.samplers):
         number = samplers[i]
         if number == NONE:  # retracted since
             continue
         tokens += 1
         request = a.requests[number]
+        measured += request.measured
         if request.outputs:
             gap_us = now_us - request.last_us
             if request.measured:
@@ -809,6 +886,8 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
         request.outputs += 1
         if request.outputs == request.output_tokens:
             _end(a, run, s, c, number)
+    if flight.in_stretch and s.common_us == NONE:
+        s.common_us, s.measured = now_us, measured
     _count_gaps(s, gaps, common_us, equal)
     if flight.mode != EXTEND:
         a.decodes_us[engine, s.decodes] = now_us

@@ -23,7 +23,7 @@ RUNNING_LIMIT, ROWS, KV_BUDGET, PREFILL_BUDGET, PAGES = range(5)  # deferral rea
 QUEUE_ORDER, LONGEST_CACHED, LONGEST_OUTPUT, SHUFFLED, RESPONSE_RATIO, FEWEST_UNCACHED = range(6)  # waiting queue
 KEEPS, LAST, DEFERS = range(3)  # what becomes of waiting requests with a prefix that another request computes
 IN_TURN, LEAST_REQUESTS, LEAST_TOKENS, LEAST_PROMPTS, BOUNDED, GIVEN = range(6)  # rules of a router
-PRICED, FLUSH, ASKED, DONE, LOST, PAUSED, LAUNCHED = range(7)  # why `advance`, `_advance` and `_launch` return
+PRICED, FLUSH, ASKED, DONE, LOST, PAUSED, LAUNCHED, SETTLED = range(8)  # why `advance`, `_advance` and `_launch` return
 LINE_ERROR_US = 1e-5  # a line of `lines` is nearer than this to the cost model
 
 CACHE_LINE = 64  # bytes
@@ -109,6 +109,15 @@ ENGINE = np.dtype(
         ("decoding", np.int64),  # requests of the running batch
         ("prefilling", np.int64),
         ("batch_is_full", np.int64),
+        # a stretch: decodes of the same requests, none of which ends; the rows have their effects at its end
+        ("stretch", np.int64),  # 1: there is one
+        ("moves", np.int64),  # its decodes so far
+        ("moves_left", np.int64),  # further decodes before one with which a request ends
+        ("context_tokens", np.int64),  # the sum of the positions of the running batch
+        ("measured", np.int64),  # requests of the running batch that are measured
+        ("delivered", np.int64),  # decodes whose delivery the rows do not have
+        ("common_us", np.int64),  # time of the last token of every row; NONE: not the same
+        ("gap_us_max", np.int64),  # the longest gap between two of these deliveries
         # the present pass over the waiting queue
         ("pass_number", np.int64),
         ("by_rank", np.int64),  # 1: requests are considered by `rank`, duplicates last; 0: in the order of the queue
@@ -242,6 +251,7 @@ FLIGHT = np.dtype(
         ("samplers", np.int64),
         ("prompt_ends", np.int64),  # the first of the samplers, whose token follows from an extend
         ("parts", np.int64),
+        ("in_stretch", np.int64),  # 1: its samplers are the running batch, and are not written
     ],
     align=True,
 )
@@ -306,6 +316,7 @@ RUN = np.dtype(
         ("engine", np.int64),  # the engine that is advanced to `until_us`; engines before it are there
         ("next_request", np.int64),  # the next request to be routed
         ("until_question", np.int64),  # requests before the next return of ASKED; negative: never
+        ("settles", np.int64),  # 1: `advance` ends all stretches and returns SETTLED
         ("asks", np.int64),  # 1: `advance` returns ASKED when all engines are at `until_us`
         ("warm_up", np.int64),  # requests with an id below this are not measured
         ("hop_us", np.int64),  # time from the router to an engine, and from an engine to the router
@@ -335,6 +346,7 @@ class Arrays(NamedTuple):
     requests: Array  # REQUEST [requests], by arrival
     due_us: Array  # int64 [engines]: an engine has no work before this time
     running_batch: Array  # int64 [engines, rows]: requests that decode
+    phases: Array  # int64 [engines, page size]: requests of a stretch by its decodes before they open a page
     flights: Array  # FLIGHT [engines, slots]: batches in flight
     samplers: Array  # int64 [engines, slots, rows]: requests that get a token from each batch in flight
     parts: Array  # int64 [engines, slots, rows, 3]: request, start and stop of each chunk of each batch in flight
