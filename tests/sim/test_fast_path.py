@@ -100,7 +100,9 @@ def compare(case: Case) -> None:
         for name, count in rare_events(theirs.data):
             target(float(np.log1p(count)), label=name)
     assert_equal(ours.data, theirs.data)
-    assert (ours.batches, ours.metrics()["requests"]) == (theirs.batches, theirs.metrics()["requests"])
+    for name in ("batches", "clamped", "rejected", "never_sent"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.metrics()["requests"] == theirs.metrics()["requests"]
 
 
 @pytest.mark.usefixtures("small_portions")
@@ -411,14 +413,51 @@ def test_the_kernel_has_the_cores_constants() -> None:
     assert list(state.SHAPE.names)[:-2] == list(BatchShape.__struct_fields__)[:7]
 
 
-def test_requests_that_are_turned_away_or_cut_are_left_to_the_core() -> None:
-    turns = turns_of(np.array([0, 10]), np.array([40, 600]), np.array([3, 500]))
-    for sched in (
-        {"pages": 2_000, "context_tokens_max": 1_000},
-        {"pages": 60},
-        {"pages": 2_000, "max_input_tokens": 500},
-    ):
-        assert fast_runs.unsupported_by(setup_of(turns, sched)) == "prompts that do not fit"
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+    ("sched", "rejected", "clamped"),
+    [
+        ({"pages": 2_000, "context_tokens_max": 1_000}, 0, 1),
+        ({"pages": 30}, 2, 0),
+        ({"pages": 2_000, "max_input_tokens": 480}, 2, 0),
+    ],
+)
+def test_prompts_that_are_too_long_are_rejected_and_outputs_end_with_the_context(
+    sched: dict[str, Any], rejected: int, clamped: int
+) -> None:
+    """A prompt without output needs no room behind it: with 30 pages of 16 tokens one of 480 tokens fits exactly."""
+    prompts, outputs = np.array([40, 600, 480, 481]), np.array([3, 500, 0, 0])
+    setup = setup_of(turns_of(np.array([0, 10, 20, 30]), prompts, outputs), sched)
+    assert fast_runs.unsupported_by(setup) == ""
+    theirs, ours = simulate(setup, compiled=False), simulate(setup, compiled=True)
+    assert_equal(ours.data, theirs.data)
+    assert (ours.clamped, ours.rejected.total()) == (theirs.clamped, theirs.rejected.total()) == (clamped, rejected)
+    scenario = ClusterScenario(base=setup.scenario, replicas=1)
+    cluster = ClusterSetup(scenario=scenario, engines=(setup,), shares=(EngineShare(),))
+    assert unsupported_by_cluster(cluster) == "prompts that do not fit"
+
+
+def test_prompts_that_are_cut_are_left_to_the_core() -> None:
+    turns = turns_of(np.array([0, 10]), np.array([40, 600]), np.array([3, 3]))
+    setup = setup_of(turns, {"pages": 2_000, "max_input_tokens": 500, "truncate_input": "left"})
+    assert fast_runs.unsupported_by(setup) == "prompts that are cut"
+
+
+def test_sessions_of_a_closed_loop_suffice_even_if_the_longest_ones_go_on() -> None:
+    """Requests of 40 sessions, a tenth of which are a hundred times as long as the others and break off at the end."""
+    rng = np.random.default_rng(3)
+    lengths = np.where(rng.random(40) < 0.1, 60, 1)
+    after = np.arange(-1, lengths.sum() - 1)
+    after[np.cumsum(lengths) - lengths] = -1
+    prompts = np.where(np.append(after[1:], -1) < 0, np.where(after < 0, 20, 1_005), 20)
+    turns = turns_of(np.zeros(len(after), np.int64), prompts, np.full(len(after), 12), None, after, after * 0)
+    setup = setup_of(turns, {"pages": 2_000}, concurrency=8, limit=500)
+    theirs, ours = simulate(setup, compiled=False), simulate(setup, compiled=True)
+    assert theirs.data.summary["requests"]["rejected"] > 0
+    assert_equal(ours.data, theirs.data)
+    loop = fast_runs.loop_of(setup)
+    assert loop is not None
+    assert len(loop.rows) < 4_000
 
 
 def test_machine_code_is_loaded_once_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:

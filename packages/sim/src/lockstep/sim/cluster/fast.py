@@ -17,7 +17,7 @@ from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.fast.fast_path import pays
 from lockstep.sim.fast.machine_code import is_available
 from lockstep.sim.metrics.fold import MetricsFold
-from lockstep.sim.run.fast_runs import are_chained, fast_run_of, follows_answers, unsupported_by
+from lockstep.sim.run.fast_runs import are_chained, exceed, fast_run_of, follows_answers, unsupported_by
 from lockstep.sim.run.simulate import Run, collecting_seldom, stopping_on_interrupt
 
 
@@ -99,6 +99,7 @@ def unsupported_by_cluster(setup: ClusterSetup) -> str:
         "autoscaling": scenario.scaling is not None,
         "waiting at the router": scenario.dispatch is not None,
         "reports": bool(scenario.report_interval_us),
+        "prompts that do not fit": any(exceed(one.config, turns) for one in setup.engines),
         "sessions": scenario.router.policy == "session_sticky" and not turns.labels_differ,
     }
     for name, is_there in beside.items():

@@ -9,6 +9,7 @@ simulates the run from the beginning. Each batch is one call of the setup's own 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -310,8 +311,16 @@ class FastRun:
         loop, requests = self._load.loop, self._arrays.requests
         if loop is None or len(loop.sessions):
             return 0
-        waits = self._load.turns.after >= 0
-        return int((requests["ended_us"][self._load.turns.after[waits]] < 0).sum())
+        before = requests[self._load.turns.after[self._load.turns.after >= 0]]
+        return int(((before["ended_us"] < 0) | _rejected(before)).sum())
+
+    def rejected(self, engine: int) -> Counter[str]:
+        """Return the requests that an engine has rejected, by reason."""
+        return +Counter(too_long=int(self._state["rejected"][engine]))
+
+    def clamped(self, engine: int) -> int:
+        """Return the requests that an engine has allowed fewer tokens than they asked for."""
+        return int(self._state["clamped"][engine])
 
     def _labels(self, arrived: Int64s, ids: Int64s) -> list[str]:
         """Return the labels of requests by id, where copies of the workload are numbered."""
@@ -384,6 +393,7 @@ class FastRun:
                     prompt_tokens=requests["prompt_tokens"],
                     admitted_us=requests["admitted_us"],
                     ended_us=requests["ended_us"],
+                    rejected=_rejected(requests),
                     output_tokens=requests["outputs"],
                     first_message_us=requests["first_us"],
                     last_message_us=requests["last_us"],
@@ -402,6 +412,11 @@ class FastRun:
                     deferred={reason: int(state[f"deferred_{reason}"]) for reason in DEFERRED},
                 )
             )
+
+
+def _rejected(requests: Any) -> Any:
+    """Return which requests were rejected at their arrival, bool [requests]."""
+    return (requests["ended_us"] >= 0) & (requests["admitted_us"] < 0)
 
 
 def _run_stops(turns: Turns) -> Int64s:
@@ -461,6 +476,9 @@ def _engine(engine: FastEngine, shares_prefixes: bool) -> Any:
         "batching": BATCHINGS[config.batching],
         "slots": config.launches_max,
         "max_running_requests": config.max_running_requests,
+        "prompt_tokens_max": config.prompt_tokens_max(True),
+        "prompts_only_tokens_max": config.prompt_tokens_max(False),
+        "request_tokens_max": config.request_tokens_max,
         "rows_max": config.rows_max,
         "newest_first": config.retraction_policy == "newest",
         "to_front": config.retracted_requeue == "front",

@@ -207,14 +207,31 @@ def _arrive(a: Arrays, run: Record, s: Record, engine: int) -> None:
         s.coming = request.next
     request.measured = request.id >= run.warm_up
     request.prefilled_before = s.prefilled_tokens
-    _wait(s, a.requests, number, s.tail if s.waiting else NONE)
-    if s.passes:
-        joins(s, cache_of(a, engine), number, a.shuffled[engine])
     s.arrived += 1
     s.nothing_new = 0
+    if request.prompt_tokens > (s.prompt_tokens_max if request.output_tokens else s.prompts_only_tokens_max):
+        _reject(a, run, s, number)
+    else:
+        room = s.request_tokens_max - request.prompt_tokens
+        if request.output_tokens > room:
+            request.output_tokens = room
+            s.clamped += 1
+        _wait(s, a.requests, number, s.tail if s.waiting else NONE)
+        if s.passes:
+            joins(s, cache_of(a, engine), number, a.shuffled[engine])
     if run.loops:
         _look_ahead(a, s)
     _spend(s, a.works[engine], s.arrival_us, ARRIVAL)
+
+
+def _reject(a: Arrays, run: Record, s: Record, number: int) -> None:
+    """End a request whose prompt is too long, at its arrival. Its session breaks off."""
+    request = a.requests[number]
+    request.ended_us = request.arrival_us + run.hop_us
+    s.ended += 1
+    s.rejected += 1
+    if run.loops == 2:
+        _begin_session(a, s, request.ended_us + s.answer_us)
 
 
 # --------------------------------------------------------------------------------------- requests that follow answers
@@ -225,14 +242,19 @@ def _answered(a: Arrays, run: Record, s: Record, number: int, seen_us: int) -> N
     requests = a.requests
     follow = requests[number].follow
     if follow == NONE and run.loops == 2:
-        follow = a.sessions[s.upcoming]
-        s.upcoming += 1
-        _think(a, s, follow, seen_us)
+        _begin_session(a, s, seen_us)
     else:
         while follow != NONE:
             _think(a, s, follow, seen_us + requests[follow].think_us)
             follow = requests[follow].sibling
     _look_ahead(a, s)
+
+
+def _begin_session(a: Arrays, s: Record, now_us: int) -> None:
+    """Begin the next session of a closed loop, if more requests are sent at all."""
+    if s.arrived < s.expected:
+        _think(a, s, a.sessions[s.upcoming], now_us)
+        s.upcoming += 1
 
 
 def _look_ahead(a: Arrays, s: Record) -> None:

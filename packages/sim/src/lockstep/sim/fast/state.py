@@ -64,6 +64,9 @@ ENGINE = np.dtype(
         ("slots", np.int64),  # most batches in flight
         ("max_running_requests", np.int64),
         ("rows_max", np.int64),
+        ("prompt_tokens_max", np.int64),  # a request with output is rejected if its prompt is longer
+        ("prompts_only_tokens_max", np.int64),  # and one without output
+        ("request_tokens_max", np.int64),  # outputs end there
         ("newest_first", np.int64),  # 1: the newest request is retracted first, else the one with fewest outputs
         ("to_front", np.int64),  # 1: a retracted request waits before those that never ran
         ("keeps_retracted", np.int64),  # 1: KV of a retracted request stays in the radix cache
@@ -158,6 +161,8 @@ ENGINE = np.dtype(
         ("deferred_pages", np.int64),
         ("deferred_prefix", np.int64),
         ("decodes_skipped", np.int64),
+        ("rejected", np.int64),  # requests whose prompt is too long
+        ("clamped", np.int64),  # requests that may generate fewer tokens than they asked for
         ("decoded", np.int64),  # delivered batches with decodes
         ("retractions", np.int64),
         ("tokens_discarded", np.int64),

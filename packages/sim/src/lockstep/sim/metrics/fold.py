@@ -295,7 +295,9 @@ class MetricsFold:
             self._first_us = int(measured.arrival_us[0])
         self._last_us = measured.last_us
         codes = np.where(measured.ended_us < 0, 0, self._finish_reasons["length"])
-        computed = (measured.ended_us >= 0) & (measured.output_tokens == 0)
+        if measured.rejected.any():
+            codes[measured.rejected] = self._finish_reasons["rejected_too_long"]
+        computed = (measured.ended_us >= 0) & (measured.output_tokens == 0) & ~measured.rejected
         if computed.any():  # only their prompts were run
             codes[computed] = self._finish_reasons["computed"]
         for column, values in (
@@ -381,7 +383,10 @@ class MetricsFold:
         if self._adapters is not None and self._adapters.requests:
             summary["adapters"] = self._adapters.describe(self._tallies.total("adapters_evicted"))
         series = make_series(edges, gauges, self._messages, packed.batches, device.busy)
-        return RunData(requests, series, itl_us, span_us, summary, packed, self._drafts, encoder=encoder)
+        decode_gaps = device.decode_gaps_us, device.busy_after_decode_us
+        return RunData(
+            requests, series, itl_us, span_us, summary, packed, self._drafts, encoder=encoder, decode_gaps=decode_gaps
+        )
 
     # ------------------------------------------------------------------------------------------------- taking in
 

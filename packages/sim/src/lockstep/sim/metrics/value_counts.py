@@ -111,9 +111,7 @@ class ValueCountsBuilder:
             kept = self._counts > 0
             self._values, self._counts = self._values[kept], self._counts[kept]
 
-    def _counted(
-        self, values: NDArray[Any], counts: NDArray[Any] | None
-    ) -> tuple[NDArray[Any], NDArray[Any] | None]:
+    def _counted(self, values: NDArray[Any], counts: NDArray[Any] | None) -> tuple[NDArray[Any], NDArray[Any] | None]:
         """Count the integers that are near to the least one. Returns the others, with their counts."""
         least = values.min()
         above = values - least

@@ -38,7 +38,7 @@ from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.cost import (
     Calibration,
 )
-from lockstep.sim.cost.power import describe_energy, energy_line
+from lockstep.sim.cost.power import Energy, describe_energy, energy_line
 from lockstep.sim.fast.fast_path import pays
 from lockstep.sim.fast.machine_code import is_available
 from lockstep.sim.host.arrivals import Arrivals
@@ -77,10 +77,15 @@ class Run:
     interrupted: bool
     cpu_s: float  # CPU time of this process for the simulation and its metrics
     intervals: Intervals | None = None  # see intervals_of
+    spent: tuple[Energy, float] | None = None  # energy and GPU-hours of a run without its batches
 
     @property
     def calibration(self) -> Calibration:
         return self.setup.calibration
+
+    def without_batches(self) -> Run:
+        """Return the run without its lists of batches, the most of its memory. Reports and traces need them."""
+        return replace(self, data=self.data.without_batches(), spent=energy_of([(self.setup, self.data)], 0.0))
 
     def metrics(self) -> dict[str, Any]:
         """Return the contents of metrics.json."""
@@ -95,7 +100,7 @@ class Run:
 
     def energy(self) -> dict[str, Any] | None:
         """Return the energy and carbon of the run, see `describe_energy`; None if the power of the GPU is not known."""
-        found = energy_of([(self.setup, self.data)], 0.0)
+        found = self.spent or energy_of([(self.setup, self.data)], 0.0)
         if found is None:
             return None
         tokens = self.data.summary["throughput"]["output_tokens"]
@@ -325,8 +330,8 @@ def _run_compiled(setup: Setup, on_finish: Callable[[int], None] | None, *, alwa
         setup=setup,
         data=metrics.result(setup.scenario.slos),
         batches=plain.batches(0),
-        clamped=0,
-        rejected=Counter(),
+        clamped=plain.clamped(0),
+        rejected=plain.rejected(0),
         never_sent=plain.never_sent(),
         interrupted=plain.stop_requested,
         cpu_s=time.process_time() - began_s,
