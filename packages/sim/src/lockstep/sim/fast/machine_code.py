@@ -6,9 +6,10 @@
 Without numba, `bound` returns the same functions, interpreted: equal in results and slower than the core, for tests.
 
 Compiling takes half a minute and loading a second, so the text is stored: in `__pycache__` beside the source or, if
-that is not writable, in the user's cache folder. It is text, not a pickle, which LLVM parses, verifies and compiles for
-this processor. It is trusted like the compiled Python files in those folders: only if its owner is the user or root,
-and no other user may write to it. Its name follows from the source, the compiler's version and the processor.
+that is not writable, in the user's cache folder. Of several processes one compiles, and the others wait for it. It is
+text, not a pickle, which LLVM parses, verifies and compiles for this processor. It is trusted like the compiled Python
+files in those folders: only if its owner is the user or root, and no other user may write to it. Its name follows from
+the source, the compiler's version and the processor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import ctypes
 import os
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from hashlib import blake2b
 from importlib.metadata import version
@@ -28,6 +30,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 from lockstep.core.requests import rules
 from lockstep.sim.fast import kernel, memory, ordering, routing, state
@@ -82,12 +89,7 @@ def load() -> Advance:
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    name = _name(llvm)
-    text = next(filter(None, (_kept(folder / name) for folder in _folders())), None)
-    if text is None:
-        text = _made()
-        _keep(name, text)
-    module = llvm.parse_assembly(text)
+    module = llvm.parse_assembly(_text(_name(llvm)))
     module.verify()
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
@@ -100,6 +102,22 @@ def load() -> Advance:
     engine.finalize_object()
     _ENGINES.append(engine)
     return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_double)(engine.get_function_address(ENTRY))
+
+
+def _text(name: str) -> str:
+    """Return the LLVM text that is stored as `name`; made and stored by one process if there is none."""
+
+    def stored() -> str | None:
+        return next(filter(None, (_kept(folder / name) for folder in _folders())), None)
+
+    text = stored()
+    if text is None:
+        with _alone():
+            text = stored()  # another process may have made it while this one waited
+            if text is None:
+                text = _made()
+                _keep(name, text)
+    return text
 
 
 @cache
@@ -149,6 +167,21 @@ def _kept(path: Path) -> str | None:
             return text if seal == _seal(text) else None
     except (OSError, UnicodeDecodeError):
         return None
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Context that other processes with the same folder wait for. Without locks of files it does nothing."""
+    with ExitStack() as stack:
+        for folder in _folders() if fcntl is not None else ():
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                file = stack.enter_context((folder / f"{SOURCE.stem}.lock").open("w"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+                break
+            except OSError:
+                continue
+        yield
 
 
 def _seal(text: str) -> str:
