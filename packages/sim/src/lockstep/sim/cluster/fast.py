@@ -59,19 +59,22 @@ class FastCluster:
             if not self.fast.run(*(() if give_up is None else (GIVE_UP_EVERY, ask))):
                 return None
         setup = self.setup
-        datas = [fold.result(setup.scenario.base.slos) for fold in self.metrics]
+        fast = self.fast.finished()
+        datas = []
+        while self.metrics:  # each takes much memory, which the next result needs
+            datas.append(self.metrics.pop(0).result(setup.scenario.base.slos))
         data = combine(datas, hop_us=setup.scenario.hop_us, slos=setup.scenario.base.slos)
         cpu_s = time.process_time() - began_s
         reason = "room" if setup.scenario.router.policy == "follow_bootstrap_room" else "policy"
-        by_reason = self.fast.routed_by_prefix()
-        by_reason[reason] = self.fast.routed() - sum(by_reason.values())
+        by_reason = fast.routed_by_prefix
+        by_reason[reason] = fast.routed - sum(by_reason.values())
         return ClusterRun(
             setup=setup,
             engines=tuple(
                 Run(
                     setup=one,
                     data=measured,
-                    batches=self.fast.batches(engine),
+                    batches=fast.batches[engine],
                     clamped=0,
                     rejected=Counter(),
                     never_sent=0,

@@ -83,6 +83,14 @@ class FastEngine(NamedTuple):
     frontend_us: int  # time of a request from its client to the engine
 
 
+class Finished(NamedTuple):
+    """What is known of a run of engines behind a router at its end, beside the folds."""
+
+    batches: list[int]  # launched by each engine
+    routed: int  # requests that have arrived at the router
+    routed_by_prefix: dict[str, int]  # by reason, see `prefix_affinity`
+
+
 class FastLoad(NamedTuple):
     """The requests of a run, and the settings of its measurement."""
 
@@ -243,7 +251,7 @@ class FastRun:
         )
         self._advance = machine_code.bound(self._arrays)
 
-    def routed_by_prefix(self) -> dict[str, int]:
+    def _routed_by_prefix(self) -> dict[str, int]:
         """Return the requests that prefix_affinity sent by a prefix, and those whose engine was over the bound."""
         run = self._arrays.run[0]
         return {"prefix": int(run["routed_by_prefix"]), "bound": int(run["routed_by_bound"])}
@@ -302,7 +310,14 @@ class FastRun:
         """Return the number of batches that an engine has launched."""
         return int(self._state["next_batch_id"][engine])
 
-    def routed(self) -> int:
+    def finished(self) -> Finished:
+        """Give back the memory of a run that has ended. Return what remains to be known of it."""
+        counts = range(len(self._engines))
+        found = Finished([self.batches(engine) for engine in counts], self._routed(), self._routed_by_prefix())
+        del self._arrays, self._state, self._advance
+        return found
+
+    def _routed(self) -> int:
         """Return the number of requests that have arrived at the router."""
         return int(self._arrays.run["next_request"][0])
 
@@ -377,7 +392,7 @@ class FastRun:
         sent_to = arrays.requests["engine"]
         for engine, fold in enumerate(self.metrics):
             state = self._state[engine]
-            sent = np.flatnonzero(sent_to[: self.routed()] == engine)
+            sent = np.flatnonzero(sent_to[: self._routed()] == engine)
             if self._load.loop is not None:
                 sent = sent[arrays.requests["id"][sent] >= 0]
                 sent = sent[np.argsort(arrays.requests["id"][sent])]
