@@ -1,13 +1,15 @@
 """The kernel of the fast path: engines, their CPU lanes and devices, and a router, as numbers in arrays.
 
-It repeats the decisions of the core and the work of host and cluster, for runs with only arrivals, chunks, decodes and
-ends. `run/fast_runs.py` defines these runs, and `fast_path.py` drives the kernel. All state is numbers in arrays, so
-`machine_code.py` can compile the kernel to code that takes a few microseconds instead of the core's hundreds. The
-kernel adds no decisions of its own: tests compare each launch, message, gauge and end of random runs with those of the
-core. In a situation that the kernel does not handle (LOST), the core simulates the run from the beginning.
+It repeats the decisions of the core and the work of host and cluster, for runs with only arrivals, rejections of long
+prompts, chunks, decodes, retractions and ends. `run/fast_runs.py` defines these runs, and `fast_path.py` drives the
+kernel. All state is numbers in arrays, so `machine_code.py` can compile the kernel to code that takes a few
+microseconds instead of the core's hundreds. The kernel adds no decisions of its own: tests compare each launch,
+message, gauge and end of random runs with those of the core. In a situation that the kernel does not handle (LOST), the
+core simulates the run from the beginning.
 
 Arithmetic decisions are functions of the core (`core/requests/rules.py`), compiled with the kernel. `state.py` has the
-arrays, `memory.py` the pages and the prefix tree, `routing.py` the router, `lines.py` the times of most batches.
+arrays, `memory.py` the pages and the prefix tree, `following.py` requests that follow answers, `stretches.py` decodes
+of the same requests, `routing.py` the router, `lines.py` the times of most batches.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from lockstep.core.requests.rules import (
     verdict,
     wanted,
 )
+from lockstep.sim.fast.following import answered, begin_session, look_ahead, pop_thinking
 from lockstep.sim.fast.memory import (
     Cache,
     alloc,
@@ -84,6 +87,7 @@ from lockstep.sim.fast.state import (
     Arrays,
     Record,
 )
+from lockstep.sim.fast.stretches import begin_stretch, end_stretch
 
 NO_ROOM_EVER = -1
 STRETCH_MIN = 3  # decodes for which a stretch pays
@@ -101,7 +105,7 @@ def advance(a: Arrays, took_us: float) -> int:
     if run.settles:
         run.settles = 0
         for engine in range(a.engines.size):
-            _end_stretch(a, a.engines[engine], engine)
+            end_stretch(a, a.engines[engine], engine)
         return SETTLED
     if not run.priced:
         engine = a.shape[0].engine
@@ -202,7 +206,7 @@ def _arrive(a: Arrays, run: Record, s: Record, engine: int) -> None:
         if number == s.clock:
             s.clock = request.next
         else:
-            _pop_thinking(a, s)
+            pop_thinking(a, s)
     else:
         s.coming = request.next
     request.measured = request.id >= run.warm_up
@@ -220,7 +224,7 @@ def _arrive(a: Arrays, run: Record, s: Record, engine: int) -> None:
         if s.passes:
             joins(s, cache_of(a, engine), number, a.shuffled[engine])
     if run.loops:
-        _look_ahead(a, s)
+        look_ahead(a, s)
     _spend(s, a.works[engine], s.arrival_us, ARRIVAL)
 
 
@@ -231,71 +235,10 @@ def _reject(a: Arrays, run: Record, s: Record, number: int) -> None:
     s.ended += 1
     s.rejected += 1
     if run.loops == 2:
-        _begin_session(a, s, request.ended_us + s.answer_us)
+        begin_session(a, s, request.ended_us + s.answer_us)
 
 
-# --------------------------------------------------------------------------------------- requests that follow answers
-
-
-def _answered(a: Arrays, run: Record, s: Record, number: int, seen_us: int) -> None:
-    """Begin the think time of the requests that follow an answer, or the next session, like `Arrivals.answered`."""
-    requests = a.requests
-    follow = requests[number].follow
-    if follow == NONE and run.loops == 2:
-        _begin_session(a, s, seen_us)
-    else:
-        while follow != NONE:
-            _think(a, s, follow, seen_us + requests[follow].think_us)
-            follow = requests[follow].sibling
-    _look_ahead(a, s)
-
-
-def _begin_session(a: Arrays, s: Record, now_us: int) -> None:
-    """Begin the next session of a closed loop, if more requests are sent at all."""
-    if s.arrived < s.expected:
-        _think(a, s, a.sessions[s.upcoming], now_us)
-        s.upcoming += 1
-
-
-def _look_ahead(a: Arrays, s: Record) -> None:
-    """Find the next request that arrives: by the clock, or after an answer."""
-    s.coming = s.clock
-    if s.thinking and (s.coming == NONE or _before(a, a.thinking[0], s.coming)):
-        s.coming = a.thinking[0]
-    if s.arrived >= s.expected:
-        s.coming = NONE
-
-
-def _before(a: Arrays, one: int, other: int) -> bool:
-    """Return whether a request arrives before another one."""
-    first, second = a.requests[one], a.requests[other]
-    return first.arrival_us < second.arrival_us or (first.arrival_us == second.arrival_us and first.key < second.key)
-
-
-def _think(a: Arrays, s: Record, number: int, arrival_us: int) -> None:
-    """Add a request to the heap of those whose time of arrival is known."""
-    a.requests[number].arrival_us = arrival_us
-    place = s.thinking
-    s.thinking += 1
-    while place and _before(a, number, a.thinking[(place - 1) // 2]):
-        a.thinking[place] = a.thinking[(place - 1) // 2]
-        place = (place - 1) // 2
-    a.thinking[place] = number
-
-
-def _pop_thinking(a: Arrays, s: Record) -> None:
-    """Remove the next request from the heap of those whose time of arrival is known."""
-    s.thinking -= 1
-    number, place = a.thinking[s.thinking], 0
-    while 2 * place + 1 < s.thinking:
-        below = 2 * place + 1
-        if below + 1 < s.thinking and _before(a, a.thinking[below + 1], a.thinking[below]):
-            below += 1
-        if not _before(a, a.thinking[below], number):
-            break
-        a.thinking[place] = a.thinking[below]
-        place = below
-    a.thinking[place] = number
+# ------------------------------------------------------------------------------------------------------- waiting, lane
 
 
 def _wait(s: Record, requests: Array, number: int, before: int) -> None:
@@ -361,7 +304,7 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
         )
     ):
         if s.prefilling != NONE or not s.batch_is_full:
-            _end_stretch(a, s, engine)
+            end_stretch(a, s, engine)
         taken = _extend(s, c, running_batch, parts, growing, a.scratch)
     flight.samplers = flight.prompt_ends = flight.parts = flight.in_stretch = 0
     if taken:
@@ -371,7 +314,7 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
         s.extended_at = s.decode_launches
     elif s.decoding:
         if lacking > 0:
-            _end_stretch(a, s, engine)
+            end_stretch(a, s, engine)
             if _make_room(s, c, running_batch, growing, a.shuffled[engine]) == NO_ROOM_EVER:
                 return LOST  # the last request cannot go on
             growing = _growing(s, a.requests, running_batch)
@@ -389,11 +332,11 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
                 _decode_batch(s, flight, shape, s.decoding, s.context_tokens)
                 s.context_tokens += s.decoding
             else:
-                _end_stretch(a, s, engine)
+                end_stretch(a, s, engine)
                 rows = s.decoding
                 _decode_batch(s, flight, shape, rows, _move_on(s, a.requests, running_batch, samplers))
                 if s.moves_left >= STRETCH_MIN:
-                    _begin_stretch(a, s, engine)
+                    begin_stretch(a, s, engine)
     else:
         s.decode_owed = 0
     if launches:
@@ -704,45 +647,6 @@ def _move_on(s: Record, requests: Array, running_batch: Array, samplers: Array) 
     return context_tokens
 
 
-# ------------------------------------------------------------------------------------------------------------ stretches
-
-
-def _begin_stretch(a: Arrays, s: Record, engine: int) -> None:
-    """Prepare decodes of the running batch that take the same few steps however many requests there are."""
-    phases, mask = a.phases[engine], s.page_size - 1
-    for i in range(s.page_size):
-        phases[i] = 0
-    s.context_tokens = 0
-    for i in range(s.decoding):
-        position = a.requests[a.running_batch[engine, i]].position
-        s.context_tokens += position
-        phases[-position & mask] += 1
-    s.stretch = 1
-    s.moves = s.delivered = s.gap_us_max = 0
-    s.common_us = NONE
-
-
-def _end_stretch(a: Arrays, s: Record, engine: int) -> None:
-    """Give the running batch and the batches in flight what the decodes of a stretch have changed."""
-    if not s.stretch:
-        return
-    s.stretch = 0
-    running_batch, flights = a.running_batch[engine], a.flights[engine]
-    for i in range(s.decoding):
-        request = a.requests[running_batch[i]]
-        request.position += s.moves
-        if s.delivered:
-            request.outputs += s.delivered
-            request.last_us = s.common_us
-            request.itl_us_max = max(request.itl_us_max, s.gap_us_max)
-    for i in range(s.in_flight):
-        slot = (s.oldest + i) % flights.size
-        if flights[slot].in_stretch:
-            flights[slot].in_stretch = 0
-            for j in range(s.decoding):
-                a.samplers[engine, slot, j] = running_batch[j]
-
-
 # ----------------------------------------------------------------------------------------------------------- retraction
 
 
@@ -955,4 +859,4 @@ def _end(a: Arrays, run: Record, s: Record, c: Cache, number: int) -> None:
         unseen[0], unseen[1] = s.now_us + s.frontend_us + run.hop_us, number
         run.unseen += 1
     if run.loops:
-        _answered(a, run, s, number, s.now_us + s.answer_us)
+        answered(a, run, s, number, s.now_us + s.answer_us)

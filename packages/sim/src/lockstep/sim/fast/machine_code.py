@@ -37,11 +37,13 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 from lockstep.core.requests import rules
-from lockstep.sim.fast import kernel, memory, ordering, routing, state
+from lockstep.sim.fast import following, kernel, memory, ordering, routing, state, stretches
 from lockstep.sim.fast.state import Arrays
 
 SOURCE = Path(kernel.__file__)
-SOURCES = tuple(Path(str(module.__file__)) for module in (rules, state, memory, ordering, routing, kernel))
+SOURCES = tuple(
+    Path(str(module.__file__)) for module in (rules, state, following, memory, ordering, routing, stretches, kernel)
+)
 """The modules with compiled functions; each imports functions of earlier ones only."""
 ENTRY = "lockstep_advance"
 
