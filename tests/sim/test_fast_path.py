@@ -262,6 +262,34 @@ def test_an_interrupted_run_reports_its_results_so_far(pages: int, monkeypatch: 
         np.testing.assert_array_equal(column[done], whole.requests.columns()[name][: len(done)][done], name)
 
 
+def test_a_run_for_figures_of_requests_alone_has_equal_ones() -> None:
+    setup = steady()
+    cluster = ClusterSetup(
+        scenario=ClusterScenario(base=setup.scenario, replicas=2), engines=(setup, setup), shares=(EngineShare(),) * 2
+    )
+    pairs = [
+        [simulate(setup, compiled=True, only_requests=only) for only in (True, False)],
+        [simulate_cluster(cluster, compiled=True, only_requests=only) for only in (True, False)],
+    ]
+    for short, whole in pairs:
+        for part in ("requests", "latency", "throughput"):
+            assert short.data.summary[part] == whole.data.summary[part]
+        assert short.batches == whole.batches == len(whole.data.batches.batch_id) > len(short.data.batches.batch_id)
+
+
+def test_a_run_without_its_batches_has_the_same_figures() -> None:
+    setup = steady()
+    cluster = ClusterSetup(
+        scenario=ClusterScenario(base=setup.scenario, replicas=2), engines=(setup, setup), shares=(EngineShare(),) * 2
+    )
+    for whole in (simulate(setup, compiled=True), simulate_cluster(cluster, compiled=True)):
+        less = whole.without_batches()
+        assert len(less.data.batches.batch_id) == len(less.data.cpu.start_us) == 0
+        assert less.energy() is not None
+        assert less.metrics() == whole.metrics()
+        assert less.remarks() == whole.remarks()
+
+
 def lost(plain: Any) -> None:
     """Let the fast path find at its 50th batch that only the core can simulate its run."""
     advance, calls = plain._advance, []

@@ -24,10 +24,15 @@ from lockstep.sim.run.simulate import Run, collecting_seldom, stopping_on_interr
 class FastCluster:
     """A cluster on the fast path, with engines that interact only at the router."""
 
-    def __init__(self, setup: ClusterSetup, on_finish: Callable[[int], None] | None) -> None:
+    def __init__(
+        self, setup: ClusterSetup, on_finish: Callable[[int], None] | None, *, only_requests: bool = False
+    ) -> None:
         """Prepare the run of a setup for which `unsupported_by_cluster` is empty."""
         self.setup = setup
-        self.metrics = [MetricsFold(kv_pages=one.config.pages, warm_up=one.scenario.warm_up) for one in setup.engines]
+        self.metrics = [
+            MetricsFold(kv_pages=one.config.pages, warm_up=one.scenario.warm_up, only_requests=only_requests)
+            for one in setup.engines
+        ]
         router, turns, seed = setup.scenario.router, setup.workload.turns, setup.scenario.base.seed
         given = []
         if router.policy == "follow_bootstrap_room":
@@ -113,9 +118,14 @@ def unsupported_by_cluster(setup: ClusterSetup) -> str:
 
 
 def run_compiled(
-    setup: ClusterSetup, on_finish: Callable[[int], None] | None, give_up: Callable[[Any], bool] | None, *, always: bool
+    setup: ClusterSetup,
+    on_finish: Callable[[int], None] | None,
+    give_up: Callable[[Any], bool] | None,
+    *,
+    always: bool,
+    only_requests: bool = False,
 ) -> ClusterRun | None:
     """Run a cluster on the fast path. Return None if it is unavailable, unsupported, does not pay, or gave up."""
     if unsupported_by_cluster(setup) or not (always or (is_available() and pays(len(setup.workload.turns)))):
         return None
-    return FastCluster(setup, on_finish).run(give_up)
+    return FastCluster(setup, on_finish, only_requests=only_requests).run(give_up)

@@ -48,5 +48,9 @@ def intervals_of(run: Run | ClusterRun, coverage: float = COVERAGE) -> Intervals
 
 def _summary_at(setup: Setup | ClusterSetup, factor: float) -> Summary | None:
     """Return the summary of the run with every batch time multiplied by `factor`; None if it is interrupted."""
-    run = simulate_cluster(setup.slowed(factor)) if isinstance(setup, ClusterSetup) else simulate(setup.slowed(factor))
+    run: Run | ClusterRun
+    if isinstance(setup, ClusterSetup):
+        run = simulate_cluster(setup.slowed(factor), only_requests=True)
+    else:
+        run = simulate(setup.slowed(factor), only_requests=True)
     return None if run.interrupted else run.data.summary

@@ -303,7 +303,10 @@ class FastRun:
         if expected.spread_us > 0.0:
             drawn = standard_normal(f"{self._load.seed} engine{engine} {batch_id}")
             return expected.mean_us + expected.spread_us * drawn
-        line_for(one.cost, self._arrays.lines[engine], shape, one.config.request_tokens_max)
+        if not shape.extend_rows or (
+            shape.extend_rows == 1 and not shape.sampled_rows
+        ):  # of other batches there is none
+            line_for(one.cost, self._arrays.lines[engine], shape, one.config.request_tokens_max)
         return expected.mean_us
 
     def batches(self, engine: int) -> int:

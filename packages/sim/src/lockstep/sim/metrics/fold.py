@@ -120,6 +120,7 @@ class MetricsFold:
         host_page_bytes: int | None = None,
         host_block_bytes: Mapping[str, int] | None = None,
         needs_media: bool = True,
+        only_requests: bool = False,
     ) -> None:
         """Start an empty fold.
 
@@ -129,10 +130,13 @@ class MetricsFold:
             host_page_bytes: bytes of a page of KV in host memory; None: there is no host tier, and nothing is counted
                 for it.
             host_block_bytes: bytes of a window block and of a state block in host memory, by kind.
+            only_requests: whether only figures of requests are asked for. Batches, levels and messages of a run on the
+                fast path, the most of its memory, are then not kept.
             needs_media: whether requests require their media on this engine from arrival on. False for a decode engine.
         """
         self._kv_pages = kv_pages
         self._warm_up = warm_up
+        self._only_requests = only_requests
         self._first_us: int | None = None
         self._last_us = 0
 
@@ -271,10 +275,12 @@ class MetricsFold:
 
     def take_measured(self, measured: MeasuredRows) -> None:
         """Append rows that the fast path measured."""
+        self._itl_us.add(measured.itl_us[:, 0], measured.itl_us[:, 1])
+        if self._only_requests:
+            return
         batches, cpu = measured.batches.copy(), measured.cpu.copy()
         batches[:, MODE] = coded(batches[:, MODE], measured.modes, self._modes)
         cpu[:, WORK] = coded(cpu[:, WORK], measured.works, self._works)
-        self._itl_us.add(measured.itl_us[:, 0], measured.itl_us[:, 1])
         for rows, more in (
             (self._batches, batches),
             (self._gauges, measured.gauges),

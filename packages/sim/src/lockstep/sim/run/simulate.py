@@ -181,6 +181,7 @@ def simulate(
     on_finish: Callable[[int], None] | None = None,
     observer: Observer | None = None,
     compiled: bool | None = None,
+    only_requests: bool = False,
 ) -> Run:
     """Run a setup to its end, or until Ctrl-C.
 
@@ -191,6 +192,7 @@ def simulate(
         observer: receives every step that decides anything; see `ports.Observer`.
         compiled: whether a run without a journal, checks and an observer uses the fast path, which does not change
             results; None: if it pays.
+        only_requests: whether only figures of requests are needed, see `simulate_cluster`.
     Raises:
         JournalError: the journal cannot be written; the part that was written is a valid journal.
         ConfigError: the engine has a role that needs a cluster.
@@ -204,7 +206,7 @@ def simulate(
         )
     if folder is None:
         if compiled is not False and not check_every and observer is None:
-            run = _run_compiled(setup, on_finish, always=compiled is True)
+            run = _run_compiled(setup, on_finish, always=compiled is True, only_requests=only_requests)
             if run is not None:
                 return run
         return _run(setup, NoJournal(), check_every, on_finish, observer)
@@ -316,12 +318,14 @@ def _run(
     )
 
 
-def _run_compiled(setup: Setup, on_finish: Callable[[int], None] | None, *, always: bool) -> Run | None:
+def _run_compiled(
+    setup: Setup, on_finish: Callable[[int], None] | None, *, always: bool, only_requests: bool = False
+) -> Run | None:
     """Run a setup on the fast path. Return None if it is unavailable, unsupported, does not pay, or gave up."""
     if unsupported_by(setup) or not (always or (is_available() and pays(len(setup.workload.turns)))):
         return None
     began_s = time.process_time()
-    metrics = MetricsFold(kv_pages=setup.config.pages, warm_up=setup.scenario.warm_up)
+    metrics = MetricsFold(kv_pages=setup.config.pages, warm_up=setup.scenario.warm_up, only_requests=only_requests)
     plain = fast_run_of([setup], [metrics], on_finish)
     with stopping_on_interrupt(plain), collecting_seldom():
         if not plain.run():
