@@ -262,6 +262,20 @@ def test_an_interrupted_run_reports_its_results_so_far(pages: int, monkeypatch: 
         np.testing.assert_array_equal(column[done], whole.requests.columns()[name][: len(done)][done], name)
 
 
+@pytest.mark.usefixtures("small_portions")
+def test_engines_of_an_interrupted_run_are_at_the_same_time() -> None:
+    """By round robin requests are routed ahead, and an engine runs before the others."""
+    setup = steady(3_000)
+    metrics = [MetricsFold(kv_pages=setup.config.pages) for _ in range(3)]
+    fast = fast_run_of([setup] * 3, metrics, on_finish=lambda ended: setattr(fast, "stop_requested", ended > 300))
+    fast.route(RouterConfig(policy="round_robin"), [EngineShare()] * 3, 0, ())
+    assert fast.run()
+    datas = [one.result() for one in metrics]
+    assert 300 < sum(data.summary["requests"]["completed"] for data in datas) < 2_500
+    ends_us = [data.span_us[1] for data in datas]
+    assert max(ends_us) - min(ends_us) < 1_000_000 < min(ends_us)
+
+
 def test_a_run_for_figures_of_requests_alone_has_equal_ones() -> None:
     setup = steady()
     cluster = ClusterSetup(

@@ -303,9 +303,7 @@ class FastRun:
         if expected.spread_us > 0.0:
             drawn = standard_normal(f"{self._load.seed} engine{engine} {batch_id}")
             return expected.mean_us + expected.spread_us * drawn
-        if not shape.extend_rows or (
-            shape.extend_rows == 1 and not shape.sampled_rows
-        ):  # of other batches there is none
+        if not shape.extend_rows or (shape.extend_rows == 1 and not shape.sampled_rows):  # others have no line
             line_for(one.cost, self._arrays.lines[engine], shape, one.config.request_tokens_max)
         return expected.mean_us
 
