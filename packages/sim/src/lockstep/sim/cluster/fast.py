@@ -125,7 +125,13 @@ def run_compiled(
     always: bool,
     only_requests: bool = False,
 ) -> ClusterRun | None:
-    """Run a cluster on the fast path. Return None if it is unavailable, unsupported, does not pay, or gave up."""
+    """Run a cluster on the fast path. Return None if it is unavailable, unsupported, does not pay, or gave up.
+
+    Args:
+        always: whether it is used even if it is interpreted or does not pay.
+        only_requests: whether only figures of requests are needed, latencies and rates. Those of batches, levels and
+            series are then missing, which saves memory.
+    """
     if unsupported_by_cluster(setup) or not (always or (is_available() and pays(len(setup.workload.turns)))):
         return None
     return FastCluster(setup, on_finish, only_requests=only_requests).run(give_up)

@@ -43,7 +43,6 @@ def simulate_cluster(
     eager: bool = False,
     watch: ClusterWatch = NOT_WATCHED,
     compiled: bool | None = None,
-    only_requests: bool = False,
 ) -> ClusterRun:
     """Run a cluster to its end, or until Ctrl-C.
 
@@ -55,8 +54,6 @@ def simulate_cluster(
         eager: whether to advance every engine to every arrival, which changes the wall-clock time only.
         watch: callbacks; allowed only if `setup.each_alone`.
         compiled: whether a run without journals uses the fast path, which does not change results; None: if it pays.
-        only_requests: whether only figures of requests are needed, latencies and rates. Those of batches, levels and
-            series may then be missing, which saves memory.
     Raises: ContractError if `watch` does not fit the setup.
     """
     if watch.is_set and not setup.each_alone:
@@ -65,7 +62,7 @@ def simulate_cluster(
         raise ContractError(f"{len(watch.observers)} observers of {len(setup.engines)} engines")
     watched = folder is not None or check_every or eager or watch.is_set
     if not watched and compiled is not False:
-        run = run_compiled(setup, on_finish, give_up, always=compiled is True, only_requests=only_requests)
+        run = run_compiled(setup, on_finish, give_up, always=compiled is True)
         if run is not None:
             return run
     with ExitStack() as stack:

@@ -40,7 +40,11 @@ def look_ahead(a: Arrays, s: Record) -> None:
 def _before(a: Arrays, one: int, other: int) -> bool:
     """Return whether a request arrives before another one."""
     first, second = a.requests[one], a.requests[other]
-    return first.arrival_us < second.arrival_us or (first.arrival_us == second.arrival_us and first.key < second.key)
+    if first.arrival_us != second.arrival_us:
+        earlier: bool = first.arrival_us < second.arrival_us
+    else:
+        earlier = first.key < second.key
+    return earlier
 
 
 def _think(a: Arrays, s: Record, number: int, arrival_us: int) -> None:

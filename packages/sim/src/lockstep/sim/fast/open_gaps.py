@@ -11,8 +11,6 @@ tokens are known by the times of these batches:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -72,10 +70,12 @@ class OpenGaps:
         found = [np.empty(0, np.int64)]
         numbers = np.unique(np.concatenate((running, segments[:, 0])))
         for number in numbers[(requests["ended_us"][numbers] < 0) & (requests["measured"][numbers] != 0)].tolist():
-            own: Iterable[Int64s] = segments[segments[:, 0] == number]
+            own: list[list[int]] = segments[segments[:, 0] == number].tolist()
+            joined = int(requests["joined"][number])
+            if joined >= 0:
+                own.append([number, joined, last, int(requests["joined_us"][number])])
             times = []
-            joined, joined_us = int(requests["joined"][number]), int(requests["joined_us"][number])
-            for _, start, stop, start_us in (*own, *([(number, joined, last, joined_us)] if joined >= 0 else [])):
+            for _, start, stop, start_us in own:
                 times.append(np.append(start_us, decodes_us[start - self._first : stop - self._first]))
             if times:
                 found.append(np.diff(np.concatenate(times)))

@@ -33,15 +33,14 @@ def in_lines(fields: Sequence[tuple[str, Any]]) -> np.dtype[np.void]:
     """Return a record of these fields that is a whole number of cache lines long."""
     packed = np.dtype(list(fields), align=True)
     places = [packed.fields[name] for name in packed.names] if packed.fields and packed.names else []
-    return np.dtype(
-        {
-            "names": packed.names,
-            "formats": [place[0] for place in places],
-            "offsets": [place[1] for place in places],
-            "itemsize": -(-packed.itemsize // CACHE_LINE) * CACHE_LINE,
-        },
-        align=True,
-    )
+    layout: Any = {
+        "names": packed.names,
+        "formats": [place[0] for place in places],
+        "offsets": [place[1] for place in places],
+        "itemsize": -(-packed.itemsize // CACHE_LINE) * CACHE_LINE,
+    }
+    record: np.dtype[np.void] = np.dtype(layout, align=True)
+    return record
 
 
 def zeros_in_lines(count: int, dtype: np.dtype[np.void]) -> Array:

@@ -192,7 +192,7 @@ def simulate(
         observer: receives every step that decides anything; see `ports.Observer`.
         compiled: whether a run without a journal, checks and an observer uses the fast path, which does not change
             results; None: if it pays.
-        only_requests: whether only figures of requests are needed, see `simulate_cluster`.
+        only_requests: whether only figures of requests are needed, see `cluster.fast.run_compiled`.
     Raises:
         JournalError: the journal cannot be written; the part that was written is a valid journal.
         ConfigError: the engine has a role that needs a cluster.
