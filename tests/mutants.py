@@ -76,7 +76,7 @@ TARGETS = {
     "fast": Target(
         ("packages/sim/src/lockstep/sim/fast", "packages/sim/src/lockstep/sim/cluster"),
         ("tests/sim",),
-        without=("kernel.py", "loops.py", "memory.py", "ordering.py", "routing.py"),
+        without=("following.py", "kernel.py", "loops.py", "memory.py", "ordering.py", "routing.py", "stretches.py"),
     ),
     "tools": Target(("tools/src/lockstep/tools",), ("tests/tools", "tests/golden", "tests/sim")),
 }

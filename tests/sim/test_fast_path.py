@@ -23,7 +23,7 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.profiles import PROFILES, profile_settings
 from lockstep.core.requests.rules import LPM_FALLBACK_WAITING
 from lockstep.core.scheduler.ordering import REFRESHED_REQUESTS
-from lockstep.sim.cluster.fast import unsupported_by_cluster
+from lockstep.sim.cluster.fast import run_compiled, unsupported_by_cluster
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.scenario import ClusterScenario
 from lockstep.sim.cluster.setup import ClusterSetup
@@ -100,7 +100,9 @@ def compare(case: Case) -> None:
         for name, count in rare_events(theirs.data):
             target(float(np.log1p(count)), label=name)
     assert_equal(ours.data, theirs.data)
-    assert (ours.batches, ours.metrics()["requests"]) == (theirs.batches, theirs.metrics()["requests"])
+    for name in ("batches", "clamped", "rejected", "never_sent"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.metrics()["requests"] == theirs.metrics()["requests"]
 
 
 @pytest.mark.usefixtures("small_portions")
@@ -234,20 +236,74 @@ def test_a_run_that_lacks_pages(policy: str) -> None:
     assert_equal(ours.data, theirs.data)
 
 
-def test_an_interrupted_run_reports_its_results_so_far() -> None:
-    setup = steady(3_000)
-    metrics = MetricsFold(kv_pages=setup.config.pages)
+@pytest.mark.usefixtures("small_portions")
+@pytest.mark.parametrize("pages", [2_000, 60])
+def test_an_interrupted_run_reports_its_results_so_far(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gaps between tokens are those of completed requests, also where requests are retracted and still open."""
+    monkeypatch.setattr("lockstep.sim.fast.open_gaps.KEPT_ROWS", 50)
+    setup = steady(3_000, {"pages": pages, "reserve": "on_demand", "context_tokens_max": 900}, warm_up=20)
+    metrics = MetricsFold(kv_pages=setup.config.pages, warm_up=20)
     plain = fast_run_of([setup], [metrics], on_finish=lambda ended: setattr(plain, "stop_requested", ended > 500))
     assert plain.run()
     data = metrics.result()
     counts = data.summary["requests"]
-    assert 500 < counts["completed"] < 3_000
+    assert 480 < counts["completed"] < 2_900
     assert counts["unfinished"] == counts["arrived"] - counts["completed"] > 0
     assert 1 <= (data.batches.finished_us < 0).sum() <= 2  # in flight
     whole = simulate(setup, compiled=False).data
     done = data.requests.finish_reason == "length"
+    assert data.itl_us.size == (data.requests.output_tokens[done] - 1).sum()
+    assert data.itl_us.values[-1] == data.requests.itl_us_max[done & (data.requests.output_tokens > 1)].max()
+    seconds = done & (data.requests.output_tokens > 1)
+    last_us = (data.requests.tpot_us * (data.requests.output_tokens - 1))[seconds]
+    assert data.itl_us.sum() == pytest.approx(last_us.sum())
+    assert (pages == 2_000) == (data.summary["scheduler"]["retractions"] == 0)
     for name, column in data.requests.columns().items():
         np.testing.assert_array_equal(column[done], whole.requests.columns()[name][: len(done)][done], name)
+
+
+@pytest.mark.usefixtures("small_portions")
+def test_engines_of_an_interrupted_run_are_at_the_same_time() -> None:
+    """By round robin requests are routed ahead, and an engine runs before the others."""
+    setup = steady(3_000)
+    metrics = [MetricsFold(kv_pages=setup.config.pages) for _ in range(3)]
+    fast = fast_run_of([setup] * 3, metrics, on_finish=lambda ended: setattr(fast, "stop_requested", ended > 300))
+    fast.route(RouterConfig(policy="round_robin"), [EngineShare()] * 3, 0, ())
+    assert fast.run()
+    datas = [one.result() for one in metrics]
+    assert 300 < sum(data.summary["requests"]["completed"] for data in datas) < 2_500
+    ends_us = [data.span_us[1] for data in datas]
+    assert max(ends_us) - min(ends_us) < 1_000_000 < min(ends_us)
+
+
+def test_a_run_for_figures_of_requests_alone_has_equal_ones() -> None:
+    setup = steady()
+    cluster = ClusterSetup(
+        scenario=ClusterScenario(base=setup.scenario, replicas=2), engines=(setup, setup), shares=(EngineShare(),) * 2
+    )
+    pairs = [
+        [simulate(setup, compiled=True, only_requests=only) for only in (True, False)],
+        [run_compiled(cluster, None, None, always=True, only_requests=only) for only in (True, False)],
+    ]
+    for short, whole in pairs:
+        assert short is not None
+        assert whole is not None
+        for part in ("requests", "latency", "throughput"):
+            assert short.data.summary[part] == whole.data.summary[part]
+        assert short.batches == whole.batches == len(whole.data.batches.batch_id) > len(short.data.batches.batch_id)
+
+
+def test_a_run_without_its_batches_has_the_same_figures() -> None:
+    setup = steady()
+    cluster = ClusterSetup(
+        scenario=ClusterScenario(base=setup.scenario, replicas=2), engines=(setup, setup), shares=(EngineShare(),) * 2
+    )
+    for whole in (simulate(setup, compiled=True), simulate_cluster(cluster, compiled=True)):
+        less = whole.without_batches()
+        assert len(less.data.batches.batch_id) == len(less.data.cpu.start_us) == 0
+        assert less.energy() is not None
+        assert less.metrics() == whole.metrics()
+        assert less.remarks() == whole.remarks()
 
 
 def lost(plain: Any) -> None:
@@ -401,14 +457,51 @@ def test_the_kernel_has_the_cores_constants() -> None:
     assert list(state.SHAPE.names)[:-2] == list(BatchShape.__struct_fields__)[:7]
 
 
-def test_requests_that_are_turned_away_or_cut_are_left_to_the_core() -> None:
-    turns = turns_of(np.array([0, 10]), np.array([40, 600]), np.array([3, 500]))
-    for sched in (
-        {"pages": 2_000, "context_tokens_max": 1_000},
-        {"pages": 60},
-        {"pages": 2_000, "max_input_tokens": 500},
-    ):
-        assert fast_runs.unsupported_by(setup_of(turns, sched)) == "prompts that do not fit"
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+    ("sched", "rejected", "clamped"),
+    [
+        ({"pages": 2_000, "context_tokens_max": 1_000}, 0, 1),
+        ({"pages": 30}, 2, 0),
+        ({"pages": 2_000, "max_input_tokens": 480}, 2, 0),
+    ],
+)
+def test_prompts_that_are_too_long_are_rejected_and_outputs_end_with_the_context(
+    sched: dict[str, Any], rejected: int, clamped: int
+) -> None:
+    """A prompt without output needs no room behind it: with 30 pages of 16 tokens one of 480 tokens fits exactly."""
+    prompts, outputs = np.array([40, 600, 480, 481]), np.array([3, 500, 0, 0])
+    setup = setup_of(turns_of(np.array([0, 10, 20, 30]), prompts, outputs), sched)
+    assert fast_runs.unsupported_by(setup) == ""
+    theirs, ours = simulate(setup, compiled=False), simulate(setup, compiled=True)
+    assert_equal(ours.data, theirs.data)
+    assert (ours.clamped, ours.rejected.total()) == (theirs.clamped, theirs.rejected.total()) == (clamped, rejected)
+    scenario = ClusterScenario(base=setup.scenario, replicas=1)
+    cluster = ClusterSetup(scenario=scenario, engines=(setup,), shares=(EngineShare(),))
+    assert unsupported_by_cluster(cluster) == "prompts that do not fit"
+
+
+def test_prompts_that_are_cut_are_left_to_the_core() -> None:
+    turns = turns_of(np.array([0, 10]), np.array([40, 600]), np.array([3, 3]))
+    setup = setup_of(turns, {"pages": 2_000, "max_input_tokens": 500, "truncate_input": "left"})
+    assert fast_runs.unsupported_by(setup) == "prompts that are cut"
+
+
+def test_sessions_of_a_closed_loop_suffice_even_if_the_longest_ones_go_on() -> None:
+    """Requests of 40 sessions, a tenth of which are a hundred times as long as the others and break off at the end."""
+    rng = np.random.default_rng(3)
+    lengths = np.where(rng.random(40) < 0.1, 60, 1)
+    after = np.arange(-1, lengths.sum() - 1)
+    after[np.cumsum(lengths) - lengths] = -1
+    prompts = np.where(np.append(after[1:], -1) < 0, np.where(after < 0, 20, 1_005), 20)
+    turns = turns_of(np.zeros(len(after), np.int64), prompts, np.full(len(after), 12), None, after, after * 0)
+    setup = setup_of(turns, {"pages": 2_000}, concurrency=8, limit=500)
+    theirs, ours = simulate(setup, compiled=False), simulate(setup, compiled=True)
+    assert theirs.data.summary["requests"]["rejected"] > 0
+    assert_equal(ours.data, theirs.data)
+    loop = fast_runs.loop_of(setup)
+    assert loop is not None
+    assert len(loop.rows) < 4_000
 
 
 def test_machine_code_is_loaded_once_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:

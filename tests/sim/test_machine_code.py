@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +36,7 @@ def load() -> int:
 
 
 def kept(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() else []
+    return sorted(folder.glob("*.ll")) if folder.is_dir() else []
 
 
 def test_it_is_made_once(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +45,34 @@ def test_it_is_made_once(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -
     assert path.stat().st_mode & 0o077 == 0
     monkeypatch.setattr(machine_code, "_made", lambda: pytest.fail("made again"))
     assert load() == 42
+
+
+@pytest.mark.skipif(machine_code.fcntl is None, reason="this system has no locks of files")
+def test_it_is_made_once_by_several_at_a_time(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second process, here a thread, begins while the first compiles: it waits, and loads what the first stored."""
+    made: list[str] = []
+    waits = threading.Event()
+    lock, found = machine_code.fcntl.flock, list[int]()
+    second = threading.Thread(target=lambda: found.append(load()))
+
+    def flock(*given: object) -> None:
+        if threading.current_thread() is second:
+            waits.set()
+        lock(*given)
+
+    def make() -> str:
+        made.append(threading.current_thread().name)
+        second.start()
+        assert waits.wait(60)
+        return TEXT
+
+    monkeypatch.setattr(machine_code.fcntl, "flock", flock)
+    monkeypatch.setattr(machine_code, "_made", make)
+    assert load() == 42
+    second.join(60)
+    assert found == [42]
+    assert made == [threading.current_thread().name]
+    assert len(kept(folders[0])) == 1
 
 
 def test_what_is_old_goes(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,9 +109,7 @@ def test_it_is_kept_in_the_second_place_or_nowhere(folders: list[Path]) -> None:
     folders[0].write_text("no folder")
     assert load() == 42
     assert len(kept(folders[1])) == 1
-    for path in kept(folders[1]):
-        path.unlink()
-    folders[1].rmdir()
+    shutil.rmtree(folders[1])
     folders[1].write_text("no folder either")
     assert load() == 42
 

@@ -50,14 +50,20 @@ def test_a_row_may_be_amended_and_a_snapshot_stays(values: list[tuple[int, int]]
 
 
 def test_each_part_takes_the_smallest_types_that_hold_it() -> None:
-    rows = PackedRows("time_us", "mode", "always")
-    for number in range(1000):
-        rows.recent.extend((10**15 + 60 * number, number % 3, -7))
+    rows = PackedRows("time_us", "mode", "always", "number", "jumping", "pausing")
+    pauses = [10**6 * (n // 100) for n in range(1000)]
+    told = [
+        (10**15 + 60 * n + n % 7, n % 3, -7, 10**9 + n, n % 2 * 70_000, 400 * n + n % 300 + pauses[n])
+        for n in range(1000)
+    ]
+    for row in told:
+        rows.recent.extend(row)
     rows.pack()
-    assert rows.nbytes == 1000 * 3 * 8  # too few rows to save memory
+    assert rows.nbytes == 1000 * 6 * 8  # too few rows to save memory
     rows.pack(rows_min=1000)
-    assert rows.nbytes == 1000 * (2 + 1 + 0)
-    rows.recent.extend((2**62, 0, 0))
-    rows.recent.extend((-1, 0, 0))
+    assert rows.nbytes == 999 * 1 + 1000 * 1 + 0 + 0 + 1000 * 4 + (999 * 2 + 9 * 6)  # differences but for two
+    assert [tuple(int(column[n]) for column in part) for part in rows.parts() for n in range(1000)] == told
+    rows.recent.extend((2**62, 0, 0, 0, 0, 0))
+    rows.recent.extend((-1, 0, 0, 0, 0, 0))
     rows.pack(rows_min=1)
     assert rows.column("time_us")[-2:].tolist() == [2**62, -1]

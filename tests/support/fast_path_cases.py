@@ -115,9 +115,10 @@ class Load(NamedTuple):
     sharing: str = "nothing"  # what prompts have in common, one of SHARINGS; turns of sessions also follow answers
     prompts_only: float = 0.0  # share of the requests without output
     branches: float = 0.0  # share of the turns that may follow an answer that another turn follows, too
+    oversized: float = 0.0  # share of the requests that are not cut to what engines accept, and up to twice as long
 
     def turns(self, configs: list[SchedConfig]) -> Turns:
-        """Return the requests, cut to what engines with these settings accept."""
+        """Return the requests, cut to what engines with these settings accept but for those that are `oversized`."""
         rng = np.random.default_rng(self.seed)
         most = min(config.prompt_tokens_max(True) for config in configs)
         both = min(config.request_tokens_max for config in configs)
@@ -126,6 +127,11 @@ class Load(NamedTuple):
         outputs = rng.integers(1, self.output_tokens_max, self.requests, endpoint=True)
         outputs = np.minimum(outputs, both - prompts)
         outputs[rng.random(self.requests) < self.prompts_only] = 0
+        if self.oversized:
+            long = rng.random(self.requests) < self.oversized
+            prompts[long] = rng.integers(most // 2 + 1, 2 * most, int(long.sum()), endpoint=True)
+            asks = long & (outputs > 0)
+            outputs[asks] = rng.integers(1, both, int(asks.sum()), endpoint=True)
         gaps = rng.exponential(self.gap_us, self.requests)
         gaps[rng.random(self.requests) < self.bursts] = 0.0
         arrival_us = np.cumsum(gaps).astype(np.int64)
@@ -319,7 +325,12 @@ def schedulers(draw: st.DrawFn, context_tokens: int = 1_000) -> dict[str, Any]:
 
 
 @st.composite
-def loads(draw: st.DrawFn, context_tokens: int = 1_000, sharings: tuple[str, ...] = SHARINGS[:1]) -> Load:
+def loads(
+    draw: st.DrawFn,
+    context_tokens: int = 1_000,
+    sharings: tuple[str, ...] = SHARINGS[:1],
+    oversized: tuple[float, ...] = (0.0,),
+) -> Load:
     """Draw requests of up to `context_tokens`."""
     long = context_tokens > 2 * CLIP_MAX_NEW_TOKENS
     return Load(
@@ -336,6 +347,7 @@ def loads(draw: st.DrawFn, context_tokens: int = 1_000, sharings: tuple[str, ...
         sharing=draw(st.sampled_from(sharings)),
         prompts_only=draw(st.sampled_from((0.0, 0.0, 0.1))),
         branches=draw(st.sampled_from((0.0, 0.3))),
+        oversized=draw(st.sampled_from(oversized)),
     )
 
 
@@ -352,7 +364,7 @@ LONG_CONTEXTS = st.just(4 * CLIP_MAX_NEW_TOKENS)
 def cases(draw: st.DrawFn, contexts: st.SearchStrategy[int] = CONTEXTS, sharings: tuple[str, ...] = SHARINGS) -> Case:
     """Draw a run of one engine."""
     context_tokens = draw(contexts)
-    load, concurrency, sent = draw(loads(context_tokens, sharings)), None, 0
+    load, concurrency, sent = draw(loads(context_tokens, sharings, (0.0, 0.0, 0.1, 0.5))), None, 0
     if load.sharing == "sessions" and draw(st.booleans()):
         load, concurrency = load._replace(branches=0.0), draw(sizes(1, 40))
         sent = draw(st.integers(1, 2 * load.requests))

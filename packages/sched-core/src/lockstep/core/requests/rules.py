@@ -76,6 +76,11 @@ def ends_by_length(position: Number, limit: Number) -> Number:
     return position + ONE >= limit
 
 
+def decodes_before_end(position: int, limit: int) -> int:
+    """Return how many decodes a request launches before the one after which `ends_by_length` holds."""
+    return max(limit - position - 2, 0)
+
+
 def pages_to_evict(missing: int, pool_pages: int) -> int:
     """Return the pages to evict if `missing` pages lack on the free list of a pool of `pool_pages`."""
     return max(missing, pool_pages // EVICT_AHEAD_SHARE)

@@ -47,6 +47,8 @@ def run_cluster(scenario: ClusterScenario, given: RunOptions) -> tuple[ClusterRu
     announce(setup, out)
     with progress_bar(scenario.base.limit or len(setup.workload.turns)) as on_finish:
         run = simulate_cluster(setup, folder=out, check_every=check_every, on_finish=on_finish)
+    if out is None:
+        run = run.without_batches()  # further runs, for the intervals, take their memory
     if given.intervals and not run.interrupted:
         run = replace(run, intervals=intervals_of(run))
         cut_short = run.intervals is None

@@ -85,6 +85,8 @@ def simulate(**options: Any) -> None:
         announce(setup, given.out)
         with progress_bar(scenario.limit or len(setup.workload.turns)) as on_finish:
             run = simulate(setup, folder=given.out, check_every=check_every, on_finish=on_finish)
+        if given.out is None:
+            run = run.without_batches()  # further runs, for the intervals, take their memory
         if given.intervals and not run.interrupted:
             run = replace(run, intervals=intervals_of(run))
             cut_short = run.intervals is None

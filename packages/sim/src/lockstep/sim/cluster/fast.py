@@ -17,17 +17,22 @@ from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.fast.fast_path import pays
 from lockstep.sim.fast.machine_code import is_available
 from lockstep.sim.metrics.fold import MetricsFold
-from lockstep.sim.run.fast_runs import are_chained, fast_run_of, follows_answers, unsupported_by
+from lockstep.sim.run.fast_runs import are_chained, exceed, fast_run_of, follows_answers, unsupported_by
 from lockstep.sim.run.simulate import Run, collecting_seldom, stopping_on_interrupt
 
 
 class FastCluster:
     """A cluster on the fast path, with engines that interact only at the router."""
 
-    def __init__(self, setup: ClusterSetup, on_finish: Callable[[int], None] | None) -> None:
+    def __init__(
+        self, setup: ClusterSetup, on_finish: Callable[[int], None] | None, *, only_requests: bool = False
+    ) -> None:
         """Prepare the run of a setup for which `unsupported_by_cluster` is empty."""
         self.setup = setup
-        self.metrics = [MetricsFold(kv_pages=one.config.pages, warm_up=one.scenario.warm_up) for one in setup.engines]
+        self.metrics = [
+            MetricsFold(kv_pages=one.config.pages, warm_up=one.scenario.warm_up, only_requests=only_requests)
+            for one in setup.engines
+        ]
         router, turns, seed = setup.scenario.router, setup.workload.turns, setup.scenario.base.seed
         given = []
         if router.policy == "follow_bootstrap_room":
@@ -59,19 +64,22 @@ class FastCluster:
             if not self.fast.run(*(() if give_up is None else (GIVE_UP_EVERY, ask))):
                 return None
         setup = self.setup
-        datas = [fold.result(setup.scenario.base.slos) for fold in self.metrics]
+        fast = self.fast.finished()
+        datas = []
+        while self.metrics:  # each takes much memory, which the next result needs
+            datas.append(self.metrics.pop(0).result(setup.scenario.base.slos))
         data = combine(datas, hop_us=setup.scenario.hop_us, slos=setup.scenario.base.slos)
         cpu_s = time.process_time() - began_s
         reason = "room" if setup.scenario.router.policy == "follow_bootstrap_room" else "policy"
-        by_reason = self.fast.routed_by_prefix()
-        by_reason[reason] = self.fast.routed() - sum(by_reason.values())
+        by_reason = fast.routed_by_prefix
+        by_reason[reason] = fast.routed - sum(by_reason.values())
         return ClusterRun(
             setup=setup,
             engines=tuple(
                 Run(
                     setup=one,
                     data=measured,
-                    batches=self.fast.batches(engine),
+                    batches=fast.batches[engine],
                     clamped=0,
                     rejected=Counter(),
                     never_sent=0,
@@ -99,6 +107,7 @@ def unsupported_by_cluster(setup: ClusterSetup) -> str:
         "autoscaling": scenario.scaling is not None,
         "waiting at the router": scenario.dispatch is not None,
         "reports": bool(scenario.report_interval_us),
+        "prompts that do not fit": any(exceed(one.config, turns) for one in setup.engines),
         "sessions": scenario.router.policy == "session_sticky" and not turns.labels_differ,
     }
     for name, is_there in beside.items():
@@ -109,9 +118,20 @@ def unsupported_by_cluster(setup: ClusterSetup) -> str:
 
 
 def run_compiled(
-    setup: ClusterSetup, on_finish: Callable[[int], None] | None, give_up: Callable[[Any], bool] | None, *, always: bool
+    setup: ClusterSetup,
+    on_finish: Callable[[int], None] | None,
+    give_up: Callable[[Any], bool] | None,
+    *,
+    always: bool,
+    only_requests: bool = False,
 ) -> ClusterRun | None:
-    """Run a cluster on the fast path. Return None if it is unavailable, unsupported, does not pay, or gave up."""
+    """Run a cluster on the fast path. Return None if it is unavailable, unsupported, does not pay, or gave up.
+
+    Args:
+        always: whether it is used even if it is interpreted or does not pay.
+        only_requests: whether only figures of requests are needed, latencies and rates. Those of batches, levels and
+            series are then missing, which saves memory.
+    """
     if unsupported_by_cluster(setup) or not (always or (is_available() and pays(len(setup.workload.turns)))):
         return None
-    return FastCluster(setup, on_finish).run(give_up)
+    return FastCluster(setup, on_finish, only_requests=only_requests).run(give_up)

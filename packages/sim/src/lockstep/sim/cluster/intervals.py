@@ -11,6 +11,7 @@ percent in TTFT. TTFT also contains time outside the engine; its interval is at 
 
 from __future__ import annotations
 
+from lockstep.sim.cluster.fast import run_compiled
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.cluster.simulate import simulate_cluster
@@ -48,5 +49,11 @@ def intervals_of(run: Run | ClusterRun, coverage: float = COVERAGE) -> Intervals
 
 def _summary_at(setup: Setup | ClusterSetup, factor: float) -> Summary | None:
     """Return the summary of the run with every batch time multiplied by `factor`; None if it is interrupted."""
-    run = simulate_cluster(setup.slowed(factor)) if isinstance(setup, ClusterSetup) else simulate(setup.slowed(factor))
+    run: Run | ClusterRun
+    if isinstance(setup, ClusterSetup):
+        slowed = setup.slowed(factor)
+        compiled = run_compiled(slowed, None, None, always=False, only_requests=True)
+        run = compiled or simulate_cluster(slowed, compiled=False)
+    else:
+        run = simulate(setup.slowed(factor), only_requests=True)
     return None if run.interrupted else run.data.summary

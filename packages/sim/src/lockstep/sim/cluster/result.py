@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.contract.events import RequestId
@@ -38,6 +38,12 @@ class ClusterRun:
     autoscale: Mapping[str, Any] | None = None  # see Cluster.describe_scaling
     admission: Mapping[str, Any] | None = None  # see Cluster.describe_admission
     sent: Sequence[RequestId] = ()  # see Cluster.sent
+    spent: tuple[Energy, float] | None = None  # energy and GPU-hours of a run without its batches
+
+    def without_batches(self) -> ClusterRun:
+        """Return the run without its lists of batches, the most of its memory. Reports and traces need them."""
+        engines = tuple(replace(one, data=one.data.without_batches()) for one in self.engines)
+        return replace(self, engines=engines, data=self.data.without_batches(), spent=self.machine_energy())
 
     @property
     def calibration(self) -> Calibration:
@@ -63,6 +69,8 @@ class ClusterRun:
 
     def machine_energy(self) -> tuple[Energy, float] | None:
         """Return the energy of the machines and their GPU-hours; None if the power of a GPU is not known."""
+        if self.spent is not None:
+            return self.spent
         paid_s = 0.0 if self.autoscale is None else 3600 * float(self.autoscale["gpu_hours"])
         return energy_of([(one.setup, one.data) for one in self.engines], paid_s)
 

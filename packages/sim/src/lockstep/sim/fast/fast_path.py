@@ -9,6 +9,7 @@ simulates the run from the beginning. Each batch is one call of the setup's own 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from lockstep.sim.fast import machine_code
 from lockstep.sim.fast import state as arrays_of
 from lockstep.sim.fast.lines import line_for, no_lines
 from lockstep.sim.fast.loops import Loop
+from lockstep.sim.fast.open_gaps import OpenGaps
 from lockstep.sim.host.device import standard_normal
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.metrics.measured import MeasuredRequests, MeasuredRows
@@ -38,9 +40,11 @@ from lockstep.sim.workload.turns import Turns
 REQUESTS_MIN = 1_000
 REQUESTS_MIN_NOT_STORED = 30_000
 FLUSH_ROWS = 4_096  # most rows of an engine's batches, gauges and messages between two flushes
-FLUSH_ROWS_ALL = 65_536  # most such rows of all engines together
+FLUSH_ROWS_ALL = 262_144  # most such rows of all engines together
 FLUSH_ROWS_MIN = 64  # fewest such rows of an engine; this limit overrides FLUSH_ROWS_ALL
-GAPS = 16  # rows for gaps between messages, per row of batches
+GAPS = 4  # rows for gaps between tokens, per row of batches
+SEGMENTS = 256  # rows for retractions
+AHEAD = 64  # requests of each engine that are routed before the engines go on, if their load does not matter
 MODES, WORKS = ("extend", "decode", "mixed"), ("arrival", "plan", "results")  # in the order of the kernel's numbers
 DEFERRED = ("running_limit", "rows", "kv_budget", "prefill_budget", "pages", "prefix")
 POLICIES = {
@@ -77,6 +81,14 @@ class FastEngine(NamedTuple):
     cost: CostModel
     cpu: CpuModel
     frontend_us: int  # time of a request from its client to the engine
+
+
+class Finished(NamedTuple):
+    """What is known of a run of engines behind a router at its end, beside the folds."""
+
+    batches: list[int]  # launched by each engine
+    routed: int  # requests that have arrived at the router
+    routed_by_prefix: dict[str, int]  # by reason, see `prefix_affinity`
 
 
 class FastLoad(NamedTuple):
@@ -121,13 +133,13 @@ class FastRun:
         slots = max(one.config.launches_max for one in engines)
         nodes = 2 + max(one.config.pages if one.config.radix_cache else 0 for one in engines)
         run = np.zeros(1, arrays_of.RUN)
-        run["priced"], run["until_question"] = 1, arrays_of.NONE
-        requests = np.zeros(len(turn_of), arrays_of.REQUEST)
+        run["priced"], run["until_question"], run["warm_up"] = 1, arrays_of.NONE, load.warm_up
+        requests = arrays_of.zeros_in_lines(len(turn_of), arrays_of.REQUEST)
         for name in ("arrival_us", "prompt_tokens", "output_tokens", "output_first_token"):
             requests[name] = getattr(turns, name)[turn_of]
         requests["run_start"], requests["run_stop"] = turns.run_starts[turn_of], turns.run_stops[turn_of]
         requests["id"], requests["last_batch"], requests["cached_tokens"] = turn_of, arrays_of.NONE, -1
-        requests["waits_for"] = arrays_of.NONE
+        requests["waits_for"] = requests["joined"] = arrays_of.NONE
         for name in ("admitted_us", "first_us", "last_us", "ended_us", "itl_us_max"):
             requests[name] = -1
         flush_rows = max(min(FLUSH_ROWS, FLUSH_ROWS_ALL // count), FLUSH_ROWS_MIN)
@@ -145,7 +157,9 @@ class FastRun:
             run=run,
             engines=self._state,
             requests=requests,
+            due_us=np.zeros(count, np.int64),
             running_batch=np.zeros((count, rows), np.int64),
+            phases=np.zeros((count, max(one.config.page_size for one in engines)), np.int64),
             flights=np.zeros((count, slots), arrays_of.FLIGHT),
             samplers=np.zeros((count, slots, rows), np.int64),
             parts=np.zeros((count, slots, rows, 3), np.int64),
@@ -171,12 +185,12 @@ class FastRun:
             gauges=np.zeros((count, flush_rows, 5), np.int64),
             works=np.zeros((count, 2 * flush_rows, 3), np.int64),
             messages=np.zeros((count, flush_rows, 2), np.int64),
-            gap_requests=np.zeros((count, gap_rows), np.int64),
-            gaps=np.zeros((count, gap_rows), np.int64),
+            gaps=np.zeros((count, gap_rows, 2), np.int64),
+            decodes_us=np.zeros((count, flush_rows), np.int64),
+            segments=np.zeros((count, rows + SEGMENTS, 4), np.int64),
         )
         self._advance = machine_code.bound(self._arrays)
-        # Gaps of open requests by engine: request, and length in us.
-        self._open_gaps = [(np.empty(0, np.int64), np.empty(0, np.int64))] * count
+        self._open_gaps = [OpenGaps() for _ in engines]
 
     def _follow(self, loop: Loop, run: Any, requests: Any, thinking: Any) -> None:
         """Let requests follow the answers of others."""
@@ -213,6 +227,8 @@ class FastRun:
             "prefix_affinity": arrays_of.BOUNDED,
             "follow_bootstrap_room": arrays_of.GIVEN,
         }.get(config.policy, arrays_of.IN_TURN)
+        run["sees_ends"] = run["routing_rule"] not in (arrays_of.IN_TURN, arrays_of.GIVEN)
+        run["ahead"] = AHEAD * len(shares)
         run["load_bound"], run["load_floor"] = config.load_bound, config.load_floor
         run["first_guess"], run["hop_us"] = OUTPUT_TOKENS_FIRST_GUESS, hop_us
         self._state["weight"] = [share.weight for share in shares]
@@ -235,7 +251,7 @@ class FastRun:
         )
         self._advance = machine_code.bound(self._arrays)
 
-    def routed_by_prefix(self) -> dict[str, int]:
+    def _routed_by_prefix(self) -> dict[str, int]:
         """Return the requests that prefix_affinity sent by a prefix, and those whose engine was over the bound."""
         run = self._arrays.run[0]
         return {"prefix": int(run["routed_by_prefix"]), "bound": int(run["routed_by_bound"])}
@@ -251,7 +267,11 @@ class FastRun:
         """
         run, took_us = self._arrays.run, 0.0
         run["until_question"] = pause_after
-        while not self.stop_requested:
+        while True:
+            if self.stop_requested:
+                if run["until_us"] == arrays_of.NEVER_US:
+                    break
+                run["asks"], run["ahead"] = 1, 0  # engines go on until all of them are at the same time
             why = self._advance(took_us)
             if why == arrays_of.PRICED:
                 took_us = self._price()
@@ -259,7 +279,7 @@ class FastRun:
                 self._flush(int(run["engine"][0]))
                 if self._on_finish is not None:
                     self._on_finish(int(self._state["ended"].sum()))
-            elif why == arrays_of.ASKED and on_pause is not None:
+            elif why == arrays_of.ASKED and on_pause is not None and not self.stop_requested:
                 again = on_pause(int(run["next_request"][0]))
                 if not again:
                     break
@@ -269,6 +289,8 @@ class FastRun:
             else:
                 break
         self.hand_over()
+        for engine, fold in enumerate(self.metrics):
+            fold.take_back(self._open_gaps[engine].gaps_us(self._arrays.requests, self._running(engine)))
         if self._on_finish is not None:
             self._on_finish(int(self._state["ended"].sum()))
         return True
@@ -281,14 +303,22 @@ class FastRun:
         if expected.spread_us > 0.0:
             drawn = standard_normal(f"{self._load.seed} engine{engine} {batch_id}")
             return expected.mean_us + expected.spread_us * drawn
-        line_for(one.cost, self._arrays.lines[engine], shape, one.config.request_tokens_max)
+        if not shape.extend_rows or (shape.extend_rows == 1 and not shape.sampled_rows):  # others have no line
+            line_for(one.cost, self._arrays.lines[engine], shape, one.config.request_tokens_max)
         return expected.mean_us
 
     def batches(self, engine: int) -> int:
         """Return the number of batches that an engine has launched."""
         return int(self._state["next_batch_id"][engine])
 
-    def routed(self) -> int:
+    def finished(self) -> Finished:
+        """Give back the memory of a run that has ended. Return what remains to be known of it."""
+        counts = range(len(self._engines))
+        found = Finished([self.batches(engine) for engine in counts], self._routed(), self._routed_by_prefix())
+        del self._arrays, self._state, self._advance
+        return found
+
+    def _routed(self) -> int:
         """Return the number of requests that have arrived at the router."""
         return int(self._arrays.run["next_request"][0])
 
@@ -297,8 +327,16 @@ class FastRun:
         loop, requests = self._load.loop, self._arrays.requests
         if loop is None or len(loop.sessions):
             return 0
-        waits = self._load.turns.after >= 0
-        return int((requests["ended_us"][self._load.turns.after[waits]] < 0).sum())
+        before = requests[self._load.turns.after[self._load.turns.after >= 0]]
+        return int(((before["ended_us"] < 0) | _rejected(before)).sum())
+
+    def rejected(self, engine: int) -> Counter[str]:
+        """Return the requests that an engine has rejected, by reason."""
+        return +Counter(too_long=int(self._state["rejected"][engine]))
+
+    def clamped(self, engine: int) -> int:
+        """Return the requests that an engine has allowed fewer tokens than they asked for."""
+        return int(self._state["clamped"][engine])
 
     def _labels(self, arrived: Int64s, ids: Int64s) -> list[str]:
         """Return the labels of requests by id, where copies of the workload are numbered."""
@@ -311,17 +349,14 @@ class FastRun:
         """Pass the rows of an engine since the last flush to its fold, and free their place."""
         arrays, state = self._arrays, self._state[engine : engine + 1]
         taken = {}
-        for name in ("launches", "gauges", "works", "messages", "gap_requests", "gaps"):
-            taken[name] = getattr(arrays, name)[engine, : int(state["gaps" if name == "gap_requests" else name][0])]
-        for name in ("launches", "gauges", "works", "messages", "gaps"):
+        for name in ("launches", "gauges", "works", "messages", "gaps", "decodes", "segments"):
+            rows = arrays.decodes_us if name == "decodes" else getattr(arrays, name)
+            taken[name] = rows[engine, : int(state[name][0])]
             state[name] = 0
-        open_requests, open_gaps = self._open_gaps[engine]
-        requests = np.concatenate((open_requests, taken["gap_requests"]))
-        gaps = np.concatenate((open_gaps, taken["gaps"]))
-        ended = arrays.requests["ended_us"][requests] >= 0
-        self._open_gaps[engine] = requests[~ended], gaps[~ended]
-        if warm_up := self._load.warm_up:
-            ended &= arrays.requests["id"][requests] >= warm_up
+        gaps = self._open_gaps[engine]
+        gaps.add(taken["decodes"], taken["segments"])
+        if gaps.is_full:
+            gaps.forget(arrays.requests, self._running(engine))
         self.metrics[engine].take_measured(
             MeasuredRows(
                 batches=taken["launches"],
@@ -330,22 +365,35 @@ class FastRun:
                 cpu=taken["works"],
                 works=WORKS,
                 messages=taken["messages"],
-                itl_us=gaps[ended],
+                itl_us=taken["gaps"],
             )
         )
         if int(arrays.run["unseen"][0]) + arrays.running_batch.shape[1] > len(arrays.unseen):
             self._arrays = arrays._replace(unseen=np.concatenate((arrays.unseen, np.zeros_like(arrays.unseen))))
             self._advance = machine_code.bound(self._arrays)
 
+    def _running(self, engine: int) -> Int64s:
+        """Return the requests of an engine that are in its running batch or in flight; some may be named twice."""
+        arrays, state = self._arrays, self._state[engine]
+        found = [arrays.running_batch[engine, : state["decoding"]]]
+        for i in range(int(state["in_flight"])):
+            slot = (int(state["oldest"]) + i) % arrays.flights.shape[1]
+            flight = arrays.flights[engine, slot]
+            found.append(arrays.samplers[engine, slot, : 0 if flight["in_stretch"] else flight["samplers"]])
+        numbers = np.concatenate(found)
+        return numbers[numbers >= 0]
+
     def hand_over(self) -> None:
         """Pass all measurements so far to the folds: rows, requests, batches in flight, counts."""
+        self._arrays.run["settles"] = 1
+        self._advance(0.0)
         for engine in range(len(self.metrics)):
             self._flush(engine)
         arrays, turns = self._arrays, self._load.turns
         sent_to = arrays.requests["engine"]
         for engine, fold in enumerate(self.metrics):
             state = self._state[engine]
-            sent = np.flatnonzero(sent_to[: self.routed()] == engine)
+            sent = np.flatnonzero(sent_to[: self._routed()] == engine)
             if self._load.loop is not None:
                 sent = sent[arrays.requests["id"][sent] >= 0]
                 sent = sent[np.argsort(arrays.requests["id"][sent])]
@@ -361,6 +409,7 @@ class FastRun:
                     prompt_tokens=requests["prompt_tokens"],
                     admitted_us=requests["admitted_us"],
                     ended_us=requests["ended_us"],
+                    rejected=_rejected(requests),
                     output_tokens=requests["outputs"],
                     first_message_us=requests["first_us"],
                     last_message_us=requests["last_us"],
@@ -379,6 +428,11 @@ class FastRun:
                     deferred={reason: int(state[f"deferred_{reason}"]) for reason in DEFERRED},
                 )
             )
+
+
+def _rejected(requests: Any) -> Any:
+    """Return which requests were rejected at their arrival, bool [requests]."""
+    return (requests["ended_us"] >= 0) & (requests["admitted_us"] < 0)
 
 
 def _run_stops(turns: Turns) -> Int64s:
@@ -438,6 +492,9 @@ def _engine(engine: FastEngine, shares_prefixes: bool) -> Any:
         "batching": BATCHINGS[config.batching],
         "slots": config.launches_max,
         "max_running_requests": config.max_running_requests,
+        "prompt_tokens_max": config.prompt_tokens_max(True),
+        "prompts_only_tokens_max": config.prompt_tokens_max(False),
+        "request_tokens_max": config.request_tokens_max,
         "rows_max": config.rows_max,
         "newest_first": config.retraction_policy == "newest",
         "to_front": config.retracted_requeue == "front",

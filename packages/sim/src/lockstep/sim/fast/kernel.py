@@ -1,13 +1,15 @@
 """The kernel of the fast path: engines, their CPU lanes and devices, and a router, as numbers in arrays.
 
-It repeats the decisions of the core and the work of host and cluster, for runs with only arrivals, chunks, decodes and
-ends. `run/fast_runs.py` defines these runs, and `fast_path.py` drives the kernel. All state is numbers in arrays, so
-`machine_code.py` can compile the kernel to code that takes a few microseconds instead of the core's hundreds. The
-kernel adds no decisions of its own: tests compare each launch, message, gauge and end of random runs with those of the
-core. In a situation that the kernel does not handle (LOST), the core simulates the run from the beginning.
+It repeats the decisions of the core and the work of host and cluster, for runs with only arrivals, rejections of long
+prompts, chunks, decodes, retractions and ends. `run/fast_runs.py` defines these runs, and `fast_path.py` drives the
+kernel. All state is numbers in arrays, so `machine_code.py` can compile the kernel to code that takes a few
+microseconds instead of the core's hundreds. The kernel adds no decisions of its own: tests compare each launch,
+message, gauge and end of random runs with those of the core. In a situation that the kernel does not handle (LOST), the
+core simulates the run from the beginning.
 
 Arithmetic decisions are functions of the core (`core/requests/rules.py`), compiled with the kernel. `state.py` has the
-arrays, `memory.py` the pages and the prefix tree, `routing.py` the router, `lines.py` the times of most batches.
+arrays, `memory.py` the pages and the prefix tree, `following.py` requests that follow answers, `stretches.py` decodes
+of the same requests, `routing.py` the router, `lines.py` the times of most batches.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from lockstep.core.requests.rules import (
     clipped_output,
     covers,
     decode_goes_first,
+    decodes_before_end,
     ends_by_length,
     length_key,
     next_chunk,
@@ -42,6 +45,7 @@ from lockstep.core.requests.rules import (
     verdict,
     wanted,
 )
+from lockstep.sim.fast.following import answered, begin_session, look_ahead, pop_thinking
 from lockstep.sim.fast.memory import (
     Cache,
     alloc,
@@ -78,12 +82,15 @@ from lockstep.sim.fast.state import (
     RESULTS,
     ROWS,
     RUNNING_LIMIT,
+    SETTLED,
     Array,
     Arrays,
     Record,
 )
+from lockstep.sim.fast.stretches import begin_stretch, end_stretch
 
 NO_ROOM_EVER = -1
+STRETCH_MIN = 3  # decodes for which a stretch pays
 
 
 def advance(a: Arrays, took_us: float) -> int:
@@ -92,18 +99,24 @@ def advance(a: Arrays, took_us: float) -> int:
     Args:
         took_us: if the last call returned PRICED, the time of the batch in `shape`.
     Returns: PRICED: the time of a batch is needed; FLUSH: rows must be flushed; ASKED: the caller may end the run;
-        LOST: only the core can simulate the run; DONE.
+        LOST: only the core can simulate the run; DONE; SETTLED, if the caller has set `settles`.
     """
     run = a.run[0]
+    if run.settles:
+        run.settles = 0
+        for engine in range(a.engines.size):
+            end_stretch(a, a.engines[engine], engine)
+        return SETTLED
     if not run.priced:
         engine = a.shape[0].engine
         _hand_over(a.engines[engine], a.flights[engine], took_us)
         run.priced = 1
     while True:
         while run.engine < a.engines.size:
-            why = _advance(a, run, run.engine)
-            if why != PAUSED:
-                return why
+            if a.due_us[run.engine] < run.until_us:
+                why = _advance(a, run, run.engine)
+                if why != PAUSED:
+                    return why
             run.engine += 1
         if run.next_request == a.requests.size and run.until_us == NEVER_US:
             return DONE
@@ -114,6 +127,12 @@ def advance(a: Arrays, took_us: float) -> int:
             return ASKED
         now_us = run.until_us
         route_due(a, run)
+        if not run.sees_ends:
+            ahead = run.ahead
+            while ahead > 0 and run.until_question != 0 and run.next_request < a.requests.size:
+                ahead -= 1
+                now_us = run.until_us = _next_us(a, run)
+                route_due(a, run)
         run.engine = 0
         if run.until_question == 0:  # the caller sets `until_question` for the next ASKED
             run.asks, run.until_question = 1, NONE
@@ -144,6 +163,7 @@ def _advance(a: Arrays, run: Record, engine: int) -> int:
             else:
                 break
         if s.now_us >= run.until_us:
+            a.due_us[engine] = s.now_us
             return PAUSED
         if s.in_flight < s.slots and not s.nothing_new:
             s.last_us = s.now_us
@@ -157,6 +177,7 @@ def _advance(a: Arrays, run: Record, engine: int) -> int:
         if s.in_flight and flights[s.oldest].finished_us < next_us:
             next_us = flights[s.oldest].finished_us
         if next_us >= run.until_us:
+            a.due_us[engine] = next_us
             return PAUSED
         s.now_us = max(s.now_us, next_us)
 
@@ -165,6 +186,8 @@ def _room_to_measure(a: Arrays, run: Record, s: Record) -> bool:
     """Return whether the arrays have room for the rows of one more event: a launch, its gauge, or its result."""
     return (
         s.gaps + a.running_batch.shape[1] <= a.gaps.shape[1]
+        and s.segments + a.running_batch.shape[1] <= a.segments.shape[1]
+        and s.decodes < a.decodes_us.shape[1]
         and s.works + 2 <= a.works.shape[1]
         and s.launches < a.launches.shape[1]
         and s.messages < a.messages.shape[1]
@@ -183,77 +206,39 @@ def _arrive(a: Arrays, run: Record, s: Record, engine: int) -> None:
         if number == s.clock:
             s.clock = request.next
         else:
-            _pop_thinking(a, s)
+            pop_thinking(a, s)
     else:
         s.coming = request.next
+    request.measured = request.id >= run.warm_up
     request.prefilled_before = s.prefilled_tokens
-    _wait(s, a.requests, number, s.tail if s.waiting else NONE)
-    if s.passes:
-        joins(s, cache_of(a, engine), number, a.shuffled[engine])
     s.arrived += 1
     s.nothing_new = 0
+    if request.prompt_tokens > (s.prompt_tokens_max if request.output_tokens else s.prompts_only_tokens_max):
+        _reject(a, run, s, number)
+    else:
+        room = s.request_tokens_max - request.prompt_tokens
+        if request.output_tokens > room:
+            request.output_tokens = room
+            s.clamped += 1
+        _wait(s, a.requests, number, s.tail if s.waiting else NONE)
+        if s.passes:
+            joins(s, cache_of(a, engine), number, a.shuffled[engine])
     if run.loops:
-        _look_ahead(a, s)
+        look_ahead(a, s)
     _spend(s, a.works[engine], s.arrival_us, ARRIVAL)
 
 
-# --------------------------------------------------------------------------------------- requests that follow answers
+def _reject(a: Arrays, run: Record, s: Record, number: int) -> None:
+    """End a request whose prompt is too long, at its arrival. Its session breaks off."""
+    request = a.requests[number]
+    request.ended_us = request.arrival_us + run.hop_us
+    s.ended += 1
+    s.rejected += 1
+    if run.loops == 2:
+        begin_session(a, s, request.ended_us + s.answer_us)
 
 
-def _answered(a: Arrays, run: Record, s: Record, number: int, seen_us: int) -> None:
-    """Begin the think time of the requests that follow an answer, or the next session, like `Arrivals.answered`."""
-    requests = a.requests
-    follow = requests[number].follow
-    if follow == NONE and run.loops == 2:
-        follow = a.sessions[s.upcoming]
-        s.upcoming += 1
-        _think(a, s, follow, seen_us)
-    else:
-        while follow != NONE:
-            _think(a, s, follow, seen_us + requests[follow].think_us)
-            follow = requests[follow].sibling
-    _look_ahead(a, s)
-
-
-def _look_ahead(a: Arrays, s: Record) -> None:
-    """Find the next request that arrives: by the clock, or after an answer."""
-    s.coming = s.clock
-    if s.thinking and (s.coming == NONE or _before(a, a.thinking[0], s.coming)):
-        s.coming = a.thinking[0]
-    if s.arrived >= s.expected:
-        s.coming = NONE
-
-
-def _before(a: Arrays, one: int, other: int) -> bool:
-    """Return whether a request arrives before another one."""
-    first, second = a.requests[one], a.requests[other]
-    return first.arrival_us < second.arrival_us or (first.arrival_us == second.arrival_us and first.key < second.key)
-
-
-def _think(a: Arrays, s: Record, number: int, arrival_us: int) -> None:
-    """Add a request to the heap of those whose time of arrival is known."""
-    a.requests[number].arrival_us = arrival_us
-    place = s.thinking
-    s.thinking += 1
-    while place and _before(a, number, a.thinking[(place - 1) // 2]):
-        a.thinking[place] = a.thinking[(place - 1) // 2]
-        place = (place - 1) // 2
-    a.thinking[place] = number
-
-
-def _pop_thinking(a: Arrays, s: Record) -> None:
-    """Remove the next request from the heap of those whose time of arrival is known."""
-    s.thinking -= 1
-    number, place = a.thinking[s.thinking], 0
-    while 2 * place + 1 < s.thinking:
-        below = 2 * place + 1
-        if below + 1 < s.thinking and _before(a, a.thinking[below + 1], a.thinking[below]):
-            below += 1
-        if not _before(a, a.thinking[below], number):
-            break
-        a.thinking[place] = a.thinking[below]
-        place = below
-    a.thinking[place] = number
+# ------------------------------------------------------------------------------------------------------- waiting, lane
 
 
 def _wait(s: Record, requests: Array, number: int, before: int) -> None:
@@ -302,12 +287,15 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
     slot = (s.oldest + s.in_flight) % a.flights.shape[1]
     running_batch, flight, shape = a.running_batch[engine], a.flights[engine, slot], a.shape[0]
     samplers, parts = a.samplers[engine, slot], a.parts[engine, slot]
-    taken = 0
+    taken = launches = 0
     c = cache_of(a, engine)
     if s.refresh and s.waiting and s.next_batch_id >= s.refreshed_at + s.refresh:
         s.refreshed_at = s.next_batch_id
         refresh(s, c, a.scratch)
-    growing = _growing(s, a.requests, running_batch)
+    if s.stretch:
+        growing = a.phases[engine, s.moves & (s.page_size - 1)]
+    else:
+        growing = _growing(s, a.requests, running_batch)
     lacking = growing - s.free_pages - s.evictable_pages
     if (s.waiting or s.prefilling != NONE) and not (
         s.decoding
@@ -315,25 +303,40 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
             s.decode_owed != 0, s.batching, lacking, s.decode_launches - s.extended_at, s.prefill_decode_interval
         )
     ):
+        if s.prefilling != NONE or not s.batch_is_full:
+            end_stretch(a, s, engine)
         taken = _extend(s, c, running_batch, parts, growing, a.scratch)
-    launches = taken > 0
-    flight.samplers = flight.parts = 0
+    flight.samplers = flight.prompt_ends = flight.parts = flight.in_stretch = 0
     if taken:
+        launches = 1
         flight.parts = taken
         _extend_batch(s, c, running_batch, flight, samplers, parts, shape, growing)
         s.extended_at = s.decode_launches
     elif s.decoding:
         if lacking > 0:
+            end_stretch(a, s, engine)
             if _make_room(s, c, running_batch, growing, a.shuffled[engine]) == NO_ROOM_EVER:
                 return LOST  # the last request cannot go on
             growing = _growing(s, a.requests, running_batch)
         if growing <= s.free_pages + s.evictable_pages:
-            launches = True
+            launches = 1
             if lacking <= 0:
                 s.ratio = ratio_after_decode(s.ratio, s.ratio_decay, s.ratio_floor)
             if growing:
                 s.evicted_by_decode += alloc(s, c, growing)
-            _decode_batch(s, a.requests, running_batch, flight, samplers, shape)
+            if s.stretch and s.moves_left:
+                flight.in_stretch = 1
+                s.moves += 1
+                s.moves_left -= 1
+                s.decode_launches += 1
+                _decode_batch(s, flight, shape, s.decoding, s.context_tokens)
+                s.context_tokens += s.decoding
+            else:
+                end_stretch(a, s, engine)
+                rows = s.decoding
+                _decode_batch(s, flight, shape, rows, _move_on(s, a.requests, running_batch, samplers))
+                if s.moves_left >= STRETCH_MIN:
+                    begin_stretch(a, s, engine)
     else:
         s.decode_owed = 0
     if launches:
@@ -589,6 +592,7 @@ def _extend_batch(
     flight.mode = BOTH if along else EXTEND
     flight.rows = flight.parts + along
     flight.samplers = sampling + along
+    flight.prompt_ends = sampling
     flight.new_tokens = tokens + along
     flight.prefill_tokens = tokens
     flight.kv_tokens = context_tokens + tokens + decoded_tokens + along
@@ -601,12 +605,13 @@ def _extend_batch(
     shape.sampled_rows = sampling + along
 
 
-def _decode_batch(
-    s: Record, requests: Array, running_batch: Array, flight: Record, samplers: Array, shape: Record
-) -> None:
-    """Write a batch with one more token for the whole running batch, like `DecodePlanner.plan`."""
-    rows = s.decoding
-    context_tokens = _move_on(s, requests, running_batch, samplers)
+def _decode_batch(s: Record, flight: Record, shape: Record, rows: int, context_tokens: int) -> None:
+    """Write a batch with one more token for the whole running batch, like `DecodePlanner.plan`.
+
+    Args:
+        rows: requests of the running batch.
+        context_tokens: the sum of their positions before.
+    """
     s.decode_owed = 0
     flight.mode = DECODE
     flight.rows = flight.samplers = flight.new_tokens = rows
@@ -623,17 +628,20 @@ def _move_on(s: Record, requests: Array, running_batch: Array, samplers: Array) 
     The caller has taken the pages that the tokens open. Returns: the sum of the positions before.
     """
     context_tokens = staying = 0
+    s.moves_left = NO_LIMIT
     for i in range(s.decoding):
         number = running_batch[i]
         request = requests[number]
         samplers[i] = number
         context_tokens += request.position
         request.position += 1
-        if ends_by_length(request.position, request.prompt_tokens + request.output_tokens):
+        limit = request.prompt_tokens + request.output_tokens
+        if ends_by_length(request.position, limit):
             request.last_batch = s.next_batch_id
         else:
             running_batch[staying] = number
             staying += 1
+            s.moves_left = min(s.moves_left, decodes_before_end(request.position, limit))
     s.decoding = staying
     s.decode_launches += 1
     return context_tokens
@@ -706,6 +714,11 @@ def _retract(s: Record, c: Cache, number: int, shuffled: Array) -> None:
     """Free the pages of a request, which waits again and keeps its delivered tokens, like `SchedulerState.retract`."""
     request = c.requests[number]
     request.kept = request.outputs
+    if request.joined != NONE:
+        segment = c.segments[s.segments]
+        segment[0], segment[1], segment[2], segment[3] = number, request.joined, s.decoded, request.joined_us
+        s.segments += 1
+        request.joined = NONE
     request.retractions += 1
     s.retractions += 1
     s.active -= 1
@@ -767,27 +780,45 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
     for i in range(flight.parts):
         if parts[i, 0] != NONE and _ends_without_token(a.requests[parts[i, 0]], flight.batch_id):
             _end(a, run, s, c, parts[i, 0])
-    tokens = 0
-    at, gap_requests, gaps = s.gaps, a.gap_requests[engine], a.gaps[engine]
-    for i in range(flight.samplers):
+    tokens = equal = measured = 0
+    common_us, gaps = NONE, a.gaps[engine]
+    if flight.in_stretch:
+        samplers = a.running_batch[engine]
+    if flight.in_stretch and s.common_us != NONE:
+        tokens, equal, common_us = flight.samplers, s.measured, now_us - s.common_us
+        s.gap_us_max = max(s.gap_us_max, common_us)
+        s.common_us = now_us
+        s.delivered += 1
+    for i in range(0 if tokens else flight.samplers):
         number = samplers[i]
         if number == NONE:  # retracted since
             continue
         tokens += 1
         request = a.requests[number]
+        measured += request.measured
         if request.outputs:
             gap_us = now_us - request.last_us
-            gap_requests[at] = number
-            gaps[at] = gap_us
-            at += 1
+            if request.measured:
+                if gap_us != common_us:
+                    _count_gaps(s, gaps, common_us, equal)
+                    common_us, equal = gap_us, 0
+                equal += 1
             request.itl_us_max = max(request.itl_us_max, gap_us)
         else:
             request.first_us = now_us
+        if i < flight.prompt_ends:
+            request.joined, request.joined_us = s.decoded, now_us
         request.last_us = now_us
         request.outputs += 1
         if request.outputs == request.output_tokens:
             _end(a, run, s, c, number)
-    s.gaps = at
+    if flight.in_stretch and s.common_us == NONE:
+        s.common_us, s.measured = now_us, measured
+    _count_gaps(s, gaps, common_us, equal)
+    if flight.mode != EXTEND:
+        a.decodes_us[engine, s.decodes] = now_us
+        s.decodes += 1
+        s.decoded += 1
     if tokens:
         message = a.messages[engine, s.messages]
         message[0], message[1] = now_us, tokens
@@ -803,6 +834,14 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
     _spend(s, a.works[engine], s.result_fixed_us + s.result_row_us * flight.rows, RESULTS)
 
 
+def _count_gaps(s: Record, gaps: Array, gap_us: int, count: int) -> None:
+    """Note that `count` gaps between two tokens were `gap_us` long. Most gaps of a batch are equal."""
+    if count:
+        gap = gaps[s.gaps]
+        gap[0], gap[1] = gap_us, count
+        s.gaps += 1
+
+
 def _ends_without_token(request: Record, batch_id: int) -> bool:
     """Return whether a request without output ends with a batch, which computes the last of its prompt."""
     return request.output_tokens == 0 and request.last_batch == batch_id
@@ -815,9 +854,9 @@ def _end(a: Arrays, run: Record, s: Record, c: Cache, number: int) -> None:
     s.active -= 1
     s.batch_is_full = 0
     leave(s, c, number, True)
-    if run.routes:
+    if run.sees_ends:
         unseen = a.unseen[run.unseen]
         unseen[0], unseen[1] = s.now_us + s.frontend_us + run.hop_us, number
         run.unseen += 1
     if run.loops:
-        _answered(a, run, s, number, s.now_us + s.answer_us)
+        answered(a, run, s, number, s.now_us + s.answer_us)

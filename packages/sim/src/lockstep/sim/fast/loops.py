@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.sim.host.closed_loop import ConcurrentSessions
 from lockstep.sim.workload.turns import Int64s, Turns
@@ -55,11 +56,19 @@ def open_loop(turns: Turns) -> Loop:
     )
 
 
-def closed_loop(turns: Turns, source: ConcurrentSessions) -> Loop:
-    """Return the requests of a closed loop. Takes its sessions out of `source`."""
-    first, upcoming = source.under_way(), source.upcoming(source.expected)
-    by_session = source.rows_by_session
-    starts = [(copy, rows) for _, _, copy, rows in first] + [(copy, by_session[session]) for copy, session in upcoming]
+def closed_loop(turns: Turns, source: ConcurrentSessions, refused: NDArray[np.bool_]) -> Loop:
+    """Return the requests of a closed loop. Takes its sessions out of `source`.
+
+    Args:
+        refused: turns that are rejected, at which their session breaks off.
+    """
+    first = source.under_way()
+    by_session = [_until_refused(rows, refused) for rows in source.rows_by_session]
+    starts = [(copy, _until_refused(rows, refused)) for _, _, copy, rows in first]
+    mean = sum(map(len, by_session)) / len(by_session)
+    while not _suffice([len(rows) for _, rows in starts], len(first), source.expected):
+        more = source.upcoming(int(source.expected / mean) + len(first))
+        starts += [(copy, by_session[session]) for copy, session in more]
     counts = np.array([len(rows) for _, rows in starts])
     stops = np.cumsum(counts)
     rows = np.concatenate([rows for _, rows in starts])
@@ -83,3 +92,19 @@ def closed_loop(turns: Turns, source: ConcurrentSessions) -> Loop:
         sessions=begin[len(first) :],
         expected=source.expected,
     )
+
+
+def _until_refused(rows: Int64s, refused: NDArray[np.bool_]) -> Int64s:
+    """Return the turns of a session up to the first that is rejected, which is sent, too."""
+    found = np.flatnonzero(refused[rows])
+    return rows[: found[0] + 1] if len(found) else rows
+
+
+def _suffice(lengths: list[int], concurrency: int, requests: int) -> bool:
+    """Return whether no more sessions can begin before `requests` requests have arrived.
+
+    A session begins when another one has ended, that is, after all its requests. The sessions in progress may be the
+    longest ones.
+    """
+    counts = np.sort(np.array(lengths))
+    return int(counts[: len(counts) - concurrency].sum()) >= requests

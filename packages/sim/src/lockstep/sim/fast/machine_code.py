@@ -6,9 +6,10 @@
 Without numba, `bound` returns the same functions, interpreted: equal in results and slower than the core, for tests.
 
 Compiling takes half a minute and loading a second, so the text is stored: in `__pycache__` beside the source or, if
-that is not writable, in the user's cache folder. It is text, not a pickle, which LLVM parses, verifies and compiles for
-this processor. It is trusted like the compiled Python files in those folders: only if its owner is the user or root,
-and no other user may write to it. Its name follows from the source, the compiler's version and the processor.
+that is not writable, in the user's cache folder. Of several processes one compiles, and the others wait for it. It is
+text, not a pickle, which LLVM parses, verifies and compiles for this processor. It is trusted like the compiled Python
+files in those folders: only if its owner is the user or root, and no other user may write to it. Its name follows from
+the source, the compiler's version and the processor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import ctypes
 import os
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from hashlib import blake2b
 from importlib.metadata import version
@@ -29,12 +31,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
 from lockstep.core.requests import rules
-from lockstep.sim.fast import kernel, memory, ordering, routing, state
+from lockstep.sim.fast import following, kernel, memory, ordering, routing, state, stretches
 from lockstep.sim.fast.state import Arrays
 
 SOURCE = Path(kernel.__file__)
-SOURCES = tuple(Path(str(module.__file__)) for module in (rules, state, memory, ordering, routing, kernel))
+SOURCES = tuple(
+    Path(str(module.__file__)) for module in (rules, state, following, memory, ordering, routing, stretches, kernel)
+)
 """The modules with compiled functions; each imports functions of earlier ones only."""
 ENTRY = "lockstep_advance"
 
@@ -82,12 +91,7 @@ def load() -> Advance:
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    name = _name(llvm)
-    text = next(filter(None, (_kept(folder / name) for folder in _folders())), None)
-    if text is None:
-        text = _made()
-        _keep(name, text)
-    module = llvm.parse_assembly(text)
+    module = llvm.parse_assembly(_text(_name(llvm)))
     module.verify()
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
@@ -100,6 +104,22 @@ def load() -> Advance:
     engine.finalize_object()
     _ENGINES.append(engine)
     return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_double)(engine.get_function_address(ENTRY))
+
+
+def _text(name: str) -> str:
+    """Return the LLVM text that is stored as `name`; made and stored by one process if there is none."""
+
+    def stored() -> str | None:
+        return next(filter(None, (_kept(folder / name) for folder in _folders())), None)
+
+    text = stored()
+    if text is None:
+        with _alone():
+            text = stored()  # another process may have made it while this one waited
+            if text is None:
+                text = _made()
+                _keep(name, text)
+    return text
 
 
 @cache
@@ -149,6 +169,21 @@ def _kept(path: Path) -> str | None:
             return text if seal == _seal(text) else None
     except (OSError, UnicodeDecodeError):
         return None
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Context that other processes with the same folder wait for. Without locks of files it does nothing."""
+    with ExitStack() as stack:
+        for folder in _folders() if fcntl is not None else ():
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                file = stack.enter_context((folder / f"{SOURCE.stem}.lock").open("w"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+                break
+            except OSError:
+                continue
+        yield
 
 
 def _seal(text: str) -> str:
@@ -221,39 +256,42 @@ def _made() -> str:
     int64, int32, float64 = np.int64, np.int32, np.float64
 
     def entry(table: Any, took_us: float) -> int:
-        t = carray(table, (31, 5))
+        t = carray(table, (34, 5))
         arrays = kernel_arrays(
             carray(at(t[0, 0]), (t[0, 1],), run_t),
             carray(at(t[1, 0]), (t[1, 1],), engine_t),
             carray(at(t[2, 0]), (t[2, 1],), request_t),
-            carray(at(t[3, 0]), (t[3, 1], t[3, 2]), int64),
-            carray(at(t[4, 0]), (t[4, 1], t[4, 2]), flight_t),
-            carray(at(t[5, 0]), (t[5, 1], t[5, 2], t[5, 3]), int64),
-            carray(at(t[6, 0]), (t[6, 1], t[6, 2], t[6, 3], t[6, 4]), int64),
-            carray(at(t[7, 0]), (t[7, 1],), int32),
-            carray(at(t[8, 0]), (t[8, 1],), int64),
-            carray(at(t[9, 0]), (t[9, 1], t[9, 2]), node_t),
-            carray(at(t[10, 0]), (t[10, 1], t[10, 2]), int32),
-            carray(at(t[11, 0]), (t[11, 1], t[11, 2]), int64),
+            carray(at(t[3, 0]), (t[3, 1],), int64),
+            carray(at(t[4, 0]), (t[4, 1], t[4, 2]), int64),
+            carray(at(t[5, 0]), (t[5, 1], t[5, 2]), int64),
+            carray(at(t[6, 0]), (t[6, 1], t[6, 2]), flight_t),
+            carray(at(t[7, 0]), (t[7, 1], t[7, 2], t[7, 3]), int64),
+            carray(at(t[8, 0]), (t[8, 1], t[8, 2], t[8, 3], t[8, 4]), int64),
+            carray(at(t[9, 0]), (t[9, 1],), int32),
+            carray(at(t[10, 0]), (t[10, 1],), int64),
+            carray(at(t[11, 0]), (t[11, 1], t[11, 2]), node_t),
             carray(at(t[12, 0]), (t[12, 1], t[12, 2]), int32),
-            carray(at(t[13, 0]), (t[13, 1], t[13, 2]), deferred_t),
-            carray(at(t[14, 0]), (t[14, 1], t[14, 2], t[14, 3]), int64),
-            carray(at(t[15, 0]), (t[15, 1],), int32),
-            carray(at(t[16, 0]), (t[16, 1],), int32),
-            carray(at(t[17, 0]), (t[17, 1],), int64),
-            carray(at(t[18, 0]), (t[18, 1], t[18, 2]), int32),
-            carray(at(t[19, 0]), (t[19, 1],), int32),
-            carray(at(t[20, 0]), (t[20, 1], t[20, 2]), block_t),
-            carray(at(t[21, 0]), (t[21, 1], t[21, 2]), int32),
-            carray(at(t[22, 0]), (t[22, 1], t[22, 2]), int64),
-            carray(at(t[23, 0]), (t[23, 1], t[23, 2], t[23, 3]), float64),
-            carray(at(t[24, 0]), (t[24, 1],), shape_t),
-            carray(at(t[25, 0]), (t[25, 1], t[25, 2], t[25, 3]), int64),
-            carray(at(t[26, 0]), (t[26, 1], t[26, 2], t[26, 3]), int64),
+            carray(at(t[13, 0]), (t[13, 1], t[13, 2]), int64),
+            carray(at(t[14, 0]), (t[14, 1], t[14, 2]), int32),
+            carray(at(t[15, 0]), (t[15, 1], t[15, 2]), deferred_t),
+            carray(at(t[16, 0]), (t[16, 1], t[16, 2], t[16, 3]), int64),
+            carray(at(t[17, 0]), (t[17, 1],), int32),
+            carray(at(t[18, 0]), (t[18, 1],), int32),
+            carray(at(t[19, 0]), (t[19, 1],), int64),
+            carray(at(t[20, 0]), (t[20, 1], t[20, 2]), int32),
+            carray(at(t[21, 0]), (t[21, 1],), int32),
+            carray(at(t[22, 0]), (t[22, 1], t[22, 2]), block_t),
+            carray(at(t[23, 0]), (t[23, 1], t[23, 2]), int32),
+            carray(at(t[24, 0]), (t[24, 1], t[24, 2]), int64),
+            carray(at(t[25, 0]), (t[25, 1], t[25, 2], t[25, 3]), float64),
+            carray(at(t[26, 0]), (t[26, 1],), shape_t),
             carray(at(t[27, 0]), (t[27, 1], t[27, 2], t[27, 3]), int64),
             carray(at(t[28, 0]), (t[28, 1], t[28, 2], t[28, 3]), int64),
-            carray(at(t[29, 0]), (t[29, 1], t[29, 2]), int64),
-            carray(at(t[30, 0]), (t[30, 1], t[30, 2]), int64),
+            carray(at(t[29, 0]), (t[29, 1], t[29, 2], t[29, 3]), int64),
+            carray(at(t[30, 0]), (t[30, 1], t[30, 2], t[30, 3]), int64),
+            carray(at(t[31, 0]), (t[31, 1], t[31, 2], t[31, 3]), int64),
+            carray(at(t[32, 0]), (t[32, 1], t[32, 2]), int64),
+            carray(at(t[33, 0]), (t[33, 1], t[33, 2], t[33, 3]), int64),
         )
         return int(advance(arrays, took_us))
 

@@ -42,6 +42,8 @@ class Cache(NamedTuple):
     flights: Array
     samplers: Array
     parts: Array
+    segments: Array
+    running_batch: Array
 
 
 def cache_of(a: Arrays, engine: int) -> Cache:
@@ -59,6 +61,8 @@ def cache_of(a: Arrays, engine: int) -> Cache:
         a.flights[engine],
         a.samplers[engine],
         a.parts[engine],
+        a.segments[engine],
+        a.running_batch[engine],
     )
 
 
@@ -388,6 +392,11 @@ def last_batch_of(s: Record, c: Cache, number: int, leaves: bool) -> int:
     for i in range(s.in_flight):
         slot = (s.oldest + i) % c.flights.size
         flight = c.flights[slot]
+        if flight.in_stretch:  # it names the running batch
+            for j in range(s.decoding):
+                if c.running_batch[j] == number:
+                    last = flight.batch_id
+            continue
         for j in range(flight.samplers):
             if c.samplers[slot, j] == number:
                 last = flight.batch_id

@@ -50,6 +50,7 @@ def route_due(a: Arrays, run: Record) -> None:
         request.next = NONE
         if s.coming == NONE:
             s.coming = number
+            a.due_us[engine] = min(a.due_us[engine], now_us + run.hop_us)
         if s.sent != NONE:
             a.requests[s.sent].next = number
         s.sent = number

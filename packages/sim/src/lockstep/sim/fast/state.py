@@ -6,6 +6,7 @@ have their ids in the order of arrival; other ids are the numbers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +23,32 @@ RUNNING_LIMIT, ROWS, KV_BUDGET, PREFILL_BUDGET, PAGES = range(5)  # deferral rea
 QUEUE_ORDER, LONGEST_CACHED, LONGEST_OUTPUT, SHUFFLED, RESPONSE_RATIO, FEWEST_UNCACHED = range(6)  # waiting queue
 KEEPS, LAST, DEFERS = range(3)  # what becomes of waiting requests with a prefix that another request computes
 IN_TURN, LEAST_REQUESTS, LEAST_TOKENS, LEAST_PROMPTS, BOUNDED, GIVEN = range(6)  # rules of a router
-PRICED, FLUSH, ASKED, DONE, LOST, PAUSED, LAUNCHED = range(7)  # why `advance`, `_advance` and `_launch` return
+PRICED, FLUSH, ASKED, DONE, LOST, PAUSED, LAUNCHED, SETTLED = range(8)  # why `advance`, `_advance` and `_launch` return
 LINE_ERROR_US = 1e-5  # a line of `lines` is nearer than this to the cost model
+
+CACHE_LINE = 64  # bytes
+
+
+def in_lines(fields: Sequence[tuple[str, Any]]) -> np.dtype[np.void]:
+    """Return a record of these fields that is a whole number of cache lines long."""
+    packed = np.dtype(list(fields), align=True)
+    places = [packed.fields[name] for name in packed.names] if packed.fields and packed.names else []
+    layout: Any = {
+        "names": packed.names,
+        "formats": [place[0] for place in places],
+        "offsets": [place[1] for place in places],
+        "itemsize": -(-packed.itemsize // CACHE_LINE) * CACHE_LINE,
+    }
+    record: np.dtype[np.void] = np.dtype(layout, align=True)
+    return record
+
+
+def zeros_in_lines(count: int, dtype: np.dtype[np.void]) -> Array:
+    """Return zeros, the first at the beginning of a cache line."""
+    raw = np.zeros(count * dtype.itemsize + CACHE_LINE, np.uint8)
+    start = -raw.ctypes.data % CACHE_LINE
+    return raw[start : start + count * dtype.itemsize].view(dtype)
+
 
 ENGINE = np.dtype(
     [
@@ -38,6 +63,9 @@ ENGINE = np.dtype(
         ("slots", np.int64),  # most batches in flight
         ("max_running_requests", np.int64),
         ("rows_max", np.int64),
+        ("prompt_tokens_max", np.int64),  # a request with output is rejected if its prompt is longer
+        ("prompts_only_tokens_max", np.int64),  # and one without output
+        ("request_tokens_max", np.int64),  # outputs end there
         ("newest_first", np.int64),  # 1: the newest request is retracted first, else the one with fewest outputs
         ("to_front", np.int64),  # 1: a retracted request waits before those that never ran
         ("keeps_retracted", np.int64),  # 1: KV of a retracted request stays in the radix cache
@@ -83,6 +111,15 @@ ENGINE = np.dtype(
         ("decoding", np.int64),  # requests of the running batch
         ("prefilling", np.int64),
         ("batch_is_full", np.int64),
+        # a stretch: decodes of the same requests, none of which ends; the rows have their effects at its end
+        ("stretch", np.int64),  # 1: there is one
+        ("moves", np.int64),  # its decodes so far
+        ("moves_left", np.int64),  # further decodes before one with which a request ends
+        ("context_tokens", np.int64),  # the sum of the positions of the running batch
+        ("measured", np.int64),  # requests of the running batch that are measured
+        ("delivered", np.int64),  # decodes whose delivery the rows do not have
+        ("common_us", np.int64),  # time of the last token of every row; NONE: not the same
+        ("gap_us_max", np.int64),  # the longest gap between two of these deliveries
         # the present pass over the waiting queue
         ("pass_number", np.int64),
         ("by_rank", np.int64),  # 1: requests are considered by `rank`, duplicates last; 0: in the order of the queue
@@ -123,6 +160,9 @@ ENGINE = np.dtype(
         ("deferred_pages", np.int64),
         ("deferred_prefix", np.int64),
         ("decodes_skipped", np.int64),
+        ("rejected", np.int64),  # requests whose prompt is too long
+        ("clamped", np.int64),  # requests that may generate fewer tokens than they asked for
+        ("decoded", np.int64),  # delivered batches with decodes
         ("retractions", np.int64),
         ("tokens_discarded", np.int64),
         # numbers of rows that wait for a flush
@@ -131,6 +171,8 @@ ENGINE = np.dtype(
         ("works", np.int64),
         ("messages", np.int64),
         ("gaps", np.int64),
+        ("decodes", np.int64),
+        ("segments", np.int64),
         # counts of the router
         ("weight", np.float64),
         ("credit", np.float64),
@@ -151,18 +193,30 @@ ENGINE = np.dtype(
     align=True,
 )
 
-REQUEST = np.dtype(
+REQUEST = in_lines(
     [
+        # of each request of the running batch, read and written with each token: one line of the processor's cache
+        ("last_us", np.int64),  # time of its last message
+        ("itl_us_max", np.int64),
+        ("last_batch", np.int64),  # the batch with which it ends by length, once that is launched
+        ("ended_us", np.int64),
+        ("outputs", np.int32),  # output tokens so far
+        ("output_tokens", np.int32),  # final number of output tokens
+        ("prompt_tokens", np.int32),
+        ("position", np.int32),  # next position; KV of all positions before it is launched
+        ("measured", np.int32),  # 1: it is not of the warm-up, so its gaps are counted
+        ("kept", np.int32),  # output tokens from before a retraction, which are computed again like its prompt
+        ("handle", np.int32),  # the node of the radix cache with the path that it locks
+        ("cached_pages", np.int32),  # pages of that path
+        # the rest
         ("arrival_us", np.int64),  # at the router; `hop_us` later at its engine
         ("admitted_us", np.int64),
         ("first_us", np.int64),  # time of its first message; -1: none yet
-        ("last_us", np.int64),  # time of its last message
-        ("ended_us", np.int64),
-        ("itl_us_max", np.int64),
+        ("joined_us", np.int64),  # time of the last token by an extend of the whole prompt
+        ("joined", np.int64),  # decodes of its engine delivered before that; NONE: no such token since its retraction
         ("id", np.int64),  # in order of arrival; -1: not yet
         ("key", np.int64),  # order of requests that arrive at the same time
         ("think_us", np.int64),  # from an answer to this request, which follows it
-        ("last_batch", np.int64),  # the batch with which it ends by length, once that is launched
         ("run_start", np.int64),  # its prompt is the runs [run_start:run_stop)
         ("run_stop", np.int64),
         ("open_tokens", np.int64),  # tokens by the count of the router
@@ -171,19 +225,12 @@ REQUEST = np.dtype(
         ("prefilled_before", np.int64),  # `prefilled_tokens` of its engine when it arrived
         ("duplicate_in", np.int64),  # number of the last pass in which it was a duplicate
         ("rank", np.float64),  # the least is considered first; equal ones in the order of the queue
-        ("prompt_tokens", np.int32),
-        ("output_tokens", np.int32),  # final number of output tokens
-        ("outputs", np.int32),  # output tokens so far
-        ("position", np.int32),  # next position; KV of all positions before it is launched
         ("output_first_token", np.int32),
         ("shift", np.int32),  # its token ids are those of its runs plus this
         ("follow", np.int32),  # the first request that follows its answer
         ("sibling", np.int32),  # the next request that follows the same answer
-        ("kept", np.int32),  # output tokens from before a retraction, which are computed again like its prompt
         ("retractions", np.int32),
         ("cached_tokens", np.int32),  # at its first admission; -1: not yet
-        ("handle", np.int32),  # the node of the radix cache with the path that it locks
-        ("cached_pages", np.int32),  # pages of that path
         ("engine", np.int32),  # NONE: not sent yet; with GIVEN: the engine to which it will be sent
         ("next", np.int32),  # the request that was sent next to the same engine
         ("behind", np.int32),  # the request behind it in the waiting queue
@@ -191,7 +238,6 @@ REQUEST = np.dtype(
         ("turn", np.int32),  # in the present pass: 0 not considered, 1 considered, 2 admitted
         ("waits_for", np.int32),  # the request that computes its prefix, at its last deferral for that
     ],
-    align=True,
 )
 
 FLIGHT = np.dtype(
@@ -207,7 +253,9 @@ FLIGHT = np.dtype(
         ("kv_tokens", np.int64),
         ("handed_over_us", np.int64),
         ("samplers", np.int64),
+        ("prompt_ends", np.int64),  # the first of the samplers, whose token follows from an extend
         ("parts", np.int64),
+        ("in_stretch", np.int64),  # 1: its samplers are the running batch, and are not written
     ],
     align=True,
 )
@@ -272,10 +320,14 @@ RUN = np.dtype(
         ("engine", np.int64),  # the engine that is advanced to `until_us`; engines before it are there
         ("next_request", np.int64),  # the next request to be routed
         ("until_question", np.int64),  # requests before the next return of ASKED; negative: never
+        ("settles", np.int64),  # 1: `advance` ends all stretches and returns SETTLED
         ("asks", np.int64),  # 1: `advance` returns ASKED when all engines are at `until_us`
+        ("warm_up", np.int64),  # requests with an id below this are not measured
         ("hop_us", np.int64),  # time from the router to an engine, and from an engine to the router
         # the router
         ("routes", np.int64),  # 1: there is a router
+        ("sees_ends", np.int64),  # 1: its choice depends on the requests that have ended
+        ("ahead", np.int64),  # requests that are routed before engines go on, if the choice depends on no engine
         ("routing_rule", np.int64),  # rule of the router, such as IN_TURN
         ("load_bound", np.float64),
         ("load_floor", np.int64),
@@ -291,12 +343,14 @@ RUN = np.dtype(
 
 
 class Arrays(NamedTuple):
-    """The state of a run. The last six arrays have rows for the next flush; ENGINE has their numbers by engine."""
+    """The state of a run. The last seven arrays have rows for the next flush; ENGINE has their numbers by engine."""
 
     run: Array  # RUN [1]
     engines: Array  # ENGINE [engines]
     requests: Array  # REQUEST [requests], by arrival
+    due_us: Array  # int64 [engines]: an engine has no work before this time
     running_batch: Array  # int64 [engines, rows]: requests that decode
+    phases: Array  # int64 [engines, page size]: requests of a stretch by its decodes before they open a page
     flights: Array  # FLIGHT [engines, slots]: batches in flight
     samplers: Array  # int64 [engines, slots, rows]: requests that get a token from each batch in flight
     parts: Array  # int64 [engines, slots, rows, 3]: request, start and stop of each chunk of each batch in flight
@@ -322,5 +376,6 @@ class Arrays(NamedTuple):
     gauges: Array  # int64 [engines, rows, 5]
     works: Array  # int64 [engines, rows, 3]
     messages: Array  # int64 [engines, rows, 2]
-    gap_requests: Array  # int64 [engines, rows]: request of each gap between two messages
-    gaps: Array  # int64 [engines, rows]: length of each gap in us
+    gaps: Array  # int64 [engines, rows, 2]: length in us of gaps between two tokens, and their number
+    decodes_us: Array  # int64 [engines, rows]: time at which each batch with decodes was delivered
+    segments: Array  # int64 [engines, rows, 4]: retracted request, `joined`, `decoded` at its retraction, `joined_us`

@@ -67,6 +67,8 @@ def at_work_us(run: RunData) -> int:
 
 def decode_gaps_us(run: RunData) -> tuple[ValueCounts, int]:
     """Return the idle times between consecutive decode batches, and the total time of the second batches, in us."""
+    if run.decode_gaps is not None:
+        return run.decode_gaps
     device = DeviceUse.of(run.packed)
     return device.decode_gaps_us, device.busy_after_decode_us
 

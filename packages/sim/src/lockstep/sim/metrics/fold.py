@@ -123,6 +123,7 @@ class MetricsFold:
         host_page_bytes: int | None = None,
         host_block_bytes: Mapping[str, int] | None = None,
         needs_media: bool = True,
+        only_requests: bool = False,
     ) -> None:
         """Start an empty fold.
 
@@ -132,10 +133,13 @@ class MetricsFold:
             host_page_bytes: bytes of a page of KV in host memory; None: there is no host tier, and nothing is counted
                 for it.
             host_block_bytes: bytes of a window block and of a state block in host memory, by kind.
+            only_requests: whether only figures of requests are asked for. Batches, levels and messages of a run on the
+                fast path, the most of its memory, are then not kept.
             needs_media: whether requests require their media on this engine from arrival on. False for a decode engine.
         """
         self._kv_pages = kv_pages
         self._warm_up = warm_up
+        self._only_requests = only_requests
         self._first_us: int | None = None
         self._last_us = 0
 
@@ -278,10 +282,12 @@ class MetricsFold:
 
     def take_measured(self, measured: MeasuredRows) -> None:
         """Append rows that the fast path measured."""
+        self._itl_us.add(measured.itl_us[:, 0], measured.itl_us[:, 1])
+        if self._only_requests:
+            return
         batches, cpu = measured.batches.copy(), measured.cpu.copy()
         batches[:, MODE] = coded(batches[:, MODE], measured.modes, self._modes)
         cpu[:, WORK] = coded(cpu[:, WORK], measured.works, self._works)
-        self._itl_us.add(measured.itl_us)
         for rows, more in (
             (self._batches, batches),
             (self._gauges, measured.gauges),
@@ -291,6 +297,10 @@ class MetricsFold:
             rows.recent.frombytes(more.tobytes())
             rows.pack()
 
+    def take_back(self, itl_us: Int64s) -> None:
+        """Remove gaps between tokens, in us, that `take_measured` has added: those of requests that have not ended."""
+        self._itl_us.remove(itl_us)
+
     def take_measured_requests(self, measured: MeasuredRequests) -> None:
         """Replace all requests by those of a run on the fast path. `take_measured` must have received all rows."""
         requests = len(measured.request_id)
@@ -298,7 +308,9 @@ class MetricsFold:
             self._first_us = int(measured.arrival_us[0])
         self._last_us = measured.last_us
         codes = np.where(measured.ended_us < 0, 0, self._finish_reasons["length"])
-        computed = (measured.ended_us >= 0) & (measured.output_tokens == 0)
+        if measured.rejected.any():
+            codes[measured.rejected] = self._finish_reasons["rejected_too_long"]
+        computed = (measured.ended_us >= 0) & (measured.output_tokens == 0) & ~measured.rejected
         if computed.any():  # only their prompts were run
             codes[computed] = self._finish_reasons["computed"]
         for column, values in (
@@ -386,7 +398,10 @@ class MetricsFold:
         if self._adapters is not None and self._adapters.requests:
             summary["adapters"] = self._adapters.describe(self._tallies.total("adapters_evicted"))
         series = make_series(edges, gauges, self._messages, packed.batches, device.busy)
-        return RunData(requests, series, itl_us, span_us, summary, packed, self._drafts, encoder=encoder)
+        decode_gaps = device.decode_gaps_us, device.busy_after_decode_us
+        return RunData(
+            requests, series, itl_us, span_us, summary, packed, self._drafts, encoder=encoder, decode_gaps=decode_gaps
+        )
 
     # ------------------------------------------------------------------------------------------------- taking in
 

@@ -9,7 +9,7 @@ from lockstep.core.contract.commands import (
     Int32s,
     Int64s,
 )
-from lockstep.sim.metrics.columns import Float64s
+from lockstep.sim.metrics.columns import Bools, Float64s
 
 
 class MeasuredRows(NamedTuple):
@@ -21,7 +21,7 @@ class MeasuredRows(NamedTuple):
     cpu: Int64s  # [intervals, len(CPU_COLUMNS)]; works are indices into `works`
     works: tuple[str, ...]
     messages: Int64s  # [messages, 2]: time in us, tokens
-    itl_us: Int64s  # [gaps] of completed requests
+    itl_us: Int64s  # [lengths, 2]: gaps between tokens in us, and how many had this length
 
 
 class MeasuredRequests(NamedTuple):
@@ -33,7 +33,8 @@ class MeasuredRequests(NamedTuple):
     cached_tokens: Int32s  # at the first admission; -1: not yet
     retractions: Int32s
     admitted_us: Int64s  # -1: not yet, as in all times below
-    ended_us: Int64s  # ends by length
+    ended_us: Int64s  # ends by length, or rejection
+    rejected: Bools  # whether the prompt was too long
     output_tokens: Int32s
     first_message_us: Int64s
     last_message_us: Int64s

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.core.contract.commands import (
     Int64s,
 )
-from lockstep.sim.metrics.columns import Batches, CpuIntervals, Requests, Series, Summary, objects
+from lockstep.sim.metrics.columns import (
+    BATCH_COLUMNS,
+    CPU_COLUMNS,
+    Batches,
+    CpuIntervals,
+    Requests,
+    Series,
+    Summary,
+    objects,
+)
 from lockstep.sim.metrics.drafts import Drafts
 from lockstep.sim.metrics.latency import measure_slo
 from lockstep.sim.metrics.packed import JoinedPacked, Packed
+from lockstep.sim.metrics.packed_rows import PackedRows
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.metrics.stages import StageTimes
 from lockstep.sim.metrics.value_counts import ValueCounts
@@ -29,6 +39,7 @@ class RunData:
     drafts: Drafts | None = None  # of engines that verify drafts or compute forced tokens
     stages: StageTimes | None = None  # of an engine with microbatches
     encoder: Int64s | None = None  # [intervals, 4]: start and stop in us, contents, tokens; None: unknown
+    decode_gaps: tuple[ValueCounts, int] | None = None  # see `device.decode_gaps_us`, which computes it if it is None
 
     @property
     def batches(self) -> Batches:
@@ -43,6 +54,11 @@ class RunData:
         column, works = self.packed.cpu.column, objects(self.packed.works)
         start_us = column("start_us")
         return CpuIntervals(start_us, start_us + column("took_us"), works[column("work")])
+
+    def without_batches(self) -> RunData:
+        """Return the data without its long lists: batches and CPU intervals are empty."""
+        packed = Packed(PackedRows(*BATCH_COLUMNS), (), PackedRows(*CPU_COLUMNS), ())
+        return replace(self, packed=packed)
 
     def measured_us(self, slo: Slo) -> float | None:
         """Return the latency in us that `slo` bounds; infinite if too many requests failed, None without measurements.

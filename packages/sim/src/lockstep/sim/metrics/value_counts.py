@@ -90,9 +90,9 @@ class ValueCountsBuilder:
         self._later_entries = 0
 
     def add(self, values: NDArray[Any], counts: NDArray[Any] | None = None) -> None:
-        """Add values, each `counts` times, or once. Many integers without counts are the fastest case."""
-        if counts is None and values.dtype.kind == "i" and len(values) >= SORTED:
-            values = self._counted(values)
+        """Add values, each `counts` times, or once. Many integers are the fastest case."""
+        if values.dtype.kind == "i" and len(values) >= SORTED:
+            values, counts = self._counted(values, counts)
         if len(values) == 0:
             return
         if counts is None:
@@ -102,16 +102,27 @@ class ValueCountsBuilder:
         else:
             self._keep(*_merged(np.asarray(values, np.float64), counts))
 
-    def _counted(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Count the integers that are near to the least one. Returns the others."""
+    def remove(self, values: NDArray[Any]) -> None:
+        """Remove values that were added before, each once."""
+        if len(values):
+            distinct, counts = np.unique(values, return_counts=True)
+            self._keep(distinct.astype(np.float64), -counts)
+            self._merge()
+            kept = self._counts > 0
+            self._values, self._counts = self._values[kept], self._counts[kept]
+
+    def _counted(self, values: NDArray[Any], counts: NDArray[Any] | None) -> tuple[NDArray[Any], NDArray[Any] | None]:
+        """Count the integers that are near to the least one. Returns the others, with their counts."""
         least = values.min()
         above = values - least
         near = above < max(COUNTED * len(values), COUNTED_MIN)
-        times = np.bincount(above[near])
+        if near.all():
+            times = np.bincount(above, counts)
+        else:
+            times = np.bincount(above[near], None if counts is None else counts[near])
         found = np.flatnonzero(times)
-        self._keep((found + least).astype(np.float64), times[found])
-        others: NDArray[Any] = values[~near]
-        return others
+        self._keep((found + least).astype(np.float64), times[found].astype(np.int64, copy=False))
+        return values[~near], None if counts is None else counts[~near]
 
     def _keep(self, values: Float64s, counts: Int64s) -> None:
         """Add distinct values in ascending order, with their counts."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.requests.table import VERSION_MARK
@@ -73,14 +74,13 @@ def unsupported_by(setup: Setup) -> str:
     for name, is_there in beside.items():
         if is_there:
             return name
-    prompts, outputs = turns.prompt_tokens.astype(np.int64), turns.output_tokens.astype(np.int64)
-    if not prompts.min():
+    if not turns.prompt_tokens.min():
         return "empty prompts"
-    if prompts.max() > config.prompt_tokens_max(True) or (prompts + outputs).max() > config.request_tokens_max:
-        return "prompts that do not fit"
+    if config.truncate_input != "no" and refused_by(config, turns).any():
+        return "prompts that are cut"
     if scenario.concurrency is not None:
-        sessions = scenario.concurrency + (len(turns) if scenario.limit is None else scenario.limit)
-        if sessions * int(np.bincount(turns.root()).max()) > LOOP_REQUESTS_MAX:
+        sent = len(turns) if scenario.limit is None else scenario.limit
+        if sent + (scenario.concurrency + 1) * int(np.bincount(turns.root()).max()) > LOOP_REQUESTS_MAX:
             return "many long sessions"
     if config.radix_cache and (follows_answers(setup) or share_prefixes(turns)):
         if config.isolate_tenants and len(turns.tenants) > 1:
@@ -104,7 +104,19 @@ def loop_of(setup: Setup) -> Loop | None:
         return open_loop(turns)
     source = arrivals_of_load(setup.scenario, turns, setup.config.prompt_tokens_max(True))
     assert isinstance(source, ConcurrentSessions)
-    return closed_loop(turns, source)
+    return closed_loop(turns, source, refused_by(setup.config, turns))
+
+
+def refused_by(config: SchedConfig, turns: Turns) -> NDArray[np.bool_]:
+    """Return which requests are rejected because their prompts are too long, bool [requests]."""
+    most = np.where(turns.output_tokens > 0, config.prompt_tokens_max(True), config.prompt_tokens_max(False))
+    return turns.prompt_tokens > most
+
+
+def exceed(config: SchedConfig, turns: Turns) -> bool:
+    """Return whether a prompt, with its output, is longer than an engine holds."""
+    both = turns.prompt_tokens.astype(np.int64) + turns.output_tokens
+    return bool(refused_by(config, turns).any() or both.max() > config.request_tokens_max)
 
 
 def share_prefixes(turns: Turns) -> bool:

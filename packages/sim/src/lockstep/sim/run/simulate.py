@@ -38,7 +38,7 @@ from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.cost import (
     Calibration,
 )
-from lockstep.sim.cost.power import describe_energy, energy_line
+from lockstep.sim.cost.power import Energy, describe_energy, energy_line
 from lockstep.sim.fast.fast_path import pays
 from lockstep.sim.fast.machine_code import is_available
 from lockstep.sim.host.arrivals import Arrivals
@@ -77,10 +77,15 @@ class Run:
     interrupted: bool
     cpu_s: float  # CPU time of this process for the simulation and its metrics
     intervals: Intervals | None = None  # see intervals_of
+    spent: tuple[Energy, float] | None = None  # energy and GPU-hours of a run without its batches
 
     @property
     def calibration(self) -> Calibration:
         return self.setup.calibration
+
+    def without_batches(self) -> Run:
+        """Return the run without its lists of batches, the most of its memory. Reports and traces need them."""
+        return replace(self, data=self.data.without_batches(), spent=energy_of([(self.setup, self.data)], 0.0))
 
     def metrics(self) -> dict[str, Any]:
         """Return the contents of metrics.json."""
@@ -95,7 +100,7 @@ class Run:
 
     def energy(self) -> dict[str, Any] | None:
         """Return the energy and carbon of the run, see `describe_energy`; None if the power of the GPU is not known."""
-        found = energy_of([(self.setup, self.data)], 0.0)
+        found = self.spent or energy_of([(self.setup, self.data)], 0.0)
         if found is None:
             return None
         tokens = self.data.summary["throughput"]["output_tokens"]
@@ -176,6 +181,7 @@ def simulate(
     on_finish: Callable[[int], None] | None = None,
     observer: Observer | None = None,
     compiled: bool | None = None,
+    only_requests: bool = False,
 ) -> Run:
     """Run a setup to its end, or until Ctrl-C.
 
@@ -186,6 +192,7 @@ def simulate(
         observer: receives every step that decides anything; see `ports.Observer`.
         compiled: whether a run without a journal, checks and an observer uses the fast path, which does not change
             results; None: if it pays.
+        only_requests: whether only figures of requests are needed, see `cluster.fast.run_compiled`.
     Raises:
         JournalError: the journal cannot be written; the part that was written is a valid journal.
         ConfigError: the engine has a role that needs a cluster.
@@ -199,7 +206,7 @@ def simulate(
         )
     if folder is None:
         if compiled is not False and not check_every and observer is None:
-            run = _run_compiled(setup, on_finish, always=compiled is True)
+            run = _run_compiled(setup, on_finish, always=compiled is True, only_requests=only_requests)
             if run is not None:
                 return run
         return _run(setup, NoJournal(), check_every, on_finish, observer)
@@ -312,12 +319,14 @@ def _run(
     )
 
 
-def _run_compiled(setup: Setup, on_finish: Callable[[int], None] | None, *, always: bool) -> Run | None:
+def _run_compiled(
+    setup: Setup, on_finish: Callable[[int], None] | None, *, always: bool, only_requests: bool = False
+) -> Run | None:
     """Run a setup on the fast path. Return None if it is unavailable, unsupported, does not pay, or gave up."""
     if unsupported_by(setup) or not (always or (is_available() and pays(len(setup.workload.turns)))):
         return None
     began_s = time.process_time()
-    metrics = MetricsFold(kv_pages=setup.config.pages, warm_up=setup.scenario.warm_up)
+    metrics = MetricsFold(kv_pages=setup.config.pages, warm_up=setup.scenario.warm_up, only_requests=only_requests)
     plain = fast_run_of([setup], [metrics], on_finish)
     with stopping_on_interrupt(plain), collecting_seldom():
         if not plain.run():
@@ -326,8 +335,8 @@ def _run_compiled(setup: Setup, on_finish: Callable[[int], None] | None, *, alwa
         setup=setup,
         data=metrics.result(setup.scenario.slos),
         batches=plain.batches(0),
-        clamped=0,
-        rejected=Counter(),
+        clamped=plain.clamped(0),
+        rejected=plain.rejected(0),
         never_sent=plain.never_sent(),
         interrupted=plain.stop_requested,
         cpu_s=time.process_time() - began_s,
