@@ -58,6 +58,7 @@ from lockstep.runtime.overlap import POLL_S, Download, StreamLane
 from lockstep.runtime.plan_checks import IDLE, refuse_blocks, refuse_unknown
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.sampling import Sampled, logprobs_of
+from lockstep.runtime.sampling.passes import joined_passes, reported_logprobs
 from lockstep.runtime.stages import StageLinks
 from lockstep.runtime.states.slots import PlannedStates, RowSlots
 from lockstep.runtime.tables import (
@@ -646,10 +647,10 @@ class Executor:
             drawn.setdefault("tokens", []).append(sampled.tokens)
             drawn.setdefault("invalid", []).append(sampled.invalid)
             if logprobs_requested:
-                for name, part in _reported(sampled).items():
+                for name, part in reported_logprobs(sampled).items():
                     drawn.setdefault(name, []).append(part)
         for name, parts in drawn.items():
-            if (joined := _joined(parts)).numel():  # top logprobs have width 0 if no row requested them
+            if (joined := joined_passes(parts)).numel():  # top logprobs have width 0 if no row requested them
                 launched.wanted[name] = joined
         if self.links is not None and drawn:
             self.links.send_drawn(_packed_drawn(launched.wanted))
@@ -677,7 +678,7 @@ class Executor:
             masks = None if allowed is None else self.lane.upload(allowed)
             sampled = self.sampler.sample(logits, tensors.sample_rows, tensors.sampled_positions, rows_host, masks)
             found = {"tokens": sampled.tokens, "invalid": sampled.invalid}
-            found |= _reported(sampled) if logprobs_requested else {}
+            found |= reported_logprobs(sampled) if logprobs_requested else {}
         else:
             turns = [places_host[there_host[:, number], number] for number in range(places_host.shape[1])]
             before = [turn - 1 for turn in turns]
@@ -747,10 +748,12 @@ class Executor:
             sampled = self.sampler.sample(logits.index_select(0, at), rows, positions, rows_host[turn], masks)
             tokens.index_copy_(0, at, sampled.tokens)
             parts.setdefault("invalid", []).append(sampled.invalid)
-            for name, part in _reported(sampled).items() if logprobs_requested else ():
+            for name, part in reported_logprobs(sampled).items() if logprobs_requested else ():
                 parts.setdefault(name, []).append(part)
         in_order = self.lane.upload(np.argsort(np.concatenate([turn for turn, _ in turns])))
-        return {"tokens": tokens} | {name: _joined(some).index_select(0, in_order) for name, some in parts.items()}
+        return {"tokens": tokens} | {
+            name: joined_passes(some).index_select(0, in_order) for name, some in parts.items()
+        }
 
     # mechanism: prompt-logprobs (executed)
     def _judge(self, hidden: Tensor, at: Tensor, targets: Tensor, tops: int) -> dict[str, Tensor]:
@@ -960,30 +963,6 @@ def _verified(result: BatchResult, samples: Int32s, arrays: dict[str, NDArray[An
         result.logprobs = result.logprobs[kept]
     if result.top_ids is not None and result.top_logprobs is not None:
         result.top_ids, result.top_logprobs = result.top_ids[kept], result.top_logprobs[kept]
-
-
-def _reported(sampled: Sampled) -> dict[str, Tensor]:
-    """Return the logprobs of one pass.
-
-    A pass without a requesting row gets placeholders, so that passes can be joined.
-    """
-    tokens = sampled.tokens
-    logprobs, ids, tops = sampled.logprobs, sampled.top_ids, sampled.top_logprobs
-    if logprobs is None:
-        logprobs = torch.full(tokens.shape, torch.nan, device=tokens.device)
-    if ids is None or tops is None:
-        ids, tops = tokens.new_empty(len(tokens), 0), logprobs.new_empty(len(tokens), 0)
-    return {"logprobs": logprobs, "top_ids": ids, "top_logprobs": tops}
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    """Concatenate the results of several passes; narrower ones are padded with zeros."""
-    if len(parts) == 1:
-        return parts[0]
-    if parts[0].dim() > 1:
-        widest = max(part.shape[1] for part in parts)
-        parts = [torch.nn.functional.pad(part, (0, widest - part.shape[1])) for part in parts]
-    return torch.cat(parts)
 
 
 def _hidden_wanted(plan: BatchPlan, one: ForwardPass, tables: DeviceTables) -> list[tuple[int, int, int]]:
