@@ -67,6 +67,7 @@ from lockstep.runtime.tables import (
     VerifyingTensors,
     VerifyRows,
 )
+from lockstep.runtime.two_batch import InHalves
 
 NO_LOGITS = np.empty((0, 0), np.float32)
 JUDGED_AT_ONCE = 256  # prompt positions per chunk of logits: [256, vocabulary] float32
@@ -181,6 +182,7 @@ class RunnableModel:
         ranks: data-parallel ranks that run every pass together; 1: plans that name ranks are refused.
         rank: which of them this one is.
         states: slots of the layers that keep states; None: the model has none.
+        halves: runs passes as two halves; None: plans with `halves` are refused.
         media: contents of requests and output of the encoder; None: plans with media are refused.
     """
 
@@ -193,6 +195,7 @@ class RunnableModel:
     links: StageLinks | None = None
     ranks: int = 1
     rank: int = 0
+    halves: InHalves | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +237,7 @@ class Executor:
     ) -> None:
         self.model, self.attention, self.sampler = runnable.model, runnable.attention, sampler
         self.graphs, self.split, self.states = runnable.graphs, runnable.split, runnable.states
-        self.media = runnable.media
+        self.media, self.halves = runnable.media, runnable.halves
         self.links, self.ranks, self.rank = runnable.links, runnable.ranks, runnable.rank
         self.samples = self.links is None or self.links.stage.is_last  # whether this stage draws the tokens
         self.tables, self.lane, self.matchers, self.canary = tables, lane, matchers, canary
@@ -269,6 +272,8 @@ class Executor:
             raise PlanError(f"batch {plan.batch_id} verifies drafts, but this executor has no drafter")
         if self.matchers is None and any(taken.grammar is not None for taken in plan.rows_taken):
             raise PlanError(f"batch {plan.batch_id} takes a row under a grammar, but this executor has no matchers")
+        if plan.halves is not None and self.halves is None:
+            raise PlanError(f"batch {plan.batch_id} has `halves`, but this executor runs no halves")
         packed = self.tables.take_in(plan)
         row_contexts = [NO_CONTEXT if contexts is None else contexts(taken) for taken in plan.rows_taken]
         states = None if self.states is None else self.states.take_in(plan)
@@ -458,15 +463,19 @@ class Executor:
         reads = self.drafter is not None and self.drafter.reads_layers
         one, tensors = launched.packed.passes[number], launched.laid[number]
         ranks = self._rank_tokens(launched.plan, one)
+        halves = self.halves if launched.plan.halves is not None else None
         if launched.plan.mode == IDLE:
             assert ranks is not None
-            cast("SharedModel", self.model).join(ranks)
+            if halves is not None:
+                halves.join(ranks)
+            else:
+                cast("SharedModel", self.model).join(ranks)
             self.forwards += 1
             return self.lane.upload(NO_LOGITS)
         media = None if self.media is None else self.media.rows(launched.plan, one)
         offsets = None if self.media is None else self.media.offsets(one)
         graphs = self.graphs if one.adapter_slots is None and offsets is None and not reads else None
-        if graphs is not None and not graphs.holds(one):
+        if graphs is not None and (halves is not None or not graphs.holds(one)):
             graphs = None
         batch, received = None, None  # made once for all readers, because laying out adapters takes time
         if launched.hidden is not None:
@@ -477,6 +486,9 @@ class Executor:
             self._before_pass(launched, batch)
         if graphs is not None:
             hidden = graphs.run(one, tensors)
+        elif halves is not None and launched.plan.halves is not None:
+            assert batch is not None
+            hidden = halves.forward(batch, launched.plan.halves, one.adapter_slots)
         else:
             assert batch is not None
             self.attention.plan(batch)

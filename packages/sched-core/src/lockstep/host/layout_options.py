@@ -53,6 +53,7 @@ def check_layout(given: Layout, sched: Mapping[str, Any], tps: Sequence[int] = (
     """
     _check_stages(given, sched)
     _check_ranks(given, sched)
+    _check_halves(given, sched, tps or (given.tp,))
     if given.ray is not None and given.pp == 1:
         raise ConfigError(
             f"`ray` is {given.ray}, but the engine has one stage, which is on this machine\nhint: give --pp N"
@@ -69,6 +70,22 @@ def check_layout(given: Layout, sched: Mapping[str, Any], tps: Sequence[int] = (
         raise ConfigError(
             "`moe_a2a` sends tokens to the ranks of their experts, but `ep` is 1: every rank has a part of each\n"
             "hint: --ep N with --tp N, or leave out --moe-a2a"
+        )
+
+
+def _check_halves(given: Layout, sched: Mapping[str, Any], tps: Sequence[int]) -> None:
+    """Raise ConfigError for halves of batches that have no communication to hide, or that stages do not follow."""
+    if not sched.get("two_batch_overlap"):
+        return
+    if 1 in tps:
+        raise ConfigError(
+            "`two_batch_overlap` is on, but `tp` is 1: one rank has no communication that a half could hide\n"
+            "hint: --tp N, or drop it"
+        )
+    if given.pp > 1:
+        raise ConfigError(
+            f"`two_batch_overlap` is on, but `pp` is {given.pp}: microbatches keep the other stages busy already\n"
+            "hint: drop one of the two"
         )
 
 

@@ -270,7 +270,8 @@ def halves_text(plan: BatchPlan) -> str:
     there = len(plan.rows)
     if not cut:
         return f"{rows} + {there - rows} requests"
-    return f"{rows + 1} + {there - rows} requests, the cut one with {cut} + {plan.stops[rows] - plan.starts[rows] - cut} tokens"
+    rest = int(plan.stops[rows] - plan.starts[rows]) - cut
+    return f"{rows + 1} + {there - rows} requests, the cut one with {cut} + {rest} tokens"
 
 
 def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
