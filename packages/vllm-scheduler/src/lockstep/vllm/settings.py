@@ -65,9 +65,6 @@ OF_VLLM = (
     "pp_async_batch_depth",
     "encoder_cache_tokens",
     "encoder_budget_tokens",
-    "two_batch_overlap",
-    "two_batch_decode_tokens",
-    "two_batch_prefill_tokens",
 )
 """Fields of SchedConfig that follow from vLLM's configuration."""
 

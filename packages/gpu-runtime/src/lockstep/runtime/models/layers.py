@@ -61,6 +61,7 @@ class SharedRows:
     gather_rows: Callable[[Tensor], Tensor]
     all_reduce: Callable[[Tensor], Tensor]
 
+    # mechanism: padding-of-ranks (executed)
     def gathered(self, own: Tensor, tokens: RankTokens) -> Tensor:
         """Return the rows of all ranks, [total, hidden]. Padding rows are zeros."""
         if tokens.padded:
