@@ -1,7 +1,7 @@
 """Two functions that take turns in one thread.
 
-Each is a greenlet. A turn costs a microsecond, where a switch between threads costs ten and more; CUDA's current stream
-and torch's modes belong to the thread, so both functions have those of the caller.
+Each is a greenlet. A turn costs 0.6 us, a switch between threads 4 us (two cores of a shared machine). CUDA's current
+stream and torch's modes belong to the thread, so both functions have those of the caller.
 """
 
 from __future__ import annotations

@@ -206,6 +206,7 @@ class Woken(Protocol):
     def wake(self) -> None: ...
 
 
+# mechanism: prefill-delayer (executed)
 class RankAgreement:
     """One rank's end of the exchange.
 
