@@ -272,7 +272,7 @@ def test_a_killed_stage_ends_the_engine_with_one_sentence(name: str, idle: bool,
     assert all(one.process.returncode is not None for one in llm.group._workers)
 
 
-# ------------------------------------------------------------------------------------------------- the processor's cores
+# ------------------------------------------------------------------------------------------ threads of the processor
 
 
 @pytest.mark.parametrize(
