@@ -58,6 +58,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     },
     "4 stages, mixed, short of pages": {
         "pp": 4,
+        "overlap_depth": 2,
         "pp_async_batch_depth": 1,
         "batching": "mixed",
         "pages": 60,

@@ -21,7 +21,7 @@ from lockstep.runtime import LLM  # noqa: E402
 from lockstep.runtime.errors import PlanError  # noqa: E402
 from lockstep.runtime.forward import ForwardBatch, RankTokens  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
-from lockstep.runtime.turns import Turns  # noqa: E402
+from lockstep.runtime.turns import TurnTaking  # noqa: E402
 from lockstep.runtime.two_batch import check_two_batch, divided_batch, halves_of_ranks  # noqa: E402
 from tests.runtime.test_data_ranks import DENSE, EXPERTS, KINDS, OF_ENGINE, SMALL, ranks_of  # noqa: E402
 from tests.support.small_llm import requests_with_shared_beginnings, write_weights  # noqa: E402
@@ -110,7 +110,7 @@ def test_data_parallel_ranks_give_in_halves_what_one_engine_gives(
 
 
 def test_functions_take_turns() -> None:
-    turns, said = Turns(), []
+    turns, said = TurnTaking(), []
 
     def half(name: str, steps: int) -> str:
         for step in range(steps):
@@ -125,7 +125,7 @@ def test_functions_take_turns() -> None:
 
 
 def test_an_error_of_one_half_ends_the_other() -> None:
-    turns, ended = Turns(), []
+    turns, ended = TurnTaking(), []
 
     def endless() -> None:
         try:

@@ -523,7 +523,7 @@ def test_factors_of_an_interval_are_finite_for_every_probability() -> None:
 @pytest.mark.parametrize(("gpu", "threads"), [("h100", False), ("cpu", True)])
 def test_a_run_of_stages_is_refused_and_on_a_processor_says_what_one_stage_needs(gpu: str, threads: bool) -> None:
     """Stages on a CPU share its cores, so a run on one stage must have the threads of one of them."""
-    about = MeasuredRun("lockstep", "0", {"model": "qwen3-0.6b", "gpu": gpu, "pp": 2})
+    about = MeasuredRun(engine="lockstep", engine_version="0", entries={"model": "qwen3-0.6b", "gpu": gpu, "pp": 2})
     options = SimpleNamespace(model=None, gpu=None, weights_dtype=None, kv_dtype="bf16", operators=None)
     with pytest.raises(CalibrationError, match="batches of a run with pp 2 overlap") as refused:
         fit_base(Path("runs/stages"), about, options)

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, FileSt
 
 from lockstep.runtime.errors import DeviceLost
 from lockstep.runtime.models.layers import Parallel
-from lockstep.runtime.turns import Turns
+from lockstep.runtime.turns import TurnTaking
 
 LOOPBACK = "127.0.0.1"
 START_S = 300.0  # limit for all ranks to join the group, and to finish loading after the first of them has
@@ -42,7 +42,7 @@ class Collectives:
 
     def __init__(self, store: str, rank: int, ranks: int, device: torch.device, timeout_s: float) -> None:
         self.rank, self.ranks, self.device = rank, ranks, device
-        self.turns = Turns()  # of the halves of a batch
+        self.turns = TurnTaking()  # of the halves of a batch
         self._reduce, self._gather, self._exchange = dist.AllreduceOptions(), AllgatherOptions(), AllToAllOptions()
         self._options = (self._reduce, self._gather, self._exchange)
         for options in self._options:

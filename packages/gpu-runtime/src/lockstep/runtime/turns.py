@@ -12,7 +12,7 @@ from typing import Any
 from greenlet import getcurrent, greenlet
 
 
-class Turns:
+class TurnTaking:
     """Two functions that take turns in one thread. One object belongs to the collectives of a rank."""
 
     def __init__(self) -> None:
@@ -44,3 +44,4 @@ class Turns:
         """Let the other function continue, if two are under way."""
         if self.taken and (parent := getcurrent().parent) is not None:
             parent.switch()
+Turns = TurnTaking

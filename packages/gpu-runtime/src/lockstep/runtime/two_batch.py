@@ -5,8 +5,8 @@
                                compute stream: both halves; the collectives run beside it
 
 Each half runs the model's own code (`turns`). A collective is begun, then the other half continues, and its result is
-waited for when the turn is back. So the order of collectives is the same on every rank, no layer needs to know of
-halves, and any model whose ranks communicate by `Collectives` can be split.
+waited for when the turn is back. So the order of collectives is the same on every rank, halves need no
+code in layers, and any model whose ranks communicate by `Collectives` can be split.
 
 On a CPU gloo sends in threads of its own. Between GPUs a collective begun here runs on the stream of the NCCL group,
 behind what the current stream has computed so far, and waiting for it makes the current stream wait, not the CPU.
@@ -30,7 +30,7 @@ from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.forward import ForwardBatch, Int32s, RankTokens
 from lockstep.runtime.lora.batch import AdapterBatch, lay_out
 from lockstep.runtime.models.settings import ModelSettings
-from lockstep.runtime.turns import Turns
+from lockstep.runtime.turns import TurnTaking
 
 
 class InHalves:
@@ -42,7 +42,7 @@ class InHalves:
     """
 
     def __init__(
-        self, model: Any, attention: tuple[AttentionBackend, AttentionBackend], turns: Turns, upload: Callable[..., Any]
+        self, model: Any, attention: tuple[AttentionBackend, AttentionBackend], turns: TurnTaking, upload: Callable[..., Any]
     ) -> None:
         self._model, self._attention, self._turns, self._upload = model, attention, turns, upload
 

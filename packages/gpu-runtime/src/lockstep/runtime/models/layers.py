@@ -31,7 +31,7 @@ from lockstep.runtime.models.stage import SPLIT_EXPERTS, WHOLE, ExpertSplit, Sta
 from lockstep.runtime.quantized.fp8 import Fp8Matrices, RowRounding
 from lockstep.runtime.quantized.int4 import Int4Matrices
 from lockstep.runtime.quantized.matrices import Quantized, StoredMatrix
-from lockstep.runtime.turns import Turns
+from lockstep.runtime.turns import TurnTaking
 
 Weight: TypeAlias = Tensor | Quantized
 """A matrix [outputs, inputs], or quantised matrices."""
@@ -97,7 +97,7 @@ class Parallel:
     stage: StageLayers = WHOLE
     experts: ExpertSplit = SPLIT_EXPERTS
     shared: SharedRows | None = None
-    turns: Turns = field(default_factory=Turns)
+    turns: TurnTaking = field(default_factory=TurnTaking)
 
     @property
     def of_attention(self) -> Parallel:

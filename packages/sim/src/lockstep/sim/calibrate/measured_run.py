@@ -23,7 +23,6 @@ from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.cost.tables import BaseModel
 from lockstep.sim.results.batch_times import BatchTimes
 
-
 PROCESSOR = "cpu-core"  # the entry of the catalogue for a processor
 
 

@@ -49,7 +49,6 @@ from lockstep.sim.cluster.shared_clock import Routing, SharedClock, SharedFeed, 
 from lockstep.sim.cost import BatchShape, CostModel
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.host.batch_shapes import as_decodes, state_copies
-from lockstep.sim.host.batch_shapes import as_decodes
 from lockstep.sim.host.device import Device, Running, Untimed, standard_normal
 from lockstep.sim.host.engine_host import EngineHost
 from lockstep.sim.host.host_options import HostLinks
