@@ -13,7 +13,8 @@ The tokens of an emulated engine follow from prompt, seed and position. Those of
 answers that the server gave before the first kill: completions and chats with logprobs, usage and grammars.
 
 After ten kills in a row without a token the campaign waits for one: where recovery takes longer than the gaps, no token
-would ever be sent. Engines of several processes start slowly, and most kills would hit one that starts: there two.
+would ever be sent. Engines of several processes start slowly, and most kills would hit one that starts: there two, and the gap
+counts from the first token.
 It prints the lost, doubled or wrong tokens (there must be none) and the recovery times. Exit status 1 after any fault.
 """
 
@@ -66,6 +67,7 @@ def main(arguments: list[str]) -> int:
         given += ("--attention-dp", str(told.attention_dp), "--rank-schedulers")
     if told.prefill:
         given += ("--prefill-engines", str(told.prefill), "--decode-engines", str(told.decode))
+    of_ranks = max(told.tp, told.pp, told.attention_dp) > 1
     with tempfile.TemporaryDirectory() as folder:
         log = told.log or Path(folder) / "log"
         with serving(log, *given, "--restarts", str(2 * told.kills + 1)) as server:
@@ -81,7 +83,8 @@ def main(arguments: list[str]) -> int:
                 streams=told.streams or (8 if told.demo_model else 32),
                 gap_s=tuple(told.gap_s),
                 prefills=told.prefill,
-                in_a_row_max=told.in_a_row or (2 if max(told.tp, told.pp, told.attention_dp) > 1 else IN_A_ROW),
+                in_a_row_max=told.in_a_row or (2 if of_ranks else IN_A_ROW),
+                gap_from_token=of_ranks,
                 client=client,
                 progress=lambda line: print(line, flush=True),
             )

@@ -28,7 +28,7 @@ from tests.support.small_llm import requests_with_shared_beginnings, write_weigh
 from tests.support.small_runtime import make_executor  # noqa: E402
 
 HALVES: dict[str, Any] = {"two_batch_overlap": True, "two_batch_decode_tokens": 2, "two_batch_prefill_tokens": 4}
-REQUESTS = requests_with_shared_beginnings(200, KINDS)
+REQUESTS = requests_with_shared_beginnings(100, KINDS)  # 200 were tried, which take twice as long
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_two_ranks_with_experts_give_in_halves_what_one_gives(
     options = {**SMALL, **OF_ENGINE, **HALVES, "debug": True, "retract_every": 9, "overlap_depth": 1}
     with LLM(folders["qwen3_moe"], tp=2, ep=2, journal=tmp_path, rank_timeout_s=300, **options) as llm:
         pending = [llm.ask(*one) for one in REQUESTS]
-        for number in random.Random(3).sample(range(len(REQUESTS)), 20):
+        for number in random.Random(3).sample(range(len(REQUESTS)), 10):
             llm.host.cancel(pending[number].answer.request_id)
         assert_equal([llm.wait(one) for one in pending], expected["qwen3_moe"])
         digest = llm.host.engine.digest

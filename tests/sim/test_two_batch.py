@@ -136,7 +136,7 @@ def run(args: list[str]) -> Any:
     ids=["tensor parallel", "data-parallel ranks", "adapters"],
 )
 def test_runs_launch_halves_and_replay(options: list[str], tmp_path: Any) -> None:
-    load = "gen:n=24,rate=30,input=lognormal:700:0.5,output=fixed:40"
+    load = "gen:n=12,rate=30,input=lognormal:700:0.5,output=fixed:40"
     common = ["--model", "qwen3-8b", "--gpu", "l4", "--workload", load, *options]
     on = ["--two-batch-overlap", "--two-batch-decode-tokens", "4", "--two-batch-prefill-tokens", "256"]
     run([*common, *on, "--out", str(tmp_path / "on")])

@@ -44,4 +44,3 @@ class TurnTaking:
         """Let the other function continue, if two are under way."""
         if self.taken and (parent := getcurrent().parent) is not None:
             parent.switch()
-Turns = TurnTaking

@@ -42,7 +42,11 @@ class InHalves:
     """
 
     def __init__(
-        self, model: Any, attention: tuple[AttentionBackend, AttentionBackend], turns: TurnTaking, upload: Callable[..., Any]
+        self,
+        model: Any,
+        attention: tuple[AttentionBackend, AttentionBackend],
+        turns: TurnTaking,
+        upload: Callable[..., Any],
     ) -> None:
         self._model, self._attention, self._turns, self._upload = model, attention, turns, upload
 
