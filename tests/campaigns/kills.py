@@ -13,8 +13,9 @@ The tokens of an emulated engine follow from prompt, seed and position. Those of
 answers that the server gave before the first kill: completions and chats with logprobs, usage and grammars.
 
 After ten kills in a row without a token the campaign waits for one: where recovery takes longer than the gaps, no token
-would ever be sent. Engines of several processes start slowly, and most kills would hit one that starts: there two, and the gap
-counts from the first token.
+would ever be sent. Engines of several processes start slowly, and most kills would hit one that starts: there two, and
+the gap counts from the first token.
+
 It prints the lost, doubled or wrong tokens (there must be none) and the recovery times. Exit status 1 after any fault.
 """
 
