@@ -37,6 +37,7 @@ from tests.support.driver.draw import (
     commanded_config,
     crowded_actions,
     crowded_config,
+    in_halves,
     pipelined,
     pressed_actions,
     pressed_config,
@@ -247,7 +248,7 @@ def history(seed: int) -> tuple[Any, list[Action]]:
     if seed % PIPELINED_SEEDS == PIPELINED_AT:
         config = pipelined(random.Random(f"stages {seed}"), config)
         actions = under_grammars(actions) if config.jumps else actions
-    return config, actions
+    return in_halves(random.Random(f"halves {seed}"), config), actions
 
 
 def _plain_history(rng: random.Random, kind: float) -> tuple[Any, list[Action]]:

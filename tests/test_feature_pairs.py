@@ -91,6 +91,10 @@ FEATURES: dict[str, Feature] = {
         asks=lambda ask: {"grammar": TEXT},
     ),
     "pipeline": Feature("several microbatches in flight", {"pp_size": 2}),
+    "halves": Feature(
+        "two halves",
+        {"two_batch_overlap": True, "two_batch_decode_tokens": 2, "two_batch_prefill_tokens": 3},
+    ),
     # caching
     "no radix cache": Feature("", {"radix_cache": False}),
     "same-step sharing": Feature(
@@ -140,6 +144,7 @@ NEVER: dict[str, tuple[str, ...]] = {
     "no radix cache": ("same-step sharing", "retracted KV cached", "tiers", "storage"),
     "several steps": ("drafts", "jump forward", "ranks", "delayer", "grammars"),
     "delayer": ("handover", "late pages"),
+    "halves": ("several steps", "drafts", "jump forward", "pipeline", "windows", "states"),
 }
 REFUSED = {frozenset((name, other)) for name, others in NEVER.items() for other in others}
 

@@ -114,6 +114,10 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
         "chunks that shrink as requests decode",
         _simulated(chunked_prefill_size_min=16, max_running_requests=6),
     ),
+    "two-batch": (
+        "large batches in two halves, prompts cut",
+        _simulated(two_batch_overlap=True, two_batch_decode_tokens=3, two_batch_prefill_tokens=16),
+    ),
     "limits": (
         "timeouts, a short waiting queue, messages of several tokens",
         _simulated(max_running_requests=2, waiting_timeout_us=60_000, running_timeout_us=90_000, max_queued_requests=5,

@@ -31,6 +31,7 @@ from lockstep.runtime import ranks as ranks_module  # noqa: E402
 from lockstep.runtime.errors import EngineStopped  # noqa: E402
 from lockstep.runtime.models import Parallel, build_model, read_settings  # noqa: E402
 from lockstep.runtime.models.stage import StageLayers  # noqa: E402
+from lockstep.runtime.processor import threads_of_rank  # noqa: E402
 from lockstep.runtime.stages import RankPlace, check_stages  # noqa: E402
 from tests.support.adapters import write_adapter  # noqa: E402
 from tests.support.live_server import until  # noqa: E402
@@ -57,6 +58,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     },
     "4 stages, mixed, short of pages": {
         "pp": 4,
+        "overlap_depth": 2,
         "pp_async_batch_depth": 1,
         "batching": "mixed",
         "pages": 60,
@@ -269,3 +271,31 @@ def test_a_killed_stage_ends_the_engine_with_one_sentence(name: str, idle: bool,
     assert killed_from_outside(llm.host.error), "requests are not suspects of such an end"
     llm.close()
     assert all(one.process.returncode is not None for one in llm.group._workers)
+
+
+# ------------------------------------------------------------------------------------------ threads of the processor
+
+
+@pytest.mark.parametrize(
+    ("threads", "ranks", "given", "expected"), [(8, 4, None, 2), (2, 4, None, 1), (2, 1, None, 2), (8, 4, "8", 8)]
+)
+def test_ranks_share_the_threads_of_the_processor(
+    threads: int, ranks: int, given: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four ranks of two threads each on two cores waited for each other's threads most of the time."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert threads_of_rank(ranks) == expected
+
+
+def test_an_engine_gives_the_threads_back(folder: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        with LLM(folder, pp=2, **SMALL):
+            assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)

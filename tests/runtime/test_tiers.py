@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from lockstep.core.contract.config import CacheTiers  # noqa: E402
 from lockstep.core.contract.errors import ConfigError, ContractError  # noqa: E402
-from lockstep.core.contract.events import RequestAdmitted, RequestRetracted  # noqa: E402
+from lockstep.core.contract.events import OpenSession, RequestAdmitted, RequestRetracted  # noqa: E402
 from lockstep.core.journal.records import JournalHeader  # noqa: E402
 from lockstep.core.journal.replay import replay  # noqa: E402
 from lockstep.core.journal.writer import JournalWriter  # noqa: E402
@@ -195,6 +195,29 @@ def test_two_engines_use_one_folder_at_the_same_time(tmp_path: Path) -> None:
     assert sum(runtime.store.pages_removed for runtime in engines) > 0
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.kv")) <= 40_000 * (1 + 2 / 16)
     assert sum(runtime.store.pages_damaged for runtime in engines) == 0
+
+
+def test_turns_of_sessions_come_back_from_host_memory(tmp_path: Path) -> None:
+    """KV of sessions may be evicted between their turns, and is loaded again with the whole conversation."""
+    config: dict[str, Any] = {"pages": 40, "session_kv": "evictable", "retract_every": 7}
+    runtime = Tiered(**config)
+    names = [f"s{number}" for number in range(6)]
+    opened = [runtime.host.ask(OpenSession(name, 90)) for name in names]
+    runtime.run()
+    assert all(one.result(10.0).ok for one in opened)
+    rng, said = random.Random(8), {name: list[int]() for name in names}
+    for _ in range(5):
+        turns = {name: [rng.randrange(97) for _ in range(rng.randrange(3, 9))] for name in names}
+        answers = {name: runtime.submit(own, 4, session=name) for name, own in turns.items()}
+        runtime.run()
+        for name, own in turns.items():
+            said[name] += own
+            assert answers[name].tokens == alone(said[name], 4), name
+            said[name] += answers[name].tokens
+    assert runtime.counts.pages["load"] > 10
+    assert runtime.executor.canary is not None
+    assert runtime.executor.canary.slots_verified > 500
+    runtime.ends()
 
 
 def test_damaged_and_missing_files_are_computed_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

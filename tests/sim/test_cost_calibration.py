@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.journal.records import JournalHeader
 from lockstep.core.journal.writer import JournalWriter
 from lockstep.sim.calibrate.calibrate import calibration_of_batches, held_out, timed_batches
+from lockstep.sim.calibrate.measured_run import MeasuredRun, fit_base
 from lockstep.sim.catalogue import calibration_names, load_calibration, load_gpu, load_model
 from lockstep.sim.cli.calibrate import calibrate
 from lockstep.sim.cli.simulate import simulate
@@ -516,3 +518,13 @@ def test_times_that_an_emulation_sped_up_are_refused(tmp_path: Path) -> None:
 
 def test_factors_of_an_interval_are_finite_for_every_probability() -> None:
     assert all(math.isfinite(f) and f > 0 for f in UNCALIBRATED.factors(1000, seed=3))
+
+
+@pytest.mark.parametrize(("gpu", "threads"), [("h100", False), ("cpu", True)])
+def test_a_run_of_stages_is_refused_and_on_a_processor_says_what_one_stage_needs(gpu: str, threads: bool) -> None:
+    """Stages on a CPU share its cores, so a run on one stage must have the threads of one of them."""
+    about = MeasuredRun(engine="lockstep", engine_version="0", entries={"model": "qwen3-0.6b", "gpu": gpu, "pp": 2})
+    options = SimpleNamespace(model=None, gpu=None, weights_dtype=None, kv_dtype="bf16", operators=None)
+    with pytest.raises(CalibrationError, match="batches of a run with pp 2 overlap") as refused:
+        fit_base(Path("runs/stages"), about, options)
+    assert ("OMP_NUM_THREADS" in str(refused.value)) == threads

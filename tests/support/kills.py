@@ -206,6 +206,8 @@ def campaign(
     how: signal.Signals = signal.SIGKILL,
     client: Client | None = None,
     prefills: int = 0,
+    in_a_row_max: int = IN_A_ROW,
+    gap_from_token: bool = False,
 ) -> Outcome:
     """Kill the engine, or one of several, at random instants, below clients that send one request after another.
 
@@ -216,6 +218,9 @@ def campaign(
         gap_s: shortest and longest time between two kills, in seconds.
         tokens: fewest and most tokens of a request, without `client`.
         prefills: number of prefill engines, which have the first numbers. Their tokens are those of other engines.
+        in_a_row_max: kills without a token between them.
+        gap_from_token: the gap counts from the first token after a kill, for engines that start more slowly than it: an
+            engine would else be killed with its first token each time, and streams would starve.
         client: what each client repeats; None: requests to an emulated engine, whose tokens are computed here.
     """
     rng, tally, enough = random.Random(seed), Tally(), threading.Event()
@@ -243,7 +248,9 @@ def campaign(
                 back_s.append(took_s)
                 del awaited[name]
                 in_a_row = 0
-        if now_s >= next_s and in_a_row < IN_A_ROW:
+                if gap_from_token:
+                    next_s = now_s + rng.uniform(*gap_s)
+        if now_s >= next_s and in_a_row < in_a_row_max:
             engines = sorted((name, pid) for name, pid in server.children().items() if name.startswith("engine"))
             engines += [(name, rank) for name, pid in engines for rank in ranks_of(pid)]
             name, alive = rng.choice(engines) if engines else ("", 0)

@@ -69,10 +69,11 @@ from lockstep.core.contract.events import (
     WeightsSwapped,
 )
 from lockstep.core.features.data_parallel import Rounds, draft_passes_of
+from lockstep.core.features.two_batch import divided
 from lockstep.core.journal import snapshot
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.scheduler.engine import Engine
-from tests.support.driver.draw import drafting, pipelined
+from tests.support.driver.draw import drafting, in_halves, pipelined
 from tests.support.exchange import seen_by_device
 from tests.support.fleet.histories import random_asked
 from tests.support.hybrids import hybrid
@@ -134,6 +135,7 @@ class RankGroup:
         self.digests: dict[tuple[int, int], bytes] = {}  # by generation and round: what all have decided by then
         self.passes: list[Ranks] = []  # of this generation: what every rank launches, in order
         self.microbatches: list[int] = []  # and in which microbatch
+        self.in_halves: list[bool] = []  # and whether as two halves
         self.verdicts: dict[tuple[int, int], tuple[Any, ...]] = {}  # about prompts, by generation and round
         self.waits_since: dict[tuple[int, int, int], int] = {}  # by generation, rank, slot: the first wait of prompts
         self.sent: dict[int, list[int]] = {}
@@ -259,7 +261,8 @@ class RankGroup:
     def restart(self) -> None:
         """Lose a rank, so that a collective may never end: all ranks restart. Messages in progress may still arrive."""
         self.generation += 1
-        self.round, self.proposals, self.passes, self.microbatches = 0, {}, [], []
+        self.round, self.proposals, self.passes = 0, {}, []
+        self.microbatches, self.in_halves = [], []
         for member in self.members:
             member.launched, member.delivered, member.on_device = [], 0, None
             member.orders = []
@@ -407,11 +410,18 @@ class RankGroup:
         if number == len(self.passes):
             self.passes.append(ranks)
             self.microbatches.append(plan.microbatch)
+            self.in_halves.append(plan.halves is not None)
         assert self.passes[number] == ranks, f"S28: rank {member.rank} runs {ranks}, others {self.passes[number]}"
         where = self.microbatches[number]
         assert plan.microbatch == where, (
             f"S28: rank {member.rank} is in microbatch {plan.microbatch}, others in {where}"
         )
+        assert self.in_halves[number] == (plan.halves is not None), f"S38: rank {member.rank} splits alone, or not"
+        if plan.halves is not None:
+            first, _ = divided(plan)
+            tokens = int((first.stops - first.starts).sum())
+            assert tokens == ranks.tokens[member.rank] // 2, f"S38: {tokens} tokens of {ranks} in the first half"
+            self.marks[f"ran {plan.mode} in halves{' through a prompt' if plan.halves.cut else ''}"] += 1
         flying = {batch.plan.microbatch for batch in member.engine.in_flight}
         if len(flying) == member.config.microbatches > 1:
             self.marks["every microbatch in flight"] += 1
@@ -588,7 +598,7 @@ def random_group(rng: random.Random, ranks: int = 4) -> RankGroup:
     pools.setstate(rng.getstate())
     if pools.random() < 0.4:
         config = hybrid(pools, config)
-    return RankGroup([config] * ranks)
+    return RankGroup([in_halves(random.Random(f"halves {config!r}"), config)] * ranks)
 
 
 def run_history(seed: int, steps: int = 600) -> RankGroup:

@@ -451,7 +451,7 @@ class TaggedKv:
     def agreed(self, plan: BatchPlan, *, deferred: bool) -> None:
         """A proposed plan, already on the stream, is launched: it may sample, or waits for matchers."""
         launched = next(one for one in self.stream if one.plan.batch_id == plan.batch_id)
-        settled = {name: getattr(plan, name) for name in ("ranks", "mode", "sample_after")}
+        settled = {name: getattr(plan, name) for name in ("ranks", "mode", "sample_after", "halves")}
         proposed = msgspec.structs.replace(launched.plan, **settled)
         for name in plan.__struct_fields__:
             if snapshot_of(getattr(plan, name)) != snapshot_of(getattr(proposed, name)):

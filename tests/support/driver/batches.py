@@ -188,6 +188,20 @@ class LimitPiece(Piece):
             self._check_sits_out_once(plan)
         if plan.extend_rows:
             self._check_budgets(plan)
+        if plan.halves is not None:
+            self._check_halves(plan)
+
+    def _check_halves(self, plan: BatchPlan) -> None:
+        """S38: both halves have tokens, and only a prompt is cut."""
+        assert plan.halves is not None
+        rows, cut = plan.halves.rows, plan.halves.cut
+        counts = (plan.stops - plan.starts).tolist()
+        first = sum(counts[:rows]) + cut
+        assert min(first, sum(counts) - first) * 3 >= sum(counts) - 1, f"S38: {plan.halves} of {counts}"
+        if cut:
+            assert rows < plan.extend_rows, f"S38: {plan.halves} of {counts}"
+            assert cut < counts[rows], f"S38: {plan.halves} of {counts}"
+        self.mark("halves through a prompt" if cut else "halves")
 
     def _check_budgets(self, plan: BatchPlan) -> None:
         """S24: new tokens of the extend within the budgets, in units of chunks, decodes counted; and its requests."""

@@ -152,6 +152,15 @@ def with_chains(config: SchedConfig) -> SchedConfig:
     return msgspec.structs.replace(config, speculative_topk=msgspec.UNSET, speculative_num_steps=msgspec.UNSET)
 
 
+def in_halves(rng: random.Random, config: SchedConfig) -> SchedConfig:
+    """The settings, for a share of the seeds and where they go together, with batches that run as two halves."""
+    apart = config.speculates or config.jumps or config.pipelines or config.hybrid is not msgspec.UNSET
+    if apart or config.decode_steps_per_launch > 1 or rng.random() < 0.8:
+        return config
+    least = {"two_batch_decode_tokens": rng.choice([2, 3, 6]), "two_batch_prefill_tokens": rng.choice([2, 5, 16])}
+    return msgspec.structs.replace(config, two_batch_overlap=True, **least)
+
+
 def pipelined(rng: random.Random, config: SchedConfig) -> SchedConfig:
     """The settings with microbatches, and without what does not go with them."""
     splits = config.chunked_prefill_size is not None and config.truncation_align_size is None

@@ -78,6 +78,7 @@ from lockstep.runtime.tiers.mover import HostMover
 from lockstep.runtime.tiers.page_parts import parts_of
 from lockstep.runtime.transfer.rank import RankPages
 from lockstep.runtime.transfer.transports import check_transport
+from lockstep.runtime.two_batch import InHalves, check_two_batch
 
 log = logging.getLogger("lockstep.runtime")
 
@@ -242,6 +243,8 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         if links is not None:
             links.take_sizes(model.settings.hidden, model.dtype)
             model.links = links
+        if settings.sched.get("two_batch_overlap"):
+            check_two_batch(model.settings)
         if model.settings.quantization is not None:
             log.info("weights as stored: %s", weights_of(model))
         if slots := settings.sched.get("max_loras"):
@@ -475,6 +478,11 @@ def make_executor(
             graph_rows=kernels.graph_rows,
             plans_in_flight=max(2, config.decode_steps_per_launch) * (config.overlap_depth + 1),
         )
+        halves = None
+        if config.splits_batches:
+            plans = 2 * (config.overlap_depth + 1)
+            other = kernels.attention(pool, model, plans_in_flight=plans)
+            halves = InHalves(model, (attention, other), model.parallel.turns, lane.upload)
         enabled = logit_processors or {}
         sampler: RowSampler = NO_SAMPLER
         if model.stage.is_last:
@@ -534,6 +542,7 @@ def make_executor(
                 ranks=1 if model.parallel.shared is None else model.parallel.ranks,
                 rank=model.parallel.rank,
                 loads=loads,
+                halves=halves,
             ),
             sampler,
             tables,
@@ -799,6 +808,7 @@ def _sized(
             page_size,
             without_pages.max_running_requests,
             without_pages.beside_newest_max,
+            2 if without_pages.splits_batches else 1,
         ),
         graphs=lambda: _graph_bytes(model, kernels, page_size, context),
         pages_least=-(-context // page_size),
@@ -852,6 +862,7 @@ def _run_once(
     page_size: int,
     samples: int,
     drafts: int = 0,
+    backends: int = 1,
 ) -> None:
     """Run one extend, whose prompts share one page, and a draw. The workspace of the largest graph is allocated, too.
 
@@ -860,13 +871,15 @@ def _run_once(
         context: tokens of its longest prompt.
         samples: rows that are drawn.
         drafts: verified for each of these rows; they are sought first, in the longest context, and drawn behind.
+        backends: of attention that the executor has, each with workspaces of its own; the pass runs on the first.
     """
     device = model.device
     if drafts:
         _seek_once(samples, context, page_size, drafts, device)
         samples *= 1 + drafts
     pool = make_pool(model, 1, page_size)
-    attention = kernels.attention(pool, model, graph_rows=kernels.graph_rows)
+    there = [kernels.attention(pool, model, graph_rows=kernels.graph_rows) for _ in range(backends)]
+    attention = there[0]
     starts = np.arange(0, tokens, context)
     lengths = np.diff(np.append(starts, tokens)).astype(np.int32)
     positions = torch.arange(tokens, device=device) % context

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, FileSt
 
 from lockstep.runtime.errors import DeviceLost
 from lockstep.runtime.models.layers import Parallel
+from lockstep.runtime.turns import TurnTaking
 
 LOOPBACK = "127.0.0.1"
 START_S = 300.0  # limit for all ranks to join the group, and to finish loading after the first of them has
@@ -41,8 +42,10 @@ class Collectives:
 
     def __init__(self, store: str, rank: int, ranks: int, device: torch.device, timeout_s: float) -> None:
         self.rank, self.ranks, self.device = rank, ranks, device
+        self.turns = TurnTaking()  # of the halves of a batch
         self._reduce, self._gather, self._exchange = dist.AllreduceOptions(), AllgatherOptions(), AllToAllOptions()
-        for options in (self._reduce, self._gather, self._exchange):
+        self._options = (self._reduce, self._gather, self._exchange)
+        for options in self._options:
             options.asyncOp = False  # on the caller's stream, not on a stream of the group
             options.timeout = timedelta(seconds=timeout_s)
         self._nccl = device.type == "cuda"
@@ -51,7 +54,7 @@ class Collectives:
 
     def parallel(self) -> Parallel:
         """Return this rank's part, with which models are built."""
-        return Parallel(self.rank, self.ranks, self.all_reduce, self.all_gather, self.all_to_all)
+        return Parallel(self.rank, self.ranks, self.all_reduce, self.all_gather, self.all_to_all, turns=self.turns)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over all ranks, with the same bits on each. May overwrite `tensor`."""
@@ -116,9 +119,17 @@ class Collectives:
         self._group = process_group(store, self.rank, self.ranks, self.device, timeout_s)
 
     def _attempt(self, what: str, begin: Callable[[], Any]) -> None:
-        """Begin a collective and wait: on the CPU until it is done, with NCCL until it is on the stream."""
+        """Begin a collective and wait: on the CPU until it is done, with NCCL until it is on the stream.
+
+        The other half of a batch, if there is one, continues before this one waits.
+        """
+        if self._nccl and self._reduce.asyncOp != self.turns.taken:
+            for options in self._options:
+                options.asyncOp = self.turns.taken  # on a stream of the group, beside what the other half computes
         try:
-            if (work := begin()) is not None:
+            work = begin()
+            self.turns.pass_on()
+            if work is not None:
                 work.wait()
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]

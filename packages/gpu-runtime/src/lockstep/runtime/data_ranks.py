@@ -86,7 +86,9 @@ class DataRanks:
         assert group is not None
         reduce, gather = self._explained(group.all_reduce), self._explained(group.all_gather)
         shared = SharedRows(rank, self._explained(group.gather_rows), reduce)
-        return Parallel(rank, self.seat.ranks, reduce, gather, self._explained(group.all_to_all), shared=shared)
+        return Parallel(
+            rank, self.seat.ranks, reduce, gather, self._explained(group.all_to_all), shared=shared, turns=group.turns
+        )
 
     def compare(self, chosen: str) -> None:
         """Do nothing: attention is whole on each rank, so ranks may choose different kernels for it."""

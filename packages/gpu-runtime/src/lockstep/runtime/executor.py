@@ -70,6 +70,7 @@ from lockstep.runtime.tables import (
     VerifyingTensors,
     VerifyRows,
 )
+from lockstep.runtime.two_batch import InHalves
 
 NO_LOGITS = np.empty((0, 0), np.float32)
 JUDGED_AT_ONCE = 256  # prompt positions per chunk of logits: [256, vocabulary] float32
@@ -186,6 +187,7 @@ class RunnableModel:
         rank: which of them this one is.
         loads: counts the tokens routed to each expert; None: they are not counted.
         states: slots of the layers that keep states; None: the model has none.
+        halves: runs passes as two halves; None: plans with `halves` are refused.
         media: contents of requests and output of the encoder; None: plans with media are refused.
     """
 
@@ -199,6 +201,7 @@ class RunnableModel:
     ranks: int = 1
     rank: int = 0
     loads: ExpertCounter | None = None
+    halves: InHalves | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +243,7 @@ class Executor:
     ) -> None:
         self.model, self.attention, self.sampler = runnable.model, runnable.attention, sampler
         self.graphs, self.split, self.states = runnable.graphs, runnable.split, runnable.states
-        self.media, self.loads = runnable.media, runnable.loads
+        self.media, self.loads, self.halves = runnable.media, runnable.loads, runnable.halves
         self.links, self.ranks, self.rank = runnable.links, runnable.ranks, runnable.rank
         self.samples = self.links is None or self.links.stage.is_last  # whether this stage draws the tokens
         self.tables, self.lane, self.matchers, self.canary = tables, lane, matchers, canary
@@ -276,6 +279,8 @@ class Executor:
             raise PlanError(f"batch {plan.batch_id} verifies drafts, but this executor has no drafter")
         if self.matchers is None and any(taken.grammar is not None for taken in plan.rows_taken):
             raise PlanError(f"batch {plan.batch_id} takes a row under a grammar, but this executor has no matchers")
+        if plan.halves is not None and self.halves is None:
+            raise PlanError(f"batch {plan.batch_id} has `halves`, but this executor runs no halves")
         packed = self.tables.take_in(plan)
         row_contexts = [NO_CONTEXT if contexts is None else contexts(taken) for taken in plan.rows_taken]
         states = None if self.states is None else self.states.take_in(plan)
@@ -472,9 +477,13 @@ class Executor:
         ranks = self._rank_tokens(launched.plan, one)
         if self.loads is not None:
             self.loads.begin(int(one.indptr[-1]), ranks)
+        halves = self.halves if launched.plan.halves is not None else None
         if launched.plan.mode == IDLE:
             assert ranks is not None
-            cast("SharedModel", self.model).join(ranks)
+            if halves is not None:
+                halves.join(ranks)
+            else:
+                cast("SharedModel", self.model).join(ranks)
             self.forwards += 1
             return self.lane.upload(NO_LOGITS)
         media = None  # also for a later stage, which receives hidden states
@@ -482,7 +491,7 @@ class Executor:
             media = self.media.rows(launched.plan, one, launched.given)
         offsets = None if self.media is None else self.media.offsets(one)
         graphs = self.graphs if one.adapter_slots is None and offsets is None and not reads else None
-        if graphs is not None and not graphs.holds(one):
+        if graphs is not None and (halves is not None or not graphs.holds(one)):
             graphs = None
         batch, received = None, None  # made once for all readers, because laying out adapters takes time
         if launched.hidden is not None:
@@ -494,6 +503,9 @@ class Executor:
             self._before_pass(launched, batch)
         if graphs is not None:
             hidden = graphs.run(one, tensors)
+        elif halves is not None and launched.plan.halves is not None:
+            assert batch is not None
+            hidden = halves.forward(batch, launched.plan.halves, one.adapter_slots)
         else:
             assert batch is not None
             self.attention.plan(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 
 import torch
@@ -16,6 +17,16 @@ def multiplies_bfloat16() -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and _has_instructions()
+
+
+def threads_of_rank(ranks: int) -> int:
+    """Return the threads with which each of `ranks` ranks of this machine computes on the CPU.
+
+    Ranks share the processors out: with more threads than processors, every product waits until the last of its
+    threads was given one. `OMP_NUM_THREADS` in the environment is the number of each rank.
+    """
+    threads = torch.get_num_threads()
+    return threads if "OMP_NUM_THREADS" in os.environ else max(1, threads // ranks)
 
 
 def _has_instructions() -> bool:

@@ -67,6 +67,7 @@ from lockstep.runtime.lora.host_cache import HostAdapterCache, answering
 from lockstep.runtime.media import DeviceMedia
 from lockstep.runtime.models import ModelSettings
 from lockstep.runtime.models.layers import Parallel
+from lockstep.runtime.processor import threads_of_rank
 from lockstep.runtime.rank_wire import (
     AdapterDone,
     Channel,
@@ -253,6 +254,11 @@ class RankGroup:
         self._ends: RankEnds | None = None
         self._nodes: RayNodes | None = None  # of the stages on other machines
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._threads = torch.get_num_threads()  # of this process before and behind this group
+        threads = self._threads
+        if device.type == "cpu":
+            threads = threads_of_rank(ranks if ray is None else tp)
+            torch.set_num_threads(threads)
         try:
             if ray is not None:
                 self._nodes = RayNodes(ray, self.place, gpus=device.type == "cuda")
@@ -270,7 +276,7 @@ class RankGroup:
                     tp=tp,
                     pp=pp,
                     device=str(devices[worker.rank]),
-                    threads=torch.get_num_threads(),
+                    threads=threads,
                     store=store,
                     timeout_s=self._collective_s,
                     settings=settings,
@@ -462,6 +468,7 @@ class RankGroup:
             worker.channel.close()
         if self._watcher.is_alive():
             self._watcher.join()
+        torch.set_num_threads(self._threads)
         if self._ends is not None and not stuck:
             self._ends.close()
         if self._nodes is not None:

@@ -61,6 +61,7 @@ def check_layout(given: Layout, sched: Mapping[str, Any], tps: Sequence[int] = (
     """
     _check_stages(given, sched)
     _check_ranks(given, sched)
+    _check_halves(given, sched, tps or (given.tp,))
     if given.ray is not None and given.pp == 1:
         raise ConfigError(
             f"`ray` is {given.ray}, but the engine has one stage, which is on this machine\nhint: give --pp N"
@@ -110,6 +111,28 @@ def _check_moves(given: Layout, sched: Mapping[str, Any]) -> None:
         )
     if sched.get("expert_load_interval") == 0:
         raise ConfigError("`eplb` needs the load of experts, but `expert_load_interval` is 0\nhint: leave it out")
+
+
+def _check_halves(given: Layout, sched: Mapping[str, Any], tps: Sequence[int]) -> None:
+    """Raise ConfigError for halves of batches that have no communication to hide, or that stages do not follow."""
+    if not sched.get("two_batch_overlap"):
+        return
+    if 1 in tps:
+        raise ConfigError(
+            "`two_batch_overlap` is on, but `tp` is 1: one rank has no communication that a half could hide\n"
+            "hint: --tp N, or drop it"
+        )
+    if given.pp > 1:
+        raise ConfigError(
+            f"`two_batch_overlap` is on, but `pp` is {given.pp}: microbatches keep the other stages busy already\n"
+            "hint: drop one of the two"
+        )
+    if given.attention_dp > 1 and sched.get("expert_load_interval"):
+        raise ConfigError(
+            f"`two_batch_overlap` is on, but `expert_load_interval` is {sched['expert_load_interval']} and "
+            f"`attention_dp` is {given.attention_dp}: the rows of each rank are not told apart in halves\n"
+            "hint: drop one of the two"
+        )
 
 
 def _check_stages(given: Layout, sched: Mapping[str, Any]) -> None:

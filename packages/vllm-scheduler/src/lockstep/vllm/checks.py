@@ -21,6 +21,7 @@ KINDS: dict[str, tuple[type, str]] = {
 CLUSTER = "it is for prefill and decode engines, and vLLM's connectors are refused"
 RANKS = "it is for attention shared out over data-parallel ranks"
 STAGES = "stages and microbatches follow from vLLM"
+HALVES = "vLLM's workers split batches themselves (hint: --enable-dbo)"
 TOKENS = "vLLM's front end decides when tokens are sent"
 
 WITHOUT_EFFECT: dict[str, str] = {
@@ -42,6 +43,9 @@ WITHOUT_EFFECT: dict[str, str] = {
     "prefill_full_skip_passes": RANKS,
     "pp_max_micro_batch_size": STAGES,
     "pp_dynamic_chunking": STAGES,
+    "two_batch_overlap": HALVES,
+    "two_batch_decode_tokens": HALVES,
+    "two_batch_prefill_tokens": HALVES,
     "stream_interval": TOKENS,
     "force_stream_interval": TOKENS,
     "decode_steps_per_launch": "vLLM's workers decode one token in a pass",

@@ -31,6 +31,7 @@ from lockstep.runtime.models.stage import SPLIT_EXPERTS, WHOLE, ExpertSplit, Sta
 from lockstep.runtime.quantized.fp8 import Fp8Matrices, RowRounding
 from lockstep.runtime.quantized.int4 import Int4Matrices
 from lockstep.runtime.quantized.matrices import Quantized, StoredMatrix
+from lockstep.runtime.turns import TurnTaking
 
 Weight: TypeAlias = Tensor | Quantized
 """A matrix [outputs, inputs], or quantised matrices."""
@@ -85,6 +86,7 @@ class Parallel:
     Args:
         stage: the layers of this rank's pipeline stage, whose ranks these are; only our own models have stages.
         shared: with data-parallel attention: what is around the MLPs, which ranks split. All else is whole on each.
+        turns: of the halves of a batch, which the functions above pass on while ranks communicate.
     """
 
     rank: int = 0
@@ -95,6 +97,7 @@ class Parallel:
     stage: StageLayers = WHOLE
     experts: ExpertSplit = SPLIT_EXPERTS
     shared: SharedRows | None = None
+    turns: TurnTaking = field(default_factory=TurnTaking)
 
     @property
     def of_attention(self) -> Parallel:

@@ -215,6 +215,18 @@ class Ranks(msgspec.Struct, frozen=True):
         return values if self.draft_passes is not msgspec.UNSET else values[:-1]
 
 
+class Halves(msgspec.Struct, frozen=True):
+    """Where a plan is divided into two halves, which take turns in every layer. See features/two_batch.py.
+
+    The first half has the first `rows` rows and, of the row behind them, the first `cut` new tokens. All other tokens
+    are in the second half. In each layer the first half writes its KV before the second half attends, so a prompt may
+    be cut. Of several data-parallel ranks, a half may be empty on some.
+    """
+
+    rows: int
+    cut: int = 0  # new tokens of row `rows` in the first half; 0: that row is not cut
+
+
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One forward pass, complete given the plans before it, and immutable: its arrays are never written again.
 
@@ -257,6 +269,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     media_spans: tuple[MediaSpan, ...] = ()
     logprob_spans: tuple[LogprobSpan, ...] = ()
     hidden_spans: tuple[HiddenSpan, ...] = ()
+    halves: Halves | None = None  # None: the batch runs as a whole
 
 
 class LaunchBatch(msgspec.Struct, frozen=True):

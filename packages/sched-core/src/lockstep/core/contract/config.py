@@ -22,6 +22,7 @@ from lockstep.core.contract.expert_placing import ExpertPlacing as ExpertPlacing
 from lockstep.core.contract.floats import store_floats
 from lockstep.core.contract.hybrid_memory import HybridMemory as HybridMemory
 from lockstep.core.contract.setting import Setting, one_of
+from lockstep.core.contract.two_batch_settings import settle_two_batch
 
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key", "priority", "hrrn", "spf")
 """The policies of the core, each a function in ordering.py. Installed packages provide others: docs/policies.md."""
@@ -324,6 +325,17 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         int | msgspec.UnsetType,
         Setting("batches between two measurements of the tokens routed to each expert; 0: none", default="0"),
     ] = msgspec.UNSET
+    # two-batch overlap, see two_batch.py; unset: no batch is split, and left out of journals
+    two_batch_overlap: Annotated[
+        bool | msgspec.UnsetType,
+        Setting("split batches in halves; one half computes while the other communicates", default="no"),
+    ] = msgspec.UNSET
+    two_batch_decode_tokens: Annotated[
+        int | msgspec.UnsetType, Setting("requests from which on a batch of decodes is split", default="32")
+    ] = msgspec.UNSET
+    two_batch_prefill_tokens: Annotated[
+        int | msgspec.UnsetType, Setting("new tokens from which on a batch with prompts is split", default="512")
+    ] = msgspec.UNSET
 
     def __post_init__(self) -> None:
         store_floats(self, FLOAT_SETTINGS)
@@ -340,6 +352,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _settle_role(self)
         _settle_ranks(self)
         _settle_stages(self)
+        settle_two_batch(self)
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"`{name}` must be {one_of(choices)}, got `{getattr(self, name)}`")
@@ -438,6 +451,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def drafts_trees(self) -> bool:
         """Whether drafts are trees, with several alternatives behind a token."""
         return self.speculative_topk is not msgspec.UNSET
+
+    @property
+    def splits_batches(self) -> bool:
+        """Whether large batches run as two halves, one of which computes while the other communicates."""
+        return self.two_batch_overlap is True
 
     @property
     def pool_tokens(self) -> int:

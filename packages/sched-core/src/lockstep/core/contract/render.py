@@ -267,6 +267,8 @@ def plan_text(plan: BatchPlan, names: Names) -> str:
     ids, starts, stops = plan.request_ids.tolist(), plan.starts.tolist(), plan.stops.tolist()
     spans = [f"{names.request(r)}[{start}:{stop}]" for r, start, stop in zip(ids, starts, stops, strict=True)]
     where = f" in microbatch {plan.microbatch}" if plan.microbatch else ""
+    if plan.halves is not None:
+        where += f" in halves: {halves_text(plan)}"
     text = f"b{plan.batch_id} {plan.mode} {' '.join(spans)}".rstrip() + where
     if len(plan.sample_rows) == len(plan.rows):
         return text
@@ -276,6 +278,17 @@ def plan_text(plan: BatchPlan, names: Names) -> str:
     return f"{text}, completes {' '.join(completed)}" if completed else text
 
 
+def halves_text(plan: BatchPlan) -> str:
+    """Return the sizes of the halves of a plan, as `3 + 3 requests`, with the new tokens of a request that is cut."""
+    assert plan.halves is not None
+    rows, cut = plan.halves.rows, plan.halves.cut
+    there = len(plan.rows)
+    if not cut:
+        return f"{rows} + {there - rows} requests"
+    rest = int(plan.stops[rows] - plan.starts[rows]) - cut
+    return f"{rows + 1} + {there - rows} requests, the cut one with {cut} + {rest} tokens"
+
+
 def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
     """Return a whole plan: taken rows, page-table changes, new tokens and extras, one line each."""
     lines = [f"plan {plan_text(plan, names)}"]
@@ -283,6 +296,8 @@ def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
         shared = "a graph" if plan.ranks.use_graph else "the branch of extends" * plan.ranks.extends or "no graph"
         tokens = "+".join(map(str, plan.ranks.tokens))
         lines.append(f"  round {plan.ranks.round} of all ranks: {tokens} tokens, {plan.ranks.padding}, {shared}")
+    if plan.halves is not None:
+        lines.append(f"  first half: {halves_text(plan)}")
     for taken in plan.rows_taken:
         grammar = f", grammar {_grammar(taken.grammar.digest)}" if taken.grammar is not None else ""
         runs_on = f", on {taken.adapter} in slot {taken.adapter_slot}" if taken.adapter else ""

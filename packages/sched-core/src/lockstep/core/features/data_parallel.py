@@ -60,6 +60,7 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.digest import DIGEST_BYTES, EMPTY_DIGEST
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import DelaySituation, PrefillNegotiated, RanksAgreed, Wish
+from lockstep.core.features import two_batch
 from lockstep.core.features.view import LaunchView
 from lockstep.core.kv.component import Component, Restored
 from lockstep.core.kv.facts import Facts
@@ -496,6 +497,8 @@ class Rounds(Component):
             self.recent.append(plan.extend_rows)
         converts = extends and not plan.extend_rows and len(plan.rows)
         batch.plan = replace(plan, ranks=agreed, mode="mixed" if converts else plan.mode)
+        if self._scheduler.config.splits_batches:
+            batch.plan = replace(batch.plan, halves=two_batch.halves_of(self._scheduler.config, batch.plan))
         self.extended = extends
         self._note(agreed.recorded)
         self._scheduler.launch(batch, step)

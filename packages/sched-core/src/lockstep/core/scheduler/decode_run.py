@@ -24,6 +24,7 @@ import numpy as np
 from lockstep.core.contract.commands import NO_DELTAS, NO_ROWS, BatchPlan, LaunchBatch, PageDeltas, Step, StreamTokens
 from lockstep.core.contract.digest import step_digest
 from lockstep.core.contract.events import BatchFinished, LaneReady
+from lockstep.core.features import two_batch
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.retraction import members_growing
 from lockstep.core.requests.table import ONE, Int32s
@@ -43,6 +44,7 @@ class DecodeRun:
         self._running_batch = self._running.batch
         self._positions = self._running.positions
         self._sampled_at: Int32s = engine.in_flight[0].sampled_at
+        self._halves = two_batch.halves_of_decodes(engine.config, self._running_batch.size)
         self._digests = engine.digests
         self._digest = engine.digest
         self._next_batch_id = engine.next_batch_id
@@ -93,6 +95,7 @@ class DecodeRun:
             deltas=self._open_pages(starts, step),
             ids_digest=running_batch.ids_digest,
             generation=self._engine.generation,
+            halves=self._halves,
         )
         if self._memory.hybrid.present:
             oldest = plan.batch_id - len(self._engine.in_flight) + 1

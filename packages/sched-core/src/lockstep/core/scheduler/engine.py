@@ -40,7 +40,7 @@ from lockstep.core.contract.events import (
     TransferAdvanced,
     WeightsSwapped,
 )
-from lockstep.core.features import grammars
+from lockstep.core.features import grammars, two_batch
 from lockstep.core.features.data_parallel import Rounds
 from lockstep.core.kv.adapters import LOOKAHEAD_REQUESTS
 from lockstep.core.requests.batching import InFlight
@@ -222,6 +222,8 @@ class Engine(SchedulerState):
         batch = self._plan_pass(running, step)
         if batch is None:
             return True
+        if self.config.splits_batches:
+            force_setattr(batch.plan, "halves", two_batch.halves_of(self.config, batch.plan))
         self.in_flight.append(batch)
         if batch.samplers.constrained:
             self._order_constrained(batch, step)

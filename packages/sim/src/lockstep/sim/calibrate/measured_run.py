@@ -17,10 +17,13 @@ from lockstep.host.recording import FILE, has_recording, read_recording
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import CalibrationError, Parallelism
 from lockstep.sim.cost.base_model import base_cost_model
+from lockstep.sim.cost.hardware import GpuSpec
 from lockstep.sim.cost.models import Fp8Activations
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.cost.tables import BaseModel
 from lockstep.sim.results.batch_times import BatchTimes
+
+PROCESSOR = "cpu-core"  # the entry of the catalogue for a processor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +132,13 @@ def fit_base(run: Path, about: MeasuredRun, given: Given) -> BaseModel:
     if isinstance(base, PipelineModel):
         raise CalibrationError(
             f"{run}: batches of a run with pp {split.pp} overlap, so what each took alone is not known\n"
-            "hint: calibrate with a run on one stage"
+            f"hint: calibrate with a run on one stage{_on_a_processor(base.gpu)}"
         )
     return base
+
+
+def _on_a_processor(gpu: GpuSpec) -> str:
+    """Return what a run on one stage needs to be like a stage, if the stages shared the cores of a processor."""
+    if gpu.name != PROCESSOR:
+        return ""
+    return ", with the threads of one of these stages (OMP_NUM_THREADS), since stages on a CPU share its cores"

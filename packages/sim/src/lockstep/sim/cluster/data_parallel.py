@@ -48,7 +48,7 @@ from lockstep.sim.cluster.metrics import combine
 from lockstep.sim.cluster.shared_clock import Routing, SharedClock, SharedFeed, report_of
 from lockstep.sim.cost import BatchShape, CostModel
 from lockstep.sim.cost.stages import PipelineModel
-from lockstep.sim.host.batch_shapes import state_copies
+from lockstep.sim.host.batch_shapes import as_decodes, state_copies
 from lockstep.sim.host.device import Device, Running, Untimed, standard_normal
 from lockstep.sim.host.engine_host import EngineHost
 from lockstep.sim.host.host_options import HostLinks
@@ -82,6 +82,12 @@ def pass_shape(cost: CostModel, shapes: Sequence[BatchShape], agreed: Ranks) -> 
     Args:
         shapes: shape of each rank's batch; empty for an idle rank.
     """
+    if any(shape.halves is not None for shape in shapes):
+        nothing = BatchShape()
+        parts = zip(*(shape.halves or (nothing, nothing) for shape in shapes), strict=True)
+        first, second = (pass_shape(cost, part, agreed) for part in parts)
+        whole = pass_shape(cost, [replace(shape, halves=None) for shape in shapes], agreed)
+        return replace(whole, halves=(first, second))
     ranks = len(shapes)
     padded = agreed.padding == "max_length"  # no rank extends in such a pass
 
@@ -275,17 +281,7 @@ class RankDevice(Device):
     def shape_of(self, plan: BatchPlan) -> BatchShape:
         """Return the shape of a plan. In a prebuilt batch, rows with transferred KV count as decode rows."""
         shape = super().shape_of(plan)
-        if plan.mode != "prebuilt":
-            return shape
-        return replace(
-            shape,
-            extend_rows=0,
-            extend_tokens=0,
-            extend_context_tokens=0,
-            extend_pairs=0,
-            decode_rows=shape.decode_rows + shape.extend_rows,
-            decode_context_tokens=shape.decode_context_tokens + shape.extend_context_tokens,
-        )
+        return as_decodes(shape) if plan.mode == "prebuilt" else shape
 
     def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
         """Hand `plan` over, to run with the plans of the other ranks after the passes before."""

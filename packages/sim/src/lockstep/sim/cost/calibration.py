@@ -29,6 +29,7 @@ from lockstep.sim.cost.model import BatchShape, ContextBends, CostModel, Duratio
 from lockstep.sim.cost.parallel import USUAL, Parallelism
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.cost.terms import LAUNCH, new_tokens
+from lockstep.sim.cost.two_batch import TwoBatchModel
 
 Float64s = NDArray[np.float64]
 Metric = Literal["time", "ttft"]
@@ -57,6 +58,11 @@ class SplitCostModel(CostModel, Protocol):
 
     def collective_terms_us(self, tokens: int) -> dict[str, float]:
         """Return the time of each of these collectives."""
+        ...
+
+    @property
+    def collective_names(self) -> frozenset[str]:
+        """The terms of these collectives."""
         ...
 
     def launched_us(self, shape: BatchShape, us: float) -> float:
@@ -284,6 +290,8 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise CalibrationError(f"`factor` must be above 0 and finite, got `{factor}`")
         if self.correction.is_identity and not self.spread and factor == 1.0:
             return base
+        if isinstance(base, TwoBatchModel):
+            return TwoBatchModel(self.cost_model(base.base, factor))  # type: ignore[arg-type]
         if isinstance(base, PipelineModel):
             if self.correction.is_identity and not self.spread:
                 return base.scaled(factor)
@@ -466,6 +474,11 @@ class CalibratedModel:
             "collective_us": c.collective_us * self.collectives,
         }
         return terms | {name: us * self.factor for name, us in added_us.items() if us}
+
+    @property
+    def collective_names(self) -> frozenset[str]:
+        """The terms that are collectives."""
+        return self.base.collective_names
 
     def collectives_us(self, tokens: int) -> float:
         """Return the corrected time of collectives, for a batch of `tokens` new tokens."""

@@ -21,6 +21,7 @@ class BatchShape(msgspec.Struct, frozen=True, gc=False):
     adapter_tokens: int = 0  # new tokens that run on an adapter (LoRA), drafts included; other tokens cost no more
     adapters: int = 0  # distinct adapters of these tokens
     own: BatchShape | None = None  # the part of the batch on the slowest shard; None: rows are spread evenly
+    halves: tuple[BatchShape, BatchShape] | None = None  # of a batch that runs as two halves: see two_batch.py
 
     @property
     def completed_prompts(self) -> int:

@@ -248,6 +248,11 @@ class TermSum:
             us = self._communication_us[key]
         return us
 
+    @property
+    def collective_names(self) -> frozenset[str]:
+        """The terms that are collectives."""
+        return frozenset(term.name for term in self.terms if term.is_collective)
+
     def collective_terms_us(self, tokens: int) -> dict[str, float]:
         """Return the time of each collective of `collectives_us`, evaluated separately."""
         batch, own, _ = self._even(tokens)

@@ -9,6 +9,7 @@ from lockstep.core.contract.commands import (
     BatchPlan,
     Int32s,
 )
+from lockstep.core.features.two_batch import divided
 from lockstep.core.kv.adapters import NO_SLOT
 from lockstep.sim.cost import BatchShape
 
@@ -64,6 +65,37 @@ def state_copies(plan: BatchPlan) -> float:
     if plan.speculation is not None:
         copies += int(plan.speculation.drafted().sum()) / 2.0
     return copies
+
+
+def halves_of(plan: BatchPlan, slots: Int32s | None = None) -> tuple[BatchShape, BatchShape]:
+    """Return the shapes of the two halves of a plan that is split.
+
+    Args:
+        slots: int32 [rows], adapter slot of each row; None: no row is on an adapter.
+    """
+    assert plan.halves is not None
+    first, second = divided(plan)
+    shapes = []
+    for half, own in ((first, slice(len(first.rows))), (second, slice(plan.halves.rows, None))):
+        shape = extend_shape_of(half)
+        if slots is not None:
+            tokens, adapters = adapters_of(half, slots[own])
+            shape = replace(shape, adapter_tokens=tokens, adapters=adapters)
+        shapes.append(as_decodes(shape) if plan.mode == "prebuilt" else shape)
+    return shapes[0], shapes[1]
+
+
+def as_decodes(shape: BatchShape) -> BatchShape:
+    """Return the shape of a prebuilt batch, with rows of transferred KV as decode rows."""
+    return replace(
+        shape,
+        extend_rows=0,
+        extend_tokens=0,
+        extend_context_tokens=0,
+        extend_pairs=0,
+        decode_rows=shape.decode_rows + shape.extend_rows,
+        decode_context_tokens=shape.decode_context_tokens + shape.extend_context_tokens,
+    )
 
 
 def extend_shape_of(plan: BatchPlan) -> BatchShape:

@@ -23,7 +23,7 @@ from lockstep.core.contract.events import (
 from lockstep.core.kv.adapters import NO_SLOT
 from lockstep.core.requests.delivery import step_numbers
 from lockstep.sim.cost import BatchShape, CostModel
-from lockstep.sim.host.batch_shapes import adapters_of, extend_shape_of, state_copies
+from lockstep.sim.host.batch_shapes import adapters_of, extend_shape_of, halves_of, state_copies
 from lockstep.sim.host.speculation import SpeculationModel
 from lockstep.sim.workload.samples import sample_first_token
 from lockstep.sim.workload.token_runs import TOKEN_IDS
@@ -101,6 +101,17 @@ class Device:
 
     def shape_of(self, plan: BatchPlan) -> BatchShape:
         """Return the shape of a plan. Call it once for each plan, in the order of launches."""
+        shape = self._whole_shape_of(plan)
+        if plan.halves is None:
+            return shape
+        return replace(shape, halves=halves_of(plan, self._slots_of(plan)))
+
+    def _slots_of(self, plan: BatchPlan) -> Int32s | None:
+        """Return the adapter slot of each row of a plan; None: the engine has no adapters."""
+        return None if self.adapter_slots is None else self.adapter_slots[plan.rows]
+
+    def _whole_shape_of(self, plan: BatchPlan) -> BatchShape:
+        """Return the shape of a plan, without its halves."""
         if self.adapter_slots is None:
             return self._shape_of(plan)
         if plan.rows is self._decode_rows:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.profiles import profile_settings
+from lockstep.core.contract.two_batch_settings import THRESHOLDS
 from lockstep.host.options import number_word
 from lockstep.sim.cost.hardware import scale_up_gpus
 from lockstep.sim.plan.question import shown
@@ -38,6 +39,9 @@ OF_VLLM = frozenset(
     "base_beside_loras tables_append_only speculative_method num_speculative_tokens".split()
 )
 """Settings of the scheduler that follow from vLLM's own options."""
+
+OF_HALVES = ("two_batch_overlap", *THRESHOLDS)
+"""Settings of two-batch overlap: vLLM's own splits batches of engines with data-parallel experts only."""
 
 WITHOUT_CACHE = ("same_step_sharing", "prefix_deduplication", "retracted_kv")
 """Settings that lockstep.vllm sets by itself without a prefix cache."""
@@ -117,7 +121,7 @@ def _own_settings(base: Scenario, config: SchedConfig) -> dict[str, Any]:
     profile = profile_of(base)
     found: dict[str, Any] = {} if profile == "vllm" else {"profile": profile}
     usual: Mapping[str, Any] = profile_settings(profile)
-    left_out = OF_VLLM | (frozenset() if config.radix_cache else frozenset(WITHOUT_CACHE))
+    left_out = OF_VLLM | frozenset(OF_HALVES) | (frozenset() if config.radix_cache else frozenset(WITHOUT_CACHE))
     scheduler = {
         name: value
         for name, value in base.settings.items()
@@ -159,4 +163,5 @@ def _lacks(base: Scenario) -> list[str]:
     lacks = [f"{name} {shown(getattr(base, name))}" for name in unlike if name not in CARRIED]
     if base.tiers.get("host_cache_gb") or "hybrid_memory" in base.tiers:
         lacks += [f"{name} {shown(value)}" for name, value in base.tiers.items()]
+    lacks += [f"{name} {shown(base.settings[name])}" for name in OF_HALVES if base.settings.get(name)]
     return lacks

@@ -29,6 +29,8 @@ from lockstep.sim.cost.hardware import in_racks
 from lockstep.sim.cost.lora import check_targets
 from lockstep.sim.cost.models import check_split
 from lockstep.sim.cost.parallel import Parallelism
+from lockstep.sim.cost.stages import PipelineModel
+from lockstep.sim.cost.two_batch import SplitTerms, TwoBatchModel
 from lockstep.sim.host.device import EOS_TOKEN_ID
 from lockstep.sim.host.forcing import Forcing
 from lockstep.sim.host.hybrid_memory import (
@@ -90,7 +92,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
     calibration, split = calibration_of(scenario, model, gpu), layout_of(scenario, model)
 
     def cost_of(layout: Parallelism) -> CostModel:
-        return calibration.cost_model(
+        cost = calibration.cost_model(
             base_cost_model(
                 model,
                 gpu,
@@ -102,6 +104,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
                 lora=lora_of(scenario, config),
             )
         )
+        return two_batch_cost(cost, scenario) if config.splits_batches else cost
 
     cost = cost_of(split)
     return Setup(
@@ -123,6 +126,23 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
         lora=lora_of(scenario, config),
         experts=experts_of(model, gpu, split, config, scenario.weights_dtype, cost_of),
     )
+
+
+def two_batch_cost(cost: CostModel, scenario: Scenario) -> TwoBatchModel:
+    """Return the cost model of an engine that splits batches. Raises ConfigError if there is nothing to hide."""
+    if scenario.tp == 1:
+        raise ConfigError(
+            "`two_batch_overlap` is on, but `tp` is 1: one GPU has no communication that a half could hide\n"
+            "hint: --tp N, or leave out --two-batch-overlap"
+        )
+    if isinstance(cost, PipelineModel):
+        raise ConfigError(
+            f"`two_batch_overlap` is on, but `pp` is {scenario.pp}: batches of other stages are computed meanwhile\n"
+            "hint: leave out one of the two"
+        )
+    if not isinstance(cost, SplitTerms):
+        raise ConfigError("`two_batch_overlap` is on, but this cost model does not tell what is communication")
+    return TwoBatchModel(cost)
 
 
 def check_drafting(scenario: Scenario, config: SchedConfig) -> None:
