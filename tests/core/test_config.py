@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from lockstep.core.cluster.router import ROUTER_POLICIES, RouterConfig, policy_settings
-from lockstep.core.contract.config import FLOAT_SETTINGS, CacheTiers, SchedConfig, refuse_in_runtime
+from lockstep.core.contract.config import FLOAT_SETTINGS, CacheTiers, SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import (
     FLOAT_PARAMETERS,

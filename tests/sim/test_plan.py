@@ -20,8 +20,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.core.cluster.router import RouterConfig
-from lockstep.core.contract.config import refuse_in_runtime
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.runtime_settings import refuse_in_runtime
 from lockstep.host.options import options_of
 from lockstep.sim.cli.plan import plan
 from lockstep.sim.metrics.slo import Slo

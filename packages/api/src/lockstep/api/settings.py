@@ -19,8 +19,9 @@ from lockstep.api.observability.logs import LogFormat
 from lockstep.api.text.chat_formats.tables import THOUGHTS, TOOL_FORMATS
 from lockstep.core.cluster.dispatch import DispatchConfig
 from lockstep.core.cluster.router import RouterConfig, RouterPolicy, policy_settings
-from lockstep.core.contract.config import PP_SIZE_MAX, SchedConfig, refuse_in_runtime
+from lockstep.core.contract.config import PP_SIZE_MAX, SchedConfig
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.runtime_settings import refuse_in_runtime
 from lockstep.core.contract.setting import setting_fields
 from lockstep.host.admission_options import parse_admission
 from lockstep.host.answer_folders import ANSWERS

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from lockstep.core.contract.config import SchedConfig, refuse_in_runtime
+from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.runtime_settings import refuse_in_runtime
 from lockstep.host.engine_options import EngineOptions, RankOptions
 from lockstep.host.grammar_compiler import CompileLimits
 from lockstep.host.handover.decode import DecodeSide

@@ -16,9 +16,9 @@ from lockstep.core.contract.config import (
     STAGES_ONLY,
     TRANSFER_SETTINGS,
     TRIGGER_SETTINGS,
-    runtime_refusal,
 )
 from lockstep.core.contract.profiles import profile_settings
+from lockstep.core.contract.runtime_settings import runtime_refusal
 from lockstep.host.engine_options import RankOptions
 from lockstep.host.options import option_of, options_of
 from lockstep.sim.cluster.scenario import LINK_GBS, LINK_LATENCY_US, USUAL_PLACEMENT
