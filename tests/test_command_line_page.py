@@ -223,7 +223,9 @@ ASKED: dict[str, str] = {
         " _lockstep_completion"
     ),
 }
-BEFORE = {"zsh": "compdef() { }"}  # of compinit, which asks questions where the folders belong to another user
+BEFORE = {
+    "zsh": "compdef() { }"
+}  # in place of that of compinit, which needs a terminal where its folders belong to another user
 
 
 @pytest.mark.parametrize("shell", ASKED)

@@ -13,8 +13,9 @@ from lockstep.sim.workload.turns import WorkloadError
 USUAL: Mapping[str, tuple[str, ...]] = {
     "arrival": (
         "arrival_time", "arrived_at", "arrival", "start_time", "starttime", "startTimeUnixNano", "request_time",
-        "received_at", "timestamp", "time_local", "@timestamp", "ts", "time", "datetime", "created_at", "created",
-        "date", "arrival_s", "arrival_ms", "arrival_us", "arrival_ns",
+        "received_at", "request_created_at", "timestamp", "time_local", "@timestamp", "ts", "time", "datetime",
+        "created_at", "created", "date", "arrival_s", "arrival_ms", "arrival_us", "arrival_ns",
+        "log_time",
     ),
     "end": ("end_time", "endtime", "endTimeUnixNano", "completed_at", "finished_at", "completion_time"),
     "duration": (
@@ -23,11 +24,13 @@ USUAL: Mapping[str, tuple[str, ...]] = {
     "input": (
         "prompt_tokens", "input_tokens", "usage.input", "usageDetails.input", "Request tokens", "num_prompt_tokens",
         "prompttokens", "inputtokens", "input_length", "prompt_len", "ContextTokens", "tokens_in", "in_tokens",
+        "inputTokenCount", "promptTokenCount", "input_token_count", "prompt_token_count", "tokens_prompt",
     ),
     "output": (
         "completion_tokens", "output_tokens", "usage.output", "usageDetails.output", "Response tokens",
         "generated_tokens", "num_generation_tokens", "completiontokens", "outputtokens", "output_length", "output_len",
-        "GeneratedTokens", "tokens_out", "out_tokens",
+        "GeneratedTokens", "tokens_out", "out_tokens", "outputTokenCount", "candidatesTokenCount",
+        "output_token_count", "completion_token_count", "tokens_completion",
     ),
     "limit": ("max_completion_tokens", "max_tokens", "max_new_tokens", "max_output_tokens"),
     "session": (
@@ -39,6 +42,12 @@ USUAL: Mapping[str, tuple[str, ...]] = {
     "ids": ("prompt_token_ids", "input_token_ids", "input_tok_ids", "input_ids", "token_ids"),
 }  # fmt: skip
 """Usual names of columns by role, the first found wins. A nested column is found by its last parts as well."""
+
+CACHED = ("cache_read_input_tokens", "cache_creation_input_tokens")
+"""Tokens of a prompt that Anthropic's `input_tokens` beside them leaves out."""
+
+TOTALS = ("num_model_requests", "num_requests", "request_count", "n_requests", "total_requests", "requests")
+"""Numbers of requests in a row: the file has totals over time, not requests."""
 
 ROLES = tuple(USUAL)
 UNITS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
@@ -97,6 +106,25 @@ def recognise(where: str, present: Iterable[str], given: LogColumns) -> LogColum
     return LogColumns(found, given.unit)
 
 
+def cached_beside(name: str, present: Iterable[str]) -> list[str]:
+    """Return the columns of cached tokens that the column of input tokens beside them leaves out."""
+    ending = "input_tokens"
+    if not name.endswith(ending):
+        return []
+    known = set(present)
+    return [beside for one in CACHED if (beside := name.removesuffix(ending) + one) in known]
+
+
+def has_usual_name(column: str) -> bool:
+    """Return whether a column has the usual name of a role."""
+    return any(_present(usual, [column]) for names in USUAL.values() for usual in names)
+
+
+def totals_in(present: Iterable[str]) -> str | None:
+    """Return the column with the number of requests of a row; None if a row is one request."""
+    return next((name for name in present if _plain(name).rpartition(".")[2] in TOTALS), None)
+
+
 def _present(usual: str, known: list[str]) -> str | None:
     """Return the column with this usual name: whole first, then as the end of a nested one, in any case."""
     wanted = _plain(usual)
@@ -111,7 +139,11 @@ def _plain(name: str) -> str:
 
 # --- times ------------------------------------------------------------------------------------------------------------
 
-_FORMS = ("%d/%b/%Y:%H:%M:%S %z", "%m-%d %H:%M:%S", "%Y/%m/%d %H:%M:%S", "%d.%m.%Y %H:%M:%S", "%m/%d/%Y %H:%M:%S")
+_FORMS = (
+    "%d/%b/%Y:%H:%M:%S %z", "%m-%d %H:%M:%S", "%Y/%m/%d %H:%M:%S", "%Y/%m/%d - %H:%M:%S",
+    "%d.%m.%Y %H:%M:%S", "%d.%m.%Y %H:%M", "%m/%d/%Y %H:%M:%S", "%m/%d/%Y %H:%M",
+    "%m/%d/%Y %I:%M:%S %p", "%m/%d/%Y %I:%M %p", "%m/%d/%Y, %I:%M:%S %p",
+)  # fmt: skip
 _EPOCHS = ((1e8, 1e11, "s"), (1e11, 1e14, "ms"), (1e14, 1e17, "us"), (1e17, 1e20, "ns"))
 """Ranges of numbers that are times since 1970, from 1973 to 5138, and their units."""
 
@@ -141,7 +173,8 @@ def time_us(value: Any, unit: str) -> int | None:
             continue
     for form in _FORMS:
         try:
-            moment = datetime.strptime(text.partition(",")[0], form)  # noqa: DTZ007 - a time without a zone is UTC
+            part = text if "," in form else text.partition(",")[0]
+            moment = datetime.strptime(part, form)  # noqa: DTZ007 - a time without a zone is UTC
         except ValueError:
             continue
         return _of_moment(moment if moment.year > 1900 else moment.replace(year=2000))
