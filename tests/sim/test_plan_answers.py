@@ -25,7 +25,8 @@ from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan import answer as answers
 from lockstep.sim.plan.ledger import TrialStore
 from lockstep.sim.plan.question import OWN_KEYS, QUICK, Length, Question, parse_search
-from lockstep.sim.plan.search import prepare, run_plan, sample_line
+from lockstep.sim.plan.search import Progress, prepare, run_plan, sample_line
+from lockstep.sim.plan.solve import solve
 from lockstep.sim.plan.workers import Alone
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import simulate
@@ -166,6 +167,18 @@ def test_a_plan_says_which_part_of_a_trace_it_simulates_and_how_it_differs(chang
     assert "60 or more of 200 recorded requests of the window 20s..40s, the first ones: 3,072" in lines[2]
     drawn = Question(**asked | {"workload": "gen:rate=4"})
     assert sample_line(drawn, prepare(drawn)[1]) == ""
+
+
+@pytest.mark.parametrize(("requests", "short"), [(30, True), (60, False), (400, False)])
+def test_a_plan_says_that_its_requests_end_before_a_simulation_would(requests: int, short: bool) -> None:
+    """The same lengths sustain 29.5 per second for 200 requests, and 19.9 for 800: the queue has no time to grow."""
+    workload = f"gen:n={requests},input=fixed:100,output=fixed:5"
+    question = Question(
+        model="qwen3-8b", gpus=("h100",), slos=SLOS, effort=TINY, workload=workload, rate=4.0, common={"engine": "none"}
+    )
+    answer = solve(question, prepare(question), [], Alone(), TrialStore(None), Progress())
+    remark = f"The workload ends after {requests:,} requests, {requests / 4:.2f} s at this load: a queue that grows"
+    assert any(line.startswith(remark) for line in answer.remarks()) == short
 
 
 # --------------------------------------------------------------------------------------------------------- steady state

@@ -280,6 +280,16 @@ def sample_line(question: Question, part: Workload) -> str:
     return f"{line} --sample spread draws from their whole time, --time-window chooses a part, --requests takes more."
 
 
+def requests_if_short(question: Question, part: Workload) -> int | None:
+    """Return the requests of a workload that ends before a long simulation would; None if it has enough.
+
+    Args:
+        part: the workload of the shortest long simulation, as returned by `prepare`.
+    """
+    found = len(part.turns)
+    return found if question.load == "rate" and found < question.effort.long.requests_min else None
+
+
 def prepare(question: Question) -> tuple[list[Candidate], Workload]:
     """Load what the question names. Return the configurations, with the best case of each, and the workload."""
     workload = sampled(question, question.effort.long.requests_min)
