@@ -199,6 +199,26 @@ def test_rates_in_the_steady_state_do_not_depend_on_the_number_of_requests() -> 
     assert long["steady"]["requests_per_s"] == pytest.approx(20.0, rel=0.05)
 
 
+def test_the_rate_of_a_closed_loop_in_waves_does_not_depend_on_the_number_of_requests() -> None:
+    """Answers of one length begin and end together, so a window of time has no whole number of them."""
+    rates = []
+    for requests in (24, 240):
+        length = Length(requests, requests, 0.0)
+        answer = planned(
+            load="sessions",
+            sessions=16,
+            workload="gen:input=fixed:300,output=fixed:60",
+            effort=replace(TINY, long=length, short=length, per_session=1),
+        )
+        assert answer.winner is not None
+        best = answer.winner.best
+        assert best is not None
+        assert best.clients == 16
+        rates.append((best.steady("requests_per_s"), best.steady("output_tokens_per_s")))
+    assert rates[0] == pytest.approx(rates[1], rel=0.05)
+    assert rates[0][1] == pytest.approx(60 * rates[0][0], rel=1e-3)
+
+
 def test_a_growing_queue_lowers_the_rates_of_the_steady_state() -> None:
     overloaded = run_of(1000, rate=55.0)["steady"]
     assert overloaded["requests_per_s"] < 50.0  # not the rate of the arrivals
