@@ -259,6 +259,24 @@ FILES: dict[str, Understood] = {
         (0, 2), TWO,
         note="1 requests begin before the answer before them with the same session_id has ended",
     ),
+    "one response of Anthropic": Understood(
+        lines({"content": [{"type": "text", "text": "Hi"}], "usage": {"input_tokens": 9, "output_tokens": 3}}),
+        (), ((9, 3),), rate=1.0,
+    ),
+    "requests by their ids": Understood(
+        json.dumps({"a": {"ts": 0, **USAGE}, "b": {"ts": 2, **USAGE}}), (0, 2), ((9, 3), (9, 3)),
+    ),
+    "a list of any name": Understood(json.dumps({"meta": {"v": 1}, "calls": [{"ts": 0, **USAGE}]}), (0,), ((9, 3),)),
+    "UTF-16 of a spreadsheet": Understood(
+        "time\tinput_tokens\toutput_tokens\n0\t9\t3\n2\t8\t2\n".encode("utf-16"), (0, 2), TWO
+    ),
+    "code page of a spreadsheet": Understood(
+        "Zeit;Länge;Ausgabe\n26.11.2026 10:00;9;3\n26.11.2026 10:01;8;2\n".encode("cp1252"), (0, 60), TWO,
+        {"columns": "arrival=Zeit,input=Länge,output=Ausgabe"},
+    ),
+    "a name like that of a time": Understood(
+        "candidate,input_tokens,output_tokens\n7,9,3\n7,8,2\n", (), TWO, {"columns": "arrival=none"}, rate=1.0
+    ),
     "an object over several lines": Understood(
         json.dumps({"requests": [{"ts": 0, "prompt_tokens": 9, "completion_tokens": 3}]}, indent=2), (0,), ((9, 3),)
     ),
@@ -273,7 +291,7 @@ def opened(path: Path, content: str | bytes, rate: float | None = None, **option
 @pytest.mark.parametrize("kind", FILES)
 def test_a_file_as_other_tools_write_it_is_understood(tmp_path: Path, kind: str) -> None:
     wanted = FILES[kind]
-    assert str(wanted.content).count("\n") < 20
+    assert wanted.content.count(b"\n" if isinstance(wanted.content, bytes) else "\n") < 20  # type: ignore[arg-type]
     began_s = time.perf_counter()
     found = opened(tmp_path / "file", wanted.content, wanted.rate, **wanted.options)
     took_s = time.perf_counter() - began_s
@@ -339,6 +357,11 @@ BAD: dict[str, tuple[str | bytes, str]] = {
         "Zeit;Eingabe;Ausgabe\n26.11.2026 10:00:00;9;3\n",
         "may be the time of arrival, and has an unusual name\nhint: --columns arrival=Zeit,input=NAME,output=NAME",
     ),
+    "an epoch under an unusual name": (
+        lines({"timing": {"begun": 1764151200.5}, "prompt_tokens": 9, "completion_tokens": 3}),
+        "line 1, column `timing.begun`: may be the time of arrival, and has an unusual name",
+    ),
+    "a spreadsheet": (b"PK\x03\x04 and more", "is a zip archive or a spreadsheet, which is not read\nhint: unpack it"),
     "a log with bars": (
         "slot launch_slot_: id  0 | task 0 | processing task\nprompt eval time = 244.28 ms / 788 tokens\n",
         "line 1: unknown format, begins with `slot launch_slot_",

@@ -49,6 +49,9 @@ CACHED = ("cache_read_input_tokens", "cache_creation_input_tokens")
 TOTALS = ("num_model_requests", "num_requests", "request_count", "n_requests", "total_requests", "requests")
 """Numbers of requests in a row: the file has totals over time, not requests."""
 
+NONE = "none"
+"""In place of the column of arrivals: the file has none."""
+
 ROLES = tuple(USUAL)
 UNITS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
 TIME_WORDS = re.compile(r"time|date|stamp|created|arriv|^ts$|_ts$|_at$", re.IGNORECASE)
@@ -61,10 +64,12 @@ class LogColumns:
     Args:
         names: column by role; a whole number in place of a name is the value of every row.
         unit: of arrival times that are numbers, if it was given: s, ms, us, ns.
+        is_without_times: whether no column is a time of arrival, whatever their names: `arrival=none`.
     """
 
     names: Mapping[str, str]
     unit: str = ""
+    is_without_times: bool = False
 
     def of(self, role: str) -> str | None:
         """Return the column with a role; None without one."""
@@ -84,6 +89,8 @@ def parse_columns(text: str | None) -> LogColumns:
         if role == "arrival" and name.rpartition(":")[2] in UNITS and ":" in name:
             name, _, unit = name.rpartition(":")
         names[role] = name
+    if names.get("arrival") == NONE:
+        return LogColumns({role: name for role, name in names.items() if role != "arrival"}, is_without_times=True)
     return LogColumns(names, unit)
 
 
@@ -95,6 +102,8 @@ def recognise(where: str, present: Iterable[str], given: LogColumns) -> LogColum
     known = list(dict.fromkeys(present))
     found: dict[str, str] = {}
     for role in ROLES:
+        if role == "arrival" and given.is_without_times:
+            continue
         name = given.of(role)
         if name is None:
             name = next(filter(None, (_present(usual, known) for usual in USUAL[role])), None)
@@ -103,7 +112,7 @@ def recognise(where: str, present: Iterable[str], given: LogColumns) -> LogColum
             raise WorkloadError(where, problem, f"columns are {', '.join(known)}; a whole number is a constant")
         if name is not None and name not in found.values():
             found[role] = name
-    return LogColumns(found, given.unit)
+    return LogColumns(found, given.unit, given.is_without_times)
 
 
 def cached_beside(name: str, present: Iterable[str]) -> list[str]:
@@ -115,9 +124,9 @@ def cached_beside(name: str, present: Iterable[str]) -> list[str]:
     return [beside for one in CACHED if (beside := name.removesuffix(ending) + one) in known]
 
 
-def has_usual_name(column: str) -> bool:
+def has_usual_name(column: str, roles: Iterable[str] = USUAL) -> bool:
     """Return whether a column has the usual name of a role."""
-    return any(_present(usual, [column]) for names in USUAL.values() for usual in names)
+    return any(_present(usual, [column]) for role in roles for usual in USUAL[role])
 
 
 def totals_in(present: Iterable[str]) -> str | None:
@@ -146,6 +155,13 @@ _FORMS = (
 )  # fmt: skip
 _EPOCHS = ((1e8, 1e11, "s"), (1e11, 1e14, "ms"), (1e14, 1e17, "us"), (1e17, 1e20, "ns"))
 """Ranges of numbers that are times since 1970, from 1973 to 5138, and their units."""
+_SINCE_2015, _UNTIL_2040, _SCALES = 1_420_070_400, 2_208_988_800, (1, 1e3, 1e6, 1e9)
+
+
+def looks_like_epoch(value: Any) -> bool:
+    """Return whether a number is a time from 2015 to 2040 in seconds since 1970, or in a thousandth part of them."""
+    number = _number(value)
+    return number is not None and any(_SINCE_2015 * scale <= number < _UNTIL_2040 * scale for scale in _SCALES)
 
 
 def unit_of(column: str, values: Iterable[Any]) -> str:

@@ -105,11 +105,7 @@ def _json(path: Path, text: str) -> tuple[str, Lines]:
     except msgspec.DecodeError:
         whole = _decoded(path, text)
         return _listed(path, whole)
-    if (
-        len(lines) == 1
-        and isinstance(first, dict)
-        and (any(name in first for name in LISTS) or "resourceSpans" in first)
-    ):
+    if len(lines) == 1 and isinstance(first, dict) and (_list_name(first) is not None or "resourceSpans" in first):
         return _listed(path, first)
     records: Lines = []
     for number, line in lines:
@@ -164,15 +160,35 @@ def _in_lines(text: str) -> Lines | None:
 def _listed(path: Path, whole: Any) -> tuple[str, Lines]:
     if isinstance(whole, dict) and "resourceSpans" in whole:
         return "OpenTelemetry spans", [(number, span) for number, span in enumerate(_spans(whole), 1)]
-    for name in LISTS:
-        if isinstance(whole, dict) and isinstance(whole.get(name), list):
-            rows = whole[name]
-            if rows and all(isinstance(row, dict) and isinstance(row.get("results"), list) for row in rows):
-                rows = [{**row, **one, "results": None} for row in rows for one in row["results"]]
-            return f"a JSON object with `{name}`", _array(path, rows)
+    if isinstance(whole, dict) and (name := _list_name(whole)) is not None:
+        rows = whole[name]
+        if rows and all(isinstance(row, dict) and isinstance(row.get("results"), list) for row in rows):
+            rows = [{**row, **one, "results": None} for row in rows for one in row["results"]]
+        return f"a JSON object with `{name}`", _array(path, rows)
+    if isinstance(whole, dict) and _is_by_name(whole):
+        return "a JSON object of requests by name", _array(path, list(whole.values()))
     names = ", ".join(whole) if isinstance(whole, dict) else type(whole).__name__
     hint = f"a list of records under one of {', '.join(LISTS)}, an array, or one object per line"
     raise WorkloadError(f"{path}, line 1", f"one JSON object with {shorten(names)} has no list of requests", hint)
+
+
+def _list_name(whole: Mapping[str, Any]) -> str | None:
+    """Return the name under which an object has its records: a usual one, or that of a list of requests."""
+    usual = (name for name in LISTS if isinstance(whole.get(name), list))
+    if _is_request(whole):
+        return next(usual, None)
+    other = (name for name, rows in whole.items() if isinstance(rows, list) and rows and all(map(_is_request, rows)))
+    return next(usual, None) or next(other, None)
+
+
+def _is_by_name(whole: Mapping[str, Any]) -> bool:
+    """Return whether an object has requests as the values of their names."""
+    return bool(whole) and all(map(_is_request, whole.values()))
+
+
+def _is_request(row: Any) -> bool:
+    """Return whether an object has a prompt or its length under a usual name."""
+    return isinstance(row, dict) and any(has_usual_name(name, ("input", "ids", "text")) for name in _flat(row))
 
 
 def _array(path: Path, rows: list[Any]) -> Lines:

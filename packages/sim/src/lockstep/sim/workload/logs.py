@@ -18,6 +18,7 @@ from lockstep.sim.workload.log_fields import (
     TIME_WORDS,
     LogColumns,
     cached_beside,
+    looks_like_epoch,
     parse_columns,
     recognise,
     time_us,
@@ -171,9 +172,9 @@ class _Reader:
         where = f"{self._path}, line {line}"
         self._check_totals(where)
         timely = [name for name in self._present if name not in self._columns.names.values() and self._is_time(name)]
-        if of("arrival") is None and timely:
+        if of("arrival") is None and timely and not self._columns.is_without_times:
             lengths = "".join(f",{role}=NAME" for role in ("input", "output") if of(role) is None)
-            hint = f"--columns arrival={timely[0]}{lengths}, or arrival={timely[0]}:ms with a unit; {shown}"
+            hint = f"--columns arrival={timely[0]}{lengths}, or arrival={timely[0]}:ms with a unit, or none; {shown}"
             raise WorkloadError(
                 f"{where}, column `{timely[0]}`", "may be the time of arrival, and has an unusual name", hint
             )
@@ -196,10 +197,10 @@ class _Reader:
             self._check_countable("answer")
 
     def _is_time(self, name: str) -> bool:
-        """Return whether a column may have times: by its name, or because it has dates in the first rows."""
-        if TIME_WORDS.search(name):
-            return True
+        """Return whether a column may have times: by its name, or because it has dates or epochs in the first rows."""
         values = [record.get(name) for _, record in self._records[:SKIPPED_EXAMPLES_MAX]]
+        if TIME_WORDS.search(name) or all(map(looks_like_epoch, values)):
+            return True
         texts = [value for value in values if isinstance(value, str) and not _is_numeric(value)]
         return bool(texts) and all(time_us(value, "s") is not None for value in texts)
 
