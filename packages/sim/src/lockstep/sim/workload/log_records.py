@@ -26,6 +26,7 @@ Lines = list[tuple[int, Record]]
 
 SEPARATORS = ",;\t|"
 LINES_WITHOUT = 20  # of a log, before its first line with a JSON object
+PROMPTS = ("input", "ids", "text")  # roles of columns that only requests have
 KINDS = "CSV with a header, JSON, JSON lines, Parquet, an access log, or a request log of vLLM or SGLang"
 LISTS = ("data", "results", "requests", "logs", "items", "observations", "rows")
 """Names under which exports in one JSON object have their records."""
@@ -105,7 +106,7 @@ def _json(path: Path, text: str) -> tuple[str, Lines]:
     except msgspec.DecodeError:
         whole = _decoded(path, text)
         return _listed(path, whole)
-    if len(lines) == 1 and isinstance(first, dict) and (_list_name(first) is not None or "resourceSpans" in first):
+    if len(lines) == 1 and isinstance(first, dict) and _has_records(first):
         return _listed(path, first)
     records: Lines = []
     for number, line in lines:
@@ -181,14 +182,20 @@ def _list_name(whole: Mapping[str, Any]) -> str | None:
     return next(usual, None) or next(other, None)
 
 
+def _has_records(whole: Mapping[str, Any]) -> bool:
+    """Return whether an object has records rather than being one."""
+    return "resourceSpans" in whole or _list_name(whole) is not None or _is_by_name(whole)
+
+
 def _is_by_name(whole: Mapping[str, Any]) -> bool:
-    """Return whether an object has requests as the values of their names."""
-    return bool(whole) and all(map(_is_request, whole.values()))
+    """Return whether an object has requests as the values of their names: with a common column of prompts."""
+    columns = [set(_flat(row)) if isinstance(row, dict) else set() for row in whole.values()]
+    return bool(columns) and any(has_usual_name(name, PROMPTS) for name in set.intersection(*columns))
 
 
 def _is_request(row: Any) -> bool:
     """Return whether an object has a prompt or its length under a usual name."""
-    return isinstance(row, dict) and any(has_usual_name(name, ("input", "ids", "text")) for name in _flat(row))
+    return isinstance(row, dict) and any(has_usual_name(name, PROMPTS) for name in _flat(row))
 
 
 def _array(path: Path, rows: list[Any]) -> Lines:
