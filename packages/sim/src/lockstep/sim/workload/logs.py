@@ -25,7 +25,7 @@ from lockstep.sim.workload.log_fields import (
     totals_in,
     unit_of,
 )
-from lockstep.sim.workload.log_records import Lines, Record, read_records
+from lockstep.sim.workload.log_records import PROMPTS, Lines, Record, read_records
 from lockstep.sim.workload.trace_formats import FORMATS, TraceFormat, TraceRow, shorten
 from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, WorkloadError
 
@@ -106,7 +106,7 @@ def read_log(path: Path, data: bytes, reading: LogReading, *, skip_bad_rows: boo
 
 def _requests(records: Lines, columns: LogColumns) -> Lines:
     """Return the records that have the columns of prompts: a log may have other events between its requests."""
-    names = [name for role in ("input", "ids", "text") if (name := columns.of(role)) is not None]
+    names = [name for role in PROMPTS if (name := columns.of(role)) is not None]
     if not names or any(name.isdecimal() for name in names):
         return records
     return [(line, record) for line, record in records if any(name in record for name in names)]
