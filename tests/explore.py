@@ -34,7 +34,7 @@ from tests.support.driver.driver import Driver
 from tests.support.driver.run import shrunk
 from tests.support.explorer.catalogue import DEPTHS, FEATURES, refused, world, worlds
 from tests.support.explorer.group_catalogue import DEPTHS as GROUP_DEPTHS
-from tests.support.explorer.group_catalogue import RANK_DEPTHS, group_world, group_worlds
+from tests.support.explorer.group_catalogue import group_world, group_worlds
 from tests.support.explorer.play import AnyWorld, play_of
 from tests.support.explorer.search import Explorer, Found
 from tests.support.explorer.world import World
@@ -97,9 +97,8 @@ def _named(name: str) -> AnyWorld:
     """Return a world by its name. Raises: ValueError for a name without a world, ConfigError for a refused pair."""
     listed, _, depth = name.partition(", depth ")
     if ": " in listed:
-        depths = RANK_DEPTHS if listed.startswith("ranks") else GROUP_DEPTHS
-        if depth not in map(str, depths):
-            raise ValueError(f"`world`: depth must be one of {depths}, got `{depth}`")
+        if depth not in map(str, GROUP_DEPTHS):
+            raise ValueError(f"`world`: depth must be one of {GROUP_DEPTHS}, got `{depth}`")
         return group_world(listed, int(depth))
     features = tuple(listed.split(" + "))
     if unknown := [one for one in features if one not in FEATURES]:

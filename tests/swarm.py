@@ -61,7 +61,7 @@ from tests.support.plants import (
 )
 from tests.support.quality import BOUNDS
 from tests.support.scenario import run_file
-from tests.support.tiered import contested, moving, returning, tiered
+from tests.support.tiered import contested, loads_in_trouble, moving, returning, tiered
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 ALL_PLANTS = PLANTS | RELEASES | UNSEEN | OBLIGATIONS | FEATURE_PLANTS
@@ -201,6 +201,8 @@ EXPECTED_MARKS = (
     "started from a checkpoint",
     "load done",
     "load failed",
+    "load lasted too long",
+    "load orphaned",
     "move of an older generation ignored",
     "prefetch cancelled",
     "checkpoint left beside another microbatch",
@@ -228,7 +230,7 @@ def history(seed: int) -> tuple[Any, list[Action]]:
     if seed % TIERED_SEEDS == TIERED_SEEDS - 1:  # beside the others, which stay the same
         drawn = random.Random(f"others {seed}").random()
         if drawn > 0.8:
-            return contested(rng)
+            return loads_in_trouble(rng) if drawn > 0.96 else contested(rng)
         config, actions = _plain_history(rng, kind) if drawn < 0.3 else returning(rng)  # with other features as well
         config, actions = tiered(rng, config), moving(rng, actions)
         pools = random.Random(f"pools {seed}")

@@ -188,3 +188,23 @@ def test_histories_with_trees_replay_and_survive_snapshots() -> None:
         marks.update(run_actions(settings, actions, replay=True).marks)
         marks["histories"] += 1
     assert marks["verify batch with a tree"], marks
+
+
+def test_branches_of_a_tree_cause_no_retraction() -> None:
+    """With the full reserve two requests fill the pool to the last page; a tree reaches behind the end of its row."""
+    settings = SchedConfig(
+        page_size=4,
+        pages=17,
+        chunked_prefill_size=8,
+        schedule_policy="lof",
+        batching="running_first",
+        reserve="full",
+        speculative_method="eagle",
+        num_speculative_tokens=19,
+        speculative_topk=3,
+        speculative_num_steps=4,
+    )
+    prompts = ((1, 10, 36), (3, 3, 17), (2, 6, 29), (3, 3, 15), (2, 3, 27))
+    driver = run_actions(settings, [("arrive", base, length, outputs, {}) for base, length, outputs in prompts])
+    assert "verify batch with a tree" in driver.marks
+    assert "retracted (pages)" not in driver.marks

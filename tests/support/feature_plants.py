@@ -53,7 +53,7 @@ PLANTS: dict[str, FeaturePlant] = {
         Tiers.back_up,
         "if self.copies_blocked:",
         "if False:",
-        FLEET,
+        TIERED,
     ),
     "store_that_failed_counts": FeaturePlant(
         "Pages that a store did not write stay marked as stored, so that storage never gets them.",
@@ -194,10 +194,6 @@ PLANTS: dict[str, FeaturePlant] = {
         FLEET,
     ),
 }
-
-
-NOT_FOUND_YET = frozenset("copies_while_weights_change orphan_is_kept second_load_for_a_request".split())
-"""Bugs that no history has shown so far. `python tests/swarm.py --plant NAME` looks for one; one that is found goes."""
 
 
 @contextmanager

@@ -112,6 +112,65 @@ def contested(rng: random.Random) -> tuple[SchedConfig, list[Action]]:
     return config, actions
 
 
+def loads_in_trouble(rng: random.Random) -> tuple[SchedConfig, list[Action]]:
+    """Loads behind pages of a batch in flight, which fails, and loads that last longer than a request waits.
+
+    Two prompts take turns in a pool for one of them, so that the host keeps what the device evicts. A beginning too
+    short for a load is computed; a longer one is loaded behind it while that batch is in flight. In some rounds a
+    request with output is cancelled while the host swaps the weights.
+    """
+    page_size = rng.choice([1, 2])
+    config = SchedConfig(
+        page_size=page_size,
+        pages=rng.randint(42, 48) // page_size,
+        max_running_requests=rng.choice([2, 4]),
+        overlap_depth=rng.choice([1, 2]),
+        same_step_sharing=True,
+        batching=rng.choice(["prefill_first", "mixed", "running_first"]),
+        tiers=CacheTiers(
+            host_pages=200,
+            write_policy=rng.choice(["write_through", "write_back"]),
+            load_tokens_min=12,
+            load_timeout_us=rng.choice([None, 3]),
+        ),
+    )
+    swap = CONTROLS.index(UpdateWeights(0, "w", "in_place"))
+    actions: list[Action] = []
+
+    def arrive(base: int, length: int) -> None:
+        actions.append(("arrive", base, length, 1, {}))
+
+    def settle() -> None:
+        for _ in range(4):
+            actions.extend([("ready",), ("move", 0, 1.0, ""), ("finish",)])
+
+    bases = [1, 1001]
+    for _ in range(12):
+        rng.shuffle(bases)
+        for base in bases:
+            arrive(base, rng.randint(36, 40))
+            settle()
+        arrive(bases[0], rng.randint(2, 10))
+        actions.append(("ready",))
+        for _ in range(rng.choice([1, 2])):
+            arrive(bases[0], rng.randint(24, 40))
+        actions.append(("ready",))
+        happens: list[Action] = [
+            ("finish", rng.choice(["error", ""])),
+            ("move", 0, 1.0, ""),
+            ("wait", rng.randint(1, 5)),
+            ("ready",),
+            ("ready",),
+        ]
+        rng.shuffle(happens)
+        actions.extend(happens)
+        settle()
+        if rng.random() < 0.1:
+            actions.extend([("arrive", bases[0], 4, 20, {}), *[("ready",), ("finish",)] * 6, ("move", 0, 1.0, "")])
+            actions.extend([("control", swap), ("finish",), ("finish",), ("cancel", 0), ("order_done",)])
+    return config, actions
+
+
 def returning(rng: random.Random) -> tuple[SchedConfig, list[Action]]:
     """A pool for one or two of a few prompts that are repeated, so that evicted pages are needed again."""
     page_size = rng.choice([1, 2, 4])

@@ -9,7 +9,9 @@ import msgspec
 
 from lockstep.core.contract.commands import (
     ControlAnswered,
+    CopyToHost,
     LaunchBatch,
+    LoadFromHost,
     ReleaseDeviceMemory,
     ResumeDeviceMemory,
     Step,
@@ -67,6 +69,8 @@ class ControlPiece(Piece):
             ReleaseDeviceMemory: self.orders_append,
             ResumeDeviceMemory: self.orders_append,
             LaunchBatch: self._launched,
+            CopyToHost: self._copied,
+            LoadFromHost: self._copied,
         }
 
     def orders_append(self, order: Order) -> None:
@@ -80,6 +84,9 @@ class ControlPiece(Piece):
 
     def _launched(self, command: LaunchBatch) -> None:
         assert not self.orders, f"launched while the host works on {self.orders}"
+
+    def _copied(self, command: CopyToHost | LoadFromHost) -> None:
+        assert not self.orders, f"{type(command).__name__} {command.copy_id} while the host works on {self.orders}"
 
     def checked(self, event: Observed, step: Step) -> None:
         memory = self.engine.memory

@@ -15,6 +15,7 @@ from lockstep.core.contract.events import (
     StorageWritten,
     TierOperationEnded,
 )
+from lockstep.core.kv.operations import NO_OPERATION
 from tests.support.driver.piece import Piece, Subject
 
 
@@ -24,6 +25,8 @@ class TierPiece(Piece):
     def __init__(self, subject: Subject) -> None:
         super().__init__(subject)
         self._waits: dict[tuple[int, int], int] = {}  # by request and load: the step in us since which it waits
+        self._dues: dict[int, tuple[int, int]] = {}  # by request: the load it waits for, and the latest end in us
+        self._overdue: set[int] = set()  # waiting requests for which a load has lasted too long
 
     def actions(self) -> dict[str, Callable[..., None]]:
         return {"move": self.move, "late_move": self.late_move}
@@ -70,8 +73,24 @@ class TierPiece(Piece):
                     f"L7: r{request_id} waits for load {number} for {waited_us} us, at most {most}"
                 )
         self._waits = waits
+        self._check_overdue(event)
         if isinstance(event, StorageWritten):
             self._check_stored()
+
+    def _check_overdue(self, event: Observed) -> None:
+        """L7: a request for which a load has lasted longer than `load_timeout_us` waits for no other load."""
+        tiers, dues = self.engine.memory.tiers, dict[int, tuple[int, int]]()
+        for request_id, candidate in tiers.candidates.items():
+            operation = tiers.operations.get(candidate.operation)
+            if operation is not None and operation.kind == "load" and candidate.due_us is not None:
+                dues[request_id] = operation.number, candidate.due_us
+        for request_id, (number, due_us) in self._dues.items():
+            if due_us <= event.time_us and dues.get(request_id, (NO_OPERATION, 0))[0] != number:
+                self.mark("load lasted too long")
+                self._overdue.add(request_id)
+        self._dues, self._overdue = dues, self._overdue.intersection(tiers.candidates)
+        again = self._overdue.intersection(dues)
+        assert not again, f"L7: {sorted(again)} wait for a load again, after another one has lasted too long"
 
     def _check_stored(self) -> None:
         """Host pages that count as stored are in storage, or a store of them is under way."""

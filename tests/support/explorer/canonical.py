@@ -44,7 +44,7 @@ def canonical(engine: Engine) -> State:
         _rename_rows(state)
         _rename_nodes(state)
     if state.get("ranks"):
-        state["ranks"]["round"], state["ranks"]["digest"] = 0, b""  # the same on all ranks, and read by none
+        _leave_out_rounds(state)
     for request in state["requests"]:
         for name in REQUEST_SUMS:
             del request[name]
@@ -69,6 +69,14 @@ def _relate_batches(state: State) -> None:
     state["pending"] = [(batch_id - following, *rest) for batch_id, *rest in state["pending"]]
     if state.get("media"):
         state["media"]["fenced"] = [(batch_id - following, freed) for batch_id, freed in state["media"]["fenced"]]
+
+
+def _leave_out_rounds(state: State) -> None:
+    """Leave out the numbers of rounds and the digest, which are the same on all ranks; no decision reads them."""
+    state["ranks"]["round"], state["ranks"]["digest"] = 0, b""
+    for batch in state["in_flight"]:
+        if batch.get("ranks"):
+            batch["ranks"]["round"] = 0
 
 
 def _relate_launches(state: State, engine: Engine) -> None:

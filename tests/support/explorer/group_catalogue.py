@@ -10,7 +10,6 @@ from tests.support.explorer.groups import FleetWorld, RankWorld
 from tests.support.served import Asked
 
 DEPTHS = (0, 1)  # of overlap
-RANK_DEPTHS = (0,)  # the canonical form merges states of ranks with overlap that have different futures
 SETTINGS: dict[str, Any] = {
     "page_size": 2,
     "pages": 10,
@@ -41,6 +40,7 @@ RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "cancel": ({}, {"cancels": 1}),
     "batch error": ({}, {"batch_errors": 1}),
+    "restart": ({}, {"restarts": 1}),
     "chunks": ({"chunked_prefill_size": 2}, {}),
     "mixed batches": ({"chunked_prefill_size": 2, "batching": "mixed"}, {}),
     "delayer": ({"prefill_delayer": True, "prefill_delayer_max_delay_passes": 2}, {}),
@@ -51,7 +51,7 @@ RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def group_worlds() -> Iterator[FleetWorld | RankWorld]:
     """Yield all worlds of several engines."""
     for name in (*(f"fleet: {one}" for one in FLEETS), *(f"ranks: {one}" for one in RANKS)):
-        for depth in DEPTHS if name.startswith("fleet") else RANK_DEPTHS:
+        for depth in DEPTHS:
             yield group_world(name, depth)
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from lockstep.core import invariants
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.contract.events import UpdateWeights
+from lockstep.core.contract.events import RanksAgreed, UpdateWeights
 from lockstep.core.journal import snapshot
 from lockstep.core.scheduler.engine import Engine
 from tests.support.driver.actions import Action
@@ -361,10 +361,7 @@ class RankPlay(GroupPlay):
             [(rank, one.counts, one.wish) for rank, one in sorted(group.proposals.items())],
             [
                 (
-                    [
-                        (one.round - group.round, one.generation - group.generation, one.counts, one.wishes)
-                        for one in member.agreed
-                    ],
+                    [_of_agreement(one, group) for one in member.agreed],
                     [launched.may_sample for launched in member.kv.stream],
                     len(member.launched) - member.delivered,
                     len(group.passes) - len(member.launched),
@@ -373,3 +370,10 @@ class RankPlay(GroupPlay):
                 for member in group.members
             ],
         )
+
+
+def _of_agreement(event: RanksAgreed, group: RankGroup) -> tuple[object, ...]:
+    """Return the content of an agreement that is still under way; that of an older generation has none."""
+    if event.generation != group.generation:
+        return ()
+    return event.round - group.round, event.counts, event.wishes

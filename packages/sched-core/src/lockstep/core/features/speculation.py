@@ -56,6 +56,7 @@ from lockstep.core.kv.component import Component, Restored
 from lockstep.core.kv.facts import Facts
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.delivery import accepted_counts, right_drafts, step_numbers
+from lockstep.core.requests.rules import pages_between
 from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import (
     HAS_GRAMMAR,
@@ -322,6 +323,31 @@ class Speculator(Component):
         else:
             index = held.repeat(back) + step_numbers(back)
             self._scheduler.memory.pool.free(table.pages[running.batch.rows.repeat(back), index])
+
+    def give_back_spare_pages(self, ahead: int) -> None:
+        """Free the pages behind each row that held branches of trees, except those for its next `ahead` positions.
+
+        The pages of a row in flight come back with the newest batch that names it, whose tree may be written there.
+        Tables that cannot shrink keep them.
+        """
+        memory, config = self._scheduler.memory, self._scheduler.config
+        table, page_size = memory.table, config.page_size
+        if config.keeps_duplicates or not table.spare.any():
+            return
+        members, positions = self._scheduler.all_running
+        spare = table.spare[members.rows]
+        reach = np.minimum(positions + np.int32(ahead), members.limits - ONE)
+        surplus = np.maximum(spare - pages_between(positions, reach, page_size), ZERO)
+        for index in surplus.nonzero()[0].tolist():
+            row, count = int(members.rows[index]), int(surplus[index])
+            held = table.held_pages(row, int(positions[index]))
+            pages = table.pages[row, held - count : held].copy()
+            table.spare[row] -= count
+            named = [batch.plan.batch_id for batch in self._scheduler.in_flight if batch.names(row)]
+            if named:
+                memory.deferred.pages.append((named[-1], pages))
+            else:
+                memory.pool.free(pages)
 
     def known_tokens(self, request: Request, outputs: int) -> int | None:
         """Return how many positions of a request have KV of its final tokens; None: all computed positions.

@@ -544,6 +544,8 @@ class RadixCache:
             own = self._child_key(child) if child.invalidated else child.key[:page_bytes]
             if child.parent is not node or own != first:
                 raise InvariantError(f"S10: {child} is not filed under {node} where it belongs")
+            if node.invalidated and not child.invalidated:
+                raise InvariantError(f"S10: {child} has been inserted below {node}, which no match finds any more")
         if node.lock_count != locks:
             raise InvariantError(f"S9: {node} has {locks} handles in its subtree")
         if len(node.key) != count * page_bytes:

@@ -1,9 +1,9 @@
 """Which requests decode next, with how many tokens, and which are retracted when that does not fit.
 
 A decode advances every member of a running batch by one token; by several with `decode_steps_per_launch`, with drafts
-and with tokens that grammars force. This module opens the pages of decodes. If pages are lacking, sessions yield KV
-first. Then the planner waits for pages that work in flight frees. Then requests are retracted, one after another, until
-the next decode fits.
+and with tokens that grammars force. This module opens the pages of decodes. If pages are lacking, rows give back pages
+of draft trees first, and sessions yield KV. Then the planner waits for pages that work in flight frees. Then requests
+are retracted, one after another, until the next decode fits.
 """
 
 from __future__ import annotations
@@ -176,6 +176,9 @@ class DecodePlanner:
         if needed <= memory.pool.free_count:
             return False
         lacking = needed - memory.available_pages
+        if lacking > 0 and self._speculation.tree is not None:
+            self._speculation.give_back_spare_pages(self._state.ahead)
+            lacking = needed - memory.available_pages
         return lacking > 0 and self._sessions.make_room(memory, lacking, step) < lacking
 
     def pages_lacking(self, running: RunningState) -> int:
