@@ -91,7 +91,7 @@ pages:      ## axe-core, widths and colour schemes of every page in headless Chr
 container:  ## the Containerfile: hadolint, and a build or, without a builder, its steps; ARGS=--no-build
 	@$(PYTHON) dev.py container $(ARGS)
 
-docs-test:  ## every command line of the documentation as long as it is printed; `make test` runs them cut short
+docs-test:  ## every command line of the documentation as long as it is printed; ARGS=--again goes on after Ctrl-C
 	@$(PYTHON) dev.py docs-test $(ARGS)
 
 kernel-resources: ## every Triton kernel compiled for four generations of GPUs: registers, spills, shared memory; no GPU

@@ -29,7 +29,7 @@
     python3 dev.py site ARGS          the documentation site in site/, no broken link; --serve while pages are edited
     python3 dev.py pages ARGS         axe-core, widths and colours of every page in Chromium; --pictures DIR
     python3 dev.py container ARGS     the Containerfile: hadolint, and a build or its steps; --no-build
-    python3 dev.py docs-test ARGS     every command line of README.md and docs/ as long as it is printed; about an hour
+    python3 dev.py docs-test ARGS     every command line of README.md and docs/ as long as printed; --again: the rest
     python3 dev.py version VERSION    set the version of all distributions, or show it
     python3 dev.py gpu-check ARGS     checks on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration
     python3 dev.py kernel-resources   every Triton kernel compiled for four generations of GPUs; --capability 90
@@ -296,10 +296,7 @@ def container(args):
 
 
 def docs_test(args):
-    os.environ["LOCKSTEP_DOCUMENTED"] = "whole"
-    return call(
-        PYTHON, "-m", "pytest", "-q", "tests/test_documented_commands.py", "tests/test_documented_shell.py", *args
-    )
+    return call(PYTHON, "-m", "tests.campaigns.documented", *args)
 
 
 def version(args):

@@ -19,6 +19,7 @@ from lockstep.core.contract.events import (
     TokenRuns,
 )
 from lockstep.core.contract.profiles import PROFILES, profile_settings
+from lockstep.core.contract.runtime_settings import refuse_in_runtime
 from lockstep.core.contract.setting import setting_fields
 from lockstep.core.journal import snapshot
 from lockstep.core.scheduler.engine import Engine

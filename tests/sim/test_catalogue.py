@@ -181,6 +181,12 @@ def test_gpu_aliases_ignore_case(alias: str, name: str) -> None:
     assert load_gpu(alias).name == name
 
 
+@pytest.mark.parametrize("given", ["2xh100", "h100x2", "2 x h100", "h100 x2"])
+def test_a_number_of_gpus_in_a_name_is_told_the_option(given: str) -> None:
+    with pytest.raises(CatalogueError, match="for an engine on 2 of them `h100` with --tp 2"):
+        load_gpu(given)
+
+
 def test_unknown_names_report_what_is_known_and_what_is_close() -> None:
     with pytest.raises(CatalogueError, match=r"known: .*qwen3-8b") as caught:
         load_model("qwen3-9b")

@@ -105,6 +105,13 @@ def test_a_file_that_is_missing_is_one_error(tmp_path: Path) -> None:
     assert "cannot be read: No such file or directory\nhint: options begin with --" in done.output
 
 
+def test_requests_in_place_of_a_file_of_options_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "usage.csv"
+    path.write_text("ts,prompt_tokens,completion_tokens\n0,9,3\n")
+    done = ran(plan, str(path))
+    assert f"hint: a file of options is TOML; requests are given as --workload {path}" in done.output
+
+
 # ----------------------------------------------------------------------------------------------------------------- help
 
 

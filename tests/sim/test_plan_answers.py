@@ -25,7 +25,8 @@ from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan import answer as answers
 from lockstep.sim.plan.ledger import TrialStore
 from lockstep.sim.plan.question import OWN_KEYS, QUICK, Length, Question, parse_search
-from lockstep.sim.plan.search import prepare, run_plan, sample_line
+from lockstep.sim.plan.search import Progress, prepare, run_plan, sample_line
+from lockstep.sim.plan.solve import solve
 from lockstep.sim.plan.workers import Alone
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import simulate
@@ -168,6 +169,18 @@ def test_a_plan_says_which_part_of_a_trace_it_simulates_and_how_it_differs(chang
     assert sample_line(drawn, prepare(drawn)[1]) == ""
 
 
+@pytest.mark.parametrize(("requests", "short"), [(30, True), (60, False), (400, False)])
+def test_a_plan_says_that_its_requests_end_before_a_simulation_would(requests: int, short: bool) -> None:
+    """The same lengths sustain 29.5 per second for 200 requests, and 19.9 for 800: the queue has no time to grow."""
+    workload = f"gen:n={requests},input=fixed:100,output=fixed:5"
+    question = Question(
+        model="qwen3-8b", gpus=("h100",), slos=SLOS, effort=TINY, workload=workload, rate=4.0, common={"engine": "none"}
+    )
+    answer = solve(question, prepare(question), [], Alone(), TrialStore(None), Progress())
+    remark = f"The workload ends after {requests:,} requests, {requests / 4:.2f} s at this load: a queue that grows"
+    assert any(line.startswith(remark) for line in answer.remarks()) == short
+
+
 # --------------------------------------------------------------------------------------------------------- steady state
 
 
@@ -184,6 +197,26 @@ def test_rates_in_the_steady_state_do_not_depend_on_the_number_of_requests() -> 
         assert short[name] < 0.93 * long[name]  # over the makespan, the drain counts as time
         assert short["steady"][name] == pytest.approx(long["steady"][name], rel=0.1), name
     assert long["steady"]["requests_per_s"] == pytest.approx(20.0, rel=0.05)
+
+
+def test_the_rate_of_a_closed_loop_in_waves_does_not_depend_on_the_number_of_requests() -> None:
+    """Answers of one length begin and end together, so a window of time has no whole number of them."""
+    rates = []
+    for requests in (24, 240):
+        length = Length(requests, requests, 0.0)
+        answer = planned(
+            load="sessions",
+            sessions=16,
+            workload="gen:input=fixed:300,output=fixed:60",
+            effort=replace(TINY, long=length, short=length, per_session=1),
+        )
+        assert answer.winner is not None
+        best = answer.winner.best
+        assert best is not None
+        assert best.clients == 16
+        rates.append((best.steady("requests_per_s"), best.steady("output_tokens_per_s")))
+    assert rates[0] == pytest.approx(rates[1], rel=0.05)
+    assert rates[0][1] == pytest.approx(60 * rates[0][0], rel=1e-3)
 
 
 def test_a_growing_queue_lowers_the_rates_of_the_steady_state() -> None:

@@ -137,6 +137,20 @@ def test_a_workload_is_a_frame() -> None:
     assert "20 requests" in str(workload)
 
 
+def test_an_opened_workload_is_simulated_with_the_options_it_was_opened_with() -> None:
+    workload = lockstep.Workload("gen:n=30,rate=2", limit=20)
+    run = lockstep.simulate(**{**SMALL, "workload": workload})
+    assert run.requests.height == 20
+    assert "--limit 20" in run.command
+    assert lockstep.simulate(**{**SMALL, "workload": workload, "limit": 10}).requests.height == 10
+    asked = {"model": "qwen3-8b", "gpus": "h100", "slo": "ttft_p99=1s", "rate": 4, "quick": True, "requests": 20}
+    asked["gpus"] = ["h100", "h200"]
+    found = lockstep.plan(**asked, workload=lockstep.Workload("gen:n=30,rate=2"))
+    assert found.configurations["gpu"].to_list() == ["h100", "h200"]
+    with pytest.raises(ConfigError, match=r"`limit` is no option of lockstep\.plan"):
+        lockstep.plan(**asked, workload=workload)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

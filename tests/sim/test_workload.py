@@ -339,7 +339,7 @@ def test_bad_rows_behind_the_limit_are_still_refused(tmp_path: Path) -> None:
         ('{"prompt": "hello"}\n', "is text, and no column has the number of its tokens"),
         ("[" + "1," * 100_000 + "1]", "unknown format"),
         ('{"timestamp": 0, ', "not valid JSON"),
-        (b"\xff\xfe\x00\x01", "not text: byte 0"),
+        (b"\x81\x00\xff\xfe", "not text: byte 0"),
         (b"PAR1\x00\x00", "not readable as Parquet"),
         (gzip.compress(AZURE_CSV.encode(), mtime=0)[:-12], "the compressed data ends too early"),
         (gzip.compress(AZURE_CSV.encode(), mtime=0)[:12], "the compressed data ends too early"),

@@ -202,6 +202,81 @@ FILES: dict[str, Understood] = {
         ),
         (0, 1), ((3, 3), (4, 2)), shares=True,
     ),
+    "Bedrock invocation logs": Understood(
+        lines(
+            {"timestamp": "2026-11-26T10:00:00Z", "input": {"inputTokenCount": 9}, "output": {"outputTokenCount": 3}},
+            {"timestamp": "2026-11-26T10:00:02Z", "input": {"inputTokenCount": 8}, "output": {"outputTokenCount": 2}},
+        ),
+        (0, 2), TWO,
+    ),
+    "an agent's transcript": Understood(
+        lines(
+            {"type": "user", "timestamp": "2026-11-26T10:00:00Z", "message": {"content": "Mend it."}},
+            {"type": "assistant", "timestamp": "2026-11-26T10:00:01Z", "message": {"content": [], "usage": {
+                "input_tokens": 4, "cache_read_input_tokens": 1000, "cache_creation_input_tokens": 20,
+                "output_tokens": 3}}},
+        ),
+        (0,), ((1024, 3),), note="1 records without a prompt or its length are no requests, and are left out",
+    ),
+    "cached tokens beside lengths": Understood(
+        lines({"input_tokens": 4, "cache_read_input_tokens": 1000, "output_tokens": 3}), (), ((1004, 3),), rate=1.0,
+        note="a prompt is input_tokens and the cached tokens of cache_read_input_tokens",
+    ),
+    "log of a pod": Understood(
+        '2026-11-26T10:00:00.5Z stdout F {"level": "info", "usage": {"prompt_tokens": 9, "completion_tokens": 3}}\n'
+        "2026-11-26T10:00:01.5Z stderr F warning: a retry\n"
+        '2026-11-26T10:00:02.5Z stdout F {"level": "info", "usage": {"prompt_tokens": 8, "completion_tokens": 2}}\n',
+        (0, 2), TWO, note="JSON in lines of a log: 2 records, read as arrival=log_time",
+    ),
+    "log file of a container": Understood(
+        lines(
+            {"log": '{"prompt_tokens": 9, "completion_tokens": 3}\n', "stream": "o", "time": "2026-11-26T10:00:00Z"},
+            {"log": "ready\n", "stream": "stdout", "time": "2026-11-26T10:00:01Z"},
+            {"log": '{"prompt_tokens": 8, "completion_tokens": 2}\n', "stream": "o", "time": "2026-11-26T10:00:02Z"},
+        ),
+        (0, 2), TWO,
+    ),
+    "table of psql": Understood(
+        "     created_at      | prompt_tokens | completion_tokens\n---------------------+---------------+------------\n"
+        " 2026-11-26 10:00:00 |             9 |                 3\n"
+        " 2026-11-26 10:00:02 |             8 |                 2\n(2 rows)\n",
+        (0, 2), TWO,
+    ),
+    "table of Markdown": Understood(
+        "| time | prompt_tokens | completion_tokens |\n|---|---:|---:|\n| 0 | 9 | 3 |\n| 2 | 8 | 2 |\n", (0, 2), TWO
+    ),
+    "spreadsheet with AM and thousands": Understood(
+        "Date\tPrompt Tokens\tCompletion Tokens\n11/26/2026 10:00:00 AM\t2,432\t3\n11/26/2026 1:00:00 PM\t8\t2\n",
+        (0, 10_800), ((2432, 3), (8, 2)),
+    ),
+    "access log of Ollama": Understood(
+        '[GIN] 2026/11/26 - 10:00:00 | 200 |  4.76s |   127.0.0.1 | POST     "/api/chat"\n'
+        '[GIN] 2026/11/26 - 10:00:02 | 200 |  3.24s |   127.0.0.1 | POST     "/api/chat"\n',
+        (0, 2), ((700, 120), (700, 120)), {"columns": "input=700,output=120"},
+    ),
+    "a project's name as session": Understood(
+        "start_time,end_time,session_id,prompt_tokens,completion_tokens\n0,9,chatbot,9,3\n2,5,chatbot,8,2\n",
+        (0, 2), TWO,
+        note="1 requests begin before the answer before them with the same session_id has ended",
+    ),
+    "one response of Anthropic": Understood(
+        lines({"content": [{"type": "text", "text": "Hi"}], "usage": {"input_tokens": 9, "output_tokens": 3}}),
+        (), ((9, 3),), rate=1.0,
+    ),
+    "requests by their ids": Understood(
+        json.dumps({"a": {"ts": 0, **USAGE}, "b": {"ts": 2, **USAGE}}), (0, 2), ((9, 3), (9, 3)),
+    ),
+    "a list of any name": Understood(json.dumps({"meta": {"v": 1}, "calls": [{"ts": 0, **USAGE}]}), (0,), ((9, 3),)),
+    "UTF-16 of a spreadsheet": Understood(
+        "time\tinput_tokens\toutput_tokens\n0\t9\t3\n2\t8\t2\n".encode("utf-16"), (0, 2), TWO
+    ),
+    "code page of a spreadsheet": Understood(
+        "Zeit;Länge;Ausgabe\n26.11.2026 10:00;9;3\n26.11.2026 10:01;8;2\n".encode("cp1252"), (0, 60), TWO,
+        {"columns": "arrival=Zeit,input=Länge,output=Ausgabe"},
+    ),
+    "a name like that of a time": Understood(
+        "candidate,input_tokens,output_tokens\n7,9,3\n7,8,2\n", (), TWO, {"columns": "arrival=none"}, rate=1.0
+    ),
     "an object over several lines": Understood(
         json.dumps({"requests": [{"ts": 0, "prompt_tokens": 9, "completion_tokens": 3}]}, indent=2), (0,), ((9, 3),)
     ),
@@ -216,7 +291,7 @@ def opened(path: Path, content: str | bytes, rate: float | None = None, **option
 @pytest.mark.parametrize("kind", FILES)
 def test_a_file_as_other_tools_write_it_is_understood(tmp_path: Path, kind: str) -> None:
     wanted = FILES[kind]
-    assert str(wanted.content).count("\n") < 20
+    assert wanted.content.count(b"\n" if isinstance(wanted.content, bytes) else "\n") < 20  # type: ignore[arg-type]
     began_s = time.perf_counter()
     found = opened(tmp_path / "file", wanted.content, wanted.rate, **wanted.options)
     took_s = time.perf_counter() - began_s
@@ -268,6 +343,28 @@ BAD: dict[str, tuple[str | bytes, str]] = {
     "an access log without lengths": (
         '10.0.0.1 - - [26/Nov/2026:10:00:00 +0000] "POST /v1/x HTTP/1.1" 200 480 "-" "curl"\n',
         "an access log: no column has the tokens of prompts",
+    ),
+    "totals by the hour": (
+        "start_time,num_model_requests,input_tokens,output_tokens\n2026-11-26T10:00:00Z,100,120000,30000\n",
+        "generate some of the mean lengths: --workload gen:rate=R,input=exponential:1200,output=exponential:300",
+    ),
+    "totals of OpenAI's usage API": (
+        json.dumps({"object": "page", "data": [{"start_time": 1764151200, "results": [
+            {"input_tokens": 120000, "output_tokens": 30000, "num_model_requests": 100}]}]}),
+        "column `num_model_requests`: has the number of requests of each row, 100 in all: rows are totals",
+    ),
+    "names in another language": (
+        "Zeit;Eingabe;Ausgabe\n26.11.2026 10:00:00;9;3\n",
+        "may be the time of arrival, and has an unusual name\nhint: --columns arrival=Zeit,input=NAME,output=NAME",
+    ),
+    "an epoch under an unusual name": (
+        lines({"timing": {"begun": 1764151200.5}, "prompt_tokens": 9, "completion_tokens": 3}),
+        "line 1, column `timing.begun`: may be the time of arrival, and has an unusual name",
+    ),
+    "a spreadsheet": (b"PK\x03\x04 and more", "is a zip archive or a spreadsheet, which is not read\nhint: unpack it"),
+    "a log with bars": (
+        "slot launch_slot_: id  0 | task 0 | processing task\nprompt eval time = 244.28 ms / 788 tokens\n",
+        "line 1: unknown format, begins with `slot launch_slot_",
     ),
     "a row with a value less": (
         "ts;prompt_tokens;completion_tokens\n0;9;3\n1;9\n", "line 3, column `completion_tokens`: expected 3 values"
@@ -336,6 +433,8 @@ def test_times_of_any_notation_are_the_same_moment() -> None:
     ]
     assert len({time_us(text, "s") for text in texts}) == 1
     assert time_us("yesterday", "s") is None
+    spreadsheet = ["26.11.2026 10:00", "11/26/2026 10:00", "11/26/2026 10:00 AM", "11/26/2026, 10:00:00 AM"]
+    assert {time_us(text, "s") for text in spreadsheet} == {time_us(texts[0], "s")}
 
 
 def test_a_tokenizer_counts_texts_and_finds_shared_prompts(tmp_path: Path) -> None:

@@ -221,6 +221,9 @@ def _unknown(
     names = close_to or {name: name for name in known}
     close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     guess = f"did you mean `{names[close[0]]}`? " if close else ""
+    if what == "GPU" and (counted := re.fullmatch(r"(\d+) ?x ?(\D.*)|(.*\S) ?x ?(\d+)", given)):
+        number, name = counted[1] or counted[4], counted[2] or counted[3]
+        guess = f"for an engine on {number} of them `{name}` with --tp {number}; "
     return CatalogueError(
         f"unknown {what} `{given}`\nknown: {', '.join(known)}\nhint: {guess}anything else can be given as {path}"
     )

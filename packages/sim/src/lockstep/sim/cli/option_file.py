@@ -71,7 +71,10 @@ def read_options(command: click.Command, ctx: click.Context, path: Path) -> dict
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise click.UsageError(f'{path}: {error}\nhint: such as model = "qwen3-8b", texts in quotes') from None
+        hint = 'such as model = "qwen3-8b", texts in quotes'
+        if path.suffix != ".toml":
+            hint = f"a file of options is TOML; requests are given as --workload {path}"
+        raise click.UsageError(f"{path}: {error}\nhint: {hint}") from None
     options = _options(command)
     found: dict[str, Any] = {}
     for key, value in table.items():

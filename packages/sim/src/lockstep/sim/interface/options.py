@@ -5,15 +5,28 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import click
 
 from lockstep.core.contract.errors import ConfigError
 
 
+@runtime_checkable
+class AsOptions(Protocol):
+    """An object that options of a command can stand for."""
+
+    def as_options(self) -> dict[str, Any]: ...
+
+
 def parsed(command: click.Command, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a command from keywords, parsed by the command itself. Raises ConfigError."""
+    """Return the parameters of a command from keywords, parsed by the command itself. Raises ConfigError.
+
+    An opened workload stands for its sources and the options that it was opened with.
+    """
+    opened = options.get("workload")
+    if isinstance(opened, AsOptions):
+        options = opened.as_options() | {key: value for key, value in options.items() if key != "workload"}
     params = {name: param for param in command.params for name in _names(param)}
     words: list[str] = []
     arguments: list[str] = []
@@ -49,6 +62,8 @@ def _words(param: click.Parameter, key: str, value: Any) -> list[str]:
             return [flag if value else param.secondary_opts[0]]
         return []
     if not param.multiple and not isinstance(value, str) and isinstance(value, Iterable):
+        if isinstance(param.type, click.types.StringParamType) and key != "workload":
+            return [f"{flag}={','.join(_values(value))}"]  # gpus=["h100", "h200"], as in a file of options
         raise ConfigError(f"`{key}` takes one value, got `{value!r}`")
     return [f"{flag}={one}" for one in _values(value)]
 

@@ -24,9 +24,15 @@ class WorkloadFrame:
         """
         from lockstep.sim.cli.workload import describe, open_sources
 
-        given = parsed(describe, "lockstep.Workload", {"workloads": [str(source) for source in sources], **options})
+        named = [str(source) for source in sources]
+        self._options = {"workload": named[0] if len(named) == 1 else named, **options}
+        given = parsed(describe, "lockstep.Workload", {"workloads": named, **options})
         given.pop("as_json")
         self.opened: Workload = open_sources(given.pop("workloads"), given)
+
+    def as_options(self) -> dict[str, Any]:
+        """Return the options by which another command reads the same workload: sources, rate, time window, ..."""
+        return dict(self._options)
 
     def __len__(self) -> int:
         """The number of requests."""

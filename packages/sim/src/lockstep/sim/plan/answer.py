@@ -209,6 +209,7 @@ class PlanAnswer:
     workload_line: str
     forecast: tuple[Forecast, ...] = ()  # answers at other loads
     sample_line: str = ""  # how the simulated part of a trace differs from the whole one
+    requests_if_short: int | None = None  # of a workload that ends before a long simulation would
 
     @property
     def winner(self) -> Candidate | None:
@@ -264,6 +265,7 @@ class PlanAnswer:
             unit = "Rates are requests per second"
         lines = [f"{unit}. Goodput: {GOODPUT}."]
         lines += [self.sample_line] if self.sample_line else []
+        lines += [self._remark_on_the_end()] if self.requests_if_short is not None else []
         if not any(slo.metric in ("ttft", "e2e") for slo in question.slos):
             lines.append("No SLO bounds the wait of a request: a load may count as sustained while the queue grows.")
         roaming = [c for c in self.candidates if c.trial is not None and c.trial.router.policy not in KEEPS_SESSIONS]
@@ -319,6 +321,17 @@ class PlanAnswer:
         if setups:
             lines += dict.fromkeys(line for setup in setups for line in setup.doubts())
         return lines
+
+    def _remark_on_the_end(self) -> str:
+        assert self.requests_if_short is not None
+        ended = f"The workload ends after {self.requests_if_short:,} requests"
+        if self.winner is not None and self.winner.best is not None:
+            rate = self.winner.best.load * self.winner.turns_per_arrival
+            ended += f", {show_us(1e6 * self.requests_if_short / rate)} at this load"
+        return (
+            f"{ended}: a queue that grows for longer is not seen, so the load may be too high. `lockstep workload fit "
+            "TRACE -o more.json` and `--workload gen:file=more.json` draw as many similar ones as a simulation takes."
+        )
 
     @property
     def _rejecting(self) -> bool:

@@ -25,7 +25,7 @@ and the same draw of the calibration's error. Differences are due to configurati
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -105,6 +105,7 @@ class Evaluation:
     intervals: tuple[Interval, ...]  # one per SLO, us
     results: tuple[TrialResult, ...]
     first_trial: Trial  # trial of the first result
+    clients: int | None = None  # requests in progress at any time: sessions of a closed loop without pauses
 
     @property
     def paid_replicas(self) -> float:
@@ -130,11 +131,23 @@ class Evaluation:
         """Return the mean of a rate in the steady state, which does not depend on the number of requests.
 
         Runs without a steady state, such as of arrivals at one instant, count with their mean over the makespan.
+        In a closed loop without pauses the rate follows from the time of a request (Little's law): sessions with
+        answers of one length go on in waves, of which a window of time has no whole number.
         """
-        throughputs = [result.summary["throughput"] for result in self.results]
-        rates = [one["steady"].get(name, one[name]) for one in throughputs]
+        rates = [self._rate_of_clients(result.summary, name) for result in self.results]
+        if None in rates:
+            throughputs = [result.summary["throughput"] for result in self.results]
+            rates = [one["steady"].get(name, one[name]) for one in throughputs]
         known = [rate for rate in rates if rate is not None]
         return math.fsum(known) / len(known) if known else None
+
+    def _rate_of_clients(self, summary: Mapping[str, Any], name: str) -> float | None:
+        """Return a rate of completed requests, of which `clients` are always in progress; None if that is not known."""
+        took_us, over_makespan = summary["latency"]["e2e_us_mean"], summary["throughput"][name]
+        completed_per_s = summary["throughput"]["requests_per_s"]
+        if self.clients is None or not took_us or over_makespan is None or not completed_per_s:
+            return None
+        return float(self.clients / took_us * 1e6 * over_makespan / completed_per_s)
 
     def mean(self, part: str, name: str) -> float | None:
         """Return the mean of a number of the summary over the replications."""
@@ -278,6 +291,16 @@ def sample_line(question: Question, part: Workload) -> str:
     if spread:
         return f"{line} In the sample, uses of a prefix are closer together than recorded, which favours small caches."
     return f"{line} --sample spread draws from their whole time, --time-window chooses a part, --requests takes more."
+
+
+def requests_if_short(question: Question, part: Workload) -> int | None:
+    """Return the requests of a workload that ends before a long simulation would; None if it has enough.
+
+    Args:
+        part: the workload of the shortest long simulation, as returned by `prepare`.
+    """
+    found = len(part.turns)
+    return found if question.load == "rate" and found < question.effort.long.requests_min else None
 
 
 def prepare(question: Question) -> tuple[list[Candidate], Workload]:
@@ -586,6 +609,7 @@ class Searcher:
             intervals=intervals,
             results=tuple(results),
             first_trial=self.trial(candidate, load, replicas, 0, short=False),
+            clients=int(load) if question.load == "sessions" and candidate.session_s == 0.0 else None,
         )
         candidate.evaluations.append(evaluation)
         return evaluation

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lockstep.sim.plan.answer import Forecast, PlanAnswer
 from lockstep.sim.plan.ledger import TrialStore
 from lockstep.sim.plan.question import Question
-from lockstep.sim.plan.search import Candidate, Progress, prepare, run_plan, sample_line
+from lockstep.sim.plan.search import Candidate, Progress, prepare, requests_if_short, run_plan, sample_line
 from lockstep.sim.plan.workers import WorkerPool
 from lockstep.sim.run.run_folder import workload_line
 from lockstep.sim.workload.workload import Workload
@@ -40,5 +40,6 @@ def solve(
         candidates=candidates,
         workload_line=line,
         sample_line=sample_line(question, opened),
+        requests_if_short=requests_if_short(question, opened),
         forecast=tuple(forecast),
     )

@@ -13,8 +13,9 @@ from lockstep.sim.workload.turns import WorkloadError
 USUAL: Mapping[str, tuple[str, ...]] = {
     "arrival": (
         "arrival_time", "arrived_at", "arrival", "start_time", "starttime", "startTimeUnixNano", "request_time",
-        "received_at", "timestamp", "time_local", "@timestamp", "ts", "time", "datetime", "created_at", "created",
-        "date", "arrival_s", "arrival_ms", "arrival_us", "arrival_ns",
+        "received_at", "request_created_at", "timestamp", "time_local", "@timestamp", "ts", "time", "datetime",
+        "created_at", "created", "date", "arrival_s", "arrival_ms", "arrival_us", "arrival_ns",
+        "log_time",
     ),
     "end": ("end_time", "endtime", "endTimeUnixNano", "completed_at", "finished_at", "completion_time"),
     "duration": (
@@ -23,11 +24,13 @@ USUAL: Mapping[str, tuple[str, ...]] = {
     "input": (
         "prompt_tokens", "input_tokens", "usage.input", "usageDetails.input", "Request tokens", "num_prompt_tokens",
         "prompttokens", "inputtokens", "input_length", "prompt_len", "ContextTokens", "tokens_in", "in_tokens",
+        "inputTokenCount", "promptTokenCount", "input_token_count", "prompt_token_count", "tokens_prompt",
     ),
     "output": (
         "completion_tokens", "output_tokens", "usage.output", "usageDetails.output", "Response tokens",
         "generated_tokens", "num_generation_tokens", "completiontokens", "outputtokens", "output_length", "output_len",
-        "GeneratedTokens", "tokens_out", "out_tokens",
+        "GeneratedTokens", "tokens_out", "out_tokens", "outputTokenCount", "candidatesTokenCount",
+        "output_token_count", "completion_token_count", "tokens_completion",
     ),
     "limit": ("max_completion_tokens", "max_tokens", "max_new_tokens", "max_output_tokens"),
     "session": (
@@ -39,6 +42,15 @@ USUAL: Mapping[str, tuple[str, ...]] = {
     "ids": ("prompt_token_ids", "input_token_ids", "input_tok_ids", "input_ids", "token_ids"),
 }  # fmt: skip
 """Usual names of columns by role, the first found wins. A nested column is found by its last parts as well."""
+
+CACHED = ("cache_read_input_tokens", "cache_creation_input_tokens")
+"""Tokens of a prompt that Anthropic's `input_tokens` beside them leaves out."""
+
+TOTALS = ("num_model_requests", "num_requests", "request_count", "n_requests", "total_requests", "requests")
+"""Numbers of requests in a row: the file has totals over time, not requests."""
+
+NONE = "none"
+"""In place of the column of arrivals: the file has none."""
 
 ROLES = tuple(USUAL)
 UNITS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
@@ -52,10 +64,12 @@ class LogColumns:
     Args:
         names: column by role; a whole number in place of a name is the value of every row.
         unit: of arrival times that are numbers, if it was given: s, ms, us, ns.
+        is_without_times: whether no column is a time of arrival, whatever their names: `arrival=none`.
     """
 
     names: Mapping[str, str]
     unit: str = ""
+    is_without_times: bool = False
 
     def of(self, role: str) -> str | None:
         """Return the column with a role; None without one."""
@@ -75,6 +89,8 @@ def parse_columns(text: str | None) -> LogColumns:
         if role == "arrival" and name.rpartition(":")[2] in UNITS and ":" in name:
             name, _, unit = name.rpartition(":")
         names[role] = name
+    if names.get("arrival") == NONE:
+        return LogColumns({role: name for role, name in names.items() if role != "arrival"}, is_without_times=True)
     return LogColumns(names, unit)
 
 
@@ -86,6 +102,8 @@ def recognise(where: str, present: Iterable[str], given: LogColumns) -> LogColum
     known = list(dict.fromkeys(present))
     found: dict[str, str] = {}
     for role in ROLES:
+        if role == "arrival" and given.is_without_times:
+            continue
         name = given.of(role)
         if name is None:
             name = next(filter(None, (_present(usual, known) for usual in USUAL[role])), None)
@@ -94,7 +112,26 @@ def recognise(where: str, present: Iterable[str], given: LogColumns) -> LogColum
             raise WorkloadError(where, problem, f"columns are {', '.join(known)}; a whole number is a constant")
         if name is not None and name not in found.values():
             found[role] = name
-    return LogColumns(found, given.unit)
+    return LogColumns(found, given.unit, given.is_without_times)
+
+
+def cached_beside(name: str, present: Iterable[str]) -> list[str]:
+    """Return the columns of cached tokens that the column of input tokens beside them leaves out."""
+    ending = "input_tokens"
+    if not name.endswith(ending):
+        return []
+    known = set(present)
+    return [beside for one in CACHED if (beside := name.removesuffix(ending) + one) in known]
+
+
+def has_usual_name(column: str, roles: Iterable[str] = USUAL) -> bool:
+    """Return whether a column has the usual name of a role."""
+    return any(_present(usual, [column]) for role in roles for usual in USUAL[role])
+
+
+def totals_in(present: Iterable[str]) -> str | None:
+    """Return the column with the number of requests of a row; None if a row is one request."""
+    return next((name for name in present if _plain(name).rpartition(".")[2] in TOTALS), None)
 
 
 def _present(usual: str, known: list[str]) -> str | None:
@@ -111,9 +148,20 @@ def _plain(name: str) -> str:
 
 # --- times ------------------------------------------------------------------------------------------------------------
 
-_FORMS = ("%d/%b/%Y:%H:%M:%S %z", "%m-%d %H:%M:%S", "%Y/%m/%d %H:%M:%S", "%d.%m.%Y %H:%M:%S", "%m/%d/%Y %H:%M:%S")
+_FORMS = (
+    "%d/%b/%Y:%H:%M:%S %z", "%m-%d %H:%M:%S", "%Y/%m/%d %H:%M:%S", "%Y/%m/%d - %H:%M:%S",
+    "%d.%m.%Y %H:%M:%S", "%d.%m.%Y %H:%M", "%m/%d/%Y %H:%M:%S", "%m/%d/%Y %H:%M",
+    "%m/%d/%Y %I:%M:%S %p", "%m/%d/%Y %I:%M %p", "%m/%d/%Y, %I:%M:%S %p",
+)  # fmt: skip
 _EPOCHS = ((1e8, 1e11, "s"), (1e11, 1e14, "ms"), (1e14, 1e17, "us"), (1e17, 1e20, "ns"))
 """Ranges of numbers that are times since 1970, from 1973 to 5138, and their units."""
+_SINCE_2015, _UNTIL_2040, _SCALES = 1_420_070_400, 2_208_988_800, (1, 1e3, 1e6, 1e9)
+
+
+def looks_like_epoch(value: Any) -> bool:
+    """Return whether a number is a time from 2015 to 2040 in seconds since 1970, or in a thousandth part of them."""
+    number = _number(value)
+    return number is not None and any(_SINCE_2015 * scale <= number < _UNTIL_2040 * scale for scale in _SCALES)
 
 
 def unit_of(column: str, values: Iterable[Any]) -> str:
@@ -141,7 +189,8 @@ def time_us(value: Any, unit: str) -> int | None:
             continue
     for form in _FORMS:
         try:
-            moment = datetime.strptime(text.partition(",")[0], form)  # noqa: DTZ007 - a time without a zone is UTC
+            part = text if "," in form else text.partition(",")[0]
+            moment = datetime.strptime(part, form)  # noqa: DTZ007 - a time without a zone is UTC
         except ValueError:
             continue
         return _of_moment(moment if moment.year > 1900 else moment.replace(year=2000))

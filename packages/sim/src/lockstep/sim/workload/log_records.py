@@ -1,4 +1,4 @@
-"""Records of request logs as they are exported: CSV of any separator, JSON, JSON lines, Parquet, spans, text logs.
+"""Records of request logs as they are exported: CSV of any separator, JSON, Parquet, spans, tables and logs as text.
 
 A record is a dict from column to value; nested columns are joined by dots, `usage.prompt_tokens`. The kind of a file is
 recognised by its content.
@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from lockstep.sim.workload.log_fields import has_usual_name
 from lockstep.sim.workload.trace_files import to_text
 from lockstep.sim.workload.trace_formats import shorten
 from lockstep.sim.workload.turns import WorkloadError
@@ -24,6 +25,9 @@ Lines = list[tuple[int, Record]]
 """Records with their lines in the file, from 1; in Parquet and in JSON arrays with the numbers of the rows."""
 
 SEPARATORS = ",;\t|"
+LINES_WITHOUT = 20  # of a log, before its first line with a JSON object
+PROMPTS = ("input", "ids", "text")  # roles of columns that only requests have
+KINDS = "CSV with a header, JSON, JSON lines, Parquet, an access log, or a request log of vLLM or SGLang"
 LISTS = ("data", "results", "requests", "logs", "items", "observations", "rows")
 """Names under which exports in one JSON object have their records."""
 
@@ -33,6 +37,17 @@ _ACCESS = re.compile(
     r'^(?P<remote_addr>\S+) \S+ (?P<remote_user>\S+) \[(?P<time_local>[^\]]+)\] "(?P<request>[^"]*)" '
     r'(?P<status>\d{3}) (?P<body_bytes_sent>\d+|-)(?: "[^"]*" "[^"]*")?(?P<rest>.*)$'
 )
+_GIN = re.compile(
+    r"\[GIN\] (?P<time>\S+ - \S+) \| *(?P<status>\d{3}) \| *(?P<took>\S+) \| *(?P<remote_addr>\S+) "
+    r'\| *(?P<request>\S+ +"[^"]*")'
+)
+"""Access logs of programs in Go: Ollama, LocalAI."""
+_RULE = re.compile(r"^[|+: -]*-{3,}[|+: -]*$")
+"""The line below the header of a table as psql, MySQL and Markdown print it."""
+_ROW_COUNT = re.compile(r"^\(?\d+ rows?\b.*$")
+_IN_LINE = re.compile(r"^[^{\",;|]*?(\{.*\})\s*$")
+"""A JSON object behind the prefix of a log line: a time, a stream, a level."""
+_PREFIX_STAMP = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?")
 _STAMP = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?|(?<!\d)\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?")
 
 
@@ -49,6 +64,10 @@ def read_records(path: Path, data: bytes) -> tuple[str, Lines]:
     first = next((line for line in text.splitlines() if line.strip()), "")
     if _ACCESS.match(first):
         return "an access log", _access(path, text)
+    if _GIN.search(first):
+        return "an access log of Gin", _gin(text)
+    if (found := _in_lines(text)) is not None:
+        return "JSON in lines of a log", found
     if _VLLM.search(text):
         return "a request log of vLLM", _vllm(text)
     if _SGLANG.search(text):
@@ -87,11 +106,7 @@ def _json(path: Path, text: str) -> tuple[str, Lines]:
     except msgspec.DecodeError:
         whole = _decoded(path, text)
         return _listed(path, whole)
-    if (
-        len(lines) == 1
-        and isinstance(first, dict)
-        and (any(name in first for name in LISTS) or "resourceSpans" in first)
-    ):
+    if len(lines) == 1 and isinstance(first, dict) and _has_records(first):
         return _listed(path, first)
     records: Lines = []
     for number, line in lines:
@@ -109,18 +124,78 @@ def _json(path: Path, text: str) -> tuple[str, Lines]:
             records += [(number, span) for span in _spans(record)]
         else:
             records.append((number, _flat(record)))
-    return "JSON lines", records
+    return "JSON lines", [record for one in records for record in _unpacked(*one)]
+
+
+def _unpacked(number: int, record: Record) -> Lines:
+    """Return the record that a container's log has as text under `log`, or the record itself."""
+    text = record.get("log")
+    if not isinstance(text, str) or "stream" not in record:
+        return [(number, record)]
+    try:
+        inner = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return []  # a line of text beside those of requests
+    return [(number, {"time": record.get("time")} | _flat(inner))] if isinstance(inner, dict) else []
+
+
+def _in_lines(text: str) -> Lines | None:
+    """Return the JSON objects behind the prefixes of log lines; None if the first lines have none."""
+    records: Lines = []
+    for number, line in enumerate(text.splitlines(), 1):
+        match = _IN_LINE.match(line)
+        if match is None:
+            if number > LINES_WITHOUT and not records:
+                return None
+            continue
+        try:
+            record = msgspec.json.decode(match[1])
+        except msgspec.DecodeError:
+            continue
+        if isinstance(record, dict):
+            stamp = _PREFIX_STAMP.match(line)
+            records.append((number, ({"log_time": stamp[0]} if stamp else {}) | _flat(record)))
+    return records or None
 
 
 def _listed(path: Path, whole: Any) -> tuple[str, Lines]:
     if isinstance(whole, dict) and "resourceSpans" in whole:
         return "OpenTelemetry spans", [(number, span) for number, span in enumerate(_spans(whole), 1)]
-    for name in LISTS:
-        if isinstance(whole, dict) and isinstance(whole.get(name), list):
-            return f"a JSON object with `{name}`", _array(path, whole[name])
+    if isinstance(whole, dict) and (name := _list_name(whole)) is not None:
+        rows = whole[name]
+        if rows and all(isinstance(row, dict) and isinstance(row.get("results"), list) for row in rows):
+            rows = [{**row, **one, "results": None} for row in rows for one in row["results"]]
+        return f"a JSON object with `{name}`", _array(path, rows)
+    if isinstance(whole, dict) and _is_by_name(whole):
+        return "a JSON object of requests by name", _array(path, list(whole.values()))
     names = ", ".join(whole) if isinstance(whole, dict) else type(whole).__name__
     hint = f"a list of records under one of {', '.join(LISTS)}, an array, or one object per line"
     raise WorkloadError(f"{path}, line 1", f"one JSON object with {shorten(names)} has no list of requests", hint)
+
+
+def _list_name(whole: Mapping[str, Any]) -> str | None:
+    """Return the name under which an object has its records: a usual one, or that of a list of requests."""
+    usual = (name for name in LISTS if isinstance(whole.get(name), list))
+    if _is_request(whole):
+        return next(usual, None)
+    other = (name for name, rows in whole.items() if isinstance(rows, list) and rows and all(map(_is_request, rows)))
+    return next(usual, None) or next(other, None)
+
+
+def _has_records(whole: Mapping[str, Any]) -> bool:
+    """Return whether an object has records rather than being one."""
+    return "resourceSpans" in whole or _list_name(whole) is not None or _is_by_name(whole)
+
+
+def _is_by_name(whole: Mapping[str, Any]) -> bool:
+    """Return whether an object has requests as the values of their names: with a common column of prompts."""
+    columns = [set(_flat(row)) if isinstance(row, dict) else set() for row in whole.values()]
+    return bool(columns) and any(has_usual_name(name, PROMPTS) for name in set.intersection(*columns))
+
+
+def _is_request(row: Any) -> bool:
+    """Return whether an object has a prompt or its length under a usual name."""
+    return isinstance(row, dict) and any(has_usual_name(name, PROMPTS) for name in _flat(row))
 
 
 def _array(path: Path, rows: list[Any]) -> Lines:
@@ -146,11 +221,11 @@ def _spans(whole: Mapping[str, Any]) -> Iterator[Record]:
 
 
 def _csv(path: Path, text: str) -> Lines:
+    text = _without_rules(text)
     header_line = next((line for line in text.splitlines() if line.strip()), "")
     separator = max(SEPARATORS, key=header_line.count)
     if not header_line.count(separator):
-        hint = "CSV with a header, JSON, JSON lines, Parquet, an access log, or a request log of vLLM or SGLang"
-        raise WorkloadError(f"{path}, line 1", f"unknown format, begins with `{shorten(header_line)}`", hint)
+        raise WorkloadError(f"{path}, line 1", f"unknown format, begins with `{shorten(header_line)}`", KINDS)
     reader = csv.reader(io.StringIO(text), delimiter=separator)
     header: list[str] = []
     records: Lines = []
@@ -162,6 +237,10 @@ def _csv(path: Path, text: str) -> Lines:
                 header = [cell.strip() for cell in cells]
                 continue
             if len(cells) != len(header):
+                if not any(has_usual_name(name) for name in header):
+                    raise WorkloadError(
+                        f"{path}, line 1", f"unknown format, begins with `{shorten(header_line)}`", KINDS
+                    )
                 column = header[min(len(cells), len(header) - 1)]
                 where = f"{path}, line {reader.line_num}, column `{column}`"
                 problem = f"expected {len(header)} values, as in the header, got {len(cells)}"
@@ -172,6 +251,25 @@ def _csv(path: Path, text: str) -> Lines:
             f"{path}, line {reader.line_num}", f"not readable as CSV: {error}", "an open quote?"
         ) from None
     return records
+
+
+def _without_rules(text: str) -> str:
+    """Return a table that a program printed without its rules and its count of rows; other texts as they are."""
+    lines = text.splitlines()
+    if not any(_RULE.match(line) for line in lines[:3]):
+        return text
+    kept = ["" if _RULE.match(line) or _ROW_COUNT.match(line) else line.strip() for line in lines]
+    if all(line.startswith("|") and line.endswith("|") for line in kept if line):
+        kept = [line[1:-1] for line in kept]
+    return "\n".join(kept)
+
+
+def _gin(text: str) -> Lines:
+    return [
+        (number, dict(match.groupdict()))
+        for number, line in enumerate(text.splitlines(), 1)
+        if (match := _GIN.search(line)) is not None
+    ]
 
 
 def _access(path: Path, text: str) -> Lines:

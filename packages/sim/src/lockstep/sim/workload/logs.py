@@ -7,14 +7,25 @@ file whose times cannot be found is an error that names them; arrivals are drawn
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from lockstep.sim.workload.log_fields import TIME_WORDS, LogColumns, parse_columns, recognise, time_us, unit_of
-from lockstep.sim.workload.log_records import Lines, Record, read_records
+from lockstep.sim.workload.log_fields import (
+    TIME_WORDS,
+    LogColumns,
+    cached_beside,
+    looks_like_epoch,
+    parse_columns,
+    recognise,
+    time_us,
+    totals_in,
+    unit_of,
+)
+from lockstep.sim.workload.log_records import PROMPTS, Lines, Record, read_records
 from lockstep.sim.workload.trace_formats import FORMATS, TraceFormat, TraceRow, shorten
 from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, WorkloadError
 
@@ -67,11 +78,12 @@ def read_log(path: Path, data: bytes, reading: LogReading, *, skip_bad_rows: boo
     if (name := columns.of("text")) is not None and name.endswith("conversations"):
         records = list(_conversations(records, name))
         columns = LogColumns({"text": "prompt", "answer": "answer", "session": "session"}, "")
-    reader = _Reader(path, kind, columns, reading, records)
+    requests = _requests(records, columns)
+    reader = _Reader(path, kind, columns, reading, requests)
     reader.check()
     rows: list[TraceRow] = []
     bad: list[str] = []
-    for line, record in records:
+    for line, record in requests:
         try:
             rows.append(reader.row(line, record))
         except _BadRowError as error:
@@ -86,7 +98,18 @@ def read_log(path: Path, data: bytes, reading: LogReading, *, skip_bad_rows: boo
             str(path), f"no usable row: all {len(bad)} are bad, first: {bad[0]}", "is this the right file?"
         )
     rows = reader.in_sessions(rows)
-    return LogRows(reader.format, rows, len(bad), tuple(bad[:SKIPPED_EXAMPLES_MAX]), tuple(reader.notes()))
+    notes = list(reader.notes())
+    if others := len(records) - len(requests):
+        notes.append(f"{others:,} records without a prompt or its length are no requests, and are left out")
+    return LogRows(reader.format, rows, len(bad), tuple(bad[:SKIPPED_EXAMPLES_MAX]), tuple(notes))
+
+
+def _requests(records: Lines, columns: LogColumns) -> Lines:
+    """Return the records that have the columns of prompts: a log may have other events between its requests."""
+    names = [name for role in PROMPTS if (name := columns.of(role)) is not None]
+    if not names or any(name.isdecimal() for name in names):
+        return records
+    return [(line, record) for line, record in records if any(name in record for name in names)]
 
 
 def _conversations(records: Lines, column: str) -> Iterator[tuple[int, Record]]:
@@ -121,6 +144,9 @@ class _Reader:
         self._has_durations = columns.of("end") is not None or columns.of("duration") is not None
         self._limited = 0
         self._sessions = 0
+        self._overlapping = 0  # requests of a session that arrived before the answer before them had ended
+        self._present = list(dict.fromkeys(name for _, record in records for name in record))
+        self._cached = cached_beside(columns.of("input") or "", self._present)
         by_ids = columns.of("ids") is not None or (self._tokenizer is not None and columns.of("text") is not None)
         content: Any = "token_ids" if by_ids else "hash_ids"
         self.format = TraceFormat("log", (), (), TraceRow, content=content, block_tokens=1 if by_ids else BLOCK_TOKENS)
@@ -142,19 +168,25 @@ class _Reader:
     def check(self) -> None:
         """Raise WorkloadError if arrival times, prompts or lengths of answers cannot be found."""
         of, line = self._columns.of, self._records[0][0]
-        present = list(dict.fromkeys(name for _, record in self._records for name in record))
-        shown = f"columns are {', '.join(present)}"
+        shown = f"columns are {', '.join(self._present)}"
         where = f"{self._path}, line {line}"
-        timely = [name for name in present if TIME_WORDS.search(name) and name not in self._columns.names.values()]
-        if of("arrival") is None and timely:
-            hint = f"--columns arrival={timely[0]}, or arrival={timely[0]}:ms with a unit"
+        self._check_totals(where)
+        timely = [name for name in self._present if name not in self._columns.names.values() and self._is_time(name)]
+        if of("arrival") is None and timely and not self._columns.is_without_times:
+            lengths = "".join(f",{role}=NAME" for role in ("input", "output") if of(role) is None)
+            hint = f"--columns arrival={timely[0]}{lengths}, or arrival={timely[0]}:ms with a unit, or none; {shown}"
             raise WorkloadError(
                 f"{where}, column `{timely[0]}`", "may be the time of arrival, and has an unusual name", hint
             )
         if of("input") is None and of("ids") is None:
             if of("text") is None:
-                known = f"or a public trace: {'; '.join(map(str, FORMATS))}"
-                hint = f"--columns input=NAME (or a constant, input=512); {shown}; {known}"
+                counts = [name for name in self._present if self._is_count(name)]
+                likely = f"; columns of whole numbers are {', '.join(counts)}" if counts else ""
+                traces = "; ".join(f"{known.name}: {', '.join(known.columns)}" for known in FORMATS)
+                hint = (
+                    f"--columns input=NAME,output=NAME (a number is a constant, input=512){likely}; all {shown}\n"
+                    f"      columns of public traces: {traces}"
+                )
                 problem = f"unknown format, {self._kind}: no column has the tokens of prompts, nor their text"
                 raise WorkloadError(where, problem, hint)
             self._check_countable("text")
@@ -163,6 +195,34 @@ class _Reader:
                 hint = f"--columns output=NAME (or a constant, output=128); {shown}"
                 raise WorkloadError(where, f"{self._kind}: no column has the tokens of answers, nor their text", hint)
             self._check_countable("answer")
+
+    def _is_time(self, name: str) -> bool:
+        """Return whether a column may have times: by its name, or because it has dates or epochs in the first rows."""
+        values = [record.get(name) for _, record in self._records[:SKIPPED_EXAMPLES_MAX]]
+        if TIME_WORDS.search(name) or all(map(looks_like_epoch, values)):
+            return True
+        texts = [value for value in values if isinstance(value, str) and not _is_numeric(value)]
+        return bool(texts) and all(time_us(value, "s") is not None for value in texts)
+
+    def _is_count(self, name: str) -> bool:
+        values = [record.get(name) for _, record in self._records[:SKIPPED_EXAMPLES_MAX]]
+        return all(_whole(value) is not None for value in values) and not self._is_time(name)
+
+    def _check_totals(self, where: str) -> None:
+        """Raise WorkloadError if rows are totals over time: their lengths are those of many requests together."""
+        column = totals_in(self._present)
+        if column is None or self._columns.of("text") is not None:
+            return
+        counts = [_whole(record.get(column)) or 0 for _, record in self._records]
+        if max(counts) <= 1:
+            return
+        problem = f"has the number of requests of each row, {sum(counts):,} in all: rows are totals, not requests"
+        hint = "export single requests, or generate some of the mean lengths: --workload gen:rate=R"
+        for role in ("input", "output"):
+            name = self._columns.of(role)
+            tokens = sum(_whole(record.get(name)) or 0 for _, record in self._records) if name else 0
+            hint += f",{role}=exponential:{max(round(tokens / sum(counts)), 1) if tokens else 'MEAN'}"
+        raise WorkloadError(f"{where}, column `{column}`", problem, hint)
 
     def _check_countable(self, role: str) -> None:
         if self._tokenizer is None and self._chars is None:
@@ -229,6 +289,8 @@ class _Reader:
         number = _whole(value)
         if number is None or not 0 <= number <= LENGTH_TOKENS_MAX:
             raise _BadRowError(column, value, f"a whole number of tokens up to {LENGTH_TOKENS_MAX:,}")
+        if role == "input":
+            number += sum(_whole(record.get(name)) or 0 for name in self._cached)
         return number
 
     def _output(self, record: Record) -> int:
@@ -295,6 +357,16 @@ class _Reader:
         sizes: dict[str, int] = {}
         for row in rows:
             sizes[row.session] = sizes.get(row.session, 0) + 1
+        followers = overlapping = 0
+        ends_us: dict[str, int] = {}
+        for row in sorted(rows, key=lambda row: row.arrival_us) if self._has_durations else ():
+            if row.session and row.session in ends_us:
+                followers += 1
+                overlapping += row.arrival_us < ends_us[row.session]
+            ends_us[row.session] = max(row.arrival_us + row.busy_us, ends_us.get(row.session, 0))
+        if 2 * overlapping > followers:
+            self._overlapping = overlapping
+            return [row._replace(session="") for row in rows]
         self._sessions = sum(1 for name, size in sizes.items() if name and size > 1)
         rows = [row if sizes[row.session] > 1 else row._replace(session="") for row in rows]
         return sorted(rows, key=lambda row: row.arrival_us) if self._sessions and rows[0].arrival_us >= 0 else rows
@@ -305,6 +377,14 @@ class _Reader:
         yield f"{self._kind}: {len(self._records):,} records, read as {read}"
         if self._columns.of("arrival") is not None and self._is_number:
             yield f"times are numbers, read as {self._unit}"
+        if self._cached:
+            yield f"a prompt is {self._columns.of('input')} and the cached tokens of {', '.join(self._cached)}"
+        if self._overlapping:
+            name = self._columns.of("session")
+            yield (
+                f"{self._overlapping:,} requests begin before the answer before them with the same {name} has ended:"
+                f" {name} is not read as a conversation"
+            )
         if self._limited:
             yield f"{self._limited:,} answers have the length of their limit, for lack of a count"
         if self._chars is not None and self._tokenizer is None:
@@ -321,10 +401,14 @@ class _Reader:
 
 # --- cells ------------------------------------------------------------------------------------------------------------
 
+_THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+")  # as spreadsheets show counts: 2,432
+
 
 def _whole(value: Any) -> int | None:
     if isinstance(value, bool) or value is None:
         return None
+    if isinstance(value, str) and _THOUSANDS.fullmatch(value.strip()):
+        value = value.replace(",", "")
     try:
         number = float(value)
     except (TypeError, ValueError):

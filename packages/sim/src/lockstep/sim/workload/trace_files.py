@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import re
 import tarfile
 import zlib
 from pathlib import Path
@@ -13,6 +14,7 @@ import zstandard
 
 from lockstep.sim.workload.turns import WorkloadError
 
+_CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1f]")  # bytes that no text has
 _TAR_MAGIC = slice(257, 262)  # position of `ustar`
 
 
@@ -30,11 +32,30 @@ def read_bytes(path: Path) -> bytes:
     return _decompress(path, data)
 
 
+OTHER_KINDS = {
+    b"PK\x03\x04": ("a zip archive or a spreadsheet", "unpack it, or save the sheet as CSV"),
+    b"\xd0\xcf\x11\xe0": ("an old spreadsheet or document", "save the sheet as CSV"),
+    b"SQLite format 3": ("an SQLite database", "export its table: sqlite3 -header -csv FILE 'select * from TABLE'"),
+    b"ARROW1": ("an Arrow file", "write it as Parquet: polars.read_ipc(FILE).write_parquet(OTHER)"),
+    b"ORC": ("an ORC file", "write it as Parquet"),
+    b"%PDF": ("a PDF", "export the data itself, as CSV or JSON"),
+}
+"""First bytes of files that have requests and are not read, with what they are and what to do."""
+
+
 def to_text(path: Path, data: bytes) -> str:
-    """Decode UTF-8 with or without a byte order mark. Raises: WorkloadError."""
+    """Decode UTF-8 with or without a byte order mark, UTF-16 with one, and else the Windows code page of spreadsheets.
+
+    Raises: WorkloadError for a file that is no text.
+    """
+    for start, (what, hint) in OTHER_KINDS.items():
+        if data.startswith(start):
+            raise WorkloadError(str(path), f"is {what}, which is not read", hint)
     try:
-        return data.decode("utf-8-sig")
+        return data.decode("utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
     except UnicodeDecodeError as error:
+        if not _CONTROL.search(data):
+            return data.decode("cp1252", "replace")
         problem = f"not text: byte {error.start} is not UTF-8"
         raise WorkloadError(str(path), problem, "only plain text, .gz and .zst are read") from None
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from lockstep.sim.workload.log_fields import TIME_WORDS
+from lockstep.sim.workload.log_fields import CACHED, TIME_WORDS, totals_in
 from lockstep.sim.workload.logs import LogReading, LogRows, read_log
 from lockstep.sim.workload.trace_files import to_text
 from lockstep.sim.workload.trace_formats import ABSENT, FORMATS, BadCellError, TraceFormat, TraceRow, shorten
@@ -173,7 +173,9 @@ def _detect(path: Path, text: str) -> tuple[TraceFormat, list[str]] | None:
 
 
 def _is_other(known: TraceFormat, header: list[str]) -> bool:
-    """Return whether a file with the lengths of plain rows has its times under a name that plain rows do not have."""
+    """Return whether a file with the lengths of plain rows has times, cached tokens or totals in other columns."""
+    if known.name == "plain" and (set(CACHED) & set(header) or totals_in(header) is not None):
+        return True
     times = ("arrival_s", "arrival_ms", "arrival_us", "arrival_ns")
     others = [name for name in header if name not in (*known.columns, *known.optional)]
     return known.name == "plain" and not set(times) & set(header) and any(map(TIME_WORDS.search, others))
