@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from lockstep.core.contract.commands import LaunchBatch, ProposeBatch, SampleBatch
-from lockstep.core.contract.config import CacheTiers, SchedConfig, refuse_in_runtime
+from lockstep.core.contract.config import CacheTiers, SchedConfig
 from lockstep.core.contract.errors import ConfigError, ContractError
 from lockstep.core.contract.events import (
     BatchFinished,
@@ -28,6 +28,7 @@ from lockstep.core.contract.events import (
     TokenIds,
     Wish,
 )
+from lockstep.core.contract.runtime_settings import refuse_in_runtime
 from lockstep.core.features.data_parallel import padding_of
 from lockstep.core.journal import snapshot
 from lockstep.core.scheduler.engine import Engine

@@ -15,6 +15,7 @@ PACKAGES = {  # by the name to import, the name for pip; bounds are those of pac
     "tokenizers": "tokenizers>=0.21",
     "jinja2": "jinja2>=3.1",
     "markupsafe": "markupsafe",  # of jinja2
+    "greenlet": "greenlet>=3.1",
 }
 ON_A_GPU = {"triton": "triton"}  # torch for CUDA brings it
 FOR_MORE = {  # what is skipped without them

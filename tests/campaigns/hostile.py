@@ -29,7 +29,7 @@ VALID: dict[str, dict[str, Any]] = {
         path: {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}
         for path in ("/rerank", "/v1/rerank", "/v2/rerank")
     },
-    **{path: {"input": "a"} for path in ("/pooling", "/classify", "/v1/moderations")},
+    **{path: {"input": "a"} for path in ("/pooling", "/classify", "/v1/classify", "/v1/moderations")},
     "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 2, "top_k": 5}, "rid": "r"},
     "/encode": {"text": "a"},
     "/invocations": {"prompt": "a", "max_tokens": 2},

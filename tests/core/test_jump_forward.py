@@ -24,7 +24,7 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.journal import snapshot
 from lockstep.core.scheduler.engine import Engine
-from tests.support.driver.draw import under_grammars
+from tests.support.driver.draw import under_grammars, without_halves
 from tests.support.driver.run import run_actions
 
 GRAMMAR = Grammar("regex", "g", b"g")
@@ -39,7 +39,7 @@ def test_histories_with_forced_tokens_replay_and_survive_snapshots() -> None:
         config, actions = history(seed)
         seed += 1
         if config.decode_steps_per_launch == 1 and config.hybrid is msgspec.UNSET:
-            config = replace(config, jump_forward_tokens=1 + seed % 7)
+            config = replace(without_halves(config), jump_forward_tokens=1 + seed % 7)
             if seed % 3 == 0 and not config.speculates:
                 config = replace(config, speculative_method="eagle")
             driver = run_actions(config, under_grammars(actions), replay=True)

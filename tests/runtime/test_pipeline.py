@@ -290,7 +290,8 @@ def test_ranks_share_the_threads_of_the_processor(
     assert threads_of_rank(ranks) == expected
 
 
-def test_an_engine_gives_the_threads_back(folder: Path) -> None:
+def test_an_engine_gives_the_threads_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     try:

@@ -131,7 +131,7 @@ def test_replicas_come_with_the_load_and_cost_less_than_all_of_them_all_the_time
 def test_a_replica_that_comes_back_has_an_empty_cache_and_replays(tmp_path: Path) -> None:
     """Bursts of equal prompts with pauses: a replica that was removed and added again computes them anew."""
     burst = "gen:n=60,rate=40,input=fixed:600,output=uniform:1:90,turns=fixed:3,think=fixed:8s"
-    scaling = parse_scaling("open_requests=3,minimum=1,start=0s,interval=50ms,window=0s,cooldown=0s")
+    scaling = parse_scaling("open_requests=2,minimum=1,start=0s,interval=50ms,window=0s,cooldown=0s")
     run(replace(BASE, workload=burst), replicas=3, folder=tmp_path, scaling=scaling)
     changes = [(fact["engine"], fact["state"]) for fact in facts(tmp_path, "EngineChanged")]
     assert changes[:2] == [(1, "down"), (2, "down")]

@@ -147,7 +147,8 @@ def test_a_plan_without_splits_has_the_trials_that_it_had() -> None:
 
 
 def test_the_best_split_is_found_and_what_cannot_be_best_is_not_simulated(tmp_path: Path) -> None:
-    asked = question("prefill_decode=auto", gpus_max=3)
+    slos = (Slo.parse("ttft_p90=2s"), Slo.parse("tpot_p90=40ms"))
+    asked = question("prefill_decode=auto", gpus_max=3, slos=slos)
     ledger = TrialStore(tmp_path / "kept")
     found = planned(asked, ledger)
     mixed, one, two = found.candidates

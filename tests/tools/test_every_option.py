@@ -41,6 +41,7 @@ TABLE = ["gemm_dtype,m,n,k,latency", *(f"bfloat16,{m},{n},{n},0.1" for m in (1, 
 DRAFTS = f"{PLAIN} --speculative-method ngram"
 HEADS = f"{PLAIN} --speculative-method eagle"
 FROM_LOG = "--model qwen3-0.6b --gpu h200 --workload LOGFILE"
+SUMS = f"{PLAIN} --tp 2"
 STAGES = f"{PLAIN} --pp 2 --pp-size 2"
 
 # By flag: the command line beside it, and its value. Other options stand beside PLAIN, with a value of their type.
@@ -118,6 +119,9 @@ LINES: dict[str, tuple[str, str]] = {
     "--swa-full-tokens-ratio": (WINDOWS, "0.5"),
     "--mamba-full-memory-ratio": (STATES, "0.5"),
     "--mamba-track-interval": (STATES, "128"),
+    "--two-batch-overlap": (SUMS, ""),
+    "--two-batch-decode-tokens": (f"{SUMS} --two-batch-overlap", "2"),
+    "--two-batch-prefill-tokens": (f"{SUMS} --two-batch-overlap", "2"),
     "--page-size": (PLAIN, "8"),
     "--pages": (PLAIN, "64"),
     "--context-tokens-max": (PLAIN, "512"),

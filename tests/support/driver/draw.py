@@ -152,6 +152,14 @@ def with_chains(config: SchedConfig) -> SchedConfig:
     return msgspec.structs.replace(config, speculative_topk=msgspec.UNSET, speculative_num_steps=msgspec.UNSET)
 
 
+def without_halves(config: SchedConfig) -> SchedConfig:
+    """Return the settings without batches in halves, which have no rows of several tokens."""
+    unset = msgspec.UNSET
+    return msgspec.structs.replace(
+        config, two_batch_overlap=unset, two_batch_decode_tokens=unset, two_batch_prefill_tokens=unset
+    )
+
+
 def in_halves(rng: random.Random, config: SchedConfig) -> SchedConfig:
     """The settings, for a share of the seeds and where they go together, with batches that run as two halves."""
     apart = config.speculates or config.jumps or config.pipelines or config.hybrid is not msgspec.UNSET
