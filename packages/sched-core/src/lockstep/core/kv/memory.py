@@ -418,18 +418,12 @@ class Memory(DeviceMemory, Component):
         self.trim(step)
 
     def _writers(self, request: Request) -> list[BatchId]:
-        """Return the batches in flight that compute what a request has beyond its protected pages.
+        """Return the batches in flight that compute KV of a request.
 
-        One page may be computed in several chunks. In a hybrid model every chunk of the request counts: each chunk
-        begins with the state and the windows that the chunk before it leaves, even if its pages are cached already.
+        Every chunk counts, also one whose pages were cached already: if its batch fails, the KV of the chunks behind it
+        is not valid either. In a hybrid model each chunk begins with the state that the chunk before it leaves.
         """
-        known = 0 if self.hybrid.present else self.config.page_size * request.protected_pages
-        found: list[BatchId] = []
-        for batch in self.in_flight:
-            stops = batch.plan.stops[batch.plan.rows == request.row]
-            if stops.size and stops[0] > known:
-                found.append(batch.plan.batch_id)
-        return found
+        return [batch.plan.batch_id for batch in self.in_flight if batch.names(request.row)]
 
     def computed(self, batch_id: BatchId) -> None:
         """Mark the KV of a collected batch as computed."""
