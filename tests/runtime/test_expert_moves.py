@@ -72,14 +72,15 @@ def test_requests_equal_one_engine_while_experts_move_and_a_rank_lost_in_a_move_
 def test_the_slots_of_every_rank_get_their_experts(ranks: int) -> None:
     """Random placements one after another; each expert's weights are its number."""
     experts, slots = 6, 6 + 2 * ranks
-    rng, met, parts = np.random.default_rng(ranks), threading.Barrier(ranks, timeout=60), [None] * ranks
+    rng, met = np.random.default_rng(ranks), threading.Barrier(ranks, timeout=60)
+    parts: list[Any] = [None] * ranks
     placements = [balance(rng.random((1, experts)) ** 4, slots=slots, gpus=ranks)[0] for _ in range(12)]
 
     def run(rank: int) -> list[list[int]]:
         def all_to_all(rows: Any, sends: list[int], receives: list[int]) -> Any:
-            parts[rank] = rows.split(sends)  # type: ignore[call-overload]
+            parts[rank] = rows.split(sends)
             met.wait()
-            got = torch.cat([parts[other][rank] for other in range(ranks)])  # type: ignore[index]
+            got = torch.cat([parts[other][rank] for other in range(ranks)])
             met.wait()
             assert len(got) == sum(receives)
             return got

@@ -241,26 +241,23 @@ class StopWorker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=Tr
 
 TransferOrder = OpenStaging | OpenSender | StagePages | FetchPages
 AdapterUpdate = ReadAdapter | PlaceAdapter | LackAdapter | ForgetAdapter
-ToWorker = (
-    WorkerSetup
-    | Start
-    | Launch
-    | HoldContents
+Told = (
+    HoldContents
     | ReleaseContents
     | Mask
     | Sample
     | Collect
     | MeasureExperts
     | MoveLayers
-    | Prepare
-    | Commit
-    | Discard
-    | Switch
-    | AdapterUpdate
+    | LackAdapter
+    | ForgetAdapter
     | Moving
     | TransferOrder
     | CloseTransfers
-    | StopWorker
+)
+"""Messages to every worker that rank 0 sends without waiting for an answer."""
+ToWorker = (
+    WorkerSetup | Start | Launch | Told | Prepare | Commit | Discard | Switch | ReadAdapter | PlaceAdapter | StopWorker
 )
 
 # --------------------------------------------------------------------------------------------------------- to rank 0

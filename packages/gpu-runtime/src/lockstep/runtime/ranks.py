@@ -72,7 +72,6 @@ from lockstep.runtime.rank_wire import (
     AdapterDone,
     Channel,
     Chosen,
-    CloseTransfers,
     Collect,
     Collected,
     CommandDone,
@@ -84,10 +83,7 @@ from lockstep.runtime.rank_wire import (
     HoldContents,
     LackAdapter,
     Mask,
-    MeasureExperts,
     Moved,
-    MoveLayers,
-    Moving,
     Order,
     PlaceAdapter,
     PlanChain,
@@ -101,10 +97,10 @@ from lockstep.runtime.rank_wire import (
     Start,
     StopWorker,
     Switch,
+    Told,
     ToLead,
     ToWorker,
     TransferDone,
-    TransferOrder,
     WorkerSetup,
     drawn_digest,
     in_turn,
@@ -368,21 +364,7 @@ class RankGroup:
                 worker.launched.append(order.plan.batch_id)
             self._send(worker, sealed)
 
-    def tell(
-        self,
-        message: HoldContents
-        | ReleaseContents
-        | Mask
-        | Sample
-        | Collect
-        | MeasureExperts
-        | MoveLayers
-        | LackAdapter
-        | ForgetAdapter
-        | Moving
-        | TransferOrder
-        | CloseTransfers,
-    ) -> None:
+    def tell(self, message: Told) -> None:
         """Send a message to every worker."""
         for worker in self._workers:
             self._send(worker, message)

@@ -39,6 +39,9 @@ from lockstep.runtime.models.language_model import LanguageModel
 from lockstep.runtime.models.layers import Maker
 from lockstep.runtime.models.settings import ModelSettings
 
+Activation = Literal["sigmoid", "softmax", "identity"]
+ACTIVATIONS: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "identity", "Softmax": "softmax"}
+"""What turns logits of labels into scores, by the last part of its name in a config.json."""
 PADDING_MAX = 0.25
 """Share of padding in the shortest prompt of a group: shorter prompts are in another group."""
 OTHER_HEADS = (
@@ -254,17 +257,15 @@ def _settings(library: Any, config: Mapping[str, Any]) -> ModelSettings:
     )
 
 
-def _activation(config: Mapping[str, Any], labels: int) -> Literal["sigmoid", "softmax", "identity"]:
+def _activation(config: Mapping[str, Any], labels: int) -> Activation:
     """Return what turns logits of labels into scores: that of sentence-transformers, or that of the kind of problem."""
     of_trainer = config.get("sentence_transformers")
     named = of_trainer.get("activation_fn") if isinstance(of_trainer, Mapping) else None
     named = named or config.get("sbert_ce_default_activation_function")
     if isinstance(named, str):
-        for suffix, kind in (("Sigmoid", "sigmoid"), ("Identity", "identity"), ("Softmax", "softmax")):
+        for suffix, kind in ACTIVATIONS.items():
             if named.endswith(suffix):
-                return kind  # type: ignore[return-value]
+                return kind
         raise ConfigError(f"`activation_fn` of config.json is {named}; supported are Sigmoid, Softmax and Identity")
-    of_problem = {"regression": "identity", "multi_label_classification": "sigmoid"}
-    if (known := of_problem.get(str(config.get("problem_type")))) is not None:
-        return known  # type: ignore[return-value]
-    return "sigmoid" if labels == 1 else "softmax"
+    of_problem: dict[str, Activation] = {"regression": "identity", "multi_label_classification": "sigmoid"}
+    return of_problem.get(str(config.get("problem_type")), "sigmoid" if labels == 1 else "softmax")

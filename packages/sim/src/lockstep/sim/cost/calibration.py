@@ -291,7 +291,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if self.correction.is_identity and not self.spread and factor == 1.0:
             return base
         if isinstance(base, TwoBatchModel):
-            return TwoBatchModel(self.cost_model(base.base, factor))  # type: ignore[arg-type]
+            return TwoBatchModel(self.cost_model(base.base, factor))  # type: ignore[arg-type]  # a correction keeps its terms apart
         if isinstance(base, PipelineModel):
             if self.correction.is_identity and not self.spread:
                 return base.scaled(factor)
