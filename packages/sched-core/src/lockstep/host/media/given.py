@@ -23,6 +23,7 @@ from lockstep.core.contract.events import PromptSpan
 from lockstep.host.media.content import GIVEN, Array, MediaPrompt, array_of, content_of
 
 NPY = b"\x93NUMPY"
+SAFETENSORS_HEADER_AT = 8  # bytes before the header, an object in JSON
 FLOATS = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "BF16": "<u2"}
 """Types of safetensors -> those of numpy; bfloat16 has none, and is the upper half of a float32."""
 
@@ -102,7 +103,11 @@ def _decoded(text: str, where: str) -> NDArray[np.float32]:
         raw = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise BadEmbeddings(f"has {where}no valid base64") from None
-    return _checked(_npy(raw, where) if raw.startswith(NPY) else _safetensors(raw, where), where)
+    if raw.startswith(NPY):
+        return _checked(_npy(raw, where), where)
+    if raw[SAFETENSORS_HEADER_AT : SAFETENSORS_HEADER_AT + 1] != b"{":
+        raise BadEmbeddings(f"is {where}neither a .npy file nor safetensors; files of torch.save are not read")
+    return _checked(_safetensors(raw, where), where)
 
 
 def _npy(raw: bytes, where: str) -> NDArray[Any]:
@@ -122,14 +127,18 @@ def _npy(raw: bytes, where: str) -> NDArray[Any]:
 
 def _safetensors(raw: bytes, where: str) -> NDArray[Any]:
     """Return the tensor of a safetensors file. Raises BadEmbeddings."""
-    import safetensors
-
+    try:
+        import safetensors
+    except ImportError:
+        raise BadEmbeddings(
+            f"is {where}safetensors, but the package safetensors is not installed where the server runs; "
+            "give a .npy file or rows of numbers"
+        ) from None
     read: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = safetensors.deserialize
     try:
         tensors = read(raw)
     except safetensors.SafetensorError as error:
-        why = "neither a .npy file nor safetensors; files of torch.save are not read"
-        raise BadEmbeddings(f"is {where}{why}: {str(error)[:100]}") from None
+        raise BadEmbeddings(f"has {where}no readable safetensors: {str(error)[:100]}") from None
     if len(tensors) != 1 or tensors[0][1]["dtype"] not in FLOATS:
         found = ", ".join(f"{name} {one['dtype']}" for name, one in tensors[:4])
         raise BadEmbeddings(f"has {where}tensors [{found}]; it must be one of {', '.join(FLOATS)}")
