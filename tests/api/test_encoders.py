@@ -74,7 +74,8 @@ def test_labels_of_texts(served: tuple[LiveServer, Any]) -> None:
     assert [one["probs"][0] for one in said["data"]] == pytest.approx(wanted, abs=1e-5)
     assert {(one["label"], one["num_classes"]) for one in said["data"]} == {("LABEL_0", 1)}
     ids = tokenizer()(texts[0])["input_ids"]
-    assert sent(server, "/v1/classify", input=ids)["data"][0]["probs"] == said["data"][0]["probs"]
+    alone = sent(server, "/v1/classify", input=ids)["data"][0]["probs"]
+    assert alone == pytest.approx(said["data"][0]["probs"], abs=1e-6)  # the first answer was in a batch of four
 
 
 @pytest.mark.parametrize(
