@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lockstep.host.quantization import INT4_BITS, INT4_GROUP, METHODS, WeightsDtype, read_weight_format
+from lockstep.sim.cost.config_fields import ConfigFields
 from lockstep.sim.cost.errors import CatalogueError
 from lockstep.sim.cost.models import AttentionShape, ExpertShape, GatedDelta, LatentAttention, Mamba2, ModelSpec
 
@@ -213,45 +214,6 @@ LAYER_KINDS = {
 TORCH_DTYPES = ("bfloat16", "float16", "float32")  # float32 checkpoints are served in bf16
 
 
-@dataclass(frozen=True, slots=True)
-class _ConfigFields:
-    """Typed access to a config. Every error names the file, the field and the value."""
-
-    where: str
-    data: Mapping[str, Any]
-
-    def complain(self, field: str, wanted: str) -> CatalogueError:
-        value = self.data.get(field, "nothing")
-        return CatalogueError(f"{self.where}: `{field}` must be {wanted}, got `{value}`")
-
-    def whole(self, field: str, default: int | None = None, least: int = 1) -> int:
-        value = self.data.get(field)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.complain(field, f"a whole number of at least {least}")
-        return value
-
-    def flag(self, field: str, default: bool) -> bool:
-        value = self.data.get(field)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.complain(field, "true or false")
-        return value
-
-    def any_flag(self, *fields: str) -> bool:
-        return any(self.flag(field, False) for field in fields)
-
-    def table(self, field: str) -> Mapping[str, Any]:
-        value = self.data.get(field)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise self.complain(field, "an object")
-        return value
-
-
 def model_from_config(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:
     """Build a ModelSpec from the fields of a Hugging Face config.json.
 
@@ -259,12 +221,12 @@ def model_from_config(config: Mapping[str, Any], name: str, where: str) -> Model
     """
     if not isinstance(config, dict):
         raise CatalogueError(f"{where}: a config.json must be an object, got `{type(config).__name__}`")
-    inner = _ConfigFields(where, config).table("text_config")
+    inner = ConfigFields(where, config).table("text_config")
     data = {**config, **inner}  # fields of the language model inside a multimodal model come first
     for field, others in ALIASES.items():
         if data.get(field) is None:
             data[field] = next((data[other] for other in others if data.get(other) is not None), None)
-    f = _ConfigFields(where, data)
+    f = ConfigFields(where, data)
     for field, meaning in REFUSED.items():
         if f.data.get(field):
             raise CatalogueError(f"{where}: `{field}` {f.data[field]} ({meaning}) is not modelled")
@@ -312,7 +274,7 @@ def model_from_config(config: Mapping[str, Any], name: str, where: str) -> Model
     )
 
 
-def _mixers(f: _ConfigFields) -> dict[str, Any]:
+def _mixers(f: ConfigFields) -> dict[str, Any]:
     """Return the fields of Nemotron-H, whose layers have either attention, a state or a feed-forward, as pairs of both.
 
     A letter of `hybrid_override_pattern` is a layer: M Mamba-2, * attention, - dense, E experts.
@@ -333,7 +295,7 @@ def _mixers(f: _ConfigFields) -> dict[str, Any]:
     }
 
 
-def _dense_ffn(f: _ConfigFields, family: Family) -> int:
+def _dense_ffn(f: ConfigFields, family: Family) -> int:
     """Return the width of the feed-forward of layers without experts."""
     if f.data.get("shared_intermediate_size") and family.experts and not f.data.get(family.experts):
         return f.whole("shared_intermediate_size")  # Granite 4 without experts
@@ -342,7 +304,7 @@ def _dense_ffn(f: _ConfigFields, family: Family) -> int:
     return f.whole("intermediate_size", family.ffn_factor * f.whole("hidden_size") if family.ffn_factor else None)
 
 
-def _attention(f: _ConfigFields, family: Family, window: int) -> AttentionShape:
+def _attention(f: ConfigFields, family: Family, window: int) -> AttentionShape:
     heads = f.whole("num_attention_heads")
     if f.data.get("head_dim") is None and f.whole("hidden_size") % heads:
         raise f.complain("num_attention_heads", f"a divisor of `hidden_size` {f.whole('hidden_size')}")
@@ -366,7 +328,7 @@ def _attention(f: _ConfigFields, family: Family, window: int) -> AttentionShape:
     )
 
 
-def _latent(f: _ConfigFields) -> LatentAttention:
+def _latent(f: ConfigFields) -> LatentAttention:
     return LatentAttention(
         heads=f.whole("num_attention_heads"),
         q_rank=f.whole("q_lora_rank", default=0, least=0),
@@ -380,7 +342,7 @@ def _latent(f: _ConfigFields) -> LatentAttention:
     )
 
 
-def _state(f: _ConfigFields, family: Family) -> GatedDelta | Mamba2:
+def _state(f: ConfigFields, family: Family) -> GatedDelta | Mamba2:
     """Return the layers that keep a state instead of KV."""
     if family.state == "mamba2":
         return Mamba2(
@@ -400,7 +362,7 @@ def _state(f: _ConfigFields, family: Family) -> GatedDelta | Mamba2:
     )
 
 
-def _experts(f: _ConfigFields, family: Family) -> ExpertShape:
+def _experts(f: ConfigFields, family: Family) -> ExpertShape:
     field = _expert_field(f, family)
     count, per_token = f.whole(field), f.whole("num_experts_per_tok")
     if per_token > count:
@@ -422,13 +384,13 @@ def _experts(f: _ConfigFields, family: Family) -> ExpertShape:
     )
 
 
-def _expert_field(f: _ConfigFields, family: Family) -> str:
+def _expert_field(f: ConfigFields, family: Family) -> str:
     """Return the field with the number of experts, which may have another name in configs of another release."""
     named = (family.experts, *EXPERT_COUNTS)
     return next((name for name in named if f.data.get(name) is not None), family.experts)
 
 
-def _moe_layers(f: _ConfigFields, family: Family, layers: int) -> int:
+def _moe_layers(f: ConfigFields, family: Family, layers: int) -> int:
     """Return the number of layers with experts.
 
     They are listed, or every n-th layer has experts (Qwen), without the first `first_k_dense_replace` (DeepSeek) and
@@ -452,7 +414,7 @@ def _moe_layers(f: _ConfigFields, family: Family, layers: int) -> int:
     return sum(1 for i in range(first, stop) if i not in listed and (i + offset) % step == 0)
 
 
-def _layer_kinds(f: _ConfigFields, family: Family, layers: int) -> tuple[int, int]:
+def _layer_kinds(f: ConfigFields, family: Family, layers: int) -> tuple[int, int]:
     """Return the numbers of sliding-window layers and of linear-attention layers."""
     kinds = f.data.get("layer_types", f.data.get("attention_layers"))
     if kinds is not None:
@@ -486,20 +448,20 @@ def _layer_kinds(f: _ConfigFields, family: Family, layers: int) -> tuple[int, in
     raise CatalogueError(f"{f.where}: `sliding_window` {f.data['sliding_window']} without `layer_types`")
 
 
-def _pattern(f: _ConfigFields, family: Family) -> int:
+def _pattern(f: ConfigFields, family: Family) -> int:
     """Return n where every n-th layer is full: a number, or a text such as LLLG, or the usual one of the family."""
     given = f.data.get("sliding_window_pattern")
     return len(given) if isinstance(given, str) and given else f.whole("sliding_window_pattern", family.pattern or None)
 
 
-def _numbers(f: _ConfigFields, field: str) -> list[int]:
+def _numbers(f: ConfigFields, field: str) -> list[int]:
     value = f.data.get(field) or []
     if not isinstance(value, list) or not all(isinstance(one, int) for one in value):
         raise f.complain(field, "a list of layer numbers")
     return value
 
 
-def _checkpoint_dtype(f: _ConfigFields) -> WeightsDtype:
+def _checkpoint_dtype(f: ConfigFields) -> WeightsDtype:
     method = f.table("quantization_config").get("quant_method")
     if _is_nvfp4(f.table("quantization_config")):
         return "nvfp4"
@@ -536,7 +498,7 @@ def _is_nvfp4(quantization: Mapping[str, Any]) -> bool:
     return quantization.get("quant_method") == "modelopt_fp4" or algorithm.startswith("nvfp4")
 
 
-def _weights_only(f: _ConfigFields) -> bool:
+def _weights_only(f: ConfigFields) -> bool:
     """Return whether an fp8 checkpoint declares no precision of activations, by the runtime's own reader."""
     if _is_nvfp4(f.table("quantization_config")):
         return False
@@ -544,7 +506,7 @@ def _weights_only(f: _ConfigFields) -> bool:
     return stored is not None and stored.layout == "fp8" and not stored.activations
 
 
-def _context_tokens_max(f: _ConfigFields, model_type: str) -> int:
+def _context_tokens_max(f: ConfigFields, model_type: str) -> int:
     """Return the longest context the config allows.
 
     `max_position_embeddings` already includes llama3 and longrope scaling, and Gemma 3's linear scaling. yarn scales
