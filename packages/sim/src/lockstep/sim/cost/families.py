@@ -14,6 +14,14 @@ from lockstep.host.quantization import INT4_BITS, INT4_GROUP, METHODS, WeightsDt
 from lockstep.sim.cost.config_fields import ConfigFields
 from lockstep.sim.cost.errors import CatalogueError
 from lockstep.sim.cost.models import AttentionShape, ExpertShape, GatedDelta, LatentAttention, Mamba2, ModelSpec
+from lockstep.sim.cost.whole_prompts import (
+    ENCODERS,
+    check_architecture,
+    decoder_labels,
+    encoder_fields,
+    labels_of,
+    local_layers,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,11 +186,11 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 ALIASES = {
-    "hidden_size": ("n_embd", "d_model"),
+    "hidden_size": ("n_embd", "d_model", "dim"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
     "num_key_value_heads": ("num_kv_heads",),
-    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "hidden_dim"),
     "max_position_embeddings": ("n_positions", "max_seq_len", "model_max_length", "seq_length"),
     "num_experts_per_tok": ("moe_k", "num_experts_per_token", "moe_topk"),
     "n_shared_experts": ("num_shared_experts", "moe_num_shared_experts"),
@@ -231,9 +239,11 @@ def model_from_config(config: Mapping[str, Any], name: str, where: str) -> Model
         if f.data.get(field):
             raise CatalogueError(f"{where}: `{field}` {f.data[field]} ({meaning}) is not modelled")
     model_type = str(f.data.get("model_type", "nothing")).removesuffix("_text")
+    if model_type in ENCODERS:
+        return _encoder(f, model_type, name, str(config.get("_source", where)))
     if model_type not in FAMILIES:
         raise CatalogueError(
-            f"{where}: `model_type` `{model_type}` is not modelled\nhint: one of {', '.join(FAMILIES)}"
+            f"{where}: `model_type` `{model_type}` is not modelled\nhint: one of {', '.join((*FAMILIES, *ENCODERS))}"
         )
     family = FAMILIES[model_type]
     if model_type == "nemotron_h":
@@ -270,7 +280,36 @@ def model_from_config(config: Mapping[str, Any], name: str, where: str) -> Model
         checkpoint_dtype=_checkpoint_dtype(f),
         weights_only=_weights_only(f),
         context_tokens_max=context,
+        whole=decoder_labels(f.whole("hidden_size"), labels) if (labels := labels_of(f)) else None,
         notes=family.notes,
+    )
+
+
+def _encoder(f: ConfigFields, model_type: str, name: str, source: str) -> ModelSpec:
+    """Return an encoder. Raises CatalogueError for one that is used as something else."""
+    check_architecture(f)
+    family, layers = ENCODERS[model_type], f.whole("num_hidden_layers")
+    local, window = local_layers(f, layers) if family.modern else (0, 0)
+    biases = not family.modern
+    return ModelSpec(
+        name=name,
+        source=source,
+        model_type=model_type,
+        hidden=f.whole("hidden_size"),
+        vocab=f.whole("vocab_size"),
+        tied_embedding=True,
+        ffn=f.whole("intermediate_size"),
+        dense_layers=layers,
+        moe_layers=0,
+        full_layers=layers - local,
+        sliding_layers=local,
+        linear_layers=0,
+        attention=_attention(f, Family(qkv_bias=biases or None, o_bias=biases or None), window if local else 0),
+        norm_bias=biases or f.flag("norm_bias", False),
+        gated_ffn=family.modern,
+        ffn_bias=biases or f.flag("mlp_bias", False),
+        checkpoint_dtype=_checkpoint_dtype(f),
+        **encoder_fields(f, family, model_type),
     )
 
 

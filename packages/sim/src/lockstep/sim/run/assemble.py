@@ -53,6 +53,7 @@ from lockstep.sim.run.load import check_load, check_measured, check_samples, che
 from lockstep.sim.run.ranks import check_ranks, config_of_engine
 from lockstep.sim.run.sessions import check_server_sessions
 from lockstep.sim.run.setup import Setup
+from lockstep.sim.run.whole_prompts import check_requests, check_whole, whole_settings, without_kv
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.scenario.tier_options import host_tiers, hybrid_shares
 from lockstep.sim.workload.workload import Workload
@@ -83,11 +84,13 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
     check_adapters(scenario)
     check_samples(scenario)
     check_server_sessions(scenario)
+    check_whole(scenario, model)
     site_of(scenario)
     config, kv = configure(scenario, model, gpu)
     check_load(scenario)
     if workload is None:
         workload = open_load(scenario)
+    check_requests(workload.turns, model)
     check_measured(scenario, workload)
     calibration, split = calibration_of(scenario, model, gpu), layout_of(scenario, model)
 
@@ -194,6 +197,8 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
     Raises: ConfigError, CatalogueError, CapacityError.
     """
     given = {"context_tokens_max": model.context_tokens_max, **scheduling(scenario, gpu), **scenario.settings}
+    if model.whole is not None:
+        given = whole_settings(model, scheduling(scenario, gpu), scenario.settings)
     if scenario.max_new_tokens is not None:
         if scenario.max_new_tokens < 1:
             raise ConfigError(f"`max_new_tokens` must be at least 1, got `{scenario.max_new_tokens}`")
@@ -225,7 +230,9 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
         value = getattr(config, name)
         if value is not None and value > most:
             raise ConfigError(f"`{name}` is simulated up to {most:,}, got `{value}`\nhint: no GPU holds so many")
-    kv = None if "pages" in given else _capacity(scenario, model, gpu, config_of_engine(config))
+    kv = None if "pages" in scenario.settings else _capacity(scenario, model, gpu, config_of_engine(config))
+    if model.whole is not None:
+        return config, None if kv is None else without_kv(kv, config)
     if shares.on:
         config = _with_pools(config, hybrid_settings(model, config, shares, kv), kv, scenario, model)
     if kv is None:
