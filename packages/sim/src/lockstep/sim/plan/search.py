@@ -31,6 +31,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 
 from lockstep.core.contract.config import DELAYER_SETTINGS, DRAFT_SETTINGS, TRANSFER_SETTINGS, TRIGGER_SETTINGS
 from lockstep.core.contract.errors import ConfigError
@@ -55,6 +56,7 @@ from lockstep.sim.plan.question import (
     Configuration,
     Question,
     content_files,
+    has_calls,
     is_drawn,
     price_of,
 )
@@ -334,6 +336,8 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
             candidate.trial = trial
             candidate.estimate = _estimate(candidate, setup, summary)
             sessions = summary.turns - summary.follow_ups
+            if has_calls(question.workload):
+                sessions = len(np.unique(workload.turns.arrival_us))
             candidate.turns_per_arrival = summary.turns / sessions
             candidate.session_s = float(workload.turns.think_us.sum()) / sessions / 1e6
             price = price_of(question, configuration.gpu, setup.gpu)

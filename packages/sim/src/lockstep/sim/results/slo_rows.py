@@ -17,6 +17,7 @@ METRIC_NAMES = {
     "tpot": "time per output token",
     "itl": "gap between two tokens",
     "e2e": "end to end",
+    "call": "call, all its requests",
     "queue": "time in the waiting queue",
 }
 
@@ -40,7 +41,7 @@ class SloRow:
 
     @property
     def title(self) -> str:
-        metric = METRIC_NAMES[self.metric] if self.metric == "e2e" else self.metric.upper()
+        metric = METRIC_NAMES[self.metric] if self.metric in ("e2e", "call") else self.metric.upper()
         return f"{metric} {self.statistic}".strip()
 
     @property

@@ -185,6 +185,10 @@ def _drafting(
     if scenario.draft_model is None:
         return Drafting(acceptance, head_of(cost, model.layers))
     small = load_model(scenario.draft_model)
+    if small.whole is not None:
+        raise ConfigError(
+            f"`draft_model` is {scenario.draft_model}, which predicts no tokens\nhint: --draft-model qwen3-0.6b"
+        )
     base = base_cost_model(small, gpu, replace(scenario.parallelism, pp=1), kv_dtype=scenario.kv_dtype)
     return Drafting(acceptance, ModelDraftCost(calibration.cost_model(base), name=small.name))
 

@@ -75,10 +75,10 @@ def check_whole(scenario: Scenario, model: ModelSpec) -> None:
                 f"hint: leave out {option_of(name)}"
             )
     for slo in scenario.slos:
-        if slo.metric != "e2e":
+        if slo.metric not in ("e2e", "call"):
             raise ConfigError(
                 f"`slo` {slo}: requests to {model.name} have no tokens, so only their whole time can be bounded\n"
-                f"hint: --slo {replace(slo, metric='e2e')}"
+                f"hint: --slo {replace(slo, metric='e2e')}, or {replace(slo, metric='call')} for all of a call"
             )
 
 
