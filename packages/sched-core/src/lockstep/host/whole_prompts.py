@@ -59,6 +59,7 @@ def check_whole_prompts(given: Mapping[str, Any], model: str) -> None:
             )
 
 
+# mechanism: whole-prompts (decided)
 def whole_prompt_settings(given: Mapping[str, Any], prefill_tokens: int) -> dict[str, Any]:
     """Return the settings of an engine whose prompts are whole: one extend has as many prompts as its budgets allow.
 

@@ -17,7 +17,6 @@ METRIC_NAMES = {
     "tpot": "time per output token",
     "itl": "gap between two tokens",
     "e2e": "end to end",
-    "call": "call, all its requests",
     "queue": "time in the waiting queue",
 }
 
@@ -41,7 +40,8 @@ class SloRow:
 
     @property
     def title(self) -> str:
-        metric = METRIC_NAMES[self.metric] if self.metric in ("e2e", "call") else self.metric.upper()
+        plain = {"e2e": METRIC_NAMES["e2e"], "call": "call"}
+        metric = plain.get(self.metric, self.metric.upper())
         return f"{metric} {self.statistic}".strip()
 
     @property

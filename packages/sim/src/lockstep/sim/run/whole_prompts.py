@@ -99,6 +99,7 @@ def check_requests(turns: Turns, model: ModelSpec) -> None:
         )
 
 
+# mechanism: whole-prompts (simulated)
 def whole_settings(model: ModelSpec, implied: Mapping[str, Any], explicit: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of an engine whose model computes prompts whole.
 
