@@ -40,6 +40,8 @@ class DecodeRun:
         self.left = launches
         self._engine = engine
         self._memory = engine.memory
+        self._hybrid = engine.memory.hybrid
+        self._is_hybrid = self._hybrid.present
         self._running = engine.microbatches.current
         self._running_batch = self._running.batch
         self._positions = self._running.positions
@@ -97,9 +99,9 @@ class DecodeRun:
             generation=self._engine.generation,
             halves=self._halves,
         )
-        if self._memory.hybrid.present:
+        if self._is_hybrid:
             oldest = plan.batch_id - len(self._engine.in_flight) + 1
-            plan = self._memory.hybrid.completed_in_run(plan, oldest, step)
+            plan = self._hybrid.completed_in_run(plan, oldest, step)
         self._plans.append(plan)
         self._positions = plan.stops
         self._next_batch_id += 1
@@ -138,16 +140,15 @@ class DecodeRun:
         index = at >> engine.page_shift
         pages = engine.memory.pool.alloc(growing.size)
         engine.memory.table.write_pages(rows, index, pages)
-        engine.memory.hybrid.open_in_run(self._running_batch, starts, pages, step)
+        self._hybrid.open_in_run(self._running_batch, starts, pages, step)
         return PageDeltas(pages, NO_ROWS, rows, index)
 
     def _look_ahead(self) -> None:
         """Find the members that open a page with the next launch. The run ends if the free list has too few pages."""
         self._growing = members_growing(self._positions, self._engine.page_mask)
-        memory = self._memory
-        if self._growing.size > memory.pool.free_count:
+        if self._growing.size > self._memory.pool.free_count:
             self.left = 0
-        if memory.hybrid.present and not memory.hybrid.decodes_without_evicting(self._positions, self._growing.size):
+        if self._is_hybrid and not self._hybrid.decodes_without_evicting(self._positions, self._growing.size):
             self.left = 0
 
 
