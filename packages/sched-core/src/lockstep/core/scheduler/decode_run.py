@@ -45,7 +45,7 @@ class DecodeRun:
         self._running = engine.microbatches.current
         self._running_batch = self._running.batch
         self._positions = self._running.positions
-        self._sampled_at: Int32s = engine.in_flight[0].sampled_at
+        self._newest: Int32s = engine.in_flight[0].sampled_at - self._running_batch.prompts
         self._halves = two_batch.halves_of_decodes(engine.config, self._running_batch.size)
         self._digests = engine.digests
         self._digest = engine.digest
@@ -70,8 +70,8 @@ class DecodeRun:
         running_batch = self._running_batch
         tokens = np.frombuffer(event.tokens, np.int32)
         self._tokens.append(tokens)
-        newest = self._sampled_at - running_batch.prompts
-        self._sampled_at = self._sampled_at + ONE
+        newest = self._newest
+        self._newest = newest + ONE
         step = Step(
             commands=[
                 StreamTokens(running_batch.request_ids, newest, running_batch.ones, tokens, running_batch.ids_digest)
@@ -123,8 +123,7 @@ class DecodeRun:
         first = engine.in_flight[0].sampled_at - running_batch.prompts
         numbers = np.arange(done, dtype=np.int32)[:, None] + first
         engine.memory.table.write_runs(running_batch.rows, numbers, np.array(self._tokens))
-        for _ in range(done):
-            engine.ratio.decoded()
+        engine.ratio.decoded(done)
         for plan in self._plans:
             engine.in_flight.popleft()
             engine.in_flight.append(InFlight(plan, running_batch.requests, running_batch, []))
