@@ -1,6 +1,7 @@
 """Speed of another checkout and of this one, measured alternately in one run: before, after, ratio.
 
-    scheduler    scheduler_speed.py: CPU time of every configuration of every workload, `in_all`
+    scheduler    scheduler_speed.py: CPU time of every configuration of every workload, `in_all`; each row of w1 in a
+                 process of its own, since large batches pay for the heap that earlier rows have left behind
     radix        radix_speed.py: CPU us per call
     simulation   simulation_speed.py: CPU us per simulated request, by machine code, by the core, with a journal
     instructions instructions per simulated request of that workload by the core, in thousands, counted by cachegrind:
@@ -51,9 +52,9 @@ class Checkout(NamedTuple):
     root: Path
     python: Path
 
-    def run(self, script: str, *options: str) -> str:
-        """Run a script of the checkout; return its output. Raises SystemExit where it fails otherwise than by a bar."""
-        command = [str(self.python), str(self.root / "benchmarks" / script), *options]
+    def run(self, *arguments: str) -> str:
+        """Run the interpreter in the checkout; return its output. Raises SystemExit where it fails, not by a bar."""
+        command = [str(self.python), *arguments]
         env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         env["DYNOSIM_PYTHON"] = "/nowhere"  # the other simulator is not measured
         done = subprocess.run(command, cwd=self.root, env=env, capture_output=True, text=True, check=False)
@@ -62,19 +63,45 @@ class Checkout(NamedTuple):
         return done.stdout
 
 
+STEADY = """
+import json, sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path("benchmarks").resolve()))
+import scheduler_speed as speed
+
+sizes = speed.SMALL if sys.argv[1] == "small" else speed.Sizes()
+page_size, place, runs = (int(given) for given in sys.argv[2:])
+running = sizes.running[place]
+prompts = [speed.packed(tokens) for tokens in speed.load_workloads().w1_prompts(running, sizes.context_tokens)]
+config = speed.config(page_size, running * (sizes.context_tokens + 1024) + speed.CHUNK_TOKENS, running)
+row = speed.median_of(1, config, lambda host: speed.steady_decode(host, prompts, sizes, runs=bool(runs)))
+through = "DecodeRun" if runs else "Engine.step"
+print(json.dumps({"workload": "w1", "through": through, "page": page_size, "running": running, **row}))
+"""
+"""A row of workload w1 of scheduler_speed.py: page size, place among the numbers running, whether by DecodeRun."""
+
+
 def scheduler(checkout: Checkout, small: bool) -> Costs:
     """The rows of scheduler_speed.py, by their settings."""
+    rows = []
+    for runs in range(2):
+        for page_size in (16, 1, 64):
+            for place in range(2 if small else 4):
+                wanted = ("small" if small else "full", page_size, place, runs)
+                rows.append(json.loads(checkout.run("-c", STEADY, *map(str, wanted))))
     with tempfile.TemporaryDirectory(prefix="lockstep-alternate-") as folder:
         figures = Path(folder, "figures.json")
-        checkout.run("scheduler_speed.py", "--rounds", "1", "--json", str(figures), *(["--small"] if small else []))
-        rows = json.loads(figures.read_text(encoding="utf-8"))["rows"]
+        options = ["--rounds", "1", "--json", str(figures), "--workload", "w2", "w3", "w6", "w7"]
+        checkout.run("benchmarks/scheduler_speed.py", *options, *(["--small"] if small else []))
+        rows += json.loads(figures.read_text(encoding="utf-8"))["rows"]
     return {" ".join(f"{name} {row[name]}" for name in SETTINGS if name in row): row["in_all"] for row in rows}
 
 
 def radix(checkout: Checkout, small: bool) -> Costs:
     """The rows of radix_speed.py, by operation and page size."""
     costs, pages = {}, ""
-    for line in checkout.run("radix_speed.py", "--n", "60" if small else "2000").splitlines():
+    for line in checkout.run("benchmarks/radix_speed.py", "--n", "60" if small else "2000").splitlines():
         if head := re.match(r"\d+ prompts, (pages of \d+)", line):
             pages = head[1]
         elif pages and (row := re.match(r"  (\S.*?) {2,}([\d.]+)\b", line)):
@@ -84,7 +111,7 @@ def radix(checkout: Checkout, small: bool) -> Costs:
 
 def simulation(checkout: Checkout, small: bool) -> Costs:
     """CPU us per request by the three ways of simulation_speed.py."""
-    text = checkout.run("simulation_speed.py", "--rounds", "1", "--n", "200" if small else "16000")
+    text = checkout.run("benchmarks/simulation_speed.py", "--rounds", "1", "--n", "200" if small else "16000")
     found = re.findall(r"^ +([\d,]+) requests per CPU-second, (.+?):", text, re.MULTILINE)
     return {name: 1e6 / float(per_s.replace(",", "")) for per_s, name in found}
 
