@@ -58,7 +58,7 @@ def played(loop: ConcurrentSessions, service_us: int, *, breaks_off: int = 0) ->
         event = loop.take(None)
         arrivals.append(event)
         answers.append((event.time_us + service_us, event.request_id))
-        in_progress.append(len(loop.open_turns) + len(loop._to_come))
+        in_progress.append(len(loop.open_turns) + len(loop._to_come) + len(loop._begins_us))
 
 
 @pytest.mark.parametrize("breaks_off", [0, 3])
