@@ -27,7 +27,7 @@ from itertools import count, islice
 import numpy as np
 from simpy import Environment, Event
 
-from lockstep.core.contract.events import RequestArrived, RequestId
+from lockstep.core.contract.events import RequestArrived, RequestId, RequestKind
 from lockstep.sim.host.arrivals import arrival_of
 from lockstep.sim.host.ports import NEVER_US
 from lockstep.sim.workload.token_runs import TOKEN_IDS
@@ -51,6 +51,8 @@ class ConcurrentSessions:
 
     settled_until_us = NEVER_US  # there is no other source of requests
     never_sent = 0  # turns that are not sent by the end do not count, because their sessions have not broken off
+
+    kind: RequestKind = "generate"  # of all requests
 
     def __init__(
         self, turns: Turns, concurrency: int, requests: int, seed: int, prompt_tokens_max: int = LENGTH_TOKENS_MAX
@@ -173,7 +175,7 @@ class ConcurrentSessions:
         self.open_turns[request_id] = turn
         self._session_of[request_id] = number, self._copy_of[number]
         self._look_ahead()
-        return arrival_of(turn, time_us, request_id, max_new_tokens)
+        return arrival_of(turn, time_us, request_id, max_new_tokens, self.kind)
 
     def answered(self, request_id: RequestId, now_us: int) -> None:
         """Record the end of an answer: the think time of the session's next turn begins, or the next session."""
