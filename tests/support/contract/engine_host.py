@@ -157,7 +157,7 @@ class EngineHost:
         self.marks.add("restarted")
 
     def crash(self, *, performed: int = 0, torn: int = 0) -> None:
-        """The process ends: so many commands after the newest record (-1: before it), or `torn` bytes before its end."""
+        """The process ends, so many commands after the newest record, -1 before it, or `torn` bytes short of it."""
         if self._unwritten is None or (performed >= 0 and not torn):
             if self._unwritten is not None:
                 self.write()

@@ -3,11 +3,11 @@
     fold(event, decided, commands) ──> write ──> perform each command ──> fold ...
                                     crash, at any moment: the engine is what its journal has
 
-The core's choices are free within the rules: any requests in a batch, any pages, any retraction. A page is identified by
-what it must contain: the place of its positions in a prompt, which requests of one *family* share, or in one request.
+The core's choices are free within the rules: any requests in a batch, any pages, any retraction. A page is identified
+by what it must contain: the place of its positions in a prompt, which requests of one *family* share, or in one request.
 
-Tokens are (request, number of the output, generation in which it was drawn). Ghosts: the cells of the device's pages, the
-tokens and ends at the clients.
+Tokens are (request, number of the output, generation in which it was drawn). Ghosts: the cells of the device's pages,
+the tokens and ends at the clients.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ class EngineMachine(Machine):
         self.need("plans name their generation", generation == core.generation, f"{generation}")
         self.need("rows are live", rows and len({row[0] for row in rows}) == len(rows), f"{rows}")
         before, launched = core, []
-        for one, start, stop, samples, pages in rows:  # all tables first: changes are folded before the batch reads
+        for one, *_, pages in rows:  # all tables first: changes are folded before the batch reads
             request = before.requests[one]
             self.need("rows are live", request.phase in LIVE, f"{one} is {request.phase}")
             core = _with(core, one, pages=pages, phase="running")
