@@ -4,7 +4,7 @@
                                     crash, at any moment: the engine is what its journal has
 
 The core's choices are free within the rules: any requests in a batch, any pages, any retraction. A page is identified
-by what it must contain: the place of its positions in a prompt, which requests of one *family* share, or in one request.
+by what it must contain: its place in a prompt, which requests of one *family* share, or its place in one request.
 
 Tokens are (request, number of the output, generation in which it was drawn). Ghosts: the cells of the device's pages,
 the tokens and ends at the clients.

@@ -43,6 +43,7 @@ class Half(NamedTuple):
     phase: str = "absent"  # open, ended
     heard: str = ""  # the final fact
     cancelled: bool = False  # CancelTransfer was ordered
+    void: bool = False  # its engine restarted since it arrived: its pages are those of a lost device
 
 
 class Room(NamedTuple):
@@ -60,7 +61,6 @@ class Room(NamedTuple):
     moved: int = 0  # parts
     outcome: str = ""  # at the hosts
     ran: bool = False  # the decode engine has launched it, by received KV or by its own
-    fenced: bool = False  # its receiving engine was lost: nothing may write its pages
 
 
 class TransferState(NamedTuple):
@@ -110,8 +110,8 @@ class TransferMachine(Machine):
         "parts follow": "parts have no gap, and the last one ends with the prompt",
         "parts are computed": "the pages of a part have the KV of its positions, computed by the batch it names",
         "received once": "pages are given to a transfer once",
-        "quarantine of the receiver": "until done, failed or link_down the pages to receive are used for nothing else",
-        "quarantine of the sender": "until done, failed or link_down the pages of parts are used for nothing else",
+        "quarantine of the receiver": "until its end, or a restart of this side, its pages are used for nothing else",
+        "quarantine of the sender": "until its end, or a restart of this side, its pages are used for nothing else",
         "runs behind done": "a row that received its KV runs once everything has arrived",
         "gives up before it runs": "a request computes its prompt itself once no transfer writes its pages",
         "abandons are cancelled": "CancelTransfer for each transfer that is given up before its end",
@@ -176,6 +176,8 @@ class TransferMachine(Machine):
                 state = self._collect(state, error)
             case ("restart",):
                 state = state._replace(lost=tuple(one for one in state.lost if one != side))
+                for number in range(len(state.rooms)):
+                    state = _with_half(state, side, number, void=_half(state, side, number).phase != "absent")
                 if side == "p":
                     state = state._replace(flight=())
         for command in commands:
@@ -235,21 +237,23 @@ class TransferMachine(Machine):
             for index in range(start // size, len(pages)):
                 for other, one in enumerate(state.rooms):
                     sent = {page for part in one.parts for page in part.pages}
-                    open_for = other != number and one.parts and not one.p.heard
+                    open_for = other != number and one.parts and not one.p.heard and not one.p.void
                     clash = open_for and pages[index] in sent
                     self.need("quarantine of the sender", not clash, f"page {pages[index]} of {other} for {number}")
                 cells[pages[index]] = room.chain[index]
             rooms[number] = room._replace(computed=stop)
         numbers = tuple(row[0] for row in rows)
         return state._replace(
-            p_cells=tuple(cells), rooms=tuple(rooms), flight=(*state.flight, (batch, numbers)) if numbers else state.flight
+            p_cells=tuple(cells),
+            rooms=tuple(rooms),
+            flight=(*state.flight, (batch, numbers)) if numbers else state.flight,
         )
 
     def _send(
         self, state: TransferState, number: int, start: int, stop: int, pages: tuple[int, ...], batch: int | None
     ) -> TransferState:
         room, size = state.rooms[number], self.bounds.page_tokens
-        before = room.parts[-1].stop if room.parts else room.start
+        before = room.parts[-1].stop if room.parts else room.start if self.bounds.allocates_first else 0
         self.need("parts follow", start == before < stop <= room.computed, f"{number}: [{start}:{stop}) after {before}")
         self.need("parts follow", not room.parts or not room.parts[-1].last, f"{number} sends more than its prompt")
         first = start // size
@@ -265,7 +269,7 @@ class TransferMachine(Machine):
         return state
 
     def _collect(self, state: TransferState, error: bool) -> TransferState:
-        (batch, numbers), flight = state.flight[0], state.flight[1:]
+        (_, numbers), flight = state.flight[0], state.flight[1:]
         rooms = list(state.rooms)
         for number in numbers:
             room = rooms[number]
@@ -290,7 +294,7 @@ class TransferMachine(Machine):
     def _check_open(self, state: TransferState, number: int, pages: tuple[int, ...]) -> None:
         """No page of `pages` is one that another transfer writes, or that waits for its row."""
         for other, one in enumerate(state.rooms):
-            if other == number or one.receive is None:
+            if other == number or one.receive is None or one.d.void:
                 continue
             waits = one.d.heard == "done" and not one.ran and one.d.phase == "open"
             clash = set(pages) & set(one.receive) if not one.d.heard or waits else ()
@@ -307,7 +311,8 @@ class TransferMachine(Machine):
                 if held != expected:
                     state = state._replace(fault=f"{number} runs on {held}, needed are {expected}")
             elif not room.ran:
-                is_free = room.receive is None or room.d.heard
+                beside = room.d.cancelled and not set(written) & set(room.receive or ())
+                is_free = room.receive is None or room.d.heard or room.d.void or beside
                 self.need("gives up before it runs", is_free, f"{number} computes its prompt")
             cells = _put_all(state.d_cells, written, -1 - number)
             state = state._replace(rooms=_put(state.rooms, number, room._replace(ran=True)), d_cells=cells)
@@ -331,7 +336,10 @@ class TransferMachine(Machine):
                 if owner is not None:
                     state = state._replace(fault=f"a part of {number} is written to page {page} of {owner}")
                 cells[page] = source
-        state = state._replace(d_cells=tuple(cells), rooms=_put(state.rooms, number, room._replace(moved=min(room.moved + 1, len(room.parts)))))
+        state = state._replace(
+            d_cells=tuple(cells),
+            rooms=_put(state.rooms, number, room._replace(moved=min(room.moved + 1, len(room.parts)))),
+        )
         if part.last:
             state = self._over(state, number, "done")
         return state
@@ -456,8 +464,13 @@ class TransferMachine(Machine):
             if room.computed == room.tokens or room.p.heard or room.p.cancelled:
                 continue
             own = tuple(page for part in room.parts for page in part.pages)
-            busy = {page for i in self._open(state, "p") if i != number for part in state.rooms[i].parts
-                    for page in part.pages}
+            busy = {
+                page
+                for i in self._open(state, "p")
+                if i != number
+                for part in state.rooms[i].parts
+                for page in part.pages
+            }
             batch = 1 + max((one for one, _ in state.flight), default=-1)
             for page in range(self.bounds.pages):
                 if page in own or page in busy:
@@ -505,7 +518,9 @@ class _Renamed:
     def columns(self, cells: tuple[int | None, ...]) -> list[tuple[int, int]]:
         """Return what is in the pages, in the new order; equal ones that nothing holds are alike."""
         none = -1_000_000
-        return sorted((self._known.get(page, len(cells)), none if cell is None else cell) for page, cell in enumerate(cells))
+        return sorted(
+            (self._known.get(page, len(cells)), none if cell is None else cell) for page, cell in enumerate(cells)
+        )
 
 
 def _needs(room: Room, page: int) -> bool:
