@@ -40,7 +40,7 @@ class RankView(NamedTuple):
     agreed: tuple[tuple[int, Counts, int], ...] = ()  # on the way to it: round, new tokens, generation
     passes: tuple[Pass, ...] = ()  # launched, and not ended on all ranks
     delivered: int = 0  # of these
-    news: bool = False  # a fact was folded since it proposed
+    news: bool = True  # no round in which all were empty is behind it, or a fact was folded since it proposed
     wanted: bool = False  # another rank has proposed for this round
 
 
@@ -81,7 +81,7 @@ class RankMachine(Machine):
         "rounds count": "rounds count from 0 in every generation",
         "proposes in a slot": "LaneReady plans and returns ProposeBatch",
         "launches behind agreement": "RanksAgreed returns LaunchBatch, nothing else does",
-        "launches on all or none": "on all ranks, with mode idle on a rank with nothing to run, or on none",
+        "launches on all or none": "on all ranks, mode idle with nothing to run, or on none; or another ProposeBatch",
         "a proposal binds": "its plan is in flight from then on, and nothing is undone",
         "names the pass": "the plan has the round and the parts of all ranks",
         "depth of ranks": "depth d allows d + 1 batches that are launched and not delivered",
@@ -100,8 +100,9 @@ class RankMachine(Machine):
 
     def is_idle(self, state: RanksState) -> bool:
         waits = any(one is not None for one in state.proposals)
-        busy = any(one.work or one.proposed is not None or one.agreed or one.passes for one in state.ranks)
-        return not waits and not busy and not state.lost
+        busy = any(one.work or one.proposed is not None or one.passes for one in state.ranks)
+        due = any(generation == view.generation for view in state.ranks for *_, generation in view.agreed)
+        return not waits and not busy and not due and not state.lost
 
     # --------------------------------------------------------------------------------------------------------- a step
 
@@ -115,6 +116,7 @@ class RankMachine(Machine):
 
     def _fold(self, state: RanksState, rank: int, event: Action, commands: tuple[Action, ...]) -> RanksState:
         view, launches = state.ranks[rank], False
+        bound = view.proposed
         if state.lost:
             self.need("all ranks restart", event[0] == "restart", f"{event} of rank {rank}")
         match event:
@@ -125,9 +127,11 @@ class RankMachine(Machine):
             case ("fact",):
                 view = view._replace(news=True)
             case ("slot",):
-                is_called = view.news or view.wanted or view.work
-                self.need("quiet behind an empty round", is_called, f"rank {rank}")
+                self.need("quiet behind an empty round", view.news or view.wanted, f"rank {rank}")
                 view = view._replace(wanted=False)
+            case ("sleep",):
+                has_slot = view.proposed is None and len(view.passes) - view.delivered <= self.bounds.depth
+                self.need("joins a round", not (view.wanted and has_slot), f"rank {rank} waits, and others for it")
             case ("result", error):
                 view = self._ended(state, rank, error)
             case ("agreed", number, counts, generation):
@@ -137,19 +141,18 @@ class RankMachine(Machine):
         state = state._replace(ranks=_put(state.ranks, rank, view))
         started = [command for command in commands if command[0] == "launch"]
         self.need("launches behind agreement", not started or event[0] == "agreed", f"rank {rank}: {event}, {commands}")
-        self.need("launches on all or none", not launches or started, f"rank {rank} launches {started} behind {event}")
+        again = any(command[0] == "propose" for command in commands)  # once all decided together which of them extend
+        stays = launches and not started and not again
+        self.need("launches on all or none", not stays, f"rank {rank} launches {started} behind {event}")
         is_void = event[0] == "agreed" and not launches and started
         self.need("launches on all or none", not is_void, f"rank {rank} launches {started} behind {event}")
         for command in commands:
             match command:
                 case ("launch", number, own, counts):
-                    state = self._launch(state, rank, Pass(number, own, counts), event)
+                    state = self._launch(state, rank, Pass(number, own, counts), event, bound)
                 case ("propose", number, tokens):
                     self.need("proposes in a slot", event[0] in ("slot", "agreed"), f"rank {rank}: {event}")
                     state = self._propose(state, rank, number, tokens)
-        if event[0] == "agreed" and event[3] == view.generation:
-            view = state.ranks[rank]
-            state = state._replace(ranks=_put(state.ranks, rank, view._replace(proposed=_still(view, commands))))
         return self._trimmed(state)
 
     def _propose(self, state: RanksState, rank: int, number: int, tokens: int) -> RanksState:
@@ -182,12 +185,13 @@ class RankMachine(Machine):
         self.need("agreements in order", number == view.round - 1 and view.proposed is not None, f"rank {rank}: {said}")
         self.need("own entry", counts[rank] == view.proposed, f"rank {rank}: {counts}, it proposed {view.proposed}")
         self.need("the same on every rank", said in view.agreed, f"rank {rank}: {said}, agreed are {view.agreed}")
-        return view._replace(agreed=view.agreed if self.lax == "agreements in order" else rest), any(counts)
+        rest = view.agreed if self.lax == "agreements in order" else rest
+        return view._replace(agreed=rest, proposed=None, news=view.news or any(counts)), any(counts)
 
-    def _launch(self, state: RanksState, rank: int, one: Pass, event: Action) -> RanksState:
+    def _launch(self, state: RanksState, rank: int, one: Pass, event: Action, bound: int | None) -> RanksState:
         view = state.ranks[rank]
         if event[0] == "agreed":
-            self.need("a proposal binds", one.own == view.proposed, f"rank {rank} runs {one}, proposed {view.proposed}")
+            self.need("a proposal binds", one.own == bound, f"rank {rank} runs {one}, proposed {bound}")
             self.need("names the pass", (one.round, one.counts) == event[1:3], f"rank {rank} runs {one} behind {event}")
         used = view.work - (one.own > 0)
         return state._replace(
@@ -203,7 +207,7 @@ class RankMachine(Machine):
     def _restarted(self, state: RanksState, rank: int, generation: int) -> RanksState:
         """One rank restarts; once all have, they meet at round 0."""
         work = sum(one.own > 0 for one in state.ranks[rank].passes[state.ranks[rank].delivered :])
-        view = RankView(state.ranks[rank].work + work, generation, agreed=state.ranks[rank].agreed, news=True)
+        view = RankView(state.ranks[rank].work + work, generation, agreed=state.ranks[rank].agreed)
         state = state._replace(ranks=_put(state.ranks, rank, view))
         if self.lax == "all ranks restart":
             return state._replace(lost=False)
@@ -264,9 +268,9 @@ class RankMachine(Machine):
                 yield Move(("fold", rank, ("result", True), ()), "errors")
 
     def _slots(self, state: RanksState, rank: int, view: RankView) -> Iterator[Move]:
-        if self.lax == "joins a round" and not view.news and not view.work:
+        if self.lax == "joins a round" and not view.news:
             return  # a host that sleeps, whatever the others propose
-        is_called = view.news or view.wanted or view.work or self.lax == "quiet behind an empty round"
+        is_called = view.news or view.wanted or self.lax == "quiet behind an empty round"
         busy = view.proposed is not None and self.lax != "one proposal"
         if not is_called or busy or len(view.passes) - view.delivered > self.bounds.depth:
             return
@@ -319,11 +323,6 @@ class RankMachine(Machine):
             for view in state.ranks
         ]
         return ranks, state.proposals, state.lost, state.fault
-
-
-def _still(view: RankView, commands: tuple[Action, ...]) -> int | None:
-    """What is proposed behind an agreement: nothing, or what its Step proposes for the next round."""
-    return view.proposed if any(command[0] == "propose" for command in commands) else None
 
 
 def _put(values: tuple[Any, ...], number: int, value: Any) -> tuple[Any, ...]:

@@ -524,8 +524,9 @@ class _Renamed:
 
 
 def _needs(room: Room, page: int) -> bool:
-    """Whether a page belongs to a request of the decode engine that still needs it."""
-    return room.receive is not None and page in room.receive and room.d.phase == "open" and room.outcome in ("", "done")
+    """Whether a page was given to a request of the decode engine that has not run yet."""
+    waits = room.d.phase == "open" and not room.d.void and not room.ran
+    return waits and page in (room.receive or ()) and room.outcome in ("", "done")
 
 
 def _half(state: TransferState, side: str, number: int) -> Half:
