@@ -371,8 +371,10 @@ class EngineMachine(Machine):
         state = state._replace(pending=(*state.pending[:number], *state.pending[number + 1 :]))
         match command:
             case ("launch", batch):
-                fault = state.fault or ("" if state.lost else self._misread(state, batch))
-                cells = state.cells if state.lost else self._written(state.core, state.cells, batch)
+                if state.lost:  # no result will come
+                    return state
+                fault = state.fault or self._misread(state, batch)
+                cells = self._written(state.core, state.cells, batch)
                 return state._replace(device=(*state.device, batch), cells=cells, fault=fault)
             case ("stream", one, offset, tokens):
                 client = state.clients[one]
@@ -476,8 +478,8 @@ class EngineMachine(Machine):
     def _events(self, state: EngineState, left: Left) -> Iterator[tuple[Action, Any, Any, str]]:
         core = state.core
         if state.lost:
-            yield ("restart", core.generation + (self.lax != "restart generation rises")), (), (), ""
             if self.lax != "restart after a loss":
+                yield ("restart", core.generation + (self.lax != "restart generation rises")), (), (), ""
                 return
         if left.has("arrivals") and (one := len(core.requests)) < len(self.bounds.arrivals):
             yield ("arrive", one, *self.bounds.arrivals[one]), (), (), "arrivals"

@@ -35,8 +35,8 @@ PREFILL, DECODE = "p0", "d0"
 class TransferHost(Fleet):
     """The fleet of other tests, with the machine beside it."""
 
-    def __init__(self, prefill: SchedConfig, decode: SchedConfig) -> None:
-        super().__init__([prefill], [decode])
+    def __init__(self, prefill: SchedConfig, decode: SchedConfig, *, check: bool = True) -> None:
+        super().__init__([prefill], [decode], check=check)
         bounds = TransferBounds(
             page_tokens=prefill.page_size,
             pages=prefill.pages,
