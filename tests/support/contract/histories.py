@@ -99,7 +99,7 @@ def step_transfers(host: TransferHost, rng: random.Random) -> None:
     if chance < 0.1:
         host.arrive_in(asked_of(len(host.wires), rng))
     elif chance < 0.14 and host.wires:
-        host.cancel(rng.choice(host.wires), rng.choice([PREFILL, DECODE]))
+        host.cancel(rng.choice(host.open or host.wires), rng.choice([PREFILL, DECODE]))
     elif chance < 0.155:
         host.link_down(PREFILL, DECODE)
     elif chance < 0.17:
@@ -118,7 +118,7 @@ def run_transfers(seed: int, folder: Path, twist: Twist | None = None) -> set[st
         if twist is None or rng.random() >= TWIST_SHARE or not twist(host, rng):
             step_transfers(host, rng)
     host.end_all()
-    return set(host.marks)
+    return {mark for mark, count in host.marks.items() if count}
 
 
 def ranks_config(rng: random.Random) -> SchedConfig:

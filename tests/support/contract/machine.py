@@ -27,6 +27,10 @@ class Forbidden(Exception):
         self.rule = rule
 
 
+class Unsafe(AssertionError):
+    """A state in which what the rules are for does not hold."""
+
+
 class Machine(ABC):
     """States are immutable values; machines have none."""
 
@@ -62,6 +66,13 @@ class Machine(ABC):
     @abstractmethod
     def after(self, state: Any, action: Action) -> Any:
         """Return the state behind a step. Raises: Forbidden."""
+
+    def followed(self, state: Any, action: Action) -> Any:
+        """Return the state behind a step of the product. Raises: Forbidden, Unsafe."""
+        state = self.after(state, action)
+        if wrong := self.unsafe(state):
+            raise Unsafe(wrong)
+        return state
 
     @abstractmethod
     def unsafe(self, state: Any) -> str:

@@ -54,6 +54,7 @@ class Room(NamedTuple):
     p: Half = Half()
     d: Half = Half()
     accepted: bool = False  # heard by the prefill engine
+    offered: bool = False  # heard by the decode engine
     computed: int = 0  # positions launched
     parts: tuple[ModelPart, ...] = ()
     receive: tuple[int, ...] | None = None
@@ -110,6 +111,7 @@ class TransferMachine(Machine):
         "parts follow": "parts have no gap, and the last one ends with the prompt",
         "parts are computed": "the pages of a part have the KV of its positions, computed by the batch it names",
         "received once": "pages are given to a transfer once",
+        "late pages behind offered": "with transfer_allocation prefill_complete pages are given behind offered",
         "quarantine of the receiver": "until its end, or a restart of this side, its pages are used for nothing else",
         "quarantine of the sender": "until its end, or a restart of this side, its pages are used for nothing else",
         "runs behind done": "a row that received its KV runs once everything has arrived",
@@ -205,6 +207,7 @@ class TransferMachine(Machine):
                 room = room._replace(accepted=True)
             case "offered":
                 self.need("offered is the last part", room.parts and room.parts[-1].last, f"{fact}")
+                room = room._replace(offered=True)
             case _:
                 self.need("facts are told once", fact in state.told, f"{fact} of {state.told}")
                 if status == "done" and side == "p":
@@ -285,6 +288,8 @@ class TransferMachine(Machine):
     def _receive(self, state: TransferState, number: int, pages: tuple[int, ...], start: int) -> TransferState:
         room = state.rooms[number]
         self.need("received once", room.receive is None, f"{number} is given {pages}")
+        is_due = room.offered or self.bounds.allocates_first
+        self.need("late pages behind offered", is_due, f"{number} is given {pages}")
         self._check_open(state, number, pages)
         cells = _put_all(state.d_cells, pages, None)
         room = room._replace(receive=pages, start=start)
@@ -431,8 +436,15 @@ class TransferMachine(Machine):
         for number in range(len(state.rooms)):
             if _half(state, side, number).phase == "absent":
                 yield Move((side, ("arrive", number), ()))
-        again = [(side, i, room.outcome) for i, room in enumerate(state.rooms) if room.outcome]
-        for one, number, status in dict.fromkeys((*state.told, *(again if self.lax == "facts are told once" else ()))):
+        known = list(state.told)
+        for number, room in enumerate(state.rooms):
+            if self.lax == "facts are told once" and room.outcome:
+                known.append((side, number, room.outcome))
+            if self.lax == "accepted is a receive" and side == "p" and not room.accepted:
+                known.append(("p", number, "accepted"))
+            if self.lax == "offered is the last part" and side == "d" and not room.offered:
+                known.append(("d", number, "offered"))
+        for one, number, status in dict.fromkeys(known):
             if one != side:
                 continue
             event, is_open = ("told", number, status), _half(state, side, number).phase == "open"
