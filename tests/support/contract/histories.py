@@ -99,7 +99,8 @@ def step_transfers(host: TransferHost, rng: random.Random) -> None:
     if chance < 0.1:
         host.arrive_in(asked_of(len(host.wires), rng))
     elif chance < 0.14 and host.wires:
-        host.cancel(rng.choice(host.open or host.wires), rng.choice([PREFILL, DECODE]))
+        sent = [wire for wire in host.open if wire.parts]  # with pages that another engine may read or write
+        host.cancel(rng.choice(sent or host.open or host.wires), rng.choice([PREFILL, DECODE]))
     elif chance < 0.155:
         host.link_down(PREFILL, DECODE)
     elif chance < 0.17:

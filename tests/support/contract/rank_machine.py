@@ -31,7 +31,7 @@ class Pass(NamedTuple):
 
 
 class RankView(NamedTuple):
-    """One rank: its core, and what its host knows."""
+    """One rank: its core and its host."""
 
     work: int = 0  # passes that its requests need
     generation: int = 0
@@ -231,14 +231,14 @@ class RankMachine(Machine):
         return state.fault or self._unlike(state)
 
     def _unlike(self, state: RanksState) -> str:
-        """Ranks in one collective must run the same pass, each the part that all know of it."""
+        """Ranks in one collective must run the same pass, each the part that was agreed on."""
         for number in range(max(len(view.passes) for view in state.ranks)):
             parts = [(i, view.passes[number]) for i, view in enumerate(state.ranks) if len(view.passes) > number]
             if len({(one.round, one.counts) for _, one in parts}) > 1:
                 return f"ranks run different passes: {parts}"
             for rank, one in parts:
                 if one.counts[rank] != one.own:
-                    return f"rank {rank} runs {one.own} tokens, all know {one.counts}"
+                    return f"rank {rank} runs {one.own} tokens, agreed are {one.counts}"
         return ""
 
     # ------------------------------------------------------------------------------------------------------ exploring

@@ -64,7 +64,10 @@ class TransferHost(Fleet):
 
     def move(self, wire: Wire) -> None:
         """The next part moves."""
+        part = wire.parts[wire.moved].command
         self.follow(("move", wire.room, wire.moved))
+        if part.last:
+            self.follow(("done", wire.room))
         super().move(wire)
 
     def stop(self, wire: Wire) -> None:

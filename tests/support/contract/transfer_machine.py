@@ -9,6 +9,7 @@ each page of its prompt the number of what the page must contain. Ghosts: the ce
 
     ("p" or "d", event, commands)    an event and the Step of one engine
     ("move", room, part)             KV moves           ("stop", room)   a cancel reaches the writer
+    ("done", room)                   everything has arrived
     ("link_down",), ("lose", side)   everything on the link ends
 """
 
@@ -341,13 +342,10 @@ class TransferMachine(Machine):
                 if owner is not None:
                     state = state._replace(fault=f"a part of {number} is written to page {page} of {owner}")
                 cells[page] = source
-        state = state._replace(
+        return state._replace(
             d_cells=tuple(cells),
             rooms=_put(state.rooms, number, room._replace(moved=min(room.moved + 1, len(room.parts)))),
         )
-        if part.last:
-            state = self._over(state, number, "done")
-        return state
 
     def _over(self, state: TransferState, number: int, outcome: str) -> TransferState:
         room = state.rooms[number]
@@ -408,8 +406,7 @@ class TransferMachine(Machine):
         if left.has("losses"):
             yield from (Move(("lose", side), "losses") for side in SIDES if not state.lost)
         yield from (Move(("stop", number)) for number in state.stops)
-        if self.lax == "done is the last part":
-            yield from (Move(("done", number)) for number, room in enumerate(state.rooms) if room.receive is not None)
+        yield from (Move(("done", number)) for number, room in enumerate(state.rooms) if not room.outcome)
         for number, room in enumerate(state.rooms):
             yield from (Move(("move", number, at)) for at in range(len(room.parts)))
         for side in SIDES:

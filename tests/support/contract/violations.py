@@ -1,7 +1,7 @@
 """Violations of the contract, planted in host or core, each of which must be refused by a rule of its machine.
 
 A violation of the host is a *twist* of a history; one of the core replaces `Engine.step` or a part of the core. A fact
-that the core can know to be impossible must be refused by the core, too, which stays as it was.
+that is impossible by the core's own state must be refused by the core, too, which stays as it was.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Violation:
     rules: tuple[str, ...]  # any of these refuses it
     twist: Twist | None = None
     plant: Plant = nullcontext
-    by_core: bool = False  # the core can know that the fact is impossible, and refuses it, too
+    by_core: bool = False  # impossible by the core's own state: it refuses the fact, too
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def _skips_a_round(host: RankHost, rng: random.Random) -> bool:
 
 
 def _agreed_otherwise(host: RankHost, rng: random.Random) -> bool:
-    """One rank is told other counts of another rank than all."""
+    """One rank receives other counts of another rank than all."""
     return _fold_agreement(host, lambda rank, at: at != rank)
 
 
@@ -510,7 +510,7 @@ VIOLATIONS: tuple[Violation, ...] = (
     Violation(
         "transfers", "host", "a part moves behind the end", ("nothing moves behind the end",), _part_behind_the_end
     ),
-    Violation("transfers", "host", "a side is told the end twice", ("facts are told once",), _end_twice),
+    Violation("transfers", "host", "a side receives the end twice", ("facts are told once",), _end_twice),
     Violation("transfers", "host", "done before the last part", ("done is the last part",), _done_before_the_end),
     Violation(
         "transfers",
@@ -548,7 +548,7 @@ VIOLATIONS: tuple[Violation, ...] = (
         plant=_changed(_other_pages, StartTransfer),
     ),
     Violation("ranks", "host", "a rank skips a round", ("joins a round",), _skips_a_round),
-    Violation("ranks", "host", "a rank is told other counts", ("the same on every rank",), _agreed_otherwise),
+    Violation("ranks", "host", "a rank receives other counts", ("the same on every rank",), _agreed_otherwise),
     Violation("ranks", "host", "a rank's own entry is another", ("own entry",), _own_entry_changed, by_core=True),
     Violation("ranks", "host", "an agreement is folded twice", ("agreements in order",), _agreed_twice, by_core=True),
     Violation("ranks", "host", "a pass ends before all have launched it", ("passes end on all",), _pass_ends_early),
