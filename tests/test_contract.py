@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.explore import main, run_histories
 from tests.support.contract import histories
 from tests.support.contract.engine_host import EngineHost
+from tests.support.contract.handover_host import HandoverHost
 from tests.support.contract.histories import RUNS, engine_config, ranks_config, transfer_configs
 from tests.support.contract.machine import Forbidden
 from tests.support.contract.play import ContractWorld
@@ -32,6 +33,7 @@ LAX_TRANSITIONS_MAX = 12_000
 seeds = st.integers(min_value=0, max_value=2**32)
 small = st.integers(min_value=0, max_value=11)
 sides = st.sampled_from([PREFILL, DECODE])
+halves = st.sampled_from(["p", "d"])
 
 
 # --------------------------------------------------------------------------------------------------- the machines alone
@@ -200,6 +202,68 @@ class TransferSteps(RuleBasedStateMachine):
             self.host.end_all()
 
 
+class HandoverSteps(RuleBasedStateMachine):
+    """The product's two sides of a handover: any order of frames, copies, results and broken links."""
+
+    host: HandoverHost | None = None
+
+    @initialize(seed=seeds)
+    def start(self, seed: int) -> None:
+        self.host = HandoverHost(*transfer_configs(random.Random(seed)))
+
+    @rule(first=st.sampled_from([100, 200]), prompt=st.integers(1, 8), limit=st.integers(1, 4), stops=st.booleans())
+    def arrive(self, first: int, prompt: int, limit: int, stops: bool) -> None:
+        assert self.host is not None
+        prompt_ids = tuple(range(first, first + prompt))
+        self.host.arrive_in(Asked(len(self.host.asked), prompt_ids, limit, stops=(0,) if stops else ()))
+
+    @rule(side=halves, choice=small)
+    def cancel(self, side: str, choice: int) -> None:
+        assert self.host is not None
+        self.host.cancel(side, choice)
+
+    @rule(side=halves)
+    def slot(self, side: str) -> None:
+        assert self.host is not None
+        self.host.slot(side)
+
+    @rule(side=halves, error=st.sampled_from([False, False, False, True]))
+    def result(self, side: str, error: bool) -> None:
+        assert self.host is not None
+        self.host.result(side, error=error)
+
+    @rule(choice=small)
+    def deliver(self, choice: int) -> None:
+        assert self.host is not None
+        self.host.deliver(choice)
+
+    @rule(side=halves)
+    def copy(self, side: str) -> None:
+        assert self.host is not None
+        self.host.copy(side)
+
+    @rule(side=halves)
+    def take(self, side: str) -> None:
+        assert self.host is not None
+        self.host.take(side)
+
+    @rule(seed=seeds, times=st.integers(4, 25))
+    def run_a_while(self, seed: int, times: int) -> None:
+        assert self.host is not None
+        rng = random.Random(seed)
+        for _ in range(times):
+            self.host.do_something(rng)
+
+    @rule(frames=st.integers(0, 3))
+    def break_link(self, frames: int) -> None:
+        assert self.host is not None
+        self.host.break_link(frames)
+
+    def teardown(self) -> None:
+        if self.host is not None:
+            self.host.settle()
+
+
 class RankSteps(RuleBasedStateMachine):
     """Two or three ranks with the product's hub: any order of their turns and of messages."""
 
@@ -264,6 +328,8 @@ TestEngineSteps = EngineSteps.TestCase
 TestEngineSteps.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestTransferSteps = TransferSteps.TestCase
 TestTransferSteps.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestHandoverSteps = HandoverSteps.TestCase
+TestHandoverSteps.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 TestRankSteps = RankSteps.TestCase
 TestRankSteps.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 
@@ -291,6 +357,15 @@ REACHED = {
         "d ready (done)",
         "d retracted (restart)",
         "p sending (part_given)",
+    },
+    "handover": {
+        "d done",
+        "d failed",
+        "d link_down",
+        "link_down behind another end",
+        "p done",
+        "part moved",
+        "part passed over",
     },
     "ranks": {"cancelled between proposal and launch", "launched idle", "lost with a round open", "slept"},
 }

@@ -12,6 +12,7 @@ from typing import Any
 
 from lockstep.core.contract.config import SchedConfig
 from tests.support.contract.engine_host import EngineHost
+from tests.support.contract.handover_host import HandoverHost
 from tests.support.contract.rank_host import RankHost
 from tests.support.contract.transfer_host import DECODE, PREFILL, TransferHost
 from tests.support.served import Asked
@@ -122,6 +123,32 @@ def run_transfers(seed: int, folder: Path, twist: Twist | None = None) -> set[st
     return {mark for mark, count in host.marks.items() if count}
 
 
+def step_handover(host: HandoverHost, rng: random.Random) -> None:
+    """Make one step of two engines with the product's two sides of a handover."""
+    chance = rng.random()
+    if chance < 0.06:
+        host.arrive_in(asked_of(len(host.asked), rng))
+    elif chance < 0.09:
+        host.cancel(rng.choice("pd"), rng.randrange(9))
+    elif chance < 0.1:
+        host.break_link(rng.randrange(4))
+    elif chance < 0.11:
+        host.result(rng.choice("pd"), error=True)
+    else:
+        host.do_something(rng)
+
+
+def run_handover(seed: int, folder: Path, twist: Twist | None = None) -> set[str]:
+    """Run one history of a handover to its end. Returns the marks that it has reached."""
+    rng = random.Random(seed)
+    host = HandoverHost(*transfer_configs(rng), check=twist is None)
+    for _ in range(2 * STEPS):
+        if twist is None or rng.random() >= TWIST_SHARE or not twist(host, rng):
+            step_handover(host, rng)
+    host.settle()
+    return host.marks
+
+
 def ranks_config(rng: random.Random) -> SchedConfig:
     """Draw the settings of two or three ranks."""
     delayer: dict[str, Any] = {"prefill_delayer": True, "prefill_delayer_max_delay_passes": 2}
@@ -168,4 +195,9 @@ def run_ranks(seed: int, folder: Path, twist: Twist | None = None) -> set[str]:
 
 
 Run = Callable[[int, Path, Twist | None], set[str]]
-RUNS: dict[str, Run] = {"engine": run_engine, "transfers": run_transfers, "ranks": run_ranks}
+RUNS: dict[str, Run] = {
+    "engine": run_engine,
+    "transfers": run_transfers,
+    "handover": run_handover,
+    "ranks": run_ranks,
+}

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 from unittest.mock import patch
 
 import msgspec
@@ -31,80 +30,14 @@ from lockstep.core.contract.events import (
 from lockstep.core.journal import snapshot
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host import rank_agreement
-from lockstep.host.handover.wire import LinkMessage, encode
 from lockstep.host.rank_agreement import RankAgreement, RankHub
+from tests.support.contract.memory_links import MemoryNetwork
 from tests.support.contract.rank_machine import RankBounds, RankMachine, RanksState
 from tests.support.contract.stepping import stepped
 from tests.support.driver.actions import Action
 
 TURNS_MAX = 2_000
 JOIN_S = 60.0
-
-
-class _MemoryLink:
-    """One end of a link in memory: as a PeerLink, but a frame arrives when a test delivers it."""
-
-    def __init__(
-        self,
-        name: str,
-        opened: Callable[[], Any],
-        received: Callable[[Any, bytes], None],
-        lost: Callable[[Any, str], None],
-    ) -> None:
-        self.inbox: list[bytes] = []
-        self._received = received
-        self._ends: list[_MemoryLink] = opened()
-        self._ends.append(self)
-
-    @property
-    def _other(self) -> _MemoryLink:
-        return next(one for one in self._ends if one is not self)
-
-    def start(self) -> None:
-        """It begins when it is made."""
-
-    def send(self, message: LinkMessage) -> None:
-        self._other.inbox.append(encode(message))
-
-    def deliver(self) -> None:
-        """The oldest frame on the way to this end arrives."""
-        self._received(self, self.inbox.pop(0))
-
-    def end(self) -> None:
-        """Messages on the way are lost."""
-
-    def close(self) -> None:
-        """Messages on the way are lost."""
-
-    def join(self, seconds: float) -> None:
-        """It has no thread."""
-
-
-class _Network:
-    """Where hub and ranks meet; while ranks join, the messages to the hub arrive at once."""
-
-    def __init__(self) -> None:
-        self.links: list[_MemoryLink] = []
-        self._accept: Callable[[Any], None] | None = None
-        self.address = "memory"
-
-    def listen(self, address: str, secret: bytes, accept: Callable[[Any], None]) -> _Network:
-        self._accept = accept
-        return self
-
-    def connect(self, address: str, secret: bytes) -> list[_MemoryLink]:
-        ends: list[_MemoryLink] = []
-        assert self._accept is not None
-        self._accept(ends)  # the hub's end is the first
-        return ends
-
-    def link(self, *values: Any) -> _MemoryLink:
-        link = _MemoryLink(*values)
-        self.links.append(link)
-        return link
-
-    def close(self) -> None:
-        """Nothing is listened on."""
 
 
 @dataclass
@@ -140,7 +73,7 @@ class RankHost:
 
     def _meet(self) -> None:
         """All ranks join a new hub."""
-        self.network = network = _Network()
+        self.network = network = MemoryNetwork()
         replaced = {"PeerLink": network.link, "Listener": network.listen, "connect": network.connect}
         with patch.multiple(rank_agreement, **replaced), ThreadPoolExecutor(len(self.seats)) as pool:
             self.hub = RankHub("memory", len(self.seats), lambda: "store")

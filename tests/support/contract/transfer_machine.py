@@ -8,9 +8,12 @@ Requests, the choice of pages and the moment of each decision are free within th
 each page of its prompt the number of what the page must contain. Ghosts: the cells of both engines' pages.
 
     ("p" or "d", event, commands)    an event and the Step of one engine
-    ("move", room, part)             KV moves           ("stop", room)   a cancel reaches the writer
+    ("stage", room, part)            pages of a part are read           ("move", room, part)   and written
+    ("read", room)                   pages are read in vain, of a transfer that is being given up
+    ("stop", room)                   a cancel reaches the writer
     ("done", room)                   everything has arrived
     ("link_down",), ("lose", side)   everything on the link ends
+    ("cut", room), ("lost", room)    the sender's host, the receiver's host finds the link of one room broken
 """
 
 from __future__ import annotations
@@ -60,8 +63,10 @@ class Room(NamedTuple):
     parts: tuple[ModelPart, ...] = ()
     receive: tuple[int, ...] | None = None
     start: int = 0  # the first position to receive
-    moved: int = 0  # parts
-    outcome: str = ""  # at the hosts
+    staged: tuple[tuple[int | None, ...], ...] = ()  # of each part that was read: what was in its pages
+    moved: int = 0  # parts that were written
+    outcome: str = ""  # as the receiver's host has decided it
+    p_cut: bool = False  # the sender's host has found its link broken
     ran: bool = False  # the decode engine has launched it, by received KV or by its own
 
 
@@ -148,8 +153,15 @@ class TransferMachine(Machine):
         match action:
             case ("room", chain, tokens):
                 return state._replace(rooms=(*state.rooms, Room(chain, tokens)))
+            case ("stage", number, at):
+                return self._stage(state, number, at)
+            case ("read", number):
+                self._check_readable(state.rooms[number], number)
+                return state
             case ("move", number, at):
                 return self._moved(state, number, at)
+            case ("lost", number):
+                return self._over(state, number, "link_down")
             case ("stop", number):
                 state = state._replace(stops=tuple(one for one in state.stops if one != number))
                 return state if self.lax == "a cancel ends" else self._over(state, number, "failed")
@@ -157,6 +169,8 @@ class TransferMachine(Machine):
                 for number in range(len(state.rooms)):
                     state = self._over(state, number, "link_down")
                 return state
+            case ("cut", number):
+                return self._cut(state, number)
             case ("done", number):
                 room = state.rooms[number]
                 whole = room.parts and room.parts[-1].last and room.moved == len(room.parts)
@@ -326,35 +340,57 @@ class TransferMachine(Machine):
 
     # ------------------------------------------------------------------------------------------------------- the hosts
 
-    def _moved(self, state: TransferState, number: int, at: int) -> TransferState:
-        room, size = state.rooms[number], self.bounds.page_tokens
-        self.need("nothing moves behind the end", not room.outcome, f"{number} is {room.outcome}")
-        self.need("parts in order", at == room.moved, f"part {at} of {number} after {room.moved}")
+    def _stage(self, state: TransferState, number: int, at: int) -> TransferState:
+        """Pages of a part are read, on the prefill engine."""
+        room = state.rooms[number]
+        self._check_readable(room, number)
+        self.need("parts in order", at == len(room.staged), f"part {at} of {number} after {len(room.staged)}")
         part = room.parts[at]
         self.need("parts behind their batch", part.ready, f"part {at} of {number}")
         self.need("parts into pages", room.receive is not None, f"part {at} of {number}")
-        cells = list(state.d_cells)
-        for index in range(max(part.start, room.start) // size, -(-part.stop // size)):
-            target = (room.receive or ())[index - room.start // size : index - room.start // size + 1]
-            source = state.p_cells[part.pages[index - part.start // size]] if part.ready else None
-            for page in target:
+        read = tuple(state.p_cells[page] if part.ready else None for page in part.pages)
+        staged = (*room.staged[:at], *((),) * (at - len(room.staged)), read, *room.staged[at + 1 :])
+        return state._replace(rooms=_put(state.rooms, number, room._replace(staged=staged)))
+
+    def _check_readable(self, room: Room, number: int) -> None:
+        """The sender may read its own pages until its engine has received the end."""
+        is_over = room.p.heard or room.p_cut
+        self.need("nothing moves behind the end", not is_over, f"{number} is over for its sender")
+
+    def _moved(self, state: TransferState, number: int, at: int) -> TransferState:
+        """What was read of a part is written, on the decode engine."""
+        room, size = state.rooms[number], self.bounds.page_tokens
+        self.need("nothing moves behind the end", not room.outcome, f"{number} is {room.outcome}")
+        self.need("parts in order", at == room.moved, f"part {at} of {number} after {room.moved}")
+        part, cells = room.parts[at], list(state.d_cells)
+        for index, content in enumerate(room.staged[at], part.start // size):
+            to = index - room.start // size
+            for page in (room.receive or ())[to : to + 1] if to >= 0 else ():
                 owner = next((i for i, one in enumerate(state.rooms) if i != number and _needs(one, page)), None)
                 if owner is not None:
                     state = state._replace(fault=f"a part of {number} is written to page {page} of {owner}")
-                cells[page] = source
-        return state._replace(
-            d_cells=tuple(cells),
-            rooms=_put(state.rooms, number, room._replace(moved=min(room.moved + 1, len(room.parts)))),
-        )
+                cells[page] = content
+        moved = room._replace(moved=min(room.moved + 1, len(room.parts)))
+        return state._replace(d_cells=tuple(cells), rooms=_put(state.rooms, number, moved))
 
     def _over(self, state: TransferState, number: int, outcome: str) -> TransferState:
         room = state.rooms[number]
         if room.outcome:
             return state
         state = state._replace(rooms=_put(state.rooms, number, room._replace(outcome=outcome)))
-        for side in SIDES:
+        for side in SIDES if not room.p_cut else ("d",):
             state = _tell(state, side, number, outcome)
         return state
+
+    def _cut(self, state: TransferState, number: int) -> TransferState:
+        """The sender's host finds the link broken. What the receiver's host has decided does not reach it any more."""
+        room = state.rooms[number]
+        due = ("p", number, room.outcome)
+        if room.p_cut or (room.outcome and due not in state.told):
+            return state
+        told = [one for one in state.told if one != due]
+        state = state._replace(told=tuple(told), rooms=_put(state.rooms, number, room._replace(p_cut=True)))
+        return _tell(state, "p", number, "link_down")
 
     def _lose(self, state: TransferState, side: str) -> TransferState:
         if self.lax != "a lost engine ends":
@@ -403,12 +439,16 @@ class TransferMachine(Machine):
             yield Move(("room", chain, len(chain) * self.bounds.page_tokens))
         if left.has("link_downs") and any(not room.outcome for room in state.rooms):
             yield Move(("link_down",), "link_downs")
+        if left.has("link_downs"):
+            yield from (Move(("cut", number), "link_downs") for number in range(len(state.rooms)))
+        yield from (Move(("lost", number)) for number, room in enumerate(state.rooms) if room.p_cut)
         if left.has("losses"):
             yield from (Move(("lose", side), "losses") for side in SIDES if not state.lost)
         yield from (Move(("stop", number)) for number in state.stops)
         yield from (Move(("done", number)) for number, room in enumerate(state.rooms) if not room.outcome)
         for number, room in enumerate(state.rooms):
-            yield from (Move(("move", number, at)) for at in range(len(room.parts)))
+            yield from (Move(("stage", number, at)) for at in range(len(room.parts)))
+            yield from (Move(("move", number, at)) for at in range(len(room.staged)))
         for side in SIDES:
             if side in state.lost:
                 ends = [("end", i, "transfer") for i in self._open(state, side)]

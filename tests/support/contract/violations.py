@@ -40,6 +40,8 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.features.disaggregation import RECEIVER, SENDER
 from lockstep.core.scheduler.engine import Engine
+from lockstep.host.handover.decode import DecodeSide
+from lockstep.host.handover.prefill import PrefillSide
 from tests.support.contract.engine_host import EngineHost
 from tests.support.contract.histories import RUNS, Twist
 from tests.support.contract.machine import Forbidden, Unsafe
@@ -48,7 +50,7 @@ from tests.support.contract.transfer_host import DECODE, TransferHost
 from tests.support.plants import discard_is_a_flag, early_free, no_epoch_check, published_at_launch
 
 SEEDS_MAX = 120
-Plant = Callable[[], AbstractContextManager[None]]
+Plant = Callable[[], AbstractContextManager[Any]]
 Mutation = Callable[[Engine, Observed, Step], Step]
 UNSAFE = "unsafe"
 """In place of a rule: the step is allowed as far as rules see it, and the state behind it is unsafe."""
@@ -58,7 +60,7 @@ UNSAFE = "unsafe"
 class Violation:
     """One way to break the contract."""
 
-    machine: Literal["engine", "transfers", "ranks"]
+    machine: Literal["engine", "transfers", "handover", "ranks"]
     side: Literal["host", "core"]
     what: str
     rules: tuple[str, ...]  # any of these refuses it
@@ -187,7 +189,7 @@ def _part_out_of_order(host: TransferHost, rng: random.Random) -> bool:
     for wire in host.open:
         later = wire.moved + 1
         if wire.receive is not None and later < len(wire.parts) and wire.parts[later].ready:
-            host.follow(("move", wire.room, later))
+            host.follow(("stage", wire.room, later))
             return True
     return False
 
@@ -379,6 +381,47 @@ def _leaves_at_once(table: dict[Any, Any], *states: str) -> Plant:
     return lambda: patch.dict(table, {(state, "abandoned"): "over" for state in states})
 
 
+def _copies_forgotten(owner: type, count: str) -> Plant:
+    """A side of a handover reports the end of a transfer although copies are under way."""
+    conclude = owner._conclude  # type: ignore[attr-defined]
+
+    def bug(side: Any, room: Any) -> None:
+        under_way = getattr(room, count)
+        setattr(room, count, 0)
+        conclude(side, room)
+        setattr(room, count, under_way)
+
+    return lambda: patch.object(owner, "_conclude", bug)
+
+
+def _parts_at_once() -> AbstractContextManager[Any]:
+    """A prefill engine's side sends a part as soon as it was ordered."""
+    perform = PrefillSide.perform
+
+    def bug(side: PrefillSide, command: StartTransfer | CancelTransfer) -> None:
+        perform(side, command)
+        room = side._of_request.get(command.transfer_id)
+        if room is not None and isinstance(command, StartTransfer) and not command.last:
+            side._behind.clear()
+            room.ready += 1
+            side._queue(room)
+
+    return patch.object(PrefillSide, "perform", bug)
+
+
+def _accepts_twice() -> AbstractContextManager[Any]:
+    """A prefill engine's side reports each end a second time."""
+    conclude = PrefillSide._conclude
+
+    def bug(side: PrefillSide, room: Any) -> None:
+        known = side._rooms.get(room.number) is room
+        conclude(side, room)
+        if known and side._rooms.get(room.number) is not room:
+            side._tell(room, room.status)
+
+    return patch.object(PrefillSide, "_conclude", bug)
+
+
 def _other_pages(command: StartTransfer) -> StartTransfer:
     return command if command.direction == "receive" else msgspec.structs.replace(command, pages=command.pages[::-1])
 
@@ -546,6 +589,31 @@ VIOLATIONS: tuple[Violation, ...] = (
         "a part names its pages in reverse",
         ("parts are computed",),
         plant=_changed(_other_pages, StartTransfer),
+    ),
+    Violation(
+        "handover", "host", "a part is sent before its batch", ("parts behind their batch",), plant=_parts_at_once
+    ),
+    Violation(
+        "handover",
+        "host",
+        "done while pages are being written",
+        ("done is the last part",),
+        plant=_copies_forgotten(DecodeSide, "fetching"),
+    ),
+    Violation(
+        "handover",
+        "host",
+        "the end while pages are being read",
+        ("nothing moves behind the end",),
+        plant=_copies_forgotten(PrefillSide, "copying"),
+    ),
+    Violation("handover", "host", "an end is reported twice", ("facts are told once",), plant=_accepts_twice),
+    Violation(
+        "handover",
+        "core",
+        "a cancel reaches no host",
+        ("abandons are cancelled",),
+        plant=_changed(_dropped, CancelTransfer),
     ),
     Violation("ranks", "host", "a rank skips a round", ("joins a round",), _skips_a_round),
     Violation("ranks", "host", "a rank receives other counts", ("the same on every rank",), _agreed_otherwise),
