@@ -174,7 +174,8 @@ def run_histories(first: int, count: int, jobs: int | None = None) -> bool:
                     pool.shutdown(cancel_futures=True)
                     return False
                 marks |= found
-            print(f"{kind}: {count:,} histories from seed {first} on, {len(marks)} marks, {time.time() - begun:,.0f} s")
+            took_s = time.time() - begun
+            print(f"{kind}: {count:,} histories from seed {first} on, {len(marks)} marks, {took_s:,.0f} s", flush=True)
     return True
 
 

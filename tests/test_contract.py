@@ -29,7 +29,7 @@ from tests.support.explorer.search import Explorer
 from tests.support.served import Asked
 
 TRANSITIONS_MAX = 5_000  # of one world here
-LAX_TRANSITIONS_MAX = 12_000
+LAX_TRANSITIONS_MAX = 25_000
 seeds = st.integers(min_value=0, max_value=2**32)
 small = st.integers(min_value=0, max_value=11)
 sides = st.sampled_from([PREFILL, DECODE])

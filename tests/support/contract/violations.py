@@ -43,6 +43,7 @@ from lockstep.core.scheduler.engine import Engine
 from lockstep.host.handover.decode import DecodeSide
 from lockstep.host.handover.prefill import PrefillSide
 from tests.support.contract.engine_host import EngineHost
+from tests.support.contract.handover_host import HandoverHost
 from tests.support.contract.histories import RUNS, Twist
 from tests.support.contract.machine import Forbidden, Unsafe
 from tests.support.contract.rank_host import RankHost
@@ -381,6 +382,18 @@ def _leaves_at_once(table: dict[Any, Any], *states: str) -> Plant:
     return lambda: patch.dict(table, {(state, "abandoned"): "over" for state in states})
 
 
+def _ends_while_reading(host: HandoverHost, rng: random.Random) -> bool:
+    """A request is cancelled while its pages are being read, and all of that arrives before the copy ends."""
+    if not host.loops["p"].copies.due:
+        return False
+    host.cancel("d", rng.randrange(9))
+    host.take("d", all_of=True)
+    while host.deliver(0):
+        pass
+    host.take("p", all_of=True)
+    return True
+
+
 def _copies_forgotten(owner: type, count: str) -> Plant:
     """A side of a handover reports the end of a transfer although copies are under way."""
     conclude = owner._conclude  # type: ignore[attr-defined]
@@ -605,6 +618,7 @@ VIOLATIONS: tuple[Violation, ...] = (
         "host",
         "the end while pages are being read",
         ("nothing moves behind the end",),
+        twist=_ends_while_reading,
         plant=_copies_forgotten(PrefillSide, "copying"),
     ),
     Violation("handover", "host", "an end is reported twice", ("facts are told once",), plant=_accepts_twice),
