@@ -1,15 +1,18 @@
 """Speed of another checkout and of this one, measured alternately in one run: before, after, ratio.
 
-    scheduler    scheduler_speed.py: CPU time of every configuration of every workload, `in_all`
+    scheduler    scheduler_speed.py: CPU time of every configuration of every workload, `in_all`; each row of w1 in a
+                 process of its own, since large batches pay for the heap that earlier rows have left behind
     radix        radix_speed.py: CPU us per call
     simulation   simulation_speed.py: CPU us per simulated request, by machine code, by the core, with a journal
+    instructions instructions per simulated request of that workload by the core, in thousands, counted by cachegrind:
+                 the difference of runs of 300 and 100 requests; needs valgrind, one round is enough
 
 Every checkout runs its own script with its own interpreter in a fresh process, because modules move between checkouts.
 In each round both checkouts run each script once; the order changes from round to round. A row's figures are medians
 over the rounds, and its ratio is the median of the ratios of each round, so that a machine that slows down changes
 both sides alike. Rows that one of the checkouts lacks are listed and not compared. Run it on an otherwise idle machine.
 
-    LOCKSTEP_PEERS=... python benchmarks/alternate.py OTHER_CHECKOUT [scheduler radix simulation] [--rounds 3]
+    LOCKSTEP_PEERS=... python benchmarks/alternate.py OTHER_CHECKOUT [scheduler radix simulation ...] [--rounds 3]
 
 OTHER_CHECKOUT is "before", the checkout of this script "after". The scripts do not judge their bars here.
 """
@@ -21,6 +24,7 @@ import json
 import math
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -48,9 +52,9 @@ class Checkout(NamedTuple):
     root: Path
     python: Path
 
-    def run(self, script: str, *options: str) -> str:
-        """Run a script of the checkout; return its output. Raises SystemExit where it fails otherwise than by a bar."""
-        command = [str(self.python), str(self.root / "benchmarks" / script), *options]
+    def run(self, *arguments: str) -> str:
+        """Run the interpreter in the checkout; return its output. Raises SystemExit where it fails, not by a bar."""
+        command = [str(self.python), *arguments]
         env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         env["DYNOSIM_PYTHON"] = "/nowhere"  # the other simulator is not measured
         done = subprocess.run(command, cwd=self.root, env=env, capture_output=True, text=True, check=False)
@@ -59,19 +63,45 @@ class Checkout(NamedTuple):
         return done.stdout
 
 
+STEADY = """
+import json, sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path("benchmarks").resolve()))
+import scheduler_speed as speed
+
+sizes = speed.SMALL if sys.argv[1] == "small" else speed.Sizes()
+page_size, place, runs = (int(given) for given in sys.argv[2:])
+running = sizes.running[place]
+prompts = [speed.packed(tokens) for tokens in speed.load_workloads().w1_prompts(running, sizes.context_tokens)]
+config = speed.config(page_size, running * (sizes.context_tokens + 1024) + speed.CHUNK_TOKENS, running)
+row = speed.median_of(1, config, lambda host: speed.steady_decode(host, prompts, sizes, runs=bool(runs)))
+through = "DecodeRun" if runs else "Engine.step"
+print(json.dumps({"workload": "w1", "through": through, "page": page_size, "running": running, **row}))
+"""
+"""A row of workload w1 of scheduler_speed.py: page size, place among the numbers running, whether by DecodeRun."""
+
+
 def scheduler(checkout: Checkout, small: bool) -> Costs:
     """The rows of scheduler_speed.py, by their settings."""
+    rows = []
+    for runs in range(2):
+        for page_size in (16, 1, 64):
+            for place in range(2 if small else 4):
+                wanted = ("small" if small else "full", page_size, place, runs)
+                rows.append(json.loads(checkout.run("-c", STEADY, *map(str, wanted))))
     with tempfile.TemporaryDirectory(prefix="lockstep-alternate-") as folder:
         figures = Path(folder, "figures.json")
-        checkout.run("scheduler_speed.py", "--rounds", "1", "--json", str(figures), *(["--small"] if small else []))
-        rows = json.loads(figures.read_text(encoding="utf-8"))["rows"]
+        options = ["--rounds", "1", "--json", str(figures), "--workload", "w2", "w3", "w6", "w7"]
+        checkout.run("benchmarks/scheduler_speed.py", *options, *(["--small"] if small else []))
+        rows += json.loads(figures.read_text(encoding="utf-8"))["rows"]
     return {" ".join(f"{name} {row[name]}" for name in SETTINGS if name in row): row["in_all"] for row in rows}
 
 
 def radix(checkout: Checkout, small: bool) -> Costs:
     """The rows of radix_speed.py, by operation and page size."""
     costs, pages = {}, ""
-    for line in checkout.run("radix_speed.py", "--n", "60" if small else "2000").splitlines():
+    for line in checkout.run("benchmarks/radix_speed.py", "--n", "60" if small else "2000").splitlines():
         if head := re.match(r"\d+ prompts, (pages of \d+)", line):
             pages = head[1]
         elif pages and (row := re.match(r"  (\S.*?) {2,}([\d.]+)\b", line)):
@@ -81,15 +111,61 @@ def radix(checkout: Checkout, small: bool) -> Costs:
 
 def simulation(checkout: Checkout, small: bool) -> Costs:
     """CPU us per request by the three ways of simulation_speed.py."""
-    text = checkout.run("simulation_speed.py", "--rounds", "1", "--n", "200" if small else "16000")
+    text = checkout.run("benchmarks/simulation_speed.py", "--rounds", "1", "--n", "200" if small else "16000")
     found = re.findall(r"^ +([\d,]+) requests per CPU-second, (.+?):", text, re.MULTILINE)
     return {name: 1e6 / float(per_s.replace(",", "")) for per_s, name in found}
+
+
+ONE_RUN = """
+import inspect, sys, tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path("benchmarks").resolve()))
+import simulation_speed as speed
+
+workload, journal = sys.argv[1:]
+plain = {"engine": "none"} if "engine" in inspect.signature(speed.Scenario).parameters else {}
+setup = speed.assemble(
+    speed.Scenario(model=speed.MODEL, gpu=speed.GPU, workload=workload, settings=speed.SETTINGS, **plain)
+)
+with tempfile.TemporaryDirectory() as folder:
+    speed.simulate(setup, folder=Path(folder, "run") if journal == "journal" else None, compiled=False)
+"""
+"""A run of simulation_speed.py by the core, not measured. Checkouts before engines in scenarios lack that field."""
+
+
+def instructions(checkout: Checkout, small: bool) -> Costs:
+    """Thousands of instructions per simulated request, by the core and with a journal."""
+    few, many = (10, 30) if small else (100, 300)
+    costs = {}
+    with tempfile.TemporaryDirectory(prefix="lockstep-alternate-") as folder:
+        for way in ("core", "journal"):
+            few_counted, many_counted = (counted_run(checkout, Path(folder), way, requests) for requests in (few, many))
+            costs[way] = (many_counted - few_counted) / (many - few) / 1_000
+    return costs
+
+
+def counted_run(checkout: Checkout, folder: Path, way: str, requests: int) -> int:
+    """Instructions of a whole process that simulates so many requests."""
+    workload = folder / f"{requests}.csv"
+    make = [sys.executable, str(Path(os.environ["LOCKSTEP_PEERS"], "make_workload.py")), str(workload)]
+    subprocess.run([*make, "--n", str(requests)], check=True, capture_output=True)
+    counter = ["valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null"]
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    command = [*counter, str(checkout.python), "-c", ONE_RUN, str(workload), way]
+    env["PYTHONHASHSEED"] = "0"
+    done = subprocess.run(command, cwd=checkout.root, env=env, capture_output=True, text=True, check=False)
+    found = re.search(r"I\s+refs:\s+([\d,]+)", done.stderr)
+    if done.returncode or found is None:
+        raise SystemExit(f"`{' '.join(command)}` failed with status {done.returncode}:\n{done.stderr.strip()}")
+    return int(found[1].replace(",", ""))
 
 
 BENCHMARKS: dict[str, Callable[[Checkout, bool], Costs]] = {
     "scheduler": scheduler,
     "radix": radix,
     "simulation": simulation,
+    "instructions": instructions,
 }
 
 
@@ -150,7 +226,10 @@ def main() -> int:
     }
     if not Path(os.environ.get("LOCKSTEP_PEERS", ""), "workloads.py").is_file():
         raise SystemExit("LOCKSTEP_PEERS does not name the folder with workloads.py")
-    names = arguments.benchmarks or list(BENCHMARKS)
+    has_valgrind = shutil.which("valgrind") is not None
+    if "instructions" in arguments.benchmarks and not has_valgrind:
+        parser.error("instructions are counted by valgrind, which is not installed")
+    names = arguments.benchmarks or [name for name in BENCHMARKS if name != "instructions" or has_valgrind]
     costs: dict[str, dict[str, list[Costs]]] = {name: {side: [] for side in sides} for name in names}
     for number in range(arguments.rounds):
         for name in names:

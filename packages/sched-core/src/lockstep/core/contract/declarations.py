@@ -70,14 +70,20 @@ class Tallies:
 
     def __init__(self) -> None:
         self._parts: dict[str, Counter[str]] = {}
+        self._targets: dict[type, tuple[tuple[Counter[str], str, str], ...]] = {}  # of the types counted so far
 
     def fold(self, event: msgspec.Struct) -> None:
         """Count one decided event."""
-        for name, amount, by in DECLARATIONS[type(event)].tallies:
-            parts = self._parts.get(name)
-            if parts is None:
-                parts = self._parts[name] = Counter()
+        targets = self._targets.get(type(event))
+        if targets is None:
+            targets = self._targets[type(event)] = self._targets_of(type(event))
+        for parts, amount, by in targets:
             parts[getattr(event, by) if by else ""] += getattr(event, amount) if amount else 1
+
+    def _targets_of(self, type_: type[msgspec.Struct]) -> tuple[tuple[Counter[str], str, str], ...]:
+        """Return the parts of each tally of a type, with the fields that are added and that divide it."""
+        tallies = DECLARATIONS[type_].tallies
+        return tuple((self._parts.setdefault(name, Counter()), amount, by) for name, amount, by in tallies)
 
     def total(self, name: str) -> int:
         """Return one total; 0 if no event has added to it."""
@@ -90,3 +96,4 @@ class Tallies:
     def put(self, name: str, parts: Mapping[str, int]) -> None:
         """Replace a total by parts from another counter; parts of 0 are omitted."""
         self._parts[name] = Counter({key: number for key, number in parts.items() if number})
+        self._targets.clear()

@@ -28,11 +28,12 @@ class Counts(msgspec.Struct):
         for event in decided:
             tallies = _COUNTED.get(type(event))
             for name, added, by in tallies if tallies is not None else _counted(type(event)):
+                amount = getattr(event, added) if added else 1
                 if by:
                     parts, key = getattr(self, name), getattr(event, by)
-                    parts[key] = parts.get(key, 0) + (getattr(event, added) if added else 1)
-                else:
-                    setattr(self, name, getattr(self, name) + (getattr(event, added) if added else 1))
+                    parts[key] = parts.get(key, 0) + amount
+                elif amount:
+                    setattr(self, name, getattr(self, name) + amount)
 
 
 _COUNTED: dict[type, tuple[Tally, ...]] = {}  # the tallies with a field in `Counts`, by type of event

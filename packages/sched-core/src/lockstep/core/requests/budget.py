@@ -79,9 +79,12 @@ class NewTokenRatio:
         self.decay = (self.initial - self.floor) / NEW_TOKEN_RATIO_DECAY_STEPS
         self.value = self.initial
 
-    def decoded(self) -> None:
-        """Lower the ratio by one step: a decode was launched without a retraction."""
-        self.value = ratio_after_decode(self.value, self.decay, self.floor)
+    def decoded(self, launches: int = 1) -> None:
+        """Lower the ratio by one step for each decode that was launched without a retraction."""
+        for _ in range(launches):
+            if self.value == self.floor:
+                return
+            self.value = ratio_after_decode(self.value, self.decay, self.floor)
 
     def retracted(self, outputs: int, max_new_tokens: int, survivors: int) -> None:
         """Set the ratio after a retraction to the share that the survivors used, plus RETRACT_DECODE_STEPS steps each.

@@ -49,6 +49,7 @@ NO_ROW = -1
 TOKEN_IDS = 2**31  # ids fit an int32
 NO_IDS = np.empty(0, np.int32)
 FLAT_ROWS_MIN = 256  # number of table entries from which on one flat index array costs less than a pair of them
+ROW_PADDING = 16  # entries, a cache line; rows a power of two apart would share few sets of the cache
 HAS_GRAMMAR, WATCHES_TEXT, HAS_CADENCE = 1, 2, 4  # bits of RunningBatch.special
 FACTS = 7  # columns of a running batch
 NO_TOKEN = -1  # fills the stop-token columns of requests with fewer stop tokens
@@ -348,8 +349,8 @@ class RequestTable:
         rows = min(rows_max, 64)
         self.holders: list[Request | None] = [None] * rows
         self.free_rows: list[int] = list(range(rows - 1, -1, -1))
-        self.pages: Int32s = np.zeros((rows, 16), np.int32)
-        self.outputs: Int32s = np.zeros((rows, 64), np.int32)
+        self.pages: Int32s = _table(rows, 16)
+        self.outputs: Int32s = _table(rows, 64)
         self.spare: Int32s = np.zeros(rows, np.int32)  # pages of each row behind those of its positions: refused drafts
 
     @property
@@ -389,7 +390,8 @@ class RequestTable:
         if rows.size < FLAT_ROWS_MIN:
             self.outputs[rows, numbers] = tokens
             return
-        self.outputs.reshape(-1)[rows * np.int64(self.outputs.shape[1]) + numbers] = tokens
+        flat, first = _flat(self.outputs, rows)
+        flat[first + numbers] = tokens
 
     def write_runs(self, rows: Int32s, numbers: Int32s, tokens: Int32s) -> None:
         """Set outputs[rows, numbers] = tokens; int32 [members], [launches, members] and [launches, members]."""
@@ -400,7 +402,8 @@ class RequestTable:
         if rows.size < FLAT_ROWS_MIN:
             self.pages[rows, index] = pages
             return
-        self.pages.reshape(-1)[rows * np.int64(self.pages.shape[1]) + index] = pages
+        flat, first = _flat(self.pages, rows)
+        flat[first + index] = pages
 
     def held_pages(self, row: int, computed: int) -> int:
         """Return how many pages a row holds whose holder has `computed` positions."""
@@ -423,8 +426,8 @@ class RequestTable:
     def resize(self, rows: int, pages_width: int, outputs_width: int) -> None:
         """Replace the tables by empty ones of this shape, to restore them from a snapshot."""
         self.holders = [None] * rows
-        self.pages = np.zeros((rows, pages_width), np.int32)
-        self.outputs = np.zeros((rows, outputs_width), np.int32)
+        self.pages = _table(rows, pages_width)
+        self.outputs = _table(rows, outputs_width)
         self.spare = np.zeros(rows, np.int32)
 
     def first_tokens(self, row: int, known: bytes, prompt_tokens: int, count: int) -> bytes:
@@ -456,8 +459,19 @@ def _doubled(width: int, wanted: int) -> int:
     return width
 
 
+def _table(rows: int, width: int) -> Int32s:
+    """Return zeros, int32 [rows, width], with `ROW_PADDING` unused entries in memory behind each row."""
+    return np.zeros((rows, width + ROW_PADDING), np.int32)[:, :width]
+
+
+def _flat(table: Int32s, rows: Int32s) -> tuple[Int32s, NDArray[np.int64]]:
+    """Return the memory of a table of `_table`, int32 [n], and where each of `rows` begins in it."""
+    padded: Int32s = table.base  # type: ignore[assignment]  # the array that `_table` made
+    return padded.reshape(-1), rows * np.int64(padded.shape[1])
+
+
 def _widened(table: Int32s, rows: int, width: int) -> Int32s:
-    wider = np.zeros((rows, width), np.int32)
+    wider = _table(rows, width)
     wider[: table.shape[0], : table.shape[1]] = table
     return wider
 

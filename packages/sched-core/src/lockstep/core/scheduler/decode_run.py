@@ -40,10 +40,12 @@ class DecodeRun:
         self.left = launches
         self._engine = engine
         self._memory = engine.memory
+        self._hybrid = engine.memory.hybrid
+        self._is_hybrid = self._hybrid.present
         self._running = engine.microbatches.current
         self._running_batch = self._running.batch
         self._positions = self._running.positions
-        self._sampled_at: Int32s = engine.in_flight[0].sampled_at
+        self._newest: Int32s = engine.in_flight[0].sampled_at - self._running_batch.prompts
         self._halves = two_batch.halves_of_decodes(engine.config, self._running_batch.size)
         self._digests = engine.digests
         self._digest = engine.digest
@@ -68,8 +70,8 @@ class DecodeRun:
         running_batch = self._running_batch
         tokens = np.frombuffer(event.tokens, np.int32)
         self._tokens.append(tokens)
-        newest = self._sampled_at - running_batch.prompts
-        self._sampled_at = self._sampled_at + ONE
+        newest = self._newest
+        self._newest = newest + ONE
         step = Step(
             commands=[
                 StreamTokens(running_batch.request_ids, newest, running_batch.ones, tokens, running_batch.ids_digest)
@@ -97,9 +99,9 @@ class DecodeRun:
             generation=self._engine.generation,
             halves=self._halves,
         )
-        if self._memory.hybrid.present:
+        if self._is_hybrid:
             oldest = plan.batch_id - len(self._engine.in_flight) + 1
-            plan = self._memory.hybrid.completed_in_run(plan, oldest, step)
+            plan = self._hybrid.completed_in_run(plan, oldest, step)
         self._plans.append(plan)
         self._positions = plan.stops
         self._next_batch_id += 1
@@ -121,8 +123,7 @@ class DecodeRun:
         first = engine.in_flight[0].sampled_at - running_batch.prompts
         numbers = np.arange(done, dtype=np.int32)[:, None] + first
         engine.memory.table.write_runs(running_batch.rows, numbers, np.array(self._tokens))
-        for _ in range(done):
-            engine.ratio.decoded()
+        engine.ratio.decoded(done)
         for plan in self._plans:
             engine.in_flight.popleft()
             engine.in_flight.append(InFlight(plan, running_batch.requests, running_batch, []))
@@ -138,16 +139,15 @@ class DecodeRun:
         index = at >> engine.page_shift
         pages = engine.memory.pool.alloc(growing.size)
         engine.memory.table.write_pages(rows, index, pages)
-        engine.memory.hybrid.open_in_run(self._running_batch, starts, pages, step)
+        self._hybrid.open_in_run(self._running_batch, starts, pages, step)
         return PageDeltas(pages, NO_ROWS, rows, index)
 
     def _look_ahead(self) -> None:
         """Find the members that open a page with the next launch. The run ends if the free list has too few pages."""
         self._growing = members_growing(self._positions, self._engine.page_mask)
-        memory = self._memory
-        if self._growing.size > memory.pool.free_count:
+        if self._growing.size > self._memory.pool.free_count:
             self.left = 0
-        if memory.hybrid.present and not memory.hybrid.decodes_without_evicting(self._positions, self._growing.size):
+        if self._is_hybrid and not self._hybrid.decodes_without_evicting(self._positions, self._growing.size):
             self.left = 0
 
 

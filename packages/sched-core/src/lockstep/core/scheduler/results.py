@@ -37,7 +37,7 @@ class Results:
         if event.generation < self._state.generation:
             return  # void since a restart
         batch = self._delivered(event)
-        plan, samplers = batch.plan, batch.samplers
+        plan, samplers, memory = batch.plan, batch.samplers, self._memory
         undisturbed = not self._microbatches.several or self._microbatches.ran_undisturbed(event)
         if event.error:
             self._fail(batch, step)
@@ -55,7 +55,7 @@ class Results:
         if batch.verifies and not event.error:
             running = self._microbatches.turn_to(plan.microbatch)
             self._speculation.settle(running, batch, event)
-            self._memory.hybrid.verified(batch)
+            memory.hybrid.verified(batch)
         if plan.extend_rows and not event.error:
             if self._prerequisites.waiting_samples or any(request.extras is not None for request in batch.requests):
                 self._prerequisites.computed(batch, step)
@@ -65,24 +65,24 @@ class Results:
             self._take_tokens(event, batch, step)
             if self._jump_forward.forced:
                 self._jump_forward.delivered(batch)
-        if self._memory.pending:
-            self._memory.computed(plan.batch_id)
-        if plan.extend_rows and self._memory.radix.present:
+        if memory.pending:
+            memory.computed(plan.batch_id)
+        is_hybrid = memory.hybrid.present
+        if plan.extend_rows and memory.radix.present:
             rows, stops = plan.rows[: plan.extend_rows].tolist(), plan.stops[: plan.extend_rows].tolist()
             for request, row, stop in zip(batch.requests, rows, stops, strict=False):
                 if request.row == row and row not in batch.dead:
-                    self._memory.publish(request, stop, step)
-                    if not self._memory.hybrid.present:
+                    memory.publish(request, stop, step)
+                    if not is_hybrid and memory.tiers.present:
                         self._back_up(request, stop, step)
-        if plan.extend_rows and self._memory.hybrid.present and not event.error:
-            self._memory.hybrid.collected(batch)
+        if plan.extend_rows and is_hybrid and not event.error:
+            memory.hybrid.collected(batch)
             self._state.retry_admission()
             for i, request in batch.alive():
                 if i < plan.extend_rows:
                     self._back_up(request, int(plan.stops[i]), step)  # with the blocks that were published just now
-        if (self._memory.deferred.rows or self._memory.deferred.pages) and self._memory.release_deferred(
-            plan.batch_id, step
-        ):
+        deferred = memory.deferred
+        if (deferred.rows or deferred.pages) and memory.release_deferred(plan.batch_id, step):
             self._state.retry_admission()
         if self._media.deferred:
             self._prerequisites.release_deferred(plan.batch_id, step)

@@ -101,7 +101,9 @@ class Device:
 
     def shape_of(self, plan: BatchPlan) -> BatchShape:
         """Return the shape of a plan. Call it once for each plan, in the order of launches."""
-        shape = self._whole_shape_of(plan)
+        shape = (
+            self._shape_of(plan) if self.adapter_slots is None else self._shape_on_adapters(plan, self.adapter_slots)
+        )
         if plan.halves is None:
             return shape
         return replace(shape, halves=halves_of(plan, self._slots_of(plan)))
@@ -110,14 +112,12 @@ class Device:
         """Return the adapter slot of each row of a plan; None: the engine has no adapters."""
         return None if self.adapter_slots is None else self.adapter_slots[plan.rows]
 
-    def _whole_shape_of(self, plan: BatchPlan) -> BatchShape:
-        """Return the shape of a plan, without its halves."""
-        if self.adapter_slots is None:
-            return self._shape_of(plan)
+    def _shape_on_adapters(self, plan: BatchPlan, adapter_slots: Int32s) -> BatchShape:
+        """Return the shape of a plan with its rows on adapters, without its halves."""
         if plan.rows is self._decode_rows:
             on_adapters = self._decode_adapters
         else:
-            on_adapters = adapters_of(plan, self.adapter_slots[plan.rows])
+            on_adapters = adapters_of(plan, adapter_slots[plan.rows])
         shape = self._shape_of(plan)
         if plan.rows is self._decode_rows:
             self._decode_adapters = on_adapters
