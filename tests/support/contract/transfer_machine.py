@@ -101,7 +101,7 @@ class TransferMachine(Machine):
     rules: ClassVar[dict[str, str]] = {
         # of the hosts
         "facts wait for their request": "facts about a request that has not arrived yet wait until it has",
-        "facts are told once": "each side receives exactly one of done, failed and link_down",
+        "facts arrive once": "each side receives exactly one of done, failed and link_down",
         "parts in order": "parts move in the order of the parts",
         "parts behind their batch": "a part moves once its batch has succeeded",
         "parts into pages": "a part moves once the receiver has pages",
@@ -224,7 +224,7 @@ class TransferMachine(Machine):
                 self.need("offered is the last part", room.parts and room.parts[-1].last, f"{fact}")
                 room = room._replace(offered=True)
             case _:
-                self.need("facts are told once", fact in state.told, f"{fact} of {state.told}")
+                self.need("facts arrive once", fact in state.told, f"{fact} of {state.told}")
                 if status == "done" and side == "p":
                     ready = room.parts and room.parts[-1].ready
                     self.need("done behind the result", ready, f"{fact}")
@@ -475,7 +475,7 @@ class TransferMachine(Machine):
                 yield Move((side, ("arrive", number), ()))
         known = list(state.told)
         for number, room in enumerate(state.rooms):
-            if self.lax == "facts are told once" and room.outcome:
+            if self.lax == "facts arrive once" and room.outcome:
                 known.append((side, number, room.outcome))
             if self.lax == "accepted is a receive" and side == "p" and not room.accepted:
                 known.append(("p", number, "accepted"))

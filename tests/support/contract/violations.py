@@ -566,7 +566,7 @@ VIOLATIONS: tuple[Violation, ...] = (
     Violation(
         "transfers", "host", "a part moves behind the end", ("nothing moves behind the end",), _part_behind_the_end
     ),
-    Violation("transfers", "host", "a side receives the end twice", ("facts are told once",), _end_twice),
+    Violation("transfers", "host", "a side receives the end twice", ("facts arrive once",), _end_twice),
     Violation("transfers", "host", "done before the last part", ("done is the last part",), _done_before_the_end),
     Violation(
         "transfers",
@@ -621,7 +621,7 @@ VIOLATIONS: tuple[Violation, ...] = (
         twist=_ends_while_reading,
         plant=_copies_forgotten(PrefillSide, "copying"),
     ),
-    Violation("handover", "host", "an end is reported twice", ("facts are told once",), plant=_accepts_twice),
+    Violation("handover", "host", "an end is reported twice", ("facts arrive once",), plant=_accepts_twice),
     Violation(
         "handover",
         "core",

@@ -142,7 +142,7 @@ OF_FORM: dict[str, dict[str, str]] = {
         "retracts what runs": "a request that waits has nothing to lose",
     },
     "transfers": {
-        "facts are told once": "a fact about a transfer that is over is ignored",
+        "facts arrive once": "a fact about a transfer that is over is ignored",
         "done behind the result": "a part moves behind the result of its batch here, so done comes behind it, too",
         "halves end once": "clients are in the machine of an engine",
         "finishes behind done": "clients are in the machine of an engine",
