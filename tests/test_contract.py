@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from lockstep.core.contract.config import SchedConfig
 from tests.explore import main, run_histories
 from tests.support.contract import histories
 from tests.support.contract.engine_host import EngineHost
@@ -381,6 +382,15 @@ def test_histories_by_seed_reach_what_they_are_for(kind: str, tmp_path: Path) ->
         if not missing:
             return
     raise AssertionError(f"never reached: {missing}")
+
+
+def test_prompts_that_wait_for_other_ranks_are_not_forgotten() -> None:
+    """One rank has a prompt, the other nothing: they wait, by rounds in which nothing runs, and the prompt goes ahead."""
+    delayer = {"prefill_delayer": True, "prefill_delayer_max_delay_passes": 3}
+    host = RankHost(SchedConfig(dp_ranks=2, dp_rank=0, page_size=2, pages=8, context_tokens_max=64, **delayer))
+    host.arrive(0, 3, 2)
+    host.settle()
+    assert {"launched extend", "launched idle"} <= host.marks
 
 
 # ------------------------------------------------------------------------------------------------- planted violations

@@ -42,6 +42,7 @@ class RankView(NamedTuple):
     delivered: int = 0  # of these
     news: bool = True  # no round in which all were empty is behind it, or a fact was folded since it proposed
     wanted: bool = False  # another rank has proposed for this round
+    decided: bool = False  # the ranks have decided together which of them extend, and proposed again
 
 
 class RanksState(NamedTuple):
@@ -153,6 +154,8 @@ class RankMachine(Machine):
                 case ("propose", number, tokens):
                     self.need("proposes in a slot", event[0] in ("slot", "agreed"), f"rank {rank}: {event}")
                     state = self._propose(state, rank, number, tokens)
+                    if event[0] == "agreed":
+                        state = state._replace(ranks=_put(state.ranks, rank, state.ranks[rank]._replace(decided=True)))
         return self._trimmed(state)
 
     def _propose(self, state: RanksState, rank: int, number: int, tokens: int) -> RanksState:
@@ -186,6 +189,7 @@ class RankMachine(Machine):
         self.need("own entry", counts[rank] == view.proposed, f"rank {rank}: {counts}, it proposed {view.proposed}")
         self.need("the same on every rank", said in view.agreed, f"rank {rank}: {said}, agreed are {view.agreed}")
         rest = view.agreed if self.lax == "agreements in order" else rest
+        view = view._replace(news=view.news or view.decided, decided=False)
         return view._replace(agreed=rest, proposed=None, news=view.news or any(counts)), any(counts)
 
     def _launch(self, state: RanksState, rank: int, one: Pass, event: Action, bound: int | None) -> RanksState:
@@ -319,6 +323,7 @@ class RankMachine(Machine):
                 view.delivered,
                 view.news,
                 view.wanted,
+                view.decided,
             )
             for view in state.ranks
         ]
