@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from lockstep.core.contract.config import SchedConfig
+from lockstep.host.rank_agreement import RankAgreement
 from tests.explore import main, run_histories
 from tests.support.contract import histories
 from tests.support.contract.engine_host import EngineHost
@@ -384,13 +386,41 @@ def test_histories_by_seed_reach_what_they_are_for(kind: str, tmp_path: Path) ->
     raise AssertionError(f"never reached: {missing}")
 
 
-def test_prompts_that_wait_for_other_ranks_are_not_forgotten() -> None:
-    """One rank has a prompt, the other nothing: they wait, by rounds in which nothing runs, and the prompt goes ahead."""
-    delayer = {"prefill_delayer": True, "prefill_delayer_max_delay_passes": 3}
-    host = RankHost(SchedConfig(dp_ranks=2, dp_rank=0, page_size=2, pages=8, context_tokens_max=64, **delayer))
+@pytest.mark.parametrize("notes", [True, False])
+def test_prompts_that_wait_for_other_ranks_are_not_forgotten(notes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt waits for other ranks, and the request that decodes beside it is cancelled: nothing runs in that round.
+
+    Without `_note_delay` all hosts stop offering slots.
+    """
+    if not notes:
+        monkeypatch.setattr(RankAgreement, "_note_delay", lambda agreement, step: None)
+    delayer: dict[str, Any] = {"prefill_delayer": True, "prefill_delayer_max_delay_passes": 3}
+    settings: dict[str, Any] = {"page_size": 2, "pages": 8, "context_tokens_max": 64, "overlap_depth": 1, **delayer}
+    host = RankHost(SchedConfig(dp_ranks=2, dp_rank=0, **settings))
+    host.arrive(0, 3, 4)
+    while not all(seat.device for seat in host.seats):
+        _exchange(host)
     host.arrive(0, 3, 2)
-    host.settle()
-    assert {"launched extend", "launched idle"} <= host.marks
+    for rank in (0, 1):
+        host.turn(rank)
+    for rank in (0, 1):
+        host.finish(rank)
+    host.cancel(0, 0)
+    if notes:
+        host.settle()
+    else:
+        with pytest.raises(AssertionError, match="not at rest"):
+            host.settle()
+
+
+def _exchange(host: RankHost) -> None:
+    """Each rank offers a slot, and receives what all have agreed on."""
+    for rank in (0, 1):
+        host.turn(rank)
+    while host.deliver(0):
+        pass
+    for rank in (0, 1):
+        host.hear(rank)
 
 
 # ------------------------------------------------------------------------------------------------- planted violations
