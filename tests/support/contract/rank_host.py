@@ -64,7 +64,7 @@ class RankHost:
     def __init__(self, config: SchedConfig, *, check: bool = True) -> None:
         """`config`: of rank 0; `check`: all invariants of the cores after every event."""
         ranks, self.check = config.dp_ranks, check
-        self.machine = RankMachine(RankBounds(ranks=ranks, depth=config.overlap_depth))
+        self.machine = RankMachine(RankBounds(ranks=ranks, depth=config.overlap_depth, work=0))
         self.state: RanksState = self.machine.first()
         self.steps: list[Action] = []
         self.marks: set[str] = set()

@@ -60,7 +60,7 @@ class RankBounds(NamedTuple):
 
     ranks: int = 2
     depth: int = 1
-    work: int = 2  # passes of an arrival
+    work: int = 2  # passes of an arrival; 0: beside a product, whose own requests count
     inputs: tuple[tuple[str, int], ...] = (("arrivals", 2),)  # arrivals, cancels, errors, losses
 
 
@@ -211,7 +211,8 @@ class RankMachine(Machine):
     def _restarted(self, state: RanksState, rank: int, generation: int) -> RanksState:
         """One rank restarts; once all have, they meet at round 0."""
         work = sum(one.own > 0 for one in state.ranks[rank].passes[state.ranks[rank].delivered :])
-        view = RankView(state.ranks[rank].work + work, generation, agreed=state.ranks[rank].agreed)
+        again = state.ranks[rank].work + work if self.bounds.work else 0
+        view = RankView(again, generation, agreed=state.ranks[rank].agreed)
         state = state._replace(ranks=_put(state.ranks, rank, view))
         if self.lax == "all ranks restart":
             return state._replace(lost=False)
