@@ -3,7 +3,10 @@
     python tests/explore.py                             every feature alone, and every two together
     python tests/explore.py --alone                     every feature alone
     python tests/explore.py --groups                    prefill and decode engines, and data-parallel ranks
+    python tests/explore.py --contract                  the contract alone, without a line of core or host
+    python tests/explore.py --contract --histories 1000 and the product beside it, in random histories
     python tests/explore.py --world "drafts + cancel, depth 1"
+    python tests/explore.py --world "contract: ranks, loss" --without "all ranks restart"
     python tests/explore.py --transitions 100_000       so many at most of each world; 10^8 in all take a day of CPU
     python tests/explore.py --plant double_free         prove that planted bugs are found
 
@@ -22,6 +25,7 @@ from contextlib import nullcontext
 from functools import partial
 from os import cpu_count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -29,6 +33,9 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import Observed
 from lockstep.core.contract.render import Names, command_line, decided_line, observed_line
 from lockstep.core.scheduler.engine import Engine
+from tests.support.contract.histories import RUNS
+from tests.support.contract.play import ContractWorld
+from tests.support.contract.worlds import contract_world, contract_worlds
 from tests.support.driver.actions import Action
 from tests.support.driver.driver import Driver
 from tests.support.driver.run import shrunk
@@ -47,8 +54,18 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns 1 if something was found, except with --plant, where it is the other way round."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.histories is not None and not options.contract:
+        parser.error("argument --histories: goes with --contract; histories of the whole core: make swarm")
+    if options.histories is not None and options.histories < 1:
+        parser.error(f"argument --histories: must be 1 or more, got {options.histories}")
+    if options.contract and options.plant:
+        parser.error(
+            "argument --plant: is for worlds of the core, and --contract has none; --without leaves out a rule"
+        )
     try:
-        chosen = [_named(options.world)] if options.world else _all_worlds(options)
+        chosen = [_named(options.world, options.without)] if options.world else _all_worlds(options)
+        if options.without and not options.world:
+            raise ValueError("`without` leaves out a rule of one world of the contract; name that with --world")
     except (ValueError, ConfigError) as error:
         parser.exit(2, f"{error}\n")
     begun, failure = time.time(), None
@@ -72,13 +89,24 @@ def main(arguments: list[str] | None = None) -> int:
             csv.writer(file).writerows([COLUMNS, *rows])
     if failure is not None:
         print(story_of(failure, options.plant))
-    return int((failure is None) == bool(options.plant))
+    if failure is None and options.histories is not None:
+        first = options.seed if options.seed is not None else time.time_ns() % 10**9
+        return int(not run_histories(first, options.histories, options.jobs))
+    return int((failure is None) == bool(options.plant or options.without))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--alone", action="store_true", help="each feature alone, no pairs")
     parser.add_argument("--groups", action="store_true", help="only worlds of several engines: fleets and ranks")
+    parser.add_argument("--contract", action="store_true", help="only the machines of the contract, no core or host")
+    parser.add_argument(
+        "--histories", type=int, help="with --contract: random histories of the product beside each machine"
+    )
+    parser.add_argument(
+        "--seed", type=int, help="of the first history; default: another one each time, which is printed"
+    )
+    parser.add_argument("--without", default="", metavar="RULE", help="leave out a rule of the contract: must be found")
     parser.add_argument("--world", help='one world by its name, for instance "drafts + cancel, depth 1"')
     parser.add_argument("--transitions", type=int, help="the most of each world; default: all of them")
     parser.add_argument("--plant", choices=sorted(ALL_PLANTS), help="plant a bug, which must be found")
@@ -90,11 +118,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def _all_worlds(options: argparse.Namespace) -> list[AnyWorld]:
     groups: list[AnyWorld] = list(group_worlds())
-    return groups if options.groups else [*worlds(pairs=not options.alone), *groups]
+    machines: list[AnyWorld] = [] if options.plant else list(contract_worlds())  # bugs are planted in the core
+    if options.contract:
+        return machines
+    return groups if options.groups else [*worlds(pairs=not options.alone), *groups, *machines]
 
 
-def _named(name: str) -> AnyWorld:
-    """Return a world by its name. Raises: ValueError for a name without a world, ConfigError for a refused pair."""
+def _named(name: str, without: str = "") -> AnyWorld:
+    """Return a world by its name. Raises: ValueError for a name without a world, ConfigError for a refused pair.
+
+    `without`: a rule of the contract that is left out.
+    """
+    if name.startswith("contract: "):
+        return contract_world(name, lax=without)
+    if without:
+        raise ValueError(f"`without` leaves out a rule of the contract; `{name}` is a world of the core")
     listed, _, depth = name.partition(", depth ")
     if ": " in listed:
         if depth not in map(str, GROUP_DEPTHS):
@@ -119,6 +157,35 @@ def explored(
             yield from pool.map(run, chosen)
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def run_histories(first: int, count: int, jobs: int | None = None) -> bool:
+    """Run the product beside each machine of the contract, so many seeds each. Returns whether all is well."""
+    begun = time.time()
+    with ProcessPoolExecutor(jobs) as pool:
+        for kind in RUNS:
+            marks: set[str] = set()
+            for seed, found in zip(
+                range(first, first + count), pool.map(partial(_history, kind), range(first, first + count)), strict=True
+            ):
+                if isinstance(found, str):
+                    again = f"python tests/explore.py --contract --histories 1 --seed {seed}"
+                    print(f"{kind}, seed {seed}: {found}\nagain: {again}")
+                    pool.shutdown(cancel_futures=True)
+                    return False
+                marks |= found
+            took_s = time.time() - begun
+            print(f"{kind}: {count:,} histories from seed {first} on, {len(marks)} marks, {took_s:,.0f} s", flush=True)
+    return True
+
+
+def _history(kind: str, seed: int) -> set[str] | str:
+    """Run one history. Returns its marks, or what was wrong."""
+    try:
+        with TemporaryDirectory() as folder:
+            return RUNS[kind](seed, Path(folder), None)
+    except Exception as error:  # a traceback of the core is a finding, too
+        return f"{type(error).__name__}: {error}"
 
 
 def explore(one: AnyWorld, *, transitions_max: int | None = None, plant: str | None = None) -> Found:
@@ -151,6 +218,8 @@ def story_of(found: Found, plant: str | None) -> str:
         else:
             lines = [f"  {action}" for action in _shrunk_group(one, found.actions)]
     planted = f" --plant {plant}" if plant else ""
+    if isinstance(one, ContractWorld) and one.machine.lax:
+        planted = f' --without "{one.machine.lax}"'
     again = f'again: python tests/explore.py --world "{one.name}"{planted}'
     return "\n".join([f"\n{found.failure}", again, *lines])
 

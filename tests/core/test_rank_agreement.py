@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from lockstep.core.contract.commands import BatchPlan, LaunchBatch, ProposeBatch, Step
-from lockstep.core.contract.events import LaneReady, ObservedEvent, RanksAgreed, RequestCancelled, Wish
+from lockstep.core.contract.events import (
+    LaneReady,
+    ObservedEvent,
+    PrefillNegotiated,
+    RanksAgreed,
+    RequestCancelled,
+    Wish,
+)
 from lockstep.host.errors import PeerRankLost, killed_from_outside
 from lockstep.host.rank_agreement import RankAgreement, RankHub
 from tests.support.live_server import until
@@ -87,6 +94,17 @@ def test_after_an_empty_round_a_slot_is_offered_only_if_something_has_happened(t
         launched.commands.append(LaunchBatch(_plan()))
         rank.fold(LaneReady(0), proposed)
         assert not rank.fold(agreed, launched)
+
+
+def test_a_slot_is_offered_while_prompts_wait_for_those_of_other_ranks(tmp_path: Path) -> None:
+    """The wait is counted in rounds: without further rounds it would never end."""
+    with ranks_of(tmp_path, 1) as ((rank,), _, _):
+        waits, nothing = Step(), Step()
+        waits.decided.append(PrefillNegotiated(1, 0, "mixed", False, 2, 1, 0))
+        waits.commands.append(ProposeBatch(1, (0, 0, 0, 1)))
+        assert not rank.fold(RanksAgreed(1, 0, ((0, 0, 0, 1),)), waits)
+        assert not rank.fold(RanksAgreed(1, 1, ((0, 0, 0, 1),)), nothing), "the prompts wait for the next round"
+        assert rank.fold(RanksAgreed(1, 2, ((0, 0, 0, 1),)), nothing)
 
 
 def test_a_rank_that_ends_ends_the_others_and_one_that_leaves_does_not(tmp_path: Path) -> None:

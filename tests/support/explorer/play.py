@@ -11,13 +11,14 @@ from typing import Any, Protocol
 from lockstep.core import invariants
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.events import AdmissionDeferred, DecodeSkipped
+from tests.support.contract.play import ContractPlay, ContractWorld
 from tests.support.driver.actions import Action
 from tests.support.driver.driver import Driver
 from tests.support.explorer.copies import Saved, restore, save
 from tests.support.explorer.groups import FleetPlay, FleetWorld, RankPlay, RankWorld
 from tests.support.explorer.world import Left, Move, World, key, moves
 
-AnyWorld = World | FleetWorld | RankWorld
+AnyWorld = World | FleetWorld | RankWorld | ContractWorld
 
 
 class Play(Protocol):
@@ -117,4 +118,6 @@ def play_of(world: AnyWorld) -> Play:
     """Return a world in its first state."""
     if isinstance(world, FleetWorld):
         return FleetPlay(world)
+    if isinstance(world, ContractWorld):
+        return ContractPlay(world)
     return RankPlay(world) if isinstance(world, RankWorld) else EnginePlay(world)

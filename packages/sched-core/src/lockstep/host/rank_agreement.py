@@ -12,7 +12,8 @@ A rank that ends without RankLeaves ends all ranks, because their collectives ar
 again, meet anew, and count rounds from 0. Until all have joined, a rank may leave and come back.
 
 **Rounds in which no rank has anything to run** launch nothing. A host offers no further slot after such a round, unless
-it folded another fact since it proposed (`fold`), or another rank proposes (`take_wanted`).
+it folded another fact since it proposed (`fold`), or another rank proposes (`take_wanted`). While prompts wait for
+those of other ranks (`prefill_delayer`), hosts go on offering slots, because the wait is counted in rounds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from lockstep.core.contract.commands import ProposeBatch, Step
-from lockstep.core.contract.events import LaneReady, ObservedEvent, RanksAgreed, Wish
+from lockstep.core.contract.events import LaneReady, ObservedEvent, PrefillNegotiated, RanksAgreed, Wish
 from lockstep.host.errors import PeerRankLost
 from lockstep.host.handover.link import Listener, PeerLink, connect
 from lockstep.host.handover.wire import LinkError, LinkMessage
@@ -230,6 +231,9 @@ class RankAgreement:
         self._host: Woken | None = None
         self._generation: Callable[[], int] = lambda: 0
         self._news = False  # a fact was folded since the last proposal
+        self._microbatch = 0  # of the newest proposal
+        # microbatches in which prompts wait for those of other ranks: whether that was decided in their newest round
+        self._delayed: dict[int, bool] = {}
         self._round = 0  # that is proposed next
         self._wanted = -1  # the newest round for which another rank has proposed
         self._begun = threading.Event()
@@ -284,25 +288,41 @@ class RankAgreement:
     def propose(self, command: ProposeBatch) -> None:
         """Send the proposal of this rank."""
         assert self._link is not None
-        self.pending, self._round = True, command.round
+        self.pending, self._round, self._microbatch = True, command.round, command.microbatch
         self._link.send(RankProposes(command.round, command.counts, command.wish))
 
     def fold(self, event: ObservedEvent, step: Step) -> bool:
         """Fold an event and its Step, before the commands are performed.
 
         Returns: whether another slot would find nothing new: all ranks had nothing to run, and nothing has happened
-            here since.
+            here since, and no prompt waits for another round.
         """
         proposes = any(isinstance(command, ProposeBatch) for command in step.commands)
         if isinstance(event, LaneReady | RanksAgreed):
             if isinstance(event, RanksAgreed):
                 self.pending, self._round = False, event.round + 1
+                self._note_delay(step)
             if proposes:
                 self._news = False
                 return False
-            return isinstance(event, RanksAgreed) and step.launched() is None and not self._news
+            if isinstance(event, LaneReady):
+                return False
+            return step.launched() is None and not self._news and not self._delayed
         self._news = True
         return False
+
+    def _note_delay(self, step: Step) -> None:
+        """Note whether prompts wait in a microbatch. They wait until a round of it without such a decision.
+
+        The round directly behind the decision is that of the same proposals without prompts, and decides nothing.
+        """
+        verdicts = [one.allowed for one in step.decided if isinstance(one, PrefillNegotiated)]
+        if verdicts and not verdicts[0]:
+            self._delayed[self._microbatch] = True
+        elif not verdicts and self._delayed.get(self._microbatch):
+            self._delayed[self._microbatch] = False
+        else:
+            self._delayed.pop(self._microbatch, None)
 
     def take_wanted(self) -> bool:
         """Return, once for each request of another rank, whether a slot is to be offered though nothing is new."""
