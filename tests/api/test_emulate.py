@@ -212,6 +212,8 @@ def test_batches_take_the_time_of_an_engine_as_simulated_ones_do(engine: str | N
 def test_an_unknown_engine_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"^`engine` must be an engine of the catalogue"):
         check_names(ServeSettings(emulate="qwen3-8b@h100", engine="nope"))
+    with pytest.raises(ConfigError, match="`emulate` is bge-m3@l4, but an emulated engine has neither vectors nor"):
+        check_names(ServeSettings(emulate="bge-m3@l4"))
     with pytest.raises(ConfigError, match="`engine` is for an emulated engine"):
         ServeSettings(engine="vllm")
 

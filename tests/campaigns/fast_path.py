@@ -71,9 +71,16 @@ class Tally:
             (ours.data, theirs.data),
             *((a.data, b.data) for a, b in zip(ours.engines, theirs.engines, strict=True)),
         ]
+        self.having["clusters in a closed loop"] += case.concurrency is not None
+        self.having["clusters with rejections"] += any(one.rejected for one in theirs.engines)
         why = next(filter(None, (differing(*pair) for pair in pairs)), "")
-        if why or ours.routed_by_reason != theirs.routed_by_reason:
-            self.differs(case, why or "routed_by_reason")
+        names = ("routed_by_reason", "never_sent")
+        why = why or next((name for name in names if getattr(ours, name) != getattr(theirs, name)), "")
+        for one, other in zip(ours.engines, theirs.engines, strict=True):
+            names = ("batches", "clamped", "rejected")
+            why = why or next((name for name in names if getattr(one, name) != getattr(other, name)), "")
+        if why:
+            self.differs(case, why)
 
     def add(self, part: Tally) -> None:
         """Add the outcome of a part."""

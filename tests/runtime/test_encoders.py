@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,6 +21,8 @@ from lockstep.host.text import Text  # noqa: E402
 from lockstep.runtime import LLM  # noqa: E402
 from lockstep.runtime.from_transformers.encoder import groups  # noqa: E402
 from lockstep.runtime.models import build_model  # noqa: E402
+from lockstep.sim.run.assemble import assemble  # noqa: E402
+from lockstep.sim.scenario.scenario import Scenario  # noqa: E402
 from tests.support.encoders import FAMILIES, VECTORS, reference, save_encoder, some_pairs, tokenizer  # noqa: E402
 
 CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
@@ -102,11 +106,30 @@ def test_what_an_encoder_cannot_do_is_refused(tmp_path: Path) -> None:
             llm.score(["a cat"], ["dog"])
 
 
+@pytest.mark.parametrize("family", ["XLMRoberta", "ModernBert", "Qwen3"])
+def test_a_simulation_has_the_scheduler_settings_of_the_runtime(family: str, tmp_path: Path) -> None:
+    save_encoder(tmp_path, family)
+    usual_on_a_cpu = {"max_running_requests": 7, "max_prefill_tokens": 512, "overlap_depth": 0}
+    settings = {**usual_on_a_cpu, "batching": "mixed", "reserve": "on_demand"}  # as printed by a plan
+    with LLM(tmp_path, **CPU, **settings) as llm:
+        served = llm.host.engine.config
+        found = llm.model.settings
+    for profile in ("lockstep", "sglang", "vllm"):
+        scenario = Scenario(model=str(tmp_path), gpu="l4", workload="gen:n=3,output=none", profile=profile)
+        setup = assemble(replace(scenario, settings=usual_on_a_cpu), {})
+        simulated = setup.config
+        if profile == "lockstep":
+            assert simulated == msgspec.structs.replace(served, eos_token_ids=())
+        for name in ("pages", "context_tokens_max", "radix_cache", "chunked_prefill_size", "max_prefill_tokens"):
+            if (name, profile) != ("pages", "sglang"):  # its pages have one token each
+                assert getattr(simulated, name) == getattr(served, name), name
+        assert setup.model.whole is not None
+        assert (setup.model.whole.labels, setup.model.context_tokens_max) == (len(found.labels), found.context_tokens)
+
+
 def test_types_are_refused_by_a_model_without_any(tmp_path: Path) -> None:
     save_encoder(tmp_path, "ModernBert")
     with LLM(tmp_path, **CPU) as llm:
-        import msgspec
-
         from lockstep.runtime import Params
 
         request = llm._request([5, 6], Params(max_new_tokens=0), "score")

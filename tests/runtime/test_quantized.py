@@ -264,7 +264,8 @@ def test_matrices_take_the_bytes_of_the_planners_table(kind: str, dtype: str) ->
 
 
 def test_the_planner_reads_the_same_configs() -> None:
-    from lockstep.sim.cost.families import _checkpoint_dtype, _ConfigFields
+    from lockstep.sim.cost.config_fields import ConfigFields
+    from lockstep.sim.cost.families import _checkpoint_dtype
 
     for kind, (settings, _) in KINDS.items():
         problems: list[str] = []
@@ -272,5 +273,5 @@ def test_the_planner_reads_the_same_configs() -> None:
         assert found is not None
         assert problems == []
         priced = settings | ({"group_size": INT4_GROUP} if "group_size" in settings else {})
-        row = _checkpoint_dtype(_ConfigFields("config.json", {"quantization_config": priced}))
+        row = _checkpoint_dtype(ConfigFields("config.json", {"quantization_config": priced}))
         assert row == ("fp8" if found.layout == "fp8" else "int4"), kind

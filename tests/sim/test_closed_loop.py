@@ -58,7 +58,7 @@ def played(loop: ConcurrentSessions, service_us: int, *, breaks_off: int = 0) ->
         event = loop.take(None)
         arrivals.append(event)
         answers.append((event.time_us + service_us, event.request_id))
-        in_progress.append(len(loop.open_turns) + len(loop._to_come))
+        in_progress.append(len(loop.open_turns) + len(loop._to_come) + len(loop._begins_us))
 
 
 @pytest.mark.parametrize("breaks_off", [0, 3])
@@ -127,6 +127,20 @@ def test_no_session_stands_behind_the_prompt_that_ends_it() -> None:
     assert 9 * 920 > max(lengths) > 8192  # up to the turn that is refused, and no further
     assert min(lengths) == 900
     assert len(set(lengths)) == 9
+
+
+def test_sessions_begin_in_the_order_of_time_whichever_end_is_reported_first() -> None:
+    """Engines of a cluster are simulated one after another, so ends are not reported in the order of time."""
+
+    def arrivals(ends_us: dict[int, int]) -> list[tuple[int, str]]:
+        loop = ConcurrentSessions(turns_of(SINGLE), 3, 9, 3)
+        for _ in range(3):
+            loop.take(None)
+        for request_id, end_us in ends_us.items():
+            loop.answered(request_id, end_us)
+        return [(event.time_us, event.label) for event in (loop.take(None) for _ in range(3))]
+
+    assert arrivals({0: 30_000, 1: 10_000, 2: 20_000}) == arrivals({1: 10_000, 2: 20_000, 0: 30_000})
 
 
 def test_equal_seeds_are_equal_loops_and_another_seed_is_another() -> None:

@@ -89,9 +89,18 @@ def test_a_cluster_of_one_is_the_engine_alone() -> None:
         ]
     ),
     seed=st.integers(0, 5),
+    concurrency=st.sampled_from([None, None, 3, 20]),
 )
 @example(  # an idle lane missed an arrival that was caused by the answer of another lane
-    policy="round_robin", replicas=2, hop_us=0, think="fixed:0us", output="fixed:1", rate="5", scheduler={}, seed=1
+    policy="round_robin",
+    replicas=2,
+    hop_us=0,
+    think="fixed:0us",
+    output="fixed:1",
+    rate="5",
+    scheduler={},
+    seed=1,
+    concurrency=None,
 )
 def test_engines_that_run_ahead_do_what_they_do_side_by_side(
     tmp_path_factory: pytest.TempPathFactory,
@@ -103,10 +112,12 @@ def test_engines_that_run_ahead_do_what_they_do_side_by_side(
     rate: str,
     scheduler: dict[str, Any],
     seed: int,
+    concurrency: int | None,
 ) -> None:
     """Every journal, of engines and router, to the byte, compared with advancing every engine at every arrival."""
     spec = f"gen:n=50,rate={rate},turns=uniform:1:3,think={think},input=uniform:1:700,output={output}"
-    scenario = replace(BASE, workload=spec, seed=seed, settings=scheduler)
+    closed = {} if concurrency is None else {"concurrency": concurrency, "limit": 50}
+    scenario = replace(BASE, workload=spec, seed=seed, settings=scheduler, **closed)
     cluster = {"replicas": replicas, "router": RouterConfig(policy=policy), "hop_us": hop_us}  # type: ignore[arg-type]
     lazy, eager = tmp_path_factory.mktemp("lazy"), tmp_path_factory.mktemp("eager")
     first = run(scenario, folder=lazy, **cluster)

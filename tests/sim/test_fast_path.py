@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, currently_in_test_context, given, settings, 
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
 
-from lockstep.core.cluster.router import EngineShare, RouterConfig
+from lockstep.core.cluster.router import ROUTER_POLICIES, EngineShare, RouterConfig
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.profiles import PROFILES, profile_settings
 from lockstep.core.requests.rules import LPM_FALLBACK_WAITING
@@ -45,6 +45,7 @@ from tests.support.fast_path_cases import (
     CONTEXTS,
     LONG_CONTEXTS,
     Case,
+    ClusterCase,
     Jittery,
     Load,
     base,
@@ -175,11 +176,78 @@ def test_every_number_of_a_cluster_is_the_cores(way: str, data: st.DataObject, p
     assert_equal(ours.data, theirs.data)
     for mine, other in zip(ours.engines, theirs.engines, strict=True):
         assert_equal(mine.data, other.data)
-        assert mine.batches == other.batches
+        for name in ("batches", "clamped", "rejected"):
+            assert getattr(mine, name) == getattr(other, name), name
     for reason, count in theirs.routed_by_reason.items():
         target(float(np.log1p(count)), label=reason)
     for name in ("routed_by_reason", "stopped_early", "never_sent", "interrupted"):
         assert getattr(ours, name) == getattr(theirs, name), name
+
+
+def cluster_of(setup: Setup, replicas: int = 1, **router: Any) -> ClusterSetup:
+    scenario = ClusterScenario(base=setup.scenario, replicas=replicas, router=RouterConfig(**router))
+    return ClusterSetup(scenario=scenario, engines=(setup,) * replicas, shares=(EngineShare(),) * replicas)
+
+
+def chains(sessions: int, turns: int, **scenario: Any) -> Setup:
+    """Sessions of several turns, each prompt of which goes on where the answer before it ended."""
+    load = Load(11, sessions * turns, 300, 40, 20_000.0, 0.0, 1, 0, sharing="sessions")
+    return setup_of(load.turns([SchedConfig(context_tokens_max=1_000)]), {"pages": 120}, **scenario)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("concurrency", [None, 9])
+@pytest.mark.parametrize("policy", ROUTER_POLICIES)
+def test_sessions_of_a_cluster_follow_every_policy(policy: str, concurrency: int | None) -> None:
+    """Requests follow answers of any engine; with more of them than the workload has, its copies follow."""
+    setup = chains(20, 4, concurrency=concurrency, limit=150 if concurrency else None)
+    cluster = cluster_of(setup, 3, policy=policy, block_tokens=16, load_floor=2)
+    assert unsupported_by_cluster(cluster) == ""
+    theirs, ours = simulate_cluster(cluster, compiled=False), run_compiled(cluster, None, None, always=True)
+    assert ours is not None
+    assert ours.routed_by_reason == theirs.routed_by_reason
+    if policy in ("prefix_affinity", "session_sticky"):
+        assert len(theirs.routed_by_reason) > 1
+    assert_equal(ours.data, theirs.data)
+    for mine, other in zip(ours.engines, theirs.engines, strict=True):
+        assert_equal(mine.data, other.data)
+
+
+@pytest.mark.usefixtures("way")
+def test_a_request_that_is_rejected_by_a_busy_lane_is_followed_once_the_lane_is_free() -> None:
+    """The router's time ran backwards: the end had the time of the arrival, which the lane took in later."""
+    cpu, sched = CpuModel(20_000.0, 50.0, 9_000.0, 20.0, 3_000.0), {"pages": 200, "context_tokens_max": 1_000}
+    for seed in range(6):
+        load = Load(seed, 80, 300, 20, 30_000.0, 0.0, 1, 0, sharing="sessions", oversized=0.4)
+        engines = [({**sched, "chunked_prefill_size": 64}, EngineShare())]
+        setup = ClusterCase(load, engines, RouterConfig(), 0, cpu, 1.0, 12, 120).setup()
+        alone = simulate(setup.engines[0], compiled=False)
+        assert alone.rejected.total() > 0
+        for compiled in (False, True):
+            np.testing.assert_array_equal(
+                simulate_cluster(setup, compiled=compiled).data.requests.arrival_us, alone.data.requests.arrival_us
+            )
+
+
+def test_requests_that_follow_answers_at_once_are_left_to_the_core() -> None:
+    setup = chains(20, 4, concurrency=9, limit=150)
+    calibration = replace_struct(setup.calibration, correction=Correction())
+    setup = replace(setup, calibration=calibration)
+    assert unsupported_by_cluster(cluster_of(setup)) == "answers without delay"
+    scenario = replace(cluster_of(setup).scenario, hop_us=1)
+    assert unsupported_by_cluster(replace(cluster_of(setup), scenario=scenario)) == ""
+
+
+def test_blocks_of_more_copies_than_there_are_keys_are_left_to_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = cluster_of(chains(20, 4, concurrency=9, limit=300), 2, policy="prefix_affinity", block_tokens=16)
+    assert run_compiled(cluster, None, None, always=True) is not None
+    monkeypatch.setattr(fast_path, "BLOCK_KEYS_MAX", 1_000)
+    assert run_compiled(cluster, None, None, always=True) is None
+
+
+def test_sessions_that_a_router_may_forget_are_left_to_the_core() -> None:
+    cluster = cluster_of(chains(20, 4), 2, policy="session_sticky", sessions_max=79)
+    assert unsupported_by_cluster(cluster) == "sessions"
 
 
 def test_prefixes_that_a_router_follows_are_left_to_the_core_if_equal_tokens_are_behind_different_ones() -> None:
@@ -476,9 +544,6 @@ def test_prompts_that_are_too_long_are_rejected_and_outputs_end_with_the_context
     theirs, ours = simulate(setup, compiled=False), simulate(setup, compiled=True)
     assert_equal(ours.data, theirs.data)
     assert (ours.clamped, ours.rejected.total()) == (theirs.clamped, theirs.rejected.total()) == (clamped, rejected)
-    scenario = ClusterScenario(base=setup.scenario, replicas=1)
-    cluster = ClusterSetup(scenario=scenario, engines=(setup,), shares=(EngineShare(),))
-    assert unsupported_by_cluster(cluster) == "prompts that do not fit"
 
 
 def test_prompts_that_are_cut_are_left_to_the_core() -> None:

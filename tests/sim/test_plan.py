@@ -27,6 +27,7 @@ from lockstep.sim.cli.plan import plan
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan import answer as answers
 from lockstep.sim.plan import serve_command
+from lockstep.sim.plan import trial as trial_module
 from lockstep.sim.plan.ledger import TrialStore
 from lockstep.sim.plan.question import (
     QUICK,
@@ -54,6 +55,7 @@ from lockstep.sim.plan.search import (
 )
 from lockstep.sim.plan.trial import SloResult, Trial, TrialResult, run_trial
 from lockstep.sim.plan.workers import Alone, check_joins, check_reachable, workers_of
+from lockstep.sim.run.load import open_load
 from lockstep.sim.scenario.scenario import Scenario
 
 SLOS = (Slo.parse("ttft_p90=1s"), Slo.parse("tpot_p90=40ms"))
@@ -454,6 +456,27 @@ class ManyWorkers:
         return self
 
     def __exit__(self, *_: object) -> None: ...
+
+
+def test_a_recorded_trace_is_read_once_for_all_seeds_of_a_closed_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+    monkeypatch.setattr(trial_module, "open_load", lambda given: opened.append(given.seed) or open_load(given))
+    path = tmp_path / "lengths.csv"
+    path.write_text("num_prefill_tokens,num_decode_tokens\n" + "40,5\n60,6\n" * 20, encoding="utf-8")
+
+    def results(workload: str, **load: Any) -> list[TrialResult]:
+        base = Scenario(model="qwen3-8b", gpu="h100", workload=workload, concurrency=3, limit=30, **load)
+        trials = [Trial(base=replace(base, seed=seed), replicas=1, content=str(tmp_path)) for seed in (1, 2)]
+        return [run_trial(one) for one in trials]
+
+    first, second = results(str(path))
+    assert opened == [1]
+    assert first.prompt_tokens != second.prompt_tokens  # sessions in another order
+    results(str(path), samples="0.5x2")
+    results("gen:n=40,rate=5")
+    assert opened == [1, 1, 2, 1, 2]  # their samples and requests are drawn
 
 
 @pytest.mark.parametrize("asked", [question(), closed()])

@@ -222,6 +222,23 @@ def test_digest_names_content_and_not_the_file(tmp_path: Path) -> None:
     assert open_text(tmp_path, AZURE_CSV, rate_scale=2.0).digest != first.digest
 
 
+def test_only_a_workload_from_which_something_is_drawn_depends_on_the_seed(tmp_path: Path) -> None:
+    clock = write(tmp_path, AZURE_CSV, "clock.csv")
+    lengths = write(tmp_path, "num_prefill_tokens,num_decode_tokens\n5,5\n6,6\n7,7\n", "lengths.csv")
+    drawn = []
+    for source, rate in (
+        (clock, None),
+        (clock, 4.0),
+        (lengths, float("inf")),
+        (lengths, 4.0),
+        ("gen:n=9,input=uniform:1:99", 4.0),
+    ):
+        one, other = (open_workload(source, seed=seed, rate=rate) for seed in (1, 2))
+        assert one.is_drawn == other.is_drawn == (one.digest != other.digest)
+        drawn.append(one.is_drawn)
+    assert drawn == [False, False, False, True, True]
+
+
 def test_digest_of_a_known_file_never_changes(tmp_path: Path) -> None:
     # Journals and reports name workloads by digest. If this moves, every recorded digest has lost its meaning.
     assert open_text(tmp_path, MOONCAKE_JSONL).digest == "f9acead472213e15d4a9ddb1b47f6ca9"

@@ -386,12 +386,26 @@ class ClusterCase(NamedTuple):
     engines: list[tuple[Mapping[str, Any], EngineShare]]  # settings of each, and its place at the router
     router: RouterConfig
     hop_us: int
+    cpu: CpuModel = CpuModel()
+    frontend_us: float = 0.0  # of the first engine; the next ones have the double, and so on
+    concurrency: int | None = None  # sessions in progress, in a closed loop
+    sent: int = 0  # requests of the closed loop
 
     def setup(self) -> ClusterSetup:
         """Return the setup of the run."""
         configs = [SchedConfig(**sched) for sched, _ in self.engines]
         turns = self.load.turns(configs)
-        setups = [Case(sched, self.load).setup_with(SchedConfig(**sched), turns) for sched, _ in self.engines]
+        setups = [
+            Case(
+                sched,
+                self.load,
+                self.cpu,
+                self.frontend_us * (1 + engine),
+                concurrency=self.concurrency,
+                sent=self.sent,
+            ).setup_with(config, turns)
+            for engine, ((sched, _), config) in enumerate(zip(self.engines, configs, strict=True))
+        ]
         return ClusterSetup(
             scenario=ClusterScenario(
                 base=setups[0].scenario, replicas=len(setups), router=self.router, hop_us=self.hop_us
@@ -417,13 +431,19 @@ SHARES = st.builds(
 
 @st.composite
 def cluster_cases(draw: st.DrawFn, context_tokens: int = 1_000) -> ClusterCase:
-    """Draw a run of up to five engines behind a router."""
-    return ClusterCase(
-        draw(loads(context_tokens, SHARINGS[:3])),
-        draw(st.lists(st.tuples(schedulers(context_tokens), SHARES), min_size=1, max_size=5)),
-        draw(ROUTERS),
-        draw(st.sampled_from((0, 0, 700)) | sizes(1, 500_000)),
-    )
+    """Draw a run of up to five engines behind a router.
+
+    Requests follow answers only after at least 1 us; without any time the core simulates them.
+    """
+    load, concurrency, sent = draw(loads(context_tokens, SHARINGS, (0.0, 0.0, 0.1, 0.5))), None, 0
+    hop_us, frontend_us = draw(st.sampled_from((0, 0, 700)) | sizes(1, 500_000)), draw(st.sampled_from((0.0, 1_500.4)))
+    if load.sharing == "sessions":
+        frontend_us = draw(st.sampled_from((1.0, 1_500.4, 40_000.0))) if not hop_us else frontend_us
+        if draw(st.booleans()):
+            load, concurrency = load._replace(branches=0.0), draw(sizes(1, 40))
+            sent = draw(st.integers(1, 2 * load.requests))
+    engines = draw(st.lists(st.tuples(schedulers(context_tokens), SHARES), min_size=1, max_size=5))
+    return ClusterCase(load, engines, draw(ROUTERS), hop_us, draw(CPUS), frontend_us, concurrency, sent)
 
 
 # ------------------------------------------------------------------------------------------------------------- equality

@@ -210,6 +210,7 @@ def test_what_cannot_be_is_refused_by_name(server: str, tmp_path: Path) -> None:
         (("--to", server, *gen, "--vocab", 0), "`vocab` must be at least 16 tokens, got `0`"),
         (("--to", server, *gen, "--concurrency", 2, "--rate", 3), "two kinds of load"),
         (("--to", server, *gen, "--slo", "ttft"), "there is no `=`"),
+        (("--to", server, *gen, "--slo", "call_p99=1s"), "those of a call do not arrive together"),
         (("--to", server, "--workload", tmp_path / "nothing"), "no such file"),
     ):
         result = run_bench(*words)

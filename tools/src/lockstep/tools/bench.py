@@ -77,6 +77,12 @@ def serve(workloads: tuple[str, ...], slos: tuple[str, ...], **options: Any) -> 
         scenario = Scenario(
             model=given.model or "", gpu="", workload=mix_of(workloads), slos=tuple(map(Slo.parse, slos)), **options
         )
+        for slo in scenario.slos:
+            if slo.metric == "call":
+                raise ConfigError(
+                    f"`slo` {slo}: requests are sent one after the other, so those of a call do not arrive together\n"
+                    "hint: --slo e2e_p99=1s"
+                )
         check_seed(scenario.seed)
         check_load(scenario)
         extra = _fields(given.body)

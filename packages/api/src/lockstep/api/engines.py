@@ -172,8 +172,13 @@ def check_names(settings: ServeSettings) -> None:
             from lockstep.sim.catalogue import load_gpu, load_model
 
             named, _, on = settings.emulate.rpartition("@")
-            load_model(named)
+            model = load_model(named)
             load_gpu(on)
+        if model.whole is not None:
+            raise ConfigError(
+                f"`emulate` is {settings.emulate}, but an emulated engine has neither vectors nor labels, and "
+                f"{model.name} gives nothing else\nhint: --model FOLDER with its weights, or `lockstep simulate`"
+            )
     else:
         for adapter, folder in settings.lora.items():
             try:

@@ -24,6 +24,7 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import SamplingParams
 from lockstep.core.contract.hybrid_memory import HybridMemory
+from lockstep.host import whole_prompts
 from lockstep.host.batches import Int32s, RowContext
 from lockstep.host.engine_options import GraphMode, Numerics
 from lockstep.host.loop import HostClock
@@ -695,20 +696,13 @@ def _kernels(
 
 def check_whole_prompts(settings: RankSettings, architecture: str) -> None:
     """Raise ConfigError for settings that need KV, of a model that has none."""
-    given = {
-        "host_cache_gb": settings.host_cache_gb,
-        "draft_model": settings.draft_model,
-        "numerics": settings.numerics if settings.numerics == "invariant" else None,  # padding depends on the batch
-        **{name: settings.sched.get(name) for name in ("speculative_method", "chunked_prefill_size", "radix_cache")},
-        "role": settings.sched.get("role"),
-    }
-    if given["role"] == "mixed":
-        given["role"] = None
-    for name, value in given.items():
-        if value:
-            raise ConfigError(
-                f"`{name}` is {value}, but {architecture} computes prompts whole, without KV\nhint: leave it out"
-            )
+    given = {"host_cache_gb": settings.host_cache_gb, "draft_model": settings.draft_model, **settings.sched}
+    whole_prompts.check_whole_prompts(given, architecture)
+    if settings.numerics == "invariant":
+        raise ConfigError(
+            f"`numerics` is invariant, but {architecture} computes prompts whole, padded to a length that depends on "
+            "the batch\nhint: leave it out"
+        )
 
 
 def _no_kernels(config: SchedConfig) -> PassKernels:
@@ -737,10 +731,8 @@ def _sized(
     }
     given.setdefault("context_tokens_max", min(model.settings.context_tokens, 32768 if gpu else 4096))
     if model.whole_prompts:
-        pages = -(-given["context_tokens_max"] // given.setdefault("page_size", 16))
-        pages *= given["max_running_requests"]
-        given = {"pages": pages, "max_prefill_tokens": 16384 if gpu else 4096, **given}
-        given |= {"radix_cache": False, "chunked_prefill_size": None}
+        tokens = whole_prompts.GPU_PREFILL_TOKENS if gpu else whole_prompts.CPU_PREFILL_TOKENS
+        given = whole_prompts.whole_prompt_settings(given, tokens)
         pick = _no_kernels
     if given["context_tokens_max"] > model.settings.context_tokens:
         raise ConfigError(

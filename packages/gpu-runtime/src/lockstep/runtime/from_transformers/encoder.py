@@ -88,6 +88,7 @@ def _class_of(config: Mapping[str, Any]) -> tuple[Any, Any] | None:
     return config_class, base
 
 
+# mechanism: whole-prompts (executed)
 class TransformersEncoder(LanguageModel):
     """An encoder of transformers, on one rank.
 

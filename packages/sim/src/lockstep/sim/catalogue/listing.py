@@ -57,6 +57,10 @@ def modelled_as(model: ModelSpec) -> list[str]:
         lines.append(f"{kind} attention: {a.heads} heads, {a.kv_heads} of KV, {a.head_dim} values each")
         if model.sliding_layers:
             lines.append(f"{model.sliding_layers} of {model.layers} layers read the last {a.window:,} tokens only")
+    if model.whole is not None:
+        w, sees = model.whole, "every token attends to all of its prompt" if model.whole.bidirectional else "causal"
+        gives = f"{w.labels} label{'s' if w.labels > 1 else ''}" if w.labels else "vectors"
+        lines.append(f"prompts are computed whole, without KV ({sees}); gives {gives}")
     if model.delta is not None:
         kind = "Mamba-2" if isinstance(model.delta, Mamba2) else "the gated delta rule"
         lines.append(f"{model.linear_layers} of {model.layers} layers keep a state by {kind} instead of KV")
@@ -79,13 +83,16 @@ def room_on(model: ModelSpec, gpus: Iterable[GpuSpec]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for gpu in gpus:
         row: dict[str, Any] = {"gpu": gpu.name, "tp": None, "kv_tokens": 0, "kv_bytes_per_gpu": 0}
-        for tp in (tp for tp in SPLITS if tp <= scale_up_gpus(gpu)):
+        splits = SPLITS if model.whole is None else (1,)
+        for tp in (tp for tp in splits if tp <= scale_up_gpus(gpu)):
             try:
                 found = kv_capacity(model, gpu, Parallelism(tp=tp))
             except CapacityError as error:
                 row["why"] = str(error).partition("\n")[0]
                 continue
-            row |= {"tp": tp, "kv_tokens": found.tokens, "kv_bytes_per_gpu": found.kv_bytes}
+            row |= {"tp": tp}
+            if model.whole is None:
+                row |= {"kv_tokens": found.tokens, "kv_bytes_per_gpu": found.kv_bytes}
             row.pop("why", None)
             break
         rows.append(row)

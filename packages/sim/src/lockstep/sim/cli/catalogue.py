@@ -60,7 +60,7 @@ def models(names: tuple[str, ...], gpus: str, as_json: bool) -> None:
             _count(one["params"]),
             _count(one["active_params"]),
             f"{one['weights_bytes'][dtype] / 1e9:.1f} GB {dtype}",
-            f"{one['kv_bytes_per_token']['bf16'] / 1024:.1f} KiB",
+            f"{one['kv_bytes_per_token']['bf16'] / 1024:.1f} KiB" if one["kv_bytes_per_token"]["bf16"] else "-",
             f"{one['state_bytes_per_request'] / 2**20:.1f} MiB" if one["state_bytes_per_request"] else "-",
             f"{one['context_tokens_max']:,}",
         )
@@ -88,7 +88,8 @@ def _room_table(facts: Sequence[dict[str, Any]]) -> Table:
     for rows in zip(*(one["room"] for one in facts), strict=True):
         cells = [rows[0]["gpu"]]
         for row in rows:
-            cells += [f"{row['tp']}", f"{row['kv_tokens']:,}"] if row["tp"] else ["too large", "-"]
+            tokens = f"{row['kv_tokens']:,}" if row["kv_tokens"] else "-"
+            cells += [f"{row['tp']}", tokens] if row["tp"] else ["too large", "-"]
         table.add_row(*cells)
     return table
 

@@ -377,7 +377,7 @@ def show(answer: Any) -> None:
     winner = answer.winner
     if winner is not None:
         of_vllm = vllm_command(winner)
-        titled = [*zip(("serve:   ", "emulate: "), serve_commands(winner), strict=True)]
+        titled = [*zip(("serve:   ", "emulate: "), serve_commands(winner), strict=False)]
         for name, command in [*titled, *([("vllm:    ", of_vllm)] if of_vllm is not None else [])]:
             click.echo(f"{name} {command.line}")
             if command.lacks:

@@ -38,6 +38,8 @@ def announce(setup: Setup, out: Path | None) -> None:
         click.echo(f"{name} is {getattr(setup.config, name)}, from the environment", err=True)
     closed = setup.scenario.concurrency is not None
     pool = f"{setup.config.pages:,} KV pages of {setup.config.page_size}"
+    if setup.model.whole is not None:
+        pool = f"whole prompts without KV, up to {setup.config.max_prefill_tokens:,} tokens at once"
     click.echo(f"{setup.title}, {pool}; {workload_line(setup.workload, closed=closed)}", err=True)
 
 

@@ -32,7 +32,7 @@ class CapacityEstimate(NamedTuple):
 def estimate_capacity(cost: CostModel, config: SchedConfig, workload: WorkloadSummary) -> CapacityEstimate:
     """Return the best case of one engine; `requests_per_s` is above 0."""
     prompt, output = workload.prompt.mean, max(workload.output.mean, 1.0)
-    new_tokens = new_prompt_tokens(workload)
+    new_tokens = new_prompt_tokens(workload) if config.radix_cache else max(prompt, 1.0)
     chunk = min(config.chunked_prefill_size or config.max_prefill_tokens, config.max_prefill_tokens)
     tokens = max(int(min(chunk, new_tokens * config.max_running_requests)), 1)
     pairs = int(tokens * prompt / 2)

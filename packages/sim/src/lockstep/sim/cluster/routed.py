@@ -180,7 +180,7 @@ class Cluster:
                 # think time. A request that waits at the router is sent as soon as another request ends.
                 first_us = min(lane.quiet_until_us for lane in lanes)
                 sure_us = first_us + hop_us + (0 if self._held else self._think_us_min)
-                if sure_us < now_us:
+                if sure_us < now_us or sure_us == now_us > first_us:  # what follows may come first at an equal time
                     self._advance(max(sure_us, first_us + 1))
                     continue
             if now_us == NEVER_US:

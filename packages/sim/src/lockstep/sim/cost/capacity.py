@@ -148,7 +148,7 @@ def kv_capacity(
     return replace(tightest, stages_weights_bytes=tuple(one.weights_bytes for one in found), stages_left_bytes=left)
 
 
-UNBOUNDED_PAGES = 2**40  # capacity of a stage without layers that keep KV
+UNBOUNDED_PAGES = 2**40  # capacity of a stage, or a model, without layers that keep KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class _Room:
         per_token = model.kv_bytes_per_token(self.kv_dtype, split) + beside.kv_per_token
         left = usable - weights - activations - runtime - state
         pages = left // (per_token * self.page_tokens) if per_token else 0
-        if not per_token and split.pp > 1 and left >= 0:
+        if not per_token and (split.pp > 1 or model.whole is not None) and left >= 0:
             pages = UNBOUNDED_PAGES
         if pages < 1:
             gb = 1e9
@@ -231,7 +231,7 @@ def activation_bytes(model: ModelSpec, tp: int | Parallelism, chunk_tokens: int,
     else:  # qkv and the attention's output
         attention = 2 * a.heads // heads_tp * a.head_dim + model.kv_values_per_layer(heads_tp)
     feed_forward = 3 * model.ffn // tp  # gate and up, and their product
-    logits = sampled_rows * model.vocab * LOGITS_BYTES_PER_VALUE
+    logits = 0 if model.whole is not None else sampled_rows * model.vocab * LOGITS_BYTES_PER_VALUE
     if model.experts is not None and split.ep == 1 and not split.moe_a2a:
         e = model.experts
         feed_forward = max(feed_forward, e.per_token * (3 * e.ffn // tp + model.hidden) + 3 * e.shared_ffn // tp)

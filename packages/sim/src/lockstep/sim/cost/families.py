@@ -11,8 +11,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lockstep.host.quantization import INT4_BITS, INT4_GROUP, METHODS, WeightsDtype, read_weight_format
+from lockstep.sim.cost.config_fields import ConfigFields
 from lockstep.sim.cost.errors import CatalogueError
 from lockstep.sim.cost.models import AttentionShape, ExpertShape, GatedDelta, LatentAttention, Mamba2, ModelSpec
+from lockstep.sim.cost.whole_prompts import (
+    ENCODERS,
+    check_architecture,
+    decoder_labels,
+    encoder_fields,
+    labels_of,
+    local_layers,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,11 +186,11 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 ALIASES = {
-    "hidden_size": ("n_embd", "d_model"),
+    "hidden_size": ("n_embd", "d_model", "dim"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
     "num_key_value_heads": ("num_kv_heads",),
-    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "hidden_dim"),
     "max_position_embeddings": ("n_positions", "max_seq_len", "model_max_length", "seq_length"),
     "num_experts_per_tok": ("moe_k", "num_experts_per_token", "moe_topk"),
     "n_shared_experts": ("num_shared_experts", "moe_num_shared_experts"),
@@ -213,45 +222,6 @@ LAYER_KINDS = {
 TORCH_DTYPES = ("bfloat16", "float16", "float32")  # float32 checkpoints are served in bf16
 
 
-@dataclass(frozen=True, slots=True)
-class _ConfigFields:
-    """Typed access to a config. Every error names the file, the field and the value."""
-
-    where: str
-    data: Mapping[str, Any]
-
-    def complain(self, field: str, wanted: str) -> CatalogueError:
-        value = self.data.get(field, "nothing")
-        return CatalogueError(f"{self.where}: `{field}` must be {wanted}, got `{value}`")
-
-    def whole(self, field: str, default: int | None = None, least: int = 1) -> int:
-        value = self.data.get(field)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.complain(field, f"a whole number of at least {least}")
-        return value
-
-    def flag(self, field: str, default: bool) -> bool:
-        value = self.data.get(field)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.complain(field, "true or false")
-        return value
-
-    def any_flag(self, *fields: str) -> bool:
-        return any(self.flag(field, False) for field in fields)
-
-    def table(self, field: str) -> Mapping[str, Any]:
-        value = self.data.get(field)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise self.complain(field, "an object")
-        return value
-
-
 def model_from_config(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:
     """Build a ModelSpec from the fields of a Hugging Face config.json.
 
@@ -259,19 +229,21 @@ def model_from_config(config: Mapping[str, Any], name: str, where: str) -> Model
     """
     if not isinstance(config, dict):
         raise CatalogueError(f"{where}: a config.json must be an object, got `{type(config).__name__}`")
-    inner = _ConfigFields(where, config).table("text_config")
+    inner = ConfigFields(where, config).table("text_config")
     data = {**config, **inner}  # fields of the language model inside a multimodal model come first
     for field, others in ALIASES.items():
         if data.get(field) is None:
             data[field] = next((data[other] for other in others if data.get(other) is not None), None)
-    f = _ConfigFields(where, data)
+    f = ConfigFields(where, data)
     for field, meaning in REFUSED.items():
         if f.data.get(field):
             raise CatalogueError(f"{where}: `{field}` {f.data[field]} ({meaning}) is not modelled")
     model_type = str(f.data.get("model_type", "nothing")).removesuffix("_text")
+    if model_type in ENCODERS:
+        return _encoder(f, model_type, name, str(config.get("_source", where)))
     if model_type not in FAMILIES:
         raise CatalogueError(
-            f"{where}: `model_type` `{model_type}` is not modelled\nhint: one of {', '.join(FAMILIES)}"
+            f"{where}: `model_type` `{model_type}` is not modelled\nhint: one of {', '.join((*FAMILIES, *ENCODERS))}"
         )
     family = FAMILIES[model_type]
     if model_type == "nemotron_h":
@@ -308,11 +280,40 @@ def model_from_config(config: Mapping[str, Any], name: str, where: str) -> Model
         checkpoint_dtype=_checkpoint_dtype(f),
         weights_only=_weights_only(f),
         context_tokens_max=context,
+        whole=decoder_labels(f.whole("hidden_size"), labels) if (labels := labels_of(f)) else None,
         notes=family.notes,
     )
 
 
-def _mixers(f: _ConfigFields) -> dict[str, Any]:
+def _encoder(f: ConfigFields, model_type: str, name: str, source: str) -> ModelSpec:
+    """Return an encoder. Raises CatalogueError for one that is used as something else."""
+    check_architecture(f)
+    family, layers = ENCODERS[model_type], f.whole("num_hidden_layers")
+    local, window = local_layers(f, layers) if family.modern else (0, 0)
+    biases = not family.modern
+    return ModelSpec(
+        name=name,
+        source=source,
+        model_type=model_type,
+        hidden=f.whole("hidden_size"),
+        vocab=f.whole("vocab_size"),
+        tied_embedding=True,
+        ffn=f.whole("intermediate_size"),
+        dense_layers=layers,
+        moe_layers=0,
+        full_layers=layers - local,
+        sliding_layers=local,
+        linear_layers=0,
+        attention=_attention(f, Family(qkv_bias=biases or None, o_bias=biases or None), window if local else 0),
+        norm_bias=biases or f.flag("norm_bias", False),
+        gated_ffn=family.modern,
+        ffn_bias=biases or f.flag("mlp_bias", False),
+        checkpoint_dtype=_checkpoint_dtype(f),
+        **encoder_fields(f, family, model_type),
+    )
+
+
+def _mixers(f: ConfigFields) -> dict[str, Any]:
     """Return the fields of Nemotron-H, whose layers have either attention, a state or a feed-forward, as pairs of both.
 
     A letter of `hybrid_override_pattern` is a layer: M Mamba-2, * attention, - dense, E experts.
@@ -333,7 +334,7 @@ def _mixers(f: _ConfigFields) -> dict[str, Any]:
     }
 
 
-def _dense_ffn(f: _ConfigFields, family: Family) -> int:
+def _dense_ffn(f: ConfigFields, family: Family) -> int:
     """Return the width of the feed-forward of layers without experts."""
     if f.data.get("shared_intermediate_size") and family.experts and not f.data.get(family.experts):
         return f.whole("shared_intermediate_size")  # Granite 4 without experts
@@ -342,7 +343,7 @@ def _dense_ffn(f: _ConfigFields, family: Family) -> int:
     return f.whole("intermediate_size", family.ffn_factor * f.whole("hidden_size") if family.ffn_factor else None)
 
 
-def _attention(f: _ConfigFields, family: Family, window: int) -> AttentionShape:
+def _attention(f: ConfigFields, family: Family, window: int) -> AttentionShape:
     heads = f.whole("num_attention_heads")
     if f.data.get("head_dim") is None and f.whole("hidden_size") % heads:
         raise f.complain("num_attention_heads", f"a divisor of `hidden_size` {f.whole('hidden_size')}")
@@ -366,7 +367,7 @@ def _attention(f: _ConfigFields, family: Family, window: int) -> AttentionShape:
     )
 
 
-def _latent(f: _ConfigFields) -> LatentAttention:
+def _latent(f: ConfigFields) -> LatentAttention:
     return LatentAttention(
         heads=f.whole("num_attention_heads"),
         q_rank=f.whole("q_lora_rank", default=0, least=0),
@@ -380,7 +381,7 @@ def _latent(f: _ConfigFields) -> LatentAttention:
     )
 
 
-def _state(f: _ConfigFields, family: Family) -> GatedDelta | Mamba2:
+def _state(f: ConfigFields, family: Family) -> GatedDelta | Mamba2:
     """Return the layers that keep a state instead of KV."""
     if family.state == "mamba2":
         return Mamba2(
@@ -400,7 +401,7 @@ def _state(f: _ConfigFields, family: Family) -> GatedDelta | Mamba2:
     )
 
 
-def _experts(f: _ConfigFields, family: Family) -> ExpertShape:
+def _experts(f: ConfigFields, family: Family) -> ExpertShape:
     field = _expert_field(f, family)
     count, per_token = f.whole(field), f.whole("num_experts_per_tok")
     if per_token > count:
@@ -422,13 +423,13 @@ def _experts(f: _ConfigFields, family: Family) -> ExpertShape:
     )
 
 
-def _expert_field(f: _ConfigFields, family: Family) -> str:
+def _expert_field(f: ConfigFields, family: Family) -> str:
     """Return the field with the number of experts, which may have another name in configs of another release."""
     named = (family.experts, *EXPERT_COUNTS)
     return next((name for name in named if f.data.get(name) is not None), family.experts)
 
 
-def _moe_layers(f: _ConfigFields, family: Family, layers: int) -> int:
+def _moe_layers(f: ConfigFields, family: Family, layers: int) -> int:
     """Return the number of layers with experts.
 
     They are listed, or every n-th layer has experts (Qwen), without the first `first_k_dense_replace` (DeepSeek) and
@@ -452,7 +453,7 @@ def _moe_layers(f: _ConfigFields, family: Family, layers: int) -> int:
     return sum(1 for i in range(first, stop) if i not in listed and (i + offset) % step == 0)
 
 
-def _layer_kinds(f: _ConfigFields, family: Family, layers: int) -> tuple[int, int]:
+def _layer_kinds(f: ConfigFields, family: Family, layers: int) -> tuple[int, int]:
     """Return the numbers of sliding-window layers and of linear-attention layers."""
     kinds = f.data.get("layer_types", f.data.get("attention_layers"))
     if kinds is not None:
@@ -486,20 +487,20 @@ def _layer_kinds(f: _ConfigFields, family: Family, layers: int) -> tuple[int, in
     raise CatalogueError(f"{f.where}: `sliding_window` {f.data['sliding_window']} without `layer_types`")
 
 
-def _pattern(f: _ConfigFields, family: Family) -> int:
+def _pattern(f: ConfigFields, family: Family) -> int:
     """Return n where every n-th layer is full: a number, or a text such as LLLG, or the usual one of the family."""
     given = f.data.get("sliding_window_pattern")
     return len(given) if isinstance(given, str) and given else f.whole("sliding_window_pattern", family.pattern or None)
 
 
-def _numbers(f: _ConfigFields, field: str) -> list[int]:
+def _numbers(f: ConfigFields, field: str) -> list[int]:
     value = f.data.get(field) or []
     if not isinstance(value, list) or not all(isinstance(one, int) for one in value):
         raise f.complain(field, "a list of layer numbers")
     return value
 
 
-def _checkpoint_dtype(f: _ConfigFields) -> WeightsDtype:
+def _checkpoint_dtype(f: ConfigFields) -> WeightsDtype:
     method = f.table("quantization_config").get("quant_method")
     if _is_nvfp4(f.table("quantization_config")):
         return "nvfp4"
@@ -536,7 +537,7 @@ def _is_nvfp4(quantization: Mapping[str, Any]) -> bool:
     return quantization.get("quant_method") == "modelopt_fp4" or algorithm.startswith("nvfp4")
 
 
-def _weights_only(f: _ConfigFields) -> bool:
+def _weights_only(f: ConfigFields) -> bool:
     """Return whether an fp8 checkpoint declares no precision of activations, by the runtime's own reader."""
     if _is_nvfp4(f.table("quantization_config")):
         return False
@@ -544,7 +545,7 @@ def _weights_only(f: _ConfigFields) -> bool:
     return stored is not None and stored.layout == "fp8" and not stored.activations
 
 
-def _context_tokens_max(f: _ConfigFields, model_type: str) -> int:
+def _context_tokens_max(f: ConfigFields, model_type: str) -> int:
     """Return the longest context the config allows.
 
     `max_position_embeddings` already includes llama3 and longrope scaling, and Gemma 3's linear scaling. yarn scales

@@ -18,12 +18,14 @@ from lockstep.host.quantization import KvDtype as KvDtype
 from lockstep.host.quantization import WeightsDtype as WeightsDtype
 from lockstep.sim.cost.errors import CapacityError, CatalogueError
 from lockstep.sim.cost.parallel import Parallelism, divisors, parallelism_of
+from lockstep.sim.cost.whole_prompts import WholePrompts
 
 if TYPE_CHECKING:
     from lockstep.sim.cost.hardware import GpuSpec
 
 ACTIVATION_BYTES = 2  # bf16
 DELTA_CHUNK = 64  # tokens per chunk of the chunked delta rule
+HEAD = "head"  # name of the matrices that one state of a prompt passes, of a model that computes prompts whole
 STATE_BYTES = 4  # the recurrent state of linear attention is float32 (`mamba_ssm_dtype`)
 
 
@@ -236,6 +238,7 @@ class ModelSpec:
     attention: AttentionShape | LatentAttention
     delta: GatedDelta | Mamba2 | None = None
     experts: ExpertShape | None = None
+    whole: WholePrompts | None = None  # prompts are computed whole, without KV; None: a language model
     norms_per_layer: int = 2
     norm_bias: bool = False  # norms have a bias, as a LayerNorm has
     gated_ffn: bool = True  # dense layers have gate, up and down; False: up and down (GPT-2, Nemotron)
@@ -270,7 +273,10 @@ class ModelSpec:
         tp, attention_tp = split.tp, split.attention_tp
         found: list[WeightMatrix] = []
         hidden, layers = self.hidden, self.attention_layers
-        found.append(WeightMatrix("embedding", hidden, ceil_div(self.vocab, attention_tp), 1, "plain"))
+        width = hidden if self.whole is None else self.whole.embedding
+        found.append(WeightMatrix("embedding", width, ceil_div(self.vocab, attention_tp), 1, "plain"))
+        if width != hidden:
+            found.append(WeightMatrix("embedding_widening", width, hidden, 1))
         a = self.attention
         if isinstance(a, LatentAttention):
             heads, query = a.heads // attention_tp, a.nope_dim + a.rope_dim
@@ -308,7 +314,9 @@ class ModelSpec:
                 found.append(WeightMatrix("shared_down", shared, hidden, self.moe_layers))
             if e.shared_gate:
                 found.append(WeightMatrix("shared_gate", hidden, 1, self.moe_layers, "plain"))
-        if not self.tied_embedding:
+        if self.whole is not None:
+            found.extend(WeightMatrix(HEAD, *sizes, 1, "plain") for sizes in self.whole.head)
+        elif not self.tied_embedding:
             found.append(WeightMatrix("lm_head", hidden, ceil_div(self.vocab, tp), 1, "plain"))
         return tuple(found)
 
@@ -316,7 +324,9 @@ class ModelSpec:
     def vector_params(self) -> int:
         """Number of norm weights, biases and other parameters that are not matrices; all are bf16."""
         total = (self.layers * self.norms_per_layer + 1) * self.hidden * (1 + self.norm_bias)
-        total += self.positions * self.hidden
+        total += self.positions * (self.hidden if self.whole is None else self.whole.embedding)
+        if self.whole is not None:
+            total += self.whole.pooler + self.whole.beside
         total += self.dense_layers * (self.up_matrices * self.ffn + self.hidden) * self.ffn_bias
         a = self.attention
         if isinstance(a, LatentAttention):
@@ -361,6 +371,8 @@ class ModelSpec:
     def flops_per_token(self) -> int:
         """FLOPs of one token's matrix products, logits included, attention over the context excluded."""
         table = 0 if self.tied_embedding else self.hidden * self.vocab
+        if self.whole is not None:  # no logits of tokens; the head is computed once per prompt
+            table = self.whole.embedding * self.vocab + self.whole.head_params
         return 2 * (self.active_params - self.vector_params - table)
 
     def weights_bytes(self, dtype: WeightsDtype | None = None, tp: int | Parallelism = 1) -> int:
@@ -378,6 +390,8 @@ class ModelSpec:
     def kv_bytes_per_token(self, dtype: KvDtype = "bf16", tp: int | Parallelism = 1) -> int:
         """Return the KV bytes of one token on one rank of its shard, as if every attention layer kept every token."""
         per_layer = self.kv_values_per_layer(tp) * KV_BYTES[checked_kv_dtype(dtype)]
+        if self.whole is not None:
+            return 0
         if isinstance(self.attention, LatentAttention):
             per_layer += self.attention.index_dim  # keys of the indexer, one byte each
         return self.attention_layers * per_layer
@@ -426,6 +440,11 @@ def products_in_fp8(model: ModelSpec, gpu: GpuSpec, weights: WeightsDtype, setti
 def check_split(model: ModelSpec, tp: int | Parallelism) -> None:
     """Raise CapacityError unless heads, experts and layers can be split as requested."""
     split = parallelism_of(tp)
+    if model.whole is not None and split.gpus > 1:
+        raise CapacityError(
+            f"{split} is not possible: {model.name} computes prompts whole, each engine on one GPU\n"
+            "hint: --replicas N behind a router"
+        )
     ranks = split.attention_tp
     named = f"tp {split.tp}" if split.attention_dp == 1 else f"tp {split.tp} / attention_dp {split.attention_dp}"
     counts = {"num_attention_heads": model.attention.heads}

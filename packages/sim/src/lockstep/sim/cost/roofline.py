@@ -24,6 +24,7 @@ from lockstep.sim.cost.model import BatchShape
 from lockstep.sim.cost.models import (
     ACTIVATION_BYTES,
     DELTA_CHUNK,
+    HEAD,
     KV_BYTES,
     WEIGHT_BYTES,
     AttentionShape,
@@ -115,7 +116,7 @@ class RooflineModel(TermSum):
         self.fp4_products = self.weights_dtype == "nvfp4" and gpu.has_fp4  # else weights are widened to bf16
         self.cuda_graph, self.graph_rows_max = graphs
         self.matrices = [m for m in model.matrices(split) if m.name != "embedding"]
-        self.gemm_matrices = [m for m in self.matrices if m.kind != "expert" and m.name != "lm_head"]
+        self.gemm_matrices = [m for m in self.matrices if m.kind != "expert" and m.name not in ("lm_head", HEAD)]
         self.all_reduce: AllReduce | None = all_reduce_of(gpu, tp) if tp > 1 else None
         self.memory_us = 1.0 / (achieved(gpu, "weight_read_gbs").value * 1e3)  # per byte of weights and activations
         self.exchange: Exchange | None = None  # None: all-reduces, or no collectives at tp 1
@@ -462,6 +463,7 @@ class RooflineModel(TermSum):
         self._expand_us = self._index_pair_us = self._index_read_us = 0.0
         self._full, self._sliding = model.full_layers, model.sliding_layers
         self._window = a.window if isinstance(a, AttentionShape) else 0
+        self._bidirectional = model.whole is not None and model.whole.bidirectional
         if isinstance(a, LatentAttention):
             # Prefill expands the latent to keys and values per head; decode stays in the latent ("absorbed").
             pair_flops = 2.0 * heads * (a.nope_dim + a.rope_dim + a.value_dim)
@@ -604,13 +606,15 @@ class RooflineModel(TermSum):
     def extend_attention_us(self, batch: BatchShape, own: BatchShape) -> float:
         """Return the time of attention of the extend rows of `own` in all layers that keep KV."""
         tokens, context, rows = own.extend_tokens, own.extend_context_tokens, own.extend_rows
+        # The pairs of a shape are those of tokens with the tokens up to them; in both directions they are a square.
+        pairs_all = 2 * own.extend_pairs - tokens if self._bidirectional else own.extend_pairs
         extra = self._extra_keys * tokens
         us = self._extend_latency_us
-        us += self._full * max((own.extend_pairs + extra) * self._pair_us, (context + tokens) * self._read_us)
+        us += self._full * max((pairs_all + extra) * self._pair_us, (context + tokens) * self._read_us)
         if self._expand_us:
             us += self._full * context * self._expand_us
         if self._sliding:
-            pairs = min(own.extend_pairs, tokens * self._window)
+            pairs = min(pairs_all, tokens * self._window)
             keys = min(context, rows * self._window) + tokens
             us += self._sliding * max((pairs + extra) * self._pair_us, keys * self._read_us)
             us += self._sliding * max(own.extend_pairs * self._index_pair_us, (context + tokens) * self._index_read_us)
@@ -626,7 +630,12 @@ class RooflineModel(TermSum):
     # --- logits and sampling: a function of the sampled rows ----------------------------------------------------------
 
     def sampling_terms(self) -> Iterator[CostTerm]:
-        """Yield the term of the logits GEMM, the gathering of logits from all ranks, and the draw."""
+        """Yield the term of the logits GEMM, the gathering of logits from all ranks, and the draw.
+
+        A model that computes prompts whole draws no tokens.
+        """
+        if self.model.whole is not None:
+            return
         vocab, hidden, read = ceil_div(self.model.vocab, self.tp), self.model.hidden, Constants(self.gpu)
         memory_us = 1.0 / read.us_rate("weight_read_gbs", 1e3)
         latency_us = read.rate("bf16_gemm_latency_us")
@@ -647,6 +656,30 @@ class RooflineModel(TermSum):
             return head + gather + draw_us + rows * draw_row_us
 
         yield CostTerm("logits_and_sampling", "sampled", us, read.read)
+
+    # --- vectors and labels: a function of the prompts, which are whole -----------------------------------------------
+
+    def head_terms(self) -> Iterator[CostTerm]:
+        """Yield the term of pooling, and of the head of labels, of a model that computes prompts whole.
+
+        Pooling is one kernel that reads the states of all tokens. A matrix of the head multiplies one row per prompt.
+        """
+        if self.model.whole is None:
+            return
+        read, hidden = Constants(self.gpu), self.model.hidden
+        memory_us = 1.0 / read.us_rate("weight_read_gbs", 1e3)
+        pooling_us, latency_us = read.rate("small_kernel_us"), read.rate("bf16_gemm_latency_us")
+        flops_us = read.us_rate("bf16_gemm_tflops", 1e6)
+        head = self.model.whole.head
+
+        def us(batch: BatchShape, own: BatchShape) -> float:
+            rows, total = own.extend_rows, pooling_us + own.extend_tokens * hidden * ACTIVATION_BYTES * memory_us
+            for inputs, outputs in head:
+                moved = (inputs * outputs + rows * (inputs + outputs)) * ACTIVATION_BYTES
+                total += latency_us + max(2.0 * rows * inputs * outputs / flops_us, moved * memory_us)
+            return total
+
+        yield CostTerm("pooling_and_head", "extend", us, read.read, kernels=1 + len(head), chunk_bends=never)
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -676,6 +709,7 @@ TERMS: tuple[Callable[[RooflineModel], Iterable[CostTerm]], ...] = (
     RooflineModel.collective_terms,
     RooflineModel.attention_terms,
     RooflineModel.sampling_terms,
+    RooflineModel.head_terms,
     RooflineModel.lora_terms,
 )
 """The builders of all cost terms, in the order of summation. A new term is one more builder here."""

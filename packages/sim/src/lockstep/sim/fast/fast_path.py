@@ -42,6 +42,7 @@ REQUESTS_MIN_NOT_STORED = 30_000
 FLUSH_ROWS = 4_096  # most rows of an engine's batches, gauges and messages between two flushes
 FLUSH_ROWS_ALL = 262_144  # most such rows of all engines together
 FLUSH_ROWS_MIN = 64  # fewest such rows of an engine; this limit overrides FLUSH_ROWS_ALL
+BLOCK_KEYS_MAX = 2**31 - 1  # different blocks of prompts, with those of all copies of the workload
 GAPS = 4  # rows for gaps between tokens, per row of batches
 SEGMENTS = 256  # rows for retractions
 AHEAD = 64  # requests of each engine that are routed before the engines go on, if their load does not matter
@@ -80,15 +81,18 @@ class FastEngine(NamedTuple):
     config: SchedConfig
     cost: CostModel
     cpu: CpuModel
-    frontend_us: int  # time of a request from its client to the engine
+    frontend_us: int  # time from the end of an answer to its client, and from there to the engine
 
 
 class Finished(NamedTuple):
     """What is known of a run of engines behind a router at its end, beside the folds."""
 
     batches: list[int]  # launched by each engine
+    rejected: list[Counter[str]]  # requests that each engine has rejected, by reason
+    clamped: list[int]  # requests that each engine has allowed fewer tokens than they asked for
+    never_sent: int  # requests that wait for an answer that has not ended
     routed: int  # requests that have arrived at the router
-    routed_by_prefix: dict[str, int]  # by reason, see `prefix_affinity`
+    routed_by_state: dict[str, int]  # by reason: requests whose engine follows from earlier requests
 
 
 class FastLoad(NamedTuple):
@@ -97,8 +101,8 @@ class FastLoad(NamedTuple):
     turns: Turns
     seed: int  # seed of the spread of batch times
     warm_up: int  # requests with an id below this are not measured
-    answer_us: int = 0  # time from the end of an answer to its client, and from there to the engine
-    loop: Loop | None = None  # the requests, if some follow the answers of others; only for one engine
+    has_front_end: bool = True  # whether answers and requests pass the front end, see `FastEngine.frontend_us`
+    loop: Loop | None = None  # the requests, if some follow the answers of others
     shares_prefixes: bool = True  # whether prompts may begin alike
 
 
@@ -122,7 +126,7 @@ class FastRun:
         metrics: Sequence[MetricsFold],
         on_finish: Callable[[int], None] | None = None,
     ) -> None:
-        self.stop_requested = False
+        self.stop_requested = self._is_lost = False
         self.metrics = metrics
         self._load = load
         self._engines = engines
@@ -138,6 +142,7 @@ class FastRun:
         for name in ("arrival_us", "prompt_tokens", "output_tokens", "output_first_token"):
             requests[name] = getattr(turns, name)[turn_of]
         requests["run_start"], requests["run_stop"] = turns.run_starts[turn_of], turns.run_stops[turn_of]
+        requests["asked_tokens"], requests["session"] = requests["output_tokens"], np.arange(len(turn_of))
         requests["id"], requests["last_batch"], requests["cached_tokens"] = turn_of, arrays_of.NONE, -1
         requests["waits_for"] = requests["joined"] = arrays_of.NONE
         for name in ("admitted_us", "first_us", "last_us", "ended_us", "itl_us_max"):
@@ -148,6 +153,7 @@ class FastRun:
         # Without a router all requests are sent to one engine at the start, which then runs without a pause.
         requests["next"] = np.append(np.arange(1, len(turn_of)), arrays_of.NONE)
         self._state["coming"] = 0
+        self._state["answer_us"] = [one.frontend_us if load.has_front_end else 0 for one in engines]
         run["until_us"], run["next_request"] = arrays_of.NEVER_US, len(turn_of)
         self._turn_of = turn_of
         thinking = np.zeros(len(turn_of) if loop is not None else 1, np.int32)
@@ -172,6 +178,7 @@ class FastRun:
             deferred_rows=np.zeros((count, rows * (slots + 1)), arrays_of.DEFERRED_ROW),
             deferred_pages=np.zeros((count, rows * (slots + 1), 2), np.int64),
             thinking=thinking,
+            begins=np.zeros(1 if loop is None else len(loop.thinking) + 1, np.int64),
             sessions=np.zeros(1, np.int32) if loop is None else np.append(loop.sessions, 0).astype(np.int32),
             scratch=np.zeros(REFRESHED_REQUESTS, np.int64),
             shuffled=_shuffled(engines, len(turn_of)),
@@ -195,40 +202,45 @@ class FastRun:
     def _follow(self, loop: Loop, run: Any, requests: Any, thinking: Any) -> None:
         """Let requests follow the answers of others."""
         run["loops"] = 2 if len(loop.sessions) else 1
-        for name in ("arrival_us", "think_us", "key", "shift", "follow", "sibling"):
+        for name in ("arrival_us", "think_us", "key", "shift", "follow", "sibling", "session"):
             requests[name] = getattr(loop, name)
         requests["output_first_token"] += loop.shift
         requests["id"] = requests["next"] = arrays_of.NONE
         requests["next"][loop.clock[:-1]] = loop.clock[1:]
-        state = self._state
-        state["expected"], state["clock"] = loop.expected, loop.clock[0] if len(loop.clock) else arrays_of.NONE
-        state["answer_us"] = self._load.answer_us
+        run["expected"], run["clock"] = loop.expected, loop.clock[0] if len(loop.clock) else arrays_of.NONE
+        run["lookahead_us"] = self._state["answer_us"].min() + loop.think_us_min
         first = loop.thinking[np.lexsort((loop.key[loop.thinking], loop.arrival_us[loop.thinking]))]
-        thinking[: len(first)], state["thinking"] = first, len(first)  # a sorted list is a heap
-        state["coming"] = first[0] if len(first) else state["clock"]
+        thinking[: len(first)], run["thinking"] = first, len(first)  # a sorted list is a heap
+        self._state["coming"] = first[0] if len(first) else run["clock"]
 
     def route(self, config: RouterConfig, shares: Sequence[EngineShare], hop_us: int, given: Sequence[int]) -> None:
         """Put a router in front of the engines; no request is sent yet.
 
         Args:
             hop_us: time from the router to an engine.
-            given: engine of each request, if the policy fixes it; else empty.
+            given: engine of each request by its id, if the policy fixes it; else empty.
         """
-        run, requests = self._arrays.run, self._arrays.requests
-        self._state["coming"] = arrays_of.NONE
-        requests["engine"] = given if len(given) else arrays_of.NONE
-        run["routes"], run["until_us"], run["next_request"] = 1, requests["arrival_us"][0], 0
+        run, requests, loop = self._arrays.run, self._arrays.requests, self._load.loop
+        first = self._state["coming"][0]
+        self._state["coming"] = requests["engine"] = arrays_of.NONE
+        if len(given):
+            requests["room"][: len(given)] = given
+        run["routes"], run["until_us"] = 1, requests["arrival_us"][first]
+        if loop is None:
+            run["next_request"] = 0
+        self._state["answer_us"] += hop_us
+        run["lookahead_us"] += hop_us
         run["routing_rule"] = {
             "least_requests": arrays_of.LEAST_REQUESTS,
             "total_requests": arrays_of.LEAST_REQUESTS,  # by the router's own counts, because engines send no reports
-            "session_sticky": arrays_of.LEAST_REQUESTS,  # every request is the first of its session
+            "session_sticky": arrays_of.STICKY,
             "least_tokens": arrays_of.LEAST_TOKENS,
             "total_tokens": arrays_of.LEAST_PROMPTS,
             "prefix_affinity": arrays_of.BOUNDED,
             "follow_bootstrap_room": arrays_of.GIVEN,
         }.get(config.policy, arrays_of.IN_TURN)
         run["sees_ends"] = run["routing_rule"] not in (arrays_of.IN_TURN, arrays_of.GIVEN)
-        run["ahead"] = AHEAD * len(shares)
+        run["ahead"] = AHEAD * len(shares) if loop is None else 0
         run["load_bound"], run["load_floor"] = config.load_bound, config.load_floor
         run["first_guess"], run["hop_us"] = OUTPUT_TOKENS_FIRST_GUESS, hop_us
         self._state["weight"] = [share.weight for share in shares]
@@ -238,8 +250,14 @@ class FastRun:
     def _follow_prefixes(self, config: RouterConfig, shares: Sequence[EngineShare]) -> None:
         """Let the router send requests to engines that received the beginning of their prompts, see `Router`."""
         turns, requests = self._load.turns, self._arrays.requests
-        requests["block_start"], requests["block_stop"], keys = block_keys(turns, config.block_tokens)
+        starts, stops, keys = block_keys(turns, config.block_tokens)
+        requests["block_start"], requests["block_stop"] = starts[self._turn_of], stops[self._turn_of]
         different = int(keys.max(initial=-1)) + 1
+        if self._load.loop is not None:  # copies of the workload have blocks of their own
+            copies, copy = np.unique(self._load.loop.shift, return_inverse=True)
+            self._is_lost = len(copies) * different > BLOCK_KEYS_MAX
+            requests["block_shift"] = 0 if self._is_lost else copy * different
+            different *= len(copies)
         longest = int((requests["block_stop"] - requests["block_start"]).max())
         most = [min(share.cache_tokens // config.block_tokens, different) for share in shares]
         self._state["blocks_max"] = most
@@ -251,10 +269,15 @@ class FastRun:
         )
         self._advance = machine_code.bound(self._arrays)
 
-    def _routed_by_prefix(self) -> dict[str, int]:
-        """Return the requests that prefix_affinity sent by a prefix, and those whose engine was over the bound."""
+    @property
+    def expected(self) -> int:
+        """Number of requests that are sent, if every answer ends."""
+        return len(self._turn_of) if self._load.loop is None else self._load.loop.expected
+
+    def _routed_by_state(self) -> dict[str, int]:
+        """Return the requests by the reason for which the router sent them, if that is another than its policy."""
         run = self._arrays.run[0]
-        return {"prefix": int(run["routed_by_prefix"]), "bound": int(run["routed_by_bound"])}
+        return {name: int(run[f"routed_by_{name}"]) for name in ("prefix", "bound", "session")}
 
     def run(self, pause_after: int = -1, on_pause: Callable[[int], int] | None = None) -> bool:
         """Run to the end, or until `stop_requested`, and pass all measurements to the folds.
@@ -266,6 +289,8 @@ class FastRun:
         Returns: False if a situation occurred that only the core can simulate; the measurements are then incomplete.
         """
         run, took_us = self._arrays.run, 0.0
+        if self._is_lost:
+            return False
         run["until_question"] = pause_after
         while True:
             if self.stop_requested:
@@ -280,7 +305,7 @@ class FastRun:
                 if self._on_finish is not None:
                     self._on_finish(int(self._state["ended"].sum()))
             elif why == arrays_of.ASKED and on_pause is not None and not self.stop_requested:
-                again = on_pause(int(run["next_request"][0]))
+                again = on_pause(self._routed())
                 if not again:
                     break
                 run["until_question"] = again
@@ -314,13 +339,20 @@ class FastRun:
     def finished(self) -> Finished:
         """Give back the memory of a run that has ended. Return what remains to be known of it."""
         counts = range(len(self._engines))
-        found = Finished([self.batches(engine) for engine in counts], self._routed(), self._routed_by_prefix())
+        found = Finished(
+            batches=[self.batches(engine) for engine in counts],
+            rejected=[self.rejected(engine) for engine in counts],
+            clamped=[self.clamped(engine) for engine in counts],
+            never_sent=self.never_sent(),
+            routed=self._routed(),
+            routed_by_state=self._routed_by_state(),
+        )
         del self._arrays, self._state, self._advance
         return found
 
     def _routed(self) -> int:
-        """Return the number of requests that have arrived at the router."""
-        return int(self._arrays.run["next_request"][0])
+        """Return the number of requests that have arrived at the router; without one, of those that were sent."""
+        return int(self._arrays.run["next_request" if self._load.loop is None else "arrived"][0])
 
     def never_sent(self) -> int:
         """Return the number of requests that wait for an answer that has not ended."""
@@ -338,10 +370,10 @@ class FastRun:
         """Return the requests that an engine has allowed fewer tokens than they asked for."""
         return int(self._state["clamped"][engine])
 
-    def _labels(self, arrived: Int64s, ids: Int64s) -> list[str]:
+    def _labels(self, by_id: Int64s, ids: Int64s) -> list[str]:
         """Return the labels of requests by id, where copies of the workload are numbered."""
         assert self._load.loop is not None
-        numbers = arrived[ids]
+        numbers = by_id[ids]
         labels, copies = self._load.turns.labels(self._turn_of[numbers]), self._load.loop.copy[numbers].tolist()
         return [f"{label}#{copy + 1}" if copy else label for label, copy in zip(labels, copies, strict=True)]
 
@@ -390,14 +422,15 @@ class FastRun:
         for engine in range(len(self.metrics)):
             self._flush(engine)
         arrays, turns = self._arrays, self._load.turns
-        sent_to = arrays.requests["engine"]
+        numbers = np.arange(self._routed())  # by id
+        if self._load.loop is not None:
+            sent = np.flatnonzero(arrays.requests["id"] >= 0)
+            numbers = sent[np.argsort(arrays.requests["id"][sent])]
+        sent_to = arrays.requests["engine"][numbers]
+        labels = turns.labels if self._load.loop is None else partial(self._labels, numbers)
         for engine, fold in enumerate(self.metrics):
             state = self._state[engine]
-            sent = np.flatnonzero(sent_to[: self._routed()] == engine)
-            if self._load.loop is not None:
-                sent = sent[arrays.requests["id"][sent] >= 0]
-                sent = sent[np.argsort(arrays.requests["id"][sent])]
-            arrived = sent[: int(state["arrived"])]
+            arrived = numbers[sent_to == engine][: int(state["arrived"])]
             requests = arrays.requests[arrived]
             slots = (state["oldest"] + np.arange(state["in_flight"])) % arrays.flights.shape[1]
             flying = arrays.flights[engine, slots]
@@ -414,7 +447,7 @@ class FastRun:
                     first_message_us=requests["first_us"],
                     last_message_us=requests["last_us"],
                     itl_us_max=np.where(requests["itl_us_max"] < 0, np.nan, requests["itl_us_max"]),
-                    labels=partial(self._labels, arrived) if self._load.loop is not None else turns.labels,
+                    labels=labels,
                     tenants=[turns.tenants[code] for code in turns.tenant[self._turn_of[arrived]].tolist()],
                     last_us=int(state["last_us"]),
                     open_batches={name: flying[name] for name in columns},

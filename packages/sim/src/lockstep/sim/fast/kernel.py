@@ -45,7 +45,7 @@ from lockstep.core.requests.rules import (
     verdict,
     wanted,
 )
-from lockstep.sim.fast.following import answered, begin_session, look_ahead, pop_thinking
+from lockstep.sim.fast.following import answered, begin_session, look_ahead, next_us, take
 from lockstep.sim.fast.memory import (
     Cache,
     alloc,
@@ -118,13 +118,18 @@ def advance(a: Arrays, took_us: float) -> int:
                 if why != PAUSED:
                     return why
             run.engine += 1
-        if run.next_request == a.requests.size and run.until_us == NEVER_US:
+        arrives_us = _next_us(a, run)
+        if arrives_us == NEVER_US and run.until_us == NEVER_US:
             return DONE
         if run.asks:
             run.asks = 0
-            run.until_us = _next_us(a, run)
+            run.until_us = _sure_us(a, run)
             run.engine = 0
             return ASKED
+        if run.until_us < arrives_us:  # an answer that ends before then may be followed by another request
+            run.until_us = _sure_us(a, run)
+            run.engine = 0
+            continue
         now_us = run.until_us
         route_due(a, run)
         if not run.sees_ends:
@@ -138,12 +143,26 @@ def advance(a: Arrays, took_us: float) -> int:
             run.asks, run.until_question = 1, NONE
             run.until_us = now_us + run.hop_us  # requests that are sent later arrive later
         else:
-            run.until_us = _next_us(a, run)
+            run.until_us = _sure_us(a, run)
 
 
 def _next_us(a: Arrays, run: Record) -> int:
-    """Return the time at which the next request arrives at the router; NEVER_US if there is none."""
+    """Return the time at which the next known request arrives at the router; NEVER_US if there is none."""
+    if run.loops and run.routes:
+        return next_us(a, run)
     return a.requests[run.next_request].arrival_us if run.next_request < a.requests.size else NEVER_US
+
+
+def _sure_us(a: Arrays, run: Record) -> int:
+    """Return the time up to which engines cannot affect each other: of the next request, or of one that may follow.
+
+    One engine alone stops by itself where a request follows, see `look_ahead`.
+    """
+    until_us = _next_us(a, run)
+    if run.loops and a.engines.size > 1:
+        for engine in range(a.engines.size):
+            until_us = min(until_us, a.due_us[engine] + run.lookahead_us)
+    return until_us
 
 
 # ----------------------------------------------------------------------------------------------------------- one engine
@@ -201,12 +220,8 @@ def _arrive(a: Arrays, run: Record, s: Record, engine: int) -> None:
     number = s.coming
     request = a.requests[number]
     s.last_us = request.arrival_us + run.hop_us - s.frontend_us
-    if run.loops:
-        request.id = s.arrived
-        if number == s.clock:
-            s.clock = request.next
-        else:
-            pop_thinking(a, s)
+    if run.loops and not run.routes:
+        take(a, run, number)
     else:
         s.coming = request.next
     request.measured = request.id >= run.warm_up
@@ -223,8 +238,8 @@ def _arrive(a: Arrays, run: Record, s: Record, engine: int) -> None:
         _wait(s, a.requests, number, s.tail if s.waiting else NONE)
         if s.passes:
             joins(s, cache_of(a, engine), number, a.shuffled[engine])
-    if run.loops:
-        look_ahead(a, s)
+    if run.loops and not run.routes:
+        look_ahead(a, run, s)
     _spend(s, a.works[engine], s.arrival_us, ARRIVAL)
 
 
@@ -234,8 +249,10 @@ def _reject(a: Arrays, run: Record, s: Record, number: int) -> None:
     request.ended_us = request.arrival_us + run.hop_us
     s.ended += 1
     s.rejected += 1
+    _report_end(a, run, s, number)
     if run.loops == 2:
-        begin_session(a, s, request.ended_us + s.answer_us)
+        begin_session(a, run, s.now_us + s.answer_us)
+        look_ahead(a, run, s)
 
 
 # ------------------------------------------------------------------------------------------------------- waiting, lane
@@ -854,9 +871,14 @@ def _end(a: Arrays, run: Record, s: Record, c: Cache, number: int) -> None:
     s.active -= 1
     s.batch_is_full = 0
     leave(s, c, number, True)
-    if run.sees_ends:
-        unseen = a.unseen[run.unseen]
-        unseen[0], unseen[1] = s.now_us + s.frontend_us + run.hop_us, number
-        run.unseen += 1
+    _report_end(a, run, s, number)
     if run.loops:
         answered(a, run, s, number, s.now_us + s.answer_us)
+
+
+def _report_end(a: Arrays, run: Record, s: Record, number: int) -> None:
+    """Send the end of a request to the router, if that needs it."""
+    if run.sees_ends:
+        unseen = a.unseen[run.unseen]
+        unseen[0], unseen[1] = s.now_us + s.answer_us, number
+        run.unseen += 1

@@ -26,10 +26,12 @@ class Loop(NamedTuple):
     key: Int64s  # order of requests that arrive at the same time
     follow: Int64s  # the first request that is sent after the answer; -1: none
     sibling: Int64s  # the next request that is sent after the same answer; -1: none
+    session: Int64s  # the first request of the session
     clock: Int64s  # requests that are sent by the clock, in order
     thinking: Int64s  # requests that are sent at `arrival_us` although they belong to sessions
     sessions: Int64s  # first request of each session that begins when another one ends; empty: none begins
     expected: int  # requests that are sent
+    think_us_min: int = 0  # least time from the end of an answer at its client to the next request
 
 
 def open_loop(turns: Turns) -> Loop:
@@ -49,26 +51,34 @@ def open_loop(turns: Turns) -> Loop:
         key=numbers,
         follow=follow,
         sibling=sibling,
+        session=turns.root(),
         clock=turns.by_clock_rows,
         thinking=np.empty(0, np.int64),
         sessions=np.empty(0, np.int64),
         expected=count,
+        think_us_min=int(turns.think_us[turns.after >= 0].min()),
     )
 
 
-def closed_loop(turns: Turns, source: ConcurrentSessions, refused: NDArray[np.bool_]) -> Loop:
+def closed_loop(
+    turns: Turns, source: ConcurrentSessions, refused: NDArray[np.bool_], refused_by_some: NDArray[np.bool_]
+) -> Loop:
     """Return the requests of a closed loop. Takes its sessions out of `source`.
 
     Args:
-        refused: turns that are rejected, at which their session breaks off.
+        refused: turns that every engine rejects, at which their session breaks off.
+        refused_by_some: turns that at least one engine rejects, at which their session may break off.
     """
     first = source.under_way()
+    least = [len(_until_refused(rows, refused_by_some)) for rows in source.rows_by_session]
+    lengths = [len(_until_refused(rows, refused_by_some)) for *_, rows in first]
     by_session = [_until_refused(rows, refused) for rows in source.rows_by_session]
     starts = [(copy, _until_refused(rows, refused)) for _, _, copy, rows in first]
-    mean = sum(map(len, by_session)) / len(by_session)
-    while not _suffice([len(rows) for _, rows in starts], len(first), source.expected):
+    mean = sum(least) / len(least)
+    while not _suffice(lengths, len(first), source.expected):
         more = source.upcoming(int(source.expected / mean) + len(first))
         starts += [(copy, by_session[session]) for copy, session in more]
+        lengths += [least[session] for _, session in more]
     counts = np.array([len(rows) for _, rows in starts])
     stops = np.cumsum(counts)
     rows = np.concatenate([rows for _, rows in starts])
@@ -87,6 +97,7 @@ def closed_loop(turns: Turns, source: ConcurrentSessions, refused: NDArray[np.bo
         key=np.repeat(np.arange(len(starts)), counts),
         follow=follow,
         sibling=np.full(len(rows), -1),
+        session=np.repeat(begin, counts),
         clock=np.empty(0, np.int64),
         thinking=begin[: len(first)],
         sessions=begin[len(first) :],
@@ -105,6 +116,9 @@ def _suffice(lengths: list[int], concurrency: int, requests: int) -> bool:
 
     A session begins when another one has ended, that is, after all its requests. The sessions in progress may be the
     longest ones.
+
+    Args:
+        lengths: the least number of requests of each session.
     """
     counts = np.sort(np.array(lengths))
     return int(counts[: len(counts) - concurrency].sum()) >= requests

@@ -256,7 +256,7 @@ def _made() -> str:
     int64, int32, float64 = np.int64, np.int32, np.float64
 
     def entry(table: Any, took_us: float) -> int:
-        t = carray(table, (34, 5))
+        t = carray(table, (35, 5))
         arrays = kernel_arrays(
             carray(at(t[0, 0]), (t[0, 1],), run_t),
             carray(at(t[1, 0]), (t[1, 1],), engine_t),
@@ -276,22 +276,23 @@ def _made() -> str:
             carray(at(t[15, 0]), (t[15, 1], t[15, 2]), deferred_t),
             carray(at(t[16, 0]), (t[16, 1], t[16, 2], t[16, 3]), int64),
             carray(at(t[17, 0]), (t[17, 1],), int32),
-            carray(at(t[18, 0]), (t[18, 1],), int32),
-            carray(at(t[19, 0]), (t[19, 1],), int64),
-            carray(at(t[20, 0]), (t[20, 1], t[20, 2]), int32),
-            carray(at(t[21, 0]), (t[21, 1],), int32),
-            carray(at(t[22, 0]), (t[22, 1], t[22, 2]), block_t),
-            carray(at(t[23, 0]), (t[23, 1], t[23, 2]), int32),
-            carray(at(t[24, 0]), (t[24, 1], t[24, 2]), int64),
-            carray(at(t[25, 0]), (t[25, 1], t[25, 2], t[25, 3]), float64),
-            carray(at(t[26, 0]), (t[26, 1],), shape_t),
-            carray(at(t[27, 0]), (t[27, 1], t[27, 2], t[27, 3]), int64),
+            carray(at(t[18, 0]), (t[18, 1],), int64),
+            carray(at(t[19, 0]), (t[19, 1],), int32),
+            carray(at(t[20, 0]), (t[20, 1],), int64),
+            carray(at(t[21, 0]), (t[21, 1], t[21, 2]), int32),
+            carray(at(t[22, 0]), (t[22, 1],), int32),
+            carray(at(t[23, 0]), (t[23, 1], t[23, 2]), block_t),
+            carray(at(t[24, 0]), (t[24, 1], t[24, 2]), int32),
+            carray(at(t[25, 0]), (t[25, 1], t[25, 2]), int64),
+            carray(at(t[26, 0]), (t[26, 1], t[26, 2], t[26, 3]), float64),
+            carray(at(t[27, 0]), (t[27, 1],), shape_t),
             carray(at(t[28, 0]), (t[28, 1], t[28, 2], t[28, 3]), int64),
             carray(at(t[29, 0]), (t[29, 1], t[29, 2], t[29, 3]), int64),
             carray(at(t[30, 0]), (t[30, 1], t[30, 2], t[30, 3]), int64),
             carray(at(t[31, 0]), (t[31, 1], t[31, 2], t[31, 3]), int64),
-            carray(at(t[32, 0]), (t[32, 1], t[32, 2]), int64),
-            carray(at(t[33, 0]), (t[33, 1], t[33, 2], t[33, 3]), int64),
+            carray(at(t[32, 0]), (t[32, 1], t[32, 2], t[32, 3]), int64),
+            carray(at(t[33, 0]), (t[33, 1], t[33, 2]), int64),
+            carray(at(t[34, 0]), (t[34, 1], t[34, 2], t[34, 3]), int64),
         )
         return int(advance(arrays, took_us))
 

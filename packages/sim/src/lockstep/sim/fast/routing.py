@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from lockstep.sim.fast.following import next_number, take
 from lockstep.sim.fast.state import (
     BOUNDED,
     GIVEN,
@@ -11,6 +12,7 @@ from lockstep.sim.fast.state import (
     LEAST_PROMPTS,
     LEAST_TOKENS,
     NONE,
+    STICKY,
     Array,
     Arrays,
     Record,
@@ -31,13 +33,23 @@ def route_due(a: Arrays, run: Record) -> None:
             s.open_requests -= 1
             s.open_tokens -= request.open_tokens
             run.ended += 1
-            run.output_tokens += request.output_tokens
+            if request.admitted_us >= 0:  # else it was rejected
+                run.output_tokens += request.asked_tokens
         else:
             a.unseen[left, 0], a.unseen[left, 1] = seen_us, number
             left += 1
     run.unseen = left
-    while run.next_request < a.requests.size and a.requests[run.next_request].arrival_us == now_us:
-        number = run.next_request
+    while True:
+        if run.loops:
+            number = next_number(a, run)
+        else:
+            number = run.next_request if run.next_request < a.requests.size else NONE
+        if number == NONE or a.requests[number].arrival_us != now_us:
+            break
+        if run.loops:
+            take(a, run, number)
+        else:
+            run.next_request += 1
         request = a.requests[number]
         expected = (run.output_tokens + run.first_guess) // (run.ended + 1)
         request.open_tokens = request.prompt_tokens + expected
@@ -45,7 +57,7 @@ def route_due(a: Arrays, run: Record) -> None:
         s = a.engines[engine]
         s.open_requests += 1
         s.open_tokens += request.open_tokens
-        s.last_chosen = number
+        s.last_chosen = request.id
         request.engine = engine
         request.next = NONE
         if s.coming == NONE:
@@ -54,7 +66,6 @@ def route_due(a: Arrays, run: Record) -> None:
         if s.sent != NONE:
             a.requests[s.sent].next = number
         s.sent = number
-        run.next_request += 1
         if run.until_question > 0:
             run.until_question -= 1
 
@@ -63,7 +74,10 @@ def _engine_for(a: Arrays, run: Record, request: Record) -> int:
     """Return the engine for a request, like `Router._chosen` with all engines up."""
     engines = a.engines
     if run.routing_rule == GIVEN:
-        return request.engine
+        return a.requests[request.id].room
+    if run.routing_rule == STICKY and a.requests[request.session].engine != NONE:
+        run.routed_by_session += 1
+        return a.requests[request.session].engine
     if run.routing_rule == IN_TURN:
         weights = 0.0
         for engine in range(engines.size):
@@ -98,13 +112,13 @@ def _engine_for(a: Arrays, run: Record, request: Record) -> int:
 # mechanism: prefix-affinity (simulated)
 def _by_prefix(a: Arrays, run: Record, request: Record) -> int:
     """Return the engine within the bound that received most of the prompt before, like `Router._by_prefix`."""
-    engines = a.engines
+    engines, keys = a.engines, a.block_keys[request.block_start : request.block_stop]
     total, weights, longest = 1, 0.0, 0
     for engine in range(engines.size):
         s = engines[engine]
         total += s.open_requests
         weights += s.weight
-        s.matched = _matched(a.block_keys[request.block_start : request.block_stop], a, engine)
+        s.matched = _matched(keys, request.block_shift, a, engine)
         longest = max(longest, s.matched)
     best, least = NONE, 0.0
     for engine in range(engines.size):
@@ -125,27 +139,27 @@ def _by_prefix(a: Arrays, run: Record, request: Record) -> int:
         run.routed_by_bound += 1
     elif longest:
         run.routed_by_prefix += 1
-    _sent(engines[best], a.block_keys[request.block_start : request.block_stop], a.blocks[best], a.block_buckets[best])
+    _sent(engines[best], keys, request.block_shift, a.blocks[best], a.block_buckets[best])
     return best
 
 
-def _matched(keys: Array, a: Arrays, engine: int) -> int:
+def _matched(keys: Array, shift: int, a: Arrays, engine: int) -> int:
     """Return how many blocks of a prompt, from its beginning on, an engine received before."""
     blocks, buckets = a.blocks[engine], a.block_buckets[engine]
     for length in range(keys.size):
-        if not _entry_of(keys[length], blocks, buckets):
+        if not _entry_of(keys[length] + shift, blocks, buckets):
             return length
     return keys.size
 
 
-def _sent(s: Record, keys: Array, blocks: Array, buckets: Array) -> None:
+def _sent(s: Record, keys: Array, shift: int, blocks: Array, buckets: Array) -> None:
     """Record a prompt sent to an engine, like `PrefixHomes.sent`: its end is dropped before its beginning."""
     for i in range(keys.size - 1, -1, -1):
-        entry = _entry_of(keys[i], blocks, buckets)
+        entry = _entry_of(keys[i] + shift, blocks, buckets)
         if entry:
             _unlink(s, blocks, entry)
         else:
-            entry = _new_entry(s, keys[i], blocks, buckets)
+            entry = _new_entry(s, keys[i] + shift, blocks, buckets)
         blocks[entry].older, blocks[entry].newer = s.newest_block, 0
         if s.newest_block:
             blocks[s.newest_block].newer = entry

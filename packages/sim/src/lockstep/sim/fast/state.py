@@ -22,7 +22,7 @@ ARRIVAL, PLAN, RESULTS = range(3)  # kinds of work of the CPU lane
 RUNNING_LIMIT, ROWS, KV_BUDGET, PREFILL_BUDGET, PAGES = range(5)  # deferral reasons of the head of the waiting queue
 QUEUE_ORDER, LONGEST_CACHED, LONGEST_OUTPUT, SHUFFLED, RESPONSE_RATIO, FEWEST_UNCACHED = range(6)  # waiting queue
 KEEPS, LAST, DEFERS = range(3)  # what becomes of waiting requests with a prefix that another request computes
-IN_TURN, LEAST_REQUESTS, LEAST_TOKENS, LEAST_PROMPTS, BOUNDED, GIVEN = range(6)  # rules of a router
+IN_TURN, LEAST_REQUESTS, LEAST_TOKENS, LEAST_PROMPTS, BOUNDED, GIVEN, STICKY = range(7)  # rules of a router
 PRICED, FLUSH, ASKED, DONE, LOST, PAUSED, LAUNCHED, SETTLED = range(8)  # why `advance`, `_advance` and `_launch` return
 LINE_ERROR_US = 1e-5  # a line of `lines` is nearer than this to the cost model
 
@@ -97,10 +97,6 @@ ENGINE = np.dtype(
         # the engine
         ("sent", np.int64),  # the last request that the router sent here; requests arrive in the order of sending
         ("coming", np.int64),  # the first request that has not arrived here; `next` links to the one after it
-        ("clock", np.int64),  # of requests that follow answers: the next one that is sent by the clock
-        ("thinking", np.int64),  # requests whose time of arrival is known because an answer has ended
-        ("upcoming", np.int64),  # sessions of a closed loop that have begun because another one ended
-        ("expected", np.int64),  # requests that are sent at all
         ("answer_us", np.int64),  # time from the end of an answer to the client, and back to the engine
         ("head", np.int64),  # the first waiting request; `behind` links to the one after it
         ("tail", np.int64),  # the last waiting request
@@ -231,12 +227,16 @@ REQUEST = in_lines(
         ("sibling", np.int32),  # the next request that follows the same answer
         ("retractions", np.int32),
         ("cached_tokens", np.int32),  # at its first admission; -1: not yet
-        ("engine", np.int32),  # NONE: not sent yet; with GIVEN: the engine to which it will be sent
+        ("engine", np.int32),  # NONE: not sent yet
         ("next", np.int32),  # the request that was sent next to the same engine
         ("behind", np.int32),  # the request behind it in the waiting queue
         ("bypassed", np.int32),  # requests behind it in the waiting queue that were admitted before it
         ("turn", np.int32),  # in the present pass: 0 not considered, 1 considered, 2 admitted
         ("waits_for", np.int32),  # the request that computes its prefix, at its last deferral for that
+        ("asked_tokens", np.int32),  # output tokens before its engine has limited them
+        ("session", np.int32),  # the first request of its session
+        ("block_shift", np.int32),  # keys of its blocks are those in `block_keys` plus this
+        ("room", np.int32),  # with GIVEN: the engine of the request whose id is this row's number
     ],
 )
 
@@ -315,7 +315,16 @@ SHAPE = np.dtype(
 RUN = np.dtype(
     [
         ("priced", np.int64),  # 1: the time of the newest batch in flight is known
+        # requests that follow answers
         ("loops", np.int64),  # 1: requests follow answers; 2: sessions follow sessions, too
+        ("clock", np.int64),  # the next one that is sent by the clock
+        ("thinking", np.int64),  # requests whose time of arrival is known because an answer has ended
+        ("begins", np.int64),  # sessions of a closed loop that will begin because another one ended
+        ("upcoming", np.int64),  # sessions that have begun for that reason
+        ("arrived", np.int64),  # requests that were sent, which is the next id
+        ("expected", np.int64),  # requests that are sent at all
+        ("lookahead_us", np.int64),  # least time from the end of an answer to the next request at the router
+        # the engines
         ("until_us", np.int64),  # engines do all work that is due before this time
         ("engine", np.int64),  # the engine that is advanced to `until_us`; engines before it are there
         ("next_request", np.int64),  # the next request to be routed
@@ -337,6 +346,7 @@ RUN = np.dtype(
         ("unseen", np.int64),  # ends that have not reached the router yet
         ("routed_by_prefix", np.int64),  # requests sent to the engine with the longest beginning of their prompt
         ("routed_by_bound", np.int64),  # requests whose engine with a longer beginning is over the bound
+        ("routed_by_session", np.int64),  # requests sent to the engine of their session
     ],
     align=True,
 )
@@ -363,6 +373,7 @@ class Arrays(NamedTuple):
     deferred_rows: Array  # DEFERRED_ROW [engines, rows]
     deferred_pages: Array  # int64 [engines, entries, 2]: batch, and pages that are freed after it
     thinking: Array  # int32 [requests]: heap of requests whose time of arrival is known, by time and key
+    begins: Array  # int64 [sessions in progress]: heap of times at which further sessions of a closed loop begin
     sessions: Array  # int32 [sessions]: first request of each further session of a closed loop
     scratch: Array  # int64 [requests]: numbers within one call
     shuffled: Array  # int32 [engines, requests]: rank of each id if the waiting queue is shuffled

@@ -14,6 +14,7 @@ from lockstep.core.contract.events import (
     RequestArrived,
     RequestCancelled,
     RequestId,
+    RequestKind,
     TokenRuns,
 )
 from lockstep.sim.host.ports import NEVER_US
@@ -57,6 +58,7 @@ class Arrivals:
         self._look_ahead()
 
     settled_until_us = NEVER_US  # there is no other source of requests
+    kind: RequestKind = "generate"  # of all requests
 
     def more(self, env: Environment) -> Event | None:
         """Return the event to wait for when nothing more is due; None: there will be no more requests."""
@@ -88,7 +90,7 @@ class Arrivals:
         if turn.index in self._cancel_after_us:
             heappush(self._cancels, (time_us + self._cancel_after_us[turn.index], request_id))
         self._look_ahead()
-        return arrival_of(turn, time_us, request_id, max_new_tokens)
+        return arrival_of(turn, time_us, request_id, max_new_tokens, self.kind)
 
     def _thinks_before(self, time_us: int, index: int) -> bool:
         return bool(self._thinking) and self._thinking[0][:2] < (time_us, index)
@@ -114,7 +116,9 @@ class Arrivals:
         return self.never_sent > 0
 
 
-def arrival_of(turn: Turn, time_us: int, request_id: RequestId, max_new_tokens: int | None) -> RequestArrived:
+def arrival_of(
+    turn: Turn, time_us: int, request_id: RequestId, max_new_tokens: int | None, kind: RequestKind = "generate"
+) -> RequestArrived:
     """Return the arrival of a turn. `max_new_tokens` replaces the limit of a request with output, unless it is None."""
     return RequestArrived(
         time_us=time_us,
@@ -123,6 +127,7 @@ def arrival_of(turn: Turn, time_us: int, request_id: RequestId, max_new_tokens: 
         max_new_tokens=max_new_tokens if max_new_tokens is not None and turn.output_tokens else turn.output_tokens,
         label=turn.label,
         tenant=turn.tenant,
+        kind=kind,
         grammar=_grammar(turn.grammar) if turn.grammar else None,
         spans=tuple([PromptSpan(m.start, m.start + m.tokens, m.kind, m.digest, m.tokens) for m in turn.media]),
         adapter=turn.adapter,

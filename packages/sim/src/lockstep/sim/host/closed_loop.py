@@ -27,7 +27,7 @@ from itertools import count, islice
 import numpy as np
 from simpy import Environment, Event
 
-from lockstep.core.contract.events import RequestArrived, RequestId
+from lockstep.core.contract.events import RequestArrived, RequestId, RequestKind
 from lockstep.sim.host.arrivals import arrival_of
 from lockstep.sim.host.ports import NEVER_US
 from lockstep.sim.workload.token_runs import TOKEN_IDS
@@ -52,6 +52,8 @@ class ConcurrentSessions:
     settled_until_us = NEVER_US  # there is no other source of requests
     never_sent = 0  # turns that are not sent by the end do not count, because their sessions have not broken off
 
+    kind: RequestKind = "generate"  # of all requests
+
     def __init__(
         self, turns: Turns, concurrency: int, requests: int, seed: int, prompt_tokens_max: int = LENGTH_TOKENS_MAX
     ) -> None:
@@ -65,6 +67,7 @@ class ConcurrentSessions:
         self._stride = _stop_of_tokens(turns)  # distance between the token ids of one copy and of the next
         self._copies = max((TOKEN_IDS - 1) // self._stride, 1)  # copies with distinct token ids
         self._to_come: list[tuple[int, int, Turn]] = []  # heap: arrival us, session, turn
+        self._begins_us: list[int] = []  # heap of times at which sessions begin; the next session at the first of them
         self._session_of: dict[RequestId, tuple[int, int]] = {}  # number of the session, and of its copy
         self._copy_of: dict[int, int] = {}  # copy by number of a session in progress
         random = np.random.Generator(np.random.Philox(seed))
@@ -150,10 +153,21 @@ class ConcurrentSessions:
         heappush(self._to_come, (time_us, number, turn))
 
     def _look_ahead(self) -> None:
-        self.next_us = self._to_come[0][0] if self._to_come and self.awaits_answers else NEVER_US
+        next_us = self._to_come[0][0] if self._to_come else NEVER_US
+        if self._begins_us and self._begins_us[0] < next_us:
+            next_us = self._begins_us[0]
+        self.next_us = next_us if self.awaits_answers else NEVER_US
 
     def take(self, max_new_tokens: int | None) -> RequestArrived:
-        """Return the next turn, due at `next_us`. At equal times, sessions that began earlier come first."""
+        """Return the next turn, due at `next_us`. At equal times, sessions that began earlier come first.
+
+        A session is chosen when its first turn is taken. So sessions begin in the order of time, although the engines
+        of a cluster report ends in the order in which they are simulated.
+        """
+        if self._begins_us and not (self._to_come and self._to_come[0][0] <= self._begins_us[0]):
+            copy, session = next(self._upcoming)
+            begins_us = heappop(self._begins_us)
+            self._send_later(begins_us, next(self._numbers), copy, int(self._rows[session][0]), opens=True)
         time_us, number, turn = heappop(self._to_come)
         request_id = self.arrived
         self.arrived += turn.samples
@@ -161,7 +175,7 @@ class ConcurrentSessions:
         self.open_turns[request_id] = turn
         self._session_of[request_id] = number, self._copy_of[number]
         self._look_ahead()
-        return arrival_of(turn, time_us, request_id, max_new_tokens)
+        return arrival_of(turn, time_us, request_id, max_new_tokens, self.kind)
 
     def answered(self, request_id: RequestId, now_us: int) -> None:
         """Record the end of an answer: the think time of the session's next turn begins, or the next session."""
@@ -183,8 +197,7 @@ class ConcurrentSessions:
 
     def _begin_next(self, ended: int, now_us: int) -> None:
         del self._copy_of[ended]
-        copy, session = next(self._upcoming)
-        self._send_later(now_us, next(self._numbers), copy, int(self._rows[session][0]), opens=True)
+        heappush(self._begins_us, now_us)
         self._look_ahead()
 
     @property

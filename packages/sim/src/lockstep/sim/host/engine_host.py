@@ -175,6 +175,7 @@ class EngineHost:
         self._nothing_new = True  # no event was folded since the last LaneReady that launched nothing
         self._offered = -1  # the microbatch that was offered a slot last
         self._tried = 0  # microbatches that launched nothing since the last other event
+        self._took_us = 0  # time at which the lane took in the last arrival
         self._awaited = False  # whether another rank waits for this rank's proposal
         self._woke_us = 0  # SimPy's time, which does not advance while the lane runs
         self._others_us: float = NEVER_US  # next time at which another process acts; read again after ends of requests
@@ -297,6 +298,7 @@ class EngineHost:
         return next_us
 
     def _arrive(self, now_us: int) -> int:
+        self._took_us = now_us
         event = self.arrivals.take(self._max_new_tokens)
         if type(event) is RequestArrived and event.parallel_samples > 1:
             self._samples.arrived(event.request_id, event.parallel_samples)
@@ -615,7 +617,8 @@ class EngineHost:
         """Report the end of a request to the source of requests; with samples, when the last sample has ended.
 
         The client receives the end after the engine, and its next request reaches the engine after it was sent: the
-        front end takes `frontend_us` for both together.
+        front end takes `frontend_us` for both together. A request is rejected when the lane takes it in, even if it
+        arrived before.
         """
         ended = self._samples.ended(request_id, answered=answered)
         if ended is None:
@@ -624,7 +627,9 @@ class EngineHost:
         turn = self.arrivals.open_turns[first]
         if self._conversations is not None:
             self._conversations.ended(turn, answered=whole)
-        seen_us = now_us if turn.tenant in self._tenants_of_engines else now_us + self._frontend_us
+        seen_us = max(now_us, self._took_us)
+        if turn.tenant not in self._tenants_of_engines:
+            seen_us += self._frontend_us
         if whole:
             self.arrivals.answered(first, seen_us)
         else:

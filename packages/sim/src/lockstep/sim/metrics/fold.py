@@ -642,7 +642,7 @@ class MetricsFold:
     def late(self, slos: Sequence[Slo]) -> list[int]:
         """Count for each SLO the requests that already miss its bound, because they are late or failed.
 
-        The count of an SLO on gaps (`itl`) is 0, because gaps are not requests.
+        The count of an SLO on gaps (`itl`) or on calls is 0, because these are not requests.
         """
         self.compact()
         requests = self._measured_requests()
@@ -651,7 +651,7 @@ class MetricsFold:
         waited_us = self._last_us - requests.arrival_us
         counts = []
         for slo in slos:
-            if slo.metric == "itl":
+            if slo.metric in ("itl", "call"):
                 counts.append(0)
                 continue
             beyond = requests.completed & (per_request(slo.metric, requests) > slo.bound_us)

@@ -40,8 +40,8 @@ def gaps_us(message_us: Int64s, before_us: Int64s, new_tokens: Int64s | Int32s) 
 def meets_every(slos: Sequence[Slo], requests: Requests) -> Bools:
     """Return which requests completed within every bound. The bound of a percentile applies to each request.
 
-    For ITL the longest gap of the request counts. A latency that a request does not have, such as the TPOT of one
-    token, misses no bound.
+    For ITL the longest gap of the request counts, for a call the end of its last request. A latency that a request does
+    not have, such as the TPOT of one token, misses no bound.
     """
     good = requests.completed.copy()
     for slo in slos:
@@ -54,6 +54,10 @@ def measure_slo(slo: Slo, requests: Requests, itl_us: ValueCounts) -> float | No
     failures = int(requests.failed.sum())
     if slo.metric == "itl" and slo.percentile is not None:
         values, failures = itl_us, 0  # over gaps instead of requests: a failed request has none
+    elif slo.metric == "call":
+        of_calls = call_us(requests)[lasts_of_calls(requests)]
+        failures = int(np.isinf(of_calls).sum())
+        values = ValueCounts.of(of_calls[np.isfinite(of_calls)])
     else:
         known = per_request(slo.metric, requests)[requests.completed]
         values = ValueCounts.of(known[~np.isnan(known)])
@@ -68,8 +72,42 @@ def measure_slo(slo: Slo, requests: Requests, itl_us: ValueCounts) -> float | No
     return float(low + (high - low) * (rank - math.floor(rank)))
 
 
+def _calls(requests: Requests) -> Int64s:
+    """Return the call of each request, numbered from 0: requests of a tenant that arrive at the same moment are one."""
+    tenants = np.unique(requests.tenant.astype(str), return_inverse=True)[1]
+    both = np.stack((requests.arrival_us, tenants), axis=1)
+    found: Int64s = np.unique(both, axis=0, return_inverse=True)[1].reshape(-1)
+    return found
+
+
+def lasts_of_calls(requests: Requests) -> Bools:
+    """Return one request of each call: its last, in the order of requests."""
+    numbers = _calls(requests)
+    last = np.zeros(len(numbers), np.int64)
+    last[numbers] = np.arange(len(numbers))  # the last assignment stays
+    chosen = np.zeros(len(numbers), np.bool_)
+    chosen[last[numbers]] = True
+    return chosen
+
+
+def call_us(requests: Requests) -> Float64s:
+    """Return the time of each request's call in us, from arrival to the end of its last request.
+
+    Infinite if a request of the call failed or has not ended, NaN if none is complete.
+    """
+    numbers = _calls(requests)
+    slowest = np.full(len(numbers), -1.0)
+    np.maximum.at(slowest, numbers, np.where(requests.completed, requests.e2e_us, -1.0))
+    slowest[slowest < 0] = np.nan
+    slowest[numbers[requests.failed]] = np.inf
+    values: Float64s = slowest[numbers]
+    return values
+
+
 def per_request(metric: SloMetric, requests: Requests) -> Float64s:
     """Return one value per request, in us; NaN if there is none."""
+    if metric == "call":
+        return call_us(requests)
     if metric == "tpot":
         return requests.tpot_us
     if metric == "itl":

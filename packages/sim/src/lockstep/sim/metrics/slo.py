@@ -8,8 +8,8 @@ from typing import Literal
 
 from lockstep.core.contract.errors import ConfigError
 
-SloMetric = Literal["ttft", "tpot", "itl", "e2e"]
-SLO_METRICS: tuple[SloMetric, ...] = ("ttft", "tpot", "itl", "e2e")
+SloMetric = Literal["ttft", "tpot", "itl", "e2e", "call"]
+SLO_METRICS: tuple[SloMetric, ...] = ("ttft", "tpot", "itl", "e2e", "call")
 SLO_UNITS_US = {"us": 1, "ms": 1_000, "s": 1_000_000}
 
 

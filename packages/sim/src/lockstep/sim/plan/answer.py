@@ -20,7 +20,7 @@ from lockstep.sim.cost.engines import NONE
 from lockstep.sim.cost.hardware import achieved, scale_up_gpus
 from lockstep.sim.cost.power import Energy, Site, describe_energy, energy_line
 from lockstep.sim.plan.interval import Interval
-from lockstep.sim.plan.question import Question, shown
+from lockstep.sim.plan.question import Question, has_calls, shown
 from lockstep.sim.plan.search import Candidate, Evaluation
 from lockstep.sim.plan.serve_command import serve_commands, simulate_command
 from lockstep.sim.plan.sides import DEVICE_FULL, KV_FULL, limit_of_sides
@@ -165,7 +165,7 @@ def _full_resource(result: TrialResult, rows_max: int) -> str:
 
 def _slo_name(name: str) -> str:
     metric, _, statistic = name.partition("_")
-    return f"{metric if metric == 'e2e' else metric.upper()} {statistic}".strip()
+    return f"{metric if metric in ('e2e', 'call') else metric.upper()} {statistic}".strip()
 
 
 # ----------------------------------------------------------------------------------------------------------------- text
@@ -259,6 +259,8 @@ class PlanAnswer:
             unit = (
                 "The load is sessions in progress at a time, pauses included: when a session ends, the next one begins"
             )
+        elif has_calls(question.workload):
+            unit = "Rates are calls per second, of several requests each"
         elif any(c.turns_per_arrival > 1 for c in self.candidates):
             unit = "Rates are sessions begun per second"
         else:
@@ -266,10 +268,11 @@ class PlanAnswer:
         lines = [f"{unit}. Goodput: {GOODPUT}."]
         lines += [self.sample_line] if self.sample_line else []
         lines += [self._remark_on_the_end()] if self.requests_if_short is not None else []
-        if not any(slo.metric in ("ttft", "e2e") for slo in question.slos):
+        if not any(slo.metric in ("ttft", "e2e", "call") for slo in question.slos):
             lines.append("No SLO bounds the wait of a request: a load may count as sustained while the queue grows.")
         roaming = [c for c in self.candidates if c.trial is not None and c.trial.router.policy not in KEEPS_SESSIONS]
-        if any(c.turns_per_arrival > 1 and c.best is not None and c.best.replicas > 1 for c in roaming):
+        several = not has_calls(question.workload)
+        if several and any(c.turns_per_arrival > 1 and c.best is not None and c.best.replicas > 1 for c in roaming):
             lines.append(
                 "Turns of a session go to any engine, with its KV or without; with --router session_sticky, to one."
             )

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.sim.metrics.columns import Requests
-from lockstep.sim.metrics.latency import per_request
+from lockstep.sim.metrics.latency import call_us, lasts_of_calls, per_request
 from lockstep.sim.metrics.slo import Slo
 
 Float64s = NDArray[np.float64]
@@ -94,8 +94,11 @@ def block_samples(slo: Slo, requests: Requests, seed: int) -> list[float]:
     """
     if slo.metric == "itl" and slo.percentile is not None:
         return []
-    values = np.where(requests.completed, per_request(slo.metric, requests), np.nan)
-    values = np.where(requests.failed, np.inf, values)
+    if slo.metric == "call":
+        values = np.where(lasts_of_calls(requests), call_us(requests), np.nan)
+    else:
+        values = np.where(requests.completed, per_request(slo.metric, requests), np.nan)
+        values = np.where(requests.failed, np.inf, values)
     blocks = min(BLOCKS_MAX, len(values) // BLOCK_REQUESTS_MIN)
     if blocks < 2:
         return []

@@ -99,7 +99,7 @@ def _commands(winner: Candidate) -> str:
     from lockstep.sim.plan.vllm_command import vllm_command
 
     parts = []
-    titled = [*zip(("Served, with the model in FOLDER", "Emulated"), serve_commands(winner), strict=True)]
+    titled = [*zip(("Served, with the model in FOLDER", "Emulated"), serve_commands(winner), strict=False)]
     if (of_vllm := vllm_command(winner)) is not None:
         titled.append(("Served by vLLM, under Lockstep's scheduler", of_vllm))
     for about, command in titled:

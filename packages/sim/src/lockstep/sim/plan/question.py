@@ -421,6 +421,12 @@ def is_drawn(workload: Workload) -> bool:
     return not workload.has_clock or workload.format in ("generated", "fitted", "servegen")
 
 
+def has_calls(workload: str) -> bool:
+    """Return whether a rate counts calls of several requests each: a generator with `items`."""
+    keys = [item.partition("=")[0] for item in workload.removeprefix(PREFIX).split(",")]
+    return workload.startswith(PREFIX) and "items" in keys
+
+
 def natural_load(workload: str, *, reading: SourceReading = STRICT) -> Load:
     """Return "sessions" for recorded sessions without start times, and "rate" for everything else."""
     if workload.startswith((PREFIX, MIX_PREFIX)) or not Path(workload).is_file():

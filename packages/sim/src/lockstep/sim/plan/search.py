@@ -31,11 +31,12 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 
 from lockstep.core.contract.config import DELAYER_SETTINGS, DRAFT_SETTINGS, TRANSFER_SETTINGS, TRIGGER_SETTINGS
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.options import options_of
-from lockstep.sim.catalogue import load_gpu
+from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cluster.capacity_estimate import CapacityEstimate, estimate_capacity, new_prompt_tokens
 from lockstep.sim.cluster.scenario import USUAL_PLACEMENT
 from lockstep.sim.cluster.setup import assemble_cluster
@@ -55,6 +56,7 @@ from lockstep.sim.plan.question import (
     Configuration,
     Question,
     content_files,
+    has_calls,
     is_drawn,
     price_of,
 )
@@ -66,6 +68,7 @@ from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.load import open_load
 from lockstep.sim.run.ranks import config_of_engine
 from lockstep.sim.run.setup import Setup
+from lockstep.sim.run.whole_prompts import check_requests
 from lockstep.sim.scenario.scenario import SPREAD, Scenario, names_where
 from lockstep.sim.scenario.tier_options import HYBRID_KEYS, TIER_KEYS
 from lockstep.sim.workload.generate import PREFIX
@@ -310,6 +313,13 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
         problem = "it has one arrival and so no rate: any rate would count as sustained"
         raise WorkloadError(question.workload, problem, "a longer trace, or --load sessions")
     _check_gpus(question)
+    model = load_model(question.model)
+    if model.whole is not None and question.splits:
+        raise ConfigError(
+            f"`{PREFILL_DECODE}` divides prompts from decodes, and {model.name} computes prompts only, whole\n"
+            "hint: leave it out"
+        )
+    check_requests(workload.turns, model)
     summary = workload.summary()
     content = " ".join([code_version(), code_commit() or "", *(file_digest(path) for path in content_files(question))])
     drawn = question.load == "sessions" or is_drawn(workload)  # a closed loop draws the order of its sessions
@@ -326,6 +336,8 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
             candidate.trial = trial
             candidate.estimate = _estimate(candidate, setup, summary)
             sessions = summary.turns - summary.follow_ups
+            if has_calls(question.workload):
+                sessions = len(np.unique(workload.turns.arrival_us))
             candidate.turns_per_arrival = summary.turns / sessions
             candidate.session_s = float(workload.turns.think_us.sum()) / sessions / 1e6
             price = price_of(question, configuration.gpu, setup.gpu)

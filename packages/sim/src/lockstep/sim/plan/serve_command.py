@@ -27,6 +27,7 @@ from lockstep.sim.plan.search import Candidate
 from lockstep.sim.plan.trial import NO_SCALING, Trial
 from lockstep.sim.plan.vllm_command import ServeCommand
 from lockstep.sim.run.engine import profile_of
+from lockstep.sim.run.whole_prompts import whole_implied
 from lockstep.sim.scenario.scenario import Scenario, names_where, sim_options
 
 CARRIED = ("kv_dtype", "fp8_activations")
@@ -59,8 +60,10 @@ def simulate_command(candidate: Candidate) -> str:
     return scenario.base.command() if alone else scenario.command()
 
 
-def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
+def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ...]:
     """Return `lockstep serve` commands for all replicas: with the model from FOLDER, and emulated.
+
+    A model that computes prompts whole is not emulated: its answers are numbers that only the model gives.
 
     Replicas are `--dp`; prefill and decode engines are `--prefill-engines` and `--decode-engines` of all replicas.
     Assumptions about the workload, such as `expert_cv`, and limits of requests are not part of a server.
@@ -89,6 +92,9 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
     common = [*engines, *_common_words(base, usual)]
     profile = profile_of(base)
     settings = profile_settings(profile) | dict(base.settings)
+    whole = candidate.setup is not None and candidate.setup.model.whole is not None
+    if whole:
+        settings = whole_implied(profile_settings(profile)) | dict(base.settings)
     layout = {name: getattr(base, name) for name in ("tp", "pp", "ep") if getattr(base, name) > 1}
     if layout.get("ep") != layout.get("tp"):
         layout.pop("ep", None)  # a server divides experts over all ranks of a stage, or not at all
@@ -118,6 +124,8 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
         *_tier_words(tiers),
     ]
     served += _set_words(settings, hands_over)
+    if whole:
+        return (ServeCommand(shlex.join(["lockstep", "serve", *served]), lacks),)
     emulated = ["--emulate", f"{base.model}@{base.gpu}", *common]
     for name in EMULATED:
         if name == "engine":

@@ -183,10 +183,20 @@ def simulate_trial(trial: Trial) -> ClusterRun:
     return simulate_cluster(setup, give_up=lateness)
 
 
+_recorded: dict[tuple[Any, ...], Workload] = {}  # the last workload that is the same for every seed, by its load
+
+
 @lru_cache(maxsize=4)
-def _workload(model: str, closed: bool, limit: int | None, *load: Any) -> Workload:
+def _workload(content: str, model: str, closed: bool, limit: int | None, *load: Any) -> Workload:
     options = dict(zip(names_where("of_load"), load, strict=True))
-    return open_load(Scenario(model=model, gpu="", concurrency=1 if closed else None, limit=limit, **options))
+    of_any_seed = (content, model, closed, limit, *(value for name, value in options.items() if name != "seed"))
+    if (known := _recorded.get(of_any_seed)) is not None:
+        return known
+    workload = open_load(Scenario(model=model, gpu="", concurrency=1 if closed else None, limit=limit, **options))
+    if not workload.is_drawn:
+        _recorded.clear()
+        _recorded[of_any_seed] = workload
+    return workload
 
 
 def _workload_of(trial: Trial) -> Workload:
@@ -198,7 +208,7 @@ def _workload_of(trial: Trial) -> Workload:
     closed = base.concurrency is not None
     model = "" if base.media is None else base.model  # prompts with media depend on the model
     load = (getattr(base, name) for name in names_where("of_load"))
-    return _workload(model, closed, None if closed else base.limit, *load)
+    return _workload(trial.content, model, closed, None if closed else base.limit, *load)
 
 
 def _slo_result(slo: Slo, data: RunData, trial: Trial) -> SloResult:

@@ -40,7 +40,8 @@ class SloRow:
 
     @property
     def title(self) -> str:
-        metric = METRIC_NAMES[self.metric] if self.metric == "e2e" else self.metric.upper()
+        plain = {"e2e": METRIC_NAMES["e2e"], "call": "call"}
+        metric = plain.get(self.metric, self.metric.upper())
         return f"{metric} {self.statistic}".strip()
 
     @property

@@ -53,6 +53,7 @@ from lockstep.sim.run.load import check_load, check_measured, check_samples, che
 from lockstep.sim.run.ranks import check_ranks, config_of_engine
 from lockstep.sim.run.sessions import check_server_sessions
 from lockstep.sim.run.setup import Setup
+from lockstep.sim.run.whole_prompts import check_requests, check_whole, whole_settings, without_kv
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.scenario.tier_options import host_tiers, hybrid_shares
 from lockstep.sim.workload.workload import Workload
@@ -83,11 +84,13 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
     check_adapters(scenario)
     check_samples(scenario)
     check_server_sessions(scenario)
+    check_whole(scenario, model)
     site_of(scenario)
     config, kv = configure(scenario, model, gpu)
     check_load(scenario)
     if workload is None:
         workload = open_load(scenario)
+    check_requests(workload.turns, model)
     check_measured(scenario, workload)
     calibration, split = calibration_of(scenario, model, gpu), layout_of(scenario, model)
 
@@ -182,6 +185,10 @@ def _drafting(
     if scenario.draft_model is None:
         return Drafting(acceptance, head_of(cost, model.layers))
     small = load_model(scenario.draft_model)
+    if small.whole is not None:
+        raise ConfigError(
+            f"`draft_model` is {scenario.draft_model}, which predicts no tokens\nhint: --draft-model qwen3-0.6b"
+        )
     base = base_cost_model(small, gpu, replace(scenario.parallelism, pp=1), kv_dtype=scenario.kv_dtype)
     return Drafting(acceptance, ModelDraftCost(calibration.cost_model(base), name=small.name))
 
@@ -194,6 +201,8 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
     Raises: ConfigError, CatalogueError, CapacityError.
     """
     given = {"context_tokens_max": model.context_tokens_max, **scheduling(scenario, gpu), **scenario.settings}
+    if model.whole is not None:
+        given = whole_settings(model, scheduling(scenario, gpu), scenario.settings)
     if scenario.max_new_tokens is not None:
         if scenario.max_new_tokens < 1:
             raise ConfigError(f"`max_new_tokens` must be at least 1, got `{scenario.max_new_tokens}`")
@@ -225,7 +234,9 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
         value = getattr(config, name)
         if value is not None and value > most:
             raise ConfigError(f"`{name}` is simulated up to {most:,}, got `{value}`\nhint: no GPU holds so many")
-    kv = None if "pages" in given else _capacity(scenario, model, gpu, config_of_engine(config))
+    kv = None if "pages" in scenario.settings else _capacity(scenario, model, gpu, config_of_engine(config))
+    if model.whole is not None:
+        return config, None if kv is None else without_kv(kv, config)
     if shares.on:
         config = _with_pools(config, hybrid_settings(model, config, shares, kv), kv, scenario, model)
     if kv is None:

@@ -95,8 +95,12 @@ def follows_answers(setup: Setup) -> bool:
     return setup.scenario.concurrency is not None or bool((setup.workload.turns.after >= 0).any())
 
 
-def loop_of(setup: Setup) -> Loop | None:
-    """Return the requests of a setup in which some follow the answers of others; None: none does."""
+def loop_of(setup: Setup, others: Sequence[Setup] = ()) -> Loop | None:
+    """Return the requests of a setup in which some follow the answers of others; None: none does.
+
+    Args:
+        others: further engines that the requests may be sent to.
+    """
     if not follows_answers(setup):
         return None
     turns = setup.workload.turns
@@ -104,19 +108,14 @@ def loop_of(setup: Setup) -> Loop | None:
         return open_loop(turns)
     source = arrivals_of_load(setup.scenario, turns, setup.config.prompt_tokens_max(True))
     assert isinstance(source, ConcurrentSessions)
-    return closed_loop(turns, source, refused_by(setup.config, turns))
+    refused = [refused_by(one.config, turns) for one in (setup, *others)]
+    return closed_loop(turns, source, np.logical_and.reduce(refused), np.logical_or.reduce(refused))
 
 
 def refused_by(config: SchedConfig, turns: Turns) -> NDArray[np.bool_]:
     """Return which requests are rejected because their prompts are too long, bool [requests]."""
     most = np.where(turns.output_tokens > 0, config.prompt_tokens_max(True), config.prompt_tokens_max(False))
     return turns.prompt_tokens > most
-
-
-def exceed(config: SchedConfig, turns: Turns) -> bool:
-    """Return whether a prompt, with its output, is longer than an engine holds."""
-    both = turns.prompt_tokens.astype(np.int64) + turns.output_tokens
-    return bool(refused_by(config, turns).any() or both.max() > config.request_tokens_max)
 
 
 def share_prefixes(turns: Turns) -> bool:
@@ -159,15 +158,13 @@ def fast_run_of(
     """
     scenario = setups[0].scenario
     first, turns = setups[0], setups[0].workload.turns
-    frontend_us = round(first.calibration.correction.frontend_us)
-    answer_us = 0 if first.workload.tenants_of_engines else frontend_us
     return FastRun(
         FastLoad(
             turns,
             scenario.seed,
             scenario.warm_up,
-            answer_us,
-            loop_of(first),
+            not first.workload.tenants_of_engines,
+            loop_of(first, setups[1:]),
             follows_answers(first) or share_prefixes(turns),
         ),
         [FastEngine(one.config, one.cost, one.cpu, round(one.calibration.correction.frontend_us)) for one in setups],

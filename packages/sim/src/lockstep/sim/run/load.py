@@ -117,6 +117,8 @@ def open_load(scenario: Scenario) -> Workload:
     if scenario.server_sessions:
         turns = with_server_sessions(workload.turns)
         workload = replace(workload, turns=turns, notes=(*workload.notes, describe_server_sessions(turns)))
+    if any(value is not None for value in (scenario.media, scenario.adapters, scenario.samples)):
+        workload = replace(workload, is_drawn=True)
     if not closed:
         return workload
     # Notes about arrival times do not apply to a closed loop.

@@ -149,7 +149,7 @@ class Setup:
         given, context = self.config.context_tokens_max, self.model.context_tokens_max
         if given > context:
             lines.append(f"context_tokens_max {given:,} is beyond the model's {context:,}; simulated all the same")
-        if self.kv is None:
+        if self.kv is None and self.model.whole is None:
             try:
                 fits = _capacity(self.scenario, self.model, self.gpu, config_of_engine(self.config)).pages
             except CapacityError:
@@ -159,6 +159,11 @@ class Setup:
         if self.config.hybrid is msgspec.UNSET and (window_tokens_of(self.model) or self.model.delta is not None):
             lines.append(
                 f"{self.model.name} has layers without full attention; --hybrid-memory on gives them own pools"
+            )
+        if self.model.whole is not None:
+            lines.append(
+                f"no encoder was measured: {self.model.name} has the kernels and the engine's costs of language "
+                "models, and prompts of one pass are not padded to a common length"
             )
         lines += self._layout_doubts()
         if self.encoding is not None:

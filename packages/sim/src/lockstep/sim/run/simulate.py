@@ -55,6 +55,7 @@ from lockstep.sim.run.energy import energy_of, site_of
 from lockstep.sim.run.fast_runs import fast_run_of, unsupported_by
 from lockstep.sim.run.load import arrivals_of_load
 from lockstep.sim.run.setup import Setup
+from lockstep.sim.run.whole_prompts import request_kind
 from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX
 
 if TYPE_CHECKING:
@@ -347,7 +348,9 @@ def arrivals_of(setup: Setup) -> Arrivals | ConcurrentSessions:
     """Return the source of requests: arrivals by the clock, or sessions of a closed loop."""
     cut = setup.config.truncate_input != "no"  # then prompts that are too long are cut, not rejected
     prompt_tokens_max = LENGTH_TOKENS_MAX if cut else setup.config.prompt_tokens_max(True)
-    return arrivals_of_load(setup.scenario, setup.workload.turns, prompt_tokens_max)
+    source = arrivals_of_load(setup.scenario, setup.workload.turns, prompt_tokens_max)
+    source.kind = request_kind(setup.model)
+    return source
 
 
 @contextmanager

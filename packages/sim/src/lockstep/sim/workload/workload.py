@@ -78,6 +78,7 @@ class Workload:
     has_clock: bool = True  # whether requests or sessions have start times; otherwise these are drawn
     tenants_of_engines: frozenset[str] = frozenset()
     """Tenants whose turns were read off a journal: times between turns are those at an engine, front end included."""
+    is_drawn: bool = True  # whether it may depend on the seed
 
     def summary(self) -> WorkloadSummary:
         """Return counts, duration, lengths and sharing, computed at each call."""
@@ -97,6 +98,7 @@ class _Content(NamedTuple):
     has_clock: bool = True
     tenants_of_engines: frozenset[str] = frozenset()
     is_cut: bool = False  # whether `time_window` and `limit` are already applied
+    is_drawn: bool = True  # whether it may depend on the seed
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,7 @@ def open_workload(
         content.notes,
         content.has_clock,
         content.tenants_of_engines,
+        content.is_drawn,
     )
 
 
@@ -269,7 +272,16 @@ def _open(asked: _Request) -> _Content:
     trace = read_trace(path, data, skip_bad_rows=asked.reading.skip_bad_rows, log=asked.reading.log)
     turns, notes = turns_of_trace(asked.spec, trace, seed=asked.seed, rate=asked.target_rate)
     at_rate = not trace.has_clock and asked.rate is not None  # drawn at that rate
-    return _Content(name, trace.format.name, turns, trace.skipped, notes, at_rate=at_rate, has_clock=trace.has_clock)
+    return _Content(
+        name,
+        trace.format.name,
+        turns,
+        trace.skipped,
+        notes,
+        at_rate=at_rate,
+        has_clock=trace.has_clock,
+        is_drawn=at_rate and asked.rate != math.inf,
+    )
 
 
 def _name_of(path: Path) -> str:
