@@ -443,7 +443,7 @@ def check_split(model: ModelSpec, tp: int | Parallelism) -> None:
     if model.whole is not None and split.gpus > 1:
         raise CapacityError(
             f"{split} is not possible: {model.name} computes prompts whole, each engine on one GPU\n"
-            "hint: --replicas N behind a router"
+            "hint: tp 1, and several engines behind a router"
         )
     ranks = split.attention_tp
     named = f"tp {split.tp}" if split.attention_dp == 1 else f"tp {split.tp} / attention_dp {split.attention_dp}"

@@ -40,7 +40,7 @@ def look_ahead(a: Arrays, run: Record, s: Record) -> None:
     number = next_number(a, run)
     if not run.routes:
         s.coming = number
-    elif number != NONE:
+    elif number != NONE and not run.asks:  # before a question all engines advance to one time, see `kernel.advance`
         run.until_us = min(run.until_us, a.requests[number].arrival_us)
 
 
