@@ -160,9 +160,13 @@ class Kept:
 
     def first(self, tokens: int | None) -> Kept:
         """Its first tokens; None for all."""
-        kept = self.tokens[:tokens]
+        kept, about = self.tokens[:tokens], self.about[:tokens]
+        if len(kept) < len(self.tokens) and isinstance(self.tokens[len(kept)], tuple):
+            positions = self.tokens[len(kept)][1]  # of the span that is cut, 0 if it is left out
+            for i in range(len(kept) - positions, len(kept)):
+                about[i] = (*about[i][:-1], positions)
         digests = {token[0] for token in kept if isinstance(token, tuple)}
-        return Kept(kept, self.about[:tokens], self.encoder_digests & digests)
+        return Kept(kept, about, self.encoder_digests & digests)
 
 
 @dataclass

@@ -146,7 +146,7 @@ class Sessions(Component):
         if control.parent:
             parent = self.open[control.parent]
             most = parent.length if control.parent_tokens is None else control.parent_tokens
-            session.tokens, session.namespace = parent.tokens[: 4 * most], parent.namespace
+            session.tokens, session.namespace = self._kept_tokens(parent, most), parent.namespace
             session.spans = spans_within(parent.spans, most)
             session.output_start = min(parent.output_start, most)
             session.ends = {label: tokens for label, tokens in parent.ends.items() if tokens <= most}
@@ -295,12 +295,22 @@ class Sessions(Component):
         put_behind(request, kept, session.spans)
         if request.extras is not None:
             refuse_spans(request.extras.spans, prompt, self._scheduler.config)
-        request.tokens = session.tokens[: 4 * kept] + request.tokens
+        request.tokens = self._kept_tokens(session, kept) + request.tokens
         request.prompt_tokens = prompt
         room = min(self._scheduler.config.request_tokens_max, capacity) - prompt
         request.max_new_tokens = min(request.max_new_tokens, room)
         request.min_new_tokens = min(request.min_new_tokens, request.max_new_tokens)
         return kept
+
+    def _kept_tokens(self, session: Session, kept: int) -> bytes:
+        """Return the first `kept` tokens of a session, packed int32.
+
+        A span that is cut short is another content than the whole one. With its old placeholders the same content
+        behind it would have the ids of the whole content followed by a part of it, at other embeddings.
+        """
+        tokens = session.tokens[: 4 * kept]
+        cut = [span for span in session.spans if span.start < kept < span.stop]
+        return self._prerequisites.media.placeholders.laid(tokens, spans_within(cut, kept)) if cut else tokens
 
     def turn_ends(self, request: Request, reason: str, outputs: int) -> None:
         """Take over tokens and KV of a turn that is about to end and still has its row."""
