@@ -153,20 +153,25 @@ def test_random_histories_of_ranks_with_faults(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "steps", "plain"),
+    ("seed", "steps", "drawn"),
     [
-        (137, 300, True),  # reserve full: a decode engine allocated pages that were promised to others
-        (30055, 400, True),  # likewise one that computes a prompt, beside KV that is being received
-        (20086, 400, True),  # a transfer ends while weights are changed, and its prompt was written to the host
-        (20097, 400, True),  # pages that a write to the host locks are no leak
-        (564034194097, 400, False),  # a restart ends transfers, whose prompts are copied to a host that is gone
-        (371404835514, 400, False),  # the last of a microbatch frees its pages for another one: none was found
-        (87027686535, 400, False),  # received KV waits for the decode of another microbatch, which is owed pages
-        (366, 400, False),  # a prompt in chunks lacks pages of a transfer, which lacks the row of the prompt
+        (137, 300, {"plain": True}),  # reserve full: a decode engine allocated pages that were promised to others
+        (30055, 400, {"plain": True}),  # likewise one that computes a prompt, beside KV that is being received
+        (
+            20086,
+            400,
+            {"plain": True},
+        ),  # a transfer ends while weights are changed, and its prompt was written to the host
+        (20097, 400, {"plain": True}),  # pages that a write to the host locks are no leak
+        (564034194097, 400, {}),  # a restart ends transfers, whose prompts are copied to a host that is gone
+        (371404835514, 400, {}),  # the last of a microbatch frees its pages for another one: none was found
+        (87027686535, 400, {}),  # received KV waits for the decode of another microbatch, which is owed pages
+        (366, 400, {}),  # a prompt in chunks lacks pages of a transfer, which lacks the row of the prompt
+        (378200467573, 400, {"hybrid": True}),  # a session was rewound into an image
     ],
 )
-def test_history_that_found_something(seed: int, steps: int, plain: bool) -> None:
-    run_history(seed, steps, plain=plain)
+def test_history_that_found_something(seed: int, steps: int, drawn: dict[str, bool]) -> None:
+    run_history(seed, steps, **drawn)
 
 
 def test_decode_steps_launched_uniformly_are_the_same() -> None:
