@@ -38,6 +38,7 @@ from tests.support.driver.draw import (
     crowded_actions,
     crowded_config,
     in_halves,
+    multiplexed,
     pipelined,
     pressed_actions,
     pressed_config,
@@ -73,6 +74,7 @@ HYBRID_SEEDS = 10  # and one has sliding windows or linear attention
 COMMANDED_SEEDS, COMMANDED_AT = 10, 5  # one of so many has many commands, this one
 PIPELINED_SEEDS, PIPELINED_AT = 20, 13  # and one of so many has microbatches, this one
 CONVERSING_AT = 3  # as often: conversations with media
+MULTIPLEXED_AT = 17  # and as often: prompts by layers beside decodes
 HYBRID_HUNT_FROM = 20  # from 0 on; those before it are long
 PROGRESS_EVERY_S = 60  # in output that is not a terminal with one line for progress
 TAME_STEPS = 1_000_000  # steps, or seconds, after which a missing mark is an error: the histories are too tame
@@ -111,6 +113,9 @@ EXPECTED_MARKS = (
     "finished (stop)",
     "finished (text_stop)",
     "finished (timeout)",
+    "later layers of a prompt",
+    "layers of a prompt beside decodes",
+    "result before that of an earlier launch",
     "grammar cancelled while compiling",
     "grammar compiled",
     "grammar compiled in vain",
@@ -248,6 +253,8 @@ def history(seed: int) -> tuple[Any, list[Action]]:
     if seed % PIPELINED_SEEDS == PIPELINED_AT:
         config = pipelined(random.Random(f"stages {seed}"), config)
         actions = under_grammars(actions) if config.jumps else actions
+    if seed % PIPELINED_SEEDS == MULTIPLEXED_AT:
+        return multiplexed(random.Random(f"multiplexing {seed}"), config), actions
     return in_halves(random.Random(f"halves {seed}"), config), actions
 
 
@@ -281,7 +288,7 @@ def run_seeds(first: int, seeds: int) -> Found:
     for seed in range(first, first + seeds):
         config, actions = history(seed)
         try:
-            driver = run_actions(config, actions, replay=seed % 20 in (0, PIPELINED_AT))
+            driver = run_actions(config, actions, replay=seed % 20 in (0, PIPELINED_AT, MULTIPLEXED_AT))
         except Exception as error:  # any exception is a finding
             found.failure = seed, f"{type(error).__name__}: {error}"
             return found
@@ -336,6 +343,8 @@ def hunt(plant: str, first: int, most: int, shown: tuple[int, ...] = ()) -> Show
             where = range(first + TIERED_SEEDS - 1, first + most, TIERED_SEEDS)
         if kind == feature_plants.CONVERSING:
             where = range(first + CONVERSING_AT, first + most, PIPELINED_SEEDS)
+        if kind == feature_plants.MULTIPLEXED:
+            where = range(first + MULTIPLEXED_AT, first + most, PIPELINED_SEEDS)
         if plant in OF_MICROBATCHES:
             where = range(first + PIPELINED_AT, first + most, PIPELINED_SEEDS)
         suits = SUITS.get(plant)

@@ -18,18 +18,22 @@ from lockstep.core.features import data_parallel
 from lockstep.core.features.data_parallel import Rounds
 from lockstep.core.features.disaggregation import Transfers
 from lockstep.core.features.media import EncoderCache
+from lockstep.core.features.multiplexing import Multiplexer
 from lockstep.core.features.sessions import Sessions
+from lockstep.core.kv.memory import Memory
 from lockstep.core.kv.state_pool import StatePool
 from lockstep.core.kv.tiers import Tiers
 from lockstep.core.kv.window_pool import WindowPool
+from lockstep.core.scheduler.results import Results
 from tests.support.mutation.live import edited_code
 
-TIERED, HYBRID, ANY, COMMANDED, CONVERSING, FLEET, RANKS = (
+TIERED, HYBRID, ANY, COMMANDED, CONVERSING, MULTIPLEXED, FLEET, RANKS = (
     "tiered",
     "hybrid",
     "any",
     "commanded",
     "conversing",
+    "multiplexed",
     "fleet",
     "ranks",
 )
@@ -47,6 +51,42 @@ class FeaturePlant(NamedTuple):
 
 
 PLANTS: dict[str, FeaturePlant] = {
+    # ----------------------------------------------------------------------------------------------------- multiplexing
+    "published_before_its_last_layers": FeaturePlant(
+        "KV of some layers is shared as if all were computed.",
+        Results.collect,
+        "if plan.layers is not None and self._multiplexer.is_partial(plan):",
+        "if False:",
+        MULTIPLEXED,
+    ),
+    "leaves_with_kv_of_some_layers": FeaturePlant(
+        "A request that is cancelled between two parts of its prompt publishes KV that lacks layers.",
+        Multiplexer.leave,
+        "return found[0].start",
+        "return found[0].stop",
+        MULTIPLEXED,
+    ),
+    "freed_by_the_other_stream": FeaturePlant(
+        "Rows and pages of one stream are freed by a later result of the other one.",
+        Memory.release_deferred,
+        "if deferred.free_after not in flying and",
+        "if (not flying or deferred.free_after < flying[-1]) and",
+        MULTIPLEXED,
+    ),
+    "layers_of_two_weights": FeaturePlant(
+        "New weights come between the layers of a prompt.",
+        Maintenance._make_way,
+        'job.control.mode == "in_place"',
+        'job.control.mode == "never"',
+        MULTIPLEXED,
+    ),
+    "tables_changed_by_the_other_stream": FeaturePlant(
+        "A decode carries changes of the page tables of prompts, whose stream does not wait for it.",
+        Memory.changes,
+        "if rewrites and rows is not None:",
+        "if False:",
+        MULTIPLEXED,
+    ),
     # ------------------------------------------------------------------------------------------------------------ tiers
     "copies_while_weights_change": FeaturePlant(
         "Pages are copied to the host while the host replaces the weights or releases the memory of the device.",

@@ -79,6 +79,11 @@ def _usual_reserve(config: SchedConfig) -> bool:
     return not overcommits and not config.retract_every
 
 
+def _in_one_stream(config: SchedConfig) -> bool:
+    """Whether a pass has all layers of a prompt. Otherwise a prompt has several, and the next one waits for them."""
+    return not config.multiplexes
+
+
 def _whole_prompts(config: SchedConfig) -> bool:
     """Whether the reserve is usual, and prompts are not cut to a few tokens: the share is one of their tokens."""
     most = config.max_input_tokens
@@ -88,7 +93,7 @@ def _whole_prompts(config: SchedConfig) -> bool:
 def _whole_chunks(config: SchedConfig) -> bool:
     """Whether chunks are as long as their budgets allow, and neither the pool nor, without `chunk_tokens_min`, a window
     pool is tiny: of few free pages a prompt takes a few at a time."""
-    if not _not_tiny(config):
+    if not _not_tiny(config) or not _in_one_stream(config):
         return False
     hybrid, aligned = config.hybrid, config.truncation_align_size is not None
     if hybrid is not UNSET and hybrid.chunk_tokens_min is UNSET and 0 < hybrid.window_pages < TINY_PAGES:
@@ -313,11 +318,12 @@ BOUNDS: dict[str, Bound] = {
     "launches that pass a request which fits": Bound(
         4,
         "places and pages lie free; an admission may wait for one result and one retry, and not for ends",
+        _in_one_stream,
     ),
     "launches without the next chunk": Bound(
         8,
         "a split prompt holds pages; it may wait for the ends of the requests that ran when its wait began",
-        _not_tiny,
+        lambda config: _not_tiny(config) and _in_one_stream(config),
     ),
 }
 """The most of each measure: more than twice the worst that sound runs have shown, and less than a storm has."""

@@ -14,7 +14,8 @@ Commands that are facts (each is one observed event, and `lockstep.core.invarian
 
     config page_size=2 pages=6    settings, first of all; times as 5ms, `none`, `yes`, `no`, token lists as 7,8;
                                   tiers.host_pages=4 and other fields of CacheTiers, hybrid.state_slots=4 and
-                                  other fields of HybridMemory, experts.slots=4 and other fields of ExpertPlacing
+                                  other fields of HybridMemory, experts.slots=4 and other fields of ExpertPlacing,
+                                  multiplexing.divisions=70:30:0,50:50:4 and other fields of Multiplexing
     add a prompt=1..4,50..52 max_new=4 min_new=1 stop=7,8 eos=no stream=no deadline=5ms finish_by=9ms namespace=x
                                   `prompt=a,9` is everything of a so far (prompt and output), then 9; grammar=g names
                                   a grammar by its digest, stop_texts=x,y; other fields of RequestArrived by name
@@ -23,7 +24,7 @@ Commands that are facts (each is one observed event, and `lockstep.core.invarian
                                   of an image called cat, 3 encoder tokens
     encoded cat [error|late]      MediaEncoded: done, failed, or done before the restart
     step [1], steps 3             LaneReady; of microbatch 1, or of the one behind that which was offered a slot last
-    collect [RESULT]              the oldest batch in flight is delivered
+    collect [b3] [RESULT]         the oldest batch in flight is delivered; or this one, the oldest of its stream
     finish [N] [RESULT]           collect, then step, as a host does; N times
     run [N]                       steps while they launch, then collect, until nothing is left; N rounds at most
     grammar g [ERROR ...]         GrammarReady: g compiled, or failed for the given reason
@@ -88,7 +89,14 @@ from lockstep.core.contract.commands import (
     StreamTokens,
     SwapWeights,
 )
-from lockstep.core.contract.config import CacheTiers, ExpertPlacing, HybridMemory, SchedConfig
+from lockstep.core.contract.config import (
+    CacheTiers,
+    Division,
+    ExpertPlacing,
+    HybridMemory,
+    Multiplexing,
+    SchedConfig,
+)
 from lockstep.core.contract.events import (
     AdapterLoaded,
     BatchFinished,
@@ -227,6 +235,7 @@ class Result:
     forced: dict[str, int] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
     logprobs: bool = False
+    batch_id: int | None = None  # None: of the oldest batch in flight
 
 
 class Run:
@@ -311,7 +320,10 @@ class Run:
         """Deliver the oldest batch in flight."""
         if not self.kv.stream:
             raise ScenarioError("nothing is in flight")
-        plan = self.kv.stream[0].plan
+        flying = {one.plan.batch_id: one.plan for one in self.kv.stream}
+        if result.batch_id is not None and result.batch_id not in flying:
+            raise ScenarioError(f"b{result.batch_id} is not in flight")
+        plan = self.kv.stream[0].plan if result.batch_id is None else flying[result.batch_id]
         samplers = [int(plan.request_ids[i]) for i in plan.sample_rows.tolist()]
         stops = [int(plan.stops[i]) for i in plan.sample_rows.tolist()]
         for name, token in result.tokens.items():
@@ -322,7 +334,8 @@ class Run:
         for name, count in result.forced.items():
             first = stops[self._sampler(samplers, name, plan)] + 1
             self.forced |= {(self.ids[name], position) for position in range(first, first + count)}
-        event = self.kv.finished(self.now_us, error="the device is lost" if result.error else "")
+        error = "the device is lost" if result.error else ""
+        event = self.kv.finished(self.now_us, error=error, batch_id=plan.batch_id)
         event = msgspec.structs.replace(
             event,
             text_stops=tuple(self._sampler(samplers, name, plan) for name in result.text_stops),
@@ -822,9 +835,15 @@ def config_of(words: list[str]) -> SchedConfig:
     tiers = {name.removeprefix("tiers."): _value(text) for name, text in _pairs(words) if name.startswith("tiers.")}
     if tiers:
         values["tiers"] = CacheTiers(**{n: us(v) if isinstance(v, str) and "_us" in n else v for n, v in tiers.items()})
+    shares = {name.removeprefix("multiplexing."): text for name, text in _pairs(words) if "multiplexing." in name}
+    if shares:
+        divisions = [Division(*map(int, one.split(":"))) for one in shares.pop("divisions").split(",")]
+        values["multiplexing"] = Multiplexing(
+            divisions=tuple(divisions), **{name: int(text) for name, text in shares.items()}
+        )
     for word in words:
         name, _, value = word.partition("=")
-        if name.startswith(("tiers.", "hybrid.", "experts.")):
+        if name.startswith(("tiers.", "hybrid.", "experts.", "multiplexing.")):
             continue
         if name not in SchedConfig.__struct_fields__:
             raise ScenarioError(f"SchedConfig has no `{name}`")
@@ -873,6 +892,8 @@ def result_of(words: list[str]) -> Result:
             result.held[held] = int(count)
         elif equals:
             result.tokens[name] = int(value)
+        elif word.startswith("b") and word[1:].isdecimal():
+            result.batch_id = int(word[1:])
         elif word != "tokens":
             raise ScenarioError(
                 f"`{word}` is no result; try error, tokens a=7, text_stop=a, grammar_ended=a, forced=a:2, logprobs"

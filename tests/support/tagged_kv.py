@@ -49,7 +49,6 @@ from lockstep.core.contract.commands import (
     SampleBatch,
     Step,
     SwapWeights,
-    depths_of,
 )
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import (
@@ -76,7 +75,9 @@ from lockstep.core.contract.events import (
     WeightsSwapped,
 )
 from lockstep.core.requests.table import Int32s, prompt_bytes
+from tests.support.tagged_drafts import right_path
 from tests.support.tagged_hybrid import TaggedHybrid
+from tests.support.tagged_layers import TaggedLayers, of_stream, oldest
 
 Sample = Callable[[RequestId, int], int]
 Accept = Callable[[RequestId, int, int], int]
@@ -169,7 +170,7 @@ class Kept:
         return Kept(kept, about, self.encoder_digests & digests)
 
 
-@dataclass
+@dataclass(eq=False)
 class Launched:
     """A plan on the stream, with a copy of its arrays from the moment of its launch."""
 
@@ -222,6 +223,7 @@ class TaggedKv:
         self.hybrid: TaggedHybrid | None = None
         if config.hybrid is not msgspec.UNSET:
             self.hybrid = TaggedHybrid(config.hybrid, config.page_size)
+        self.layers = TaggedLayers(config)
         self._clear()
         self.stream: deque[Launched] = deque()  # launched and not delivered, oldest first
         self.launched: list[Launched] = []  # all of them, for the comparison at the end
@@ -266,7 +268,7 @@ class TaggedKv:
                     self.versions[adapter] = version
             case BatchFinished() if event.generation == self.generation:
                 if not event.error:
-                    self._take_results(self.stream[0].plan)
+                    self._take_results(self._due(event.batch_id).plan)
                 self.deliver(event.batch_id)
         for decided in step.decided:
             match decided:
@@ -417,6 +419,7 @@ class TaggedKv:
             if any(taken.row in launched.pages for launched in self.stream):
                 raise KvError(f"b{plan.batch_id}: row {taken.row} is taken while a batch in flight still names it")
             self._check_adapter(plan, taken)
+            self.layers.at.pop(taken.row, None)
             matcher: list[int] | None = [] if taken.grammar is not None else None
             self.rows[taken.row] = Row(
                 taken.request_id,
@@ -446,7 +449,10 @@ class TaggedKv:
             launched.most = {int(plan.rows[i]): int(plan.stops[i]) for i in launched.drafts}
         self.stream.append(launched)
         self.launched.append(launched)
-        mine = [launched for launched in self.stream if launched.plan.microbatch == plan.microbatch]
+        beside = of_stream(self.stream, plan)
+        mine = [launched for launched in beside if launched.plan.microbatch == plan.microbatch]
+        if any(row in other.pages for other in self.stream if other not in beside for row in pages):
+            raise KvError(f"b{plan.batch_id} has a row that is on the other stream")
         if len(mine) > self.config.overlap_depth + 1:
             raise KvError(f"{len(mine)} batches on the stream at overlap depth {self.config.overlap_depth}")
         if self.eager:
@@ -481,16 +487,17 @@ class TaggedKv:
 
     def _run_ahead(self) -> None:
         """Run all plans that can run: up to a batch that may not sample yet, whose forward runs."""
-        for launched in self.stream:
-            if not launched.executed:
-                self._compute(launched)
-                if not launched.may_sample:
-                    return
-                self._sample_all(launched)
+        for first in oldest(self.stream):
+            for launched in of_stream(self.stream, first.plan):
+                if not launched.executed:
+                    self._compute(launched)
+                    if not launched.may_sample:
+                        break
+                    self._sample_all(launched)
 
-    def execute(self) -> Int32s:
-        """Run the oldest plan that has not run. Returns the tokens it sampled, in the order of its sample_rows."""
-        launched = next(launched for launched in self.stream if not launched.executed)
+    def execute(self, launched: Launched | None = None) -> Int32s:
+        """Run a plan, by default the oldest one that has not run. Returns the tokens of its sample_rows, in order."""
+        launched = launched or next(launched for launched in self.stream if not launched.executed)
         self._compute(launched)
         if not launched.may_sample:
             raise KvError(f"b{launched.plan.batch_id} was deferred and has not been told to sample")
@@ -512,6 +519,8 @@ class TaggedKv:
                 self._verify(launched, i, row, int(plan.speculation.draft_lengths[i - plan.extend_rows]))
                 continue
             row.stands = stop
+            if plan.layers is not None and not row.failed:
+                self._check_layers(plan, row, table, start, stop)
             if i < plan.extend_rows:
                 new = self._new_tokens(plan, i, plan.token_ids[at : at + stop - start].tolist())
                 at += stop - start
@@ -533,7 +542,7 @@ class TaggedKv:
                     expected = self._prefix_ids(row, story, start)
                     row.failed = self.hybrid.read(plan, row_index, start, expected, row.live)
             ids = [GARBAGE] * (stop - start) if row.failed else self._prefix_ids(row, story, stop)[start:stop]
-            self._write(table, start, ids)
+            self._write(table, start, ids if row.failed else self.layers.written(plan, ids))
             if self.hybrid is not None:
                 self.hybrid.write(plan, i, row_index, start, ids)
 
@@ -588,15 +597,21 @@ class TaggedKv:
         self.forwards += 1
         return launched.tokens
 
-    def finished(self, time_us: int, *, error: str = "") -> BatchFinished:
-        """The event for the oldest batch on the stream, running it first if it has not run. Does not deliver it."""
-        launched = self.stream[0]
+    def _check_layers(self, plan: BatchPlan, row: Row, table: list[int], start: int, stop: int) -> None:
+        page_size = self.config.page_size
+        cells = [self.cells[table[position // page_size]][position % page_size] for position in range(start, stop)]
+        if wrong := self.layers.unexpected(plan, cells, () if row.live else (GARBAGE,)):
+            raise KvError(f"b{plan.batch_id}: r{row.request_id} {wrong}")
+
+    def finished(self, time_us: int, *, error: str = "", batch_id: BatchId | None = None) -> BatchFinished:
+        """The event for a batch, by default the oldest, running it first if it has not run. Does not deliver it."""
+        launched = self.stream[0] if batch_id is None else self._due(batch_id)
         batch_id = launched.plan.batch_id
         if error:
             launched.computed = launched.executed = True
             self._spoil(launched.plan)
             return BatchFinished(time_us, batch_id, generation=self.generation, error=error)
-        tokens = launched.tokens if launched.executed and launched.tokens is not None else self.execute()
+        tokens = launched.tokens if launched.executed and launched.tokens is not None else self.execute(launched)
         event = BatchFinished(time_us, batch_id, tokens.tobytes(), time_us, time_us, self.generation)
         if launched.plan.speculation is not None:
             accepted = [launched.accepted.get(i, 1) for i in launched.plan.sample_rows.tolist()]
@@ -642,11 +657,17 @@ class TaggedKv:
                 ended.append(position)
         return tuple(ended)
 
+    def _due(self, batch_id: BatchId) -> Launched:
+        """Return a launched plan whose result may be next."""
+        for launched in oldest(self.stream):
+            if launched.plan.batch_id == batch_id:
+                return launched
+        raise KvError(f"b{batch_id} is delivered, but it is not the oldest on the stream")
+
     def deliver(self, batch_id: BatchId) -> None:
         """The engine has taken in the result of the oldest batch: its deferred frees are done."""
-        if not self.stream or self.stream[0].plan.batch_id != batch_id:
-            raise KvError(f"b{batch_id} is delivered, but it is not the oldest on the stream")
-        delivered, page_size = self.stream.popleft(), self.config.page_size
+        delivered, page_size = self._due(batch_id), self.config.page_size
+        self.stream.remove(delivered)
         for i, accepted in delivered.accepted.items():
             index = int(delivered.plan.rows[i])
             assert delivered.plan.speculation is not None
@@ -683,7 +704,8 @@ class TaggedKv:
             raise KvError(f"b{plan.batch_id} has columns of {[len(column) for column in columns]} rows")
         if len(set(rows)) != len(rows):
             raise KvError(f"b{plan.batch_id} names a row twice: {rows}")
-        extending = {"decode": 0, "extend": len(rows)}.get(plan.mode, plan.extend_rows)
+        whole = {"decode": 0, "extend": len(rows), "split_prefill": len(rows)}
+        extending = whole.get(plan.mode, plan.extend_rows)
         if plan.extend_rows != extending:
             raise KvError(f"b{plan.batch_id} is {plan.mode} with {plan.extend_rows} of {len(rows)} rows extending")
         new_tokens = sum(stops[: plan.extend_rows]) - sum(starts[: plan.extend_rows])
@@ -721,7 +743,8 @@ class TaggedKv:
             raise KvError(f"b{plan.batch_id} samples rows that end without a token")
         for i, (request_id, stop) in enumerate(zip(plan.request_ids.tolist(), plan.stops.tolist(), strict=True)):
             story = self.stories[request_id]
-            if (i in pooled) != (story.ends_with_prompt and stop == story.prompt_tokens):
+            ends = story.ends_with_prompt and stop == story.prompt_tokens and not self.layers.is_partial(plan)
+            if (i in pooled) != ends:
                 raise KvError(f"b{plan.batch_id} has r{request_id}, to stop at {story.prompt_tokens}, in {pooled}")
         for span in plan.logprob_spans:
             story = self.stories[int(plan.request_ids[span.index])]
@@ -830,6 +853,10 @@ class TaggedKv:
             return self._check_verifying(plan, i, row, start, stop)
         if i >= plan.extend_rows and stop - start > plan.steps:
             raise KvError(f"b{plan.batch_id} decodes r{request_id}[{start}:{stop}] in {plan.steps} steps")
+        if wrong := self.layers.follow(plan, row_index, (start, stop), self.weights):
+            raise KvError(f"b{plan.batch_id}: r{request_id} {wrong}")
+        if plan.layers is not None and plan.layers[0]:
+            return self._pages_to(plan, row, stop)
         if not row.reach and start and self.stories[request_id].pooled:
             raise KvError(f"b{plan.batch_id} pools r{request_id} without its first {start} positions")
         if row.reach and start != row.reach:
@@ -868,7 +895,7 @@ class TaggedKv:
         live = [
             (other_index, other, other.table[: -(-other.reach // page_size)])
             for other_index, other in self.rows.items()
-            if other.live
+            if other.live and not self.config.multiplexes  # there a table may be stale until its row's next plan
         ]
         stops = plan.stops.copy()
         if plan.speculation is not None:  # branches of a tree lie behind the span of their row
@@ -899,7 +926,7 @@ class TaggedKv:
         if not row.live and found[position] == GARBAGE:
             return True
         what = {NOTHING: "nothing was ever written", GARBAGE: "a failed batch wrote"}.get(
-            found[position], "another prefix was written"
+            found[position], "another prefix was written" if found[position] >= 0 else "some layers have no KV"
         )
         raise KvError(f"b{plan.batch_id}: r{row.request_id} reads position {position} in page "
                       f"{table[position // page_size]}, where {what}")  # fmt: skip
@@ -961,17 +988,6 @@ class TaggedKv:
             about = story.about[position] if position < len(story.about) else None
             ids.append(self._interned.setdefault((before, story.tokens[position], about), len(self._interned)))
         return ids
-
-
-def right_path(parents: Int32s, drafts: int, length: int, key: int) -> list[int]:
-    """Return the numbers of `length` drafts of a tree on one path, among the first `drafts`; `key` chooses the path."""
-    depths = depths_of(parents)
-    ends = [number for number in range(drafts + 1) if depths[number] == length]
-    number, path = ends[key % len(ends)], list[int]()
-    while number:
-        path.append(number)
-        number = int(parents[number - 1])
-    return path[::-1]
 
 
 def drafts_of(launched: Launched, row: int) -> int:

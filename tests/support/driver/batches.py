@@ -21,6 +21,7 @@ from lockstep.core.contract.events import (
     RequestRetracted,
 )
 from tests.support.driver.piece import Piece, Subject
+from tests.support.tagged_layers import oldest
 
 
 class BatchPiece(Piece):
@@ -52,18 +53,21 @@ class BatchPiece(Piece):
         kv, now_us = self.subject.kv, self.subject.now_us
         if not kv.stream:
             return
-        plan = kv.stream[0].plan
+        due = oldest(kv.stream)
+        plan = due[now_us % len(due)].plan  # of either stream
+        if plan is not kv.stream[0].plan:
+            self.mark("result before that of an earlier launch")
         sampled = plan.sample_rows
         samplers = list(zip(plan.request_ids[sampled].tolist(), plan.stops[sampled].tolist(), strict=True))
         rows = len(samplers)
         if trouble == "error":
-            self.subject.fold(kv.finished(now_us, error="the device says no"))
+            self.subject.fold(kv.finished(now_us, error="the device says no", batch_id=plan.batch_id))
             return
         odd = (choice % rows,) if rows and trouble else ()
         records = [self.subject.records[request_id] for request_id, _ in samplers]
         outputs = [stop + 1 - record.prompt_tokens for record, (_, stop) in zip(records, samplers, strict=True)]
         held = [record.held(have) for record, have in zip(records, outputs, strict=True)]
-        event = kv.finished(now_us)
+        event = kv.finished(now_us, batch_id=plan.batch_id)
         if any(held):
             text_held = tuple((i, count) for i, count in enumerate(held) if count)
             event = msgspec.structs.replace(event, text_held=text_held)
@@ -190,6 +194,8 @@ class LimitPiece(Piece):
             self._check_budgets(plan)
         if plan.halves is not None:
             self._check_halves(plan)
+        if config.multiplexes:
+            self._check_streams(plan)
 
     def _check_halves(self, plan: BatchPlan) -> None:
         """S38: both halves have tokens, and only a prompt is cut."""
@@ -202,6 +208,25 @@ class LimitPiece(Piece):
             assert rows < plan.extend_rows, f"S38: {plan.halves} of {counts}"
             assert cut < counts[rows], f"S38: {plan.halves} of {counts}"
         self.mark("halves through a prompt" if cut else "halves")
+
+    def _check_streams(self, plan: BatchPlan) -> None:
+        """S39: both shares of the device fit into it, and a plan has all of it only if the other stream is idle."""
+        settings, engine = self.engine.config.multiplexing, self.engine
+        assert settings is not msgspec.UNSET
+        prompts = bool(engine.multiplexer.parts) or any(one.plan.layers for one in engine.in_flight)
+        decodes = engine.running_batch.size if plan.layers is not None else len(plan.rows)
+        beside = decodes if plan.layers is not None else prompts
+        assert (plan.sms is not None) == bool(beside), f"S39: {plan.sms} SMs beside {decodes} decodes"
+        if plan.sms is not None:
+            one = settings.division_for(decodes)
+            assert plan.sms == (one.decode_sms if plan.layers is None else one.prefill_sms)
+        if plan.layers is not None:
+            if plan.layers[0]:
+                self.mark("later layers of a prompt")
+            if decodes:
+                self.mark("layers of a prompt beside decodes")
+            if (tokens := int((plan.stops - plan.starts).sum())) * (plan.layers[1] - plan.layers[0]) > tokens:
+                assert tokens * (plan.layers[1] - plan.layers[0]) <= settings.token_budget, f"S39: {plan.layers}"
 
     def _check_budgets(self, plan: BatchPlan) -> None:
         """S24: new tokens of the extend within the budgets, in units of chunks, decodes counted; and its requests."""

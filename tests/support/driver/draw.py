@@ -12,7 +12,14 @@ from typing import Any
 
 import msgspec
 
-from lockstep.core.contract.config import SCHEDULE_POLICIES, Batching, Reserve, SchedConfig
+from lockstep.core.contract.config import (
+    SCHEDULE_POLICIES,
+    Batching,
+    Division,
+    Multiplexing,
+    Reserve,
+    SchedConfig,
+)
 from lockstep.core.contract.events import Pause, PromptSpan, Resume
 from tests.support.driver.actions import (
     ADAPTERS,
@@ -443,3 +450,28 @@ def under_grammars(actions: list[Action]) -> list[Action]:
         else:
             found.append(action)
     return found
+
+
+def multiplexed(rng: random.Random, config: SchedConfig) -> SchedConfig:
+    """The settings with prompts by layers beside decodes, and without what does not go with them."""
+    unset = msgspec.UNSET
+    layers, sms = rng.choice([1, 2, 3, 8]), rng.choice([2, 10, 132])
+    rows = sorted(rng.sample(range(6), rng.choice([1, 1, 2, 3])))
+    divisions = [Division(decodes := rng.randint(1, sms - 1), sms - decodes, row) for row in rows]
+    return msgspec.structs.replace(
+        with_chains(without_halves(config)),
+        speculative_method=unset,
+        num_speculative_tokens=unset,
+        speculative_min_chance=unset,
+        speculative_max_batch_size=unset,
+        jump_forward_tokens=unset,
+        batching="prefill_first",
+        same_step_sharing=False,
+        enable_priority_preemption=False,
+        chunk_target_us=None,
+        prefill_decode_interval=0,
+        overlap_consecutive_prefills=True,
+        multiplexing=Multiplexing(
+            layers=layers, sms=sms, divisions=tuple(divisions), token_budget=rng.choice([1, 8, 40, 400])
+        ),
+    )

@@ -107,8 +107,9 @@ def _containers(engine: Engine) -> None:
     live = engine.requests
     waiting = [request.request_id for request in (*engine.waiting, *engine.blocked.values())]
     running_batch = [request.request_id for request in engine.all_running[0].requests]
-    prefilling = [engine.prefilling.request_id] if engine.prefilling is not None else []
+    prefilling = [request.request_id for request in engine.all_prefilling()]
     ending = [request.request_id for batch in engine.in_flight for request in batch.ending_requests()]
+    ending += engine.multiplexer.joining()[0].request_ids.tolist()
     sent = [one.request_id for one in engine.transfers.all.values() if one.ends]
     contained = [*waiting, *running_batch, *prefilling, *ending, *sent]
     if len(contained) != len(live) or live.keys() != set(contained):
@@ -173,9 +174,7 @@ def _spans(engine: Engine, facts: Facts) -> None:
                 f"S7: {request.name}: protected {request.protected_pages} pages of {page_size}, computed {computed}, "
                 f"limit {request.limit}"
             )
-        if request.state is RequestState.PREFILLING and (
-            computed % align or computed >= request.prompt_tokens + request.outputs
-        ):
+        if request is engine.prefilling and (computed % align or computed >= request.prompt_tokens + request.outputs):
             fail(f"S18: {request.name} stopped its chunk at {computed} of {request.prompt_tokens + request.outputs}")
     for request, position in zip(running_batch.requests, facts.positions, strict=True):
         most = position + (not engine.config.speculates)  # with drafts the upper bound may reach the end
@@ -314,6 +313,7 @@ def _places(engine: Engine, facts: Facts) -> None:
     """S18, S24, S30: see `Microbatches.check_state`; admission is full only if a microbatch is."""
     sent = [one.request_id for one in engine.transfers.all.values() if one.ends]
     holders = [request.request_id for request in facts.holders if request.request_id not in sent]
-    engine.microbatches.check_state(engine.in_flight, holders, engine.config.overlap_depth + 1)
+    most = engine.config.launches_max // engine.config.microbatches
+    engine.microbatches.check_state(engine.in_flight, holders, most)
     if engine.microbatches.several:
         same("S33 any full", engine.batch_is_full and not engine.microbatches.full, False)

@@ -177,6 +177,8 @@ class Maintenance(Component):
             self._scheduler.retract_all("weights", step)
         elif isinstance(job.control, UpdateWeights) and job.control.mode == "cancel":
             self._scheduler.cancel_all(list(self._scheduler.requests.values()), step)
+        elif isinstance(job.control, UpdateWeights) and job.control.mode == "in_place":
+            self._scheduler.end_split_prefill(step)
 
     def _refusal(self, job: Job) -> str:
         if isinstance(job.control, UpdateWeights) and "weights" in self.released:

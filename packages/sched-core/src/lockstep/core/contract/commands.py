@@ -262,7 +262,8 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Speculation | None = None
     ranks: Ranks | None = None
     sample_after: BatchId | None = None  # sampling must wait until matchers have taken this batch's results
-    layers: tuple[int, int] | None = None  # split prefill: run layers [start:stop) only
+    layers: tuple[int, int] | None = None  # split_prefill: run layers [start:stop) only
+    sms: int | None = None  # with multiplexing: SMs of the device that run it; None: all
     ids_digest: bytes = b""  # digest of `request_ids` of a large batch if it is computed already: see digest.py
     steps: int = 1  # forwards; above 1, decode rows feed their own samples back and have spans of up to `steps` tokens
     pooled_rows: Int32s = NO_ROWS  # indices into `rows` of prefill-only rows with prompts that end with this batch

@@ -21,6 +21,9 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.expert_placing import ExpertPlacing as ExpertPlacing
 from lockstep.core.contract.floats import store_floats
 from lockstep.core.contract.hybrid_memory import HybridMemory as HybridMemory
+from lockstep.core.contract.multiplexing import Division as Division
+from lockstep.core.contract.multiplexing import Multiplexing as Multiplexing
+from lockstep.core.contract.multiplexing import check_multiplexing
 from lockstep.core.contract.setting import Setting, one_of
 from lockstep.core.contract.two_batch_settings import settle_two_batch
 
@@ -336,6 +339,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     two_batch_prefill_tokens: Annotated[
         int | msgspec.UnsetType, Setting("new tokens from which on a batch with prompts is split", default="512")
     ] = msgspec.UNSET
+    # prompts by layers beside decodes, see features/multiplexing.py; unset: one stream, and left out of journals
+    multiplexing: Multiplexing | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         store_floats(self, FLOAT_SETTINGS)
@@ -353,6 +358,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _settle_ranks(self)
         _settle_stages(self)
         settle_two_batch(self)
+        check_multiplexing(self)
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"`{name}` must be {one_of(choices)}, got `{getattr(self, name)}`")
@@ -456,6 +462,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def splits_batches(self) -> bool:
         """Whether large batches run as two halves, one of which computes while the other communicates."""
         return self.two_batch_overlap is True
+
+    @property
+    def multiplexes(self) -> bool:
+        """Whether prompts are computed by layers on one stream of the device, beside decodes on another."""
+        return self.multiplexing is not msgspec.UNSET
 
     @property
     def pool_tokens(self) -> int:
@@ -563,7 +574,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def launches_max(self) -> int:
         """The most batches that may be in flight at once."""
-        return self.microbatches * (self.overlap_depth + 1)
+        lanes = 2 if self.multiplexes else self.microbatches
+        return lanes * (self.overlap_depth + 1)
 
     @property
     def fits_latency(self) -> bool:

@@ -184,6 +184,8 @@ def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
         add(_encode((plan.media_spans, logprobs, plan.hidden_spans)))
     if plan.halves is not None:
         add(_encode(("halves", plan.halves.rows, plan.halves.cut)))
+    if plan.layers is not None or plan.sms is not None:
+        add(_encode(("multiplexed", plan.layers, plan.sms)))
 
 
 def ids_digest(request_ids: NDArray[np.int64]) -> bytes:

@@ -269,6 +269,10 @@ def plan_text(plan: BatchPlan, names: Names) -> str:
     where = f" in microbatch {plan.microbatch}" if plan.microbatch else ""
     if plan.halves is not None:
         where += f" in halves: {halves_text(plan)}"
+    if plan.layers is not None:
+        where += f" in {layers_text(plan.layers)}"
+    if plan.sms is not None:
+        where += f" on {plan.sms} SMs"
     text = f"b{plan.batch_id} {plan.mode} {' '.join(spans)}".rstrip() + where
     if len(plan.sample_rows) == len(plan.rows):
         return text
@@ -276,6 +280,12 @@ def plan_text(plan: BatchPlan, names: Names) -> str:
     text = f"{text}, samples {' '.join(samplers) or 'none'}"
     completed = [names.request(ids[i]) for i in plan.pooled_rows.tolist()]
     return f"{text}, completes {' '.join(completed)}" if completed else text
+
+
+def layers_text(layers: tuple[int, int]) -> str:
+    """Return the layers [start:stop) as `layers 0 to 3`, counted from 0."""
+    first, last = layers[0], layers[1] - 1
+    return f"layers {first} to {last}" if last > first else f"layer {first}"
 
 
 def halves_text(plan: BatchPlan) -> str:

@@ -187,6 +187,9 @@ class AdminView(SchedulerView, Protocol):
     def retract_all(self, reason: RetractReason, step: Step) -> None:
         """Retract every running request."""
 
+    def end_split_prefill(self, step: Step) -> None:
+        """Retract the requests whose prompts are computed to some layer, so that all layers have the same weights."""
+
     def void_kv(self) -> None:
         """The KV that sessions hold is void."""
 

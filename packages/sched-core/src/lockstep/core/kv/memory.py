@@ -204,11 +204,19 @@ class Memory(DeviceMemory, Component):
         self.hybrid.open(pages, step)
         return PageDeltas(pages, NO_ROWS, rows, index)
 
-    def changes(self, deltas: PageDeltas) -> tuple[tuple[RowTaken, ...], PageDeltas]:
-        """Return what changed since the last plan: rows taken, and all changes of page tables, `deltas` last."""
-        if self.rewrites:
-            deltas = _merged(self.rewrites, deltas)
-            self.rewrites = []
+    def changes(self, deltas: PageDeltas, rows: list[int] | None = None) -> tuple[tuple[RowTaken, ...], PageDeltas]:
+        """Return what changed since the last plan: rows taken, and all changes of page tables, `deltas` last.
+
+        Args:
+            rows: those of the plan, where other rows are on another stream: their changes wait for a plan of theirs.
+        """
+        rewrites, later = self.rewrites, list[Rewrite]()
+        if rewrites and rows is not None:
+            later = [one for one in rewrites if one.row not in rows]
+            rewrites = [one for one in rewrites if one.row in rows]
+        if rewrites:
+            deltas = _merged(rewrites, deltas)
+            self.rewrites = later
         taken: tuple[RowTaken, ...] = ()
         if self.rows_taken:
             taken = tuple(self.rows_taken)
@@ -248,20 +256,21 @@ class Memory(DeviceMemory, Component):
         else:
             self.deferred.rows.append(deferred)
 
-    def release_deferred(self, batch_id: BatchId, step: Step) -> bool:
-        """Free the rows and pages that waited for the collected batch. Returns whether a row was freed."""
+    def release_deferred(self, step: Step) -> bool:
+        """Free the rows and pages for which no batch in flight is left. Returns whether a row was freed."""
+        flying = [batch.plan.batch_id for batch in self.in_flight]
         done = [
             deferred
             for deferred in self.deferred.rows
-            if deferred.free_after <= batch_id and deferred.row not in self.deferred.lent
+            if deferred.free_after not in flying and deferred.row not in self.deferred.lent
         ]
         for deferred in done:
             self.deferred.rows.remove(deferred)
             self.release(deferred, step)
         for free_after, pages in self.deferred.pages:
-            if free_after <= batch_id:
+            if free_after not in flying:
                 self.pool.free(pages)
-        self.deferred.pages = [entry for entry in self.deferred.pages if entry[0] > batch_id]
+        self.deferred.pages = [entry for entry in self.deferred.pages if entry[0] in flying]
         return bool(done)
 
     def release(self, deferred: DeferredFree, step: Step) -> None:

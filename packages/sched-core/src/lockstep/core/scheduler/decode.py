@@ -52,6 +52,7 @@ class DecodePlanner:
         self._jump_forward = state.jump_forward
         self._sessions = state.sessions
         self._transfers = state.transfers
+        self._multiplexer = state.multiplexer
         self.page_shift, self.page_mask = state.page_shift, state.page_mask
         self._speculates = state.config.speculates
 
@@ -112,7 +113,8 @@ class DecodePlanner:
         running.decode_launches += 1
         if not made_room:
             state.ratio.decoded()
-        taken, deltas = memory.changes(advanced.deltas)
+        split = self._multiplexer
+        taken, deltas = memory.changes(advanced.deltas, running_batch.rows.tolist() if split.present else None)
         plan = BatchPlan(
             batch_id=state.next_number(),
             mode="decode",
@@ -126,6 +128,7 @@ class DecodePlanner:
             generation=state.generation,
             steps=steps,
             ids_digest=running_batch.ids_digest,
+            sms=split.sms_of_decodes(running_batch.size) if split.present else None,
         )
         if advanced.verifying is not None:
             plan = speculation.verified(plan, advanced.verifying, config)
@@ -222,6 +225,9 @@ class DecodePlanner:
                 self._state.retract(victim, "pages", step, pages=(needed, available))
             elif split is not None:
                 self._state.retract(split, "pages", step, pages=(needed, available))
+            elif self._multiplexer.parts:
+                state = self._state
+                state.retract(self._multiplexer.parts[-1].request, "pages", step, pages=(needed, available))
             elif self._transfers.ready:
                 self._transfers.give_up(self._state.requests[self._transfers.ready[-1]], step)
             elif self._state.in_flight or self._transfers.holds_pages or self._memory.operations.device_busy:

@@ -176,6 +176,7 @@ def _steady_launches(engine: SchedulerState) -> int:
         or not engine.transfers.quiet
         or engine.ranks is not None
         or engine.microbatches.several
+        or engine.multiplexer.parts
         or engine.memory.deferred.rows
         or engine.memory.deferred.pages
         or engine.memory.rewrites

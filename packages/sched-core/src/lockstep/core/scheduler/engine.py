@@ -68,6 +68,8 @@ class Engine(SchedulerState):
         self.prefills = PrefillPlanner(self, self.decoding)
         self.results = Results(self)
         self._take_part, self._join_in = self.launch_now, self._launch_nothing
+        if config.multiplexes:
+            self._take_part = self._launch_on_streams
         if config.shares_passes:
             self.ranks = Rounds(config, self)
             self._take_part, self._join_in = self.ranks.take_part, self.ranks.join_in
@@ -197,6 +199,8 @@ class Engine(SchedulerState):
         config, controls = self.config, self.controls
         pace = controls.pace
         paced = pace.gap_us and event.time_us < pace.not_before_us
+        if self.multiplexer.present:
+            in_flight = 0  # each stream has slots of its own
         if controls.paused or paced or maintenance.still or in_flight > config.overlap_depth:
             return self._join_in(step)
         if config.enable_priority_preemption:
@@ -224,6 +228,33 @@ class Engine(SchedulerState):
             return True
         if self.config.splits_batches:
             force_setattr(batch.plan, "halves", two_batch.halves_of(self.config, batch.plan))
+        self._launch_batch(batch, step)
+        return False
+
+    def _launch_on_streams(self, step: Step) -> bool:
+        """Launch a decode, else layers of prompts, each if its stream has a slot. Returns: whether there was nothing.
+
+        A decode goes first, since it is short and its requests hold their pages.
+        """
+        running, prefills, split = self.microbatches.current, self.prefills, self.multiplexer
+        for_decodes, for_prompts = split.slots()
+        if not (for_decodes or for_prompts):
+            return False
+        batch = self.decoding.plan(running, step, _plan_nothing) if for_decodes else None
+        if batch is None and for_prompts:
+            if split.parts:
+                batch = prefills.plan_layers(running, step)
+            elif (self.waiting or self.prefilling) and not self.decoding.decode_goes_first(running):
+                batch = prefills.plan_extend(running, step)
+        if batch is None:
+            return True
+        if batch.plan.extend_rows:
+            running.extended_at = running.decode_launches
+        self._launch_batch(batch, step)
+        return False
+
+    def _launch_batch(self, batch: InFlight, step: Step) -> None:
+        """Order the launch of a batch, which is in flight from now on, and do what follows from it."""
         self.in_flight.append(batch)
         if batch.samplers.constrained:
             self._order_constrained(batch, step)
@@ -234,7 +265,6 @@ class Engine(SchedulerState):
         pace = self.controls.pace
         if self.transfers.hands_over or pace.profiling or pace.gap_us or self.experts.interval:
             self._launched(batch, step)
-        return False
 
     def _launch_nothing(self, step: Step) -> bool:
         """Launch nothing: launches are paused or blocked, or all slots are taken."""
@@ -352,3 +382,7 @@ class Engine(SchedulerState):
         if event.generation == self.generation:  # operations of older generations are void
             self.memory.tiers.answered(event, step)
             self.retry_admission()
+
+
+def _plan_nothing(running: RunningState, step: Step) -> None:
+    """Plan nothing in place of a decode: prompts have a stream of their own."""

@@ -31,6 +31,7 @@ from lockstep.core.features.disaggregation import TransfersPart
 from lockstep.core.features.grammars import GrammarsPart
 from lockstep.core.features.jump_forward import ForcedPart
 from lockstep.core.features.media import EncoderPart
+from lockstep.core.features.multiplexing import MultiplexPart
 from lockstep.core.features.sessions import SessionsPart
 from lockstep.core.features.speculation import SpeculationPart
 from lockstep.core.features.view import SchedulerView
@@ -146,6 +147,8 @@ class BatchImage(msgspec.Struct, forbid_unknown_fields=True):
     verifies: VerifyImage | None = None
     ranks: Ranks | msgspec.UnsetType = msgspec.UNSET  # the agreement of data-parallel ranks
     microbatch: int | msgspec.UnsetType = msgspec.UNSET  # if it is not the first one
+    layers: tuple[int, int] | msgspec.UnsetType = msgspec.UNSET  # of a split prefill
+    sms: int | msgspec.UnsetType = msgspec.UNSET  # if it does not have the whole device
 
 
 class SchedulerPart(msgspec.Struct):
@@ -190,6 +193,7 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     RanksPart,
     ExpertPart,
     PlacementPart,
+    MultiplexPart,
 )
 """The parts of a snapshot: of the scheduler and of each component."""
 
@@ -200,7 +204,7 @@ batch_is_full decode_owed deferred launch_found_nothing horizon decode_launches 
 next_batch_id last_request_id timers paused draining drains tokens_discarded prefilled_tokens weights_version
 maintenance pace counts sessions session_uses sessions_unsettled media adapters chances forced host transfers tiers
 expert_loads hybrid ranks microbatches resources spare admits tree_chances
-expert_record expert_placement
+expert_record expert_placement split_prefill
 """.split()
 """The fields of all parts in the order in which a snapshot stores them. The bytes of snapshots depend on it."""
 
@@ -303,6 +307,8 @@ def batch_image(batch: InFlight) -> BatchImage:
         verifies=_verify_image(batch),
         ranks=plan.ranks if plan.ranks is not None else msgspec.UNSET,
         microbatch=plan.microbatch or msgspec.UNSET,
+        layers=plan.layers if plan.layers is not None else msgspec.UNSET,
+        sms=plan.sms if plan.sms is not None else msgspec.UNSET,
     )
 
 
@@ -363,6 +369,8 @@ def batch_of(scheduler: SchedulerView, image: BatchImage) -> InFlight:
         media_spans=image.media_spans,
         ranks=image.ranks if image.ranks is not msgspec.UNSET else None,
         microbatch=image.microbatch if image.microbatch is not msgspec.UNSET else 0,
+        layers=image.layers if image.layers is not msgspec.UNSET else None,
+        sms=image.sms if image.sms is not msgspec.UNSET else None,
         starts_after=verifies.starts_after if verifies is not None else (),
         speculation=_speculation(verifies) if verifies is not None else None,
     )

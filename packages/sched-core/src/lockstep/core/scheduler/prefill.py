@@ -30,6 +30,8 @@ FIRST_CHUNK_PER_NEXT = 4
 """`chunk_tokens_min` by the least size of later chunks, which hold window pages already (docs/decisions/0097)."""
 
 
+NO_ENDS = np.empty(0, np.bool_)
+
 NOT_LOADED = (0, 0, 0)
 """`Tiers.loaded_for` of an engine without tiers."""
 
@@ -45,6 +47,7 @@ class PrefillPlanner:
         self._sessions = state.sessions
         self._transfers = state.transfers
         self._admission = state.admission
+        self._multiplexer = state.multiplexer
         self._decoding = decoding
 
     def plan_extend(self, running: RunningState, step: Step) -> InFlight | None:
@@ -105,7 +108,24 @@ class PrefillPlanner:
                 self._state.retry_admission()
         for victim in preempted:
             self._state.requeue(victim, step)
+        if self._multiplexer.present:
+            self._multiplexer.begin(parts)
+            return self.plan_layers(running, step)
         return self._extend_batch(running, parts, step) if parts else None
+
+    def plan_layers(self, running: RunningState, step: Step) -> InFlight | None:
+        """Plan the next layers of the split prefill. None: there is none, or all its requests have left."""
+        split = self._multiplexer
+        if not split.parts:
+            return None
+        layers = split.next_layers()
+        if layers[1] == split.layers:
+            for part in split.parts:
+                if part.stop == part.request.extend_stop:
+                    self._complete(part.request, step)
+        batch = self._extend_batch(running, split.parts, step, "split_prefill", layers)
+        split.launched(batch.plan)
+        return batch
 
     def plan_prebuilt(self, running: RunningState, step: Step) -> InFlight | None:
         """Plan a pass of requests whose KV was received, which start behind their first token, and of the running
@@ -151,6 +171,8 @@ class PrefillPlanner:
         if chunked is not None and self._state.config.reserve == "full":
             page_size, stop = self._state.config.page_size, chunked.reach + 1
             reserved += pages_to_come(np.array([chunked.computed]), np.array([stop]), page_size) * page_size
+        if self._multiplexer.present:
+            reserved += self._state.reserve_of(*self._multiplexer.joining())
         if self._transfers.all and self._state.config.reserve == "full":
             reserved += self._transfers.promised_pages() * self._state.config.page_size
         return reserved
@@ -271,6 +293,11 @@ class PrefillPlanner:
             return
         if self._state.prefilling is request:
             self._state.set_chunked_request(None)
+        if not self._multiplexer.present:  # otherwise its last layers complete it
+            self._complete(request, step)
+
+    def _complete(self, request: Request, step: Step) -> None:
+        """Report that the last of a prompt is launched. The request samples its first token with it."""
         completed = PrefillCompleted(self._state.now_us, request.request_id, request.chunks)
         request.advance(completed)
         step.decided.append(completed)
@@ -280,9 +307,14 @@ class PrefillPlanner:
         running: RunningState,
         parts: list[ExtendPart],
         step: Step,
-        kind: Literal["extend", "prebuilt"] = "extend",
+        kind: Literal["extend", "prebuilt", "split_prefill"] = "extend",
+        layers: tuple[int, int] | None = None,
     ) -> InFlight:
-        """Build the batch of an extend, with the next decode of the running batch if batches are mixed and it fits."""
+        """Build the batch of an extend, with the next decode of the running batch if batches are mixed and it fits.
+
+        Args:
+            layers: of a split prefill: the layers [start:stop) that the batch computes.
+        """
         requests = [part.request for part in parts]
         request_ids = np.array([request.request_id for request in requests], np.int64)
         rows = np.array([request.row for request in requests], np.int32)
@@ -302,8 +334,9 @@ class PrefillPlanner:
             rows, request_ids = np.concatenate((rows, along.rows)), np.concatenate((request_ids, along.request_ids))
             starts, stops = np.concatenate((starts, decodes.starts)), np.concatenate((stops, decodes.stops))
             sample_rows = np.concatenate((sample_rows, along.everyone + np.int32(len(parts))))
-        taken, deltas = self._memory.changes(decodes.deltas)
+        taken, deltas = self._memory.changes(decodes.deltas, None if layers is None else rows.tolist())
         special = extras.plan_extras(parts)
+        completes = layers is None or layers[1] == self._multiplexer.layers
         plan = BatchPlan(
             batch_id=self._state.next_number(),
             mode=mode,
@@ -319,12 +352,17 @@ class PrefillPlanner:
             generation=self._state.generation,
             pooled_rows=np.array(pooled, np.int32) if pooled else NO_ROWS,
             media_spans=special.media_spans,
-            logprob_spans=special.logprob_spans,
-            hidden_spans=special.hidden_spans,
+            logprob_spans=special.logprob_spans if completes else (),
+            hidden_spans=special.hidden_spans if completes else (),
+            layers=layers,
+            sms=None if layers is None else self._multiplexer.sms_of_prompts(running.batch.size),
         )
         if decodes.verifying is not None:
             plan = speculation.verified(plan, decodes.verifying, self._state.config)
         plan = self._memory.hybrid.completed(plan, step)
+        if layers is not None:  # they join with the result
+            ends = rules.ends_by_length(stops[sampling], prefilled.limits) if sampling else NO_ENDS
+            return InFlight(plan, requests, prefilled, ends.nonzero()[0].tolist())
         ending = running.join(prefilled, stops[sampling], self._memory.table) if sampling else []
         if along.size:
             ending += [prefilled.size + i for i in decodes.ending]

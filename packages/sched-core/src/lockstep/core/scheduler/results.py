@@ -6,8 +6,8 @@ import numpy as np
 
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.errors import ContractError
-from lockstep.core.contract.events import BatchFinished
-from lockstep.core.features import grammars, speculation
+from lockstep.core.contract.events import BatchFinished, BatchId
+from lockstep.core.features import grammars, multiplexing, speculation
 from lockstep.core.requests import delivery, extras
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import Request
@@ -27,6 +27,7 @@ class Results:
         self._transfers = state.transfers
         self._prerequisites = state.prerequisites
         self._media = state.media
+        self._multiplexer = state.multiplexer
 
     def collect(self, event: BatchFinished, step: Step) -> None:
         """Fold the result of a batch: store and stream its tokens, end requests, publish prompts, free what waited."""
@@ -38,6 +39,9 @@ class Results:
             return  # void since a restart
         batch = self._delivered(event)
         plan, samplers, memory = batch.plan, batch.samplers, self._memory
+        extend_rows = plan.extend_rows  # rows with new KV
+        if plan.layers is not None and self._multiplexer.is_partial(plan):
+            extend_rows = 0  # the KV of the other layers is not computed yet
         undisturbed = not self._microbatches.several or self._microbatches.ran_undisturbed(event)
         if event.error:
             self._fail(batch, step)
@@ -51,12 +55,15 @@ class Results:
         for i in event.invalid:  # they end while the batch counts as in flight, so that its sample is no output
             if samplers.requests[i].row == samplers.rows[i]:
                 self._state.finish(samplers.requests[i], "invalid", step, flush=True)
-        self._state.in_flight.popleft()
+        if self._state.in_flight[0] is batch:
+            self._state.in_flight.popleft()
+        else:  # a batch of the other stream was launched before it
+            self._state.in_flight.remove(batch)
         if batch.verifies and not event.error:
             running = self._microbatches.turn_to(plan.microbatch)
             self._speculation.settle(running, batch, event)
             memory.hybrid.verified(batch)
-        if plan.extend_rows and not event.error:
+        if extend_rows and not event.error:
             if self._prerequisites.waiting_samples or any(request.extras is not None for request in batch.requests):
                 self._prerequisites.computed(batch, step)
             for request in batch.computed_requests() if plan.pooled_rows.size else ():
@@ -65,11 +72,13 @@ class Results:
             self._take_tokens(event, batch, step)
             if self._jump_forward.forced:
                 self._jump_forward.delivered(batch)
+        if plan.layers is not None and samplers.size:
+            self._join(batch)
         if memory.pending:
             memory.computed(plan.batch_id)
         is_hybrid = memory.hybrid.present
-        if plan.extend_rows and memory.radix.present:
-            rows, stops = plan.rows[: plan.extend_rows].tolist(), plan.stops[: plan.extend_rows].tolist()
+        if extend_rows and memory.radix.present:
+            rows, stops = plan.rows[:extend_rows].tolist(), plan.stops[:extend_rows].tolist()
             for request, row, stop in zip(batch.requests, rows, stops, strict=False):
                 if request.row == row and row not in batch.dead:
                     memory.publish(request, stop, step)
@@ -82,15 +91,25 @@ class Results:
                 if i < plan.extend_rows:
                     self._back_up(request, int(plan.stops[i]), step)  # with the blocks that were published just now
         deferred = memory.deferred
-        if (deferred.rows or deferred.pages) and memory.release_deferred(plan.batch_id, step):
+        if (deferred.rows or deferred.pages) and memory.release_deferred(step):
             self._state.retry_admission()
         if self._media.deferred:
-            self._prerequisites.release_deferred(plan.batch_id, step)
+            self._prerequisites.release_deferred(self._delivered_up_to(), step)
         if self._sessions.unsettled:
-            self._sessions.settle(plan.batch_id)
+            self._sessions.settle(self._delivered_up_to())
         if samplers.constrained:
             self._state.expire(step)  # a request that ends in this step moves no matcher
             grammars.collected(event, batch, self._state.in_flight, self._memory.table.outputs, step)
+
+    def _join(self, batch: InFlight) -> None:
+        """Let the requests with a prompt that is complete now decode next."""
+        going = multiplexing.joins(batch)
+        self._microbatches.current.join(batch.samplers.only(going), batch.sampled_at[going], self._memory.table)
+
+    def _delivered_up_to(self) -> BatchId:
+        """Return the newest batch such that it and all batches before it are delivered."""
+        in_flight = self._state.in_flight
+        return (in_flight[0].plan.batch_id if in_flight else self._state.next_batch_id) - 1
 
     def _back_up(self, request: Request, stop: int, step: Step) -> None:
         """Let a tier below copy a prompt that is computed and cached up to `stop`."""
@@ -142,10 +161,14 @@ class Results:
 
     def _delivered(self, event: BatchFinished) -> InFlight:
         """Return the batch in flight of a result. Raises ContractError, changing nothing, if they do not match."""
-        if not self._state.in_flight or self._state.in_flight[0].plan.batch_id != event.batch_id:
-            expected = f"batch {self._state.in_flight[0].plan.batch_id}" if self._state.in_flight else "nothing"
+        in_flight = self._state.in_flight
+        batch = in_flight[0] if in_flight else None
+        if batch is None or batch.plan.batch_id != event.batch_id:
+            due = multiplexing.oldest_of_streams(in_flight)
+            batch = next((one for one in due if one.plan.batch_id == event.batch_id), None)
+        if batch is None:
+            expected = " or ".join(f"batch {one.plan.batch_id}" for one in due) or "nothing"
             raise ContractError(f"batch {event.batch_id} finished, but {expected} is next in flight")
-        batch = self._state.in_flight[0]
         if self._state.ranks is not None and self._state.ranks.held is batch:
             raise ContractError(f"batch {event.batch_id} finished, but it is only proposed")
         tokens = speculation.tokens_of_result(event, batch) if batch.verifies else batch.tokens

@@ -41,6 +41,7 @@ from lockstep.core.features.disaggregation import Transfers
 from lockstep.core.features.grammars import Grammars
 from lockstep.core.features.jump_forward import JumpForward
 from lockstep.core.features.media import EncoderCache
+from lockstep.core.features.multiplexing import Multiplexer
 from lockstep.core.features.prerequisites import Prerequisites
 from lockstep.core.features.sessions import Sessions
 from lockstep.core.features.speculation import Speculator
@@ -131,6 +132,7 @@ class SchedulerState:
         self.experts = ExpertRecorder(self)
         self.controls = Controls(self, self.sessions, self.transfers, self.maintenance, self.experts)
         self.admission = Admission(self)
+        self.multiplexer = Multiplexer(config, self)
         self.ranks: Rounds | None = None  # agreement with other data-parallel ranks, where there are any
         self.components: tuple[Component, ...] = (  # in the order in which a restored engine loads them
             self.memory,
@@ -147,6 +149,7 @@ class SchedulerState:
             self.admission,
             self.experts,
             self.experts.placer,
+            self.multiplexer,
         )
         self.counts = Counts()
         self.tokens_discarded = 0  # sampled for dead rows
@@ -218,6 +221,12 @@ class SchedulerState:
     def all_running(self) -> tuple[RunningBatch, Int32s]:
         """All members of all running batches, and the next position of each, int32 [members]."""
         return self.microbatches.together()
+
+    def all_prefilling(self) -> list[Request]:
+        """Return the requests in state PREFILLING: the chunked request, and those with layers to launch."""
+        split = self.multiplexer.members()
+        chunked = self.prefilling
+        return split if chunked is None or chunked in split else [chunked, *split]
 
     @property
     def available_pages(self) -> int:
@@ -601,6 +610,11 @@ class SchedulerState:
         for request in running:
             self.retract(request, reason, step)
 
+    def end_split_prefill(self, step: Step) -> None:
+        """Retract the requests with layers to launch."""
+        for request in self.multiplexer.members():
+            self.retract(request, "weights", step)
+
     def leave(self, request: Request, step: Step, outputs: int, *, publish: bool) -> None:
         """Take a request with that many outputs off its row, see `Memory.leave`."""
         self.leave_running([request])
@@ -612,6 +626,8 @@ class SchedulerState:
         if self.jump_forward.forced:
             self.jump_forward.forget(request)
         known = self.speculation.known_tokens(request, outputs) if self.computes_ahead else None
+        if self.multiplexer.parts:
+            known = self.multiplexer.leave(request)
         self.memory.leave(request, step, publish=publish, known=known)
 
     def leave_running(self, requests: list[Request]) -> None:
@@ -774,7 +790,7 @@ class SchedulerState:
         memory, counts = self.memory, self.counts
         cached = memory.radix.evictable_pages
         free, pages = memory.pool.free_count, self.config.pages
-        prefilling = int(self.prefilling is not None)
+        prefilling = len(self.all_prefilling())
         looked_up = counts.cached_tokens + counts.new_tokens
         ended = sum(counts.finished.values()) + sum(counts.rejected.values())
         results = self.next_batch_id - len(self.in_flight)  # delivered, or lost in a restart
