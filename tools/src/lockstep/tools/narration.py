@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import RequestId
-from lockstep.core.contract.render import Names
+from lockstep.core.contract.render import Names, layers_text
 from lockstep.core.contract.text import shown
 from lockstep.core.requests.table import NO_REQUEST
 from lockstep.sim.results.text import count, duration
@@ -337,11 +337,14 @@ def _prefilled(
 ) -> list[Sentence]:
     if not chunks:
         return []
-    tokens = sum(work.stop - work.start for work in chunks)
+    begun = [work for work in chunks if work.batch.begins]
+    tokens = sum(work.stop - work.start for work in begun)
     first, last = chunks[0].batch, chunks[-1].batch
     kept = timeline.retractions[chunks[0].stay - 1].event.output_tokens if again else 0
     verb = "computed its prompt" + (" and the output it had kept" if kept else " once more" if again else "")
-    text = f"{verb}: {count(tokens, 'token')} in {count(len(chunks), 'chunk')}"
+    text = f"{verb}: {count(tokens, 'token')} in {count(len(begun), 'chunk')}"
+    if first.layers is not None:
+        text += f", by layers in {batches_text(len(chunks))} beside the decodes of others"
     if last.delivered_us >= 0:
         text += f", {duration(last.delivered_us - first.launched_us)} from the first launch to the last result"
     else:
@@ -381,7 +384,10 @@ def _chunk(work: Work, request_id: RequestId, names: Names) -> str:
         company.append(count(decodes, "decode"))
     took = f", {duration(batch.took_us)} on the device" if batch.took_us else ""
     together = f" together with {' and '.join(company)}" if company else " alone"
-    return f"b{batch.batch_id} at {clock(batch.launched_us)}: tokens {work.start:,} to {work.stop:,}{together}{took}"
+    span = f"tokens {work.start:,} to {work.stop:,}"
+    if batch.layers is not None:
+        span += f" in {layers_text(batch.layers)}"
+    return f"b{batch.batch_id} at {clock(batch.launched_us)}: {span}{together}{took}"
 
 
 def _decoded(
@@ -401,6 +407,15 @@ def _decoded(
         prompts = sum(batch.prefill_tokens for batch in mixed)
         more.append(f"{len(mixed):,} of these also computed {count(prompts, 'prompt token')} of other requests")
     out = without(timeline, chronicle, began_us, end_us)
+    beside = [batch for batch in out if batch.layers is not None]
+    if beside:
+        prompts = sum(batch.prefill_tokens for batch in beside)
+        owners = named(dict.fromkeys(other for batch in beside for other in batch.extend_ids), names)
+        more.append(
+            f"{batches_text(len(beside))} with layers of prompts ran beside them: "
+            f"{count(prompts, 'prompt token')} of {owners}"
+        )
+    out = [batch for batch in out if batch.layers is None]
     if out:
         out_us, prompts = sum(batch.took_us for batch in out), sum(batch.prefill_tokens for batch in out)
         owners = named(dict.fromkeys(other for batch in out for other in batch.extend_ids), names)

@@ -109,6 +109,7 @@ class Batch:
     rows: int
     extend_ids: tuple[RequestId, ...]
     prefill_tokens: int
+    layers: tuple[int, int] | None = None  # of a prompt that is computed some layers at a time
     started_us: int = -1
     finished_us: int = -1
     delivered_us: int = -1
@@ -117,6 +118,11 @@ class Batch:
     def took_us(self) -> int:
         """Time on the device; 0 if the host did not report it."""
         return max(self.finished_us - self.started_us, 0) if self.started_us >= 0 else 0
+
+    @property
+    def begins(self) -> bool:
+        """Whether it computes the first layers of its prompts. Otherwise it goes on with them."""
+        return self.layers is None or not self.layers[0]
 
 
 @dataclass
@@ -411,7 +417,9 @@ class Chronicle:
         if extends:
             prompts = tuple(ids[:extends].tolist())
             new_tokens = int((plan.stops[:extends] - plan.starts[:extends]).sum())
-        batch = Batch(plan.batch_id, number, plan.mode, time_us, len(plan.rows), prompts, new_tokens)
+            if plan.layers is not None and plan.layers[0]:
+                new_tokens = 0  # they count with their first layers
+        batch = Batch(plan.batch_id, number, plan.mode, time_us, len(plan.rows), prompts, new_tokens, plan.layers)
         self.batches[plan.batch_id] = batch
         if not self._open:
             return

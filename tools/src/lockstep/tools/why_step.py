@@ -257,7 +257,8 @@ def _why_nothing(event: LaneReady, step: Step, before: EngineBefore, config: Sch
         return "nothing was launched: the engine is paused"
     if before.still:
         return "nothing was launched: weights or memory are being changed"
-    if len(before.in_flight) > config.overlap_depth:
+    slots = config.launches_max if config.multiplexes else config.overlap_depth + 1
+    if len(before.in_flight) >= slots:
         return f"nothing was launched: {count(len(before.in_flight), 'batch')} in flight".replace(
             "batchs", "batches"
         ) + (f", and overlap_depth {config.overlap_depth} allows no more")

@@ -156,7 +156,7 @@ class EngineLane:
         engine, queue = self.host.engine, self.host.device.queue
         if not engine.requests:
             return NEVER_US
-        if self.host.device.untimed:
+        if self.host.device.untimed or engine.multiplexer.present:
             return now_us
         for batch, running in zip(engine.in_flight, queue, strict=True):
             if batch.ending or batch.dead or batch.plan.extend_rows or self._early_ends:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from lockstep.sim.cost.cpu import CpuModel
 from lockstep.sim.cost.errors import CalibrationError
 from lockstep.sim.cost.model import BatchShape, ContextBends, CostModel, Duration
+from lockstep.sim.cost.multiplexing import MultiplexedModel
 from lockstep.sim.cost.parallel import USUAL, Parallelism
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.cost.terms import LAUNCH, new_tokens
@@ -292,6 +293,8 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             return base
         if isinstance(base, TwoBatchModel):
             return TwoBatchModel(self.cost_model(base.base, factor))  # type: ignore[arg-type]  # a correction keeps its terms apart
+        if isinstance(base, MultiplexedModel):
+            return base.mapped(lambda part: self.cost_model(part, factor))
         if isinstance(base, PipelineModel):
             if self.correction.is_identity and not self.spread:
                 return base.scaled(factor)

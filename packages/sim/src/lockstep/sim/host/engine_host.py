@@ -206,6 +206,8 @@ class EngineHost:
                 launched_us = self._run_decodes(now_us)
             elif not self._nothing_new:
                 launched_us = self._launch(now_us)
+            elif len(engine.in_flight) == slots // 2 and engine.multiplexer.present:  # decodes alone
+                launched_us = self._run_decodes(now_us)
             if launched_us is not None:
                 now_us = launched_us
             else:

@@ -31,16 +31,20 @@ from msgspec import structs
 
 from lockstep.core.contract.commands import BatchPlan
 from lockstep.sim.cost import BatchShape, CostModel
+from lockstep.sim.cost.multiplexing import MultiplexedModel
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.host.batch_shapes import state_copies
 from lockstep.sim.host.device import Device, Running, Untimed
 from lockstep.sim.host.engine_host import EngineHost
 from lockstep.sim.host.stages import StageNotes, Stages
+from lockstep.sim.host.streams import StreamsDevice
 from lockstep.sim.metrics.run_data import RunData
 
 
 def device_type_of(cost: CostModel) -> type[Device]:
     """Return the type of device that runs batches of this cost model."""
+    if isinstance(cost, MultiplexedModel):
+        return StreamsDevice  # type: ignore[return-value]  # it runs batches of this cost model alone
     return PipelinedDevice if isinstance(cost, PipelineModel) else Device
 
 

@@ -243,6 +243,8 @@ class MetricsFold:
                 if plan.speculation is not None:
                     self._drafts = self._drafts or Drafts()
                     starts = self._drafts.launched(plan, plan.speculation)
+                if plan.layers is not None and plan.layers[0]:
+                    starts = plan.stops  # its new tokens were counted with its first layers
                 self._launches.append((time_us, plan.batch_id, plan.mode, plan.extend_rows, starts, plan.stops))
             elif type(command) is EncodeMedia:
                 self._media = self._media or MediaCounts()

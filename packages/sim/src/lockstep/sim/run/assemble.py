@@ -50,6 +50,7 @@ from lockstep.sim.run.environment import debug_level, environment_settings
 from lockstep.sim.run.experts import experts_of, with_experts
 from lockstep.sim.run.layout import layout_of
 from lockstep.sim.run.load import check_load, check_measured, check_samples, check_seed, open_load
+from lockstep.sim.run.multiplexing import multiplexed_cost, multiplexing_of
 from lockstep.sim.run.ranks import check_ranks, config_of_engine
 from lockstep.sim.run.sessions import check_server_sessions
 from lockstep.sim.run.setup import Setup
@@ -94,11 +95,11 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
     check_measured(scenario, workload)
     calibration, split = calibration_of(scenario, model, gpu), layout_of(scenario, model)
 
-    def cost_of(layout: Parallelism) -> CostModel:
+    def cost_of(layout: Parallelism, on: GpuSpec = gpu) -> CostModel:
         cost = calibration.cost_model(
             base_cost_model(
                 model,
-                gpu,
+                on,
                 layout,
                 weights_dtype=scenario.weights_dtype,
                 kv_dtype=scenario.kv_dtype,
@@ -110,6 +111,8 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
         return two_batch_cost(cost, scenario) if config.splits_batches else cost
 
     cost = cost_of(split)
+    if config.multiplexing is not msgspec.UNSET:
+        cost = multiplexed_cost(scenario, config, gpu, lambda one: cost_of(split, one))
     return Setup(
         scenario=scenario,
         model=model,
@@ -220,6 +223,7 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
         given["overlap_depth"] = 0  # microbatches overlap with each other
     if scenario.adapters is not None:
         given.setdefault("max_loras", LORAS)
+    given |= multiplexing_of(scenario, model, gpu)
     if scenario.rank_schedulers:
         check_ranks(scenario)
         given = settings_of_rank(given, split.attention_dp)

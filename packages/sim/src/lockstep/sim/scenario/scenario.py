@@ -157,6 +157,40 @@ class Scenario:
         float,
         SimOption("with --eplb: share of experts whose load changes between rebalancings", searched=True, stored=True),
     ] = 0.0
+    # PD multiplexing: core/features/multiplexing.py.
+    pdmux: Annotated[
+        bool,
+        SimOption(
+            "compute prompts some layers at a time beside decodes, on shares of the GPU",
+            searched=True,
+            configures=True,
+        ),
+    ] = False
+    pdmux_sm_groups: Annotated[
+        int,
+        SimOption(
+            "with --pdmux: divisions of the GPU, and two groups that have all of it", searched=True, configures=True
+        ),
+    ] = 8
+    pdmux_decode_divisor: Annotated[
+        int,
+        SimOption(
+            "with --pdmux: decode rows from which on decodes have their largest share", searched=True, configures=True
+        ),
+    ] = 36
+    pdmux_divisions: Annotated[
+        str | None,
+        SimOption(
+            "with --pdmux: SMs for prompts, for decodes, and decode rows from which on, such as 112:20:0,96:36:10",
+            metavar="SMS",
+            default="by the GPU",
+            configures=True,
+        ),
+    ] = None
+    pdmux_token_budget: Annotated[
+        int,
+        SimOption("with --pdmux: new tokens times layers of one launch of a prompt", searched=True, configures=True),
+    ] = 65536
     # The load.
     rate: Annotated[
         float | None,
