@@ -63,7 +63,6 @@ def test_a_device_that_cannot_be_divided_is_refused(sms: int, groups: int) -> No
     [
         ({"layers": 0}, "`multiplexing.layers` must be a whole number of at least 1, got `0`"),
         ({"token_budget": True}, "`multiplexing.token_budget` must be a whole number of at least 1, got `True`"),
-        ({"divisions": ()}, "`multiplexing.divisions` is empty"),
         ({"divisions": (Division(120, 20),)}, "has 120:20:0, but both shares have at least one of the 132 SMs"),
         ({"divisions": (Division(132, 0),)}, "has 132:0:0"),
         ({"divisions": (Division(9, 9, 4), Division(8, 8, 4))}, "has 8:8:4 behind a division from 4 decode rows on"),
@@ -153,6 +152,15 @@ def test_a_launch_has_as_many_layers_as_the_budget_allows_and_shares_follow_the_
         launched = scene.ready()
     assert scene.engine.running_batch.size
     assert launched
+
+
+def test_a_device_that_is_not_divided_has_plans_without_shares() -> None:
+    scene = Scene(msgspec.structs.replace(CONFIG, multiplexing=Multiplexing(layers=8, token_budget=40)))
+    scene.arrive(4, 30)
+    scene.ready()
+    scene.deliver(0)
+    scene.arrive(20, 30)
+    assert [shape(plan) for plan in scene.ready()] == [("decode", None, None), ("split_prefill", (0, 2), None)]
 
 
 def test_results_of_a_stream_come_in_its_order_and_those_of_the_other_at_any_time() -> None:

@@ -216,9 +216,9 @@ class LimitPiece(Piece):
         prompts = bool(engine.multiplexer.parts) or any(one.plan.layers for one in engine.in_flight)
         decodes = engine.running_batch.size if plan.layers is not None else len(plan.rows)
         beside = decodes if plan.layers is not None else prompts
-        assert (plan.sms is not None) == bool(beside), f"S39: {plan.sms} SMs beside {decodes} decodes"
-        if plan.sms is not None:
-            one = settings.division_for(decodes)
+        one = settings.division_for(decodes)
+        assert (plan.sms is not None) == bool(beside and one), f"S39: {plan.sms} SMs beside {decodes} decodes"
+        if plan.sms is not None and one is not None:
             assert plan.sms == (one.decode_sms if plan.layers is None else one.prefill_sms)
         if plan.layers is not None:
             if plan.layers[0]:

@@ -456,7 +456,7 @@ def multiplexed(rng: random.Random, config: SchedConfig) -> SchedConfig:
     """The settings with prompts by layers beside decodes, and without what does not go with them."""
     unset = msgspec.UNSET
     layers, sms = rng.choice([1, 2, 3, 8]), rng.choice([2, 10, 132])
-    rows = sorted(rng.sample(range(6), rng.choice([1, 1, 2, 3])))
+    rows = sorted(rng.sample(range(6), rng.choice([0, 1, 1, 2, 3])))
     divisions = [Division(decodes := rng.randint(1, sms - 1), sms - decodes, row) for row in rows]
     return msgspec.structs.replace(
         with_chains(without_halves(config)),

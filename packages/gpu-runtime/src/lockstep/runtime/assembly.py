@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lockstep.core.contract.commands import RowTaken
-from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.config import Multiplexing, SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import SamplingParams
 from lockstep.core.contract.hybrid_memory import HybridMemory
@@ -58,6 +58,7 @@ from lockstep.runtime.models.config_reader import DTYPES
 from lockstep.runtime.models.draft_heads import DraftHead
 from lockstep.runtime.models.packed import pack_matrices, packed_bytes
 from lockstep.runtime.models.stage import ExpertSplit
+from lockstep.runtime.multiplexing import LayerParts, multiplexing_of
 from lockstep.runtime.overlap import CpuLane, CudaLane, StreamLane
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.processor import multiplies_bfloat16
@@ -269,6 +270,9 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
     if isinstance(recorded := sched.get("hybrid"), dict):  # as it came from rank 0
         sched["hybrid"] = msgspec.convert(recorded, HybridMemory)
     sched.pop("experts", None)  # of a journal that is executed again: they follow from the options
+    if isinstance(recorded := sched.get("multiplexing"), dict):
+        sched["multiplexing"] = msgspec.convert(recorded, Multiplexing)
+    sched |= multiplexing_of(settings, model.settings, device)
     draft: Draft | None = None
     if settings.draft_model is not None or sched.get("speculative_method") == "mtp":
         folder = settings.draft_model
@@ -544,6 +548,7 @@ def make_executor(
                 rank=model.parallel.rank,
                 loads=loads,
                 halves=halves,
+                layers=LayerParts(model.settings.layers) if config.multiplexes else None,
             ),
             sampler,
             tables,

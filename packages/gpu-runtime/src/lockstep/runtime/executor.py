@@ -54,6 +54,7 @@ from lockstep.runtime.forward import ForwardBatch, RankTokens
 from lockstep.runtime.graphs import DecodeGraphs
 from lockstep.runtime.lora.batch import lay_out
 from lockstep.runtime.media import DeviceMedia
+from lockstep.runtime.multiplexing import LayerParts
 from lockstep.runtime.overlap import POLL_S, Download, StreamLane
 from lockstep.runtime.plan_checks import IDLE, refuse_blocks, refuse_unknown
 from lockstep.runtime.pooling import Pooling
@@ -188,6 +189,7 @@ class RunnableModel:
         loads: counts the tokens routed to each expert; None: they are not counted.
         states: slots of the layers that keep states; None: the model has none.
         halves: runs passes as two halves; None: plans with `halves` are refused.
+        layers: keeps hidden states between parts of a prompt's layers; None: plans with `layers` are refused.
         media: contents of requests and output of the encoder; None: plans with media are refused.
     """
 
@@ -202,6 +204,7 @@ class RunnableModel:
     rank: int = 0
     loads: ExpertCounter | None = None
     halves: InHalves | None = None
+    layers: LayerParts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +247,7 @@ class Executor:
         self.model, self.attention, self.sampler = runnable.model, runnable.attention, sampler
         self.graphs, self.split, self.states = runnable.graphs, runnable.split, runnable.states
         self.media, self.loads, self.halves = runnable.media, runnable.loads, runnable.halves
-        self.links, self.ranks, self.rank = runnable.links, runnable.ranks, runnable.rank
+        self.links, self.ranks, self.rank, self.layers = runnable.links, runnable.ranks, runnable.rank, runnable.layers
         self.samples = self.links is None or self.links.stage.is_last  # whether this stage draws the tokens
         self.tables, self.lane, self.matchers, self.canary = tables, lane, matchers, canary
         self.pooling, self.drafter, self.jumps = pooling or Pooling(), ahead.drafter, ahead.jumps
@@ -270,7 +273,7 @@ class Executor:
         the rows that the plan takes.
         Raises: PlanError for a plan that no executor can run; DeviceLost.
         """
-        refuse_unknown(plan, self.ranks)
+        refuse_unknown(plan, self.ranks, layers=self.layers is not None)
         if plan.media_spans and self.media is None:
             raise PlanError(f"batch {plan.batch_id} has `media_spans`, but this executor has no encoder")
         if plan.hybrid is not None:
@@ -500,6 +503,8 @@ class Executor:
             batch = self._batch(launched.states, one, tensors, received)
             batch.media, batch.rope_offsets, batch.ranks = media, offsets, ranks
             batch.token_types = self._token_types(one)
+            if self.layers is not None and launched.plan.layers is not None:
+                batch.layers, batch.hidden = launched.plan.layers, self.layers.before(launched.plan)
             self._before_pass(launched, batch)
         if graphs is not None:
             hidden = graphs.run(one, tensors)
@@ -520,6 +525,8 @@ class Executor:
         if self.links is not None and not self.samples:
             self.links.send_hidden(hidden)
             return hidden
+        if self.layers is not None and self.layers.keeps(launched.plan, hidden):
+            return self.lane.upload(NO_LOGITS)
         samples = len(tensors.sampled_rows)
         if len(one.logprob_targets):
             plan = launched.plan

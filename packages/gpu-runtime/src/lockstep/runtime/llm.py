@@ -200,6 +200,7 @@ class LLM:
         if keeper is not None and keeper.config is not None:
             sched = keeper.settings(sched)
             sched.pop("experts", None)
+            sched.pop("multiplexing", None)
             sched.pop("tiers", None)  # they follow from the options again; the keeper compares them
         if sources and not sched["max_loras"]:
             raise ConfigError("`lora` names adapters, but `max_loras` is 0, which is no LoRA\nhint: leave it out")

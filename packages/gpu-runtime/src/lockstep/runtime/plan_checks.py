@@ -9,16 +9,19 @@ MODES = frozenset({"extend", "decode", "mixed", "prebuilt", "verify"})
 IDLE = "idle"  # the mode of a data-parallel rank with nothing to run
 
 
-def refuse_unknown(plan: BatchPlan, ranks: int = 1) -> None:
+def refuse_unknown(plan: BatchPlan, ranks: int = 1, *, layers: bool = False) -> None:
     """Raise PlanError for a plan with a feature that this executor does not support.
 
     Args:
         ranks: data-parallel ranks of the executor.
+        layers: whether it runs some layers of a prompt at a time.
     """
     modes = MODES if ranks == 1 else MODES | {IDLE}
+    if layers:
+        modes |= {"split_prefill"}
     if plan.mode not in modes:
         raise PlanError(f"batch {plan.batch_id} has mode {plan.mode!r}; this executor runs {', '.join(sorted(modes))}")
-    if plan.layers:
+    if plan.layers and not layers:
         raise PlanError(f"batch {plan.batch_id} has `layers`, which this executor does not support")
     if plan.ranks is not None and len(plan.ranks.tokens) != ranks:
         raise PlanError(

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from lockstep.core.contract.config import PrefetchPolicy, WritePolicy
+from lockstep.core.contract.multiplexing import TOKEN_BUDGET
 from lockstep.host.grammar_backends import BackendName
 from lockstep.host.options import Option
 from lockstep.host.quantization import Fp8Activations
@@ -91,6 +92,12 @@ class RankOptions(ModelOptions, frozen=True, kw_only=True, forbid_unknown_fields
     eplb_imbalance_min: Annotated[
         float, Option("With --eplb: experts stay while the fullest rank has at most this times the mean load.")
     ] = 1.0
+    pdmux: Annotated[
+        bool, Option("Compute prompts some layers at a time beside decodes; on a CPU: docs/runtime.md.")
+    ] = False
+    pdmux_token_budget: Annotated[
+        int, Option("With --pdmux: new tokens times layers of one launch of a prompt.", metavar="TOKENS")
+    ] = TOKEN_BUDGET
     mem_fraction: Annotated[float, Option("Share of a GPU's memory that the engine may use, weights included.")] = 0.9
     cuda_graphs: Annotated[GraphMode, Option("Whether decodes replay CUDA graphs.")] = "auto"
     cuda_graph_max_batch: Annotated[

@@ -461,7 +461,7 @@ class RuntimeHost:
             return False
         if self.engine.microbatches.several:
             return bool(self.engine.open_slots())
-        return len(self.engine.in_flight) <= self.engine.config.overlap_depth
+        return len(self.engine.in_flight) < self.engine.config.launches_max
 
     # mechanism: receive-interval (executed)
     def _launch(self) -> None:

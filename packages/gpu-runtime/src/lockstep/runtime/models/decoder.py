@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -155,7 +156,13 @@ class Decoder(LanguageModel):
         """Return the hidden states behind the last norm, or what the next stage needs; see `LanguageModel.forward`."""
         residual, added = self._input(batch)
         rotation = self.rotary(batch.positions)
-        if batch.taps is None:
+        if batch.layers is not None:
+            for layer in islice(self.stack, *batch.layers):
+                residual, added = layer(residual, added, rotation, batch, attention)
+            if batch.layers[1] < len(self.stack):
+                assert added is not None
+                return torch.stack((residual, added))
+        elif batch.taps is None:
             for layer in self.stack:
                 residual, added = layer(residual, added, rotation, batch, attention)
         else:

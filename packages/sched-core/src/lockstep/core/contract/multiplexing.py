@@ -33,8 +33,8 @@ class Multiplexing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """PD multiplexing of one engine. `divisions` are in ascending order of their decode rows."""
 
     layers: int  # of the model
-    sms: int  # of the device
-    divisions: tuple[Division, ...]
+    sms: int = 1  # of the device
+    divisions: tuple[Division, ...] = ()  # empty: the device is not divided, as a CPU, and plans name no SMs
     token_budget: int = TOKEN_BUDGET
 
     def layers_at_once(self, new_tokens: int) -> int:
@@ -42,8 +42,10 @@ class Multiplexing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return max(1, self.token_budget // new_tokens)
 
     # mechanism: pd-multiplexing (decided)
-    def division_for(self, decode_rows: int) -> Division:
-        """Return the shares of the device while so many requests decode beside a prompt."""
+    def division_for(self, decode_rows: int) -> Division | None:
+        """Return the shares of the device while so many requests decode beside a prompt; None: it is not divided."""
+        if not self.divisions:
+            return None
         found = self.divisions[0]
         for division in self.divisions:
             if division.decode_rows <= decode_rows:
@@ -133,8 +135,6 @@ def check_multiplexing(config: MultiplexedSettings) -> None:
 
 
 def _check_divisions(settings: Multiplexing) -> None:
-    if not settings.divisions:
-        raise ConfigError("`multiplexing.divisions` is empty\nhint: give one at least, as 104:28:1")
     before = -1
     for one in settings.divisions:
         shown = f"{one.prefill_sms}:{one.decode_sms}:{one.decode_rows}"

@@ -75,13 +75,15 @@ class Multiplexer(Component):
     def sms_of_prompts(self, decode_rows: int) -> int | None:
         """Return the SMs of the next layers of a prompt beside so many decodes; None: the whole device."""
         assert self._settings is not None
-        return self._settings.division_for(decode_rows).prefill_sms if decode_rows else None
+        division = self._settings.division_for(decode_rows) if decode_rows else None
+        return None if division is None else division.prefill_sms
 
     def sms_of_decodes(self, decode_rows: int) -> int | None:
         """Return the SMs of the next decode; None: the whole device, since no prompt is computed."""
         if self._settings is None or not (self.parts or any(b.plan.layers for b in self._scheduler.in_flight)):
             return None
-        return self._settings.division_for(decode_rows).decode_sms
+        division = self._settings.division_for(decode_rows)
+        return None if division is None else division.decode_sms
 
     # ------------------------------------------------------------------------------------------------ the split prefill
 
