@@ -383,7 +383,7 @@ CLIENTS = (
     Client("vllm-bench", (), vllm_bench),
     Client(
         "sglang-bench",
-        tuple("sglang numpy requests aiohttp transformers tqdm datasets pillow pybase64 psutil msgspec".split()),
+        tuple("sglang numpy requests aiohttp transformers tqdm datasets pillow pybase64 psutil msgspec orjson".split()),
         sglang_bench,
         no_requirements=True,
     ),
