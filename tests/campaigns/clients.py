@@ -345,9 +345,11 @@ SGLANG = """
 import importlib.util, sys, types
 package = types.ModuleType("sglang")
 package.__path__ = list(importlib.util.find_spec("sglang").submodule_search_locations)
+utilities = types.ModuleType("sglang.srt.utils")
+utilities.__path__ = [path + "/srt/utils" for path in package.__path__]
 bootstrap = types.ModuleType("sglang.srt.disaggregation.utils")
 bootstrap.FAKE_BOOTSTRAP_HOST = "2.2.2.2"
-sys.modules |= {"sglang": package, "sglang.srt.disaggregation.utils": bootstrap}
+sys.modules |= {"sglang": package, "sglang.srt.utils": utilities, "sglang.srt.disaggregation.utils": bootstrap}
 from sglang.benchmark.serving import cli_main
 cli_main()
 """
@@ -383,7 +385,7 @@ CLIENTS = (
     Client("vllm-bench", (), vllm_bench),
     Client(
         "sglang-bench",
-        tuple("sglang numpy requests aiohttp transformers tqdm datasets pillow pybase64 psutil msgspec orjson".split()),
+        tuple("sglang numpy requests aiohttp transformers tqdm datasets pillow pybase64 psutil msgspec orjson pyzmq".split()),
         sglang_bench,
         no_requirements=True,
     ),
