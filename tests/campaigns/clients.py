@@ -355,6 +355,9 @@ cli_main()
 """
 """`python -m sglang.bench_serving` without the engine of SGLang, which imports its kernels and 6 GB of packages."""
 
+SGLANG_NEEDS = "numpy requests aiohttp transformers tqdm datasets pillow pybase64 psutil msgspec orjson pyzmq"
+"""What it imports then."""
+
 
 def sglang_bench(client: Client, servers: Servers) -> str:
     """SGLang's `bench_serving`, on /generate and on chat completions."""
@@ -385,7 +388,7 @@ CLIENTS = (
     Client("vllm-bench", (), vllm_bench),
     Client(
         "sglang-bench",
-        tuple("sglang numpy requests aiohttp transformers tqdm datasets pillow pybase64 psutil msgspec orjson pyzmq".split()),
+        ("sglang", *SGLANG_NEEDS.split()),
         sglang_bench,
         no_requirements=True,
     ),
