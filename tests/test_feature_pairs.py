@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import pytest
 
-from lockstep.core.contract.config import CacheTiers, HybridMemory, SchedConfig
+from lockstep.core.contract.config import CacheTiers, HybridMemory, Multiplexing, SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import Control, Grammar, LoadAdapterControl, OpenSession, PromptSpan
 from tests.support.featured import Abreast, Ask, Handover, Place, RefusedAtEntry, Solo, play
@@ -95,6 +95,7 @@ FEATURES: dict[str, Feature] = {
         "two halves",
         {"two_batch_overlap": True, "two_batch_decode_tokens": 2, "two_batch_prefill_tokens": 3},
     ),
+    "layers": Feature("later layers of prompts", {"multiplexing": Multiplexing(layers=3, token_budget=10)}),
     # caching
     "no radix cache": Feature("", {"radix_cache": False}),
     "same-step sharing": Feature(
@@ -145,6 +146,22 @@ NEVER: dict[str, tuple[str, ...]] = {
     "several steps": ("drafts", "jump forward", "ranks", "delayer", "grammars"),
     "delayer": ("handover", "late pages"),
     "halves": ("several steps", "drafts", "jump forward", "pipeline", "windows", "states"),
+    "layers": (
+        "mixed batches",
+        "running first",
+        "drafts",
+        "jump forward",
+        "pipeline",
+        "halves",
+        "same-step sharing",
+        "windows",
+        "states",
+        "handover",
+        "late pages",
+        "ranks",
+        "delayer",
+        "preemption",
+    ),
 }
 REFUSED = {frozenset((name, other)) for name, others in NEVER.items() for other in others}
 

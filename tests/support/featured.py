@@ -180,6 +180,7 @@ def mark(marks: Counter[str], engine: Engine, kv: TaggedKv, step: Step) -> None:
                 extends = plan.extend_rows
                 marks["mixed batches"] += 0 < extends < len(plan.rows)
                 marks["two halves"] += plan.halves is not None
+                marks["later layers of prompts"] += bool(plan.layers and plan.layers[0])
                 final = {*plan.sample_rows.tolist(), *plan.pooled_rows.tolist()}
                 marks["prompts split"] += not final.issuperset(range(extends))
                 marks["decodes of several steps"] += plan.steps > 1 and extends < len(plan.rows)
