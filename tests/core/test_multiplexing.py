@@ -1,6 +1,6 @@
 """PD multiplexing: shares of the device, layers of a launch, what does not go together, and random histories.
 
-What happens to requests between two parts of their prompts is told in `tests/scenarios/multiplexing/`.
+What happens to requests between two parts of their prompts is shown in `tests/scenarios/multiplexing/`.
 """
 
 from __future__ import annotations

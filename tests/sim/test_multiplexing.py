@@ -22,7 +22,7 @@ from lockstep.sim.cost.base_model import base_cost_model
 from lockstep.sim.cost.calibration import UNCALIBRATED
 from lockstep.sim.cost.model import decode_shape, extend_shape
 from lockstep.sim.cost.multiplexing import MultiplexedModel, on_share, sms_of
-from lockstep.sim.host.streams import OnDevice, followed, speeds_of
+from lockstep.sim.host.streams import StreamedBatch, followed, speeds_of
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.fast_runs import unsupported_by
 from lockstep.sim.run.multiplexing import divisions_of
@@ -118,18 +118,18 @@ def test_what_both_demand_beyond_the_memory_is_divided_fairly(demands: list[floa
     assert speeds_of(demands) == pytest.approx(speeds)
 
 
-def on_device(number: int, ready_us: float, left_us: float, demand: float, sampled_us: float = 0.0) -> OnDevice:
+def streamed(number: int, ready_us: float, left_us: float, demand: float, sampled_us: float = 0.0) -> StreamedBatch:
     rows = np.arange(1, dtype=np.int32)
     ids = rows.astype(np.int64)
     plan = BatchPlan(batch_id=number, mode="decode", rows=rows, request_ids=ids, starts=rows, stops=rows)
-    return OnDevice(plan, b"", ready_us, left_us, demand, sampled_us)
+    return StreamedBatch(plan, b"", ready_us, left_us, demand, sampled_us)
 
 
 def test_ends_follow_from_what_runs_beside() -> None:
     # Alone to 100; from there both at half speed, since each demands all of the memory: 400 of the prompt are left.
     # The decodes take 200 each, to 300 and 500; the prompt has 200 left then, and has the memory alone.
-    decodes = [on_device(1, 100, 100, 1.0), on_device(2, 100, 100, 1.0)]
-    prompts = [on_device(0, 0, 500, 1.0)]
+    decodes = [streamed(1, 100, 100, 1.0), streamed(2, 100, 100, 1.0)]
+    prompts = [streamed(0, 0, 500, 1.0)]
     ended = followed((decodes, prompts), 0.0, math.inf)
     assert [(one.batch_id, one.started_us, one.finished_us) for one in ended] == [
         (1, 100, 300),
@@ -141,9 +141,9 @@ def test_ends_follow_from_what_runs_beside() -> None:
 
 
 def test_progress_in_steps_is_progress_at_once() -> None:
-    def streams() -> tuple[list[OnDevice], list[OnDevice]]:
-        decodes = [on_device(number, 37.0 * number, 55.5, 0.8) for number in (0, 2, 4, 6)]
-        return decodes, [on_device(1, 10.0, 230.25, 0.5), on_device(3, 10.0, 100.0, 0.9)]
+    def streams() -> tuple[list[StreamedBatch], list[StreamedBatch]]:
+        decodes = [streamed(number, 37.0 * number, 55.5, 0.8) for number in (0, 2, 4, 6)]
+        return decodes, [streamed(1, 10.0, 230.25, 0.5), streamed(3, 10.0, 100.0, 0.9)]
 
     at_once = followed(streams(), 0.0, math.inf)
     stepwise, found = streams(), []
@@ -154,8 +154,8 @@ def test_progress_in_steps_is_progress_at_once() -> None:
 
 
 def test_a_batch_without_its_masks_keeps_its_stream_waiting_and_not_the_other() -> None:
-    decodes = [on_device(0, 0, 50, 0.1, sampled_us=math.inf), on_device(2, 0, 50, 0.1)]
-    streams = (decodes, [on_device(1, 0, 80, 0.1)])
+    decodes = [streamed(0, 0, 50, 0.1, sampled_us=math.inf), streamed(2, 0, 50, 0.1)]
+    streams = (decodes, [streamed(1, 0, 80, 0.1)])
     assert [one.batch_id for one in followed(streams, 0.0, 400.0)] == [1]
     decodes[0].sampled_us = 420.0
     assert [(one.batch_id, one.finished_us) for one in followed(streams, 400.0, math.inf)] == [(0, 420), (2, 470)]

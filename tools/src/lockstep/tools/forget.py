@@ -95,9 +95,9 @@ class Redaction:
         return blake2b(text.encode(), digest_size=STATE_BYTES, key=self._key).hexdigest() if text else ""
 
     def _result(self, event: BatchFinished) -> BatchFinished:
-        if not self._engine.in_flight:
+        if not (flying := self._engine.in_flight):
             return event
-        batch = self._engine.in_flight[0]
+        batch = next((one for one in flying if one.plan.batch_id == event.batch_id), flying[0])  # of either stream
         plan = batch.plan
         accepted = accepted_counts(event, len(plan.sample_rows))
         positions, counts = sampled_spans(self._engine, plan, accepted)

@@ -83,7 +83,7 @@ def run_recorded(
         vocab: number of token ids of the model.
         answered: called with the answer of every request that took a row, whatever its finish reason.
     Raises: LockstepError for a batch that fails in this run only, or needs a feature that the executor does not have;
-        Divergence, JournalError.
+            or finished before one launched before it, on another stream; Divergence, JournalError.
     """
     header = read_journal(folder).header
     run = _Recorded(Engine(header.config), executor, vocab, simulated=HostHeader.of(header).kind == SIMULATOR)
@@ -95,6 +95,11 @@ def run_recorded(
                 run.forget()
             case BatchFinished() if run.in_flight and run.in_flight[0].batch_id == event.batch_id:
                 yield event, run.collect(event)
+            case BatchFinished(batch_id=late) if any(plan.batch_id == late for plan in run.in_flight):
+                raise LockstepError(
+                    f"batch {late} of the journal finished before batch {run.in_flight[0].batch_id}, launched before "
+                    "it: two streams ran side by side (multiplexing), and here batches run in the order of launches"
+                )
         for command in step.commands:
             match command:
                 case LaunchBatch(plan, sample):

@@ -245,8 +245,9 @@ def _take(recovered: Recovered, record: EventRecord) -> None:
             recovered.image.newest[sender] = max(number, recovered.image.newest.get(sender, -1))
     elif isinstance(event, BatchFinished):
         recovered.batches += 1
-        if event.logprobs and engine.in_flight and engine.in_flight[0].plan.batch_id == event.batch_id:
-            _keep_logprobs(recovered, engine.in_flight[0].plan, event)
+        for batch in engine.in_flight if event.logprobs else ():
+            if batch.plan.batch_id == event.batch_id:
+                _keep_logprobs(recovered, batch.plan, event)
     try:
         step = engine.step(event)
     except LockstepError as error:

@@ -25,7 +25,7 @@ from lockstep.sim.host.device import Device, Running, Untimed, standard_normal
 ALMOST_DONE_US = 1e-6  # of rounding in sums of times
 
 
-class OnDevice(Struct):
+class StreamedBatch(Struct):
     """A batch on a stream, and how much of it is left."""
 
     plan: BatchPlan
@@ -36,9 +36,9 @@ class OnDevice(Struct):
     sampled_us: float  # it ends no earlier: the time at which its matchers have moved
     started_us: float = math.inf
 
-    def copy(self) -> OnDevice:
+    def copy(self) -> StreamedBatch:
         """Return a copy, whose progress may be followed apart."""
-        return OnDevice(
+        return StreamedBatch(
             self.plan, self.tokens, self.ready_us, self.left_us, self.demand, self.sampled_us, self.started_us
         )
 
@@ -49,7 +49,7 @@ class StreamsDevice(Device):
     def __init__(self, cost: MultiplexedModel, rows_max: int, *, seed: int, name: str, early_eos: bool) -> None:
         super().__init__(cost, rows_max, seed=seed, name=name, early_eos=early_eos)
         self._cost = cost
-        self._streams: tuple[list[OnDevice], list[OnDevice]] = ([], [])  # of decodes, of prompts
+        self._streams: tuple[list[StreamedBatch], list[StreamedBatch]] = ([], [])  # of decodes, of prompts
         self._settled_us = 0.0  # time up to which the progress of the streams is followed
         self._held_us = 0  # no batch that is handed over from now on begins earlier
         self._ended: list[Running] = []  # batches that ended, up to that time
@@ -70,7 +70,7 @@ class StreamsDevice(Device):
         waits = plan.sample_after is not None
         self._settle(handed_over_us)
         ready_us = float(max(handed_over_us, self._held_us))
-        one = OnDevice(plan, tokens, ready_us, max(us, 1.0), on_stream.demand, math.inf if waits else 0.0)
+        one = StreamedBatch(plan, tokens, ready_us, max(us, 1.0), on_stream.demand, math.inf if waits else 0.0)
         self._streams[plan.layers is not None].append(one)
         if waits:
             self.untimed.append(Untimed(plan, handed_over_us, us, 0.0, tokens, None))
@@ -113,7 +113,9 @@ class StreamsDevice(Device):
         self._shown = [one.batch_id for one in self.queue]
 
 
-def followed(streams: tuple[list[OnDevice], list[OnDevice]], from_us: float, until_us: float) -> list[Running]:
+def followed(
+    streams: tuple[list[StreamedBatch], list[StreamedBatch]], from_us: float, until_us: float
+) -> list[Running]:
     """Advance both streams from one time to another, and take the batches that end off them. Return these batches.
 
     A batch that waits for its matchers without an end keeps its stream waiting.
@@ -155,7 +157,7 @@ def speeds_of(demands: list[float]) -> list[float]:
     return [given[0] / first, given[1] / second]
 
 
-def _running(one: OnDevice, ended_us: float) -> Running:
+def _running(one: StreamedBatch, ended_us: float) -> Running:
     started_us = math.ceil(one.started_us - ALMOST_DONE_US)
     finished_us = max(started_us + 1, math.ceil(ended_us - ALMOST_DONE_US))
     return Running(one.plan.batch_id, one.plan.generation, len(one.plan.rows), started_us, finished_us, one.tokens)
