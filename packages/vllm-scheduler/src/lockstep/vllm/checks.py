@@ -46,6 +46,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "two_batch_overlap": HALVES,
     "two_batch_decode_tokens": HALVES,
     "two_batch_prefill_tokens": HALVES,
+    "multiplexing": "vLLM's workers run all layers of a pass at once",
     "stream_interval": TOKENS,
     "force_stream_interval": TOKENS,
     "decode_steps_per_launch": "vLLM's workers decode one token in a pass",

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from msgspec import UNSET, Struct, UnsetType
+from numpy.typing import NDArray
 
 from lockstep.core.contract.checks import fail
 from lockstep.core.contract.commands import BatchPlan
@@ -175,14 +176,14 @@ class Multiplexer(Component):
                 fail(f"S39: {request.name} goes on at layer {self.layer}, launched are {done}")
 
 
-def joins(batch: InFlight) -> Int32s:
-    """Return the samplers of a batch that decode behind it: they have not left and do not end by length. int32 [n]"""
+def joins(batch: InFlight) -> NDArray[np.intp]:
+    """Return the samplers of a batch that decode behind it: they have not left and do not end by length. intp [n]"""
     stays = [
         i
         for i, (request, row) in enumerate(zip(batch.samplers.requests, batch.samplers.rows.tolist(), strict=True))
         if i not in batch.ending and request.row == row and row not in batch.dead
     ]
-    return np.array(stays, np.int32)
+    return np.array(stays, np.intp)
 
 
 def oldest_of_streams(in_flight: Sequence[InFlight]) -> list[InFlight]:

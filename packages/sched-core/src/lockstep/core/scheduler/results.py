@@ -166,9 +166,9 @@ class Results:
         if batch is None or batch.plan.batch_id != event.batch_id:
             due = multiplexing.oldest_of_streams(in_flight)
             batch = next((one for one in due if one.plan.batch_id == event.batch_id), None)
-        if batch is None:
-            expected = " or ".join(f"batch {one.plan.batch_id}" for one in due) or "nothing"
-            raise ContractError(f"batch {event.batch_id} finished, but {expected} is next in flight")
+            if batch is None:
+                expected = " or ".join(f"batch {one.plan.batch_id}" for one in due) or "nothing"
+                raise ContractError(f"batch {event.batch_id} finished, but {expected} is next in flight")
         if self._state.ranks is not None and self._state.ranks.held is batch:
             raise ContractError(f"batch {event.batch_id} finished, but it is only proposed")
         tokens = speculation.tokens_of_result(event, batch) if batch.verifies else batch.tokens

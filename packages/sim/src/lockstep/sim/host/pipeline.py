@@ -44,7 +44,7 @@ from lockstep.sim.metrics.run_data import RunData
 def device_type_of(cost: CostModel) -> type[Device]:
     """Return the type of device that runs batches of this cost model."""
     if isinstance(cost, MultiplexedModel):
-        return StreamsDevice  # type: ignore[return-value]  # it runs batches of this cost model alone
+        return StreamsDevice
     return PipelinedDevice if isinstance(cost, PipelineModel) else Device
 
 
