@@ -23,6 +23,7 @@ from lockstep.sim.cost.calibration import UNCALIBRATED
 from lockstep.sim.cost.model import decode_shape, extend_shape
 from lockstep.sim.cost.multiplexing import MultiplexedModel, on_share, sms_of
 from lockstep.sim.host.streams import StreamedBatch, followed, speeds_of
+from lockstep.sim.results.batch_times import of_journal
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.fast_runs import unsupported_by
 from lockstep.sim.run.multiplexing import divisions_of
@@ -217,6 +218,17 @@ def test_a_run_overlaps_both_streams_and_replays(tmp_path: Path) -> None:
         assert all(stop <= start for (_, stop), (start, _) in pairwise(stream)), "one at a time"
     beside = [one for one in spans[False] for other in spans[True] if one[0] < other[1] and other[0] < one[1]]
     assert len(beside) > len(spans[False]) / 4
+
+
+def test_batches_beside_another_stream_have_no_time_of_their_own(tmp_path: Path) -> None:
+    result = CliRunner().invoke(command, [*OPTIONS, "--pdmux", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    found = of_journal(tmp_path)
+    assert found.left_out > 100
+    assert {one.mode for one in found.batches} == {"decode"}
+    model = cost()
+    for one in found.batches:  # alone on the whole device
+        assert one.took_us == pytest.approx(model.batch_us(one.shape).mean_us, abs=1.5)
 
 
 def test_stretches_of_decodes_change_no_time() -> None:

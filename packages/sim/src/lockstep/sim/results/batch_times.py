@@ -88,7 +88,7 @@ class BatchTimes:
     """Batches in the order of their ends."""
 
     batches: Sequence[BatchTime]
-    left_out: int = 0  # batches without times, with deferred sampling, or with drafts
+    left_out: int = 0  # batches without times, with deferred sampling, with drafts, or beside another stream
     measured: BatchTimesHeader | None = None  # of times read from a file
 
 
@@ -126,13 +126,15 @@ class BatchFold:
     def __init__(self) -> None:
         self._running: dict[int, BatchPlan] = {}
         self._durations = Durations()
-        self.left_out = 0  # batches without times, with deferred sampling, or with drafts
+        self.left_out = 0  # batches without times, with deferred sampling, with drafts, or beside another stream
 
     def observe(self, event: ObservedEvent, step: Step) -> BatchTime | None:
         """Take in an event and its Step. Return the batch that ended, None if none did or its time is unknown."""
         found = self._ended(event) if type(event) is BatchFinished else None
         launched = step.launched()
-        if launched is not None and launched.sample_after is None:
+        if launched is not None and launched.layers is not None:
+            self._running.clear()  # what runs has a share of the device from now on
+        elif launched is not None and launched.sample_after is None and launched.sms is None:
             self._running[launched.batch_id] = launched
         return found
 
