@@ -45,8 +45,8 @@ class BatchPiece(Piece):
         """A launch slot of a microbatch is free."""
         self.subject.fold(LaneReady(self.subject.now_us, microbatch))
 
-    def finish(self, trouble: str = "", choice: int = 0) -> None:
-        """Deliver the oldest batch in flight.
+    def finish(self, trouble: str = "", choice: int = 0, stream: int | None = None) -> None:
+        """Deliver the oldest batch in flight of a stream, by default one that the clock determines.
 
         `trouble`: "error" for a failed batch; "invalid" or "text_stop" for one of its rows, which `choice` selects.
         """
@@ -54,7 +54,7 @@ class BatchPiece(Piece):
         if not kv.stream:
             return
         due = oldest(kv.stream)
-        plan = due[now_us % len(due)].plan  # of either stream
+        plan = due[(now_us if stream is None else stream) % len(due)].plan
         if plan is not kv.stream[0].plan:
             self.mark("result before that of an earlier launch")
         sampled = plan.sample_rows

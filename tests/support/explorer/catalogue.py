@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from lockstep.core.contract.config import CacheTiers, HybridMemory, SchedConfig
+from lockstep.core.contract.config import CacheTiers, Division, HybridMemory, Multiplexing, SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import (
     Flush,
@@ -108,6 +108,10 @@ FEATURES: dict[str, Feature] = {
     ),
     "windows": Feature({"hybrid": HybridMemory(window_tokens=3, window_pages=6), "chunked_prefill_size": 4}),
     "states": Feature({"hybrid": HybridMemory(state_slots=3, checkpoint_tokens=2), "chunked_prefill_size": 4}),
+    "layers": Feature(
+        {"multiplexing": Multiplexing(layers=2, sms=2, divisions=(Division(1, 1),), token_budget=1)},
+        lengths=((3, 2), (2, 2)),
+    ),
     "stages": Feature({"pp_size": 2}),
     "pause": Feature(inputs={"controls": (Pause("in_place"),)}),
     "pause and retract": Feature(inputs={"controls": (Pause("retract"),)}),

@@ -17,6 +17,7 @@ from lockstep.core.contract.events import Control, Resume, ResumeMemory
 from tests.support.driver.actions import CONTROLS, Action
 from tests.support.driver.driver import Driver
 from tests.support.explorer.canonical import key_of
+from tests.support.tagged_layers import oldest
 
 RESUME = CONTROLS.index(Resume())
 RESUME_MEMORY = CONTROLS.index(ResumeMemory(("weights", "kv_cache")))
@@ -105,6 +106,7 @@ def _inputs(world: World, driver: Driver, left: Left) -> Iterator[Move]:
         yield from (Move(("cancel", number), "cancels") for number in range(live))
     if left.has("batch_errors") and stream:
         yield Move(("finish", "error"), "batch_errors")
+        yield from (Move(("finish", "error", 0, number), "batch_errors") for number in range(1, len(oldest(stream))))
     if left.has("odd_rows") and stream:
         for number, row in enumerate(stream[0].plan.request_ids[stream[0].plan.sample_rows].tolist()):
             yield Move(("finish", "invalid", number), "odd_rows")
@@ -152,6 +154,7 @@ def _steps(world: World, driver: Driver) -> Iterator[Move]:
     yield from (Move(("lane", microbatch)) for microbatch in range(engine.config.microbatches))
     if driver.kv.stream:
         yield Move(("finish",))
+        yield from (Move(("finish", "", 0, number)) for number in range(1, len(oldest(driver.kv.stream))))
     yield from _answers(driver)
     if engine.controls.paused or not engine.admits:
         yield Move(("control", RESUME))
