@@ -566,6 +566,7 @@ FOUND_BY_SCENARIO: dict[str, str] = {
     "key_from_the_prompt_only": "museum/d7_second_turn_hits_prompt_and_output",
     "window_of_headroom": "museum/a7_short_resume_at_two_windows",
     # Random histories find them, but seldom.
+    "layers_of_two_weights": "multiplexing/new_weights",
     "checkpoint_not_passed": "hybrid/drafts",
     "dead_matcher": "grammar/cancelled_before_sampling",
     "hold_forgotten": "admission/locked_prefix_counts_for_later_candidates",
