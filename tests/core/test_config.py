@@ -29,6 +29,7 @@ NO_OPTIONS = {
         "tiers",
         "hybrid",
         "experts",
+        "multiplexing",
         "dp_ranks",
         "dp_rank",
         "base_beside_loras",

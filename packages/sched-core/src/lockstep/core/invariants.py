@@ -107,7 +107,7 @@ def _containers(engine: Engine) -> None:
     live = engine.requests
     waiting = [request.request_id for request in (*engine.waiting, *engine.blocked.values())]
     running_batch = [request.request_id for request in engine.all_running[0].requests]
-    prefilling = [request.request_id for request in engine.all_prefilling()]
+    prefilling = [request.request_id for request in engine.multiplexer.prefilling()]
     ending = [request.request_id for batch in engine.in_flight for request in batch.ending_requests()]
     ending += engine.multiplexer.joining()[0].request_ids.tolist()
     sent = [one.request_id for one in engine.transfers.all.values() if one.ends]

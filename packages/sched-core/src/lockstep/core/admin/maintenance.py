@@ -178,7 +178,7 @@ class Maintenance(Component):
         elif isinstance(job.control, UpdateWeights) and job.control.mode == "cancel":
             self._scheduler.cancel_all(list(self._scheduler.requests.values()), step)
         elif isinstance(job.control, UpdateWeights) and job.control.mode == "in_place":
-            self._scheduler.end_split_prefill(step)
+            self._scheduler.retract_all("weights", step, by_layers=True)  # all layers of a prompt have equal weights
 
     def _refusal(self, job: Job) -> str:
         if isinstance(job.control, UpdateWeights) and "weights" in self.released:

@@ -121,6 +121,11 @@ class Multiplexer(Component):
         """Return the requests with layers to launch, in the order of their chunks."""
         return [part.request for part in self.parts]
 
+    def prefilling(self) -> list[Request]:
+        """Return the requests in state PREFILLING: the chunked request, and those with layers to launch."""
+        split, chunked = self.members(), self._scheduler.prefilling
+        return split if chunked is None or chunked in split else [chunked, *split]
+
     def joining(self) -> tuple[RunningBatch, Int32s]:
         """Return the requests that join the running batch with a result in flight, and the next position of each."""
         batch, positions = EMPTY_BATCH, [np.empty(0, np.int32)]

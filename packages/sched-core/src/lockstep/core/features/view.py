@@ -184,11 +184,8 @@ class AdminView(SchedulerView, Protocol):
     def cancel_all(self, requests: list[Request], step: Step) -> None:
         """End these requests as cancelled."""
 
-    def retract_all(self, reason: RetractReason, step: Step) -> None:
-        """Retract every running request."""
-
-    def end_split_prefill(self, step: Step) -> None:
-        """Retract the requests whose prompts are computed to some layer, so that all layers have the same weights."""
+    def retract_all(self, reason: RetractReason, step: Step, *, by_layers: bool = False) -> None:
+        """Retract every running request, or only those with prompts computed to some layer."""
 
     def void_kv(self) -> None:
         """The KV that sessions hold is void."""

@@ -222,12 +222,6 @@ class SchedulerState:
         """All members of all running batches, and the next position of each, int32 [members]."""
         return self.microbatches.together()
 
-    def all_prefilling(self) -> list[Request]:
-        """Return the requests in state PREFILLING: the chunked request, and those with layers to launch."""
-        split = self.multiplexer.members()
-        chunked = self.prefilling
-        return split if chunked is None or chunked in split else [chunked, *split]
-
     @property
     def available_pages(self) -> int:
         """Pages of the device that can be allocated: free ones, and cached ones without a lock."""
@@ -600,20 +594,17 @@ class SchedulerState:
         for request in requests:
             self.finish(request, "cancelled", step, flush=True)
 
-    def retract_all(self, reason: RetractReason, step: Step) -> None:
-        """Retract all running requests."""
+    def retract_all(self, reason: RetractReason, step: Step, *, by_layers: bool = False) -> None:
+        """Retract all running requests; `by_layers`: only those with prompts computed to some layer."""
         running = [request for request in self.requests.values() if request.row >= 0]
+        if by_layers:
+            running = self.multiplexer.members()
         if self.transfers.all:
             self.transfers.give_up_all(step)
             running = [request for request in running if not self.transfers.is_sent(request)]
         self.leave_running(running)
         for request in running:
             self.retract(request, reason, step)
-
-    def end_split_prefill(self, step: Step) -> None:
-        """Retract the requests with layers to launch."""
-        for request in self.multiplexer.members():
-            self.retract(request, "weights", step)
 
     def leave(self, request: Request, step: Step, outputs: int, *, publish: bool) -> None:
         """Take a request with that many outputs off its row, see `Memory.leave`."""
@@ -790,7 +781,7 @@ class SchedulerState:
         memory, counts = self.memory, self.counts
         cached = memory.radix.evictable_pages
         free, pages = memory.pool.free_count, self.config.pages
-        prefilling = len(self.all_prefilling())
+        prefilling = len(self.multiplexer.prefilling())
         looked_up = counts.cached_tokens + counts.new_tokens
         ended = sum(counts.finished.values()) + sum(counts.rejected.values())
         results = self.next_batch_id - len(self.in_flight)  # delivered, or lost in a restart
