@@ -180,11 +180,12 @@ def _spans(engine: Engine, facts: Facts) -> None:
         most = position + (not engine.config.speculates)  # with drafts the upper bound may reach the end
         if most >= request.limit or position < request.prompt_tokens:
             fail(f"S7: {request.name} decodes at {position}, prompt {request.prompt_tokens}, limit {request.limit}")
-    if engine.running_batch.size and not engine.config.speculates:
-        running_batch, positions = engine.running_batch, engine.positions.tolist()
+    current = engine.microbatches.current
+    if current.batch.size and not engine.config.speculates:
+        running_batch, positions = current.batch, current.positions.tolist()
         left = min(limit - position for limit, position in zip(running_batch.limits.tolist(), positions, strict=True))
-        if not 1 <= engine.microbatches.current.horizon < left:
-            fail(f"S7: horizon {engine.microbatches.current.horizon} passes the end of a member")
+        if not 1 <= current.horizon < left:
+            fail(f"S7: horizon {current.horizon} passes the end of a member")
 
 
 def _pages(engine: Engine, facts: Facts) -> None:
