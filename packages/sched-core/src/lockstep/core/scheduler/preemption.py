@@ -118,7 +118,8 @@ def make_room(
         state.retract(victim, "preempted", step, beneficiary=request.request_id)
     back = (memory.available_pages - available) * config.page_size
     unreserved = reserved - tokens_kept_free(state)
-    budget.regain(back, unreserved, state.set_aside(state.running_batch, state.positions))
+    running = state.microbatches.current
+    budget.regain(back, unreserved, state.set_aside(running.batch, running.positions))
     return victims
 
 
