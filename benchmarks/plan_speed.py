@@ -1,7 +1,7 @@
 """CPU time of whole `lockstep plan` processes on recorded traces, with their workers; beside another checkout if given.
 
     chat         one, two and four H200 for a chat service's hour, an open loop, found to 5 %: docs/planning.md
-    chat, 4/s    the fewest GPUs of two kinds for four requests per second of it: the README's example
+    chat at 4/s  the fewest GPUs of two kinds for four requests per second of it: the README's example
     agents       sessions of coding agents in a closed loop, --quick
     ratio        16 H200 as mixed engines, and as three prefill engines and one decode engine, --quick
 
@@ -35,7 +35,7 @@ EQUAL = {True: "equal", False: "DIFFERS"}
 SIMULATIONS = re.compile(r"(\d+) simulations in")
 
 
-class Plan(NamedTuple):
+class TimedPlan(NamedTuple):
     """One plan: its name, its trace in the data folder, and its other options."""
 
     name: str
@@ -44,9 +44,9 @@ class Plan(NamedTuple):
 
 
 PLANS = (
-    Plan("chat", CACHE_TRACE, (*CHAT, "--gpus", "h200", "--search", "batching=prefill_first,mixed")),
-    Plan("chat, 4/s", CACHE_TRACE, (*CHAT, "--gpus", "h100,h200", "--rate", "4")),
-    Plan(
+    TimedPlan("chat", CACHE_TRACE, (*CHAT, "--gpus", "h200", "--search", "batching=prefill_first,mixed")),
+    TimedPlan("chat at 4/s", CACHE_TRACE, (*CHAT, "--gpus", "h100,h200", "--rate", "4")),
+    TimedPlan(
         "agents",
         AGENTIC_TRACE,
         (
@@ -54,7 +54,7 @@ PLANS = (
             *("--quick", "--slo", "ttft_p90=5s", "--slo", "tpot_p90=50ms"),
         ),
     ),
-    Plan(
+    TimedPlan(
         "ratio",
         CACHE_TRACE,
         (
@@ -66,7 +66,7 @@ PLANS = (
 )
 
 
-class Done(NamedTuple):
+class EndedProcess(NamedTuple):
     """A process that has ended."""
 
     cpu_s: float  # user and system time, with that of its workers
@@ -80,35 +80,41 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1, help="repetitions; the median counts (default 1)")
     parser.add_argument("--case", default="", help="only plans with this in their name")
     parser.add_argument("--other", type=Path, help="another checkout with its .venv, whose plans are run as well")
+    parser.add_argument("--keep", type=Path, help="folder for what the plans print")
     asked = parser.parse_args()
     data = data_folder(CACHE_TRACE)
     print("calibration, CPU us:", ", ".join(f"{name} {us:,.1f}" for name, us in calibrate().items()))
     differ = False
     for plan in PLANS:
         if asked.case in plan.name:
-            differ |= report(plan, data, asked.rounds, asked.other)
+            differ |= report(plan, data, asked)
     return int(differ)
 
 
-def report(plan: Plan, data: Path, rounds: int, other: Path | None) -> bool:
+def report(plan: TimedPlan, data: Path, asked: argparse.Namespace) -> bool:
     """Run a plan, and print its times. Return whether the other checkout gives another answer."""
+    other, kept = asked.other, asked.keep
     checkouts = {"this": HERE} if other is None else {"other": other.resolve(), "this": HERE}
-    runs: dict[str, list[Done]] = {name: [] for name in checkouts}
-    for _ in range(rounds):
+    runs: dict[str, list[EndedProcess]] = {name: [] for name in checkouts}
+    for _ in range(asked.rounds):
         for name, checkout in checkouts.items():
             runs[name].append(run(checkout, plan, data))
     for name, done in runs.items():
         median_s = statistics.median(one.cpu_s for one in done)
-        print(f"{plan.name:10} {name:6} {median_s:8.1f} s of CPU, {done[0].simulations} simulations", flush=True)
+        print(f"{plan.name:11} {name:6} {median_s:8.1f} s of CPU, {done[0].simulations} simulations", flush=True)
+        if kept is not None:
+            kept.mkdir(parents=True, exist_ok=True)
+            (kept / f"{plan.name.replace('/', '-')}.{name}.txt").write_text(done[0].printed)
+            (kept / f"{plan.name.replace('/', '-')}.{name}.json").write_text(done[0].written)
     if other is None:
         return False
     mine, theirs = runs["this"][0], runs["other"][0]
     same = {"text": mine.printed == theirs.printed, "JSON": mine.written == theirs.written}
-    print(f"{plan.name:10} {', '.join(f'{kind} {EQUAL[is_same]}' for kind, is_same in same.items())}", flush=True)
+    print(f"{plan.name:11} {', '.join(f'{kind} {EQUAL[is_same]}' for kind, is_same in same.items())}", flush=True)
     return not all(same.values())
 
 
-def run(checkout: Path, plan: Plan, data: Path) -> Done:
+def run(checkout: Path, plan: TimedPlan, data: Path) -> EndedProcess:
     """Run a plan by the environment of a checkout, and wait for its end."""
     lockstep = str(checkout / ".venv/bin/lockstep")
     with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
@@ -122,7 +128,7 @@ def run(checkout: Path, plan: Plan, data: Path) -> Done:
         written = answer.read_text()
     found = SIMULATIONS.findall(done.stderr)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Done(cpu_s, done.stdout, written, int(found[-1]))
+    return EndedProcess(cpu_s, done.stdout, written, int(found[-1]))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ WORTH = 0.9  # of the bytes of a form: what one with more differences may take
 SMALL_SHARE = 0.5  # bytes for each row; a form that takes no more is not compared with the next orders
 
 
-class _Form(NamedTuple):
+class _PackedForm(NamedTuple):
     """One way to keep some integers as distances from a base."""
 
     nbytes: int  # about
@@ -44,7 +44,7 @@ class _Form(NamedTuple):
     is_exact: bool  # whether no distance has further bits
 
     @classmethod
-    def of(cls, values: Int64s) -> _Form:
+    def of(cls, values: Int64s) -> _PackedForm:
         """Return the smallest form of at least one value."""
         least, greatest = int(values.min()), int(values.max())
         fits = next(width for width in WIDTHS if greatest - least < 1 << width)
@@ -67,7 +67,7 @@ class _Packed(NamedTuple):
 
     rows: int
     firsts: tuple[int, ...]  # first value, first difference: one for each time that differences were taken
-    form: _Form
+    form: _PackedForm
     close: NDArray[Any] | None  # unsigned: the distances, of which this type drops the higher bits; None: 0 bits
     far: NDArray[Any] | None = None  # unsigned: places of the distances with further bits
     far_above: NDArray[Any] | None = None  # signed: these bits
@@ -78,13 +78,14 @@ class _Packed(NamedTuple):
 
     @classmethod
     def of(cls, values: Int64s) -> _Packed:
-        best, firsts, left = (_Form.of(values), (), values), (), values
-        while best[0].nbytes > SMALL_SHARE * len(values) and len(left) > 1 and len(firsts) < ORDERS - 1:
-            firsts, left = (*firsts, int(left[0])), np.diff(left)
-            form = _Form.of(left)
-            if form.nbytes < WORTH * best[0].nbytes:
-                best = form, firsts, left
-        form, firsts, left = best
+        form, left = _PackedForm.of(values), values
+        firsts: tuple[int, ...] = ()
+        differences, before = values, firsts
+        while form.nbytes > SMALL_SHARE * len(values) and len(differences) > 1 and len(before) < ORDERS - 1:
+            before, differences = (*before, int(differences[0])), np.diff(differences)
+            other = _PackedForm.of(differences)
+            if other.nbytes < WORTH * form.nbytes:
+                form, firsts, left = other, before, differences
         distances = left - form.base
         close = distances.astype(f"u{form.width // 8}") if form.width else None
         if form.is_exact:
@@ -121,7 +122,7 @@ def _in_64_bits(value: int) -> int:
 
 
 class PackedRows:
-    """Rows of int64 in named columns. The distance between two values of one column must fit 63 bits."""
+    """Rows of int64 in named columns."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
