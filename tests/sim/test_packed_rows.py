@@ -28,6 +28,8 @@ def test_rows_come_back_however_they_were_packed(blocks: list[list[tuple[int, in
         rows.pack(rows_min=1)
     assert len(rows) == len(told)
     assert list(zip(rows.column("a").tolist(), rows.column("b").tolist(), strict=True)) == told
+    assert [one for (b,) in rows.parts("b") for one in b.tolist()] == [b for _, b in told]
+    assert [row for b, a in rows.parts("b", "a") for row in zip(a.tolist(), b.tolist(), strict=True)] == told
     assert [row for a, b in rows.parts() for row in zip(a.tolist(), b.tolist(), strict=True)] == told
 
 

@@ -5,6 +5,7 @@
     rows.pack()                             # from time to time: recent rows become a part
     rows.column("time_us")                  # int64 [n], a new array
     for time_us, waiting in rows.parts(): ...
+    for (waiting,) in rows.parts("waiting"): ...
 
 A part holds each column as values, as differences of neighbours or as differences of these, whichever takes least: as
 distances from a base, of which 0, 8, 16, 32 or 64 bits are kept for each row, and the bits beyond these only for the
@@ -160,12 +161,18 @@ class PackedRows:
         copy._packed_rows = self._packed_rows
         return copy
 
-    def parts(self) -> Iterator[tuple[Int64s, ...]]:
-        """Yield all rows in order as columns, some thousand rows at a time. No part is empty."""
+    def parts(self, *names: str) -> Iterator[tuple[Int64s, ...]]:
+        """Yield all rows in order as columns, some thousand rows at a time. No part is empty.
+
+        Args:
+            names: the columns; none: all of them.
+        """
+        places = [self.names.index(name) for name in names or self.names]
         for part in self._parts:
-            yield tuple(map(_unpacked, part))
+            yield tuple([_unpacked(part[place]) for place in places])
         if self.recent:
-            yield self._recent_columns()
+            recent = self._recent_columns()
+            yield tuple([recent[place] for place in places])
 
     def column(self, name: str) -> Int64s:
         """Return one column of all rows."""
