@@ -168,6 +168,7 @@ def test_random_histories_of_ranks_with_faults(seed: int) -> None:
         (87027686535, 400, {}),  # received KV waits for the decode of another microbatch, which is owed pages
         (366, 400, {}),  # a prompt in chunks lacks pages of a transfer, which lacks the row of the prompt
         (378200467573, 400, {"hybrid": True}),  # a session was rewound into an image
+        (487667364333, 400, {"hybrid": True}),  # received KV was given up for new weights before its first decode
     ],
 )
 def test_history_that_found_something(seed: int, steps: int, drawn: dict[str, bool]) -> None:

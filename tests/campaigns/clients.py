@@ -345,13 +345,18 @@ SGLANG = """
 import importlib.util, sys, types
 package = types.ModuleType("sglang")
 package.__path__ = list(importlib.util.find_spec("sglang").submodule_search_locations)
+utilities = types.ModuleType("sglang.srt.utils")
+utilities.__path__ = [path + "/srt/utils" for path in package.__path__]
 bootstrap = types.ModuleType("sglang.srt.disaggregation.utils")
 bootstrap.FAKE_BOOTSTRAP_HOST = "2.2.2.2"
-sys.modules |= {"sglang": package, "sglang.srt.disaggregation.utils": bootstrap}
+sys.modules |= {"sglang": package, "sglang.srt.utils": utilities, "sglang.srt.disaggregation.utils": bootstrap}
 from sglang.benchmark.serving import cli_main
 cli_main()
 """
 """`python -m sglang.bench_serving` without the engine of SGLang, which imports its kernels and 6 GB of packages."""
+
+SGLANG_NEEDS = "numpy requests aiohttp transformers tqdm datasets pillow pybase64 psutil msgspec orjson pyzmq"
+"""What it imports then."""
 
 
 def sglang_bench(client: Client, servers: Servers) -> str:
@@ -383,7 +388,7 @@ CLIENTS = (
     Client("vllm-bench", (), vllm_bench),
     Client(
         "sglang-bench",
-        tuple("sglang numpy requests aiohttp transformers tqdm datasets pillow pybase64 psutil msgspec".split()),
+        ("sglang", *SGLANG_NEEDS.split()),
         sglang_bench,
         no_requirements=True,
     ),

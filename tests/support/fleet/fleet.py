@@ -600,6 +600,8 @@ class Fleet:
                     prompt = member.by_id[one].prompt_tokens
                     if states is not None and prompt % page_size:
                         member.owing[one] = (prompt // page_size + 1) * page_size
+                case TransferMoved(request_id=one, state="over", cause="abandoned"):  # it computes its prompt itself
+                    member.owing.pop(one, None)
                 case RequestRetracted(request_id=one) | RequestFinished(request_id=one):
                     member.owing.pop(one, None)
         plan = step.launched()
