@@ -158,13 +158,8 @@ class EngineLane:
             return NEVER_US
         if self.host.device.untimed:
             return now_us
-        # With drafts and jumps the tokens of a batch are known from its result only.
-        unknown = engine.config.speculates or engine.config.jumps
         for batch, running in zip(engine.in_flight, queue, strict=True):
-            plan = batch.plan
-            if batch.ending or batch.dead or plan.pooled_rows.size or self._early_ends:
-                return running.finished_us
-            if plan.extend_rows and unknown:
+            if batch.ending or batch.dead or batch.plan.extend_rows or self._early_ends:
                 return running.finished_us
         known = len(queue)
         further = self._launches_without_end()  # after the batches in flight; the next launch may end an answer
