@@ -8,7 +8,7 @@
 
 `observe` appends numbers, and references to arrays that the core never writes again. From time to time `compact`
 computes on whole columns and drops what it has measured: an ended request becomes a row of numbers, its gaps are added
-to the counts of all gaps (value_counts.py), and a batch takes about 25 bytes (packed_rows.py). `result` computes the
+to the counts of all gaps (value_counts.py), and a batch takes about 12 bytes (packed_rows.py). `result` computes the
 summary.
 
     arrival                first token                    last token, finish
