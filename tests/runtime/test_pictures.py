@@ -168,7 +168,7 @@ def test_two_ranks_serve_the_text_or_refuse_by_name(saved: Any) -> None:
     with pytest.raises(ConfigError, match="pictures need one rank"):
         read_settings(folder, 2, "transformers")
     scene, _, _ = saved("Qwen3.5 with pictures")
-    assert read_settings(scene).media == ("image",)
+    assert read_settings(scene).media == ("image", "video")
     alone = read_settings(scene, 2)
     assert alone.media == ()
     assert "one rank" in alone.media_refused

@@ -93,8 +93,13 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     audios_max: int = 8  # audio clips of one request
     audio_bytes_max: int = 20 * 2**20  # of one audio clip as sent
     audio_seconds_max: float = 600.0  # length of one audio clip
+    videos_max: int = 4  # of one request
+    video_bytes_max: int = 100 * 2**20  # of one video as sent
+    video_seconds_max: float = 600.0  # length of one video
+    video_frames_max: int = 128  # that a model gets of one video, which are spread over its time
+    video_pixels_max: int = 300_000_000  # of these frames together
     media_bytes_max: int = 2**30  # of the media of one worker's open requests, as their encoder gets them
-    media_fetch_s: float = 10.0  # time to fetch one image or audio clip, redirects included
+    media_fetch_s: float = 10.0  # time to fetch one medium, redirects included
     template_s: float = 10.0  # time in which a chat template must render one conversation
     allowed_tokens_max: int = 65536
     processors_max: int = 16

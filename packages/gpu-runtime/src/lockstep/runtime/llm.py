@@ -145,7 +145,7 @@ from lockstep.runtime.weights_group import Backend
 
 log = logging.getLogger("lockstep.runtime")
 
-LIMITS = MediaLimits(images=64, audios=64)
+LIMITS = MediaLimits(images=64, audios=64, videos=64)
 """Limits of media in `LLM.chat`."""
 UpdateMode = Literal["wait", "retract", "cancel", "in_place"]
 JOIN_S = 0.2  # interval of the checks whether the engine's thread can still end
@@ -412,7 +412,8 @@ class LLM:
 
         Without `generation_prompt` they end at the last message, as for a vector of the conversation.
 
-        Images are parts of type image_url, as in OpenAI's API, with a data URL; audio clips parts of type input_audio.
+        Images are parts of type image_url, as in OpenAI's API, with a data URL; audio clips parts of type input_audio,
+        videos parts of type video_url.
         Raises: ConfigError.
         """
         if not messages:

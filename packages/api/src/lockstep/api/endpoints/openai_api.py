@@ -340,7 +340,8 @@ def _check_media(server: Server, media: Sequence[NamedMedium], field: str) -> No
                 f"`{one.name}` is {KINDS[one.kind].one}, but {why}",
                 one.name,
             )
-    most = {"image": server.limits.images_max, "audio": server.limits.audios_max}
+    limits = server.limits
+    most = {"image": limits.images_max, "audio": limits.audios_max, "video": limits.videos_max}
     for kind, limit in most.items():
         if (count := sum(one.kind == kind for one in media)) > limit:
             several = KINDS[kind].several

@@ -231,8 +231,12 @@ class Server:
 
     def body_characters_max(self) -> int:
         """Return the number of characters of the longest text in a body: a medium may be longer than a prompt."""
-        limits = {"image": self.limits.image_bytes_max, "audio": self.limits.audio_bytes_max}
-        most = max((limits[kind] for kind in self.info().media), default=0)
+        by_kind = {
+            "image": self.limits.image_bytes_max,
+            "audio": self.limits.audio_bytes_max,
+            "video": self.limits.video_bytes_max,
+        }
+        most = max((by_kind[kind] for kind in self.info().media), default=0)
         return max(self.characters_max(), most * 4 // 3 + URL_CHARACTERS if most else 0)
 
     def check_length(self, what: str, characters: int) -> None:

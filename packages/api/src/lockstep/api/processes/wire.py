@@ -348,7 +348,7 @@ class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     able: tuple[str, ...] = ()  # device functions that an operator may use: "profile", "experts"
     grammars: str = ""  # name of the grammar library; "": none
     no_grammars: str = "this engine has no grammar backend; leave it out"  # cause and remedy, if there is none
-    media: tuple[str, ...] = ()  # kinds of media that prompts may have: image, audio
+    media: tuple[str, ...] = ()  # kinds of media that prompts may have: image, audio, video
     no_media: str = NO_MEDIA  # why they may not, if there are none
     no_kinds: dict[str, str] = msgspec.field(default_factory=dict)  # of kinds that only the model takes
     labels: tuple[str, ...] = ()  # of a model that classifies prompts; (): it does not

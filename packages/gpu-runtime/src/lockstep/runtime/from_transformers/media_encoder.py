@@ -1,6 +1,7 @@
 """Media in a model of transformers: the library's encoders, and positions of three axes.
 
     image    content ──get_image_features──> features at placeholders, token embeddings between them ──> its output
+    video    content ──get_video_features──> as for an image
     audio    content ──the model's forward, up to its decoder──> the embeddings that the decoder would get
 
 All models with pictures in the library have `get_image_features`, which takes the arrays of the model's processor. The
@@ -24,8 +25,10 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import PromptSpan
 from lockstep.host.media.content import EncoderInput
 
-FEATURES = "get_image_features"
-GRID = "image_grid_thw"
+FEATURES = {"image": "get_image_features", "video": "get_video_features"}
+GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
+SECONDS = "second_per_grid_ts"  # between two patches of a video along time
+KINDS_OF_TOKENS = {"image": 1, "video": 2}  # in `mm_token_type_ids` of the library
 SOUND = "input_features"  # argument of models with sound
 
 
@@ -35,9 +38,9 @@ def served_kinds(kind: Any, base: Any, config: Any, ranks: int) -> tuple[tuple[s
     Args:
         kind: the library's class with the output projection; base: the one below it.
     """
-    taken = [one for one, takes in (("image", _sees), ("audio", _hears)) if takes(base, config)]
+    taken = [one for one, takes in (("image", _sees), ("audio", _hears), ("video", _watches)) if takes(base, config)]
     if not taken:
-        lacking = f"the library's {kind.__name__} has no {FEATURES}, or config.json no `image_token_id`"
+        lacking = f"the library's {kind.__name__} has no {FEATURES['image']}, or config.json no `image_token_id`"
         return (), [f"{lacking}; and no {SOUND}, or no `audio_token_id`"]
     served, why = [], list[str]()
     for one in taken:
@@ -49,18 +52,25 @@ def served_kinds(kind: Any, base: Any, config: Any, ranks: int) -> tuple[tuple[s
 
 
 def _refusals(kind: str, base: Any, ranks: int) -> Iterator[str]:
-    shown = {"image": "pictures", "audio": "sounds"}[kind]
+    shown = {"image": "pictures", "audio": "sounds", "video": "videos"}[kind]
     if kind == "audio" and hasattr(base, "get_rope_index"):
         yield f"{shown} with positions of three axes"
     if "token_type_ids" in inspect.signature(base.forward).parameters:
-        yield f"tokens of {'a picture' if kind == 'image' else 'a sound'} attend to later ones of it"
+        yield f"tokens of {'a sound' if kind == 'audio' else 'a picture'} attend to later ones of it"
+    if kind == "video" and GRIDS[kind] not in _arguments(getattr(base, FEATURES[kind])):
+        yield f"{shown} whose encoder takes no {GRIDS[kind]}"
     if ranks > 1:
         yield f"{shown} need one rank, and `tp` is {ranks}"
 
 
 def _sees(base: Any, config: Any) -> bool:
     """Return whether a model takes pictures."""
-    return hasattr(base, FEATURES) and placeholder_of(config, "image") is not None
+    return hasattr(base, FEATURES["image"]) and placeholder_of(config, "image") is not None
+
+
+def _watches(base: Any, config: Any) -> bool:
+    """Return whether a model takes videos."""
+    return hasattr(base, FEATURES["video"]) and placeholder_of(config, "video") is not None
 
 
 def _hears(base: Any, config: Any) -> bool:
@@ -75,6 +85,7 @@ def placeholder_of(config: Any, kind: str) -> int | None:
     return next((one for one in found if isinstance(one, int)), None)
 
 
+# mechanism: media-spans (executed)
 class LibraryEncoder:
     """The encoder of a library's model.
 
@@ -84,9 +95,9 @@ class LibraryEncoder:
 
     def __init__(self, base: Any, dtype: torch.dtype, device: torch.device) -> None:
         self._base, self._dtype, self._device = base, dtype, device
-        self._placeholder = placeholder_of(base.config, "image")
+        self._placeholders = {kind: placeholder_of(base.config, kind) for kind in FEATURES}
         self._embed = base.get_input_embeddings()
-        self._accepted = _arguments(getattr(base, FEATURES, None))
+        self._accepted = {kind: _arguments(getattr(base, name, None)) for kind, name in FEATURES.items()}
         self._of_forward = _arguments(base.forward)
         self._axes = getattr(base, "get_rope_index", None)
 
@@ -106,10 +117,11 @@ class LibraryEncoder:
         ids = torch.from_numpy(np.frombuffer(content.ids, "<i4").astype(np.int64)).to(self._device)
         if content.kind == "audio":
             return self._forwarded(ids, content), ()
-        given = {name: self._tensor(name, content) for name in content.arrays if name in self._accepted}
-        found = getattr(self._base, FEATURES)(**given, return_dict=True)
+        accepted = self._accepted[content.kind]
+        given = {name: self._tensor(name, content) for name in content.arrays if name in accepted}
+        found = getattr(self._base, FEATURES[content.kind])(**given, return_dict=True)
         features = _joined(found.pooler_output)
-        at = torch.nonzero(ids == self._placeholder)[:, 0]
+        at = torch.nonzero(ids == self._placeholders[content.kind])[:, 0]
         if len(at) != len(features):
             raise ConfigError(f"the encoder made {len(features)} embeddings for {len(at)} positions")
         ids = ids.index_fill(0, at, 0)  # a placeholder may lie beyond the vocabulary
@@ -146,13 +158,17 @@ class LibraryEncoder:
         if self._axes is None:
             return None
         kinds = torch.zeros((1, tokens), dtype=torch.int32)
-        for span, _ in spans:
-            kinds[0, span.start : span.stop] = 1
-        grids = torch.cat([torch.from_numpy(content.arrays[GRID].numpy().copy()) for _, content in spans])
-        found, _ = self._axes(
-            torch.zeros((1, tokens), dtype=torch.int64), mm_token_type_ids=kinds, image_grid_thw=grids
-        )
-        places: NDArray[np.int64] = found[:, 0].numpy()
+        found: dict[str, list[Tensor]] = {}
+        for span, content in spans:
+            ids = torch.from_numpy(np.frombuffer(content.ids, "<i4").copy())
+            number = KINDS_OF_TOKENS[content.kind]
+            kinds[0, span.start : span.stop] = torch.where(ids == self._placeholders[content.kind], number, 0)
+            for name in (GRIDS[content.kind], SECONDS):
+                if name in content.arrays:
+                    found.setdefault(name, []).append(torch.from_numpy(content.arrays[name].numpy().copy()))
+        given = {name: torch.cat(parts) for name, parts in found.items()}
+        axes, _ = self._axes(torch.zeros((1, tokens), dtype=torch.int64), mm_token_type_ids=kinds, **given)
+        places: NDArray[np.int64] = axes[:, 0].numpy()
         return places
 
 

@@ -101,7 +101,7 @@ def read_library_model(config: Mapping[str, Any], ranks: int = 1) -> LibraryMode
     if text is not None and perceiving is None:
         log.warning("%s: only its text is served; %s", name, why)
     elif without:
-        log.warning("%s: %s", name, why)
+        log.info("%s: %s", name, why)
     settings = _settings(made, kind, config)
     if perceiving is not None:
         settings = replace(settings, media=served)

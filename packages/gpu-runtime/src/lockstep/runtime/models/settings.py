@@ -45,7 +45,7 @@ class ModelSettings:
     rope: RopeSettings = field(default_factory=RopeSettings)
     tied: bool = False  # whether the output projection uses the embeddings
     generates: bool = True  # whether it has an output projection; without one it returns hidden states only
-    media: tuple[str, ...] = ()  # kinds of media that prompts may have: image, audio
+    media: tuple[str, ...] = ()  # kinds of media that prompts may have: image, audio, video
     media_refused: str = ""  # why they may not, for a model that takes some in other programs
     attention_bias: bool = False  # of q, k and v
     output_bias: bool = False  # of the output product of attention

@@ -12,6 +12,7 @@ from lockstep.host.media.images import decode_image
 from lockstep.host.media.kinds import KINDS, PARTS, Kind
 from lockstep.host.media.processor import MediaError, MediaProcessor
 from lockstep.host.media.source import MediaLimits, read_media
+from lockstep.host.media.video import decode_video
 
 INPUT_AUDIO = "input_audio"
 AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
@@ -91,10 +92,12 @@ def prompt_with(processor: MediaProcessor, text: str, media: Sequence[MediaUrl],
 
 
 def _decoded(processor: MediaProcessor, one: MediaUrl, limits: MediaLimits) -> Any:
-    """Return the pixels of an image, or the samples of an audio clip. Raises MediaError."""
+    """Return the pixels of an image, the samples of an audio clip, or the frames of a video. Raises MediaError."""
     raw = read_media(one.kind, one.url, limits)
     if one.kind == "audio":
         return decode_audio(raw, processor.sampling_rate, limits)
+    if one.kind == "video":
+        return decode_video(raw, processor.sampling(limits.video_frames), limits)
     return decode_image(raw, limits)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Kind: TypeAlias = Literal["image", "audio"]
+Kind: TypeAlias = Literal["image", "audio", "video"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ KINDS: dict[str, MediaKind] = {
     for one in (
         MediaKind("image", "image", ("PIL",), "images", ("image_url",)),
         MediaKind("audio", "audio clip", ("soundfile", "soxr"), "audio", ("input_audio", "audio_url")),
+        MediaKind("video", "video", ("av", "PIL"), "video", ("video_url",)),
     )
 }
 PARTS: dict[str, Kind] = {part: one.name for one in KINDS.values() for part in one.parts}

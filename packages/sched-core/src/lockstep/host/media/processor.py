@@ -26,12 +26,15 @@ import numpy as np
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import PromptSpan
 from lockstep.host.media.content import EncoderInput, MediaPrompt, content_of
+from lockstep.host.media.frames import MEANS, FrameSampling, PillowFrames, VideoFrames
 from lockstep.host.media.kinds import KINDS, Kind
 
 NOT_OF_THE_ENCODER = frozenset(("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"))
 TOGETHER = "batch_num_images"
 """An argument of encoders (LLaVA-OneVision) whose features of an image depend on the number of images beside it."""
 FILES = ("preprocessor_config.json", "processor_config.json")
+VIDEO_FILE = "video_preprocessor_config.json"
+FRAMES_PER_S = 2.0  # of a video, for a processor that states no rate
 
 
 class MediaError(Exception):
@@ -60,7 +63,7 @@ def lacking_packages(kind: str) -> str:
 
 
 def read_processor(folder: Path) -> Any:
-    """Return the processor of a folder. Without torchvision it takes no videos, which would need it."""
+    """Return the processor of a folder. Without torchvision it takes videos if `PillowFrames` has their class."""
     from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
     if find_spec("torchvision") is not None:
@@ -70,11 +73,11 @@ def read_processor(folder: Path) -> Any:
         if (folder / name).is_file():
             read |= json.loads((folder / name).read_bytes())
     config = json.loads((folder / "config.json").read_bytes())
-    kind = without_videos(str(read.get("processor_class") or _processor_name(config)))
+    kind = with_own_videos(str(read.get("processor_class") or _processor_name(config)))
     accepted = signature(kind.__init__).parameters
     settings = {name: value for name, value in read.items() if name in accepted and not isinstance(value, dict)}
     if "video_processor" in accepted:
-        settings["video_processor"] = None
+        settings["video_processor"] = _frames(folder, config, read)
     for name, reader in (("image_processor", AutoImageProcessor), ("feature_extractor", AutoFeatureExtractor)):
         if name in accepted:
             settings[name] = reader.from_pretrained(folder, trust_remote_code=False)
@@ -87,8 +90,22 @@ def _processor_name(config: Mapping[str, Any]) -> str:
     return str(PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type")), ""))
 
 
-def without_videos(name: str) -> Any:
-    """Return transformers' class of processors of this name, changed so that a processor of videos may be missing."""
+def _frames(folder: Path, config: Mapping[str, Any], read: Mapping[str, Any]) -> PillowFrames | None:
+    """Return a processor of videos; None for a class that is not done here."""
+    from transformers.models.auto.auto_mappings import VIDEO_PROCESSOR_MAPPING_NAMES
+
+    given = dict(read)
+    if (folder / VIDEO_FILE).is_file():
+        given = json.loads((folder / VIDEO_FILE).read_bytes())
+    elif isinstance(inner := read.get("video_processor"), Mapping):
+        given = dict(inner)
+    usual = VIDEO_PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type"))) or {}
+    name = str(given.get("video_processor_type") or usual.get("torchvision"))
+    return PillowFrames(name, given) if name in MEANS else None
+
+
+def with_own_videos(name: str) -> Any:
+    """Return transformers' class of processors of this name, with which `PillowFrames` may go, or no videos."""
     import transformers
 
     module: Any = transformers  # a lazy module; its attribute would be a stand-in without torchvision
@@ -98,15 +115,15 @@ def without_videos(name: str) -> Any:
     where = where if where.startswith("transformers.") else f"transformers.{where}"
     kind: Any = getattr(import_module(where), name)
 
-    class WithoutVideos(kind):  # type: ignore[misc]  # a class that is known at run time
+    class WithOwnVideos(kind):  # type: ignore[misc]  # a class that is known at run time
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            """Let the processor of videos be None."""
-            if argument_name == "video_processor" and argument is None:
+            """Let the processor of videos be another one, or None."""
+            if argument_name == "video_processor" and isinstance(argument, PillowFrames | None):
                 return object
             return super().check_argument_for_proper_class(argument_name, argument)
 
-    WithoutVideos.__name__ = name
-    return WithoutVideos
+    WithOwnVideos.__name__ = name
+    return WithOwnVideos
 
 
 class _Mark(NamedTuple):
@@ -144,7 +161,11 @@ class MediaProcessor:
             raise ConfigError(f"config.json of {folder} cannot be read: {error}") from error
         self._marks: dict[str, _Mark] = {}
         lacking = ""
-        for kind, part, first in (("image", "image_processor", "boi_token"), ("audio", "feature_extractor", "")):
+        for kind, part, first in (
+            ("image", "image_processor", "boi_token"),
+            ("audio", "feature_extractor", ""),
+            ("video", "video_processor", ""),
+        ):
             mark = getattr(self._processor, f"{kind}_token", None)
             if not isinstance(mark, str) or getattr(self._processor, part, None) is None:
                 continue
@@ -164,6 +185,12 @@ class MediaProcessor:
         rate: int = self._processor.feature_extractor.sampling_rate
         return rate
 
+    def sampling(self, frames: int) -> FrameSampling:
+        """Return which frames of a video the model gets, at most so many."""
+        made = self._processor.video_processor
+        rate, least = getattr(made, "fps", None) or FRAMES_PER_S, getattr(made, "min_frames", 4)
+        return FrameSampling(float(rate), int(least), min(frames, int(getattr(made, "max_frames", frames))))
+
     def check(self, kind: str) -> None:
         """Raise MediaError for a kind of media that is not read here."""
         if kind not in self._marks:
@@ -172,11 +199,12 @@ class MediaProcessor:
         if lacking := lacking_packages(kind):
             raise MediaError(lacking)
 
+    # mechanism: media-spans (decided)
     def prompt(self, text: str, media: Sequence[tuple[Kind, Any]]) -> MediaPrompt:
         """Return a rendered conversation with its media in place of the marks, in order. Raises MediaError.
 
         Args:
-            media: images, and samples of audio clips at `sampling_rate`, each with its kind.
+            media: images, samples of audio clips at `sampling_rate`, and `VideoFrames`, each with its kind.
         """
         marks = {kind: self._marks[kind].text for kind, _ in media}
         parts = re.split("|".join(f"({re.escape(one)})" for one in marks.values()), text)
@@ -192,7 +220,7 @@ class MediaProcessor:
                     "which the chat template writes and other text must not contain"
                 )
         if order != [kind for kind, _ in media]:
-            raise MediaError("the chat template changes the order of images and audio clips")
+            raise MediaError("the chat template changes the order of media")
         prepared = [self._prepared(kind, value, number) for number, (kind, value) in enumerate(media)]
         if len(media) > 1 and any(TOGETHER in arrays for _, _, arrays in prepared):
             raise MediaError("this model takes one image: of several it makes other features than of each one")
@@ -223,7 +251,11 @@ class MediaProcessor:
 
     def _processed(self, kind: Kind, value: Any, number: int) -> tuple[str, int, dict[str, Any]]:
         mark, shown = self._marks[kind], KINDS[kind].shown
-        given = {"images": [[value]]} if kind == "image" else {"audio": [value], "sampling_rate": self.sampling_rate}
+        given: dict[str, Any] = {"images": [[value]]}
+        if kind == "audio":
+            given = {"audio": [value], "sampling_rate": self.sampling_rate}
+        elif kind == "video":
+            given = {"videos": [value.pixels], "video_metadata": [_metadata(value)], "do_sample_frames": False}
         try:
             made = self._processor(
                 text=[mark.text],
@@ -241,3 +273,18 @@ class MediaProcessor:
             raise MediaError(f"the model's processor gives the {shown} no positions", number)
         arrays = {name: np.asarray(value) for name, value in made.items() if name not in NOT_OF_THE_ENCODER}
         return replaced["replacement"], count, arrays
+
+
+def _metadata(video: VideoFrames) -> Any:
+    """Return what transformers' processors need of a video."""
+    from transformers.video_utils import VideoMetadata
+
+    _, height, width, _ = video.pixels.shape
+    return VideoMetadata(
+        total_num_frames=video.total,
+        fps=video.rate,
+        width=width,
+        height=height,
+        duration=video.total / video.rate,
+        frames_indices=list(video.numbers),
+    )

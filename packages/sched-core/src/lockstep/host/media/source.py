@@ -31,10 +31,12 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of the media of one request, and where they may come from.
 
     Args:
-        images, audios: of one request; 0: none.
-        image_bytes, audio_bytes: of one of them as sent.
+        images, audios, videos: of one request; 0: none.
+        image_bytes, audio_bytes, video_bytes: of one of them as sent.
         image_pixels: width times height of one image.
-        audio_seconds: length of one audio clip.
+        audio_seconds, video_seconds: length of one audio clip, of one video.
+        video_frames: that a model gets of one video.
+        video_pixels: of these frames together.
         fetch_s: time for one fetch, redirects included.
         folder: files below it may be read, by file:// URLs; None: no files.
         hosts: media may be fetched from these hosts; `*`: from all public ones; empty: from none.
@@ -47,6 +49,11 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     audios: int = 8
     audio_bytes: int = 20 * 2**20
     audio_seconds: float = 600.0
+    videos: int = 4
+    video_bytes: int = 100 * 2**20
+    video_seconds: float = 600.0
+    video_frames: int = 128
+    video_pixels: int = 300_000_000
     fetch_s: float = 10.0
     folder: str | None = None
     hosts: tuple[str, ...] = ()
@@ -54,11 +61,11 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     def most(self, kind: str) -> int:
         """Return how many of a kind a request may have."""
-        return {"image": self.images, "audio": self.audios}[kind]
+        return {"image": self.images, "audio": self.audios, "video": self.videos}[kind]
 
     def most_bytes(self, kind: str) -> int:
         """Return how many bytes one of a kind may have."""
-        return {"image": self.image_bytes, "audio": self.audio_bytes}[kind]
+        return {"image": self.image_bytes, "audio": self.audio_bytes, "video": self.video_bytes}[kind]
 
 
 def read_media(kind: str, url: str, limits: MediaLimits) -> bytes:
