@@ -119,7 +119,8 @@ loads by itself (`load_audio`).
 """
 OTHER_SOUNDS = """
 Other models of the library with sound are tried, and were not compared. Refused by name: sound along three axes of
-positions (Qwen2.5-Omni, Qwen3-Omni), and what is refused for pictures.
+positions (Qwen2.5-Omni, Qwen3-Omni), sound with an adapter for prompts that have any (Granite Speech), and what is
+refused for pictures.
 """
 VIDEO_HEAD = f"""
 ## Models with videos

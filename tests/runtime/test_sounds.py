@@ -15,6 +15,7 @@ pytest.importorskip("soxr", reason="their sampling rate is changed by soxr")
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.host.media.processor import MediaProcessor  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
+from lockstep.runtime.from_transformers.media_encoder import served_kinds  # noqa: E402
 from lockstep.runtime.models import read_settings  # noqa: E402
 from tests.support.architectures import REQUESTS  # noqa: E402
 from tests.support.pictures import data_url, picture, serve_pictures  # noqa: E402
@@ -142,6 +143,24 @@ def test_two_ranks_are_refused_by_name(saved: Any) -> None:
     assert read_settings(saved[0]).media == ("audio",)
     with pytest.raises(ConfigError, match="sounds need one rank"):
         read_settings(saved[0], 2, "transformers")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("GraniteSpeech", "sounds need an adapter beside the weights"),
+        ("Qwen2_5OmniThinker", "sounds with positions of three axes"),
+    ],
+)
+def test_sound_that_would_go_another_way_is_refused_by_name(name: str, why: str) -> None:
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    config = getattr(transformers, f"{name}Config")()
+    kind = getattr(transformers, f"{name}ForConditionalGeneration")
+    served, refused = served_kinds(kind, MODEL_MAPPING.get(type(config), kind), config, 1)
+    assert "audio" not in served
+    assert any(why in one for one in refused)
 
 
 def test_a_clip_has_the_positions_of_transformers_processor(saved: Any) -> None:

@@ -44,17 +44,19 @@ def served_kinds(kind: Any, base: Any, config: Any, ranks: int) -> tuple[tuple[s
         return (), [f"{lacking}; and no {SOUND}, or no `audio_token_id`"]
     served, why = [], list[str]()
     for one in taken:
-        found = list(_refusals(one, base, ranks))
+        found = list(_refusals(one, base, config, ranks))
         why += found
         if not found:
             served.append(one)
     return tuple(served), why
 
 
-def _refusals(kind: str, base: Any, ranks: int) -> Iterator[str]:
+def _refusals(kind: str, base: Any, config: Any, ranks: int) -> Iterator[str]:
     shown = {"image": "pictures", "audio": "sounds", "video": "videos"}[kind]
     if kind == "audio" and hasattr(base, "get_rope_index"):
         yield f"{shown} with positions of three axes"
+    if kind == "audio" and getattr(config, "has_lora_adapter", False):
+        yield f"{shown} need an adapter beside the weights, for prompts with any (`has_lora_adapter`)"
     if "token_type_ids" in inspect.signature(base.forward).parameters:
         yield f"tokens of {'a sound' if kind == 'audio' else 'a picture'} attend to later ones of it"
     if kind == "video" and GRIDS[kind] not in _arguments(getattr(base, FEATURES[kind])):
