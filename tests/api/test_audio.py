@@ -13,6 +13,7 @@ import pytest
 soundfile = pytest.importorskip("soundfile", reason="audio clips are decoded by soundfile")
 pytest.importorskip("soxr", reason="their sampling rate is changed by soxr")
 
+from lockstep.api.processes.wire import EngineInfo  # noqa: E402
 from lockstep.host.media.audio import decode_audio  # noqa: E402
 from lockstep.host.media.conversation import check_count, with_media  # noqa: E402
 from lockstep.host.media.processor import MediaError  # noqa: E402
@@ -141,3 +142,20 @@ def test_parts_of_messages_with_clips() -> None:
         with_media(
             [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "A", "format": "pcm16"}}]}]
         )
+
+
+def info(**more: object) -> EngineInfo:
+    """An engine with these properties."""
+    sizes = dict.fromkeys(("vocabulary", "request_tokens_max", "prompt_tokens_max"), 1)
+    known = {"model": "m", "kind": "model", "device": "cpu", "logprobs": True, "eos_token_ids": (), "settings": {}}
+    return EngineInfo(**{**known, **sizes, **more})  # type: ignore[arg-type]
+
+
+def test_a_kind_that_is_not_served_has_a_reason() -> None:
+    extra = 'soundfile is not installed: pip install "lockstep-core[audio]"'
+    lacking = info(media=("image",), no_kinds={"audio": extra})
+    assert [lacking.why_no(kind) for kind in ("image", "audio")] == ["", extra]
+    assert lacking.why_no("video") == "this model takes images and audio clips only"
+    assert info(no_kinds={"audio": extra}).why_no("audio") == extra
+    assert info(no_kinds={"audio": extra}).why_no("image") == "this model takes audio clips only"
+    assert info().why_no("audio") == "this model takes text only"
