@@ -118,6 +118,7 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
         "large batches in two halves, prompts cut",
         _simulated(two_batch_overlap=True, two_batch_decode_tokens=3, two_batch_prefill_tokens=16),
     ),
+    "diffusion": ("a model that answers in blocks: retracted in one", _told("diffusion/retracted_in_a_block")),
     "limits": (
         "timeouts, a short waiting queue, messages of several tokens",
         _simulated(max_running_requests=2, waiting_timeout_us=60_000, running_timeout_us=90_000, max_queued_requests=5,

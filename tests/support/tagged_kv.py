@@ -49,7 +49,6 @@ from lockstep.core.contract.commands import (
     SampleBatch,
     Step,
     SwapWeights,
-    depths_of,
 )
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import (
@@ -76,7 +75,9 @@ from lockstep.core.contract.events import (
     WeightsSwapped,
 )
 from lockstep.core.requests.table import Int32s, prompt_bytes
+from tests.support.tagged_blocks import TaggedBlocks
 from tests.support.tagged_hybrid import TaggedHybrid
+from tests.support.tagged_trees import right_path
 
 Sample = Callable[[RequestId, int], int]
 Accept = Callable[[RequestId, int, int], int]
@@ -119,6 +120,7 @@ class Row:
     table: list[int] = field(default_factory=list)
     reach: int = 0  # positions that plans have claimed so far, at most
     least: int = 0  # positions that they have claimed at least
+    passes: int = 0  # over its newest block; 0: the next pass begins another one
     stands: int = 0  # the first position that is not computed, according to the device
     live: bool = True  # its request has not left yet
     prefix_ids: list[int] = field(default_factory=list)  # the required content of its cells
@@ -222,6 +224,7 @@ class TaggedKv:
         self.hybrid: TaggedHybrid | None = None
         if config.hybrid is not msgspec.UNSET:
             self.hybrid = TaggedHybrid(config.hybrid, config.page_size)
+        self.blocks = TaggedBlocks(self, GARBAGE) if config.block_tokens else None
         self._clear()
         self.stream: deque[Launched] = deque()  # launched and not delivered, oldest first
         self.launched: list[Launched] = []  # all of them, for the comparison at the end
@@ -511,13 +514,18 @@ class TaggedKv:
             if plan.speculation is not None and i >= plan.extend_rows:
                 self._verify(launched, i, row, int(plan.speculation.draft_lengths[i - plan.extend_rows]))
                 continue
+            if self.blocks is not None and plan.blocks is not None:
+                row.failed = row.failed or self._check_reads(plan, row, table, start)
+                self._write(table, start, self.blocks.compute(launched, i, row, at))
+                at += int(plan.blocks.given[i])
+                continue
             row.stands = stop
             if i < plan.extend_rows:
                 new = self._new_tokens(plan, i, plan.token_ids[at : at + stop - start].tolist())
                 at += stop - start
             elif not row.failed:
                 newest = self._newest(plan, row, start)
-                fed_back = [self._sample_at(plan, row, position) for position in range(start + 1, stop)]
+                fed_back = [self.sample_at(plan, row, position) for position in range(start + 1, stop)]
                 launched.fed_back[i] = fed_back
                 new = [newest, *fed_back]
             else:
@@ -533,6 +541,8 @@ class TaggedKv:
                     expected = self._prefix_ids(row, story, start)
                     row.failed = self.hybrid.read(plan, row_index, start, expected, row.live)
             ids = [GARBAGE] * (stop - start) if row.failed else self._prefix_ids(row, story, stop)[start:stop]
+            if self.blocks is not None and not row.failed:
+                ids = self.blocks.extended(self._prefix_ids(row, story, stop), start, stop)
             self._write(table, start, ids)
             if self.hybrid is not None:
                 self.hybrid.write(plan, i, row_index, start, ids)
@@ -556,8 +566,7 @@ class TaggedKv:
         launched.starts[i], launched.accepted[i] = start, right + 1
         row.stands = start + right + 1
         tokens = [
-            self._sample_at(plan, row, position, forced=bool(forced))
-            for position in range(start + 1, start + right + 1)
+            self.sample_at(plan, row, position, forced=bool(forced)) for position in range(start + 1, start + right + 1)
         ]
         if forced and (forced != tokens or row.matcher is None):
             raise KvError(f"b{plan.batch_id}: {forced} is forced of r{row.request_id} behind {start}, it says {tokens}")
@@ -582,7 +591,7 @@ class TaggedKv:
     def _sample_all(self, launched: Launched) -> Int32s:
         plan, fed_back = launched.plan, launched.fed_back
         tokens = [
-            token for i in plan.sample_rows.tolist() for token in (*fed_back.get(i, ()), self._sample(launched, i))
+            token for i in plan.sample_rows.tolist() for token in (*fed_back.get(i, ()), *self._sample(launched, i))
         ]
         launched.executed, launched.tokens = True, np.array(tokens, np.int32)
         self.forwards += 1
@@ -598,7 +607,7 @@ class TaggedKv:
             return BatchFinished(time_us, batch_id, generation=self.generation, error=error)
         tokens = launched.tokens if launched.executed and launched.tokens is not None else self.execute()
         event = BatchFinished(time_us, batch_id, tokens.tobytes(), time_us, time_us, self.generation)
-        if launched.plan.speculation is not None:
+        if launched.plan.speculation is not None or launched.plan.blocks is not None:
             accepted = [launched.accepted.get(i, 1) for i in launched.plan.sample_rows.tolist()]
             for i in launched.plan.sample_rows.tolist():
                 accepted += launched.right.get(i, [])
@@ -647,7 +656,7 @@ class TaggedKv:
         if not self.stream or self.stream[0].plan.batch_id != batch_id:
             raise KvError(f"b{batch_id} is delivered, but it is not the oldest on the stream")
         delivered, page_size = self.stream.popleft(), self.config.page_size
-        for i, accepted in delivered.accepted.items():
+        for i, accepted in delivered.accepted.items() if delivered.plan.blocks is None else ():
             index = int(delivered.plan.rows[i])
             assert delivered.plan.speculation is not None
             right = accepted - 1 - len(delivered.plan.speculation.forced_of(i - delivered.plan.extend_rows))
@@ -687,6 +696,7 @@ class TaggedKv:
         if plan.extend_rows != extending:
             raise KvError(f"b{plan.batch_id} is {plan.mode} with {plan.extend_rows} of {len(rows)} rows extending")
         new_tokens = sum(stops[: plan.extend_rows]) - sum(starts[: plan.extend_rows])
+        new_tokens += int(plan.blocks.given.sum()) if plan.blocks is not None else 0
         if new_tokens != len(plan.token_ids):
             raise KvError(f"b{plan.batch_id} has {len(plan.token_ids)} token ids for {new_tokens} new tokens")
 
@@ -828,6 +838,10 @@ class TaggedKv:
             raise KvError(f"b{plan.batch_id} has the empty span r{request_id}[{start}:{stop}]")
         if plan.speculation is not None and i >= plan.extend_rows:
             return self._check_verifying(plan, i, row, start, stop)
+        if self.blocks is not None and plan.blocks is not None:
+            if wrong := self.blocks.wrong_span(plan, i, row, start, stop):
+                raise KvError(f"b{plan.batch_id}: r{request_id}[{start}:{stop}] {wrong}")
+            return self._pages_to(plan, row, stop)
         if i >= plan.extend_rows and stop - start > plan.steps:
             raise KvError(f"b{plan.batch_id} decodes r{request_id}[{start}:{stop}] in {plan.steps} steps")
         if not row.reach and start and self.stories[request_id].pooled:
@@ -929,12 +943,19 @@ class TaggedKv:
             )
         return row.newest[1]
 
-    def _sample(self, launched: Launched, i: int) -> int:
+    def _sample(self, launched: Launched, i: int) -> list[int]:
         plan = launched.plan
+        if plan.blocks is not None:
+            return []  # its tokens were drawn in the pass
         at = launched.starts[i] + launched.accepted[i] if i in launched.starts else int(plan.stops[i])
-        return self._sample_at(plan, self.rows[int(plan.rows[i])], at)
+        return [self.sample_at(plan, self.rows[int(plan.rows[i])], at)]
 
-    def _sample_at(self, plan: BatchPlan, row: Row, position: int, *, forced: bool = False) -> int:
+    def number_of(self, content: tuple[object, ...]) -> int:
+        """Return the prefix id of what a cell holds."""
+        return self._interned.setdefault(content, len(self._interned))
+
+    def sample_at(self, plan: BatchPlan, row: Row, position: int, *, forced: bool = False) -> int:
+        """Draw the token of a row at a position."""
         story = self.stories[row.request_id]
         token = self.sample(row.request_id, position)
         if row.failed:
@@ -955,23 +976,14 @@ class TaggedKv:
         return token
 
     def _prefix_ids(self, row: Row, story: Story, stop: int) -> list[int]:
+        if self.blocks is not None:
+            return self.blocks.prefix_ids(row, story, stop)
         ids = row.prefix_ids
         for position in range(len(ids), min(stop, len(story.tokens))):
             before: object = ids[-1] if ids else (story.namespace, story.adapter, self.weights)
             about = story.about[position] if position < len(story.about) else None
-            ids.append(self._interned.setdefault((before, story.tokens[position], about), len(self._interned)))
+            ids.append(self.number_of((before, story.tokens[position], about)))
         return ids
-
-
-def right_path(parents: Int32s, drafts: int, length: int, key: int) -> list[int]:
-    """Return the numbers of `length` drafts of a tree on one path, among the first `drafts`; `key` chooses the path."""
-    depths = depths_of(parents)
-    ends = [number for number in range(drafts + 1) if depths[number] == length]
-    number, path = ends[key % len(ends)], list[int]()
-    while number:
-        path.append(number)
-        number = int(parents[number - 1])
-    return path[::-1]
 
 
 def drafts_of(launched: Launched, row: int) -> int:

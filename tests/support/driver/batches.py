@@ -180,7 +180,7 @@ class LimitPiece(Piece):
             self.owed = {request.request_id for request in self.engine.running_batch.requests}
         if plan is None:
             return
-        if plan.mode in ("decode", "verify"):
+        if plan.mode in ("decode", "verify", "diffusion_extend"):
             self.owed = set()
         if config.decode_look_ahead == config.decode_steps_per_launch == 1:
             self._check_last_victim(step)
@@ -227,6 +227,7 @@ class LimitPiece(Piece):
         for victim in victims[-1:]:
             prompt_tokens = self.subject.records[victim.request_id].prompt_tokens
             tokens = prompt_tokens + victim.output_tokens + victim.tokens_discarded
+            tokens += self.engine.config.block_tokens
             left, most = self.engine.memory.available_pages, -(-tokens // self.engine.config.page_size)
             assert left <= most, f"S27: {left} pages are left over, r{victim.request_id} gave back {most} at most"
 

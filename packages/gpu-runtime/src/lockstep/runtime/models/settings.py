@@ -28,6 +28,15 @@ class ExpertSettings:
     dense_layers: frozenset[int]  # layers with an ordinary MLP
 
 
+@dataclass(frozen=True, slots=True)
+class BlockSettings:
+    """The blocks in which a model answers."""
+
+    size: int  # tokens, a power of two
+    mask_token: int
+    threshold: float = 0.95  # probability above which a drawn token stays: the default of SGLang's LowConfidence
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
     """Settings of a decoder, under the usual names. Sizes are of the whole model, not of a rank."""
@@ -50,6 +59,7 @@ class ModelSettings:
     attention_bias: bool = False  # of q, k and v
     output_bias: bool = False  # of the output product of attention
     experts: ExpertSettings | None = None
+    blocks: BlockSettings | None = None  # None: it answers token by token
     dtype: torch.dtype = torch.bfloat16  # dtype of the checkpoint
     end_tokens: tuple[int, ...] = ()
     quantization: WeightFormat | None = None  # how matrices of layers are quantised; None: they are not

@@ -32,7 +32,9 @@ class DeviceUse:
         mode_counts = np.zeros(len(packed.modes), np.int64)
         for columns in packed.batches.parts():
             mode_counts += np.bincount(columns[MODE], minlength=len(packed.modes))
-        decode = next((i for i, mode in enumerate(packed.modes) if mode in ("decode", "verify")), -1)
+        decode = next(
+            (i for i, mode in enumerate(packed.modes) if mode in ("decode", "verify", "diffusion_extend")), -1
+        )
         gaps_us, busy_after_us = ValueCountsBuilder(), 0
         busy: list[Spans] = []
         # end and kind of the last batch of the previous part
