@@ -526,8 +526,8 @@ def make_executor(
             sizes = (config.rows_max, config.pages, config.page_size, config.context_tokens_max)
             canary = Canary(*sizes, device, *windows, state_slots=slots)
         media = None
-        if (model.pictures is not None or model.embedding_size) and draft is None and not config.hands_over:
-            media = DeviceMedia(model.pictures, lane, config.rows_max)
+        if (model.media_encoder is not None or model.embedding_size) and draft is None and not config.hands_over:
+            media = DeviceMedia(model.media_encoder, lane, config.rows_max)
         rows = largest_pass_tokens(config) + config.rows_max * (1 + config.beside_newest_max)
         loads = counter_for(model, config, rows)
         graphs = None
@@ -793,6 +793,9 @@ def _sized(
     if ranks is not None:
         rounded = f", rows in fp8, {model.activations}" if model.activations else ""
         ranks.compare(f"{kernels.backend} with {len(kernels.graph_sizes)} graphs{rounded}")
+    encoder_bytes = 0
+    if model.media_encoder is not None:
+        encoder_bytes = model.media_encoder.token_bytes * (without_pages.encoder_cache_tokens or 0)
     budget = size_pool(
         page_bytes=page_bytes,
         weight_bytes=sum(
@@ -801,7 +804,7 @@ def _sized(
             if one is not None
         )
         + slot_bytes * (slots or 0)
-        + (0 if model.pictures is None else model.pictures.token_bytes * (without_pages.encoder_cache_tokens or 0)),
+        + encoder_bytes,
         device=device,
         mem_fraction=mem_fraction,
         largest_pass=lambda: _run_once(
