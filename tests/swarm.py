@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests import fleet_swarm
 from tests.support import feature_plants
+from tests.support.blocky import blocky_history
 from tests.support.conversing import conversing_actions, conversing_config
 from tests.support.driver.actions import Action
 from tests.support.driver.draw import (
@@ -74,7 +75,8 @@ HYBRID_SEEDS = 10  # and one has sliding windows or linear attention
 COMMANDED_SEEDS, COMMANDED_AT = 10, 5  # one of so many has many commands, this one
 PIPELINED_SEEDS, PIPELINED_AT = 20, 13  # and one of so many has microbatches, this one
 CONVERSING_AT = 3  # as often: conversations with media
-MULTIPLEXED_AT = 17  # and as often: prompts by layers beside decodes
+MULTIPLEXED_AT = 18  # and as often: prompts by layers beside decodes
+BLOCKY_SEEDS, BLOCKY_AT = 40, 17  # and one of so many has a model that answers in blocks, this one
 HYBRID_HUNT_FROM = 20  # from 0 on; those before it are long
 PROGRESS_EVERY_S = 60  # in output that is not a terminal with one line for progress
 TAME_STEPS = 1_000_000  # steps, or seconds, after which a missing mark is an error: the histories are too tame
@@ -249,6 +251,8 @@ def history(seed: int) -> tuple[Any, list[Action]]:
         return commanded_config(rng), commanded_actions(rng, 250)
     if seed % PIPELINED_SEEDS == CONVERSING_AT:
         return conversing_config(rng), conversing_actions(rng, 250)
+    if seed % BLOCKY_SEEDS == BLOCKY_AT:
+        return blocky_history(seed)
     config, actions = _plain_history(rng, kind)
     if seed % PIPELINED_SEEDS == PIPELINED_AT:
         config = pipelined(random.Random(f"stages {seed}"), config)

@@ -1,4 +1,4 @@
-"""Models that run by transformers' code: windows, caps, sinks, latent attention, states, pictures; and drafts.
+"""Models that run by transformers' code: windows, caps, sinks, latent attention, states, pictures, sound, video.
 
 Small random models, made here. The truth is transformers' greedy answer on the CPU in float32. On a GPU few answers
 may differ, since sums of another order turn a tie.
@@ -50,6 +50,14 @@ def run(section: Section) -> None:
             section.needs(10 if section.gpu else 0)
             pictures(section, name)
         release(section)
+    for what, package, compared in (("sound", "soundfile", sounds), ("video", "av", videos)):
+        if find_spec(package) is None:
+            section.skip(what, f"{package} is not installed")
+            continue
+        with section.trying(what):
+            section.needs(10 if section.gpu else 0)
+            compared(section)
+        release(section)
 
 
 def text(section: Section, name: str, **options: Any) -> None:
@@ -75,6 +83,35 @@ def pictures(section: Section, name: str) -> None:
     asked = conversations(REQUESTS, FAMILIES[name].pictures_max)
     expected = greedy_pictures(folder, model, processor, asked)
     compare(section, name, expected, lambda: serve_pictures(folder, asked, device=str(section.device)))
+
+
+def sounds(section: Section) -> None:
+    """Compare the answers of Qwen2-Audio to prompts with audio clips."""
+    from tests.support.architectures import REQUESTS
+    from tests.support.pictures import serve_pictures
+    from tests.support.sounds import greedy_sounds, save_sound_family, sound_conversations
+
+    folder = section.part.with_suffix("") / "sound"
+    folder.mkdir(parents=True, exist_ok=True)
+    model, processor = save_sound_family(folder)
+    asked = sound_conversations(REQUESTS)
+    expected = greedy_sounds(folder, model, processor, asked)
+    compare(section, "Qwen2-Audio", expected, lambda: serve_pictures(folder, asked, device=str(section.device)))
+
+
+def videos(section: Section) -> None:
+    """Compare the answers of Qwen2.5-VL, whose positions along time count seconds, to prompts with videos."""
+    from tests.support.architectures import REQUESTS
+    from tests.support.pictures import serve_pictures
+    from tests.support.videos import greedy_videos, save_video_family, video_conversations
+
+    folder = section.part.with_suffix("") / "video"
+    folder.mkdir(parents=True, exist_ok=True)
+    model, processor = save_video_family(folder, "Qwen2.5-VL")
+    asked = video_conversations(REQUESTS)
+    expected = greedy_videos(folder, model, processor, asked)
+    served = {"pages": 1200, "device": str(section.device)}
+    compare(section, "videos of Qwen2.5-VL", expected, lambda: serve_pictures(folder, asked, **served))
 
 
 def compare(section: Section, name: str, expected: list[list[int]], served: Callable[[], Any]) -> None:

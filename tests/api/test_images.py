@@ -23,7 +23,7 @@ from PIL import Image
 from lockstep.host.media.content import array_of, content_of
 from lockstep.host.media.images import decode_image
 from lockstep.host.media.processor import MediaError
-from lockstep.host.media.source import MediaLimits, read_image
+from lockstep.host.media.source import MediaLimits, read_media
 
 LIMITS = MediaLimits(image_bytes=100_000, image_pixels=10_000, fetch_s=2.0)
 
@@ -96,7 +96,7 @@ def test_images_become_rgb_upright_on_white() -> None:
 
 def test_data_urls() -> None:
     body = base64.b64encode(png()).decode()
-    assert read_image(f"data:image/png;base64,{body}", LIMITS) == png()
+    assert read_media("image", f"data:image/png;base64,{body}", LIMITS) == png()
     for url, why in (
         ("data:text/html;base64,AA==", "must begin with data:image/"),
         ("data:image/png,plain", "must begin with data:image/"),
@@ -106,7 +106,7 @@ def test_data_urls() -> None:
         ("", "must begin with data:image/"),
     ):
         with pytest.raises(MediaError, match=why):
-            read_image(url, LIMITS)
+            read_media("image", url, LIMITS)
 
 
 def test_files_only_below_the_allowed_folder(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_files_only_below_the_allowed_folder(tmp_path: Path) -> None:
     (allowed / "link.png").symlink_to(tmp_path / "secret.png")
     (allowed / "large.png").write_bytes(bytes(100_001))
     limits = msgspec.structs.replace(LIMITS, folder=str(allowed))
-    assert read_image(f"file://{allowed}/a%20b.png", limits) == png()
+    assert read_media("image", f"file://{allowed}/a%20b.png", limits) == png()
     for url, why in (
         (f"file://{tmp_path}/secret.png", "no such file"),
         (f"file://{allowed}/../secret.png", "no such file"),
@@ -128,9 +128,9 @@ def test_files_only_below_the_allowed_folder(tmp_path: Path) -> None:
         (f"file://{allowed}/large.png", "more than 100,000 bytes"),
     ):
         with pytest.raises(MediaError, match=why):
-            read_image(url, limits)
+            read_media("image", url, limits)
     with pytest.raises(MediaError, match="reads no files"):
-        read_image(f"file://{allowed}/a%20b.png", LIMITS)
+        read_media("image", f"file://{allowed}/a%20b.png", LIMITS)
 
 
 @pytest.fixture
@@ -172,8 +172,8 @@ def host() -> Iterator[str]:
 
 def test_a_fetch_is_bounded(host: str) -> None:
     open_ones = msgspec.structs.replace(LIMITS, hosts=("127.0.0.1",), private=True, fetch_s=1.0)
-    assert read_image(f"{host}/image", open_ones) == png()
-    assert read_image(f"{host}/to//image", open_ones) == png()
+    assert read_media("image", f"{host}/image", open_ones) == png()
+    assert read_media("image", f"{host}/to//image", open_ones) == png()
     for url, why in (
         (f"{host}/none", "answered 404"),
         (f"{host}/large", "more than 100,000 bytes"),
@@ -184,15 +184,15 @@ def test_a_fetch_is_bounded(host: str) -> None:
         ("http://127.0.0.1:1/", "cannot be fetched"),
     ):
         with pytest.raises(MediaError, match=why):
-            read_image(url, open_ones)
+            read_media("image", url, open_ones)
 
 
 def test_private_addresses_and_other_hosts_are_refused(host: str) -> None:
     with pytest.raises(MediaError, match="fetches no images"):
-        read_image(f"{host}/image", LIMITS)
+        read_media("image", f"{host}/image", LIMITS)
     listed = msgspec.structs.replace(LIMITS, hosts=("images.example",))
     with pytest.raises(MediaError, match="not fetched from this host; the operator"):
-        read_image(f"{host}/image", listed)
+        read_media("image", f"{host}/image", listed)
     everywhere = msgspec.structs.replace(LIMITS, hosts=("*",))
     for url in (
         f"{host}/image",
@@ -202,7 +202,7 @@ def test_private_addresses_and_other_hosts_are_refused(host: str) -> None:
         "http://[::ffff:127.0.0.1]/",
     ):
         with pytest.raises(MediaError, match="not public"):
-            read_image(url, everywhere)
+            read_media("image", url, everywhere)
 
 
 def test_contents_are_equal_exactly_if_their_digests_are() -> None:

@@ -27,6 +27,7 @@ from lockstep.core.scheduler.engine import Engine
 NO_OPTIONS = {
     SchedConfig: {
         "tiers",
+        "diffusion",
         "hybrid",
         "experts",
         "multiplexing",

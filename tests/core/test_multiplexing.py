@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.core import Engine, SchedConfig
 from lockstep.core.contract.commands import BatchPlan, LaunchBatch
-from lockstep.core.contract.config import CacheTiers, HybridMemory
+from lockstep.core.contract.config import BlockDiffusion, CacheTiers, HybridMemory
 from lockstep.core.contract.errors import ConfigError, ContractError
 from lockstep.core.contract.events import BatchFinished, LaneReady, RequestArrived, TokenRuns
 from lockstep.core.contract.multiplexing import Division, Multiplexing, even_divisions
@@ -89,6 +89,7 @@ def test_shares_that_the_device_does_not_have_are_refused(changes: dict[str, Any
         ("same_step_sharing", {"same_step_sharing": True}),
         ("speculative_method", {"speculative_method": "ngram"}),
         ("jump_forward_tokens", {"jump_forward_tokens": 4}),
+        ("diffusion", {"diffusion": BlockDiffusion(4), "overlap_depth": 0}),
         ("hybrid", {"hybrid": HybridMemory(state_slots=8, checkpoint_tokens=64)}),
         (
             "enable_priority_preemption",

@@ -138,6 +138,24 @@ def test_prefix_affinity_makes_a_second_home_at_the_bound_and_then_uses_both() -
     assert (fourth.engine, fourth.reason, fourth.matched_tokens) == (1, "prefix", 512)
 
 
+def test_prefix_affinity_reads_the_load_of_each_engine_a_few_times_for_a_request() -> None:
+    reads = 0
+
+    class CountedLoads(list[int]):
+        def __getitem__(self, engine: int) -> int:  # type: ignore[override]
+            nonlocal reads
+            reads += 1
+            return super().__getitem__(engine)
+
+    for engines in (8, 64):
+        told = Told("prefix_affinity", engines)
+        told.engines(4 * engines, prompt="ab")
+        told.router.open_requests = CountedLoads(told.router.open_requests)
+        reads = 0
+        told.offer("ab")
+        assert engines <= reads <= 4 * engines
+
+
 def test_prefix_affinity_drops_blocks_that_the_engine_must_have_evicted_ends_first() -> None:
     told = Told("prefix_affinity", (EngineShare(cache_tokens=4 * 256), EngineShare(cache_tokens=4 * 256)))
     assert told.offer("abcd").engine == 0

@@ -118,6 +118,7 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
         "large batches in two halves, prompts cut",
         _simulated(two_batch_overlap=True, two_batch_decode_tokens=3, two_batch_prefill_tokens=16),
     ),
+    "diffusion": ("a model that answers in blocks: retracted in one", _told("diffusion/retracted_in_a_block")),
     "multiplexing": (
         "prompts by layers beside decodes: chunks, cancels between two parts",
         _told("multiplexing/leaves_in_the_middle"),

@@ -44,8 +44,11 @@ from tests.support.architectures import (
 )
 from tests.support.model_passes import Passes
 from tests.support.pictures import FAMILIES, conversations, greedy_pictures, save_family, serve_pictures
+from tests.support.sounds import SOUND_FAMILIES, greedy_sounds, save_sound_family, sound_conversations
+from tests.support.videos import VIDEO_FAMILIES, greedy_videos, save_video_family, video_conversations
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
+VIDEO_NAMES = {f"{name}, videos": name for name in VIDEO_FAMILIES}
 YES, NO = "equal", "**different**"
 HEAD = f"""# Models
 
@@ -94,7 +97,7 @@ shapes, and its greedy tokens are compared with those of `transformers.generate`
 of pictures, too; prefixes with pictures are found in the cache, requests are retracted. "little room": the encoder's
 cache holds no more than the largest request needs, and the encoder is given 16 tokens at once. LLaVA-OneVision takes
 one picture at most: of several the library makes other features than of one. How it works:
-[runtime.md](runtime.md), "Pictures".
+[runtime.md](runtime.md), "Pictures, sound and video".
 
 | model | class | positions | overlap 0 | overlap 1 | little room | drafts |
 |---|---|---|---|---|---|---|
@@ -103,7 +106,35 @@ NO_PICTURES = """
 Other models of the library with `get_image_features` are tried, and were not compared. Refused by name: pictures whose
 tokens attend to later ones (Gemma 3, PaliGemma), pictures of an engine with several ranks (Qwen3.5 is served as its
 text then), with a draft model, or with prefill and decode engines. Without torchvision the processors of transformers
-take pictures only, by Pillow; those of Pixtral and Mistral 3 need torchvision. Video and sound are refused.
+take pictures by Pillow; those of Pixtral and Mistral 3 need torchvision.
+"""
+SOUND_HEAD = f"""
+## Models with sound
+
+In the same way, {REQUESTS} conversations with 0 to 2 audio clips of five lengths, rates and formats, which transformers
+loads by itself (`load_audio`).
+
+| model | class | overlap 0 | overlap 1 | little room | drafts |
+|---|---|---|---|---|---|
+"""
+OTHER_SOUNDS = """
+Other models of the library with sound are tried, and were not compared. Refused by name: sound along three axes of
+positions (Qwen2.5-Omni, Qwen3-Omni), sound with an adapter for prompts that have any (Granite Speech), and what is
+refused for pictures.
+"""
+VIDEO_HEAD = f"""
+## Models with videos
+
+{REQUESTS} conversations with 0 to 2 films and pictures, of five sizes, lengths and rates. Frames are those that
+transformers reads by PyAV, and patches are Lockstep's in both (`host/media/frames.py`); `tests/runtime/test_videos.py`
+compares these with transformers'.
+
+| model | class | positions | overlap 0 | overlap 1 | little room | drafts |
+|---|---|---|---|---|---|---|
+"""
+NO_VIDEOS = """
+Videos of other models are refused by name, if their encoder takes no `video_grid_thw`, and without torchvision if their
+processor is none of those of Qwen-VL.
 """
 REFUSED_HEAD = """
 ## What is refused
@@ -132,10 +163,10 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     there = PAGE.read_text(encoding="utf-8").splitlines() if given.again else []
     rows: dict[str, str] = {}
-    for name in (*ARCHITECTURES, *HYBRIDS, *FAMILIES):
+    for name in (*ARCHITECTURES, *HYBRIDS, *FAMILIES, *SOUND_FAMILIES, *VIDEO_NAMES):
         if only is None or name == only:
             began, kept = time.perf_counter(), next((one for one in there if one.startswith(f"| {name} | `")), None)
-            made = row if name in ARCHITECTURES else row_with_states if name in HYBRIDS else row_with_pictures
+            made = row if name in ARCHITECTURES else row_with_states if name in HYBRIDS else row_with_media
             again = name in given.again or kept is None
             rows[name] = made(name, processes=given.processes) if again else str(kept)
             if again:
@@ -143,10 +174,12 @@ def main(arguments: list[str]) -> int:
     refused = [f"| {name} | {refusal(name)} |" for name in REFUSED if only is None or name == only]
     print("\n".join(refused))
     if only is None:
-        plain, states, pictures = (
-            "".join(f"{rows[name]}\n" for name in names) for names in (ARCHITECTURES, HYBRIDS, FAMILIES)
+        plain, states, pictures, sounds, videos = (
+            "".join(f"{rows[name]}\n" for name in names)
+            for names in (ARCHITECTURES, HYBRIDS, FAMILIES, SOUND_FAMILIES, VIDEO_NAMES)
         )
         text = HEAD + plain + STATES_HEAD + states + BEHIND + PICTURES_HEAD + pictures + NO_PICTURES
+        text += SOUND_HEAD + sounds + OTHER_SOUNDS + VIDEO_HEAD + videos + NO_VIDEOS
         text += REFUSED_HEAD + "\n".join(refused) + "\n" + LIMITS
         PAGE.write_text(text, encoding="utf-8")
     return int(any(NO in one for one in rows.values()))
@@ -203,25 +236,37 @@ def row_with_states(name: str, *, processes: bool) -> str:
     return "| " + " | ".join([name, f"`{type(model).__name__}`", layers, *cells]) + " |"
 
 
-def row_with_pictures(name: str, *, processes: bool) -> str:
-    """Return the row of one family with pictures."""
-    family = FAMILIES[name]
+def row_with_media(name: str, *, processes: bool) -> str:
+    """Return the row of one family with pictures, sound or videos."""
+    filmed = VIDEO_NAMES.get(name)
+    family = FAMILIES.get(filmed or name)
+    settings: dict[str, Any] = {} if family is None else {"pages": 1200, **family.settings}
     with tempfile.TemporaryDirectory() as folder:
-        model, processor = save_family(Path(folder), name)
-        asked = conversations(REQUESTS, family.pictures_max)
-        answers = greedy_pictures(Path(folder), model, processor, asked)
+        if family is None:
+            model, processor = save_sound_family(Path(folder), name)
+            asked = sound_conversations(REQUESTS)
+            answers = greedy_sounds(Path(folder), model, processor, asked)
+        elif filmed is not None:
+            model, processor = save_video_family(Path(folder), filmed)
+            asked = video_conversations(REQUESTS)
+            answers = greedy_videos(Path(folder), model, processor, asked)
+        else:
+            model, processor = save_family(Path(folder), name)
+            asked = conversations(REQUESTS, family.pictures_max)
+            answers = greedy_pictures(Path(folder), model, processor, asked)
 
         def equal(**options: Any) -> str:
-            served = serve_pictures(Path(folder), asked, **family.settings, **options)
+            served = serve_pictures(Path(folder), asked, **settings, **options)
             assert served.cached_tokens
             assert served.retractions
             return YES if served.answers == answers else NO
 
         axes = "time, height, width" if hasattr(model.model, "get_rope_index") else ""
-        cells = [equal(overlap_depth=0), equal(overlap_depth=1)]
+        cells = [] if family is None else [axes]
+        cells += [equal(overlap_depth=0), equal(overlap_depth=1)]
         cells.append(equal(encoder_cache_tokens=room(Path(folder), asked), encoder_budget_tokens=16))
         cells.append(equal(overlap_depth=1, speculative_method="ngram", num_speculative_tokens=2))
-    return "| " + " | ".join([name, f"`{type(model).__name__}`", axes, *cells]) + " |"
+    return "| " + " | ".join([name, f"`{type(model).__name__}`", *cells]) + " |"
 
 
 def room(folder: Path, asked: Any) -> int:

@@ -110,7 +110,7 @@ def test_similar_lengths_form_a_group_and_others_do_not() -> None:
     made = passed(spans)
     backend = CpuAttention(made.pool)
     backend.plan(made.batch)
-    groups = backend._plans[False, None].groups
+    groups = backend._plans[False, None, None].groups
     assert [len(group.tokens) for group in groups] == [3, 1, 3]  # the last three: little padding
     assert [group.positions for group in groups] == [3000, 1500, 40]
 
@@ -120,7 +120,7 @@ def test_a_group_has_room_for_its_keys() -> None:
     made = passed([(length - 1, length)] * 7)
     backend = CpuAttention(made.pool)
     backend.plan(made.batch)
-    assert [len(group.tokens) for group in backend._plans[False, None].groups] == [3, 3, 1]
+    assert [len(group.tokens) for group in backend._plans[False, None, None].groups] == [3, 3, 1]
     torch.testing.assert_close(
         backend.run(0, made.query, made.key, made.value, made.batch).double(),
         defined(made, LayerRules(0.25)), atol=3e-6, rtol=3e-6,

@@ -16,7 +16,7 @@ from lockstep.core.contract.commands import EncodeMedia  # noqa: E402
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.core.contract.events import MediaEncoded  # noqa: E402
 from lockstep.core.journal.replay import fold  # noqa: E402
-from lockstep.host.media.conversation import with_images  # noqa: E402
+from lockstep.host.media.conversation import with_media  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.models import read_settings  # noqa: E402
 from tests.support.architectures import REQUESTS  # noqa: E402
@@ -168,7 +168,7 @@ def test_two_ranks_serve_the_text_or_refuse_by_name(saved: Any) -> None:
     with pytest.raises(ConfigError, match="pictures need one rank"):
         read_settings(folder, 2, "transformers")
     scene, _, _ = saved("Qwen3.5 with pictures")
-    assert read_settings(scene).media == ("image",)
+    assert read_settings(scene).media == ("image", "video")
     alone = read_settings(scene, 2)
     assert alone.media == ()
     assert "one rank" in alone.media_refused
@@ -183,7 +183,7 @@ def test_vectors_of_conversations_are_those_of_transformers(name: str, tmp_path:
         prompts = [llm.chat_prompt(one, generation_prompt=False) for one in conversations_]
         llm.generate([prompts[0]], Params(max_new_tokens=2))
         found = llm.embed(prompts)
-        texts = [llm.text.chat(with_images(one)[0], add_generation_prompt=False) for one in conversations_]
+        texts = [llm.text.chat(with_media(one)[0], add_generation_prompt=False) for one in conversations_]
     for text, numbers, one in zip(texts, ([3], [5], []), found, strict=True):
         images = [picture(number) for number in numbers] or None
         inputs = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)

@@ -646,6 +646,16 @@ def test_what_is_simulated_only_is_reported_and_not_in_the_line(
     assert ("--pp 2 " in served.line) == ("--set pp_size=2" in served.line) == ("pp" in scenario)
 
 
+def test_a_server_has_the_blocks_of_its_model_by_itself(simplest: Candidate) -> None:
+    assert simplest.trial is not None
+    base = replace(simplest.trial.base, diffusion_block=32, profile="lockstep")
+    served, emulated = serve_command.serve_commands(replace(simplest, trial=replace(simplest.trial, base=base)))
+    assert "batching" not in served.line  # the profile's is refused beside blocks
+    assert "reserve=on_demand" in served.line
+    assert "diffusion_block 32" not in served.lacks
+    assert "diffusion_block 32" in emulated.lacks
+
+
 def test_experts_of_the_winner_are_placed_by_the_server_too(simplest: Candidate) -> None:
     """Assumptions about their load are not; and with data-parallel attention the server places none."""
     assert simplest.trial is not None

@@ -98,6 +98,8 @@ MORE = {
     "acceptance_spread": "0.25",
     "draft_model": "qwen3-0.6b",
     "grammar_forces": "0.25x3",
+    "diffusion_block": "32",
+    "diffusion_iterations": "4..12",
     "media": "image=0.3x1..4:1024x768/200",
     "mm_encoder_tp_mode": "data",
     "encoder_gpus": "1",

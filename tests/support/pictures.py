@@ -16,7 +16,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from lockstep.core.contract.events import RequestRetracted
-from lockstep.host.media.conversation import with_images
+from lockstep.host.media.conversation import with_media
 from lockstep.host.media.processor import read_processor
 from lockstep.host.text import Text
 from lockstep.runtime import LLM, Params
@@ -25,7 +25,8 @@ from tests.support.architectures import DELTA, EXPERTS, SMALL, STIRRED
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
     "<|video_pad|>", "<image>", "<video>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
-    "<IMG_CONTEXT>", "<img>", "</img>", "[IMG]", "[IMG_BREAK]", "[IMG_END]",
+    "<IMG_CONTEXT>", "<img>", "</img>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<|AUDIO|>", "<|audio_bos|>",
+    "<|audio_eos|>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
 )  # fmt: skip
 TEXT: dict[str, Any] = {**SMALL, "vocab_size": 256 + len(SPECIAL), "max_position_embeddings": 1024}
@@ -279,7 +280,7 @@ def greedy_pictures(folder: Path, model: Any, processor: Any, asked: Sequence[An
     answers = []
     model.generation_config.eos_token_id = None
     for messages, numbers, count in asked:
-        text = Text(folder).chat(with_images(messages)[0])
+        text = Text(folder).chat(with_media(messages)[0])
         images = [picture(one) for one in numbers]
         inputs = processor(text=[text], images=images or None, return_tensors="pt", add_special_tokens=False)
         if hasattr(model.model, "rope_deltas"):

@@ -15,7 +15,8 @@ Commands that are facts (each is one observed event, and `lockstep.core.invarian
     config page_size=2 pages=6    settings, first of all; times as 5ms, `none`, `yes`, `no`, token lists as 7,8;
                                   tiers.host_pages=4 and other fields of CacheTiers, hybrid.state_slots=4 and
                                   other fields of HybridMemory, experts.slots=4 and other fields of ExpertPlacing,
-                                  multiplexing.divisions=70:30:0,50:50:4 and other fields of Multiplexing
+                                  multiplexing.divisions=70:30:0,50:50:4 and other fields of Multiplexing,
+                                  diffusion.block_tokens=4
     add a prompt=1..4,50..52 max_new=4 min_new=1 stop=7,8 eos=no stream=no deadline=5ms finish_by=9ms namespace=x
                                   `prompt=a,9` is everything of a so far (prompt and output), then 9; grammar=g names
                                   a grammar by its digest, stop_texts=x,y; other fields of RequestArrived by name
@@ -90,6 +91,7 @@ from lockstep.core.contract.commands import (
     SwapWeights,
 )
 from lockstep.core.contract.config import (
+    BlockDiffusion,
     CacheTiers,
     Division,
     ExpertPlacing,
@@ -825,6 +827,11 @@ def config_of(words: list[str]) -> SchedConfig:
     """SchedConfig from `name=value` words; those of its parts are `tiers.name=value`, ..."""
     values: dict[str, Any] = {}
     of_hybrid = {name.removeprefix("hybrid."): int(text) for name, text in _pairs(words) if name.startswith("hybrid.")}
+    of_diffusion = {
+        name.removeprefix("diffusion."): int(text) for name, text in _pairs(words) if name.startswith("diffusion.")
+    }
+    if of_diffusion:
+        values["diffusion"] = BlockDiffusion(**of_diffusion)
     of_experts = {
         name.removeprefix("experts."): _value(text) for name, text in _pairs(words) if name.startswith("experts.")
     }
@@ -843,7 +850,7 @@ def config_of(words: list[str]) -> SchedConfig:
         )
     for word in words:
         name, _, value = word.partition("=")
-        if name.startswith(("tiers.", "hybrid.", "experts.", "multiplexing.")):
+        if name.startswith(("tiers.", "hybrid.", "experts.", "diffusion.", "multiplexing.")):
             continue
         if name not in SchedConfig.__struct_fields__:
             raise ScenarioError(f"SchedConfig has no `{name}`")

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -75,9 +74,11 @@ from lockstep.core.contract.events import (
     WeightsSwapped,
 )
 from lockstep.core.requests.table import Int32s, prompt_bytes
-from tests.support.tagged_drafts import right_path
+from tests.support.tagged_blocks import TaggedBlocks
 from tests.support.tagged_hybrid import TaggedHybrid
 from tests.support.tagged_layers import TaggedLayers, of_stream, oldest
+from tests.support.tagged_rows import BASE, Kept, Launched, Row, Story
+from tests.support.tagged_trees import right_path
 
 Sample = Callable[[RequestId, int], int]
 Accept = Callable[[RequestId, int, int], int]
@@ -85,7 +86,6 @@ Force = Callable[[RequestId, int], bool]
 
 NOTHING = -1  # a cell, or a table entry, that was never written
 GARBAGE = -2  # a cell written by a row whose inputs failed; it may not be read
-BASE = ("", 0)  # the adapter of requests without one
 
 
 class KvError(AssertionError):
@@ -108,86 +108,6 @@ def pure_forced(request_id: RequestId, position: int) -> bool:
 
 
 COMPLETED = ("length", "stop", "text_stop", "grammar", "computed")
-
-
-@dataclass
-class Row:
-    """What the device keeps for one row of the request table."""
-
-    request_id: RequestId
-    epoch: int
-    slot: int = -1  # of its adapter
-    table: list[int] = field(default_factory=list)
-    reach: int = 0  # positions that plans have claimed so far, at most
-    least: int = 0  # positions that they have claimed at least
-    stands: int = 0  # the first position that is not computed, according to the device
-    live: bool = True  # its request has not left yet
-    prefix_ids: list[int] = field(default_factory=list)  # the required content of its cells
-    newest: tuple[int, int] | None = None  # position and token of the newest sample
-    failed: bool = False  # a batch that named it failed; what it computes from then on is garbage
-    matcher: list[int] | None = None  # the tokens it has taken in, for a row with a grammar
-    hidden_states: bool = False
-    weights: int = 0  # when the row was taken; its media were encoded with these or newer ones
-
-
-@dataclass
-class Story:
-    """The tokens of a request, from the events and from the executor's own samples."""
-
-    namespace: object  # the key that separates its KV from that of equal tokens
-    tokens: list[Any]  # ids; in a span (digest, number of the embedding) instead
-    prompt_tokens: int
-    session: str = ""
-    adapter: tuple[str, int] = BASE
-    grammar_ends: int | None = None  # output tokens after which its grammar admits nothing more
-    about: list[object] = field(default_factory=list)  # other inputs of its KV, by position of the prompt
-    encoder_digests: set[bytes] = field(default_factory=set)
-    pooled: bool = False
-    ends_with_prompt: bool = False
-    logprobs_wanted: range = range(0)  # positions
-    hidden_wanted: bool = False
-    hidden_from: int = 0  # the positions before it are those kept by its session
-    logprobs: list[int] = field(default_factory=list)  # positions whose prompt logprobs were delivered
-    hidden: list[int] = field(default_factory=list)
-
-
-@dataclass
-class Kept:
-    """The part of a session that is kept: the beginning of a Story."""
-
-    tokens: list[Any] = field(default_factory=list)
-    about: list[object] = field(default_factory=list)
-    encoder_digests: set[bytes] = field(default_factory=set)
-
-    def first(self, tokens: int | None) -> Kept:
-        """Its first tokens; None for all."""
-        kept, about = self.tokens[:tokens], self.about[:tokens]
-        if len(kept) < len(self.tokens) and isinstance(self.tokens[len(kept)], tuple):
-            positions = self.tokens[len(kept)][1]  # of the span that is cut, 0 if it is left out
-            for i in range(len(kept) - positions, len(kept)):
-                about[i] = (*about[i][:-1], positions)
-        digests = {token[0] for token in kept if isinstance(token, tuple)}
-        return Kept(kept, about, self.encoder_digests & digests)
-
-
-@dataclass(eq=False)
-class Launched:
-    """A plan on the stream, with a copy of its arrays from the moment of its launch."""
-
-    plan: BatchPlan
-    copy: bytes
-    pages: dict[int, set[int]]  # by row: every page its positions use
-    tables: dict[int, list[int]]  # by row: its page table as this plan must see it
-    may_sample: bool = True  # it was not deferred, or its SampleBatch has come
-    computed: bool = False  # its forward ran
-    fed_back: dict[int, list[int]] = field(default_factory=dict)  # by position in the plan: tokens before the last
-    executed: bool = False  # and it was sampled
-    tokens: Int32s | None = None
-    starts: dict[int, int] = field(default_factory=dict)  # by position in the plan: where a verifying row began
-    accepted: dict[int, int] = field(default_factory=dict)  # and how many tokens it got
-    drafts: dict[int, int] = field(default_factory=dict)  # and how many drafts it verifies; of a tree, its longest path
-    right: dict[int, list[int]] = field(default_factory=dict)  # and the numbers of its right drafts, of a tree
-    most: dict[int, int] = field(default_factory=dict)  # by row: its last possible position, given the results so far
 
 
 class TaggedKv:
@@ -224,6 +144,7 @@ class TaggedKv:
         if config.hybrid is not msgspec.UNSET:
             self.hybrid = TaggedHybrid(config.hybrid, config.page_size)
         self.layers = TaggedLayers(config)
+        self.blocks = TaggedBlocks(self, GARBAGE) if config.block_tokens else None
         self._clear()
         self.stream: deque[Launched] = deque()  # launched and not delivered, oldest first
         self.launched: list[Launched] = []  # all of them, for the comparison at the end
@@ -518,6 +439,11 @@ class TaggedKv:
             if plan.speculation is not None and i >= plan.extend_rows:
                 self._verify(launched, i, row, int(plan.speculation.draft_lengths[i - plan.extend_rows]))
                 continue
+            if self.blocks is not None and plan.blocks is not None:
+                row.failed = row.failed or self._check_reads(plan, row, table, start)
+                self._write(table, start, self.blocks.compute(launched, i, row, at))
+                at += int(plan.blocks.given[i])
+                continue
             row.stands = stop
             if plan.layers is not None and not row.failed:
                 self._check_layers(plan, row, table, start, stop)
@@ -526,7 +452,7 @@ class TaggedKv:
                 at += stop - start
             elif not row.failed:
                 newest = self._newest(plan, row, start)
-                fed_back = [self._sample_at(plan, row, position) for position in range(start + 1, stop)]
+                fed_back = [self.sample_at(plan, row, position) for position in range(start + 1, stop)]
                 launched.fed_back[i] = fed_back
                 new = [newest, *fed_back]
             else:
@@ -542,6 +468,8 @@ class TaggedKv:
                     expected = self._prefix_ids(row, story, start)
                     row.failed = self.hybrid.read(plan, row_index, start, expected, row.live)
             ids = [GARBAGE] * (stop - start) if row.failed else self._prefix_ids(row, story, stop)[start:stop]
+            if self.blocks is not None and not row.failed:
+                ids = self.blocks.extended(self._prefix_ids(row, story, stop), start, stop)
             self._write(table, start, ids if row.failed else self.layers.written(plan, ids))
             if self.hybrid is not None:
                 self.hybrid.write(plan, i, row_index, start, ids)
@@ -565,8 +493,7 @@ class TaggedKv:
         launched.starts[i], launched.accepted[i] = start, right + 1
         row.stands = start + right + 1
         tokens = [
-            self._sample_at(plan, row, position, forced=bool(forced))
-            for position in range(start + 1, start + right + 1)
+            self.sample_at(plan, row, position, forced=bool(forced)) for position in range(start + 1, start + right + 1)
         ]
         if forced and (forced != tokens or row.matcher is None):
             raise KvError(f"b{plan.batch_id}: {forced} is forced of r{row.request_id} behind {start}, it says {tokens}")
@@ -591,7 +518,7 @@ class TaggedKv:
     def _sample_all(self, launched: Launched) -> Int32s:
         plan, fed_back = launched.plan, launched.fed_back
         tokens = [
-            token for i in plan.sample_rows.tolist() for token in (*fed_back.get(i, ()), self._sample(launched, i))
+            token for i in plan.sample_rows.tolist() for token in (*fed_back.get(i, ()), *self._sample(launched, i))
         ]
         launched.executed, launched.tokens = True, np.array(tokens, np.int32)
         self.forwards += 1
@@ -613,7 +540,7 @@ class TaggedKv:
             return BatchFinished(time_us, batch_id, generation=self.generation, error=error)
         tokens = launched.tokens if launched.executed and launched.tokens is not None else self.execute(launched)
         event = BatchFinished(time_us, batch_id, tokens.tobytes(), time_us, time_us, self.generation)
-        if launched.plan.speculation is not None:
+        if launched.plan.speculation is not None or launched.plan.blocks is not None:
             accepted = [launched.accepted.get(i, 1) for i in launched.plan.sample_rows.tolist()]
             for i in launched.plan.sample_rows.tolist():
                 accepted += launched.right.get(i, [])
@@ -668,7 +595,7 @@ class TaggedKv:
         """The engine has taken in the result of the oldest batch: its deferred frees are done."""
         delivered, page_size = self._due(batch_id), self.config.page_size
         self.stream.remove(delivered)
-        for i, accepted in delivered.accepted.items():
+        for i, accepted in delivered.accepted.items() if delivered.plan.blocks is None else ():
             index = int(delivered.plan.rows[i])
             assert delivered.plan.speculation is not None
             right = accepted - 1 - len(delivered.plan.speculation.forced_of(i - delivered.plan.extend_rows))
@@ -709,6 +636,7 @@ class TaggedKv:
         if plan.extend_rows != extending:
             raise KvError(f"b{plan.batch_id} is {plan.mode} with {plan.extend_rows} of {len(rows)} rows extending")
         new_tokens = sum(stops[: plan.extend_rows]) - sum(starts[: plan.extend_rows])
+        new_tokens += int(plan.blocks.given.sum()) if plan.blocks is not None else 0
         if new_tokens != len(plan.token_ids):
             raise KvError(f"b{plan.batch_id} has {len(plan.token_ids)} token ids for {new_tokens} new tokens")
 
@@ -851,6 +779,10 @@ class TaggedKv:
             raise KvError(f"b{plan.batch_id} has the empty span r{request_id}[{start}:{stop}]")
         if plan.speculation is not None and i >= plan.extend_rows:
             return self._check_verifying(plan, i, row, start, stop)
+        if self.blocks is not None and plan.blocks is not None:
+            if wrong := self.blocks.wrong_span(plan, i, row, start, stop):
+                raise KvError(f"b{plan.batch_id}: r{request_id}[{start}:{stop}] {wrong}")
+            return self._pages_to(plan, row, stop)
         if i >= plan.extend_rows and stop - start > plan.steps:
             raise KvError(f"b{plan.batch_id} decodes r{request_id}[{start}:{stop}] in {plan.steps} steps")
         if wrong := self.layers.follow(plan, row_index, (start, stop), self.weights):
@@ -956,12 +888,19 @@ class TaggedKv:
             )
         return row.newest[1]
 
-    def _sample(self, launched: Launched, i: int) -> int:
+    def _sample(self, launched: Launched, i: int) -> list[int]:
         plan = launched.plan
+        if plan.blocks is not None:
+            return []  # its tokens were drawn in the pass
         at = launched.starts[i] + launched.accepted[i] if i in launched.starts else int(plan.stops[i])
-        return self._sample_at(plan, self.rows[int(plan.rows[i])], at)
+        return [self.sample_at(plan, self.rows[int(plan.rows[i])], at)]
 
-    def _sample_at(self, plan: BatchPlan, row: Row, position: int, *, forced: bool = False) -> int:
+    def number_of(self, content: tuple[object, ...]) -> int:
+        """Return the prefix id of what a cell holds."""
+        return self._interned.setdefault(content, len(self._interned))
+
+    def sample_at(self, plan: BatchPlan, row: Row, position: int, *, forced: bool = False) -> int:
+        """Draw the token of a row at a position."""
         story = self.stories[row.request_id]
         token = self.sample(row.request_id, position)
         if row.failed:
@@ -982,11 +921,13 @@ class TaggedKv:
         return token
 
     def _prefix_ids(self, row: Row, story: Story, stop: int) -> list[int]:
+        if self.blocks is not None:
+            return self.blocks.prefix_ids(row, story, stop)
         ids = row.prefix_ids
         for position in range(len(ids), min(stop, len(story.tokens))):
             before: object = ids[-1] if ids else (story.namespace, story.adapter, self.weights)
             about = story.about[position] if position < len(story.about) else None
-            ids.append(self._interned.setdefault((before, story.tokens[position], about), len(self._interned)))
+            ids.append(self.number_of((before, story.tokens[position], about)))
         return ids
 
 

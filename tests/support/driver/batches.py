@@ -184,7 +184,7 @@ class LimitPiece(Piece):
             self.owed = {request.request_id for request in self.engine.running_batch.requests}
         if plan is None:
             return
-        if plan.mode in ("decode", "verify"):
+        if plan.mode in ("decode", "verify", "diffusion_extend"):
             self.owed = set()
         if config.decode_look_ahead == config.decode_steps_per_launch == 1:
             self._check_last_victim(step)
@@ -210,14 +210,14 @@ class LimitPiece(Piece):
         self.mark("halves through a prompt" if cut else "halves")
 
     def _check_streams(self, plan: BatchPlan) -> None:
-        """S39: both shares of the device fit into it, and a plan has all of it only if the other stream is idle."""
+        """S40: both shares of the device fit into it, and a plan has all of it only if the other stream is idle."""
         settings, engine = self.engine.config.multiplexing, self.engine
         assert settings is not msgspec.UNSET
         prompts = bool(engine.multiplexer.parts) or any(one.plan.layers for one in engine.in_flight)
         decodes = engine.running_batch.size if plan.layers is not None else len(plan.rows)
         beside = decodes if plan.layers is not None else prompts
         one = settings.division_for(decodes)
-        assert (plan.sms is not None) == bool(beside and one), f"S39: {plan.sms} SMs beside {decodes} decodes"
+        assert (plan.sms is not None) == bool(beside and one), f"S40: {plan.sms} SMs beside {decodes} decodes"
         if plan.sms is not None and one is not None:
             assert plan.sms == (one.decode_sms if plan.layers is None else one.prefill_sms)
         if plan.layers is not None:
@@ -226,7 +226,7 @@ class LimitPiece(Piece):
             if decodes:
                 self.mark("layers of a prompt beside decodes")
             if (tokens := int((plan.stops - plan.starts).sum())) * (plan.layers[1] - plan.layers[0]) > tokens:
-                assert tokens * (plan.layers[1] - plan.layers[0]) <= settings.token_budget, f"S39: {plan.layers}"
+                assert tokens * (plan.layers[1] - plan.layers[0]) <= settings.token_budget, f"S40: {plan.layers}"
 
     def _check_budgets(self, plan: BatchPlan) -> None:
         """S24: new tokens of the extend within the budgets, in units of chunks, decodes counted; and its requests."""
@@ -252,6 +252,7 @@ class LimitPiece(Piece):
         for victim in victims[-1:]:
             prompt_tokens = self.subject.records[victim.request_id].prompt_tokens
             tokens = prompt_tokens + victim.output_tokens + victim.tokens_discarded
+            tokens += self.engine.config.block_tokens
             left, most = self.engine.memory.available_pages, -(-tokens // self.engine.config.page_size)
             assert left <= most, f"S27: {left} pages are left over, r{victim.request_id} gave back {most} at most"
 

@@ -37,6 +37,7 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.requests.retraction import importance
 from lockstep.core.requests.rules import EVICT_AHEAD_SHARE
+from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import Request
 from tests.support.driver.piece import Piece, Subject
 
@@ -134,6 +135,8 @@ class RetractionObligations(Piece):
         """Return the pages that the next decode cannot do without: for newest tokens, not for drafts."""
         engine, config = self.engine, self.engine.config
         running = engine.microbatches.states[microbatch]
+        if config.block_tokens:
+            return self._blocks_needed(running)
         steps = max(config.decode_look_ahead, config.decode_steps_per_launch)
         spare = engine.memory.table.spare_of(running.batch.rows)
         spare = np.zeros(running.batch.size, np.int32) if spare is None else spare
@@ -142,6 +145,15 @@ class RetractionObligations(Piece):
             max(-(-min(position + steps, limit - 1) // config.page_size) - -(-position // config.page_size) - kept, 0)
             for position, limit, kept in zip(*columns, strict=True)
         )
+
+    def _blocks_needed(self, running: RunningState) -> int:
+        """Return the members that begin a block in a new page: the block before it is finished, and so is its page."""
+        found = 0
+        for row, position in zip(running.batch.rows.tolist(), running.positions.tolist(), strict=True):
+            on_device = self.subject.kv.rows[row]
+            begins = not on_device.passes and on_device.reach == position
+            found += begins and position % self.engine.config.page_size == 0
+        return found
 
     def _returning_pages(self) -> int:
         """Return the private pages that come back with the batches in flight."""

@@ -157,7 +157,8 @@ class RequestPiece(Piece):
         if request_id not in self.left:  # a cancelled request may miss tokens
             assert len(record.sent) == outputs, f"r{request_id} ended with {outputs} outputs, {len(record.sent)} sent"
         config = self.engine.config
-        room = min(config.context_tokens_max, config.pages * config.page_size + 1) - record.prompt_tokens
+        pool = config.pages * config.page_size + (not config.block_tokens)
+        room = min(config.context_tokens_max, pool) - record.prompt_tokens
         most = min(record.max_new_tokens, room)
         if reason in ("stop", "text_stop"):  # a grammar's end does not wait for `min_new_tokens`
             least = min(record.min_new, most)

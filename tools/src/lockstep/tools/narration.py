@@ -398,8 +398,12 @@ def _decoded(
     end_us = messages[-1].time_us if messages else stop_us
     began_us = max(first.launched_us, messages[0].time_us if messages else 0)  # overlap launches before the token
     took_us = max(end_us - began_us, 0)
-    tokens = sum(work.stop - work.start for work in decodes)
-    text = f"decoded: {count(tokens, 'token')} in {batches_text(len(decodes))}"
+    if first.mode == "diffusion_extend":
+        blocks = len({work.start for work in decodes})
+        text = f"decoded: {count(blocks, 'block')} in {len(decodes):,} passes"
+    else:
+        tokens = sum(work.stop - work.start for work in decodes)
+        text = f"decoded: {count(tokens, 'token')} in {batches_text(len(decodes))}"
     text += f", {duration(took_us)}, b{first.batch_id} to b{last.batch_id}"
     more = []
     mixed = [work.batch for work in decodes if work.batch.mode == "mixed"]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -45,7 +44,7 @@ from lockstep.host.handover.prefill import PrefillSide
 from lockstep.host.host_header import EMULATED, HostHeader
 from lockstep.host.idle_check import IdleCheck
 from lockstep.host.loop import HostClock, RuntimeHost
-from lockstep.host.media.processor import has_processor
+from lockstep.host.media.processor import has_processor, lacking_packages
 from lockstep.host.media.source import MediaLimits
 from lockstep.host.options import options_of
 from lockstep.host.recovery import Death
@@ -233,24 +232,30 @@ def text_of(settings: ServeSettings) -> Texts | None:
     return text
 
 
-def _no_images(folder: Path, text: Texts | None) -> str:
-    """Return why the server cannot read images for a model that takes them; empty if it can."""
+def _no_media(folder: Path, text: Texts | None) -> str:
+    """Return why the server cannot read media for a model that takes them; empty if it can."""
     if text is None:
         return "it needs a tokenizer.json in the model's folder, and there is none"
     if not has_processor(folder):
         return "the model's folder has no settings of a processor (preprocessor_config.json)"
-    if find_spec("PIL") is None:
-        return 'Pillow is not installed: pip install "lockstep-core[images]"'
     return ""
 
 
 def media_limits(settings: ServeSettings) -> MediaLimits:
-    """Return the limits of images."""
+    """Return the limits of media."""
     limits = settings.limits
     return MediaLimits(
         images=limits.images_max,
         image_bytes=limits.image_bytes_max,
         image_pixels=limits.image_pixels_max,
+        audios=limits.audios_max,
+        audio_bytes=limits.audio_bytes_max,
+        audio_seconds=limits.audio_seconds_max,
+        videos=limits.videos_max,
+        video_bytes=limits.video_bytes_max,
+        video_seconds=limits.video_seconds_max,
+        video_frames=limits.video_frames_max,
+        video_pixels=limits.video_pixels_max,
         fetch_s=limits.media_fetch_s,
         folder=settings.allowed_local_media_path,
         hosts=settings.allowed_media_domains,
@@ -359,6 +364,8 @@ def _model(settings: ServeSettings, keeper: Keeper | None, place: Place | None) 
         data_rank=None if place is None else _data_rank(settings, place),
     )
     llm = LLM(folder, config)
+    why = llm.no_media or _no_media(folder, text)
+    kinds = {kind: lacking_packages(kind) for kind in llm.model.settings.media}
     demo = settings.model is None
     info = _info(
         llm.config,
@@ -374,8 +381,9 @@ def _model(settings: ServeSettings, keeper: Keeper | None, place: Place | None) 
         able=_abilities(settings, llm.config),
         grammars="" if llm.grammars is None else llm.grammars.backend,
         no_grammars=llm.no_grammars,
-        media=() if (why := llm.no_media or _no_images(folder, text)) else llm.model.settings.media,
+        media=() if why else tuple(kind for kind, lacking in kinds.items() if not lacking),
         no_media=why or NO_MEDIA,
+        no_kinds={} if why else {kind: lacking for kind, lacking in kinds.items() if lacking},
         labels=llm.model.settings.labels,
         activation=llm.model.settings.activation,
         token_types=llm.model.settings.token_types,

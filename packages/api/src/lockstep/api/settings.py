@@ -90,8 +90,16 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     images_max: int = 16  # of one request
     image_bytes_max: int = 20 * 2**20  # of one image as sent
     image_pixels_max: int = 40_000_000  # width times height of one image
-    media_bytes_max: int = 2**30  # of the images of one worker's open requests, as their encoder gets them
-    media_fetch_s: float = 10.0  # time to fetch one image, redirects included
+    audios_max: int = 8  # audio clips of one request
+    audio_bytes_max: int = 20 * 2**20  # of one audio clip as sent
+    audio_seconds_max: float = 600.0  # length of one audio clip
+    videos_max: int = 4  # of one request
+    video_bytes_max: int = 100 * 2**20  # of one video as sent
+    video_seconds_max: float = 600.0  # length of one video
+    video_frames_max: int = 128  # that a model gets of one video, which are spread over its time
+    video_pixels_max: int = 300_000_000  # of these frames together
+    media_bytes_max: int = 2**30  # of the media of one worker's open requests, as their encoder gets them
+    media_fetch_s: float = 10.0  # time to fetch one medium, redirects included
     template_s: float = 10.0  # time in which a chat template must render one conversation
     allowed_tokens_max: int = 65536
     processors_max: int = 16
@@ -171,12 +179,15 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
     # the model
     allowed_local_media_path: Annotated[
         str | None,
-        Option("Folder whose files clients may name as images, by file:// URLs; none without it.", metavar="DIR"),
+        Option(
+            "Folder whose files clients may name as media, by file:// URLs; none without it.",
+            metavar="DIR",
+        ),
     ] = None
     allowed_media_domains: Annotated[
         tuple[str, ...],
         Option(
-            "Host from which images may be fetched over HTTP, * for all public ones; may be repeated; none without it."
+            "Host from which media may be fetched over HTTP, * for all public ones; may be repeated; none without it."
         ),
     ] = ()
     grammar_compile_s: Annotated[float, Option("CPU seconds that compiling one grammar may take.")] = 2.0

@@ -26,12 +26,14 @@ from lockstep.core.contract.events import SamplingParams
 from lockstep.core.contract.hybrid_memory import HybridMemory
 from lockstep.host import whole_prompts
 from lockstep.host.batches import Int32s, RowContext
+from lockstep.host.block_settings import block_settings
 from lockstep.host.engine_options import GraphMode, Numerics
 from lockstep.host.loop import HostClock
 from lockstep.host.page_store import open_store
 from lockstep.host.tier_options import cache_tiers
 from lockstep.runtime.attention import AttentionBackend, Needs, choose, make
 from lockstep.runtime.attention.rules import names_of
+from lockstep.runtime.blocks import DeviceBlocks, check_blocks, with_threshold
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_model import ModelDrafter
 from lockstep.runtime.draft_sources import Draft, check_trees, draft_of
@@ -252,6 +254,9 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         if slots := settings.sched.get("max_loras"):
             model.take_adapters(slots, settings.max_lora_rank)
         pack_matrices(model)
+    model.settings = with_threshold(model.settings, settings.diffusion_threshold)
+    if model.settings.blocks is not None:
+        check_blocks(model.settings.architecture, ranks is not None, settings.sched.get("max_loras"), settings.debug)
     if model.whole_prompts:
         check_whole_prompts(settings, model.settings.architecture)
     if model.states and mode in ("on", "eager"):
@@ -269,6 +274,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
     sched = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.sched.items()}
     if isinstance(recorded := sched.get("hybrid"), dict):  # as it came from rank 0
         sched["hybrid"] = msgspec.convert(recorded, HybridMemory)
+    sched.pop("diffusion", None)  # of a journal that is executed again: it follows from the model
     sched.pop("experts", None)  # of a journal that is executed again: they follow from the options
     if isinstance(recorded := sched.get("multiplexing"), dict):
         sched["multiplexing"] = msgspec.convert(recorded, Multiplexing)
@@ -504,6 +510,9 @@ def make_executor(
             adapter_slots=model.adapter_slots,
             speculates=config.speculates or config.jumps,
         )
+        blocks = None
+        if model.settings.blocks is not None:
+            blocks = DeviceBlocks(model.settings.blocks, config.rows_max, device)
         drafter: Drafter | None = None
         if draft is not None:
             plans = (config.drafts_max + 2) * (config.overlap_depth + 1)
@@ -521,8 +530,8 @@ def make_executor(
             sizes = (config.rows_max, config.pages, config.page_size, config.context_tokens_max)
             canary = Canary(*sizes, device, *windows, state_slots=slots)
         media = None
-        if (model.pictures is not None or model.embedding_size) and draft is None and not config.hands_over:
-            media = DeviceMedia(model.pictures, lane, config.rows_max)
+        if (model.media_encoder is not None or model.embedding_size) and draft is None and not config.hands_over:
+            media = DeviceMedia(model.media_encoder, lane, config.rows_max)
         rows = largest_pass_tokens(config) + config.rows_max * (1 + config.beside_newest_max)
         loads = counter_for(model, config, rows)
         graphs = None
@@ -549,6 +558,7 @@ def make_executor(
                 loads=loads,
                 halves=halves,
                 layers=LayerParts(model.settings.layers) if config.multiplexes else None,
+                blocks=blocks,
             ),
             sampler,
             tables,
@@ -739,6 +749,8 @@ def _sized(
         tokens = whole_prompts.GPU_PREFILL_TOKENS if gpu else whole_prompts.CPU_PREFILL_TOKENS
         given = whole_prompts.whole_prompt_settings(given, tokens)
         pick = _no_kernels
+    if model.settings.blocks is not None:
+        given = block_settings(given, sched, model.settings.blocks.size)
     if given["context_tokens_max"] > model.settings.context_tokens:
         raise ConfigError(
             f"`context_tokens_max` {given['context_tokens_max']} is more than the model's "
@@ -786,6 +798,9 @@ def _sized(
     if ranks is not None:
         rounded = f", rows in fp8, {model.activations}" if model.activations else ""
         ranks.compare(f"{kernels.backend} with {len(kernels.graph_sizes)} graphs{rounded}")
+    encoder_bytes = 0
+    if model.media_encoder is not None:
+        encoder_bytes = model.media_encoder.token_bytes * (without_pages.encoder_cache_tokens or 0)
     budget = size_pool(
         page_bytes=page_bytes,
         weight_bytes=sum(
@@ -794,7 +809,7 @@ def _sized(
             if one is not None
         )
         + slot_bytes * (slots or 0)
-        + (0 if model.pictures is None else model.pictures.token_bytes * (without_pages.encoder_cache_tokens or 0)),
+        + encoder_bytes,
         device=device,
         mem_fraction=mem_fraction,
         largest_pass=lambda: _run_once(

@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.core.contract.commands import BatchPlan, HiddenSpan, RowTaken
+from lockstep.core.contract.commands import BatchPlan, RowTaken
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BatchId, RequestId, RequestKind
 from lockstep.core.requests.delivery import step_numbers
@@ -45,6 +45,7 @@ from lockstep.host.batches import (
 )
 from lockstep.host.media.content import EncoderInput
 from lockstep.runtime.attention.base import AttentionBackend
+from lockstep.runtime.blocks import DeviceBlocks
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_tree import TreeRows, moves_of, right_paths, tree_rows
 from lockstep.runtime.drafting import Drafter, DraftingRows, TreeDrafter, kept_samples, places_of, right_ones
@@ -52,6 +53,7 @@ from lockstep.runtime.errors import DeviceLost, PlanError
 from lockstep.runtime.expert_load import ExpertCounter
 from lockstep.runtime.forward import ForwardBatch, RankTokens
 from lockstep.runtime.graphs import DecodeGraphs
+from lockstep.runtime.hidden_rows import hidden_wanted
 from lockstep.runtime.lora.batch import lay_out
 from lockstep.runtime.media import DeviceMedia
 from lockstep.runtime.multiplexing import LayerParts
@@ -190,6 +192,7 @@ class RunnableModel:
         states: slots of the layers that keep states; None: the model has none.
         halves: runs passes as two halves; None: plans with `halves` are refused.
         layers: keeps hidden states between parts of a prompt's layers; None: plans with `layers` are refused.
+        blocks: of a model that answers in blocks; None: plans with blocks are refused.
         media: contents of requests and output of the encoder; None: plans with media are refused.
     """
 
@@ -205,6 +208,7 @@ class RunnableModel:
     loads: ExpertCounter | None = None
     halves: InHalves | None = None
     layers: LayerParts | None = None
+    blocks: DeviceBlocks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +251,8 @@ class Executor:
         self.model, self.attention, self.sampler = runnable.model, runnable.attention, sampler
         self.graphs, self.split, self.states = runnable.graphs, runnable.split, runnable.states
         self.media, self.loads, self.halves = runnable.media, runnable.loads, runnable.halves
-        self.links, self.ranks, self.rank, self.layers = runnable.links, runnable.ranks, runnable.rank, runnable.layers
+        self.links, self.ranks, self.rank = runnable.links, runnable.ranks, runnable.rank
+        self.layers, self.blocks = runnable.layers, runnable.blocks
         self.samples = self.links is None or self.links.stage.is_last  # whether this stage draws the tokens
         self.tables, self.lane, self.matchers, self.canary = tables, lane, matchers, canary
         self.pooling, self.drafter, self.jumps = pooling or Pooling(), ahead.drafter, ahead.jumps
@@ -273,7 +278,7 @@ class Executor:
         the rows that the plan takes.
         Raises: PlanError for a plan that no executor can run; DeviceLost.
         """
-        refuse_unknown(plan, self.ranks, layers=self.layers is not None)
+        refuse_unknown(plan, self.ranks, layers=self.layers is not None, in_blocks=self.blocks is not None)
         if plan.media_spans and self.media is None:
             raise PlanError(f"batch {plan.batch_id} has `media_spans`, but this executor has no encoder")
         if plan.hybrid is not None:
@@ -475,6 +480,8 @@ class Executor:
         """Run one pass and keep the requested parts of its hidden states. Returns the logits of its sampling rows."""
         if self.drafter is not None or launched.packed.passes[number].verifying is not None:
             self._draft(launched, number)
+        if self.blocks is not None and launched.plan.blocks is not None:
+            launched.laid[number] = self.blocks.begin(launched.plan, launched.laid[number])
         reads = self.drafter is not None and self.drafter.reads_layers
         one, tensors = launched.packed.passes[number], launched.laid[number]
         ranks = self._rank_tokens(launched.plan, one)
@@ -656,6 +663,9 @@ class Executor:
             assert logits is not None
             if not len(one.sample_rows):
                 continue
+            if self.blocks is not None and launched.plan.blocks is not None:
+                drawn |= self.blocks.draw(one, tensors, logits, self.sampler)
+                continue
             if one.verifying is not None:
                 self._verify(launched, one, tensors, logits, drawn, logprobs_requested)
                 continue
@@ -792,7 +802,7 @@ class Executor:
 
     def _keep_hidden(self, launched: _Launched, number: int, hidden: Tensor) -> None:
         """Keep the hidden states of this pass that requests need."""
-        for i, first, last in _hidden_wanted(launched.plan, launched.packed.passes[number], self.tables):
+        for i, first, last in hidden_wanted(launched.plan, launched.packed.passes[number], self.tables):
             # A copy even of float32, because the next replay of a graph overwrites its hidden states.
             launched.wanted[f"hidden {number} {i}"] = hidden[first:last].to(torch.float32, copy=True)
             if (there := launched.laid[number].verifying) is not None:
@@ -853,6 +863,8 @@ class Executor:
             result.tokens, result.logprobs = arrays["tokens"], arrays.get("logprobs")
             result.top_ids, result.top_logprobs = arrays.get("top_ids"), arrays.get("top_logprobs")
             result.invalid = tuple(np.flatnonzero(arrays["invalid"]).tolist())
+            if self.blocks is not None and plan.blocks is not None:
+                self.blocks.fill(result, arrays)
             if "accepted" in arrays:
                 samples = passes[0].samples
                 assert samples is not None
@@ -982,19 +994,3 @@ def _verified(result: BatchResult, samples: Int32s, arrays: dict[str, NDArray[An
         result.logprobs = result.logprobs[kept]
     if result.top_ids is not None and result.top_logprobs is not None:
         result.top_ids, result.top_logprobs = result.top_ids[kept], result.top_logprobs[kept]
-
-
-def _hidden_wanted(plan: BatchPlan, one: ForwardPass, tables: DeviceTables) -> list[tuple[int, int, int]]:
-    """Return the rows of a pass with requested hidden states, as (row, first token, stop) in the pass's new tokens."""
-    decodes_from = one.extend_rows - (0 if one.verifying is None else len(one.verifying.rows))
-    decoding = tables.with_hidden_states[one.rows[decodes_from:]]
-    if not plan.hidden_spans and not decoding.any():
-        return []
-    indptr = one.indptr
-    spans: tuple[HiddenSpan, ...] = plan.hidden_spans
-    found = [
-        (span.index, int(indptr[span.index]) + span.start - int(one.starts[span.index]), int(indptr[span.index + 1]))
-        for span in spans
-    ]
-    found += [(i, int(indptr[i]), int(indptr[i + 1])) for i in (np.flatnonzero(decoding) + decodes_from).tolist()]
-    return found

@@ -70,8 +70,9 @@ from lockstep.host.handover.prefill import PrefillSide
 from lockstep.host.host_header import RUNTIME, HostHeader
 from lockstep.host.loop import HostClock, RuntimeHost
 from lockstep.host.media.content import EncoderInput, MediaPrompt
-from lockstep.host.media.conversation import as_config_error, prompt_with, with_images
+from lockstep.host.media.conversation import as_config_error, prompt_with, with_media
 from lockstep.host.media.encoding import MediaEncoder
+from lockstep.host.media.kinds import KINDS
 from lockstep.host.media.processor import MediaError, MediaProcessor
 from lockstep.host.media.source import MediaLimits
 from lockstep.host.page_store import StoreCounts
@@ -144,8 +145,8 @@ from lockstep.runtime.weights_group import Backend
 
 log = logging.getLogger("lockstep.runtime")
 
-LIMITS = MediaLimits(images=64)
-"""Limits of images in `LLM.chat`."""
+LIMITS = MediaLimits(images=64, audios=64, videos=64)
+"""Limits of media in `LLM.chat`."""
 UpdateMode = Literal["wait", "retract", "cancel", "in_place"]
 JOIN_S = 0.2  # interval of the checks whether the engine's thread can still end
 
@@ -408,23 +409,26 @@ class LLM:
         return self.generate([self.chat_prompt(messages) for messages in several], params, progress=progress)
 
     def chat_prompt(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int] | MediaPrompt:
-        """Return the token ids of a conversation, up to the start of the answer; with images also these.
+        """Return the token ids of a conversation, up to the start of the answer; with media also these.
 
         Without `generation_prompt` they end at the last message, as for a vector of the conversation.
 
-        Images are parts of type image_url, as in OpenAI's API, with a data URL. Raises ConfigError.
+        Images are parts of type image_url, as in OpenAI's API, with a data URL; audio clips parts of type input_audio,
+        videos parts of type video_url.
+        Raises: ConfigError.
         """
         if not messages:
             raise ConfigError("`messages` is empty\nhint: give at least one, of role user")
         text = self._needs_text("a conversation")
         try:
-            shown, urls = with_images(messages)
-            if urls and self.no_media:
-                raise ConfigError(f"`messages` has images: {self.no_media}")
+            shown, media = with_media(messages)
+            for one in media:
+                if why := self.no_media or self.model.settings.no_kind(one.kind):
+                    raise ConfigError(f"`messages` has {KINDS[one.kind].several}: {why}")
             written = text.chat(shown, add_generation_prompt=generation_prompt)
-            return (
-                prompt_with(self._processor(), written, urls, LIMITS) if urls else text.encode(written, special=False)
-            )
+            if not media:
+                return text.encode(written, special=False)
+            return prompt_with(self._processor(), written, media, LIMITS)
         except MediaError as error:
             raise as_config_error(error) from error
 
@@ -432,7 +436,7 @@ class LLM:
         """Return the processor of the model's media, which is made at first use. Raises ConfigError."""
         with self._lock:
             if self._media_processor is None:
-                text = self._needs_text("an image")
+                text = self._needs_text("a conversation with media")
                 self._media_processor = MediaProcessor(self.folder, lambda one: text.encode(one, special=False))
             return self._media_processor
 
@@ -902,15 +906,15 @@ class LLM:
 
     @property
     def no_media(self) -> str:
-        """Return why prompts may not have images here; empty if they may."""
+        """Return why prompts may not have media here; empty if they may."""
         settings = self.model.settings
-        if self.media is not None and self.model.pictures is not None:
+        if self.media is not None and self.model.media_encoder is not None:
             return ""
         if not settings.media:
             return settings.media_refused or f"{settings.architecture} takes text only"
         if self.config.hands_over:
             return f"`role` is {self.config.role}, and media are not handed over"
-        return "the draft model (draft_model) takes no images"
+        return "the draft model (draft_model) takes no media"
 
     @property
     def no_embeddings(self) -> str:

@@ -6,21 +6,25 @@ from lockstep.core.contract.commands import BatchPlan
 from lockstep.runtime.errors import PlanError
 
 MODES = frozenset({"extend", "decode", "mixed", "prebuilt", "verify"})
+IN_BLOCKS = "diffusion_extend"  # the mode of a pass over blocks
 IDLE = "idle"  # the mode of a data-parallel rank with nothing to run
 
 
-def refuse_unknown(plan: BatchPlan, ranks: int = 1, *, layers: bool = False) -> None:
+def refuse_unknown(plan: BatchPlan, ranks: int = 1, *, layers: bool = False, in_blocks: bool = False) -> None:
     """Raise PlanError for a plan with a feature that this executor does not support.
 
     Args:
         ranks: data-parallel ranks of the executor.
         layers: whether it runs some layers of a prompt at a time.
+        in_blocks: whether its model answers in blocks.
     """
-    modes = MODES if ranks == 1 else MODES | {IDLE}
+    modes = (MODES if ranks == 1 else MODES | {IDLE}) | ({IN_BLOCKS} if in_blocks else set())
     if layers:
         modes |= {"split_prefill"}
     if plan.mode not in modes:
         raise PlanError(f"batch {plan.batch_id} has mode {plan.mode!r}; this executor runs {', '.join(sorted(modes))}")
+    if (plan.blocks is not None) != (plan.mode == IN_BLOCKS):
+        raise PlanError(f"batch {plan.batch_id} has `blocks` without mode {IN_BLOCKS!r}, or that mode without `blocks`")
     if plan.layers and not layers:
         raise PlanError(f"batch {plan.batch_id} has `layers`, which this executor does not support")
     if plan.ranks is not None and len(plan.ranks.tokens) != ranks:

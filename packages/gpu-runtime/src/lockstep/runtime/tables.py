@@ -178,6 +178,11 @@ def passes_of(plan: BatchPlan) -> list[ForwardPass]:
                 samples=samples[plan.sample_rows],
             )
         ]
+    if plan.blocks is not None:  # the tokens of blocks are in `blocks.DeviceBlocks`
+        counts = plan.stops - plan.starts
+        no_ids = np.zeros(int(counts.sum()), np.int32)
+        one = ForwardPass(plan.rows, plan.starts, plan.stops, len(plan.rows), no_ids, plan.sample_rows, samples=counts)
+        return [one]
     if plan.steps == 1:
         return [
             ForwardPass(
@@ -412,12 +417,11 @@ class DeviceTables:
             open_ones[[after.index for after in plan.starts_after]] = True
             if (spare < 0).any() or spare[~open_ones[plan.extend_rows :]].any():
                 raise PlanError(f"{name} has spans of {_few(spans[plan.extend_rows :])} for {_few(drafts)} drafts")
-        elif (spans[plan.extend_rows :] > plan.steps).any():
+        elif plan.blocks is None and (spans[plan.extend_rows :] > plan.steps).any():
             raise PlanError(f"{name} decodes more than {plan.steps} tokens of a row: {_few(spans[plan.extend_rows :])}")
-        if int(spans[: plan.extend_rows].sum()) != len(plan.token_ids):
-            raise PlanError(
-                f"{name} has {len(plan.token_ids)} token ids for {int(spans[: plan.extend_rows].sum())} new tokens"
-            )
+        new_tokens = int((spans[: plan.extend_rows] if plan.blocks is None else plan.blocks.given).sum())
+        if new_tokens != len(plan.token_ids):
+            raise PlanError(f"{name} has {len(plan.token_ids)} token ids for {new_tokens} new tokens")
         if self._mirror.shape[1] < self.width:
             wider: Int32s = np.full((self.count, self.width), NO_HOLDER, np.int32)
             wider[:, : self._mirror.shape[1]] = self._mirror

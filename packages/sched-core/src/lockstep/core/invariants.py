@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lockstep.core.contract.checks import all_ids, counts_of, fail, misowned, same
-from lockstep.core.features import speculation
+from lockstep.core.features import diffusion, speculation
 from lockstep.core.kv.facts import Facts
 from lockstep.core.requests.table import Request, RequestState
 
@@ -168,8 +168,10 @@ def _spans(engine: Engine, facts: Facts) -> None:
             )
         if request.sent and not 0 <= request.sent <= (engine.outputs_of(request) if request.watches_text else 0):
             fail(f"S20: {request.name} was sent {request.sent} of {engine.outputs_of(request)} tokens")
+    size = engine.config.block_tokens
     for request, computed in zip(facts.holders, facts.computed, strict=True):
-        if not 0 <= request.protected_pages * page_size <= computed <= request.reach:
+        reach = diffusion.end_of(request, size) if size else request.reach
+        if not 0 <= request.protected_pages * page_size <= computed <= reach:
             fail(
                 f"S7: {request.name}: protected {request.protected_pages} pages of {page_size}, computed {computed}, "
                 f"limit {request.limit}"
@@ -178,10 +180,12 @@ def _spans(engine: Engine, facts: Facts) -> None:
             fail(f"S18: {request.name} stopped its chunk at {computed} of {request.prompt_tokens + request.outputs}")
     for request, position in zip(running_batch.requests, facts.positions, strict=True):
         most = position + (not engine.config.speculates)  # with drafts the upper bound may reach the end
+        if size:
+            most = position - size  # where its block begins
         if most >= request.limit or position < request.prompt_tokens:
             fail(f"S7: {request.name} decodes at {position}, prompt {request.prompt_tokens}, limit {request.limit}")
     current = engine.microbatches.current
-    if current.batch.size and not engine.config.speculates:
+    if current.batch.size and not engine.config.speculates and not size:
         running_batch, positions = current.batch, current.positions.tolist()
         left = min(limit - position for limit, position in zip(running_batch.limits.tolist(), positions, strict=True))
         if not 1 <= current.horizon < left:
@@ -277,6 +281,8 @@ def _in_flight(engine: Engine, facts: Facts) -> None:
             pages = table.pages[row, : -(-stop // config.page_size)].tolist()
             if not free.isdisjoint(pages):
                 fail(f"S5: batch {plan.batch_id} in flight uses free pages {sorted(free & set(pages))} of row {row}")
+        if plan.blocks is not None:
+            new_tokens += int(plan.blocks.given.sum())
         if len(plan.token_ids) != new_tokens:
             fail(f"S24: batch {plan.batch_id} carries {len(plan.token_ids)} ids for its extend rows")
 

@@ -109,7 +109,7 @@ class BatchResult:
     logprobs: Float32s | None = None  # [tokens], where any row requested logprobs
     top_ids: Int32s | None = None  # [tokens, largest `logprobs_beside` of a request]
     top_logprobs: Float32s | None = None
-    accepted: Int32s | None = None  # [sampling rows] tokens of each row, where drafts were verified
+    accepted: Int32s | None = None  # [sampling rows] tokens of each row, where drafts were verified or blocks computed
     right_drafts: Int32s | None = None  # [sum of accepted - 1], of a tree: numbers of the right drafts, end to end
     invalid: tuple[int, ...] = ()  # indices of sampling rows
     grammar_ended: tuple[int, ...] = ()  # indices of sampling rows
@@ -200,6 +200,8 @@ def sampled_spans(engine: Engine, plan: BatchPlan, accepted: Int32s | None) -> t
     Returns: positions and counts, both int32 [sampling rows].
     """
     rows = plan.sample_rows
+    if plan.blocks is not None:
+        return engine.in_flight[0].sampled_at, np.zeros(len(rows), np.int32) if accepted is None else accepted
     if plan.speculation is not None:
         positions: Int32s = engine.in_flight[0].sampled_at
         return positions, engine.in_flight[0].least if accepted is None else accepted

@@ -78,6 +78,14 @@ class RankOptions(ModelOptions, frozen=True, kw_only=True, forbid_unknown_fields
             default="by the ratio, and with `pages` one or more for each running request",
         ),
     ] = None
+    diffusion_threshold: Annotated[
+        float | None,
+        Option(
+            "Of a model that answers in blocks: probability above which a drawn token replaces its mask.",
+            metavar="PROBABILITY",
+            default="0.95",
+        ),
+    ] = None
     ep: Annotated[int, Option("Ranks over which the experts of a mixture of experts are divided: 1, or as --tp.")] = 1
     moe_a2a: Annotated[
         bool, Option("With --ep: send each token to the ranks of its experts, instead of summing over all ranks.")

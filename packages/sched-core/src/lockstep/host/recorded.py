@@ -152,6 +152,11 @@ class _Recorded:
             going.prompt_tokens = request.prompt_tokens
             if going.prompt is None:
                 going.prompt = self._words(np.frombuffer(request.tokens, np.int32)[: request.prompt_tokens])
+        if plan.blocks is not None:
+            raise LockstepError(
+                f"batch {plan.batch_id} of the journal computes blocks: when a block is finished follows from the "
+                "model, so such a journal cannot be executed again"
+            )
         if plan.token_ids.size:
             spans = [msgspec.structs.replace(span, targets=self._words(span.targets)) for span in plan.logprob_spans]
             plan = msgspec.structs.replace(plan, token_ids=self._new_tokens(plan), logprob_spans=tuple(spans))

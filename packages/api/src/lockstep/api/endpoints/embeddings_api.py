@@ -80,7 +80,7 @@ async def pooled(
     most = call.body.truncate_prompt_tokens
     prompts = [replace(one, ids=truncated(one.ids, most, server.info())) for one in prompts]
     if any(one.media is not None and len(one.ids) < len(one.media.ids) for one in prompts):
-        message = "`truncate_prompt_tokens` would cut a prompt with images or embeddings"
+        message = "`truncate_prompt_tokens` would cut a prompt with media or embeddings"
         raise ApiError(400, message, "truncate_prompt_tokens")
     generation = server.generate(call, parameters, prompts)
     try:

@@ -64,7 +64,7 @@ class Prompt:
     ids: Sequence[int]  # a list, or an array of int32
     text: str | None = None
     types: bytes = b""  # types of its tokens, one byte each; empty: all are 0
-    media: MediaPrompt | None = None  # its images, for a prompt with any; or given embeddings
+    media: MediaPrompt | None = None  # for a prompt with media, or of given embeddings
 
     @property
     def is_embedded(self) -> bool:
@@ -329,8 +329,8 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
 
 
 def _check_media(media: MediaPrompt, parameters: GenerationRequest, info: EngineInfo) -> None:
-    """Check what a prompt with images, or of given embeddings, may not have. Raises ApiError."""
-    size, what = embedded_size(media), "images"
+    """Check what a prompt with media, or of given embeddings, may not have. Raises ApiError."""
+    size, what = embedded_size(media), "media"
     if size is not None:
         what = "embeddings"
     if not info.media if size is None else size != info.embedding_size:  # the engine was replaced meanwhile

@@ -34,6 +34,7 @@ from lockstep.api.endpoints.responses_tools import is_optional
 from lockstep.api.endpoints.schemas import ChatMessage, CountBody, MessageBody, MessageItem, Sampling
 from lockstep.api.endpoints.server import Call, Server
 from lockstep.api.endpoints.structured_output import requested_grammar
+from lockstep.api.text.rendering import NamedMedium
 
 
 async def messages(server: Server, call: Call[MessageBody]) -> Response:
@@ -132,23 +133,23 @@ async def _prompt(server: Server, call: Call[Any], tools: Tools) -> Prompt:
     converted = []
     if body.system:
         converted.append(ChatMessage(role="system", content=text_parts(body.system, "system", ("text",))))
-    images: list[str] = []
+    media: list[NamedMedium] = []
     for i, one in enumerate(body.messages):
-        converted += _converted(one, f"messages.{i}.content", images)
+        converted += _converted(one, f"messages.{i}.content", media)
     go_on = converted[-1].role == "assistant"
     if go_on and converted[-1].tool_calls:
         raise ApiError(400, "`messages` end with a tool call; send its result", "messages")
     options = _template_options(server, call)
     return await conversation(
-        server, converted, tools.shown, generation_prompt=not go_on, go_on=go_on, options=options, images=images
+        server, converted, tools.shown, generation_prompt=not go_on, go_on=go_on, options=options, media=media
     )
 
 
-def _converted(message: MessageItem, where: str, images: list[str]) -> list[ChatMessage]:
+def _converted(message: MessageItem, where: str, media: list[NamedMedium]) -> list[ChatMessage]:
     """Convert a message to the form of chat completions. Tool results become separate messages. Raises ApiError.
 
     Args:
-        images: receives the name of each image.
+        media: receives each image with its name.
     """
     if isinstance(message.content, str):
         return [ChatMessage(role=message.role, content=message.content)]
@@ -168,7 +169,7 @@ def _converted(message: MessageItem, where: str, images: list[str]) -> list[Chat
                 parts.append({"type": "text", "text": _field(part, "text", at, str)})
             case "image":
                 parts.append({"type": "image_url", "image_url": {"url": _image_url(part, at)}})
-                images.append(f"{at}.source")
+                media.append(NamedMedium("image", f"{at}.source"))
             case "thinking":
                 thoughts.append(_field(part, "thinking", at, str))
             case "tool_use":

@@ -63,7 +63,8 @@ from lockstep.api.text.chat_formats.driver import (
     Event,
     Thought,
 )
-from lockstep.api.text.rendering import Conversation, RenderingError, characters_of, images_of
+from lockstep.api.text.rendering import Conversation, NamedMedium, RenderingError, characters_of, media_of
+from lockstep.host.media.kinds import KINDS
 
 MARK = "\ue000here\ue000"  # a text that occurs in no model name or id
 Shaped = TypeVar("Shaped")
@@ -233,7 +234,7 @@ async def chat(server: Server, call: Call[ChatBody]) -> Response:
     prompt = await chat_prompt(server, call, tools)
     kept = truncated(prompt.ids, body.truncate_prompt_tokens, info)
     if prompt.media is not None and len(kept) < len(prompt.ids):
-        raise ApiError(400, "`truncate_prompt_tokens` would cut a prompt with images", "truncate_prompt_tokens")
+        raise ApiError(400, "`truncate_prompt_tokens` would cut a prompt with media", "truncate_prompt_tokens")
     prompt = replace(prompt, ids=kept)
     completion = body.max_completion_tokens
     if check_beams(server, call):
@@ -289,12 +290,12 @@ async def conversation(
     go_on: bool = False,
     field: str = "messages",
     options: dict[str, Any] | None = None,
-    images: Sequence[str] | None = None,
+    media: Sequence[NamedMedium] | None = None,
 ) -> Prompt:
     """Render messages by the chat template, and tokenise them.
 
     Args:
-        images: the client's name of each image; None: as in chat completions.
+        media: each medium with the client's name of it; None: as in chat completions.
         options: further variables of the template.
         go_on: the last message is incomplete, and the answer continues it.
         field: the client's name of the messages, for errors.
@@ -313,15 +314,12 @@ async def conversation(
     server.check_length(f"`{field}`", characters)
     variables: dict[str, Any] = {**(options or {}), "tools": tools, "add_generation_prompt": generation_prompt}
     variables |= {"seconds": server.limits.template_s, "characters_max": server.characters_max()}
-    named = images_of(messages, field) if images is None else tuple(images)
-    if named and not server.info().media:
-        raise ApiError(400, f"`{named[0]}` is an image, but {server.info().no_media}", named[0])
-    if len(named) > server.limits.images_max:
-        message = f"`{field}` has {len(named)} images, at most {server.limits.images_max} are allowed (images_max)"
-        raise ApiError(400, message, field)
-    chat = Conversation(messages, variables, field, go_on, nothing=None if none else "", images=named)
+    named = media_of(messages, field) if media is None else tuple(media)
+    _check_media(server, named, field)
+    names = tuple(one.name for one in named)
+    chat = Conversation(messages, variables, field, go_on, nothing=None if none else "", media=names)
     if named:
-        found = await in_process(server.processes.images(chat))
+        found = await in_process(server.processes.media(chat))
         return Prompt(found.ids, found.text, media=found)
     if characters <= AT_ONCE_CHARACTERS and len(messages) + len(tools or ()) <= AT_ONCE_MESSAGES:
         try:
@@ -331,6 +329,23 @@ async def conversation(
         return Prompt(ids, written)
     written, tokens = await in_process(server.processes.chat(chat))
     return Prompt(tokens, written)
+
+
+def _check_media(server: Server, media: Sequence[NamedMedium], field: str) -> None:
+    """Check that the model takes media of these kinds, and so many. Raises ApiError."""
+    for one in media:
+        if why := server.info().why_no(one.kind):
+            raise ApiError(
+                400,
+                f"`{one.name}` is {KINDS[one.kind].one}, but {why}",
+                one.name,
+            )
+    limits = server.limits
+    most = {"image": limits.images_max, "audio": limits.audios_max, "video": limits.videos_max}
+    for kind, limit in most.items():
+        if (count := sum(one.kind == kind for one in media)) > limit:
+            several = KINDS[kind].several
+            raise ApiError(400, f"`{field}` has {count} {several}, at most {limit} are allowed ({kind}s_max)", field)
 
 
 # --------------------------------------------------------------------------------------------------------------- shared

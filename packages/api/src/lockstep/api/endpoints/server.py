@@ -113,7 +113,7 @@ class Server:
         self.names = TokenNames(self.text)
         self.formats = formats_of(self.settings, self.text)
         self._token_characters = 1 if self.text is None else self.text.characters_max()
-        self._prepares_images = False
+        self._prepares_media = False
         self.watchers.append(self.recent.add)
         self.bridge.welcome = self._welcome
 
@@ -122,9 +122,9 @@ class Server:
         self.metrics.name_model(name, len(self.bridge.engines))
         for one in self.on_ready:
             one()
-        if info.media and not self._prepares_images:
-            self._prepares_images = True
-            task = asyncio.ensure_future(self.processes.prepare_images())
+        if info.media and not self._prepares_media:
+            self._prepares_media = True
+            task = asyncio.ensure_future(self.processes.prepare_media())
             self.background.add(task)
             task.add_done_callback(self.background.discard)
 
@@ -230,9 +230,14 @@ class Server:
         return max(CHARACTERS_MIN, self.info().prompt_tokens_max * self._token_characters)
 
     def body_characters_max(self) -> int:
-        """Return the number of characters of the longest text in a body: an image may be longer than a prompt."""
-        image = self.limits.image_bytes_max * 4 // 3 + URL_CHARACTERS if self.info().media else 0
-        return max(self.characters_max(), image)
+        """Return the number of characters of the longest text in a body: a medium may be longer than a prompt."""
+        by_kind = {
+            "image": self.limits.image_bytes_max,
+            "audio": self.limits.audio_bytes_max,
+            "video": self.limits.video_bytes_max,
+        }
+        most = max((by_kind[kind] for kind in self.info().media), default=0)
+        return max(self.characters_max(), most * 4 // 3 + URL_CHARACTERS if most else 0)
 
     def check_length(self, what: str, characters: int) -> None:
         """Refuse text that is certainly too long, without tokenising it. Raises ApiError."""

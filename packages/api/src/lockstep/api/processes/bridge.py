@@ -216,7 +216,7 @@ class Bridge:
 
     @property
     def media_bytes(self) -> int:
-        """Bytes of the images of open requests."""
+        """Bytes of the media of open requests."""
         return sum(ticket.media_bytes for ticket in self.tickets.values())
 
     @property

@@ -163,7 +163,7 @@ class ClusterBridge:
 
     @property
     def media_bytes(self) -> int:
-        """Bytes of the images of open requests."""
+        """Bytes of the media of open requests."""
         return self._sum(lambda one: one.media_bytes, lambda ticket: ticket.media_bytes)
 
     def _sum(self, of_engine: Callable[[Bridge], int], of_ticket: Callable[[Ticket], int]) -> int:

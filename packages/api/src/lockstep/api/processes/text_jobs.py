@@ -84,13 +84,13 @@ class RenderChat(msgspec.Struct, frozen=True, tag="chat"):
     chat: Conversation
 
 
-class RenderImages(msgspec.Struct, frozen=True, tag="images"):
-    """Render a conversation with images, decode these, and prepare them for the encoder. None: only make ready."""
+class RenderMedia(msgspec.Struct, frozen=True, tag="media"):
+    """Render a conversation with media, decode these, and prepare them for the encoder. None: only make ready."""
 
     chat: Conversation | None
 
 
-Job = ParseBody | EncodeText | EncodePair | DecodeTokens | RenderChat | RenderImages
+Job = ParseBody | EncodeText | EncodePair | DecodeTokens | RenderChat | RenderMedia
 
 
 class Done(msgspec.Struct, frozen=True):

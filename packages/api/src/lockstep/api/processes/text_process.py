@@ -1,6 +1,6 @@
 """A text process of an API worker: `python -m lockstep.api.processes.text_process FOLDER NUMBER`, its socket on stdin.
 
-It parses large bodies, renders long conversations, decodes images and tokenises long texts, one job after the other. It
+It parses large bodies, renders long conversations, decodes media and tokenises long texts, one job after the other. It
 ends when its worker closes the socket, and after a job that made it grow by more than GROWTH_BYTES: memory that Python
 has taken for millions of small objects is not given back otherwise.
 """
@@ -33,7 +33,7 @@ from lockstep.api.processes.text_jobs import (
     JobError,
     ParseBody,
     RenderChat,
-    RenderImages,
+    RenderMedia,
     packed,
     parse_body,
     token_ids,
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
     os.nice(NICE)
     worker = socket.socket(fileno=0)
     text = text_of(settings)
-    reader = PictureReader(settings, text)
+    reader = ProcessorOfModel(settings, text)
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
         body = _received(worker, job.size) if isinstance(job, ParseBody) else b""
         if body is None:
             break
-        if isinstance(job, RenderImages) and reader.load():  # libraries that stay
+        if isinstance(job, RenderMedia) and reader.load():  # libraries that stay
             before = _size_bytes()
         done = _done(text, job, body, reader)
         del raw, job, body
@@ -92,8 +92,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-class PictureReader:
-    """The processor of images, made for the first job that needs it: the import of its libraries takes seconds."""
+class ProcessorOfModel:
+    """The processor of media, made for the first job that needs it: the import of its libraries takes seconds."""
 
     def __init__(self, settings: ServeSettings, text: Texts | None) -> None:
         self._settings, self._text = settings, text
@@ -118,16 +118,16 @@ class PictureReader:
         self.load()
         if isinstance(self._made, MediaProcessor):
             return self._made
-        raise RenderingError(f"this server cannot read images: {self._made}", "messages")
+        raise RenderingError(f"this server cannot read media: {self._made}", "messages")
 
 
-def _done(text: Texts | None, job: Job, body: bytes | bytearray, reader: PictureReader) -> Done:
+def _done(text: Texts | None, job: Job, body: bytes | bytearray, reader: ProcessorOfModel) -> Done:
     try:
-        if isinstance(job, RenderImages):
+        if isinstance(job, RenderMedia):
             if job.chat is None:
                 return Done()
             assert text is not None, "a worker without a tokenizer sends no texts"
-            return Done(value=msgspec.msgpack.encode(job.chat.with_images(text, reader)))
+            return Done(value=msgspec.msgpack.encode(job.chat.with_media(text, reader)))
         return Done(value=packed(_result(text, job, body)))
     except (JobError, RenderingError) as error:
         return Done(error=error.message, field=error.field)

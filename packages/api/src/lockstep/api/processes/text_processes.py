@@ -35,7 +35,7 @@ from lockstep.api.processes.text_jobs import (
     JobError,
     ParseBody,
     RenderChat,
-    RenderImages,
+    RenderMedia,
     unpacked,
 )
 from lockstep.api.text.rendering import Conversation
@@ -130,14 +130,14 @@ class TextProcesses:
         written, ids = unpacked(await self._result(RenderChat(chat), ()))
         return written, ids
 
-    async def images(self, chat: Conversation) -> MediaPrompt:
-        """Return a conversation with its images. Raises JobError, TooManyJobs."""
-        return msgspec.msgpack.decode(await self._result(RenderImages(chat), ()), type=MediaPrompt)
+    async def media(self, chat: Conversation) -> MediaPrompt:
+        """Return a conversation with its media. Raises JobError, TooManyJobs."""
+        return msgspec.msgpack.decode(await self._result(RenderMedia(chat), ()), type=MediaPrompt)
 
-    async def prepare_images(self) -> None:
-        """Start a process and import what images need, which takes seconds, before the first request with any."""
+    async def prepare_media(self) -> None:
+        """Start a process and import what media need, which takes seconds, before the first request with any."""
         with contextlib.suppress(JobError, TooManyJobs):
-            await self._result(RenderImages(None), ())
+            await self._result(RenderMedia(None), ())
 
     async def close(self) -> None:
         """End the processes."""

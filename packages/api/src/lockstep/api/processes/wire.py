@@ -34,6 +34,7 @@ from lockstep.core.contract.events import Control, RequestArrived
 from lockstep.core.contract.stats import Stats
 from lockstep.host.adapters import KnownAdapters
 from lockstep.host.media.content import EncoderInput
+from lockstep.host.media.kinds import KINDS
 from lockstep.host.weights import WeightsRead
 
 PROTOCOL = 1
@@ -347,14 +348,24 @@ class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     able: tuple[str, ...] = ()  # device functions that an operator may use: "profile", "experts"
     grammars: str = ""  # name of the grammar library; "": none
     no_grammars: str = "this engine has no grammar backend; leave it out"  # cause and remedy, if there is none
-    media: tuple[str, ...] = ()  # kinds of media that prompts may have: image
+    media: tuple[str, ...] = ()  # kinds of media that prompts may have: image, audio, video
     no_media: str = NO_MEDIA  # why they may not, if there are none
+    no_kinds: dict[str, str] = msgspec.field(default_factory=dict)  # of kinds that only the model takes
     labels: tuple[str, ...] = ()  # of a model that classifies prompts; (): it does not
     activation: str = ""  # from logits of labels to scores: sigmoid, softmax or identity
     token_types: int = 0  # number of types that tokens of a prompt may have
     embedding_size: int = 0  # numbers of a given embedding, in place of a token; 0: prompts are tokens
     no_embeddings: str = NO_EMBEDDINGS  # why prompts are tokens only, if they are
     weights_version: int = 0  # when the worker was welcomed; Gauges carry later versions
+
+    def why_no(self, kind: str) -> str:
+        """Return why prompts may not have media of a kind; empty if they may."""
+        if kind in self.media:
+            return ""
+        if not self.media and not self.no_kinds:
+            return self.no_media
+        known = " and ".join(KINDS[one].several for one in (*self.media, *self.no_kinds))
+        return self.no_kinds.get(kind) or f"this model takes {known} only"
 
 
 RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -12,12 +12,10 @@ from lockstep.api.text.plain_text import Texts
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.media.content import MediaPrompt
 from lockstep.host.media.conversation import check_count, prompt_with
-from lockstep.host.media.conversation import with_images as split_images
+from lockstep.host.media.conversation import with_media as split_media
+from lockstep.host.media.kinds import PARTS
 from lockstep.host.media.processor import MediaError, MediaProcessor
 from lockstep.host.media.source import MediaLimits
-
-IMAGE = "image_url"
-"""Type of a part that is an image."""
 
 
 class RenderingError(Exception):
@@ -45,19 +43,30 @@ def characters_of(message: Mapping[str, Any]) -> int:
     return found
 
 
-def images_of(messages: Sequence[Mapping[str, Any]], field: str) -> tuple[str, ...]:
-    """Return the name of each image in messages, in order."""
+class NamedMedium(NamedTuple):
+    """A medium of messages: its kind, and the client's name of it."""
+
+    kind: str
+    name: str
+
+
+def media_of(messages: Sequence[Mapping[str, Any]], field: str) -> tuple[NamedMedium, ...]:
+    """Return the media in messages, in order."""
     return tuple(
-        f"{field}.{i}.content.{j}.image_url"
+        NamedMedium(PARTS[part["type"]], f"{field}.{i}.content.{j}.{part['type']}")
         for i, message in enumerate(messages)
         if isinstance(message.get("content"), list)
         for j, part in enumerate(message["content"])
-        if part.get("type") == IMAGE
+        if _is_medium(part)
     )
 
 
-class ImageReader(Protocol):
-    """What images need: the processor of the model, and limits. `lockstep.api.processes.text_process` has one."""
+def _is_medium(part: Mapping[str, Any]) -> bool:
+    return isinstance(kind := part.get("type"), str) and kind in PARTS
+
+
+class MediaReader(Protocol):
+    """What media need: the processor of the model, and limits. `lockstep.api.processes.text_process` has one."""
 
     limits: MediaLimits
 
@@ -74,7 +83,7 @@ class Conversation(msgspec.Struct, frozen=True):
         field: the client's name of the messages, for errors.
         go_on: the last message is incomplete, and the text ends with it.
         nothing: content of a message with calls or thoughts and without content.
-        images: the client's name of each image, in order, for errors.
+        media: the client's name of each medium, in order, for errors.
     """
 
     messages: list[dict[str, Any]]
@@ -82,22 +91,22 @@ class Conversation(msgspec.Struct, frozen=True):
     field: str
     go_on: bool = False
     nothing: str | None = None
-    images: tuple[str, ...] = ()
+    media: tuple[str, ...] = ()
 
     def rendered(self, text: Texts) -> tuple[str, list[int]]:
         """Return the text of the conversation, and its token ids. Raises RenderingError."""
         written = self._written(text, [self._message(one, i) for i, one in enumerate(self.messages)])
         return written, text.encode(written, special=False)
 
-    def with_images(self, text: Texts, reader: ImageReader) -> MediaPrompt:
-        """Return the conversation with its images. Raises RenderingError."""
-        messages = [self._message(one, i, images=True) for i, one in enumerate(self.messages)]
+    def with_media(self, text: Texts, reader: MediaReader) -> MediaPrompt:
+        """Return the conversation with its media. Raises RenderingError."""
+        messages = [self._message(one, i, media=True) for i, one in enumerate(self.messages)]
         try:
-            shown, urls = split_images(messages)
-            check_count(urls, reader.limits)
-            return prompt_with(reader.processor(), self._written(text, shown), urls, reader.limits)
+            shown, found = split_media(messages)
+            check_count([one.kind for one in found], reader.limits)
+            return prompt_with(reader.processor(), self._written(text, shown), found, reader.limits)
         except MediaError as error:
-            where = self.field if error.where is None else self.images[error.where]
+            where = self.field if error.where is None else self.media[error.where]
             raise RenderingError(f"`{where}`: {error.message}", where) from error
 
     def _written(self, text: Texts, messages: list[dict[str, Any]]) -> str:
@@ -115,11 +124,11 @@ class Conversation(msgspec.Struct, frozen=True):
             written = written[: at + len(last)]
         return written
 
-    def _message(self, given: dict[str, Any], index: int, *, images: bool = False) -> dict[str, Any]:
+    def _message(self, given: dict[str, Any], index: int, *, media: bool = False) -> dict[str, Any]:
         """Return a message for the template: content as text, arguments of tool calls as objects.
 
         Args:
-            images: content that has any remains a list of parts.
+            media: content that has any remains a list of parts.
         """
         result = dict(given)
         content = given.get("content")
@@ -129,15 +138,15 @@ class Conversation(msgspec.Struct, frozen=True):
                 raise RenderingError(f"`{where}` is missing", where)
             result["content"] = self.nothing
         if isinstance(content, list):
-            parts, pictured = [], images and any(part.get("type") == IMAGE for part in content)
+            parts, mixed = [], media and any(map(_is_medium, content))
             for i, part in enumerate(content):
-                if pictured and part.get("type") == IMAGE:
+                if mixed and _is_medium(part):
                     continue
                 if part.get("type") != "text" or not isinstance(part.get("text"), str):
                     where = f"messages.{index}.content.{i}.type"
                     raise RenderingError(f"`{where}` must be text, got {str(part.get('type'))[:40]!r}", where)
                 parts.append(part["text"])
-            result["content"] = content if pictured else "\n".join(parts)
+            result["content"] = content if mixed else "\n".join(parts)
         calls = []
         for call in given.get("tool_calls") or ():
             function = call.get("function")

@@ -17,7 +17,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.host.engine_options import Numerics
 from lockstep.runtime import triton_trial
 from lockstep.runtime.attention.base import AttentionBackend
-from lockstep.runtime.attention.rules import LayerRules
+from lockstep.runtime.attention.rules import BLOCKS, LayerRules
 from lockstep.runtime.kv_pool import KvPool
 
 __all__ = ["NAMES", "WRONG", "AttentionBackend", "BackendChoice", "Needs", "Numerics", "choose", "make"]
@@ -210,6 +210,8 @@ def _triton_unavailable(needs: Needs) -> str | None:
     """Return why our Triton kernels cannot run, or None."""
     if find_spec("triton") is None:
         return "triton is not installed; pip install triton"
+    if BLOCKS in needs.special:
+        return f"it is not written for {BLOCKS}"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if needs.device.type != "cuda" and not interpreted:
         return f"it needs a CUDA device, this is `{needs.device}`"

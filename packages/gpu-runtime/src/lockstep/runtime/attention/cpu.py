@@ -98,7 +98,9 @@ class CpuAttention:
         stored = pool.keys[0].dtype
         self._gathered = [torch.empty(0, dtype=torch.uint8 if pool.fp8 else stored) for _ in range(2)]
         self._widened = [torch.empty(0, dtype=self.dtype) for _ in range(2)]
-        self._plans: dict[tuple[bool, int | None], _Plan] = {}  # by pool of pages, and size of window
+        self._plans: dict[
+            tuple[bool, int | None, int | None], _Plan
+        ] = {}  # by pool of pages, size of window, and block
 
     def plan(self, batch: ForwardBatch, graph: bool = False) -> None:
         """Group the rows, and find their slots, once per pass, pool of pages and size of window.
@@ -109,17 +111,17 @@ class CpuAttention:
             raise ValueError("attention backend `cpu` cannot run in a CUDA graph\nhint: use `triton`")
         self._plans = {}
         for layer, rule in enumerate(self.rules):
-            kind = (layer in self.pool.sliding, rule.window)
+            kind = (layer in self.pool.sliding, rule.window, rule.block)
             if kind not in self._plans:
                 view = self.pool.view(layer, batch)
                 tables = view.page_table.index_select(0, view.rows).long()
-                self._plans[kind] = self._planned(batch, tables, rule.window)
+                self._plans[kind] = self._planned(batch, tables, rule)
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
         """Write the new keys and values to the pool, then attend; see `AttentionBackend.run`."""
         self.pool.write(layer, key, value, batch)
         rule = self.rules[layer]
-        plan = self._plans[layer in self.pool.sliding, rule.window]
+        plan = self._plans[layer in self.pool.sliding, rule.window, rule.block]
         out = torch.empty_like(query)
         for group in plan.groups:
             self._decode(layer, rule, query, group, out)
@@ -129,7 +131,8 @@ class CpuAttention:
 
     # ------------------------------------------------------------------------------------------------------- planning
 
-    def _planned(self, batch: ForwardBatch, tables: Tensor, window: int | None) -> _Plan:
+    def _planned(self, batch: ForwardBatch, tables: Tensor, rule: LayerRules) -> _Plan:
+        window = rule.window
         starts, lengths = batch.starts_host.astype(np.int64), batch.lengths_host.astype(np.int64)
         firsts = np.cumsum(lengths - starts) - (lengths - starts)
         tree, reaches, alone = batch.tree, starts, lengths - starts == 1
@@ -151,7 +154,7 @@ class CpuAttention:
             groups.append(self._group(tables, rows, firsts[rows], oldest[rows], lengths[rows]))
             begin += similar
         prompts = [
-            self._prompt(tables[row], int(firsts[row]), int(oldest[row]), int(starts[row]), int(lengths[row]), window)
+            self._prompt(tables[row], int(firsts[row]), int(oldest[row]), int(starts[row]), int(lengths[row]), rule)
             for row in np.flatnonzero(~alone).tolist()
         ]
         if tree is not None:
@@ -187,14 +190,15 @@ class CpuAttention:
         bias = torch.zeros(wanted.shape, dtype=torch.float32).masked_fill_(wanted >= length, float("-inf"))
         return _Group(torch.from_numpy(firsts), cells.reshape(-1), bias[:, None, None, :], positions)
 
-    def _prompt(self, table: Tensor, first: int, oldest: int, start: int, length: int, window: int | None) -> _Prompt:
+    def _prompt(self, table: Tensor, first: int, oldest: int, start: int, length: int, rule: LayerRules) -> _Prompt:
         size = self.pool.page_size
         page = oldest // size
         there = slice(oldest - page * size, length - page * size)
+        window, block = rule.window, rule.block
         mask = None
-        if start or (window is not None and length > window):
+        if start or block is not None or (window is not None and length > window):
             at, own = torch.arange(oldest, length), torch.arange(start, length)[:, None]
-            mask = at <= own
+            mask = at <= (own if block is None else own | (block - 1))
             if window is not None:
                 mask &= at > own - window
         return _Prompt(slice(first, first + length - start), table[page : -(-length // size)], there, mask)

@@ -86,7 +86,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, rule: LayerRules, hidden: 
     if hidden is None:
         at = torch.arange(positions, device=query.device)
         own = at[positions - new :, None]
-        hidden = at > own
+        hidden = at > (own if rule.block is None else own | (rule.block - 1))
         if rule.window is not None:
             hidden = hidden | (at <= own - rule.window)
     scores = scores.masked_fill(hidden, float("-inf"))

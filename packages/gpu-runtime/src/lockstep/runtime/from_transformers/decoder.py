@@ -17,8 +17,8 @@ from lockstep.runtime.checkpoint import TensorSpec
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.from_transformers.attending import NAME, CurrentPass, register
 from lockstep.runtime.from_transformers.latent import is_latent, restore, take_latents
+from lockstep.runtime.from_transformers.media_encoder import LibraryEncoder
 from lockstep.runtime.from_transformers.mixers import take_mixers
-from lockstep.runtime.from_transformers.pictures import PictureEncoder
 from lockstep.runtime.from_transformers.routing import routed_experts
 from lockstep.runtime.from_transformers.settings import read_library_model
 from lockstep.runtime.from_transformers.split import Plan, RankLinear, follow, replace_linear
@@ -40,17 +40,17 @@ class TransformersDecoder(LanguageModel):
         super().__init__(make, found.settings)
         choose_activations(make.fp8_activations, None, make.device)  # raises if rounded rows are required
         register()
-        pictured = bool(found.settings.media)
-        made = made_on_meta(found.config, found.kind, pictured=pictured)
+        perceiving = bool(found.settings.media)
+        made = made_on_meta(found.config, found.kind, perceiving=perceiving)
         plan = Plan(made, self.parallel.ranks)
         self.current = CurrentPass()
         held = _materialise(made, plan, make)
         self.names = CheckpointNames(made, held, self.parallel.rank, self.parallel.ranks)
         follow(made, plan.styles, self.parallel, self.current)
         self.base = made.base_model
-        self.decoder = self.base.get_decoder() if pictured else self.base
+        self.decoder = self.base.get_decoder() if perceiving else self.base
         inside = next((f"{name}." for name, one in self.base.named_modules() if one is self.decoder and name), "")
-        self.pictures = PictureEncoder(self.base, self.dtype, self.device) if pictured else None
+        self.media_encoder = LibraryEncoder(self.base, self.dtype, self.device) if perceiving else None
         self.embedding_size = _embedding_size(self.decoder, self.base)
         of_width = make.device.type == "cpu"  # kernels of GPUs have no heads of this width yet
         self.latents = tuple(take_latents(self.decoder)) if of_width else ()
@@ -106,7 +106,7 @@ class TransformersDecoder(LanguageModel):
         if not batch.tokens:
             return torch.empty(0, self.settings.hidden, dtype=self.dtype, device=self.device)
         given: dict[str, Any] = {"position_ids": batch.positions[None]}
-        if self.pictures is None and batch.media is None:
+        if self.media_encoder is None and batch.media is None:
             given["input_ids"] = batch.token_ids[None]
         else:
             given |= self._with_media(batch)
@@ -225,10 +225,10 @@ class _Output(MoeModelOutputWithPast):
             raise AttributeError(name)
 
 
-def made_on_meta(config: Any, kind: Any, *, pictured: bool = False) -> Any:
+def made_on_meta(config: Any, kind: Any, *, perceiving: bool = False) -> Any:
     """Return the library's model without memory for its weights. Our attention is that of its decoder only."""
     attention: Any = NAME
-    if pictured:
+    if perceiving:
         inner = config.get_text_config()
         attention = {one: NAME for one in config.sub_configs if getattr(config, one, None) is inner}
         if not attention:

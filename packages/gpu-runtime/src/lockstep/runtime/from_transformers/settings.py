@@ -13,20 +13,20 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_MAPPING,
 )
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.quantization import FIELD
+from lockstep.runtime.from_transformers.media_encoder import served_kinds
 from lockstep.runtime.from_transformers.mixers import has_mixers
-from lockstep.runtime.from_transformers.pictures import picture_refusals
 from lockstep.runtime.models.config_reader import ConfigReader
 from lockstep.runtime.models.settings import ModelSettings
 
 log = logging.getLogger("lockstep.runtime")
 
-GENERATING = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+GENERATING = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING)
 """The library's classes with an output projection."""
 KINDS = ("full_attention", "sliding_attention")
 """Kinds of layers that attend, and can run."""
@@ -52,7 +52,7 @@ class LibraryModel:
 def read_library_model(config: Mapping[str, Any], ranks: int = 1) -> LibraryModel:
     """Return the model that a config.json describes. No code of a folder runs: the library must have the model.
 
-    A model with pictures is read with them, or as its text if they cannot be served and the library has a class for it.
+    A model with media is read with them, or as its text if they cannot be served and the library has a class for it.
 
     Args:
         ranks: number of ranks that split the model.
@@ -69,25 +69,25 @@ def read_library_model(config: Mapping[str, Any], ranks: int = 1) -> LibraryMode
         )
     config_class = CONFIG_MAPPING[model_type]
     plain = {key: value for key, value in config.items() if key not in ("auto_map", FIELD)}
-    pictured = _class_with_pictures(config_class, name)
+    perceiving = _class_with_media(config_class, name)
     text = _class_of_text(config_class, name)
-    kind = pictured or text or _class_of(config_class, name)
-    made, without, problems = None, list[str](), list[str]()
+    kind = perceiving or text or _class_of(config_class, name)
+    made, served, without, problems = None, tuple[str, ...](), list[str](), list[str]()
     try:
         made = config_class.from_dict(config_class._decode_special_floats(plain))
-        if pictured is not None:
-            without = list(picture_refusals(pictured, MODEL_MAPPING.get(config_class, pictured), made, ranks))
-            if without and text is not None:
-                pictured, kind = None, text
+        if perceiving is not None:
+            served, without = served_kinds(perceiving, MODEL_MAPPING.get(config_class, perceiving), made, ranks)
+            if not served and text is not None:
+                perceiving, kind = None, text
         problems += refusals_of_class(config_class, kind)
         inner = config.get("text_config")
-        if pictured is not None:
-            problems += without
+        if perceiving is not None:
+            problems += [] if served else without
             config = {**(inner if isinstance(inner, Mapping) else {}), **config}
         elif text is not None:
             made = made.get_text_config()
             config = {**(inner if isinstance(inner, Mapping) else {}), **config}
-        problems += refusals(made if pictured is None else made.get_text_config())
+        problems += refusals(made if perceiving is None else made.get_text_config())
     except Exception as error:  # the library's own checks, of many types
         if not problems:
             why = " ".join(str(error).split())
@@ -98,19 +98,21 @@ def read_library_model(config: Mapping[str, Any], ranks: int = 1) -> LibraryMode
     if problems:
         raise ConfigError("\n  ".join([f"{kind.__name__} cannot run by transformers' code here:", *problems]))
     why = "; ".join(without) if without else "pictures, sound and video are refused"
-    if text is not None and pictured is None:
+    if text is not None and perceiving is None:
         log.warning("%s: only its text is served; %s", name, why)
-    settings = _settings(made, kind, config)
-    if pictured is not None:
-        settings = replace(settings, media=("image",))
     elif without:
+        log.info("%s: %s", name, why)
+    settings = _settings(made, kind, config)
+    if perceiving is not None:
+        settings = replace(settings, media=served)
+    if without:
         settings = replace(settings, media_refused=why)
     return LibraryModel(made, kind, settings)
 
 
-def _class_with_pictures(config_class: Any, name: str) -> type | None:
-    """Return the library's class of this name if it takes pictures and text."""
-    kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(config_class, None)
+def _class_with_media(config_class: Any, name: str) -> type | None:
+    """Return the library's class of this name if it takes pictures or sound beside text."""
+    kind: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(config_class, None)
     return kind if isinstance(kind, type) and kind.__name__ == name else None
 
 

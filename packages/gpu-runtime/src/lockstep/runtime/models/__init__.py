@@ -28,6 +28,7 @@ from lockstep.runtime.models import llama as llama
 from lockstep.runtime.models import qwen2 as qwen2
 from lockstep.runtime.models import qwen3 as qwen3
 from lockstep.runtime.models import qwen3_moe as qwen3_moe
+from lockstep.runtime.models import sdar as sdar
 from lockstep.runtime.models.config_reader import DTYPES, ConfigReader
 from lockstep.runtime.models.decoder import Decoder as Decoder
 from lockstep.runtime.models.language_model import LanguageModel as LanguageModel

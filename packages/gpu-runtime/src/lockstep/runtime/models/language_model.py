@@ -52,7 +52,7 @@ class LanguageModel(nn.Module, ABC):
     rules: tuple[LayerRules, ...] = ()  # by layer; empty: every layer attends to all positions with `scale`
     states: tuple[StatePart, ...] = ()  # of layers that keep a state beside KV, or instead of it
     uncapturable_because: str = ""  # why its passes cannot be captured in CUDA graphs; empty: they can
-    pictures: ContentEncoder | None = None  # of models that take media
+    media_encoder: ContentEncoder | None = None  # of models that take media
     whole_prompts: bool = False  # prompts are computed in one pass each, without KV
     embedding_size: int = 0  # numbers of a given embedding; 0: the model takes tokens only
     first_layer: int = 0  # of those that this stage has

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from lockstep.host.media.kinds import KINDS
 from lockstep.host.quantization import WeightFormat, read_weight_format
 from lockstep.runtime.models.config_reader import ConfigReader
 from lockstep.runtime.models.rope import RopeSettings, read_rope
@@ -25,6 +26,15 @@ class ExpertSettings:
     intermediate: int  # size of one expert
     normalise: bool  # whether the weights of a token's experts sum to 1
     dense_layers: frozenset[int]  # layers with an ordinary MLP
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSettings:
+    """The blocks in which a model answers."""
+
+    size: int  # tokens, a power of two
+    mask_token: int
+    threshold: float = 0.95  # probability above which a drawn token stays: the default of SGLang's LowConfidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +54,12 @@ class ModelSettings:
     rope: RopeSettings = field(default_factory=RopeSettings)
     tied: bool = False  # whether the output projection uses the embeddings
     generates: bool = True  # whether it has an output projection; without one it returns hidden states only
-    media: tuple[str, ...] = ()  # kinds of media that prompts may have: image
+    media: tuple[str, ...] = ()  # kinds of media that prompts may have: image, audio, video
     media_refused: str = ""  # why they may not, for a model that takes some in other programs
     attention_bias: bool = False  # of q, k and v
     output_bias: bool = False  # of the output product of attention
     experts: ExpertSettings | None = None
+    blocks: BlockSettings | None = None  # None: it answers token by token
     dtype: torch.dtype = torch.bfloat16  # dtype of the checkpoint
     end_tokens: tuple[int, ...] = ()
     quantization: WeightFormat | None = None  # how matrices of layers are quantised; None: they are not
@@ -57,6 +68,13 @@ class ModelSettings:
     activation: Literal["sigmoid", "softmax", "identity"] = "softmax"  # from logits of labels to scores
     token_types: int = 0  # number of types that tokens of a prompt may have; 0: tokens have no type
     described: tuple[tuple[str, str], ...] = ()  # all fields of its config and their JSON, for code of transformers
+
+    def no_kind(self, kind: str) -> str:
+        """Return why prompts may not have media of a kind, for a model with media; empty if they may."""
+        if kind in self.media:
+            return ""
+        known = " and ".join(KINDS[one].several for one in self.media)
+        return self.media_refused or f"{self.architecture} takes {known} only"
 
 
 def read_decoder(

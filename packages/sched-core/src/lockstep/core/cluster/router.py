@@ -281,13 +281,6 @@ class Router:
         self._last_request_id = max(self._last_request_id, fact.request_id)
         return self._placed(fact, now_us)
 
-    def bound(self, engine: int) -> int:
-        """Return the most open requests of an engine under prefix_affinity, including the one to be routed."""
-        config = self.config
-        total = sum(self.open_requests[e] for e in self._up) + 1
-        fair = config.load_bound * total * self.engines[engine].weight / self._up_weight
-        return max(config.load_floor, ceil(fair))
-
     def _route(self, fact: RequestOffered) -> RequestRouted:
         if fact.request_id <= self._last_request_id:
             raise ContractError(f"request id {fact.request_id} does not increase after {self._last_request_id}")
@@ -409,7 +402,8 @@ class Router:
     def _by_prefix(self, prefix: tuple[int, ...]) -> tuple[int, RouteReason, int]:
         """Return the engine within the bound that received most of this prompt; of equals, the one with least load."""
         config = self.config
-        within = [engine for engine in self._up if self.open_requests[engine] < self.bound(engine)]
+        total = sum([self.open_requests[engine] for engine in self._up]) + 1
+        within = [engine for engine in self._up if self.open_requests[engine] < self._bound(engine, total)]
         lengths = self._prefixes.match(prefix)
         longest = max([lengths.get(engine, 0) for engine in within])
         homes = [engine for engine in within if lengths.get(engine, 0) == longest]
@@ -418,6 +412,12 @@ class Router:
         self._prefixes.sent(prefix, engine)
         reason: RouteReason = "bound" if passed_over else "prefix" if longest else "policy"
         return engine, reason, longest * config.block_tokens
+
+    def _bound(self, engine: int, total: int) -> int:
+        """Return the most open requests of an engine if all have `total`, both with the request to be routed."""
+        config = self.config
+        fair = config.load_bound * total * self.engines[engine].weight / self._up_weight
+        return max(config.load_floor, ceil(fair))
 
     def _output_tokens_expected(self) -> int:
         """Return the expected tokens of a new answer: the mean of ended answers and one first guess."""

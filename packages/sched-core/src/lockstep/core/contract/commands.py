@@ -227,6 +227,19 @@ class Halves(msgspec.Struct, frozen=True):
     cut: int = 0  # new tokens of row `rows` in the first half; 0: that row is not cut
 
 
+class BlockPasses(msgspec.Struct, frozen=True):
+    """The passes over the blocks of a plan of mode diffusion_extend. See features/diffusion.py.
+
+    The first pass of a block, number 0, fills it: with `given` tokens of the plan's `token_ids`, then with masks. Each
+    pass computes the whole block. If it has masks, at least one of them becomes a token, and the row's count in
+    `BatchFinished.accepted` is 0. A pass over a block without masks writes its final KV; its count is then that of the
+    tokens that were masks. The number of a pass never exceeds that of the masks with which the block began.
+    """
+
+    numbers: Int32s  # [rows] passes of each block before this one
+    given: Int32s  # [rows] tokens at the beginning of each block that are no masks; 0 unless its pass is the first
+
+
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One forward pass, complete given the plans before it, and immutable: its arrays are never written again.
 
@@ -271,6 +284,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     logprob_spans: tuple[LogprobSpan, ...] = ()
     hidden_spans: tuple[HiddenSpan, ...] = ()
     halves: Halves | None = None  # None: the batch runs as a whole
+    blocks: BlockPasses | None = None  # of a model that answers in blocks; `token_ids` are then their given tokens
 
 
 class LaunchBatch(msgspec.Struct, frozen=True):

@@ -14,6 +14,8 @@ import msgspec
 from lockstep.core.contract.cache_tiers import CacheTiers as CacheTiers
 from lockstep.core.contract.cache_tiers import PrefetchPolicy as PrefetchPolicy
 from lockstep.core.contract.cache_tiers import WritePolicy as WritePolicy
+from lockstep.core.contract.diffusion_settings import BlockDiffusion as BlockDiffusion
+from lockstep.core.contract.diffusion_settings import check_diffusion
 from lockstep.core.contract.draft_settings import DRAFT_SETTINGS as DRAFT_SETTINGS
 from lockstep.core.contract.draft_settings import SpeculativeMethod as SpeculativeMethod
 from lockstep.core.contract.draft_settings import settle_drafts
@@ -342,6 +344,9 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # prompts by layers beside decodes, see features/multiplexing.py; unset: one stream, and left out of journals
     multiplexing: Multiplexing | msgspec.UnsetType = msgspec.UNSET
 
+    # models that answer in blocks, see diffusion.py; unset: token by token, and left out of journals
+    diffusion: BlockDiffusion | msgspec.UnsetType = msgspec.UNSET
+
     def __post_init__(self) -> None:
         store_floats(self, FLOAT_SETTINGS)
         _require_positive(self)
@@ -359,6 +364,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _settle_stages(self)
         settle_two_batch(self)
         check_multiplexing(self)
+        check_diffusion(self)
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"`{name}` must be {one_of(choices)}, got `{getattr(self, name)}`")
@@ -469,6 +475,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.multiplexing is not msgspec.UNSET
 
     @property
+    def block_tokens(self) -> int:
+        """Positions of a block of a model that answers in blocks; 0: it answers token by token."""
+        return self.diffusion.block_tokens if self.diffusion is not msgspec.UNSET else 0
+
+    @property
     def pool_tokens(self) -> int:
         """KV positions in the whole pool."""
         return self.pages * self.page_size
@@ -511,7 +522,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def positions_per_decode(self) -> int:
         """The most positions by which one launch moves a request that decodes."""
-        return max(1 + self.beside_newest_max, self.decode_steps_per_launch)
+        return max(1 + self.beside_newest_max, self.decode_steps_per_launch, self.block_tokens)
 
     @property
     def positions_ahead(self) -> int:
@@ -591,9 +602,9 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def request_tokens_max(self) -> int:
         """The longest prompt plus output of any request: the one limit that validation and clamping share.
 
-        The last token of an output is never fed back, so a pool of n positions serves n + 1 tokens.
+        The last token of an output is never fed back, so a pool of n positions serves n + 1 tokens; n in blocks.
         """
-        pool = self.pool_tokens + 1
+        pool = self.pool_tokens + (not self.block_tokens)
         return pool if pool < self.context_tokens_max else self.context_tokens_max
 
     def prompt_tokens_max(self, with_output: bool) -> int:

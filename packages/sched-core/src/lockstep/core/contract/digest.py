@@ -182,6 +182,11 @@ def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
     if plan.media_spans or plan.logprob_spans or plan.hidden_spans:
         logprobs = [(span.index, span.start, len(span.targets)) for span in plan.logprob_spans]
         add(_encode((plan.media_spans, logprobs, plan.hidden_spans)))
+    if plan.blocks is not None:
+        add(b"blocks")
+        add(plan.stops)
+        add(plan.blocks.numbers)
+        add(plan.blocks.given)
     if plan.halves is not None:
         add(_encode(("halves", plan.halves.rows, plan.halves.cut)))
     if plan.layers is not None or plan.sms is not None:

@@ -171,7 +171,7 @@ class BatchFinished(Observed, frozen=True, gc=False):
     """A launched batch completed and its results are on the host. Answers one LaunchBatch (and its SampleBatch).
 
     Batches of one microbatch finish in launch order. `tokens` has one id per sampling row of the plan, in its order;
-    with speculation, `accepted` holds the number of accepted tokens per row and `tokens` that many ids per row. Behind
+    with speculation or blocks, `accepted` holds the number of tokens per row and `tokens` that many ids per row. Behind
     the counts `accepted` has, if drafts are trees, the numbers of the right drafts in the plan's tree, row after row.
     """
 
@@ -180,7 +180,7 @@ class BatchFinished(Observed, frozen=True, gc=False):
     started_us: int = 0  # time at which the device began the batch ...
     finished_us: int = 0  # ... and ended it; time_us is the time at which the host noticed
     generation: int = 0
-    accepted: bytes = b""  # int32 per sampling row, and per right draft of a tree; empty: one token each
+    accepted: bytes = b""  # int32 per sampling row, and per right draft of a tree; empty: one token each, no block
     invalid: tuple[int, ...] = ()  # sampling rows (by position) with a token that is NaN or out of range
     text_stops: tuple[int, ...] = ()  # sampling rows with text that contains a stop string
     grammar_ended: tuple[int, ...] = ()  # sampling rows with a grammar that admits no further token

@@ -116,6 +116,8 @@ class MultiplexedSettings(Protocol):
     @property
     def hands_over(self) -> bool: ...
     @property
+    def diffusion(self) -> Any: ...
+    @property
     def hybrid(self) -> Any: ...
     @property
     def expert_load_interval(self) -> Any: ...
@@ -168,6 +170,10 @@ def _refuse_beside(config: MultiplexedSettings) -> None:
         "same_step_sharing": (config.same_step_sharing, "KV of a prompt is complete only behind its last layers"),
         "speculative_method": (config.speculates, "the drafter computes a prompt in one pass with the model"),
         "jump_forward_tokens": (config.jumps, "forced tokens may be verified beside prompts"),
+        "diffusion": (
+            config.diffusion is not msgspec.UNSET,
+            "a block awaits the result before it",
+        ),
         "hybrid": (config.hybrid is not msgspec.UNSET, "windows and states are laid out for whole passes"),
         "enable_priority_preemption": (
             config.enable_priority_preemption,
@@ -180,5 +186,5 @@ def _refuse_beside(config: MultiplexedSettings) -> None:
     }
     for name, (there, why) in beside.items():
         if there:
-            shown = "set" if name == "hybrid" else getattr(config, name)
+            shown = "set" if name in ("diffusion", "hybrid") else getattr(config, name)
             raise ConfigError(f"`multiplexing` is set and `{name}` is {shown}: {why}\nhint: drop one of the two")

@@ -266,6 +266,8 @@ def plan_text(plan: BatchPlan, names: Names) -> str:
     """Return the spans of a plan, as `b8 decode a[12:13]`. Sampling requests are named unless all of them sample."""
     ids, starts, stops = plan.request_ids.tolist(), plan.starts.tolist(), plan.stops.tolist()
     spans = [f"{names.request(r)}[{start}:{stop}]" for r, start, stop in zip(ids, starts, stops, strict=True)]
+    if plan.blocks is not None:
+        spans = [f"{span} pass {number + 1}" for span, number in zip(spans, plan.blocks.numbers.tolist(), strict=True)]
     where = f" in microbatch {plan.microbatch}" if plan.microbatch else ""
     if plan.halves is not None:
         where += f" in halves: {halves_text(plan)}"
@@ -325,6 +327,9 @@ def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
         lines.append(f"  row {plan.rows[i]} new tokens {runs(plan.token_ids[at : at + count].tolist())}")
         at += count
     for i in range(plan.extend_rows, len(plan.rows)):
+        if plan.blocks is not None:
+            lines.append(_block_line(plan, i))
+            continue
         drafts = plan.speculation.draft_lengths[i - plan.extend_rows] if plan.speculation is not None else 0
         forced = plan.speculation.forced_of(i - plan.extend_rows) if plan.speculation is not None else []
         beside = f" and forced {runs(forced)}" if forced else f" and {drafts} drafts" if drafts else ""
@@ -342,6 +347,16 @@ def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
     for after in plan.starts_after:
         lines.append(f"  row {plan.rows[after.index]} starts where b{after.batch_id} leaves row {after.row}")
     return lines
+
+
+def _block_line(plan: BatchPlan, i: int) -> str:
+    assert plan.blocks is not None
+    row, number, given = plan.rows[i], int(plan.blocks.numbers[i]), int(plan.blocks.given[i])
+    if number:
+        return f"  row {row} pass {number + 1} over its block"
+    at = int(plan.blocks.given[:i].sum())
+    tokens = f"{runs(plan.token_ids[at : at + given].tolist())} and " if given else ""
+    return f"  row {row} begins a block: {tokens}{int(plan.stops[i] - plan.starts[i]) - given} masks"
 
 
 def _hybrid_changes(changes: HybridChanges, rows: list[int]) -> list[str]:

@@ -22,6 +22,11 @@ def runtime_refusal(name: str) -> str:
             "`experts` (their placement on ranks) follows from the model and from options of the engine\n"
             "hint: --tp N --ep N --eplb, --redundant-experts, --eplb-interval"
         )
+    if name == "diffusion":
+        return (
+            "`diffusion` (the blocks in which a model answers) follows from the model\n"
+            "hint: a folder of SDARForCausalLM; lockstep simulate has --diffusion-block"
+        )
     if name in ("dp_ranks", "dp_rank"):
         return (
             f"`{name}` follows from the data-parallel ranks of the engine\n"

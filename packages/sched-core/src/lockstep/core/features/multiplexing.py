@@ -151,7 +151,7 @@ class Multiplexer(Component):
             self.parts = [ExtendPart(restored.requests[number], start, stop) for number, start, stop in parts]
 
     def check_state(self, facts: Facts) -> None:
-        """S39: the parts of a split prefill follow each other; no row is on both streams; each stream has its slots."""
+        """S40: the parts of a split prefill follow each other; no row is on both streams; each stream has its slots."""
         rows: dict[bool, list[int]] = {False: [], True: []}
         launched: dict[bool, int] = {False: 0, True: 0}
         done: dict[tuple[int, int], int] = {}  # by row and first new position: the layer behind the newest part
@@ -159,26 +159,26 @@ class Multiplexer(Component):
             plan = batch.plan
             split = plan.layers is not None
             if (plan.mode == "split_prefill") != split or (split and not self.present):
-                fail(f"S39: batch {plan.batch_id} of mode {plan.mode} has layers {plan.layers}")
+                fail(f"S40: batch {plan.batch_id} of mode {plan.mode} has layers {plan.layers}")
             launched[split] += 1
             rows[split] += plan.rows.tolist()
             for row, start in zip(plan.rows.tolist(), plan.starts.tolist(), strict=True) if plan.layers else ():
                 assert plan.layers is not None
                 if plan.layers[0] != done.get((row, start), plan.layers[0]):
-                    fail(f"S39: batch {plan.batch_id} begins at layer {plan.layers[0]}, row {row} is at {done}")
+                    fail(f"S40: batch {plan.batch_id} begins at layer {plan.layers[0]}, row {row} is at {done}")
                 done[row, start] = plan.layers[1]
             if self.is_partial(plan) and (plan.sample_rows.size or plan.pooled_rows.size):
-                fail(f"S39: batch {plan.batch_id} samples behind layer {plan.layers}")
+                fail(f"S40: batch {plan.batch_id} samples behind layer {plan.layers}")
         if both := sorted(row for row in rows[True] if row in rows[False]):
-            fail(f"S39: rows {both} are on both streams")
+            fail(f"S40: rows {both} are on both streams")
         if self.present and max(launched.values()) > self.depth + 1:
-            fail(f"S39: {launched[False]} decodes and {launched[True]} parts of prompts in flight")
+            fail(f"S40: {launched[False]} decodes and {launched[True]} parts of prompts in flight")
         for part in self.parts:
             request, stop = part.request, part.stop
             if request.state is not RequestState.PREFILLING or request.computed != stop or not part.start < stop:
-                fail(f"S39: {request.name} is {request.state.name} at {request.computed} in [{part.start}:{stop}]")
+                fail(f"S40: {request.name} is {request.state.name} at {request.computed} in [{part.start}:{stop}]")
             if done.get((request.row, part.start), self.layer) != self.layer:
-                fail(f"S39: {request.name} goes on at layer {self.layer}, launched are {done}")
+                fail(f"S40: {request.name} goes on at layer {self.layer}, launched are {done}")
 
 
 def joins(batch: InFlight) -> NDArray[np.intp]:

@@ -31,6 +31,7 @@ class InFlight(Struct, eq=False):
     steps: Int32s | None = None  # per sampler: the number of tokens it samples; None: one each
     tokens: int = -1  # tokens in the result of the batch; -1: known only from the result
     verifies: bool = False  # if true, the positions of its rows follow only from its result
+    blocks: bool = False  # its rows compute blocks, and its result shows which of them are finished
     forced: Int32s | None = None  # per sampler: tokens that its grammar forces; None: no grammar forces any
 
     def __post_init__(self) -> None:
@@ -38,6 +39,11 @@ class InFlight(Struct, eq=False):
         plan, samplers = self.plan, self.samplers
         if plan.speculation is not None:
             self._verify(plan.speculation)
+            return
+        if plan.blocks is not None:
+            self.blocks = True
+            self.sampled_at = np.maximum(plan.starts, samplers.prompts)
+            self.steps = plan.stops - self.sampled_at
             return
         self.tokens = samplers.size
         if plan.mode != "decode":

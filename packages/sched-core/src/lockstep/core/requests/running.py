@@ -67,10 +67,14 @@ class RunningState:
             staying = (~ends).nonzero()[0]
             prefilled, positions = prefilled.only(staying), positions.take(staying)
         if prefilled.size:
-            for request in prefilled.requests:
-                request.decodes = True
-            self.place(self.batch.joined_by(prefilled), np.concatenate((self.positions, positions)), table)
+            self.admit(prefilled, positions, table)
         return ending
+
+    def admit(self, members: RunningBatch, positions: Int32s, table: RequestTable) -> None:
+        """Add members at these positions, int32 [members], whatever their lengths."""
+        for request in members.requests:
+            request.decodes = True
+        self.place(self.batch.joined_by(members), np.concatenate((self.positions, positions)), table)
 
     def remove(self, rows: list[int], table: RequestTable) -> None:
         """Remove the members in these rows, and store the next position of each in its request."""

@@ -12,6 +12,7 @@ from lockstep.core.contract.events import (
     PromptSpan,
     RejectReason,
     RequestArrived,
+    SamplingParams,
     TokenDigest,
     TokenIds,
 )
@@ -58,6 +59,8 @@ def accepted(event: RequestArrived, adapter: Adapter, config: SchedConfig) -> Ac
     if not length:
         raise RequestRefused("bad_request", "`prompt` is empty; it must have at least one token")
     _refuse_multi_step(event, config)
+    if config.block_tokens:
+        _refuse_in_blocks(event)
     _refuse_malformed(event)
     _refuse_inconsistent(event, length, config)
     most = _fitting_tokens(event, length, config)
@@ -148,6 +151,26 @@ def _refuse_multi_step(event: RequestArrived, config: SchedConfig) -> None:
     if steps > 1 and event.grammar is not None:
         message = f"`grammar` must see every token before the next, but `decode_steps_per_launch` is {steps}"
         raise RequestRefused("unsupported", message)
+
+
+def _refuse_in_blocks(event: RequestArrived) -> None:
+    """Raise RequestRefused for a request that needs single tokens of a model that answers in blocks."""
+    sampling = event.sampling if event.sampling is not None else SamplingParams()
+    penalties = (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty)
+    for field, used in (
+        ("kind", event.kind != "generate"),
+        ("grammar", event.grammar is not None),
+        ("stop_texts", bool(event.stop_texts)),
+        ("stop_regexes", bool(event.stop_regexes)),
+        ("sampling.logprobs", sampling.logprobs_beside > 0),
+        ("sampling penalties", penalties != (0.0, 0.0, 1.0)),
+        ("logprob_start", event.logprob_start is not None),
+        ("return_hidden_states", event.return_hidden_states),
+        ("spans", bool(event.spans)),
+    ):
+        if used:
+            message = f"`{field}` is not supported by a model that answers in blocks; leave it out"
+            raise RequestRefused("unsupported", message)
 
 
 def _refuse_malformed(event: RequestArrived) -> None:

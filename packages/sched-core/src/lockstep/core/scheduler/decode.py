@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lockstep.core.contract.commands import NO_DELTAS, NO_ROWS, BatchPlan, PageDeltas, Step
 from lockstep.core.contract.events import DecodeSkipped
-from lockstep.core.features import speculation
+from lockstep.core.features import diffusion, speculation
 from lockstep.core.requests import rules
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.delivery import step_numbers
@@ -36,6 +36,7 @@ class Decodes(Struct, frozen=True):
     deltas: PageDeltas
     ending: list[int]  # members that end by length with this decode
     verifying: speculation.Verifying | None = None  # drafts and forced tokens to verify
+    blocks: diffusion.NextBlocks | None = None  # the next pass over blocks
 
 
 NO_DECODES = Decodes(EMPTY_BATCH, NO_ROWS, NO_ROWS, NO_DELTAS, [])
@@ -44,7 +45,7 @@ NO_DECODES = Decodes(EMPTY_BATCH, NO_ROWS, NO_ROWS, NO_DELTAS, [])
 class DecodePlanner:
     """Plans the decodes of one engine."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, diffuser: diffusion.Diffuser) -> None:
         self._state = state
         self._memory = state.memory
         self._microbatches = state.microbatches
@@ -55,6 +56,7 @@ class DecodePlanner:
         self._multiplexer = state.multiplexer
         self.page_shift, self.page_mask = state.page_shift, state.page_mask
         self._speculates = state.config.speculates
+        self._diffusion, self._in_blocks = diffuser, state.config.block_tokens > 0
 
     def decodes_along(self, running: RunningState, extending: list[Request], step: Step, *, wanted: bool) -> Decodes:
         """Plan the next decode of a running batch as part of an extend; NO_DECODES if it cannot be, or a page lacks.
@@ -92,14 +94,14 @@ class DecodePlanner:
             running.forced_at = running.decode_launches
             victim = choose_victim(config, running.batch, running.positions)
             state.retract(running.batch.requests[victim], "forced", step)
-        growing = members_growing(running.positions, self.page_mask)
+        growing = self._growing(running)
         made_room = self._short_of_pages(running, growing, step)
         if made_room:
             if not self._make_room(running, step):
                 return None if running.batch.size else instead(running, step)
             if not running.batch.size:
                 return None  # all were retracted for other microbatches
-            growing = members_growing(running.positions, self.page_mask)
+            growing = self._growing(running)
 
         steps = config.decode_steps_per_launch
         if steps == 1:
@@ -132,6 +134,8 @@ class DecodePlanner:
         )
         if advanced.verifying is not None:
             plan = speculation.verified(plan, advanced.verifying, config)
+        elif advanced.blocks is not None:
+            plan = diffusion.in_blocks(plan, advanced.blocks)
         if memory.hybrid.present:
             plan = memory.hybrid.completed(plan, step)
         return InFlight(plan, running_batch.requests, running_batch, advanced.ending)
@@ -143,6 +147,9 @@ class DecodePlanner:
             if verifying is None:
                 return NO_DECODES
             return Decodes(verifying.running_batch, verifying.starts, verifying.stops, verifying.deltas, [], verifying)
+        if self._in_blocks:
+            blocks = self._diffusion.next_pass(running, step)
+            return Decodes(running.batch, blocks.starts, blocks.stops, blocks.deltas, [], blocks=blocks)
         if self._jump_forward.forced and (jumped := self._speculation.jump_next(running, step)) is not None:
             verifying, ending = jumped
             return Decodes(
@@ -155,6 +162,16 @@ class DecodePlanner:
             deltas = self._memory.open_pages(rows, at >> self.page_shift, step)
         stops = starts + ONE
         return Decodes(batch, starts, stops, deltas, running.advance(stops, self._memory.table))
+
+    def begin_blocks(self, running: RunningState, requests: list[Request]) -> None:
+        """Add requests with a completely launched prompt to a running batch that computes blocks."""
+        self._diffusion.begin(running, RunningBatch.of(requests))
+
+    def _growing(self, running: RunningState) -> NDArray[np.intp]:
+        """Return the members whose next decode opens a page."""
+        if self._in_blocks:
+            return self._diffusion.members_opening(running.batch, running.positions)
+        return members_growing(running.positions, self.page_mask)
 
     def _advance_by(self, running: RunningState, steps: int, step: Step) -> Decodes:
         """Advance every member by `steps` positions at once, or up to its length, opening the pages."""

@@ -64,9 +64,9 @@ class Engine(SchedulerState):
         for simulations without a journal.
         """
         super().__init__(config, digests=digests)
-        self.decoding = DecodePlanner(self)
+        self.decoding = DecodePlanner(self, self.diffusion)
         self.prefills = PrefillPlanner(self, self.decoding)
-        self.results = Results(self)
+        self.results = Results(self, self.diffusion)
         self._take_part, self._join_in = self.launch_now, self._launch_nothing
         if config.multiplexes:
             self._take_part = self._launch_on_streams

@@ -15,6 +15,7 @@ from lockstep.core.admin.maintenance import MaintenancePart
 from lockstep.core.contract.commands import (
     AfterBatch,
     BatchPlan,
+    BlockPasses,
     MediaSpan,
     Mode,
     PageDeltas,
@@ -27,6 +28,7 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import DeferReason, Grammar, SamplingParams
 from lockstep.core.contract.stats import Counts
 from lockstep.core.features.data_parallel import RanksPart
+from lockstep.core.features.diffusion import DiffusionPart
 from lockstep.core.features.disaggregation import TransfersPart
 from lockstep.core.features.grammars import GrammarsPart
 from lockstep.core.features.jump_forward import ForcedPart
@@ -147,6 +149,7 @@ class BatchImage(msgspec.Struct, forbid_unknown_fields=True):
     verifies: VerifyImage | None = None
     ranks: Ranks | msgspec.UnsetType = msgspec.UNSET  # the agreement of data-parallel ranks
     microbatch: int | msgspec.UnsetType = msgspec.UNSET  # if it is not the first one
+    blocks: tuple[bytes, bytes] | msgspec.UnsetType = msgspec.UNSET  # of a pass over blocks: `BlockPasses`
     layers: tuple[int, int] | msgspec.UnsetType = msgspec.UNSET  # of a split prefill
     sms: int | msgspec.UnsetType = msgspec.UNSET  # if it does not have the whole device
 
@@ -188,6 +191,7 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     EncoderPart,
     ForcedPart,
     SpeculationPart,
+    DiffusionPart,
     TransfersPart,
     AdmissionPart,
     RanksPart,
@@ -204,7 +208,7 @@ batch_is_full decode_owed deferred launch_found_nothing horizon decode_launches 
 next_batch_id last_request_id timers paused draining drains tokens_discarded prefilled_tokens weights_version
 maintenance pace counts sessions session_uses sessions_unsettled media adapters chances forced host transfers tiers
 expert_loads hybrid ranks microbatches resources spare admits tree_chances
-expert_record expert_placement split_prefill
+expert_record expert_placement block_passes split_prefill
 """.split()
 """The fields of all parts in the order in which a snapshot stores them. The bytes of snapshots depend on it."""
 
@@ -307,6 +311,9 @@ def batch_image(batch: InFlight) -> BatchImage:
         verifies=_verify_image(batch),
         ranks=plan.ranks if plan.ranks is not None else msgspec.UNSET,
         microbatch=plan.microbatch or msgspec.UNSET,
+        blocks=(plan.blocks.numbers.tobytes(), plan.blocks.given.tobytes())
+        if plan.blocks is not None
+        else msgspec.UNSET,
         layers=plan.layers if plan.layers is not None else msgspec.UNSET,
         sms=plan.sms if plan.sms is not None else msgspec.UNSET,
     )
@@ -337,6 +344,12 @@ def _speculation(image: VerifyImage) -> Speculation:
         np.frombuffer(image.forced_tokens or b"", np.int32),
         np.frombuffer(image.parents or b"", np.int32),
     )
+
+
+def _blocks(image: tuple[bytes, bytes] | msgspec.UnsetType) -> BlockPasses | None:
+    if image is msgspec.UNSET:
+        return None
+    return BlockPasses(*(np.frombuffer(column, np.int32) for column in image))
 
 
 def batch_of(scheduler: SchedulerView, image: BatchImage) -> InFlight:
@@ -373,6 +386,7 @@ def batch_of(scheduler: SchedulerView, image: BatchImage) -> InFlight:
         sms=image.sms if image.sms is not msgspec.UNSET else None,
         starts_after=verifies.starts_after if verifies is not None else (),
         speculation=_speculation(verifies) if verifies is not None else None,
+        blocks=_blocks(image.blocks),
     )
     samplers = RunningBatch(
         [requests[i] for i in sample_rows.tolist()],

@@ -16,7 +16,8 @@ from lockstep.core.contract.errors import ConfigError
 Item = TypeVar("Item")
 
 POLL_WEIGHT_DEFAULT = 1000  # of modes that are not listed below; SGLang: scheduler_recv_skipper_weight_default
-POLL_WEIGHTS: dict[Mode | None, int] = {"decode": 1, "verify": 1, None: 1}  # as in SGLang; None: nothing was launched
+POLL_WEIGHTS: dict[Mode | None, int] = {"decode": 1, "verify": 1, "diffusion_extend": 1, None: 1}
+"""As in SGLang. None: nothing was launched."""
 
 
 class ReceiveSkipper:

@@ -7,7 +7,7 @@ import numpy as np
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BatchFinished, BatchId
-from lockstep.core.features import grammars, multiplexing, speculation
+from lockstep.core.features import diffusion, grammars, multiplexing, speculation
 from lockstep.core.requests import delivery, extras
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import Request
@@ -17,12 +17,13 @@ from lockstep.core.scheduler.state import SchedulerState
 class Results:
     """Folds the results of the batches of one engine."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, diffuser: diffusion.Diffuser) -> None:
         self._state = state
         self._memory = state.memory
         self._microbatches = state.microbatches
         self._speculation = state.speculation
         self._jump_forward = state.jump_forward
+        self._diffusion = diffuser
         self._sessions = state.sessions
         self._transfers = state.transfers
         self._prerequisites = state.prerequisites
@@ -119,7 +120,7 @@ class Results:
     def _take_tokens(self, event: BatchFinished, batch: InFlight, step: Step) -> None:
         """Store the tokens of a batch, stream those that are due, and end the requests that end by them."""
         samplers, outputs = batch.samplers, self._memory.table.outputs
-        tokens = np.frombuffer(event.tokens, np.int32)
+        tokens = self._diffusion.settle(batch, event) if batch.blocks else np.frombuffer(event.tokens, np.int32)
         first = batch.sampled_at - samplers.prompts
         counts = None
         if batch.steps is None:
@@ -131,7 +132,9 @@ class Results:
             numbers = first.repeat(batch.steps) + delivery.step_numbers(batch.steps)
             self._memory.table.write_outputs(samplers.rows.repeat(batch.steps), numbers, tokens)
             ends, counts = (
-                delivery.run_verdicts(event, batch, tokens) if batch.verifies else delivery.step_verdicts(batch, tokens)
+                delivery.run_verdicts(event, batch, tokens)
+                if batch.verifies or batch.blocks
+                else delivery.step_verdicts(batch, tokens)
             )
             self._state.discarded(int((batch.steps - counts).sum()))
         message = delivery.message(event, batch, tokens, first, ends, outputs, counts)
@@ -171,13 +174,17 @@ class Results:
                 raise ContractError(f"batch {event.batch_id} finished, but {expected} is next in flight")
         if self._state.ranks is not None and self._state.ranks.held is batch:
             raise ContractError(f"batch {event.batch_id} finished, but it is only proposed")
-        tokens = speculation.tokens_of_result(event, batch) if batch.verifies else batch.tokens
+        tokens = batch.tokens
+        if batch.verifies:
+            tokens = speculation.tokens_of_result(event, batch)
+        elif batch.blocks:
+            tokens = diffusion.tokens_of_result(event, batch)
         size = 0 if event.error else 4 * tokens
         if len(event.tokens) != size:
             raise ContractError(f"batch {event.batch_id} has {len(event.tokens)} bytes of tokens, expected {size}")
         if event.invalid or event.text_stops or event.text_held or event.grammar_ended:
             delivery.check_reports(event, batch, 0 if event.error else batch.samplers.size)
-        if event.accepted and not batch.verifies:
+        if event.accepted and not (batch.verifies or batch.blocks):
             raise ContractError(f"batch {event.batch_id} reports accepted counts; none were asked for")
         if self._jump_forward.forced or batch.forced is not None:
             self._jump_forward.check(event, batch)

@@ -37,6 +37,7 @@ from lockstep.core.contract.events import (
 from lockstep.core.contract.samples import sample_count, sample_of
 from lockstep.core.contract.stats import Counts, Stats
 from lockstep.core.features.data_parallel import Rounds
+from lockstep.core.features.diffusion import Diffuser
 from lockstep.core.features.disaggregation import Transfers
 from lockstep.core.features.grammars import Grammars
 from lockstep.core.features.jump_forward import JumpForward
@@ -59,6 +60,7 @@ from lockstep.core.requests.retraction import members_growing, pages_ahead, page
 from lockstep.core.requests.table import (
     NO_REQUEST,
     ONE,
+    ZERO,
     Accepted,
     Int32s,
     Request,
@@ -124,6 +126,7 @@ class SchedulerState:
         self.grammars = Grammars(self)
         self.jump_forward = JumpForward(self)
         self.speculation = Speculator(self, self.jump_forward)
+        self.diffusion = Diffuser(self)
         self.computes_ahead = config.speculates or config.jumps  # computed KV may be of tokens that are never output
         self.prerequisites = Prerequisites(self, self.media)
         self.sessions = Sessions(self, self.prerequisites)
@@ -145,6 +148,7 @@ class SchedulerState:
             self.prerequisites,
             self.jump_forward,
             self.speculation,
+            self.diffusion,
             self.transfers,
             self.admission,
             self.experts,
@@ -273,7 +277,10 @@ class SchedulerState:
             return pages_to_come(positions, running_batch.limits, config.page_size) * config.page_size
         if config.reserve == "on_demand":
             return self.next_pages(running_batch, positions) * config.page_size
-        return reserve_by_ratio(running_batch.limits - positions - ONE, running_batch.ignores_eos, self.ratio.value)
+        remaining = running_batch.limits - positions - ONE
+        if config.block_tokens:
+            remaining = np.maximum(remaining, ZERO)  # a block may reach beyond the length
+        return reserve_by_ratio(remaining, running_batch.ignores_eos, self.ratio.value)
 
     def set_aside(self, running_batch: RunningBatch, positions: Int32s) -> int:
         """Return the pages that the decodes of a running batch take before any prompt of the same pass."""
@@ -295,6 +302,8 @@ class SchedulerState:
 
     def next_pages(self, running_batch: RunningBatch, positions: Int32s) -> int:
         """Return the pages that the next decode of a running batch at these positions opens, drafts included."""
+        if self.config.block_tokens:
+            return self.diffusion.members_opening(running_batch, positions).size
         if self.look_ahead_with_drafts == 1:
             return members_growing(positions, self.page_mask).size
         spare = self.memory.table.spare_of(running_batch.rows)
@@ -322,6 +331,8 @@ class SchedulerState:
         """Return the delivered output tokens of a request. Tokens that are sampled in flight do not count."""
         if request.state is not RequestState.RUNNING:
             return request.outputs
+        if self.config.block_tokens:
+            return self.diffusion.outputs_of(request)
         return self.sampled_by(request) - sum(
             batch.tokens_of(request.row) for batch in self.in_flight if request.row not in batch.dead
         )
@@ -330,6 +341,8 @@ class SchedulerState:
         """Return the output tokens that launched batches sample for a request, delivered or not."""
         if request.state is not RequestState.RUNNING or request.prefill_only:
             return request.outputs
+        if self.config.block_tokens:
+            return self.diffusion.outputs_of(request)
         return self.computed_of(request) + 1 - request.prompt_tokens
 
     # ------------------------------------------------------------------------------------------ arrivals and departures
@@ -619,6 +632,8 @@ class SchedulerState:
         known = self.speculation.known_tokens(request, outputs) if self.computes_ahead else None
         if self.multiplexer.parts:
             known = self.multiplexer.leave(request)
+        if self.config.block_tokens:
+            known = self.diffusion.known_tokens(request, outputs)
         self.memory.leave(request, step, publish=publish, known=known)
 
     def leave_running(self, requests: list[Request]) -> None:

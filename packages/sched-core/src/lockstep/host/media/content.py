@@ -1,4 +1,4 @@
-"""What the encoder receives for one image, embeddings that a client gives, and prompts with such contents.
+"""What the encoder receives for one medium, embeddings that a client gives, and prompts with such contents.
 
 All are plain values, which can be sent.
 """
@@ -46,18 +46,20 @@ def array_of(values: Any) -> Array:
 
 
 class EncoderInput(msgspec.Struct, frozen=True):
-    """The input of the encoder for one image, and the tokens at its positions.
+    """The input of the encoder for one medium, and the tokens at its positions.
 
     Args:
-        digest: SHA-256 of everything else.
+        digest: SHA-256 of ids and arrays.
         ids: int32 [positions], tokens at the positions of its span. Those that are not the model's placeholder keep
             their own embeddings, such as breaks between rows of a picture.
         arrays: by the name of the argument of the model's encoder.
+        kind: as in `PromptSpan.kind`.
     """
 
     digest: bytes
     ids: bytes
     arrays: dict[str, Array]
+    kind: str = "image"
 
     @property
     def size(self) -> int:
@@ -70,14 +72,14 @@ class EncoderInput(msgspec.Struct, frozen=True):
         return len(self.ids) // 4
 
 
-def content_of(ids: Sequence[int], arrays: Mapping[str, Any]) -> EncoderInput:
+def content_of(ids: Sequence[int], arrays: Mapping[str, Any], kind: str = "image") -> EncoderInput:
     """Return a content with its digest."""
     packed = {name: array_of(arrays[name]) for name in sorted(arrays)}
     tokens, state = np.array(ids, "<i4").tobytes(), sha256()
     state.update(msgspec.msgpack.encode([(name, one.dtype, one.shape) for name, one in packed.items()]))
     for data in (tokens, *(one.data for one in packed.values())):
         state.update(data)
-    return EncoderInput(state.digest(), tokens, packed)
+    return EncoderInput(state.digest(), tokens, packed, kind)
 
 
 class MediaPrompt(msgspec.Struct, frozen=True):

@@ -50,7 +50,7 @@ def embedded_prompt(rows: Any) -> MediaPrompt:
     Raises: BadEmbeddings.
     """
     values = _checked(np.asarray(rows), "")
-    content = content_of([0] * len(values), {GIVEN: values})
+    content = content_of([0] * len(values), {GIVEN: values}, "embedding")
     span = PromptSpan(0, len(values), "embedding", content.digest)
     return MediaPrompt("", [0] * len(values), (span,), (content,))
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.sim.metrics.blocks import BlockCounts
 from lockstep.sim.metrics.columns import Requests, Series, Summary
 from lockstep.sim.metrics.device import at_work_us, decode_gaps_us
 from lockstep.sim.metrics.drafts import Drafts
@@ -93,6 +94,10 @@ def combine(
     drafts = Drafts.join(verified) if verified else None
     if drafts is not None:
         summary |= drafts.summary()
+    in_blocks = [data.blocks for data in datas if data.blocks is not None]
+    blocks = BlockCounts.join(in_blocks) if in_blocks else None
+    if blocks is not None:
+        summary["diffusion"] = blocks.describe()
     makespan_us = summary["throughput"]["makespan_us"]
     encoder = _encoder(datas)
     if any("media" in data.summary for data in datas):
@@ -103,7 +108,9 @@ def combine(
         summary["samples"] = _samples(datas)
     if any("adapters" in data.summary for data in datas):
         summary["adapters"] = _adapters(datas)
-    return RunData(requests, _series(datas, span_us), itl_us, span_us, summary, packed, drafts, encoder=encoder)
+    return RunData(
+        requests, _series(datas, span_us), itl_us, span_us, summary, packed, drafts, encoder=encoder, blocks=blocks
+    )
 
 
 def combine_handover(

@@ -100,7 +100,7 @@ class ClusterSetup:
         first = self.engines[0].about()
         return {
             **{name: first[name] for name in COMMON},
-            **({"grammar_forces": first["grammar_forces"]} if "grammar_forces" in first else {}),
+            **{name: first[name] for name in ("grammar_forces", "diffusion") if name in first},
             "command": self.scenario.command(),
             "router": msgspec.to_builtins(self.scenario.router),
             "hop_us": self.scenario.hop_us,

@@ -162,6 +162,12 @@ class TermSum:
         parts = [term.us for term in self.terms if term.scope == scope]
         if len(parts) == 1:
             return parts[0]
+        if len(parts) == 2:
+            first, second = parts
+            return lambda batch, own: sum((first(batch, own), second(batch, own)), 0.0)
+        if len(parts) == 3:  # a tuple takes a third of the time of a generator, and `sum` rounds alike
+            first, second, third = parts
+            return lambda batch, own: sum((first(batch, own), second(batch, own), third(batch, own)), 0.0)
         return lambda batch, own: sum((us(batch, own) for us in parts), 0.0)
 
     # --- the cost model -----------------------------------------------------------------------------------------------

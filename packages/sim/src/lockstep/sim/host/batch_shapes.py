@@ -29,6 +29,8 @@ def adapters_of(plan: BatchPlan, slots: Int32s) -> tuple[int, int]:
     counts[:extending] = plan.stops[:extending] - plan.starts[:extending]
     if plan.speculation is not None:
         counts[extending:] += plan.speculation.draft_lengths
+    if plan.blocks is not None:
+        counts = (plan.stops - plan.starts).astype(np.int64)
     return int(counts[on].sum()), len(np.unique(slots[on]))
 
 
@@ -99,7 +101,10 @@ def as_decodes(shape: BatchShape) -> BatchShape:
 
 
 def extend_shape_of(plan: BatchPlan) -> BatchShape:
-    """Return the shape of a plan with extend rows and, in a mixed batch, decode rows after them."""
+    """Return the shape of a plan with extend rows and, in a mixed batch, decode rows after them.
+
+    A row that computes a block is a decode row that verifies a draft at every further position of the block.
+    """
     extending = plan.extend_rows
     tokens = context_tokens = pairs = 0
     for start, stop in zip(plan.starts[:extending].tolist(), plan.stops[:extending].tolist(), strict=True):
@@ -107,6 +112,7 @@ def extend_shape_of(plan: BatchPlan) -> BatchShape:
         tokens += new
         context_tokens += start
         pairs += new * start + new * (new + 1) // 2
+    further = int((plan.stops - plan.starts - 1).sum()) if plan.blocks is not None else 0
     return BatchShape(
         extend_rows=extending,
         extend_tokens=tokens,
@@ -114,5 +120,6 @@ def extend_shape_of(plan: BatchPlan) -> BatchShape:
         extend_pairs=pairs,
         decode_rows=len(plan.rows) - extending,
         decode_context_tokens=int(np.add.reduce(plan.starts[extending:])) if extending < len(plan.rows) else 0,
-        sampled_rows=len(plan.sample_rows),
+        sampled_rows=len(plan.sample_rows) + further,
+        draft_tokens=further,
     )

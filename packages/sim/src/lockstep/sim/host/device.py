@@ -24,6 +24,7 @@ from lockstep.core.kv.adapters import NO_SLOT
 from lockstep.core.requests.delivery import step_numbers
 from lockstep.sim.cost import BatchShape, CostModel
 from lockstep.sim.host.batch_shapes import adapters_of, extend_shape_of, halves_of, state_copies
+from lockstep.sim.host.blocks import BlockRows
 from lockstep.sim.host.speculation import SpeculationModel
 from lockstep.sim.workload.samples import sample_first_token
 from lockstep.sim.workload.token_runs import TOKEN_IDS
@@ -46,7 +47,7 @@ class Running(Struct, frozen=True, gc=False):
     started_us: int
     finished_us: int
     tokens: bytes  # int32; per sampling row one token, or with drafts as many as in `accepted`
-    accepted: bytes = b""  # int32 [sampling rows], of a batch that verifies drafts; else empty
+    accepted: bytes = b""  # int32 [sampling rows], of a batch that verifies drafts or computes blocks; else empty
 
 
 class Untimed(NamedTuple):
@@ -67,6 +68,7 @@ class Device:
     def __init__(self, cost: CostModel, rows_max: int, *, seed: int, name: str, early_eos: bool) -> None:
         self.cost = cost  # changes while experts move
         self.speculation: SpeculationModel | None = None  # None: the engine verifies no drafts
+        self.blocks: BlockRows | None = None  # None: the model answers token by token
         self.state_copy_us = 0.0  # copy of one request's recurrent state, if checkpoints are kept
         self.stages: Stages | None = None  # None: not a pipeline
         self.notes: StageNotes | None = None  # times of each batch in each stage; None: not a pipeline
@@ -98,6 +100,8 @@ class Device:
         self._last_position[row] = turn.prompt_tokens + turn.output_tokens - 1
         if self.speculation is not None:
             self.speculation.take_row(row, turn.index + sample * SAMPLE_STRIDE)
+        if self.blocks is not None:
+            self.blocks.take_row(row, turn.index + sample * SAMPLE_STRIDE)
 
     def shape_of(self, plan: BatchPlan) -> BatchShape:
         """Return the shape of a plan. Call it once for each plan, in the order of launches."""
@@ -130,6 +134,8 @@ class Device:
             return self._verify(plan, self.speculation)
         if plan.speculation is not None:
             return self._jump(plan, plan.speculation)
+        if self.blocks is not None and plan.blocks is not None:
+            return self.blocks.shape_of(plan)
         if plan.mode != "decode":
             if plan.extend_rows < len(plan.rows):
                 self._decode_rows = NO_ROWS  # decode rows advance in this batch without `_decode_context_tokens`
@@ -158,7 +164,7 @@ class Device:
             draft_us = self.speculation.draft_us(plan, shape)
             took_us, expected_us = took_us + draft_us, expected_us + draft_us
         tokens = self._sample(plan).tobytes()
-        accepted = b"" if plan.speculation is None else self._accepted(plan)
+        accepted = b"" if plan.speculation is None and plan.blocks is None else self._accepted(plan)
         if plan.sample_after is not None or self.untimed:
             sampling_us = expected_us - self.cost.batch_us(replace(shape, sampled_rows=0)).mean_us
             sampled_us = 0 if plan.sample_after is None else None
@@ -213,7 +219,7 @@ class Device:
 
     def _sample(self, plan: BatchPlan) -> Int32s:
         """Return the tokens of a plan's sampling rows."""
-        if plan.speculation is not None:
+        if plan.speculation is not None or plan.blocks is not None:
             return self._sample_runs(plan)
         if plan.steps > 1:
             return self._sample_steps(plan)
@@ -265,20 +271,25 @@ class Device:
         )
 
     def _accepted(self, plan: BatchPlan) -> bytes:
-        """Return `BatchFinished.accepted` of a plan that verifies drafts or forced tokens."""
+        """Return `BatchFinished.accepted` of a plan that verifies drafts or forced tokens, or computes blocks."""
         return self._counts(plan).tobytes() + self._right.tobytes()
 
     def _counts(self, plan: BatchPlan) -> Int32s:
         """Return the number of tokens of each sampling row of a plan that verifies. int32 [sampling rows]"""
+        if self.blocks is not None and plan.blocks is not None:
+            return self.blocks.counts()
         accepted = np.ones(len(plan.sample_rows), np.int32)
         accepted[plan.sample_rows >= plan.extend_rows] = self._verified[1]
         return accepted
 
     def _sample_runs(self, plan: BatchPlan) -> Int32s:
-        """Return the tokens of a plan that verifies drafts: row after row, end to end."""
+        """Return the tokens of a plan that verifies drafts, or computes blocks: row after row, end to end."""
         counts = self._counts(plan)
         first = plan.stops[plan.sample_rows]
-        first[plan.sample_rows >= plan.extend_rows] = self._verified[0] + np.int32(1)
+        if plan.blocks is not None:
+            first -= counts
+        else:
+            first[plan.sample_rows >= plan.extend_rows] = self._verified[0] + np.int32(1)
         rows = plan.rows[plan.sample_rows].repeat(counts)
         stops = first.repeat(counts) + step_numbers(counts)
         tokens: Int32s = self._token_base[rows] + stops

@@ -110,6 +110,8 @@ class EngineHost:
             raise ContractError(
                 "a model of accepted drafts is needed for an engine that verifies drafts, and only for such an engine"
             )
+        if (engine.config.block_tokens > 0) != (features.blocks is not None):
+            raise ContractError("a model of the passes of blocks is needed for a model that answers in blocks only")
         if engine.config.jumps and features.forcing is None:
             raise ContractError("an engine that computes forced tokens together needs a model of what grammars force")
         if features.adapters is not None and not engine.memory.adapters.present:
@@ -134,6 +136,7 @@ class EngineHost:
             cost, engine.config.rows_max, seed=options.seed, name=options.name, early_eos=max_new_tokens is not None
         )
         self.device.speculation = features.speculation
+        self.device.blocks = features.blocks
         self.device.state_copy_us = features.state_copy_us
         self.device.notes_times = engine.microbatches.several
         if features.adapters is not None:

@@ -12,6 +12,7 @@ from lockstep.sim.host.ports import MetricsSink, Observer, RankExchange, Transfe
 
 if TYPE_CHECKING:
     from lockstep.sim.host.adapters import AdapterLane
+    from lockstep.sim.host.blocks import BlockRows
     from lockstep.sim.host.cache_tiers import TierLinks
     from lockstep.sim.host.encoder_lane import EncoderLane
     from lockstep.sim.host.expert_traffic import ExpertTraffic
@@ -54,6 +55,7 @@ class HostFeatures:
     """Models of the optional features of one engine. A feature that the engine does not use is None."""
 
     speculation: SpeculationModel | None = None  # acceptance and cost of drafts; required if the engine verifies drafts
+    blocks: BlockRows | None = None  # passes of blocks; required if the model answers in blocks
     forcing: Forcing | None = None  # tokens that grammars force; required if the engine computes them together
     tiers: TierLinks | None = None  # links to the cache tiers; required if the engine has tiers
     encoder: EncoderLane | None = None  # required if requests have media

@@ -10,7 +10,7 @@ import numpy as np
 from lockstep.core.contract.commands import (
     Int64s,
 )
-from lockstep.sim.metrics.columns import FINISHED, MODE, STARTED, Requests
+from lockstep.sim.metrics.columns import Requests
 from lockstep.sim.metrics.packed import JoinedPacked, Packed
 from lockstep.sim.metrics.packed_rows import PackedRows
 from lockstep.sim.metrics.run_data import RunData
@@ -30,9 +30,11 @@ class DeviceUse:
     @classmethod
     def of(cls, packed: Packed | JoinedPacked) -> DeviceUse:
         mode_counts = np.zeros(len(packed.modes), np.int64)
-        for columns in packed.batches.parts():
-            mode_counts += np.bincount(columns[MODE], minlength=len(packed.modes))
-        decode = next((i for i, mode in enumerate(packed.modes) if mode in ("decode", "verify")), -1)
+        for (mode,) in packed.batches.parts("mode"):
+            mode_counts += np.bincount(mode, minlength=len(packed.modes))
+        decode = next(
+            (i for i, mode in enumerate(packed.modes) if mode in ("decode", "verify", "diffusion_extend")), -1
+        )
         gaps_us, busy_after_us = ValueCountsBuilder(), 0
         busy: list[Spans] = []
         # end and kind of the last batch of the previous part
@@ -81,8 +83,7 @@ def by_start(batches: PackedRows) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
     """
 
     def measured() -> Iterator[tuple[Int64s, Int64s, Int64s]]:
-        for columns in batches.parts():
-            mode, started_us, finished_us = columns[MODE], columns[STARTED], columns[FINISHED]
+        for mode, started_us, finished_us in batches.parts("mode", "started_us", "finished_us"):
             known = finished_us >= 0
             if known.any():
                 yield mode[known], started_us[known], finished_us[known]

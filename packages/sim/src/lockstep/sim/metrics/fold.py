@@ -8,7 +8,7 @@
 
 `observe` appends numbers, and references to arrays that the core never writes again. From time to time `compact`
 computes on whole columns and drops what it has measured: an ended request becomes a row of numbers, its gaps are added
-to the counts of all gaps (value_counts.py), and a batch takes about 25 bytes (packed_rows.py). `result` computes the
+to the counts of all gaps (value_counts.py), and a batch takes about 12 bytes (packed_rows.py). `result` computes the
 summary.
 
     arrival                first token                    last token, finish
@@ -63,6 +63,7 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.contract.samples import sample_count, sample_label
 from lockstep.sim.metrics.adapters import AdapterCounts
+from lockstep.sim.metrics.blocks import BlockCounts
 from lockstep.sim.metrics.columns import (
     BATCH_COLUMNS,
     BATCH_ID,
@@ -107,6 +108,7 @@ from lockstep.sim.metrics.summary import (
 from lockstep.sim.metrics.tiers import BLOCKS, BlockUse, TierCounts
 from lockstep.sim.metrics.value_counts import ValueCountsBuilder
 
+DECODING = ("decode", "verify", "draft_extend", "diffusion_extend", "idle")  # modes without prompts
 COMPACT_ENTRIES = 2**18  # (message, request) pairs per `compact`: about 20 MB while it runs
 COMPACT_RESULTS_MIN, COMPACT_RESULTS_MAX = 64, 4_096  # batches between two runs of `compact`
 _result = Struct("3q").pack  # batch_id, started_us, finished_us
@@ -193,6 +195,7 @@ class MetricsFold:
         # Counts.
         self._tallies = Tallies()
         self._experts: ExpertCounts | None = None  # None: their load was not measured
+        self._blocks: BlockCounts | None = None  # of an engine whose model answers in blocks
         self._drafts: Drafts | None = None  # of an engine that verifies drafts
         self._tiers = TierCounts(host_page_bytes, host_block_bytes or {}) if host_page_bytes is not None else None
         self._media: MediaCounts | None = None  # of a run with media
@@ -210,6 +213,8 @@ class MetricsFold:
             self._results.frombytes(_result(event.batch_id, event.started_us, event.finished_us))
             if event.accepted and self._drafts is not None:
                 self._drafts.verified(event)
+            if event.accepted and self._blocks is not None:
+                self._blocks.finished(event)
         elif type(event) is RequestArrived:
             if event.parallel_samples > 1 and event.request_id >= self._warm_up:
                 self._sampled.append((len(self._request_ids), sample_count(event)))
@@ -245,6 +250,9 @@ class MetricsFold:
                     starts = self._drafts.launched(plan, plan.speculation)
                 if plan.layers is not None and plan.layers[0]:
                     starts = plan.stops  # its new tokens were counted with its first layers
+                if plan.blocks is not None:
+                    self._blocks = self._blocks or BlockCounts()
+                    self._blocks.launched(plan)
                 self._launches.append((time_us, plan.batch_id, plan.mode, plan.extend_rows, starts, plan.stops))
             elif type(command) is EncodeMedia:
                 self._media = self._media or MediaCounts()
@@ -387,6 +395,8 @@ class MetricsFold:
         }
         if self._drafts is not None:
             summary |= self._drafts.summary()
+        if self._blocks is not None:
+            summary["diffusion"] = self._blocks.describe()
         encoder = None
         if self._media is not None and self._media.contents:
             summary["media"] = self._media.describe(summary["throughput"]["makespan_us"])
@@ -402,7 +412,16 @@ class MetricsFold:
         series = make_series(edges, gauges, self._messages, packed.batches, device.busy)
         decode_gaps = device.decode_gaps_us, device.busy_after_decode_us
         return RunData(
-            requests, series, itl_us, span_us, summary, packed, self._drafts, encoder=encoder, decode_gaps=decode_gaps
+            requests,
+            series,
+            itl_us,
+            span_us,
+            summary,
+            packed,
+            self._drafts,
+            encoder=encoder,
+            decode_gaps=decode_gaps,
+            blocks=self._blocks,
         )
 
     # ------------------------------------------------------------------------------------------------- taking in
@@ -626,7 +645,7 @@ class MetricsFold:
         rows = np.fromiter(map(len, stops), np.int64, len(launches))
         kv_tokens = sums_of(stops, rows)
         new_tokens = kv_tokens - sums_of(starts, rows)
-        only_decodes = np.array([mode in ("decode", "verify", "draft_extend", "idle") for mode in modes], np.bool_)
+        only_decodes = np.array([mode in DECODING for mode in modes], np.bool_)
         values: dict[str, Any] = {
             "batch_id": batch_id,
             "mode": [self._modes[mode] for mode in modes],

@@ -98,7 +98,8 @@ class Codes(dict[str, int]):
 
 def coded(column: Int64s, names: Sequence[str], codes: Codes) -> Int64s:
     """Return a column of indices into `names` as a column of `codes`. New codes are numbered in order of appearance."""
-    _, first = np.unique(column, return_index=True)
-    for at in np.sort(first).tolist():
-        codes[names[column[at]]]
+    if not all(name in codes for name in names):
+        _, first = np.unique(column, return_index=True)
+        for at in np.sort(first).tolist():
+            codes[names[column[at]]]
     return np.array([codes.get(name, -1) for name in names], np.int64)[column]

@@ -5,17 +5,20 @@
     rows.pack()                             # from time to time: recent rows become a part
     rows.column("time_us")                  # int64 [n], a new array
     for time_us, waiting in rows.parts(): ...
+    for (waiting,) in rows.parts("waiting"): ...
 
-A part holds each column as its least value and the distances from it, in the smallest unsigned type that holds them, or
-so the differences of neighbours if they are smaller; a few larger ones are kept apart. Times of four thousand batches
-take 2 bytes each, their modes 1 byte, consecutive numbers and equal values nothing. Types are chosen for each part from
-its values, so that nothing can overflow.
+A part holds each column as values, as differences of neighbours or as differences of these, whichever takes least: as
+distances from a base, of which 0, 8, 16, 32 or 64 bits are kept for each row, and the bits beyond these only for the
+rows that have any. So equal values, consecutive numbers and levels that seldom change take next to nothing, and times
+of decodes, each of which takes little longer than the one before, one byte. The form is chosen for each part from its
+values; arithmetic is modulo 2**64, so nothing is lost by an overflow.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -25,66 +28,102 @@ from numpy.typing import NDArray
 Int64s = NDArray[np.int64]
 
 PART_ROWS = 4_096  # in smaller parts array headers dominate
-PART_ROWS_MAX = 65_536  # places in a part fit 16 bits
-FAR_SHARE = 12  # at most one of so many differences may have more than 16 bits
+ORDERS = 3  # values, their differences, and the differences of these
+WIDTHS = (0, 8, 16, 32, 64)  # bits of a distance that are kept for each row
+FAR_BYTES = 6  # of a distance with further bits: its place and these bits
+SAMPLE = np.random.default_rng(0).random(256)  # places, as shares of a part, of the values that choose its form
+WORTH = 0.9  # of the bytes of a form: what one with more differences may take
+SMALL_SHARE = 0.5  # bytes for each row; a form that takes no more is not compared with the next orders
+
+
+class _PackedForm(NamedTuple):
+    """One way to keep some integers as distances from a base."""
+
+    nbytes: int  # about
+    base: int
+    width: int  # bits of a distance that are kept for each row
+    is_exact: bool  # whether no distance has further bits
+
+    @classmethod
+    def of(cls, values: Int64s) -> _PackedForm:
+        """Return the smallest form of at least one value."""
+        least, greatest = int(values.min()), int(values.max())
+        fits = next(width for width in WIDTHS if greatest - least < 1 << width)
+        best = cls(len(values) * fits // 8, least, fits, True)
+        if not fits:
+            return best
+        sample = np.sort(values[_sampled(len(values))])
+        median = int(sample[len(sample) // 2])
+        for width in WIDTHS[: WIDTHS.index(fits)]:
+            base = _in_64_bits(median - (1 << width >> 1))
+            far = int(np.count_nonzero((sample - base) >> width)) * len(values) // len(sample)
+            nbytes = len(values) * width // 8 + far * FAR_BYTES
+            if nbytes < best.nbytes:
+                best = cls(nbytes, base, width, False)
+        return best
 
 
 class _Packed(NamedTuple):
-    """One column of a part: its values above the least, or its first value and the differences of neighbours."""
+    """One column of a part: its first values and differences, then the distances from the base that its form has."""
 
     rows: int
-    first: int  # of differences; else 0
-    least: int  # of the differences, or of the values
-    above: NDArray[Any] | None  # unsigned [rows - 1] or [rows]: distances from `least`; None: all are equal
-    is_differences: bool
-    far: NDArray[np.uint16] | None = None  # places of the distances of more than 16 bits, if these are few
-    far_above: NDArray[np.uint32] | None = None  # and their bits beyond these
+    firsts: tuple[int, ...]  # first value, first difference: one for each time that differences were taken
+    form: _PackedForm
+    close: NDArray[Any] | None  # unsigned: the distances, of which this type drops the higher bits; None: 0 bits
+    far: NDArray[Any] | None = None  # unsigned: places of the distances with further bits
+    far_above: NDArray[Any] | None = None  # signed: these bits
 
     @property
     def nbytes(self) -> int:
-        return sum(one.nbytes for one in (self.above, self.far, self.far_above) if one is not None)
+        return sum(one.nbytes for one in (self.close, self.far, self.far_above) if one is not None)
 
     @classmethod
     def of(cls, values: Int64s) -> _Packed:
-        least = int(values.min())
-        reach = int(values.max()) - least
-        if not reach:
-            return cls(len(values), 0, least, None, False)
-        kind = np.min_scalar_type(reach)
-        if kind.itemsize == 1:
-            return cls(len(values), 0, least, (values - least).astype(kind), False)
-        steps = np.diff(values)
-        least_step = int(steps.min())
-        reach_of_steps = int(steps.max()) - least_step
-        if not reach_of_steps:
-            return cls(len(values), int(values[0]), least_step, None, True)
-        kind_of_steps = np.min_scalar_type(reach_of_steps)
-        above = steps - least_step
-        if kind_of_steps.itemsize == 4 <= kind.itemsize and len(values) <= PART_ROWS_MAX:
-            far = np.flatnonzero(above >> 16)
-            if len(far) * FAR_SHARE < len(values):
-                far_above = (above[far] >> 16).astype(np.uint32)
-                close = above.astype(np.uint16)
-                return cls(len(values), int(values[0]), least_step, close, True, far.astype(np.uint16), far_above)
-        if kind_of_steps.itemsize < kind.itemsize:
-            return cls(len(values), int(values[0]), least_step, above.astype(kind_of_steps), True)
-        return cls(len(values), 0, least, (values - least).astype(kind), False)
+        form, left = _PackedForm.of(values), values
+        firsts: tuple[int, ...] = ()
+        differences, before = values, firsts
+        while form.nbytes > SMALL_SHARE * len(values) and len(differences) > 1 and len(before) < ORDERS - 1:
+            before, differences = (*before, int(differences[0])), np.diff(differences)
+            other = _PackedForm.of(differences)
+            if other.nbytes < WORTH * form.nbytes:
+                form, firsts, left = other, before, differences
+        distances = left - form.base
+        close = distances.astype(f"u{form.width // 8}") if form.width else None
+        if form.is_exact:
+            return cls(len(values), firsts, form, close)
+        far_above = distances >> form.width
+        far = np.flatnonzero(far_above != 0)  # ten times faster than that of integers
+        places, far_above = far.astype(np.min_scalar_type(len(left))), far_above[far]
+        if (far_above == far_above.astype(np.int32)).all():
+            far_above = far_above.astype(np.int32)
+        return cls(len(values), firsts, form, close, places, far_above)
 
     def unpack(self, out: Int64s) -> None:
-        values = out[1:] if self.is_differences else out
-        if self.above is None:
-            values[:] = self.least
+        left = out[len(self.firsts) :]
+        if self.close is None:
+            left[:] = self.form.base
         else:
-            np.add(self.above, self.least, out=values, dtype=np.int64, casting="unsafe")
+            np.add(self.close, self.form.base, out=left, dtype=np.int64, casting="unsafe")
         if self.far is not None and self.far_above is not None:
-            values[self.far] += self.far_above.astype(np.int64) << 16
-        if self.is_differences:
-            out[0] = self.first
-            np.cumsum(out, out=out)
+            left[self.far] += self.far_above.astype(np.int64) << self.form.width
+        for order in range(len(self.firsts) - 1, -1, -1):
+            out[order] = self.firsts[order]
+            np.cumsum(out[order:], out=out[order:])
+
+
+@lru_cache
+def _sampled(rows: int) -> Int64s:
+    """Return the places of the sample in a part. Their distances are random, because many values are periodic."""
+    return (SAMPLE * rows).astype(np.int64)
+
+
+def _in_64_bits(value: int) -> int:
+    """Return the int64 that is equal to a value modulo 2**64."""
+    return (value + 2**63) % 2**64 - 2**63
 
 
 class PackedRows:
-    """Rows of int64 in named columns. The distance between two values of one column must fit 63 bits."""
+    """Rows of int64 in named columns."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -122,12 +161,18 @@ class PackedRows:
         copy._packed_rows = self._packed_rows
         return copy
 
-    def parts(self) -> Iterator[tuple[Int64s, ...]]:
-        """Yield all rows in order as columns, some thousand rows at a time. No part is empty."""
+    def parts(self, *names: str) -> Iterator[tuple[Int64s, ...]]:
+        """Yield all rows in order as columns, some thousand rows at a time. No part is empty.
+
+        Args:
+            names: the columns; none: all of them.
+        """
+        places = [self.names.index(name) for name in names or self.names]
         for part in self._parts:
-            yield tuple(map(_unpacked, part))
+            yield tuple([_unpacked(part[place]) for place in places])
         if self.recent:
-            yield self._recent_columns()
+            recent = self._recent_columns()
+            yield tuple([recent[place] for place in places])
 
     def column(self, name: str) -> Int64s:
         """Return one column of all rows."""
@@ -158,8 +203,9 @@ class PackedRows:
             row -= part[0].rows
 
     def _recent_columns(self) -> tuple[Int64s, ...]:
-        """Return copies, because an array with an exported buffer cannot grow."""
-        return tuple(np.array(self.recent, np.int64).reshape(-1, len(self.names)).T)
+        """Return copies, because an array with an exported buffer cannot grow; each column lies in one piece."""
+        rows = np.frombuffer(self.recent, np.int64).reshape(-1, len(self.names))
+        return tuple(np.array(rows.T, order="C"))
 
 
 def _unpacked(column: _Packed) -> Int64s:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from lockstep.core.contract.commands import (
     Int64s,
 )
+from lockstep.sim.metrics.blocks import BlockCounts
 from lockstep.sim.metrics.columns import (
     BATCH_COLUMNS,
     CPU_COLUMNS,
@@ -40,6 +41,7 @@ class RunData:
     stages: StageTimes | None = None  # of an engine with microbatches
     encoder: Int64s | None = None  # [intervals, 4]: start and stop in us, contents, tokens; None: unknown
     decode_gaps: tuple[ValueCounts, int] | None = None  # see `device.decode_gaps_us`, which computes it if it is None
+    blocks: BlockCounts | None = None  # of engines whose model answers in blocks
 
     @property
     def batches(self) -> Batches:

@@ -102,11 +102,12 @@ def make_series(edges_us: Int64s, gauges: Levels, messages: PackedRows, batches:
         return np.bincount(indices, weights=amounts, minlength=bins).astype(np.int64)
 
     prefill_tokens, decode_tokens, output_tokens = (np.zeros(bins, np.int64) for _ in range(3))
-    for columns in batches.parts():
-        part = dict(zip(batches.names, columns, strict=True))
-        ended_us = np.where(part["finished_us"] >= 0, part["finished_us"], part["launched_us"])
-        prefill_tokens += add_up(ended_us, part["prefill_tokens"])
-        decode_tokens += add_up(ended_us, part["new_tokens"] - part["prefill_tokens"])
+    for launched_us, finished_us, new, of_prompts in batches.parts(
+        "launched_us", "finished_us", "new_tokens", "prefill_tokens"
+    ):
+        ended_us = np.where(finished_us >= 0, finished_us, launched_us)
+        prefill_tokens += add_up(ended_us, of_prompts)
+        decode_tokens += add_up(ended_us, new - of_prompts)
     for time_us, new_tokens in messages.parts():
         output_tokens += add_up(time_us, new_tokens)
     return Series(

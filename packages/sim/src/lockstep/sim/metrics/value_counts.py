@@ -120,7 +120,7 @@ class ValueCountsBuilder:
             times = np.bincount(above, counts)
         else:
             times = np.bincount(above[near], None if counts is None else counts[near])
-        found = np.flatnonzero(times)
+        found = np.flatnonzero(times != 0)  # of truth values, because that is several times as fast
         self._keep((found + least).astype(np.float64), times[found].astype(np.int64, copy=False))
         return values[~near], None if counts is None else counts[~near]
 

@@ -19,6 +19,7 @@ from lockstep.core.contract.config import (
 )
 from lockstep.core.contract.profiles import profile_settings
 from lockstep.core.contract.runtime_settings import runtime_refusal
+from lockstep.host.block_settings import IN_BLOCKS
 from lockstep.host.engine_options import RankOptions
 from lockstep.host.options import option_of, options_of
 from lockstep.sim.cluster.scenario import LINK_GBS, LINK_LATENCY_US, USUAL_PLACEMENT
@@ -123,6 +124,8 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ...]:
         *common,
         *_tier_words(tiers),
     ]
+    if base.diffusion_block is not None:  # a server has these settings by itself, for a model that answers in blocks
+        settings = {name: value for name, value in settings.items() if name not in IN_BLOCKS or name in base.settings}
     served += _set_words(settings, hands_over)
     if whole:
         return (ServeCommand(shlex.join(["lockstep", "serve", *served]), lacks),)
@@ -145,7 +148,7 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ...]:
     emulated_lacks += [f"{name} {shown(value)}" for name, value in of_stages if (name, value) != ("pp_size", 1)]
     if flags:
         emulated_lacks += [f"{name} {shown(base.settings[name])}" for name in OF_RANKS if base.settings.get(name)]
-    there = (*layout, *of_experts, *(("rank_schedulers",) if flags else ()))
+    there = (*layout, *of_experts, *(("rank_schedulers",) if flags else ()), "diffusion_block")  # follows from FOLDER
     lacks = [one for one in lacks if one.partition(" ")[0] not in there]
     emulated_lacks += [f"{name} {shown(value)}" for name, value in tiers.items()]
     emulated_lacks += [f"{name} {base.settings[name]}" for name in NOT_EMULATED if base.settings.get(name)]

@@ -31,6 +31,7 @@ MODE_LEGEND = {
     "mixed": ("mixed", "mixed: both in one batch"),
     "decode": ("decode", "decode: one more token for each answer"),
     "verify": ("decode", "verify: drafts of each answer, and one more token"),
+    "diffusion_extend": ("decode", "diffusion_extend: one more pass over the newest block of each answer"),
 }
 
 

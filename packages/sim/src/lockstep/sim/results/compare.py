@@ -418,6 +418,7 @@ def _engine_settings(about: Mapping[str, Any]) -> dict[str, Any]:
         **_load_settings(about),
         "grammar_compile_us": about.get("grammar_compile_us"),
         "grammar_forces": about.get("grammar_forces"),
+        "diffusion": about.get("diffusion"),
         "samples": about.get("samples"),
         "server_sessions": about.get("server_sessions", False),
         **{name: about.get("adapters", {}).get(key) for name, key in OF_ADAPTERS.items()},

@@ -161,6 +161,11 @@ def _facts_table(summary: Summary, never_sent: int) -> Table:
         length = drafts["accepted_length_mean"]
         mean = NOTHING if length is None else f"{length:.2f}"
         table.add_row("tokens per verification", mean, f"of a row; drafts right, by position: {shares}")
+    if "diffusion" in summary:
+        blocks = summary["diffusion"]
+        passes, tokens = blocks["passes_per_block"], blocks["tokens_per_pass"]
+        about = "" if tokens is None else f"of a row; {tokens:.2f} tokens per pass, blocks of {blocks['block_tokens']}"
+        table.add_row("passes per block", NOTHING if passes is None else f"{passes:.2f}", about)
     if "jump_forward" in summary:
         forced = summary["jump_forward"]
         about = f"in {forced['jumps']:,} jumps, {forced['tokens_per_jump_mean']:.2f} at a time"

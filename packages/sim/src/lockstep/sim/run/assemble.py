@@ -43,6 +43,7 @@ from lockstep.sim.host.page_bytes import PageBytes
 from lockstep.sim.host.speculation import Acceptance, Drafting, ModelDraftCost, NgramDraftCost, head_of
 from lockstep.sim.run.adapters import check_adapters, lora_of
 from lockstep.sim.run.capacity import _capacity
+from lockstep.sim.run.diffusion import passes_of, with_blocks
 from lockstep.sim.run.encoding import EncoderSetup, check_encoding
 from lockstep.sim.run.energy import site_of
 from lockstep.sim.run.engine import calibration_of, scheduling
@@ -128,6 +129,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
         overridden=tuple(overridden),
         drafting=_drafting(scenario, config, model, gpu, cost, calibration),
         forcing=Forcing.of(scenario.grammar_forces, scenario.seed) if config.jumps else None,
+        blocks=passes_of(scenario),
         encoding=EncoderSetup.of(scenario, gpu, workload.turns) if scenario.media is not None else None,
         lora=lora_of(scenario, config),
         experts=experts_of(model, gpu, split, config, scenario.weights_dtype, cost_of),
@@ -227,6 +229,7 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
     if scenario.rank_schedulers:
         check_ranks(scenario)
         given = settings_of_rank(given, split.attention_dp)
+    given = with_blocks(given, scenario)
     config = with_experts(SchedConfig(**given), scenario, model, split)
     check_stages(scenario, config)
     check_drafting(scenario, config)

@@ -6,13 +6,10 @@ from collections.abc import Sequence
 
 from lockstep.sim.cost.models import checked_weights_dtype, products_in_fp8
 from lockstep.sim.cost.power import DevicePower, Energy, Site, WorkTime
-from lockstep.sim.metrics.columns import BATCH_COLUMNS, FINISHED, STARTED
 from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.run.encoding import gpus_of_a_scheduler
 from lockstep.sim.run.setup import Setup
 from lockstep.sim.scenario.scenario import Scenario
-
-NEW_TOKENS = BATCH_COLUMNS.index("new_tokens")
 
 
 def site_of(scenario: Scenario) -> Site:
@@ -35,10 +32,9 @@ def energy_of(engines: Sequence[tuple[Setup, RunData]], paid_s: float) -> tuple[
             return None
         device = _device(setup, tdp.value)
         work = WorkTime(0.0, 0.0)
-        for columns in data.packed.batches.parts():
-            known = columns[FINISHED] >= 0
-            took_us = (columns[FINISHED] - columns[STARTED])[known]
-            more = WorkTime.of(device, took_us, columns[NEW_TOKENS][known])
+        for started_us, finished_us, new_tokens in data.packed.batches.parts("started_us", "finished_us", "new_tokens"):
+            known = finished_us >= 0
+            more = WorkTime.of(device, (finished_us - started_us)[known], new_tokens[known])
             work = WorkTime(work.busy_s + more.busy_s, work.computing_s + more.computing_s)
         works.append((tdp.value, work, device.gpus))
     spans = [data.span_us for _, data in engines if data.span_us[1] > data.span_us[0]]

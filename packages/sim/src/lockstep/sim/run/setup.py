@@ -27,6 +27,7 @@ from lockstep.sim.cost.lora import LoraSpec, slot_bytes
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.stages import stages_of
 from lockstep.sim.host.adapters import AdapterLane, adapter_link, describe_loads
+from lockstep.sim.host.blocks import BlockPassModel
 from lockstep.sim.host.cache_tiers import TierLinks
 from lockstep.sim.host.forcing import Forcing
 from lockstep.sim.host.hybrid_memory import (
@@ -66,6 +67,7 @@ class Setup:
     debug: int = 0  # level of LOCKSTEP_DEBUG, see watch.py
     overridden: tuple[str, ...] = ()  # names of settings set by environment variables
     drafting: Drafting | None = None  # None: no drafts are verified
+    blocks: BlockPassModel | None = None  # None: the model answers token by token
     forcing: Forcing | None = None  # None: forced tokens are not computed together
     encoding: EncoderSetup | None = None  # None: requests have no media
     lora: LoraSpec | None = None  # None: requests use no adapters
@@ -289,6 +291,7 @@ class Setup:
             "cpu_model": self.cpu.describe(),
             "calibration": self.calibration.describe(),
             **({} if self.drafting is None else {"speculation": self.drafting.describe()}),
+            **({} if self.blocks is None else {"diffusion": self.blocks.describe()}),
             **({} if self.forcing is None else {"grammar_forces": self.forcing.describe()}),
             **({} if self.encoding is None else {"media": self.encoding.describe()}),
             **({} if scenario.samples is None else {"samples": scenario.samples}),

@@ -279,6 +279,7 @@ def host_of(
             links=replace(links, device_type=links.device_type or device_type_of(setup.cost)),
             features=HostFeatures(
                 speculation=setup.drafting.for_engine(setup.config) if setup.drafting is not None else None,
+                blocks=setup.blocks.for_rows(setup.config.rows_max) if setup.blocks is not None else None,
                 forcing=setup.forcing,
                 tiers=tiers,
                 encoder=setup.encoding.lane(metrics) if setup.encoding is not None else None,

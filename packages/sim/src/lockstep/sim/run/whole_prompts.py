@@ -31,6 +31,8 @@ OF_DECODERS = (
     "acceptance_spread",
     "draft_model",
     "grammar_forces",
+    "diffusion_block",
+    "diffusion_iterations",
     "media",
     "adapters",
     "samples",

@@ -329,6 +329,20 @@ class Scenario:
             stored=True,
         ),
     ] = None
+    diffusion_block: Annotated[
+        int | None,
+        SimOption(
+            "tokens of a block, of a model that answers in blocks (LLaDA2, SDAR); none: token by token", configures=True
+        ),
+    ] = None
+    diffusion_iterations: Annotated[
+        str | None,
+        SimOption(
+            "with --diffusion-block: passes after which a block has no mask left, 8 or 4..12",
+            metavar="PASSES",
+            default="a quarter of the block",
+        ),
+    ] = None
     media: Annotated[
         str | None,
         SimOption(

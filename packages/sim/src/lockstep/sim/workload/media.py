@@ -127,6 +127,7 @@ class _Item(NamedTuple):
     spec: int
 
 
+# mechanism: media-spans (simulated)
 def with_media(turns: Turns, specs: Sequence[MediaSpec], encoders: Encoders, *, seed: int) -> Turns:
     """Return the same turns with media added, and with prompts that include the placeholders.
 

@@ -1,4 +1,4 @@
-"""Which drafts of a tree are right on a tagged device."""
+"""The right path of a tree of drafts, on a tagged device."""
 
 from __future__ import annotations
 
