@@ -233,6 +233,13 @@ EXPECTED_MARKS = (
 
 def history(seed: int) -> tuple[Any, list[Action]]:
     """Settings and actions of one seed."""
+    if seed % BLOCKY_SEEDS == BLOCKY_AT:
+        return blocky_history(seed)
+    return history_by_token(seed)
+
+
+def history_by_token(seed: int) -> tuple[Any, list[Action]]:
+    """Settings and actions of one seed, of a model that answers token by token."""
     rng = random.Random(seed)
     kind = rng.random()
     if seed % TIERED_SEEDS == TIERED_SEEDS - 1:  # beside the others, which stay the same
@@ -251,8 +258,6 @@ def history(seed: int) -> tuple[Any, list[Action]]:
         return commanded_config(rng), commanded_actions(rng, 250)
     if seed % PIPELINED_SEEDS == CONVERSING_AT:
         return conversing_config(rng), conversing_actions(rng, 250)
-    if seed % BLOCKY_SEEDS == BLOCKY_AT:
-        return blocky_history(seed)
     config, actions = _plain_history(rng, kind)
     if seed % PIPELINED_SEEDS == PIPELINED_AT:
         config = pipelined(random.Random(f"stages {seed}"), config)

@@ -157,11 +157,7 @@ def test_random_histories_of_ranks_with_faults(seed: int) -> None:
     [
         (137, 300, {"plain": True}),  # reserve full: a decode engine allocated pages that were promised to others
         (30055, 400, {"plain": True}),  # likewise one that computes a prompt, beside KV that is being received
-        (
-            20086,
-            400,
-            {"plain": True},
-        ),  # a transfer ends while weights are changed, and its prompt was written to the host
+        (20086, 400, {"plain": True}),  # a transfer ends while weights change, its prompt written to the host
         (20097, 400, {"plain": True}),  # pages that a write to the host locks are no leak
         (564034194097, 400, {}),  # a restart ends transfers, whose prompts are copied to a host that is gone
         (371404835514, 400, {}),  # the last of a microbatch frees its pages for another one: none was found

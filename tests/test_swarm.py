@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from lockstep.core.contract.config import Batching
 from tests.support.driver.run import run_actions
 from tests.support.plants import PLANTS
-from tests.swarm import ALL_PLANTS, campaign, commit, history, hunt, seeds_shown
+from tests.swarm import ALL_PLANTS, campaign, commit, history, history_by_token, hunt, seeds_shown
 
 SECONDS = 60.0
 SEEDS_MAX = 1000  # histories in which a planted bug must show; most need fewer than twenty
@@ -36,7 +36,7 @@ def test_a_fresh_campaign_breaks_nothing() -> None:
 
 @pytest.mark.parametrize("seed", WITHIN_BOUNDS)
 def test_a_prescribed_wait_is_within_bounds(seed: int) -> None:
-    run_actions(*history(seed))
+    run_actions(*history_by_token(seed))
 
 
 @pytest.mark.parametrize("plant", sorted(ALL_PLANTS))

@@ -93,6 +93,8 @@ LINES: dict[str, tuple[str, str]] = {
     "--acceptance-spread": (DRAFTS, "0.5"),
     "--draft-model": (of("qwen3-8b", "--speculative-method draft_model"), "qwen3-0.6b"),
     "--grammar-forces": (f"{PLAIN} --jump-forward-tokens 4", "0.5x2"),
+    "--diffusion-block": (PLAIN, "16"),
+    "--diffusion-iterations": (f"{PLAIN} --diffusion-block 16", "4..12"),
     "--media": (of("qwen3-vl-8b"), "image=1x1:64x64"),
     "--mm-encoder-tp-mode": (f"{MEDIA} --tp 2", "data"),
     "--encoder-gpus": (MEDIA, "1"),

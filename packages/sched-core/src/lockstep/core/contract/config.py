@@ -604,7 +604,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
         The last token of an output is never fed back, so a pool of n positions serves n + 1 tokens; n in blocks.
         """
-        pool = self.pool_tokens + (not self.block_tokens)
+        pool = self.pool_tokens + (self.diffusion is msgspec.UNSET)
         return pool if pool < self.context_tokens_max else self.context_tokens_max
 
     def prompt_tokens_max(self, with_output: bool) -> int:

@@ -10,6 +10,9 @@ from msgspec import Struct
 from lockstep.core.contract.commands import NO_ROWS, BatchPlan, Speculation
 from lockstep.core.requests.table import ONE, Int32s, Request, RunningBatch
 
+FEW_ROWS = 48
+"""Rows up to which a search in a list costs less than a comparison of arrays."""
+
 
 class ExtendPart(Struct, frozen=True):
     """The positions [start:stop) of one request in an extend."""
@@ -95,7 +98,10 @@ class InFlight(Struct, eq=False):
 
     def tokens_of(self, row: int) -> int:
         """Return the largest number of tokens that the batch samples for this row."""
-        of_row = self.samplers.rows == row
+        rows = self.samplers.rows
+        if self.steps is None and rows.size <= FEW_ROWS:
+            return rows.tolist().count(row)
+        of_row = rows == row
         return int(np.count_nonzero(of_row)) if self.steps is None else int(self.steps[of_row].sum())
 
     def alive(self) -> Iterator[tuple[int, Request]]:
@@ -119,7 +125,8 @@ class InFlight(Struct, eq=False):
 
     def names(self, row: int) -> bool:
         """Whether the plan reads or writes this row."""
-        return bool(np.count_nonzero(self.plan.rows == row))
+        rows = self.plan.rows
+        return row in rows.tolist() if rows.size <= FEW_ROWS else bool(np.count_nonzero(rows == row))
 
 
 def new_tokens_of(parts: list[ExtendPart]) -> Int32s:

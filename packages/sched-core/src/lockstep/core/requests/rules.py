@@ -142,12 +142,10 @@ def wanted(reserve: int, new_tokens: int, remaining_output: int, page_size: int,
     Args:
         beyond: tokens that must fit beyond the token being computed, under ON_DEMAND.
     """
+    if reserve == RATIO:
+        return new_tokens + page_size + min(remaining_output, CLIP_MAX_NEW_TOKENS)
     fed_back = max(remaining_output - 1, 0)  # the last output token is never fed back
-    if reserve == ON_DEMAND:
-        return ceil_to(new_tokens + min(beyond, fed_back), page_size)
-    if reserve == FULL:
-        return ceil_to(new_tokens + fed_back, page_size)
-    return new_tokens + page_size + min(remaining_output, CLIP_MAX_NEW_TOKENS)
+    return ceil_to(new_tokens + (fed_back if reserve == FULL else min(beyond, fed_back)), page_size)
 
 
 def covers(reserve: int, left: int, needed: int) -> bool:

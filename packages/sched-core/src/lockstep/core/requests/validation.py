@@ -5,6 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 
 import numpy as np
+from msgspec import UNSET
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import LockstepError
@@ -59,13 +60,13 @@ def accepted(event: RequestArrived, adapter: Adapter, config: SchedConfig) -> Ac
     if not length:
         raise RequestRefused("bad_request", "`prompt` is empty; it must have at least one token")
     _refuse_multi_step(event, config)
-    if config.block_tokens:
+    if config.diffusion is not UNSET:
         _refuse_in_blocks(event)
     _refuse_malformed(event)
     _refuse_inconsistent(event, length, config)
     most = _fitting_tokens(event, length, config)
     tokens = prompt_bytes(event.prompt)  # after the checks of length, so that no prompt too long to run is expanded
-    if isinstance(event.prompt, TokenIds) and int(np.frombuffer(tokens, np.int32).min()) < 0:
+    if isinstance(event.prompt, TokenIds) and np.minimum.reduce(np.frombuffer(tokens, np.int32)) < 0:
         raise RequestRefused("bad_request", "`prompt` holds a negative token id")
     if most < length:
         tokens = tokens[-4 * most :] if config.truncate_input == "left" else tokens[: 4 * most]
@@ -133,13 +134,13 @@ def _extras(event: RequestArrived, prompt_tokens: int) -> Extras | None:
 
 
 def _refuse_unsupported(event: RequestArrived, config: SchedConfig) -> None:
-    for field, used in (
-        ("transfer_room", event.transfer_room is not None and not config.hands_over),
-        ("prompt", type(event.prompt) is TokenDigest),
-    ):
-        if used:
-            value = getattr(event, field)
-            raise RequestRefused("unsupported", f"`{field}` is {value!r}, which this engine does not support yet")
+    unsupported = ""
+    if event.transfer_room is not None and not config.hands_over:
+        unsupported = f"`transfer_room` is {event.transfer_room!r}"
+    elif type(event.prompt) is TokenDigest:
+        unsupported = f"`prompt` is {event.prompt!r}"
+    if unsupported:
+        raise RequestRefused("unsupported", f"{unsupported}, which this engine does not support yet")
 
 
 def _refuse_multi_step(event: RequestArrived, config: SchedConfig) -> None:
@@ -174,10 +175,10 @@ def _refuse_in_blocks(event: RequestArrived) -> None:
 
 
 def _refuse_malformed(event: RequestArrived) -> None:
-    for field, name in (("namespace", event.namespace), ("tenant", event.tenant)):
-        if VERSION_MARK in name:
-            message = f"`{field}` holds a zero character, which separates namespaces from what the core adds"
-            raise RequestRefused("bad_request", message)
+    if VERSION_MARK in event.namespace or VERSION_MARK in event.tenant:
+        field = "namespace" if VERSION_MARK in event.namespace else "tenant"
+        message = f"`{field}` holds a zero character, which separates namespaces from what the core adds"
+        raise RequestRefused("bad_request", message)
     most = event.max_new_tokens
     if most < 0:
         raise RequestRefused("bad_request", f"`max_new_tokens` must be at least 0, got {most}")

@@ -323,7 +323,7 @@ class PrefillPlanner:
         done = [i for i, request in enumerate(requests) if request.state is RequestState.RUNNING]
         pooled = [i for i in done if requests[i].prefill_only]
         sampling = [i for i in done if not requests[i].prefill_only] if pooled else done
-        if self._state.config.block_tokens and sampling:
+        if self._state.in_blocks and sampling:
             self._decoding.begin_blocks(running, [requests[i] for i in sampling])
             sampling = []  # its tokens come with its blocks
         prefilled, sample_rows = EMPTY_BATCH, NO_ROWS
