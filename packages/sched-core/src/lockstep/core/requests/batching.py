@@ -100,7 +100,7 @@ class InFlight(Struct, eq=False):
         """Return the largest number of tokens that the batch samples for this row."""
         rows = self.samplers.rows
         if self.steps is None and rows.size <= FEW_ROWS:
-            return rows.tolist().count(row)
+            return int(rows.tolist().count(row))
         of_row = rows == row
         return int(np.count_nonzero(of_row)) if self.steps is None else int(self.steps[of_row].sum())
 

@@ -56,7 +56,7 @@ class DecodePlanner:
         self._multiplexer = state.multiplexer
         self.page_shift, self.page_mask = state.page_shift, state.page_mask
         self._speculates = state.config.speculates
-        self._diffusion, self._in_blocks = diffuser, state.in_blocks
+        self._diffusion, self._in_blocks = diffuser, state.config.block_tokens > 0
 
     def decodes_along(self, running: RunningState, extending: list[Request], step: Step, *, wanted: bool) -> Decodes:
         """Plan the next decode of a running batch as part of an extend; NO_DECODES if it cannot be, or a page lacks.

@@ -49,6 +49,7 @@ class PrefillPlanner:
         self._admission = state.admission
         self._multiplexer = state.multiplexer
         self._decoding = decoding
+        self._in_blocks = state.config.block_tokens > 0
 
     def plan_extend(self, running: RunningState, step: Step) -> InFlight | None:
         """Plan the next chunk of the chunked request, then waiting requests in the order of the policy.
@@ -323,7 +324,7 @@ class PrefillPlanner:
         done = [i for i, request in enumerate(requests) if request.state is RequestState.RUNNING]
         pooled = [i for i in done if requests[i].prefill_only]
         sampling = [i for i in done if not requests[i].prefill_only] if pooled else done
-        if self._state.in_blocks and sampling:
+        if self._in_blocks and sampling:
             self._decoding.begin_blocks(running, [requests[i] for i in sampling])
             sampling = []  # its tokens come with its blocks
         prefilled, sample_rows = EMPTY_BATCH, NO_ROWS

@@ -126,7 +126,7 @@ class SchedulerState:
         self.grammars = Grammars(self)
         self.jump_forward = JumpForward(self)
         self.speculation = Speculator(self, self.jump_forward)
-        self.diffusion, self.in_blocks = Diffuser(self), config.block_tokens > 0
+        self.diffusion, self._in_blocks = Diffuser(self), config.block_tokens > 0
         self.computes_ahead = config.speculates or config.jumps  # computed KV may be of tokens that are never output
         self.prerequisites = Prerequisites(self, self.media)
         self.sessions = Sessions(self, self.prerequisites)
@@ -278,7 +278,7 @@ class SchedulerState:
         if config.reserve == "on_demand":
             return self.next_pages(running_batch, positions) * config.page_size
         remaining = running_batch.limits - positions - ONE
-        if self.in_blocks:
+        if self._in_blocks:
             remaining = np.maximum(remaining, ZERO)  # a block may reach beyond the length
         return reserve_by_ratio(remaining, running_batch.ignores_eos, self.ratio.value)
 
@@ -302,7 +302,7 @@ class SchedulerState:
 
     def next_pages(self, running_batch: RunningBatch, positions: Int32s) -> int:
         """Return the pages that the next decode of a running batch at these positions opens, drafts included."""
-        if self.in_blocks:
+        if self._in_blocks:
             return self.diffusion.members_opening(running_batch, positions).size
         if self.look_ahead_with_drafts == 1:
             return members_growing(positions, self.page_mask).size
@@ -331,7 +331,7 @@ class SchedulerState:
         """Return the delivered output tokens of a request. Tokens that are sampled in flight do not count."""
         if request.state is not RequestState.RUNNING:
             return request.outputs
-        if self.in_blocks:
+        if self._in_blocks:
             return self.diffusion.outputs_of(request)
         return self.sampled_by(request) - sum(
             batch.tokens_of(request.row) for batch in self.in_flight if request.row not in batch.dead
@@ -341,7 +341,7 @@ class SchedulerState:
         """Return the output tokens that launched batches sample for a request, delivered or not."""
         if request.state is not RequestState.RUNNING or request.prefill_only:
             return request.outputs
-        if self.in_blocks:
+        if self._in_blocks:
             return self.diffusion.outputs_of(request)
         return self.computed_of(request) + 1 - request.prompt_tokens
 
