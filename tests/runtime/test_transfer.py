@@ -19,6 +19,7 @@ from lockstep.runtime import LLM  # noqa: E402
 from lockstep.runtime.kv_pool import KvPool  # noqa: E402
 from lockstep.runtime.stages import RankPlace  # noqa: E402
 from lockstep.runtime.tiers.page_parts import PageParts, parts_of  # noqa: E402
+from lockstep.runtime.transfer.lead import EngineTransport  # noqa: E402
 from lockstep.runtime.transfer.rank import RankPages  # noqa: E402
 from lockstep.runtime.transfer.slices import heads_of, sources_of  # noqa: E402
 from lockstep.runtime.transfer.transports import (  # noqa: E402
@@ -144,6 +145,13 @@ def test_ranks_of_any_number_get_their_heads_from_ranks_of_any_number(senders: i
         made.close_all()
     for one in sending:
         one.close_all()
+
+
+def test_a_link_that_ends_while_the_engine_closes_releases_nothing_twice() -> None:
+    transport = EngineTransport(rank_of(whole_model(), 0, 1)[0])
+    sender = transport.sender("decode-0")
+    transport.close()
+    sender.close()  # by the thread of the link, which finds its peer gone
 
 
 def test_other_bytes_than_those_that_were_sent_fail() -> None:

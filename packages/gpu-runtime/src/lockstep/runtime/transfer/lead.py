@@ -112,9 +112,13 @@ class EngineTransport:
             except RankLost:
                 return  # the engine ends
         thread = self._threads.pop(number, None)
-        if thread is not None:
+        if thread is None:
+            return
+        try:
             thread.submit(self._own.close, number)
-            thread.shutdown(wait=False)
+        except RuntimeError:  # `close` has ended the thread and released everything
+            return
+        thread.shutdown(wait=False)
 
     # --------------------------------------------------------------------------------------------------------- orders
 
