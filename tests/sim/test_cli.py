@@ -149,6 +149,7 @@ def test_every_scheduler_setting_has_an_option() -> None:
     fields.remove("tiers")  # settings of its own, which have options of their own
     fields.remove("hybrid")  # likewise
     fields.remove("diffusion")  # likewise
+    fields.remove("multiplexing")  # likewise
     fields.remove("experts")  # follows from --eplb and the model
     fields.remove("dp_ranks")  # follows from --attention-dp and --rank-schedulers
     fields.remove("dp_rank")
