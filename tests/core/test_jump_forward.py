@@ -38,7 +38,8 @@ def test_histories_with_forced_tokens_replay_and_survive_snapshots() -> None:
     while marks["histories"] < 18:
         config, actions = history(seed)
         seed += 1
-        if config.decode_steps_per_launch == 1 and config.hybrid is msgspec.UNSET and not config.block_tokens:
+        apart = config.hybrid is not msgspec.UNSET or config.block_tokens or config.multiplexes
+        if config.decode_steps_per_launch == 1 and not apart:
             config = replace(without_halves(config), jump_forward_tokens=1 + seed % 7)
             if seed % 3 == 0 and not config.speculates:
                 config = replace(config, speculative_method="eagle")

@@ -312,7 +312,7 @@ def test_every_option_of_a_simulation_is_searched_or_refused_with_the_way_to_it(
         return  # their fields are searched one by one
     words = {
         "tp": "2", "pp": "2", "mem_fraction": "0.8", "moe_a2a": "yes", "eplb": "yes", "rank_schedulers": "yes",
-        "scaling": "open_requests:8", "placement": "mixed",
+        "scaling": "open_requests:8", "placement": "mixed", "pdmux": "yes",
     }  # fmt: skip
     for spelling in (field.name, field.flag[2:]):
         text = f"{spelling}={words.get(field.name, '1')}"
