@@ -14,7 +14,7 @@ from tests.support.driver.run import run_actions
 from tests.support.plants import PLANTS
 from tests.swarm import ALL_PLANTS, campaign, commit, history, history_by_token, hunt, seeds_shown
 
-SECONDS = 60.0
+SECONDS = 40.0
 SEEDS_MAX = 1000  # histories in which a planted bug must show; most need fewer than twenty
 WITHIN_BOUNDS = (
     283349191151,  # a resumed request is charged with its whole output, so admission pauses though its rest is short

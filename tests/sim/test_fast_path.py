@@ -107,7 +107,7 @@ def compare(case: Case) -> None:
 
 
 @pytest.mark.usefixtures("small_portions")
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_every_number_of_a_fast_path_run_is_the_cores(way: str, data: st.DataObject) -> None:
     compare(data.draw(cases(CONTEXTS_OF[way])))
@@ -151,7 +151,7 @@ def test_long_outputs_are_reserved_as_the_limit_of_a_reserve(way: str, batching:
 
 
 @pytest.mark.usefixtures("small_portions")
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data(), st.sampled_from((None, 0, 2, 10**9)))
 def test_every_number_of_a_cluster_is_the_cores(way: str, data: st.DataObject, patience: int | None) -> None:
     short = len(WAYS) > 1 and way == "interpreted"
