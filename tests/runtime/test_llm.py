@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -173,6 +174,12 @@ def test_penalties_see_prompt_and_kept_output_over_retractions(folder: Path) -> 
     with LLM(folder, random_weights=3, overlap_depth=2, retract_every=2, **SMALL) as llm:
         stirred = llm.generate(prompts, params)
     assert [answer.token_ids for answer in stirred] == [answer.token_ids for answer in calm]
+
+
+def test_a_closed_engine_frees_its_pages(folder: Path) -> None:
+    with LLM(folder, device="cpu") as llm:
+        tensors = [weakref.ref(tensor) for tensor in llm._live.pool.keys]
+    assert not any(tensor() is not None for tensor in tensors)  # at once, while the engine is still referred to
 
 
 def test_a_stream_adds_up_to_the_answer(llm: LLM) -> None:

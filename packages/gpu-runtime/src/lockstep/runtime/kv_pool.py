@@ -70,6 +70,10 @@ class KvPool:
         if self.states is not None:
             self.states.resume()
 
+    def close(self) -> None:
+        """Drop the memory for good, although other parts of a closed engine may refer to the pool for a while."""
+        self.keys, self.values = [], []
+
     def _stored(self) -> list[Tensor]:
         return self.keys if self.shared else [*self.keys, *self.values]
 

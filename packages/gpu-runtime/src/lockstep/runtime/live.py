@@ -197,7 +197,8 @@ class LiveModel:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Drop the kept weights; the memory is not allocated again."""
+        """Drop the pages and the kept weights; their memory is not allocated again."""
+        self.pool.close()
         if self._kept is not None:
             self._kept.close()
 

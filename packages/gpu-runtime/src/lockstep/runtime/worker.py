@@ -102,6 +102,7 @@ T = TypeVar("T")
 
 PARENT_S = 1.0  # interval of checks for the parent process
 FAILED = 1
+REMOVALS_MAX = 10  # of a folder: a store that is being closed by another thread makes its file again
 
 
 class Orders:
@@ -149,7 +150,9 @@ class Orders:
 
     def leave(self) -> None:
         """Clean up and end the process, after rank 0 has ended."""
-        if self.folder is not None:
+        for _ in range(REMOVALS_MAX):
+            if self.folder is None or not self.folder.exists():
+                break
             shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(FAILED)
 
