@@ -176,8 +176,8 @@ def test_penalties_see_prompt_and_kept_output_over_retractions(folder: Path) -> 
     assert [answer.token_ids for answer in stirred] == [answer.token_ids for answer in calm]
 
 
-def test_a_closed_engine_frees_its_pages(folder: Path) -> None:
-    with LLM(folder, device="cpu") as llm:
+def test_a_closed_engine_frees_its_pages() -> None:
+    with LLM(device="cpu", pages=64) as llm:
         tensors = [weakref.ref(tensor) for tensor in llm._live.pool.keys]
     assert not any(tensor() is not None for tensor in tensors)  # at once, while the engine is still referred to
 
