@@ -210,13 +210,11 @@ class Memory(DeviceMemory, Component):
         Args:
             rows: those of the plan, where other rows are on another stream: their changes wait for a plan of theirs.
         """
-        rewrites, later = self.rewrites, list[Rewrite]()
-        if rewrites and rows is not None:
-            later = [one for one in rewrites if one.row not in rows]
-            rewrites = [one for one in rewrites if one.row in rows]
-        if rewrites:
-            deltas = _merged(rewrites, deltas)
-            self.rewrites = later
+        if self.rewrites:
+            rewrites = self.rewrites if rows is None else [one for one in self.rewrites if one.row in rows]
+            self.rewrites = [] if rows is None else [one for one in self.rewrites if one.row not in rows]
+            if rewrites:
+                deltas = _merged(rewrites, deltas)
         taken: tuple[RowTaken, ...] = ()
         if self.rows_taken:
             taken = tuple(self.rows_taken)

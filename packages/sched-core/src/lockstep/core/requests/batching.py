@@ -40,24 +40,23 @@ class InFlight(Struct, eq=False):
     def __post_init__(self) -> None:
         """Derive what each sampler samples, and at which position."""
         plan, samplers = self.plan, self.samplers
-        if plan.speculation is not None:
+        if plan.mode == "decode":
+            if plan.steps == 1:
+                self.tokens, self.sampled_at = samplers.size, plan.stops
+            else:
+                self.steps = plan.stops - plan.starts
+                self.sampled_at = plan.starts + ONE
+                self.tokens = int(self.steps.sum())
+        elif plan.speculation is not None:
             self._verify(plan.speculation)
-            return
-        if plan.blocks is not None:
+        elif plan.blocks is not None:
             self.blocks = True
             self.sampled_at = np.maximum(plan.starts, samplers.prompts)
             self.steps = plan.stops - self.sampled_at
-            return
-        self.tokens = samplers.size
-        if plan.mode != "decode":
+        else:
+            self.tokens = samplers.size
             if samplers.size:
                 self.sampled_at = plan.stops.take(plan.sample_rows)
-        elif plan.steps == 1:
-            self.sampled_at = plan.stops
-        else:
-            self.steps = plan.stops - plan.starts
-            self.sampled_at = plan.starts + ONE
-            self.tokens = int(self.steps.sum())
 
     def _verify(self, speculation: Speculation) -> None:
         """Derive upper bounds, which hold until the result is delivered."""

@@ -81,10 +81,9 @@ class NewTokenRatio:
 
     def decoded(self, launches: int = 1) -> None:
         """Lower the ratio by one step for each decode that was launched without a retraction."""
-        for _ in range(launches):
-            if self.value == self.floor:
-                return
+        while launches and self.value != self.floor:
             self.value = ratio_after_decode(self.value, self.decay, self.floor)
+            launches -= 1
 
     def retracted(self, outputs: int, max_new_tokens: int, survivors: int) -> None:
         """Set the ratio after a retraction to the share that the survivors used, plus RETRACT_DECODE_STEPS steps each.

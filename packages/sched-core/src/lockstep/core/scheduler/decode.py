@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import force_setattr
 from numpy.typing import NDArray
 
 from lockstep.core.contract.commands import NO_DELTAS, NO_ROWS, BatchPlan, PageDeltas, Step
@@ -94,7 +95,8 @@ class DecodePlanner:
             running.forced_at = running.decode_launches
             victim = choose_victim(config, running.batch, running.positions)
             state.retract(running.batch.requests[victim], "forced", step)
-        growing = self._growing(running)
+        # In line, since every decode comes here.
+        growing = self._growing(running) if self._in_blocks else members_growing(running.positions, self.page_mask)
         made_room = self._short_of_pages(running, growing, step)
         if made_room:
             if not self._make_room(running, step):
@@ -115,8 +117,8 @@ class DecodePlanner:
         running.decode_launches += 1
         if not made_room:
             state.ratio.decoded()
-        split = self._multiplexer
-        taken, deltas = memory.changes(advanced.deltas, running_batch.rows.tolist() if split.present else None)
+        on_streams = self._multiplexer.present
+        taken, deltas = memory.changes(advanced.deltas, running_batch.rows.tolist() if on_streams else None)
         plan = BatchPlan(
             batch_id=state.next_number(),
             mode="decode",
@@ -130,8 +132,11 @@ class DecodePlanner:
             generation=state.generation,
             steps=steps,
             ids_digest=running_batch.ids_digest,
-            sms=split.sms_of_decodes(running_batch.size) if split.present else None,
         )
+        if on_streams:
+            force_setattr(
+                plan, "sms", self._multiplexer.sms_of_decodes(running_batch.size)
+            )  # it has not left the engine
         if advanced.verifying is not None:
             plan = speculation.verified(plan, advanced.verifying, config)
         elif advanced.blocks is not None:

@@ -68,13 +68,14 @@ class Engine(SchedulerState):
         self.prefills = PrefillPlanner(self, self.decoding)
         self.results = Results(self, self.diffusion)
         self._take_part, self._join_in = self.launch_now, self._launch_nothing
+        self._plan_launch: Callable[[RunningState, Step], InFlight | None] = self._plan_pass
         if config.multiplexes:
-            self._take_part = self._launch_on_streams
+            self._take_part, self._plan_launch = self._launch_on_streams, self._plan_on_streams
         if config.shares_passes:
             self.ranks = Rounds(config, self)
             self._take_part, self._join_in = self.ranks.take_part, self.ranks.join_in
             self.components = (*self.components, self.ranks)
-        self._handlers = self._events_handled()
+        self._derive()
 
     # ------------------------------------------------------------------------------------------------------- the policy
 
@@ -134,18 +135,19 @@ class Engine(SchedulerState):
             self._advance_jobs(step)
             if self.sessions.due_us is not None:
                 step.wake_by(self.sessions.due_us)
-        if self.transfers.hands_over:
+        if self._settles and self.transfers.hands_over:
             self.transfers.settle(step)
         pace = self.controls.pace
         if pace.gap_us and self.requests and pace.not_before_us > self.now_us:
             step.wake_by(pace.not_before_us)
         if not self.requests:
             self._settle_idle(step)
-        if self.config.max_loras:
-            self._settle_adapters(step)
-        tiers = self.memory.tiers
-        if tiers.present and tiers.advance(self.requests, self.waiting, step, admits=self.maintenance.admits):
-            self.retry_admission()
+        if self._settles:
+            if self.config.max_loras:
+                self._settle_adapters(step)
+            tiers = self.memory.tiers
+            if tiers.present and tiers.advance(self.requests, self.waiting, step, admits=self.maintenance.admits):
+                self.retry_admission()
         if step.decided:
             self.counts.fold(step.decided)
         if self.digests:
@@ -199,9 +201,7 @@ class Engine(SchedulerState):
         config, controls = self.config, self.controls
         pace = controls.pace
         paced = pace.gap_us and event.time_us < pace.not_before_us
-        if self.multiplexer.present:
-            in_flight = 0  # each stream has slots of its own
-        if controls.paused or paced or maintenance.still or in_flight > config.overlap_depth:
+        if controls.paused or paced or maintenance.still or in_flight > self._depth:
             return self._join_in(step)
         if config.enable_priority_preemption:
             self.batch_is_full = False  # requests that have arrived and members that have grown may change that
@@ -223,38 +223,11 @@ class Engine(SchedulerState):
         running = self.microbatches.current
         if not self.config.overlap_consecutive_prefills and self._waits_for_prefill(running):
             return True
-        batch = self._plan_pass(running, step)
+        batch = self._plan_launch(running, step)
         if batch is None:
             return True
-        if self.config.splits_batches:
+        if self.config.two_batch_overlap is True:
             force_setattr(batch.plan, "halves", two_batch.halves_of(self.config, batch.plan))
-        self._launch_batch(batch, step)
-        return False
-
-    def _launch_on_streams(self, step: Step) -> bool:
-        """Launch a decode, else layers of prompts, each if its stream has a slot. Returns: whether there was nothing.
-
-        A decode goes first, since it is short and its requests hold their pages.
-        """
-        running, prefills, split = self.microbatches.current, self.prefills, self.multiplexer
-        for_decodes, for_prompts = split.slots()
-        if not (for_decodes or for_prompts):
-            return False
-        batch = self.decoding.plan(running, step, _plan_nothing) if for_decodes else None
-        if batch is None and for_prompts:
-            if split.parts:
-                batch = prefills.plan_layers(running, step)
-            elif (self.waiting or self.prefilling) and not self.decoding.decode_goes_first(running):
-                batch = prefills.plan_extend(running, step)
-        if batch is None:
-            return True
-        if batch.plan.extend_rows:
-            running.extended_at = running.decode_launches
-        self._launch_batch(batch, step)
-        return False
-
-    def _launch_batch(self, batch: InFlight, step: Step) -> None:
-        """Order the launch of a batch, which is in flight from now on, and do what follows from it."""
         self.in_flight.append(batch)
         if batch.samplers.constrained:
             self._order_constrained(batch, step)
@@ -265,6 +238,28 @@ class Engine(SchedulerState):
         pace = self.controls.pace
         if self.transfers.hands_over or pace.profiling or pace.gap_us or self.experts.interval:
             self._launched(batch, step)
+        return False
+
+    def _launch_on_streams(self, step: Step) -> bool:
+        """Launch the next batch if a stream has a slot. Returns: whether there was nothing to launch."""
+        return any(self.multiplexer.slots()) and self.launch_now(step)
+
+    def _plan_on_streams(self, running: RunningState, step: Step) -> InFlight | None:
+        """Plan a decode, else layers of prompts, each if its stream has a slot. None: there is nothing to run.
+
+        A decode goes first, since it is short and its requests hold their pages.
+        """
+        prefills, split = self.prefills, self.multiplexer
+        for_decodes, for_prompts = split.slots()
+        batch = self.decoding.plan(running, step, _plan_nothing) if for_decodes else None
+        if batch is None and for_prompts:
+            if split.parts:
+                batch = prefills.plan_layers(running, step)
+            elif (self.waiting or self.prefilling) and not self.decoding.decode_goes_first(running):
+                batch = prefills.plan_extend(running, step)
+        if batch is not None and batch.plan.extend_rows:
+            running.extended_at = running.decode_launches
+        return batch
 
     def _launch_nothing(self, step: Step) -> bool:
         """Launch nothing: launches are paused or blocked, or all slots are taken."""
@@ -353,6 +348,13 @@ class Engine(SchedulerState):
     def reconfigure(self, config: SchedConfig) -> None:
         """Replace the settings. The role may change with them, and so the events that are handled."""
         super().reconfigure(config)
+        self._derive()
+
+    def _derive(self) -> None:
+        """Derive from the settings what every step reads."""
+        config = self.config
+        self._depth = _launches_ahead(config)
+        self._settles = config.hands_over or bool(config.max_loras) or self.memory.tiers.present
         self._handlers = self._events_handled()
 
     def _ranks_agreed(self, event: RanksAgreed, step: Step) -> bool:
@@ -382,6 +384,11 @@ class Engine(SchedulerState):
         if event.generation == self.generation:  # operations of older generations are void
             self.memory.tiers.answered(event, step)
             self.retry_admission()
+
+
+def _launches_ahead(config: SchedConfig) -> int:
+    """Return the most batches in flight behind which another may be launched; two streams check their own slots."""
+    return 2 * (config.overlap_depth + 1) if config.multiplexes else config.overlap_depth
 
 
 def _plan_nothing(running: RunningState, step: Step) -> None:

@@ -32,11 +32,10 @@ class Results:
 
     def collect(self, event: BatchFinished, step: Step) -> None:
         """Fold the result of a batch: store and stream its tokens, end requests, publish prompts, free what waited."""
-        if event.generation > self._state.generation:
-            raise ContractError(
-                f"a result of generation {event.generation}, but this is generation {self._state.generation}"
-            )
-        if event.generation < self._state.generation:
+        state = self._state
+        if event.generation > state.generation:
+            raise ContractError(f"a result of generation {event.generation}, but this is generation {state.generation}")
+        if event.generation < state.generation:
             return  # void since a restart
         batch = self._delivered(event)
         plan, samplers, memory = batch.plan, batch.samplers, self._memory
@@ -46,20 +45,15 @@ class Results:
         undisturbed = not self._microbatches.several or self._microbatches.ran_undisturbed(event)
         if event.error:
             self._fail(batch, step)
-        elif (
-            plan.extend_rows
-            and self._state.config.fits_latency
-            and event.finished_us > event.started_us
-            and undisturbed
-        ):
-            self._state.latency.observe(plan, event.finished_us - event.started_us)
+        elif plan.extend_rows and state.config.fits_latency and event.finished_us > event.started_us and undisturbed:
+            state.latency.observe(plan, event.finished_us - event.started_us)
         for i in event.invalid:  # they end while the batch counts as in flight, so that its sample is no output
             if samplers.requests[i].row == samplers.rows[i]:
-                self._state.finish(samplers.requests[i], "invalid", step, flush=True)
-        if self._state.in_flight[0] is batch:
-            self._state.in_flight.popleft()
+                state.finish(samplers.requests[i], "invalid", step, flush=True)
+        if state.in_flight[0] is batch:
+            state.in_flight.popleft()
         else:  # a batch of the other stream was launched before it
-            self._state.in_flight.remove(batch)
+            state.in_flight.remove(batch)
         if batch.verifies and not event.error:
             running = self._microbatches.turn_to(plan.microbatch)
             self._speculation.settle(running, batch, event)
@@ -68,7 +62,7 @@ class Results:
             if self._prerequisites.waiting_samples or any(request.extras is not None for request in batch.requests):
                 self._prerequisites.computed(batch, step)
             for request in batch.computed_requests() if plan.pooled_rows.size else ():
-                self._state.finish(request, "computed", step)
+                state.finish(request, "computed", step)
         if samplers.size and not event.error:
             self._take_tokens(event, batch, step)
             if self._jump_forward.forced:
@@ -87,20 +81,20 @@ class Results:
                         self._back_up(request, stop, step)
         if plan.extend_rows and is_hybrid and not event.error:
             memory.hybrid.collected(batch)
-            self._state.retry_admission()
+            state.retry_admission()
             for i, request in batch.alive():
                 if i < plan.extend_rows:
                     self._back_up(request, int(plan.stops[i]), step)  # with the blocks that were published just now
         deferred = memory.deferred
         if (deferred.rows or deferred.pages) and memory.release_deferred(step):
-            self._state.retry_admission()
+            state.retry_admission()
         if self._media.deferred:
             self._prerequisites.release_deferred(self._delivered_up_to(), step)
         if self._sessions.unsettled:
             self._sessions.settle(self._delivered_up_to())
         if samplers.constrained:
-            self._state.expire(step)  # a request that ends in this step moves no matcher
-            grammars.collected(event, batch, self._state.in_flight, self._memory.table.outputs, step)
+            state.expire(step)  # a request that ends in this step moves no matcher
+            grammars.collected(event, batch, state.in_flight, self._memory.table.outputs, step)
 
     def _join(self, batch: InFlight) -> None:
         """Let the requests with a prompt that is complete now decode next."""
@@ -164,7 +158,7 @@ class Results:
 
     def _delivered(self, event: BatchFinished) -> InFlight:
         """Return the batch in flight of a result. Raises ContractError, changing nothing, if they do not match."""
-        in_flight = self._state.in_flight
+        state, in_flight = self._state, self._state.in_flight
         batch = in_flight[0] if in_flight else None
         if batch is None or batch.plan.batch_id != event.batch_id:
             due = multiplexing.oldest_of_streams(in_flight)
@@ -172,7 +166,7 @@ class Results:
             if batch is None:
                 expected = " or ".join(f"batch {one.plan.batch_id}" for one in due) or "nothing"
                 raise ContractError(f"batch {event.batch_id} finished, but {expected} is next in flight")
-        if self._state.ranks is not None and self._state.ranks.held is batch:
+        if state.ranks is not None and state.ranks.held is batch:
             raise ContractError(f"batch {event.batch_id} finished, but it is only proposed")
         tokens = batch.tokens
         if batch.verifies:
