@@ -83,8 +83,8 @@ PLANTS: dict[str, FeaturePlant] = {
     "tables_changed_by_the_other_stream": FeaturePlant(
         "A decode carries changes of the page tables of prompts, whose stream does not wait for it.",
         Memory.changes,
-        "if rewrites and rows is not None:",
-        "if False:",
+        "if one.row in rows]",
+        "if True]",
         MULTIPLEXED,
     ),
     # ------------------------------------------------------------------------------------------------------------ tiers
