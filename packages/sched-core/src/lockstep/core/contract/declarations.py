@@ -8,7 +8,7 @@ from this registry.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -72,13 +72,14 @@ class Tallies:
         self._parts: dict[str, Counter[str]] = {}
         self._targets: dict[type, tuple[tuple[Counter[str], str, str], ...]] = {}  # of the types counted so far
 
-    def fold(self, event: msgspec.Struct) -> None:
-        """Count one decided event."""
-        targets = self._targets.get(type(event))
-        if targets is None:
-            targets = self._targets[type(event)] = self._targets_of(type(event))
-        for parts, amount, by in targets:
-            parts[getattr(event, by) if by else ""] += getattr(event, amount) if amount else 1
+    def fold(self, decided: Iterable[msgspec.Struct]) -> None:
+        """Count the decided events of one step."""
+        for event in decided:
+            targets = self._targets.get(type(event))
+            if targets is None:
+                targets = self._targets[type(event)] = self._targets_of(type(event))
+            for parts, amount, by in targets:
+                parts[getattr(event, by) if by else ""] += getattr(event, amount) if amount else 1
 
     def _targets_of(self, type_: type[msgspec.Struct]) -> tuple[tuple[Counter[str], str, str], ...]:
         """Return the parts of each tally of a type, with the fields that are added and that divide it."""

@@ -182,7 +182,7 @@ class PrefillBudget:
         self.align = config.split_tokens  # a prompt is split at multiples of this, in tokens
         self.unit = config.chunk_unit_tokens  # `input` and `chunk` are charged in multiples of this, in tokens
         # tokens that must fit beyond those being computed: of further decodes, or the first of a block
-        self.beyond = max(config.decode_look_ahead - 1, int(config.block_tokens > 0))
+        self.beyond = config.decode_look_ahead - 1 or int(config.block_tokens > 0)
         self.set_aside = 0  # pages reserved for the decodes of the same pass
         self.newcomers: list[Request] = []  # requests in this extend that are not in the running batch yet
 

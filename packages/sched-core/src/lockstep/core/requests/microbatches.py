@@ -213,6 +213,8 @@ class Microbatches:
     def take_place(self, request: Request) -> None:
         """Assign a place in the microbatch whose launch is planned. A place in another microbatch is freed."""
         before = self.members.get(request.request_id)
+        if before == self.at:
+            return  # the usual case of a later chunk
         if before is not None:
             self.places[before] -= 1
         self.members[request.request_id] = self.at

@@ -59,12 +59,12 @@ class DecodePlanner:
         self._speculates = state.config.speculates
         self._diffusion, self._in_blocks = diffuser, state.config.block_tokens > 0
 
-    def decodes_along(self, running: RunningState, extending: list[Request], step: Step, *, wanted: bool) -> Decodes:
+    def decodes_along(self, running: RunningState, extending: list[Request], step: Step) -> Decodes:
         """Plan the next decode of a running batch as part of an extend; NO_DECODES if it cannot be, or a page lacks.
 
         Rows that are left out decode in the next launch, so that a stream of prompts does not delay decodes.
         """
-        if not wanted or not running.batch.size:
+        if not running.batch.size:
             return NO_DECODES
         if any(request.needs_plain_extend for request in extending):
             running.decode_owed = True

@@ -23,7 +23,7 @@ from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import EMPTY_BATCH, Request, RequestState, RunningBatch
 from lockstep.core.scheduler import preemption
 from lockstep.core.scheduler.admission import TierMoves, chunk_tokens_min, within_windows
-from lockstep.core.scheduler.decode import DecodePlanner
+from lockstep.core.scheduler.decode import NO_DECODES, DecodePlanner
 from lockstep.core.scheduler.state import SchedulerState
 
 FIRST_CHUNK_PER_NEXT = 4
@@ -138,25 +138,24 @@ class PrefillPlanner:
 
     def _prefill_budget(self, running: RunningState) -> PrefillBudget:
         """Return the budget of this extend, beside the reserve of running requests and the decodes of the same pass."""
-        config = self._state.config
-        reserve = (
-            self._reserved() if self._ordering.waiting and (self._state.active or self._transfers.hands_over) else 0
-        )
+        state = self._state
+        config, prefilling = state.config, state.prefilling
+        reserve = self._reserved() if self._ordering.waiting and (state.active or self._transfers.hands_over) else 0
         budget = PrefillBudget(config, self._memory.available_pages * config.page_size, reserve)
         decodes = self._decode_tokens(running) if config.batching != "prefill_first" else 0
         if decodes:
-            budget.share_with(decodes, self._state.set_aside(running.batch, running.positions))
+            budget.share_with(decodes, state.set_aside(running.batch, running.positions))
         least, chunk = config.chunked_prefill_size_min, config.chunked_prefill_size
         if least is not UNSET and chunk is not None:
             most = min(config.max_running_requests, self._microbatches.size)
             budget.shorten(rules.chunk_by_load(chunk, least, running.batch.size, most))
         if config.chunk_target_us is not None:
-            context = self._state.prefilling.computed if self._state.prefilling is not None else 0
+            context = prefilling.computed if prefilling is not None else 0
             beside = int(running.positions.sum()) if decodes else 0
-            budget.shorten(self._state.latency.tokens_within(config.chunk_target_us, context, decodes, beside))
-        if config.pp_dynamic_chunking is True and self._state.prefilling is not None and budget.chunk is not None:
-            first = config.chunked_prefill_size or budget.chunk
-            budget.shorten(self._state.latency.tokens_like_first(first, self._state.prefilling.computed))
+            budget.shorten(state.latency.tokens_within(config.chunk_target_us, context, decodes, beside))
+        if config.pp_dynamic_chunking is True and prefilling is not None and budget.chunk is not None:
+            first = chunk or budget.chunk
+            budget.shorten(state.latency.tokens_like_first(first, prefilling.computed))
         return budget
 
     def _decode_tokens(self, running: RunningState) -> int:
@@ -168,14 +167,17 @@ class PrefillPlanner:
 
     def _reserved(self) -> int:
         """Return the tokens that `reserve` keeps for active requests."""
-        reserved, chunked = self._state.reserve_of(*self._state.all_running), self._state.prefilling
-        if chunked is not None and self._state.config.reserve == "full":
-            page_size, stop = self._state.config.page_size, chunked.reach + 1
-            reserved += pages_to_come(np.array([chunked.computed]), np.array([stop]), page_size) * page_size
+        state = self._state
+        reserved = state.reserve_of(*state.all_running)
         if self._multiplexer.present:
-            reserved += self._state.reserve_of(*self._multiplexer.joining())
-        if self._transfers.all and self._state.config.reserve == "full":
-            reserved += self._transfers.promised_pages() * self._state.config.page_size
+            reserved += state.reserve_of(*self._multiplexer.joining())
+        if state.config.reserve == "full":
+            chunked, page_size = state.prefilling, state.config.page_size
+            if chunked is not None:
+                stop = chunked.reach + 1
+                reserved += pages_to_come(np.array([chunked.computed]), np.array([stop]), page_size) * page_size
+            if self._transfers.all:
+                reserved += self._transfers.promised_pages() * page_size
         return reserved
 
     def _continue_chunk(
@@ -331,7 +333,7 @@ class PrefillPlanner:
         if sampling:
             prefilled, sample_rows = RunningBatch.of([requests[i] for i in sampling]), np.array(sampling, np.int32)
         mixes = kind == "prebuilt" or self._state.config.batching != "prefill_first"
-        decodes = self._decoding.decodes_along(running, requests, step, wanted=mixes)
+        decodes = self._decoding.decodes_along(running, requests, step) if mixes else NO_DECODES
         along = decodes.running_batch
         mode: Mode = "mixed" if along.size and kind == "extend" else kind
         if along.size:
@@ -363,7 +365,8 @@ class PrefillPlanner:
         )
         if decodes.verifying is not None:
             plan = speculation.verified(plan, decodes.verifying, self._state.config)
-        plan = self._memory.hybrid.completed(plan, step)
+        if self._memory.hybrid.present:
+            plan = self._memory.hybrid.completed(plan, step)
         if layers is not None:  # they join with the result
             ends = rules.ends_by_length(stops[sampling], prefilled.limits) if sampling else NO_ENDS
             return InFlight(plan, requests, prefilled, ends.nonzero()[0].tolist())

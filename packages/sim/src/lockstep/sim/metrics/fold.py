@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from struct import Struct
 from typing import Any
@@ -48,6 +48,7 @@ from lockstep.core.contract.events import (
     Decided,
     ExpertLoadMeasured,
     ExpertsPlaced,
+    LaneReady,
     Observed,
     PrefetchFinished,
     RequestAdmitted,
@@ -215,28 +216,8 @@ class MetricsFold:
                 self._drafts.verified(event)
             if event.accepted and self._blocks is not None:
                 self._blocks.finished(event)
-        elif type(event) is RequestArrived:
-            if event.parallel_samples > 1 and event.request_id >= self._warm_up:
-                self._sampled.append((len(self._request_ids), sample_count(event)))
-            for sample in range(sample_count(event)):  # each sample is a request
-                self._arrive(event, event.request_id + sample, sample_label(event.label, sample))
-            if (
-                event.spans
-                and self._needs_media
-                and not any(type(decided) is RequestRejected for decided in step.decided)
-            ):
-                self._media = self._media or MediaCounts()
-                self._media.arrived(event)
-            if event.adapter and not any(type(decided) is RequestRejected for decided in step.decided):
-                self._adapters = self._adapters or AdapterCounts()
-                self._adapters.requests[event.adapter] += sample_count(event)
-        elif type(event) is AdapterLoaded and self._adapters is not None:
-            self._adapters.loaded(event)
-        elif type(event) is ExpertLoadMeasured:
-            self._experts = self._experts or ExpertCounts()
-            self._experts.measured(event)
-        elif type(event) is PrefetchFinished and event.blocks and self._tiers is not None:
-            self._tiers.fetched(event)
+        elif type(event) is not LaneReady:
+            self._fold_other(event, step)
         for command in step.commands:
             if type(command) is StreamTokens:
                 self._message_us.append(time_us)
@@ -262,8 +243,37 @@ class MetricsFold:
                 self._adapters.ordered(command, step.time_us)
             elif self._tiers is not None and isinstance(command, BlockUse) and command.blocks:
                 self._tiers.began(command)
-        for decided in step.decided:
-            self._learn(decided)
+        if step.decided:
+            self._tallies.fold(step.decided)
+            for decided in step.decided:
+                learn = _LEARNT.get(type(decided))
+                if learn is not None:
+                    learn(self, decided)
+
+    def _fold_other(self, event: Observed, step: Step) -> None:
+        """Fold an event that is neither a free slot nor a result."""
+        if type(event) is RequestArrived:
+            if event.parallel_samples > 1 and event.request_id >= self._warm_up:
+                self._sampled.append((len(self._request_ids), sample_count(event)))
+            for sample in range(sample_count(event)):  # each sample is a request
+                self._arrive(event, event.request_id + sample, sample_label(event.label, sample))
+            if (
+                event.spans
+                and self._needs_media
+                and not any(type(decided) is RequestRejected for decided in step.decided)
+            ):
+                self._media = self._media or MediaCounts()
+                self._media.arrived(event)
+            if event.adapter and not any(type(decided) is RequestRejected for decided in step.decided):
+                self._adapters = self._adapters or AdapterCounts()
+                self._adapters.requests[event.adapter] += sample_count(event)
+        elif type(event) is AdapterLoaded and self._adapters is not None:
+            self._adapters.loaded(event)
+        elif type(event) is ExpertLoadMeasured:
+            self._experts = self._experts or ExpertCounts()
+            self._experts.measured(event)
+        elif type(event) is PrefetchFinished and event.blocks and self._tiers is not None:
+            self._tiers.fetched(event)
 
     def gauge(self, time_us: int, waiting: int, running: int, free_pages: int, cached_pages: int) -> None:
         """Record waiting and running requests, and free and cached pages, after a LaneReady."""
@@ -450,36 +460,41 @@ class MetricsFold:
         self._last_message_us.append(-1)
         self._itl_us_max.append(math.nan)
 
-    def _learn(self, decided: Decided) -> None:
-        self._tallies.fold(decided)
-        match decided:
-            case RequestAdmitted():
-                row = self._row(decided.request_id)
-                self._went_on(decided.request_id, decided.time_us)
-                if self._admitted_us[row] < 0:  # later admissions follow a retraction
-                    self._admitted_us[row] = decided.time_us
-                    self._cached_tokens[row] = decided.cached_tokens
-                    if self._tiers is not None and decided.request_id >= self._warm_up:
-                        self._tiers.admitted(decided)
-            case RequestFinished():
-                self._end(decided.request_id, decided.time_us, decided.reason)
-            case RequestRejected():
-                self._end(decided.request_id, decided.time_us, f"rejected_{decided.reason}")
-            case RequestRetracted():
-                self._retractions[self._row(decided.request_id)] += 1
-            case AdmissionDeferred():
-                if decided.reason == "adapter" and self._adapters is not None:
-                    self._adapters.deferred(decided.request_id, decided.time_us)
-            case TurnStarted() | SessionYielded() | SessionClosed():
-                self._sessions = self._sessions or SessionCounts()
-                self._sessions.learn(decided)
-                if isinstance(decided, TurnStarted):  # the request arrived with the new tokens of its turn only
-                    self._prompt_tokens[self._row(decided.request_id)] = decided.prompt_tokens
-            case ExpertsPlaced():
-                self._experts = self._experts or ExpertCounts()
-                self._experts.placed(decided)
-            case TierOperationEnded() if self._tiers is not None:
-                self._tiers.learn(decided)
+    def _admitted(self, decided: RequestAdmitted) -> None:
+        row = self._row(decided.request_id)
+        self._went_on(decided.request_id, decided.time_us)
+        if self._admitted_us[row] < 0:  # later admissions follow a retraction
+            self._admitted_us[row] = decided.time_us
+            self._cached_tokens[row] = decided.cached_tokens
+            if self._tiers is not None and decided.request_id >= self._warm_up:
+                self._tiers.admitted(decided)
+
+    def _finished(self, decided: RequestFinished) -> None:
+        self._end(decided.request_id, decided.time_us, decided.reason)
+
+    def _rejected(self, decided: RequestRejected) -> None:
+        self._end(decided.request_id, decided.time_us, f"rejected_{decided.reason}")
+
+    def _retracted(self, decided: RequestRetracted) -> None:
+        self._retractions[self._row(decided.request_id)] += 1
+
+    def _deferred(self, decided: AdmissionDeferred) -> None:
+        if decided.reason == "adapter" and self._adapters is not None:
+            self._adapters.deferred(decided.request_id, decided.time_us)
+
+    def _of_session(self, decided: TurnStarted | SessionYielded | SessionClosed) -> None:
+        self._sessions = self._sessions or SessionCounts()
+        self._sessions.learn(decided)
+        if type(decided) is TurnStarted:  # the request arrived with the new tokens of its turn only
+            self._prompt_tokens[self._row(decided.request_id)] = decided.prompt_tokens
+
+    def _placed(self, decided: ExpertsPlaced) -> None:
+        self._experts = self._experts or ExpertCounts()
+        self._experts.placed(decided)
+
+    def _tier_ended(self, decided: TierOperationEnded) -> None:
+        if self._tiers is not None:
+            self._tiers.learn(decided)
 
     def _went_on(self, request_id: RequestId, time_us: int) -> None:
         if self._adapters is not None:
@@ -792,6 +807,21 @@ class MetricsFold:
             **describe("decode_gap", device.decode_gaps_us),
             "decode_gap_share": ratio(gaps_us, gaps_us + device.busy_after_decode_us),
         }
+
+
+_LEARNT: dict[type[Decided], Callable[[MetricsFold, Any], None]] = {
+    RequestAdmitted: MetricsFold._admitted,
+    RequestFinished: MetricsFold._finished,
+    RequestRejected: MetricsFold._rejected,
+    RequestRetracted: MetricsFold._retracted,
+    AdmissionDeferred: MetricsFold._deferred,
+    TurnStarted: MetricsFold._of_session,
+    SessionYielded: MetricsFold._of_session,
+    SessionClosed: MetricsFold._of_session,
+    ExpertsPlaced: MetricsFold._placed,
+    TierOperationEnded: MetricsFold._tier_ended,
+}
+"""What the metrics take from a decided event beyond its tallies, by type."""
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.integer[Any]]) -> NDArray[Any]:
