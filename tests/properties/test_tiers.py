@@ -210,3 +210,32 @@ def test_what_a_batch_in_flight_is_still_to_compute_is_written_no_sooner() -> No
     ]
     driver = run_actions(config, actions, replay=True)
     assert "blocks written" in driver.marks
+
+
+def test_a_request_waits_for_no_second_load_after_one_that_ended_behind_its_time_limit() -> None:
+    """The shared load ends with the event at which the wait was due to end: the request starts with what is there."""
+    config = SchedConfig(
+        page_size=4,
+        pages=20,
+        radix_capacity_pages=10,
+        max_running_requests=1,
+        schedule_policy="priority",
+        chunked_prefill_size=16,
+        batching="mixed",
+        tiers=CacheTiers(
+            host_pages=300, write_policy="write_back", load_tokens_min=0, load_pages_max=1, load_timeout_us=20
+        ),
+        hybrid=HybridMemory(window_tokens=8, window_pages=5, state_slots=0, checkpoint_tokens=4),
+    )
+    ready, finish = ("ready",), ("finish",)
+    arrivals: list[Action] = [
+        ("arrive", first, tokens, outputs, {"priority": rank})
+        for first, tokens, outputs, rank in ((3001, 20, 25, None), (1, 50, 6, 5), (1, 50, 6, 3), (1, 50, 1, 3))
+    ]
+    actions: list[Action] = [
+        *(arrivals[0], ready, arrivals[1], ("finish", "error"), arrivals[2], ready, finish, arrivals[3]),
+        *(ready, finish, ready, finish, ready, finish, ready, ready, finish, finish, ready, ready, finish, ready),
+        *(finish, finish, ("move", 44, 1.0, ""), ready, ("wait", 22), ("move", 0, 1.0, "")),
+    ]
+    driver = run_actions(config, actions, replay=True)
+    assert "load lasted too long" in driver.marks

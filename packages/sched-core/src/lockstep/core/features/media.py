@@ -199,6 +199,10 @@ class EncoderCache(Component):
         """Return whether the request has the room that it needs, or waits for room."""
         return request_id in self.pins or request_id in self.room_queue
 
+    def is_outdated(self, request_id: RequestId) -> bool:
+        """Return whether the request pins output that was computed with replaced weights."""
+        return any(self.encodings[digest].outdated for digest in self.pins.get(request_id, ()))
+
     def _needing(self, digest: bytes) -> list[RequestId]:
         """Return the requests that pin this digest, in the order in which they got room."""
         return [request_id for request_id, media in self.pins.items() if digest in media]

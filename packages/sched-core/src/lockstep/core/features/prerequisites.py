@@ -147,19 +147,24 @@ class Prerequisites(Component):
         if not needs.awaits_media:
             needs.awaits_media = True
             self._scheduler.add_prerequisite(request)
+        self._release_media(request, step)  # of replaced weights, if it holds any
         self.media.ask(request.request_id, needs.media)
         self._serve(step)
         if needs.awaits_media:
             step.decided.append(AdmissionDeferred(self._scheduler.now_us, request.request_id, "media"))
 
     def lost_media(self, request: Request) -> bool:
-        """Return whether a waiting request has media for which it has no room and does not wait for room."""
+        """Return whether a waiting request needs its media encoded again.
+
+        It has no room for them and does not wait for room, or holds output that was computed with replaced weights: it
+        had begun before these were replaced, and begins again.
+        """
         needs = request.extras
         if needs is None or not needs.media or needs.leader != NO_REQUEST or request.state is not RequestState.WAITING:
             return False
         if self._scheduler.waits_for_turn(request):
             return False  # its media are requested when its turn starts
-        return not self.media.knows(request.request_id)
+        return not self.media.knows(request.request_id) or self.media.is_outdated(request.request_id)
 
     def encoded(self, event: MediaEncoded, step: Step) -> None:
         """Take in one encoded digest: requests with complete media join the queue; those of a failed digest end.

@@ -668,6 +668,8 @@ class Tiers:
         step.decided.append(TierOperationEnded(step.time_us, number, operation.kind, outcome, kept))
         for candidate in self.candidates.values():
             if candidate.operation == number:
+                late = candidate.due_us is not None and candidate.due_us <= step.time_us
+                candidate.loaded = candidate.loaded or (late and operation.kind == "load")
                 self._stop_waiting(candidate, step.time_us)
         if operation.kind == "load":
             self.device.trim(step)
