@@ -113,6 +113,9 @@ def run(section: Section) -> None:
     with section.trying("vectors, scores, hidden states"):
         section.needs(5)
         readings(section)
+    with section.trying("memory released below graphs"):
+        section.needs(10)
+        released(section)
 
 
 def few(section: Section) -> list[Variant]:
@@ -170,6 +173,23 @@ def read_off(section: Section, prompts: list[list[int]], options: dict[str, Any]
             "scores": [np.array(one.logprobs) for one in llm.score(list(prompts), [5, [7, 8], 300])],
             "hidden states": [one.hidden_states for one in said],
         }
+
+
+def released(section: Section) -> None:
+    """Tokens and replays after a release of weights and KV, with graphs on a GPU, and how much the driver got back."""
+    prompts, _ = requests(section)
+    options = {**SCHED, "cuda_graphs": "on", "memory_saver": True} if section.gpu else {**SCHED, "cuda_graphs": "eager"}
+    with LLM(device=str(section.device), dtype="float32", **options) as llm:
+        params = Params(max_new_tokens=8, ignore_eos=True)
+        before = [one.token_ids for one in llm.generate(list(prompts), params)]
+        free = torch.cuda.mem_get_info()[0] if section.gpu else 0
+        llm.release_memory()
+        if section.gpu:
+            given, held = torch.cuda.mem_get_info()[0] - free, llm.memory.weights + llm.memory.kv
+            section.check("memory given back below graphs", given >= 0.95 * held, f"{given:,} of {held:,} bytes")
+        llm.resume_memory()
+        after = [one.token_ids for one in llm.generate(list(prompts), params)]
+        section.check("tokens after a release", after == before, f"{len(prompts)} requests, {options['cuda_graphs']}")
 
 
 def compare(section: Section, truth: Variant, others: Iterable[Variant]) -> None:

@@ -205,14 +205,14 @@ def test_memory_that_is_resumed_at_other_addresses_gives_the_same_tokens(judges:
 
 @pytest.mark.parametrize("tag", ["kv_cache", "weights"])
 def test_memory_is_not_released_on_a_gpu_with_cuda_graphs(tag: str) -> None:
-    """Graphs hold addresses, which are not the same after a resumption. Nothing is released."""
+    """Graphs hold addresses, which are not the same after a resumption without a saver. Nothing is released."""
     storage = torch.zeros(8)
     pool = SimpleNamespace(release=lambda: storage.untyped_storage().resize_(0))
     executor: Any = SimpleNamespace(attention=SimpleNamespace(pool=pool), graphs=object(), lane=None, canary=None)
     model: Any = SimpleNamespace(
-        device=torch.device("cuda"), tensors=lambda: iter(()), parameters=lambda: iter((storage,))
+        device=torch.device("cuda"), saver=None, tensors=lambda: iter(()), parameters=lambda: iter((storage,))
     )
-    with pytest.raises(ConfigError, match=r"CUDA graphs hold its addresses\nhint: start with --cuda-graphs off"):
+    with pytest.raises(ConfigError, match=r"CUDA graphs hold its addresses\nhint: start with --memory-saver"):
         LiveModel(model, executor).switch_memory([tag], released=True)
     assert storage.untyped_storage().nbytes() == 32
 

@@ -14,11 +14,14 @@ exist for GPUs only.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from ctypes import c_int, c_ssize_t, c_void_p
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -132,6 +135,7 @@ class FakeCuda(TorchDispatchMode):
         self.operations = 0
         self.capturing: Capture | None = None
         self.pinned: set[int] = set()
+        self.pool: Pool | None = None  # in which tensors are allocated; None: the device's own
         self.streams: list[Any] = [Stream(self)]
         self._patches = ExitStack()
         self._wrappers: dict[int, Any] = {}
@@ -155,6 +159,8 @@ class FakeCuda(TorchDispatchMode):
         self.operations += 1
         given, named = tree_map(inner_of, (args, kwargs))
         result = func(*given, **named)
+        if self.pool is not None and to_device and not any(one.alias_info for one in func._schema.returns):
+            result = tree_map(self.pool.placed, result)
         if func.overloadpacket in EMPTY and not self.interpret:
             result.zero_()  # no kernel writes it
         if self.capturing is not None and to_device and func.overloadpacket not in EMPTY:  # a replay allocates nothing
@@ -287,6 +293,14 @@ class FakeCuda(TorchDispatchMode):
             finally:
                 self.capturing = None
 
+        @contextmanager
+        def pooled(pool: Pool, device: Any = None) -> Iterator[None]:
+            self.pool, before = pool, self.pool
+            try:
+                yield
+            finally:
+                self.pool = before
+
         def registered(*_: Any) -> int:
             return 0
 
@@ -314,11 +328,15 @@ class FakeCuda(TorchDispatchMode):
             "default_stream": lambda *_: self.streams[0],
             "stream": stream,
             "graph_pool_handle": lambda: (0, 1),
+            "MemPool": Pool,
+            "use_mem_pool": pooled,
             "CUDAGraph": lambda: Graph(self),
             "graph": graph,
             "cudart": lambda: SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=registered),
         }
         self._patches.enter_context(mock.patch.multiple(torch.cuda, **changed))
+        pointers = mock.patch.object(torch._C, "_cuda_customAllocator", lambda *two: two, create=True)
+        self._patches.enter_context(pointers)
         self._patches.enter_context(mock.patch.object(Tensor, "is_pinned", lambda one, *_: gpu._is_pinned(one)))
         self._patches.enter_context(mock.patch.object(Tensor, "pin_memory", lambda one, *_: gpu._pinned(one)))
         plain = threading.Thread.run
@@ -400,6 +418,28 @@ class Event:
         if not (self.timed and other.timed):
             raise ValueError("both events must be made with enable_timing=True")
         return 0.005
+
+
+class Pool:
+    """A pool of memory that functions in C allocate and free: their addresses."""
+
+    def __init__(self, functions: tuple[int, int]) -> None:
+        allocate, free = functions
+        self.allocate = ctypes.CFUNCTYPE(c_void_p, c_ssize_t, c_int, c_void_p)(allocate)
+        self.free = ctypes.CFUNCTYPE(None, c_void_p, c_ssize_t, c_int, c_void_p)(free)
+
+    def placed(self, tensor: Any) -> Any:
+        """Return a tensor with the same content in memory of the pool."""
+        if not isinstance(tensor, Tensor) or not tensor.numel():
+            return tensor
+        size = tensor.untyped_storage().nbytes()
+        address = self.allocate(size, 0, None)
+        if not address:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        memory = torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
+        made = memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        weakref.finalize(made.untyped_storage(), self.free, address, size, 0, None)
+        return made.copy_(tensor)
 
 
 class Graph:

@@ -55,6 +55,7 @@ from lockstep.runtime.kv_pool import KvPool, LatentPool
 from lockstep.runtime.lora.slots import run_once
 from lockstep.runtime.media import DeviceMedia
 from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
+from lockstep.runtime.memory_saver import MemorySaver, placed
 from lockstep.runtime.models import LanguageModel, Parallel, build_model, stored_dtype
 from lockstep.runtime.models.config_reader import DTYPES
 from lockstep.runtime.models.draft_heads import DraftHead
@@ -223,8 +224,7 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ranks: OtherRanks | None) -> Assembled:
     mode, graph_rows_max = settings.cuda_graphs, settings.cuda_graph_max_batch
     links, experts = None if ranks is None else ranks.links, _experts_of(settings)
-    with_ranks = ranks is not None and ranks.parallel().shared is not None
-    if links is not None or with_ranks:
+    if links is not None or (ranks is not None and ranks.parallel().shared is not None):
         mode = "off"  # graphs read neither what other stages send nor the rows of other ranks
     if settings.swa_full_tokens_ratio is not None:
         if mode in ("on", "eager"):
@@ -233,7 +233,9 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
                 "own, which graphs do not follow\nhint: leave one of the two out"
             )
         mode = "off"
-    with explained("the weights", device, "a smaller model, a narrower dtype, or a GPU with less on it"):
+    saver = MemorySaver(device) if settings.memory_saver else None
+    few = "a smaller model, a narrower dtype, or a GPU with less on it"
+    with explained("the weights", device, few), placed(saver, "weights"):
         model = build_model(
             Path(settings.model),
             choose_dtype(settings.dtype, device, settings.model),
@@ -254,6 +256,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         if slots := settings.sched.get("max_loras"):
             model.take_adapters(slots, settings.max_lora_rank)
         pack_matrices(model)
+    model.saver = saver
     model.settings = with_threshold(model.settings, settings.diffusion_threshold)
     if model.settings.blocks is not None:
         check_blocks(model.settings.architecture, ranks is not None, settings.sched.get("max_loras"), settings.debug)
@@ -478,7 +481,7 @@ def make_executor(
         pages = WindowedPages(config.pages)
         if window_pages:
             pages = WindowedPages(config.pages, window_pages, frozenset(sliding_layers(model)))
-        with explained(what, device, "fewer `pages`, or a smaller mem_fraction"):
+        with explained(what, device, "fewer `pages`, or a smaller mem_fraction"), placed(model.saver, "kv_cache"):
             pool = make_pool(model, pages, config.page_size, slots)
         states = None
         if pool.states is not None:

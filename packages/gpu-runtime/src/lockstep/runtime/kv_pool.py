@@ -66,9 +66,16 @@ class KvPool:
         """Allocate the memory again, filled with zeros."""
         for tensor in self._stored():
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-            tensor.zero_()
         if self.states is not None:
             self.states.resume()
+        self.clear()
+
+    def clear(self) -> None:
+        """Fill the memory with zeros."""
+        for tensor in self._stored():
+            tensor.zero_()
+        if self.states is not None:
+            self.states.clear_all()
 
     def close(self) -> None:
         """Drop the memory for good, although other parts of a closed engine may refer to the pool for a while."""

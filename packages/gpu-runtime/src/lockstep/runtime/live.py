@@ -7,8 +7,8 @@
 different weights. An update therefore needs the size of the weights once more in CPU memory.
 
 Memory: tensors keep their shapes and lose their storage. The KV is void by then. Weights are kept meanwhile: a GPU's in
-CPU memory, a CPU's in an unnamed file of the system's temporary folder. CUDA graphs contain addresses, so a GPU's
-memory cannot be released while there are any.
+CPU memory, a CPU's in an unnamed file of the system's temporary folder. CUDA graphs contain addresses, so with them a
+GPU's memory can only be released by a `MemorySaver`, which keeps the addresses.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.host.weights import Folder, Group, SharedMemory, Source, WeightsRead, check_stamp, named, read_source
 from lockstep.runtime.checkpoint import Checkpoint, CheckpointError, Staged, TensorFile, Tensors, stage
 from lockstep.runtime.executor import Executor
+from lockstep.runtime.memory_saver import MemorySaver
 from lockstep.runtime.models import LanguageModel, ModelSettings, read_settings
 from lockstep.runtime.models.packed import pack_matrices, packed_bytes, unpack_matrices
 from lockstep.runtime.tiers.identity import digest_of_source
@@ -46,6 +47,7 @@ class LiveModel:
 
     def __init__(self, model: LanguageModel, executor: Executor, mover: HostMover | None = None) -> None:
         self.mover = mover
+        self._weights_released = False
         self._digest = b""  # of the prepared weights, which names pages in storage
         self.model, self.executor, self.pool = model, executor, executor.attention.pool
         self.version = 0
@@ -158,7 +160,7 @@ class LiveModel:
                 "\nhint: a smaller truncate_size"
             )
         with self._lock:
-            if self._kept is not None:
+            if self._weights_released:
                 raise ConfigError("the memory of the weights is released\nhint: resume it first")
             some, dtype = tensor[:rows].float().cpu().tolist(), str(tensor.dtype).removeprefix("torch.")
             return WeightsRead(name, self.version, tuple(tensor.shape), dtype, some)
@@ -168,33 +170,56 @@ class LiveModel:
     def switch_memory(self, tags: Sequence[str], *, released: bool) -> None:
         """Release memory, or allocate it again. Raises ConfigError."""
         gpu = self.model.device.type == "cuda"
-        if released and gpu and self.executor.graphs is not None:
+        if released and gpu and self.executor.graphs is not None and self.model.saver is None:
             raise ConfigError(
-                "memory cannot be given back, as CUDA graphs hold its addresses\nhint: start with --cuda-graphs off"
+                "memory cannot be given back, as CUDA graphs hold its addresses\n"
+                "hint: start with --memory-saver, which keeps them, or with --cuda-graphs off"
             )
         lane = self.executor.lane
         with self._lock, lane.stream(), torch.no_grad():
             lane.check()
-            if "weights" in tags and released:
-                self._packed = unpack_matrices(self.model)
-                self._kept = _ReleasedTensor(self.model.parameters())
-            elif "weights" in tags and self._kept is not None:
-                with _room("the weights"):
-                    self._kept.put_back()
-                    if self._packed:
-                        pack_matrices(self.model)
-                self._kept = None
-            if "kv_cache" in tags:
-                if self.executor.canary is not None:
-                    self.executor.canary.forget()
-                if released:
-                    self.pool.release()
-                else:
-                    with _room("the KV cache"):
-                        self.pool.resume()
+            if "kv_cache" in tags and self.executor.canary is not None:
+                self.executor.canary.forget()
+            if self.model.saver is not None:
+                self._switch_in_place(self.model.saver, tags, released=released)
+            else:
+                self._switch_storage(tags, released=released)
+            if "weights" in tags:
+                self._weights_released = released
             lane.check()
         if released and gpu:
             torch.cuda.empty_cache()
+
+    def _switch_in_place(self, saver: MemorySaver, tags: Sequence[str], *, released: bool) -> None:
+        """Release memory, or allocate it again at the same addresses."""
+        if released:
+            saver.release(tags)
+            return
+        if "weights" in tags:
+            with _room("the weights"):
+                saver.resume("weights")
+        if "kv_cache" in tags:
+            with _room("the KV cache"):
+                saver.resume("kv_cache")
+            self.pool.clear()
+
+    def _switch_storage(self, tags: Sequence[str], *, released: bool) -> None:
+        """Release memory, or allocate it again, at any addresses."""
+        if "weights" in tags and released:
+            self._packed = unpack_matrices(self.model)
+            self._kept = _ReleasedTensor(self.model.parameters())
+        elif "weights" in tags and self._kept is not None:
+            with _room("the weights"):
+                self._kept.put_back()
+                if self._packed:
+                    pack_matrices(self.model)
+            self._kept = None
+        if "kv_cache" in tags:
+            if released:
+                self.pool.release()
+            else:
+                with _room("the KV cache"):
+                    self.pool.resume()
 
     def close(self) -> None:
         """Drop the pages and the kept weights; their memory is not allocated again."""

@@ -103,6 +103,7 @@ from lockstep.runtime.graphs import (
 )
 from lockstep.runtime.live import LiveModel
 from lockstep.runtime.lora.host_cache import HostAdapterCache, LocalAdapters
+from lockstep.runtime.memory_saver import check_memory_saver
 from lockstep.runtime.models import read_settings
 from lockstep.runtime.models.stage import ExpertSplit
 from lockstep.runtime.outputs import (
@@ -192,6 +193,7 @@ class LLM:
         self.folder = folder
         where = choose_device(config.device)
         check_graph_mode(config.cuda_graphs, where, config.cuda_graph_max_batch)
+        check_memory_saver(config.memory_saver, where)
         self.pooling = choose_pooling(folder, config.pooling, config.normalize)
         if not 1 <= config.max_lora_rank <= LORA_RANK_MAX:
             raise ConfigError(f"`max_lora_rank` must be 1 to {LORA_RANK_MAX}, got `{config.max_lora_rank}`")

@@ -111,6 +111,9 @@ class RankOptions(ModelOptions, frozen=True, kw_only=True, forbid_unknown_fields
     cuda_graph_max_batch: Annotated[
         int | None, Option("Rows of the largest graph.", metavar="ROWS", default="as many as run")
     ] = None
+    memory_saver: Annotated[
+        bool, Option("Keep the addresses of a GPU's weights and KV while their memory is released, for CUDA graphs.")
+    ] = False
     logit_processors: Annotated[
         tuple[str, ...],
         Option(

@@ -21,6 +21,7 @@ from lockstep.runtime.models.settings import ModelSettings
 from lockstep.runtime.states.pool import StatePart
 
 if TYPE_CHECKING:
+    from lockstep.runtime.memory_saver import MemorySaver
     from lockstep.runtime.stages import StageLinks
 
 
@@ -64,6 +65,7 @@ class LanguageModel(nn.Module, ABC):
         self.settings, self.parallel, self.dtype, self.device = settings, make.parallel, make.dtype, make.device
         self.stage = make.parallel.stage
         self.links: StageLinks | None = None  # to the other pipeline stages
+        self.saver: MemorySaver | None = None  # of the memory of its weights and KV; None: it is torch's
         self.kv_scales: tuple[tuple[float, float], ...] | None = None  # of keys and values by layer, for KV in fp8
         self.adapter_slots, self.adapter_rank = 0, 0
         self.targets: tuple[LoraTarget, ...] = ()  # matrices that adapters may change

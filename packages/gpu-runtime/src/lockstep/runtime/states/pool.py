@@ -71,7 +71,11 @@ class StateTensors:
             tensor.untyped_storage().resize_(0)
 
     def resume(self) -> None:
-        """Allocate the memory again, filled with zeros."""
+        """Allocate the memory again; its content is undefined."""
         for tensor in self.tensors.values():
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+
+    def clear_all(self) -> None:
+        """Fill all slots with zeros."""
+        for tensor in self.tensors.values():
             tensor.zero_()

@@ -526,7 +526,7 @@ class ReleaseDeviceMemory(msgspec.Struct, frozen=True):
 class ResumeDeviceMemory(msgspec.Struct, frozen=True):
     """Allocate the memory of `tags` again, possibly at other addresses; weights have the content they had.
 
-    Answered by MemorySwitched. A host that holds addresses, as CUDA graphs do, refuses the release.
+    Answered by MemorySwitched. A host whose CUDA graphs hold addresses keeps these, or refuses the release.
     """
 
     tags: tuple[str, ...]
