@@ -135,14 +135,15 @@ class Engine(SchedulerState):
             self._advance_jobs(step)
             if self.sessions.due_us is not None:
                 step.wake_by(self.sessions.due_us)
-        if self._settles and self.transfers.hands_over:
+        settles = self._settles
+        if settles and self.transfers.hands_over:
             self.transfers.settle(step)
         pace = self.controls.pace
         if pace.gap_us and self.requests and pace.not_before_us > self.now_us:
             step.wake_by(pace.not_before_us)
         if not self.requests:
             self._settle_idle(step)
-        if self._settles:
+        if settles:
             if self.config.max_loras:
                 self._settle_adapters(step)
             tiers = self.memory.tiers
@@ -220,23 +221,23 @@ class Engine(SchedulerState):
 
     def launch_now(self, step: Step) -> bool:
         """Plan and launch the next batch. Returns: whether there was nothing to launch."""
-        running = self.microbatches.current
-        if not self.config.overlap_consecutive_prefills and self._waits_for_prefill(running):
+        running, config = self.microbatches.current, self.config
+        if not config.overlap_consecutive_prefills and self._waits_for_prefill(running):
             return True
         batch = self._plan_launch(running, step)
         if batch is None:
             return True
-        if self.config.two_batch_overlap is True:
-            force_setattr(batch.plan, "halves", two_batch.halves_of(self.config, batch.plan))
+        if config.two_batch_overlap is True:
+            force_setattr(batch.plan, "halves", two_batch.halves_of(config, batch.plan))
         self.in_flight.append(batch)
         if batch.samplers.constrained:
             self._order_constrained(batch, step)
         else:
             step.commands.append(LaunchBatch(batch.plan))
-        if self.config.same_step_sharing:
+        if config.same_step_sharing:
             self._share(batch, step)
         pace = self.controls.pace
-        if self.transfers.hands_over or pace.profiling or pace.gap_us or self.experts.interval:
+        if self._reports_launches or pace.profiling or pace.gap_us:
             self._launched(batch, step)
         return False
 
@@ -354,6 +355,7 @@ class Engine(SchedulerState):
         """Derive from the settings what every step reads."""
         config = self.config
         self._depth = _launches_ahead(config)
+        self._reports_launches = config.hands_over or self.experts.interval > 0
         self._settles = config.hands_over or bool(config.max_loras) or self.memory.tiers.present
         self._handlers = self._events_handled()
 

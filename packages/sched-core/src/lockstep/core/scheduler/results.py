@@ -39,8 +39,8 @@ class Results:
             return  # void since a restart
         batch = self._delivered(event)
         plan, samplers, memory = batch.plan, batch.samplers, self._memory
-        extend_rows = plan.extend_rows  # rows with new KV
-        if plan.layers is not None and self._multiplexer.is_partial(plan):
+        extend_rows, by_layers = plan.extend_rows, plan.layers is not None  # rows with new KV
+        if by_layers and self._multiplexer.is_partial(plan):
             extend_rows = 0  # the KV of the other layers is not computed yet
         undisturbed = not self._microbatches.several or self._microbatches.ran_undisturbed(event)
         if event.error:
@@ -67,19 +67,19 @@ class Results:
             self._take_tokens(event, batch, step)
             if self._jump_forward.forced:
                 self._jump_forward.delivered(batch)
-        if plan.layers is not None and samplers.size:
+        if by_layers and samplers.size:
             self._join(batch)
         if memory.pending:
             memory.computed(plan.batch_id)
-        is_hybrid = memory.hybrid.present
         if extend_rows and memory.radix.present:
+            is_hybrid = memory.hybrid.present
             rows, stops = plan.rows[:extend_rows].tolist(), plan.stops[:extend_rows].tolist()
             for request, row, stop in zip(batch.requests, rows, stops, strict=False):
                 if request.row == row and row not in batch.dead:
                     memory.publish(request, stop, step)
                     if not is_hybrid and memory.tiers.present:
                         self._back_up(request, stop, step)
-        if plan.extend_rows and is_hybrid and not event.error:
+        if plan.extend_rows and memory.hybrid.present and not event.error:
             memory.hybrid.collected(batch)
             state.retry_admission()
             for i, request in batch.alive():
