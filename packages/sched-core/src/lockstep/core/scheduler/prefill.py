@@ -329,9 +329,10 @@ class PrefillPlanner:
         if self._in_blocks and sampling:
             self._decoding.begin_blocks(running, [requests[i] for i in sampling])
             sampling = []  # its tokens come with its blocks
-        prefilled, sample_rows = EMPTY_BATCH, NO_ROWS
+        prefilled, sample_rows, reached = EMPTY_BATCH, NO_ROWS, NO_ROWS
         if sampling:
             prefilled, sample_rows = RunningBatch.of([requests[i] for i in sampling]), np.array(sampling, np.int32)
+            reached = stops.take(sample_rows)
         mixes = kind == "prebuilt" or self._state.config.batching != "prefill_first"
         decodes = self._decoding.decodes_along(running, requests, step) if mixes else NO_DECODES
         along = decodes.running_batch
@@ -368,9 +369,9 @@ class PrefillPlanner:
         if self._memory.hybrid.present:
             plan = self._memory.hybrid.completed(plan, step)
         if layers is not None:  # they join with the result
-            ends = rules.ends_by_length(stops[sampling], prefilled.limits) if sampling else NO_ENDS
+            ends = rules.ends_by_length(reached, prefilled.limits) if sampling else NO_ENDS
             return InFlight(plan, requests, prefilled, ends.nonzero()[0].tolist())
-        ending = running.join(prefilled, stops[sampling], self._memory.table) if sampling else []
+        ending = running.join(prefilled, reached, self._memory.table) if sampling else []
         if along.size:
             ending += [prefilled.size + i for i in decodes.ending]
             return InFlight(plan, requests + along.requests, prefilled.joined_by(along), ending)

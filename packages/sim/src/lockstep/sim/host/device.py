@@ -145,7 +145,7 @@ class Device:
             self._decode_context_tokens += len(rows) * plan.steps  # every row has advanced by `steps` positions
         else:
             self._decode_rows = rows
-            self._decode_token_base = self._token_base[rows]
+            self._decode_token_base = self._token_base.take(rows)
             self._decode_context_tokens = int(np.add.reduce(plan.starts))
         return BatchShape(
             decode_rows=len(rows), decode_context_tokens=self._decode_context_tokens, sampled_rows=len(rows)
@@ -229,8 +229,8 @@ class Device:
         if plan.rows is self._decode_rows:
             rows, tokens = plan.rows, self._decode_token_base + stops
         else:
-            rows, stops = plan.rows[plan.sample_rows], stops[plan.sample_rows]
-            tokens = self._token_base[rows] + stops
+            rows, stops = plan.rows.take(plan.sample_rows), stops.take(plan.sample_rows)  # half the time of `[]`
+            tokens = self._token_base.take(rows) + stops
         if self._early_eos:
             tokens[stops == self._last_position[rows]] = EOS_TOKEN_ID
         return tokens

@@ -177,6 +177,9 @@ class EngineHost:
         self._receives = True  # whether the lane receives arrivals before its next launch
         self._nothing_new = True  # no event was folded since the last LaneReady that launched nothing
         self._offered = -1  # the microbatch that was offered a slot last
+        self._has_features = (
+            False  # whether facts come from other sources than requests, batches, grammars and adapters
+        )
         self._tried = 0  # microbatches that launched nothing since the last other event
         self._took_us = 0  # time at which the lane took in the last arrival
         self._awaited = False  # whether another rank waits for this rank's proposal
@@ -190,6 +193,8 @@ class EngineHost:
         """
         env, engine = self.env, self.engine
         slots = engine.config.launches_max
+        features = (self.tiers, self.encoder, self.experts, self.port, self.exchange, self._conversations)
+        self._has_features = any(one is not None for one in features)
         now_us = self._wake()
         if self.experts is not None:
             self._place_experts(self.experts, now_us)
@@ -259,22 +264,30 @@ class EngineHost:
                 self._fold(GrammarReady(now_us, self._compiling.popleft()[1]))
             elif self._loads and self._loads[0].time_us <= now_us:
                 self._fold(replace(self._loads.popleft(), time_us=now_us))
-            elif self.tiers is not None and self.tiers.due and self.tiers.next_us <= now_us:
-                self._fold(self.tiers.take(now_us))
-            elif self.encoder is not None and self.encoder.next_us <= now_us:
-                self._fold(self.encoder.take(now_us))
-            elif self.experts is not None and self.experts.due_us(now_us, self.device) <= now_us:
-                self._fold(self.experts.take(now_us))
-            elif self.port is not None and self.port.next_us <= now_us:
-                self._fold(self.port.take(now_us))
-            elif self.exchange is not None and self.exchange.next_us <= now_us:
-                now_us = self._receive(self.exchange, now_us)
-            elif self._conversations is not None and self._conversations.due:
-                self._fold(self._conversations.closing(now_us))
+            elif self._has_features and (taken_us := self._take_of_feature(now_us)) is not None:
+                now_us = taken_us
             elif self.wake_at_us is not None and self.wake_at_us <= now_us:
                 self._fold(ClockAdvanced(now_us))
             else:
                 break
+        return now_us
+
+    def _take_of_feature(self, now_us: int) -> int | None:
+        """Fold a fact of a feature that is due. Return the lane's time then; None: no fact is due."""
+        if self.tiers is not None and self.tiers.due and self.tiers.next_us <= now_us:
+            self._fold(self.tiers.take(now_us))
+        elif self.encoder is not None and self.encoder.next_us <= now_us:
+            self._fold(self.encoder.take(now_us))
+        elif self.experts is not None and self.experts.due_us(now_us, self.device) <= now_us:
+            self._fold(self.experts.take(now_us))
+        elif self.port is not None and self.port.next_us <= now_us:
+            self._fold(self.port.take(now_us))
+        elif self.exchange is not None and self.exchange.next_us <= now_us:
+            return self._receive(self.exchange, now_us)
+        elif self._conversations is not None and self._conversations.due:
+            self._fold(self._conversations.closing(now_us))
+        else:
+            return None
         return now_us
 
     def _next_fact_us(self) -> int:
@@ -288,18 +301,24 @@ class EngineHost:
             next_us = self._compiling[0][0]
         if self._loads and self._loads[0].time_us < next_us:
             next_us = self._loads[0].time_us
-        if self.tiers is not None and self.tiers.due and self.tiers.next_us < next_us:
-            next_us = self.tiers.next_us
-        if self.encoder is not None and self.encoder.next_us < next_us:
-            next_us = self.encoder.next_us
-        if self.experts is not None and self.experts.due_us(self._woke_us, self.device) < next_us:
-            next_us = self.experts.due_us(self._woke_us, self.device)
-        if self.port is not None and self.port.next_us < next_us:
-            next_us = self.port.next_us
-        if self.exchange is not None and self.exchange.next_us < next_us:
-            next_us = self.exchange.next_us
+        if self._has_features:
+            next_us = min(next_us, self._next_of_features_us())
         if self.wake_at_us is not None and self.wake_at_us < next_us:
             next_us = self.wake_at_us
+        return next_us
+
+    def _next_of_features_us(self) -> int:
+        next_us = NEVER_US
+        if self.tiers is not None and self.tiers.due:
+            next_us = self.tiers.next_us
+        if self.encoder is not None:
+            next_us = min(next_us, self.encoder.next_us)
+        if self.experts is not None:
+            next_us = min(next_us, self.experts.due_us(self._woke_us, self.device))
+        if self.port is not None:
+            next_us = min(next_us, self.port.next_us)
+        if self.exchange is not None:
+            next_us = min(next_us, self.exchange.next_us)
         return next_us
 
     def _arrive(self, now_us: int) -> int:
