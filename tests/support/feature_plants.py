@@ -55,7 +55,7 @@ PLANTS: dict[str, FeaturePlant] = {
     "published_before_its_last_layers": FeaturePlant(
         "KV of some layers is shared as if all were computed.",
         Results.collect,
-        "if plan.layers is not None and self._multiplexer.is_partial(plan):",
+        "if by_layers and self._multiplexer.is_partial(plan):",
         "if False:",
         MULTIPLEXED,
     ),
