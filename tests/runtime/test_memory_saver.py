@@ -151,6 +151,12 @@ def test_an_error_of_the_driver_has_its_name() -> None:
     with pytest.raises(MemoryError, match=r"cuMemCreate: CUDA_ERROR_OF_A_TEST \(2\)"):
         memory.allocate(1)
     assert library.calls[-1] == ("cuMemAddressFree", 0x7F00_0000_0000, 2 << 20)
+    for failing, freed in (("cuMemMap", ["cuMemRelease"]), ("cuMemSetAccess", ["cuMemUnmap", "cuMemRelease"])):
+        library.fails, library.calls = {failing: OUT_OF_MEMORY}, []
+        with pytest.raises(MemoryError, match=failing):
+            memory.allocate(1)
+        names = [call[0] for call in library.calls]
+        assert names[names.index(failing) + 1 :] == [*freed, "cuMemAddressFree"]
     library.fails = {"cuMemAddressReserve": 1}
     with pytest.raises(RuntimeError, match=r"cuMemAddressReserve: CUDA_ERROR_OF_A_TEST \(1\)"):
         memory.allocate(1)

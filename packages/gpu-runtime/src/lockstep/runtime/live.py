@@ -47,7 +47,6 @@ class LiveModel:
 
     def __init__(self, model: LanguageModel, executor: Executor, mover: HostMover | None = None) -> None:
         self.mover = mover
-        self._weights_released = False
         self._digest = b""  # of the prepared weights, which names pages in storage
         self.model, self.executor, self.pool = model, executor, executor.attention.pool
         self.version = 0
@@ -160,7 +159,7 @@ class LiveModel:
                 "\nhint: a smaller truncate_size"
             )
         with self._lock:
-            if self._weights_released:
+            if self._weights_released():
                 raise ConfigError("the memory of the weights is released\nhint: resume it first")
             some, dtype = tensor[:rows].float().cpu().tolist(), str(tensor.dtype).removeprefix("torch.")
             return WeightsRead(name, self.version, tuple(tensor.shape), dtype, some)
@@ -184,11 +183,13 @@ class LiveModel:
                 self._switch_in_place(self.model.saver, tags, released=released)
             else:
                 self._switch_storage(tags, released=released)
-            if "weights" in tags:
-                self._weights_released = released
             lane.check()
         if released and gpu:
             torch.cuda.empty_cache()
+
+    def _weights_released(self) -> bool:
+        saver = self.model.saver
+        return self._kept is not None if saver is None else saver.memory["weights"].is_released
 
     def _switch_in_place(self, saver: MemorySaver, tags: Sequence[str], *, released: bool) -> None:
         """Release memory, or allocate it again at the same addresses."""

@@ -73,6 +73,11 @@ class FixedMemory:
         """Bytes of memory in use."""
         return sum(one.size for one in self._ranges.values() if one.handle is not None)
 
+    @property
+    def is_released(self) -> bool:
+        """Whether any range is without memory."""
+        return any(one.handle is None for one in self._ranges.values())
+
     def allocate(self, size: int) -> int:
         """Return the address of `size` bytes of new memory. Raises MemoryError."""
         unit = self._driver.granularity
@@ -139,9 +144,9 @@ class MemorySaver:
 
     TAGS: ClassVar = ("weights", "kv_cache")
 
-    def __init__(self, device: torch.device, driver: PageDriver | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        driver = driver or CudaDriver(torch.cuda.current_device() if device.index is None else device.index)
+        driver = CudaDriver(device.index)
         self.memory = {tag: FixedMemory(driver) for tag in self.TAGS}
         self._pools = {tag: _pool_of(memory) for tag, memory in self.memory.items()}
 
@@ -152,8 +157,13 @@ class MemorySaver:
             yield
 
     def release(self, tags: Sequence[str]) -> None:
-        """Release the memory of these tags. The content of weights is kept. Raises ConfigError."""
-        for tag in self._ordered(tags):
+        """Release the memory of these tags. The content of weights is kept.
+
+        Raises: ConfigError, with nothing released, if the host has no room for the weights.
+        """
+        for tag in self.TAGS:  # weights first, since only they may fail
+            if tag not in tags:
+                continue
             try:
                 self.memory[tag].release(keep=tag == "weights")
             except MemoryError as error:
@@ -165,10 +175,6 @@ class MemorySaver:
     def resume(self, tag: str) -> None:
         """Allocate the memory of a tag again, at the same addresses. Raises MemoryError."""
         self.memory[tag].resume()
-
-    def _ordered(self, tags: Sequence[str]) -> list[str]:
-        """Return the tags of `tags`, weights first: they may fail, and then nothing is to be released."""
-        return [tag for tag in self.TAGS if tag in tags]
 
 
 def placed(saver: MemorySaver | None, tag: str) -> AbstractContextManager[None]:
@@ -292,8 +298,16 @@ class CudaDriver:
         """Map new memory, of any content, to a whole range. Return its handle. Raises MemoryError."""
         handle = c_uint64()
         self._call("cuMemCreate", byref(handle), size, byref(self._properties), 0)
-        self._call("cuMemMap", address, size, 0, handle.value, 0)
-        self._call("cuMemSetAccess", address, size, byref(self._access), 1)
+        try:
+            self._call("cuMemMap", address, size, 0, handle.value, 0)
+        except (MemoryError, RuntimeError):
+            self._call("cuMemRelease", handle.value)
+            raise
+        try:
+            self._call("cuMemSetAccess", address, size, byref(self._access), 1)
+        except (MemoryError, RuntimeError):
+            self.unback(address, size, handle.value)
+            raise
         return handle.value
 
     def unback(self, address: int, size: int, handle: int) -> None:

@@ -177,9 +177,8 @@ class EngineHost:
         self._receives = True  # whether the lane receives arrivals before its next launch
         self._nothing_new = True  # no event was folded since the last LaneReady that launched nothing
         self._offered = -1  # the microbatch that was offered a slot last
-        self._has_features = (
-            False  # whether facts come from other sources than requests, batches, grammars and adapters
-        )
+        sources = (self.tiers, self.encoder, self.experts, self.port, self.exchange, self._conversations)
+        self._has_features = any(one is not None for one in sources)  # whether these may have facts
         self._tried = 0  # microbatches that launched nothing since the last other event
         self._took_us = 0  # time at which the lane took in the last arrival
         self._awaited = False  # whether another rank waits for this rank's proposal
@@ -193,8 +192,6 @@ class EngineHost:
         """
         env, engine = self.env, self.engine
         slots = engine.config.launches_max
-        features = (self.tiers, self.encoder, self.experts, self.port, self.exchange, self._conversations)
-        self._has_features = any(one is not None for one in features)
         now_us = self._wake()
         if self.experts is not None:
             self._place_experts(self.experts, now_us)
