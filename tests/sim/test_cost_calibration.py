@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from lockstep.core.contract.config import SchedConfig
@@ -145,6 +146,9 @@ corrections = st.builds(
     step_us=st.floats(0.0, 5000.0),
     row_us=st.floats(0.0, 100.0),
     collective_us=st.floats(0.0, 50.0),
+    prompt_us=st.just(UNSET) | st.floats(0.0, 2000.0),
+    kv_token_us=st.just(UNSET) | st.floats(0.0, 0.2),
+    attention_prefill=st.just(UNSET) | st.floats(0.0, 1.0),
 )
 BASES = {
     (name, tp): roofline_model(load_model(name), load_gpu("h100"), tp, "fp8" if name == "qwen3-235b-a22b" else None)
@@ -168,7 +172,10 @@ def test_more_work_is_never_faster_whatever_the_correction(
     before = cost.batch_us(shape).mean_us
     assert before >= 0.0
     one_more_decode = replace(
-        shape, decode_rows=shape.decode_rows + 1, decode_context_tokens=shape.decode_context_tokens + context
+        shape,
+        decode_rows=shape.decode_rows + 1,
+        decode_context_tokens=shape.decode_context_tokens + context,
+        sampled_rows=shape.sampled_rows + 1,
     )
     one_more_extend = replace(
         shape,
@@ -202,8 +209,17 @@ def test_a_batch_is_the_weighted_sum_of_its_parts(
     if shape.extend_tokens + shape.decode_rows:
         kernels, collectives, *rest = np.multiply(correction.weights, batch_features(base, shape)).tolist()
         launching = correction.kernels * base.launched_us(shape, 0.0)
-        expected = factor * (max(kernels + collectives, launching) + sum(rest))
+        prompts = max(shape.sampled_rows - shape.decode_rows - shape.draft_tokens, 0)
+        attention_us = base.term("attention_prefill").us(shape, shape) if shape.extend_tokens else 0.0
+        counts = {
+            "prompt_us": prompts,
+            "kv_token_us": shape.decode_context_tokens,
+            "attention_prefill": attention_us,
+        }
+        of_batches = sum(correction.weight(name) * count for name, count in counts.items())
+        expected = factor * (max(kernels + collectives, launching) + sum(rest) + of_batches)
         assert cost.batch_us(shape).mean_us == pytest.approx(expected, rel=1e-9)
+        assert sum(cost.terms_us(shape).values()) == pytest.approx(expected, rel=1e-9)
     else:
         assert cost.batch_us(shape).mean_us == 0.0
 
@@ -456,10 +472,10 @@ def test_a_calibration_is_found_by_name() -> None:
 # ------------------------------------------------------------------------------------------------------------ journals
 
 
-def recorded(folder: Path, correction: Correction, spread: float = 0.0) -> Path:
+def recorded(folder: Path, correction: Correction, spread: float = 0.0, prompt_tokens: int = 300) -> Path:
     """The run folder of a simulation with batch times that a correction gives."""
     calibration(correction=correction, spread=spread).save(folder / "planted.json")
-    workload = "gen:n=60,rate=30,input=lognormal:300:0.8,output=uniform:20:80"
+    workload = f"gen:n=60,rate=30,input=lognormal:{prompt_tokens}:0.8,output=uniform:20:80"
     arguments = ["--model", "qwen3-0.6b", "--gpu", "h200", "--workload", workload, "--no-intervals"]
     out = folder / "run"
     result = run(simulate, *arguments, "--calibration", str(folder / "planted.json"), "--out", str(out))
@@ -473,8 +489,8 @@ def test_a_journal_gives_back_the_correction_that_made_it(tmp_path: Path) -> Non
     result = run(calibrate, "journal", str(out), "--date", "2026-11-22", "--out", str(tmp_path / "c.json"))
     assert result.exit_code == 0, result.output
     found = Calibration.load(tmp_path / "c.json")
-    assert found.correction.kernels == pytest.approx(1.3, rel=0.02)
-    # A row of a prompt and the tokens in it are nearly collinear, and the prior keeps `kernels` near 1.
+    # The prior keeps `kernels` near 1: a row of a prompt, the tokens in it and their attention are nearly collinear.
+    assert found.correction.kernels == pytest.approx(1.3, rel=0.03)
     assert found.correction.step_us == pytest.approx(500.0, rel=0.07)
     assert found.correction.row_us == pytest.approx(20.0, rel=0.05)
     assert found.correction.weight("prompt_us") < 25.0
@@ -485,6 +501,24 @@ def test_a_journal_gives_back_the_correction_that_made_it(tmp_path: Path) -> Non
     assert len(source.sha256) == 64
     low, high = found.interval("time", 0.9, "qwen3-0.6b")
     assert 0.98 < low <= high < 1.02
+
+
+def test_a_journal_shows_attention_of_prompts_that_is_slower_than_other_kernels(tmp_path: Path) -> None:
+    """One weight of all kernels makes prompts behind a cached prefix too fast, and short prompts too slow."""
+    base = roofline_model(load_model("qwen3-0.6b"), load_gpu("h200"))
+    planted = Correction(attention_prefill=0.5)
+    run_folder = recorded(tmp_path, planted, prompt_tokens=3000)
+    batches = timed_batches(of_journal(run_folder), base, run_folder)
+    source = CalibrationSource(kind="journal", file="run", sha256="0" * 64, rows_used=1)
+    found = calibration_of_batches(
+        batches, held_out(batches), engine="lockstep", engine_version="", base=base, date="2026-11-22", source=source
+    )
+    behind_a_prefix = BatchShape(
+        extend_rows=1, extend_tokens=400, extend_context_tokens=16_000, extend_pairs=6_480_200, sampled_rows=1
+    )
+    true_us = calibration(correction=planted).cost_model(base).batch_us(behind_a_prefix).mean_us
+    assert true_us > 1.15 * base.batch_us(behind_a_prefix).mean_us
+    assert found.cost_model(base).batch_us(behind_a_prefix).mean_us == pytest.approx(true_us, rel=0.05)
 
 
 def test_a_journal_shows_the_spread_of_its_batches(tmp_path: Path) -> None:

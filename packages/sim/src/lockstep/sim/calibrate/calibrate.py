@@ -210,14 +210,14 @@ class TimedBatches:
     """Batches with measured times and the features of their shapes, in the order of their ends."""
 
     batches: Sequence[BatchTime]
-    parts: Float64s  # float64 [batches, 7], in the order of BATCH_FEATURES
+    parts: Float64s  # float64 [batches, 8], in the order of BATCH_FEATURES
     took_us: Float64s  # float64 [batches]
     left_out: int  # batches without times, or with sampling separate from their forward pass
 
     @property
     def uncorrected_us(self) -> Float64s:
         """Times predicted without a correction, float64 [batches]."""
-        uncorrected: Float64s = self.parts @ np.array((*Correction().weights, 0.0, 0.0))
+        uncorrected: Float64s = self.parts @ np.array((*Correction().weights, 0.0, 0.0, 0.0))
         return uncorrected
 
 
@@ -233,16 +233,18 @@ def timed_batches(times: BatchTimes, base: BaseModel, where: Path) -> TimedBatch
             f"{where}: {len(times.batches)} batches carry times, a calibration needs {BATCHES_MIN}\n"
             "hint: the host must report `started_us` and `finished_us` in BatchFinished"
         )
-    parts = np.array([[*parts_of(base, one.passes).sum(axis=0), *_of_rows(one)] for one in times.batches])
+    parts = np.array([[*parts_of(base, one.passes).sum(axis=0), *_of_rows(base, one)] for one in times.batches])
     took_us = np.array([batch.took_us for batch in times.batches], np.float64)
     return TimedBatches(times.batches, parts, took_us, times.left_out)
 
 
-def _of_rows(batch: BatchTime) -> list[float]:
-    """Return the parts that BATCH_FEATURES adds, over all passes: completed prompts, KV tokens of decode rows."""
+def _of_rows(base: BaseModel, batch: BatchTime) -> list[float]:
+    """Return the parts that BATCH_FEATURES adds to FEATURES, over all passes of a batch."""
     passes = batch.passes
     return [
-        float(sum(getattr(shape, name) for shape in passes)) for name in ("completed_prompts", "decode_context_tokens")
+        float(sum(shape.completed_prompts for shape in passes)),
+        float(sum(shape.decode_context_tokens for shape in passes)),
+        sum(base.attention_prefill_us(shape) for shape in passes),
     ]
 
 

@@ -63,7 +63,8 @@ def write(calibration: Calibration, out: Path) -> None:
     click.echo(
         f"kernels x {c.kernels:.3g}, collectives x {c.collectives:.3g}; {c.step_us:,.0f} us a pass, "
         f"{c.row_us:.3g} us a row, {c.weight('prompt_us'):.3g} us a prompt, "
-        f"{c.weight('kv_token_us'):.3g} us a KV token, "
+        f"{c.weight('kv_token_us'):.3g} us a KV token, attention of prompts x "
+        f"{c.kernels + c.weight('attention_prefill'):.3g}, "
         f"{c.collective_us:.3g} us a collective, {c.frontend_us / 1e3:,.1f} ms a request"
     )
     for residuals in calibration.residuals:

@@ -29,7 +29,7 @@ from lockstep.sim.cost.model import BatchShape, ContextBends, CostModel, Duratio
 from lockstep.sim.cost.multiplexing import MultiplexedModel
 from lockstep.sim.cost.parallel import USUAL, Parallelism
 from lockstep.sim.cost.stages import PipelineModel
-from lockstep.sim.cost.terms import LAUNCH, new_tokens
+from lockstep.sim.cost.terms import ATTENTION_PREFILL, LAUNCH, new_tokens
 from lockstep.sim.cost.two_batch import TwoBatchModel
 
 Float64s = NDArray[np.float64]
@@ -44,8 +44,8 @@ LOWER_BOUND = "none: kernels without an engine, a lower bound"  # title without 
 KERNELS_MIN = 0.01  # least weight of kernels: more work must take longer
 FEATURES = ("kernels", "collectives", "step_us", "row_us", "collective_us")
 """The parts of a batch's time that a correction has weights for, in the order of a row of `batch_features`."""
-BATCH_FEATURES = (*FEATURES, "prompt_us", "kv_token_us")
-"""The same for fits of single batches, which also show what a prompt costs besides its tokens, and KV."""
+BATCH_FEATURES = (*FEATURES, "prompt_us", "kv_token_us", "attention_prefill")
+"""The same for fits of single batches, which also show what a prompt costs besides its tokens, KV, and attention."""
 
 
 class SplitCostModel(CostModel, Protocol):
@@ -66,6 +66,10 @@ class SplitCostModel(CostModel, Protocol):
         """The terms of these collectives."""
         ...
 
+    def attention_prefill_us(self, shape: BatchShape) -> float:
+        """Return the part of `batch_us` that is attention of extend rows."""
+        ...
+
     def launched_us(self, shape: BatchShape, us: float) -> float:
         """Return the time of a batch with kernels that take `us`: at least the time of launching them."""
         ...
@@ -81,6 +85,7 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     us = kernels * kernels' time + collectives * collectives' time
          + step_us + row_us * rows + collective_us * number of collectives
          + prompt_us * completed prompts + kv_token_us * KV tokens of decode rows
+         + attention_prefill * kernels' time of attention of extend rows
 
     The first two summands together are at least `kernels` times the launching time.
     """
@@ -91,9 +96,11 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     row_us: float = 0.0  # per row of a pass, extend or decode
     collective_us: float = 0.0  # per collective: the wait for the slowest rank
     frontend_us: float = 0.0  # per request, before it reaches the engine and after its first token; TTFT only
-    # Of calibrations of single batches: per prompt that a batch completes, per KV token of decode rows. Else unset.
+    # Of calibrations of single batches: per prompt that a batch completes, per KV token of decode rows, and what is
+    # added to `kernels` for attention of extend rows. Else unset.
     prompt_us: float | msgspec.UnsetType = msgspec.UNSET
     kv_token_us: float | msgspec.UnsetType = msgspec.UNSET
+    attention_prefill: float | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:
@@ -416,6 +423,7 @@ class CalibratedModel:
         self._row_us = c.row_us * factor
         self._prompt_us = c.weight("prompt_us") * factor
         self._kv_token_us = c.weight("kv_token_us") * factor
+        self._attention_prefill = c.weight("attention_prefill") * factor
         self._fixed_us = (c.step_us + c.collective_us * self.collectives) * factor
         self._spread = calibration.spread
         self._tokens_us: dict[int, float] = {}
@@ -436,6 +444,8 @@ class CalibratedModel:
             us = max(us, self._kernels * self.base.launched_us(shape, 0.0))
         us += self._fixed_us + self._row_us * (shape.extend_rows + decode_rows)
         us += self._prompt_us * shape.completed_prompts + self._kv_token_us * shape.decode_context_tokens
+        if self._attention_prefill:
+            us += self._attention_prefill * self.base.attention_prefill_us(shape)
         spread_us = self._spread * us
         if base.spread_us:
             spread_us = math.hypot(spread_us, self._kernels * base.spread_us)
@@ -468,6 +478,8 @@ class CalibratedModel:
         terms = {name: self._kernels * us for name, us in self.base.terms_us(shape).items()}
         for name, us in self.base.collective_terms_us(tokens).items():
             terms[name] += (self._collectives - self._kernels) * us
+        if self._attention_prefill and shape.extend_tokens:
+            terms[ATTENTION_PREFILL] += self._attention_prefill * self.base.attention_prefill_us(shape)
         if self._may_undercut:
             least_us = self._kernels * self.base.launched_us(shape, 0.0)
             terms[LAUNCH] += max(0.0, least_us - sum(terms.values()))

@@ -31,6 +31,7 @@ PRIOR: dict[str, tuple[float, float]] = {
     "collective_us": (0.0, 10.0),  # a kernel's launch or two
     "prompt_us": (0.0, 1500.0),  # vLLM on a processor takes 1 to 2 ms for a new request besides its tokens
     "kv_token_us": (0.0, 0.2),  # besides the kernels' time to read it; 0.1 us for a tiny model on a processor
+    "attention_prefill": (0.0, 0.05),  # narrow, since few loads distinguish it from `kernels` and `step_us`
 }
 POINT_ERROR = 0.06  # typical relative error of a point that the correction cannot explain
 HUBER = 1.5  # typical errors beyond which a point counts less

@@ -43,7 +43,16 @@ from lockstep.sim.cost.models import (
     products_in_fp8,
 )
 from lockstep.sim.cost.parallel import Parallelism, parallelism_of
-from lockstep.sim.cost.terms import Bends, Constants, CostTerm, Launching, TermSum, never, new_tokens
+from lockstep.sim.cost.terms import (
+    ATTENTION_PREFILL,
+    Bends,
+    Constants,
+    CostTerm,
+    Launching,
+    TermSum,
+    never,
+    new_tokens,
+)
 
 Float64s = NDArray[np.float64]
 Precision = Literal["bf16", "fp8", "fp4"]
@@ -522,7 +531,7 @@ class RooflineModel(TermSum):
             "attention_decode", "decode", self.decode_attention_us, decoding, kernels=layers, decode_bends=windows
         )
         yield CostTerm(
-            "attention_prefill", "extend", self.extend_attention_us, extending, chunk_bends=self._bends_of_chunk
+            ATTENTION_PREFILL, "extend", self.extend_attention_us, extending, chunk_bends=self._bends_of_chunk
         )
         if self.model.linear_layers:
             yield CostTerm(

@@ -48,6 +48,7 @@ sampled    depends only on the number of sampled rows of `batch`; cached per num
 adapters   evaluated if tokens of `batch` run on an adapter
 """
 SCOPES: tuple[Scope, ...] = ("tokens", "decode", "extend", "rows", "sampled", "adapters")
+ATTENTION_PREFILL = "attention_prefill"  # the term of attention of extend rows, in layers that keep KV
 LAUNCH = "launch"  # the name of the launching time in a breakdown; it is not a term of the list: see `Launching`
 
 
@@ -149,6 +150,7 @@ class TermSum:
         self._decode_sum, self._extend_sum = self._summed("decode"), self._summed("extend")
         self._rows_sum, self._sampled_sum = self._summed("rows"), self._summed("sampled")
         self._adapters_sum = self._summed("adapters")
+        self._attention_prefill = next((term.us for term in self.terms if term.name == ATTENTION_PREFILL), None)
         self._has_rows = any(term.scope == "rows" for term in self.terms)
         self._eager_us, self._fixed_us = launching.eager_us, launching.fixed_us
         self._graph_rows_max = launching.graph_rows_max if launching.cuda_graph else -1
@@ -263,6 +265,12 @@ class TermSum:
         """Return the time of each collective of `collectives_us`, evaluated separately."""
         batch, own, _ = self._even(tokens)
         return {term.name: term.us(batch, own) for term in self.terms if term.is_collective}
+
+    def attention_prefill_us(self, shape: BatchShape) -> float:
+        """Return the time of attention of the extend rows of a batch; 0 if there are none, or the model has no KV."""
+        if self._attention_prefill is None or not shape.extend_tokens:
+            return 0.0
+        return self._attention_prefill(shape, self.own_shape(shape))
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
