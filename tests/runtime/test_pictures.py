@@ -71,6 +71,16 @@ def test_little_room_and_a_budget_change_no_token(saved: Any) -> None:
     assert served.encoded > 4  # pictures were dropped and encoded again
 
 
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", "Qwen3.5 MoE with pictures"])
+def test_two_ranks_answer_as_one(name: str, saved: Any) -> None:
+    """Each rank has the whole encoder and a part of the decoder."""
+    folder, asked, answers = saved(name)
+    some = slice(0, 6)
+    served = serve_pictures(folder, asked[some], tp=2, overlap_depth=1)
+    assert served.answers == answers[some]
+    assert served.encoded == len({number for _, numbers, _ in asked[some] for number in numbers})
+
+
 def test_drafts_do_not_change_tokens(saved: Any) -> None:
     folder, asked, answers = saved("Qwen3-VL")
     options = {"speculative_method": "ngram", "num_speculative_tokens": 2, "overlap_depth": 1}
@@ -163,15 +173,10 @@ def test_a_text_model_refuses_pictures_by_name() -> None:
         llm.chat(with_picture(1))
 
 
-def test_two_ranks_serve_the_text_or_refuse_by_name(saved: Any) -> None:
+def test_a_model_whose_text_the_library_does_not_split_is_refused_by_name(saved: Any) -> None:
     folder, _, _ = saved("Qwen3-VL")
-    with pytest.raises(ConfigError, match="pictures need one rank"):
+    with pytest.raises(ConfigError, match="no plan to split Qwen3VLForConditionalGeneration over ranks"):
         read_settings(folder, 2, "transformers")
-    scene, _, _ = saved("Qwen3.5 with pictures")
-    assert read_settings(scene).media == ("image", "video")
-    alone = read_settings(scene, 2)
-    assert alone.media == ()
-    assert "one rank" in alone.media_refused
 
 
 @pytest.mark.parametrize("name", ["Qwen3-VL", "LLaVA-1.5"])

@@ -16,7 +16,6 @@ from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.host.media.processor import MediaProcessor  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.from_transformers.media_encoder import served_kinds  # noqa: E402
-from lockstep.runtime.models import read_settings  # noqa: E402
 from tests.support.architectures import REQUESTS  # noqa: E402
 from tests.support.pictures import data_url, picture, serve_pictures  # noqa: E402
 from tests.support.sounds import (  # noqa: E402
@@ -139,10 +138,13 @@ def test_without_the_packages_a_clip_is_refused_with_the_extra(saved: Any, monke
         llm.chat_prompt(hearing(1))
 
 
-def test_two_ranks_are_refused_by_name(saved: Any) -> None:
-    assert read_settings(saved[0]).media == ("audio",)
-    with pytest.raises(ConfigError, match="sounds need one rank"):
-        read_settings(saved[0], 2, "transformers")
+def test_two_ranks_answer_as_one(saved: Any) -> None:
+    """Each rank has the whole encoder and a part of the decoder."""
+    folder, _, _, asked, answers = saved
+    some = slice(0, 6)
+    served = serve_pictures(folder, asked[some], tp=2, overlap_depth=1)
+    assert served.answers == answers[some]
+    assert served.encoded == len({number for _, numbers, _ in asked[some] for number in numbers})
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,7 @@ def test_sound_that_would_go_another_way_is_refused_by_name(name: str, why: str)
 
     config = getattr(transformers, f"{name}Config")()
     kind = getattr(transformers, f"{name}ForConditionalGeneration")
-    served, refused = served_kinds(kind, MODEL_MAPPING.get(type(config), kind), config, 1)
+    served, refused = served_kinds(kind, MODEL_MAPPING.get(type(config), kind), config)
     assert "audio" not in served
     assert any(why in one for one in refused)
 

@@ -89,7 +89,7 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 class HoldContents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Keep the given embeddings of a request, ahead of the plans that read them."""
+    """Keep the contents of a request, ahead of the plans that read them: inputs of the encoder, or embeddings."""
 
     request_id: RequestId
     contents: tuple[EncoderInput, ...]
@@ -100,6 +100,13 @@ class ReleaseContents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
 
     request_id: RequestId
     spans: tuple[PromptSpan, ...]
+
+
+class EncodeContent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Drop outputs of the encoder, then encode a content, ahead of the plans that read it."""
+
+    content: bytes  # digests
+    drop: tuple[bytes, ...]
 
 
 class Mask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -244,6 +251,7 @@ AdapterUpdate = ReadAdapter | PlaceAdapter | LackAdapter | ForgetAdapter
 Told = (
     HoldContents
     | ReleaseContents
+    | EncodeContent
     | Mask
     | Sample
     | Collect

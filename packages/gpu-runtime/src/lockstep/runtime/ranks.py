@@ -78,6 +78,7 @@ from lockstep.runtime.rank_wire import (
     Commit,
     Discard,
     Doing,
+    EncodeContent,
     Failed,
     ForgetAdapter,
     HoldContents,
@@ -726,7 +727,7 @@ class LeadExecutor:
 class LeadMedia:
     """Contents of open requests on all ranks: `lockstep.host.media.encoding.MediaEncoder`.
 
-    They are given embeddings only: a model with an encoder has one rank.
+    Every rank has the whole encoder, and encodes every content for itself.
     """
 
     def __init__(self, media: DeviceMedia, group: RankGroup) -> None:
@@ -745,8 +746,13 @@ class LeadMedia:
         self.media.release(request_id, listed)
 
     def encode(self, digest: bytes, drop: Iterable[bytes]) -> str:
-        """Return why nothing can be encoded."""
-        return self.media.encode(digest, drop)
+        """Drop outputs, then encode a content, on all ranks. Returns why rank 0 cannot encode it, or "".
+
+        The encoder is whole on every rank, so the other ranks fail where rank 0 does. Raises DeviceLost.
+        """
+        dropped = tuple(drop)
+        self.group.tell(EncodeContent(digest, dropped))
+        return self.media.encode(digest, dropped)
 
 
 class LeadModel:

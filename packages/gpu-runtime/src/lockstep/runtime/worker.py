@@ -60,6 +60,7 @@ from lockstep.runtime.rank_wire import (
     Commit,
     Discard,
     Doing,
+    EncodeContent,
     Failed,
     FailureKind,
     FetchPages,
@@ -244,6 +245,8 @@ class Follower:
                     self.executor.media.hold(request_id, contents)
                 case ReleaseContents(request_id, spans) if self.executor.media is not None:
                     self.executor.media.release(request_id, spans)
+                case EncodeContent(content, drop) if self.executor.media is not None:
+                    self.executor.media.encode(content, drop)
                 case Sample(batch_id):
                     self.executor.sample(batch_id, ())
                 case Collect():

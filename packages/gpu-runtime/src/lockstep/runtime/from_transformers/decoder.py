@@ -36,7 +36,7 @@ class TransformersDecoder(LanguageModel):
     """A model of transformers on one rank. `prepare` must be called when its weights are in place."""
 
     def __init__(self, config: Mapping[str, Any], make: Maker) -> None:
-        found = read_library_model(config, make.parallel.ranks)
+        found = read_library_model(config)
         super().__init__(make, found.settings)
         choose_activations(make.fp8_activations, None, make.device)  # raises if rounded rows are required
         register()

@@ -32,7 +32,7 @@ KINDS_OF_TOKENS = {"image": 1, "video": 2}  # in `mm_token_type_ids` of the libr
 SOUND = "input_features"  # argument of models with sound
 
 
-def served_kinds(kind: Any, base: Any, config: Any, ranks: int) -> tuple[tuple[str, ...], list[str]]:
+def served_kinds(kind: Any, base: Any, config: Any) -> tuple[tuple[str, ...], list[str]]:
     """Return the kinds of media of a model that are served here, and why the others are not.
 
     Args:
@@ -44,14 +44,14 @@ def served_kinds(kind: Any, base: Any, config: Any, ranks: int) -> tuple[tuple[s
         return (), [f"{lacking}; and no {SOUND}, or no `audio_token_id`"]
     served, why = [], list[str]()
     for one in taken:
-        found = list(_refusals(one, base, config, ranks))
+        found = list(_refusals(one, base, config))
         why += found
         if not found:
             served.append(one)
     return tuple(served), why
 
 
-def _refusals(kind: str, base: Any, config: Any, ranks: int) -> Iterator[str]:
+def _refusals(kind: str, base: Any, config: Any) -> Iterator[str]:
     shown = {"image": "pictures", "audio": "sounds", "video": "videos"}[kind]
     if kind == "audio" and hasattr(base, "get_rope_index"):
         yield f"{shown} with positions of three axes"
@@ -61,8 +61,6 @@ def _refusals(kind: str, base: Any, config: Any, ranks: int) -> Iterator[str]:
         yield f"tokens of {'a sound' if kind == 'audio' else 'a picture'} attend to later ones of it"
     if kind == "video" and GRIDS[kind] not in _arguments(getattr(base, FEATURES[kind])):
         yield f"{shown} whose encoder takes no {GRIDS[kind]}"
-    if ranks > 1:
-        yield f"{shown} need one rank, and `tp` is {ranks}"
 
 
 def _sees(base: Any, config: Any) -> bool:

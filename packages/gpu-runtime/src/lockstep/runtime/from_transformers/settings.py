@@ -49,13 +49,11 @@ class LibraryModel:
     settings: ModelSettings
 
 
-def read_library_model(config: Mapping[str, Any], ranks: int = 1) -> LibraryModel:
+def read_library_model(config: Mapping[str, Any]) -> LibraryModel:
     """Return the model that a config.json describes. No code of a folder runs: the library must have the model.
 
     A model with media is read with them, or as its text if they cannot be served and the library has a class for it.
 
-    Args:
-        ranks: number of ranks that split the model.
     Raises: ConfigError with everything because of which it cannot run here.
     """
     read = ConfigReader(config)
@@ -76,7 +74,7 @@ def read_library_model(config: Mapping[str, Any], ranks: int = 1) -> LibraryMode
     try:
         made = config_class.from_dict(config_class._decode_special_floats(plain))
         if perceiving is not None:
-            served, without = served_kinds(perceiving, MODEL_MAPPING.get(config_class, perceiving), made, ranks)
+            served, without = served_kinds(perceiving, MODEL_MAPPING.get(config_class, perceiving), made)
             if not served and text is not None:
                 perceiving, kind = None, text
         problems += refusals_of_class(config_class, kind)

@@ -79,7 +79,7 @@ class Plan:
         unknown = sorted({style for style in plan.values() if style not in STYLES})
         if unknown:
             raise ConfigError(f"`tp` is {ranks}, but the plan of {name} has the style {', '.join(unknown)}\nhint: tp 1")
-        config = model.config
+        config = model.config.get_text_config()
         attends = any(style == ROWS and key.rsplit(".", 1)[-1] in HEADS for key, style in plan.items())
         heads = {"num_attention_heads": config.num_attention_heads}
         if any(style == ROWS and key.endswith("k_proj") for key, style in plan.items()):
