@@ -61,31 +61,37 @@ def test_the_simulator_decides_as_the_host_that_wrote_the_journal(name: str) -> 
 
 
 CHAT = "gen:n=24,rate=20,turns=uniform:2:3,think=lognormal:200ms:1,input=lognormal:150:0.5,output=lognormal:12:0.5"
-FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "MediaEncoded": ("answers", {"model": "qwen2.5-vl-7b", "media": "image=0.5x1..2:448x448/4"}),
-    "AdapterLoaded": ("answers", {"adapters": "5", "settings": {"max_loras": 2}}),
-    "HostCopyFinished": ("answers", {"settings": {"pages": 60}, "tiers": {"host_cache_gb": 1.0}}),
-    "StorageWritten": ("answers", {"settings": {"pages": 60}, "tiers": {"host_cache_gb": 0.2, "storage_gb": 4.0}}),
-    "ControlRequested": ("given", {"server_sessions": True}),
-    "RequestArrived": ("given", {"samples": "0.5x2..3"}),
-    "BatchFinished": ("made", {"model": "gpt-oss-20b", "tiers": {"hybrid_memory": "on"}}),
-    "ExpertsMoved": (
+FEATURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "media": ("answers", "MediaEncoded", {"model": "qwen2.5-vl-7b", "media": "image=0.5x1..2:448x448/4"}),
+    "adapters": ("answers", "AdapterLoaded", {"adapters": "5", "settings": {"max_loras": 2}}),
+    "host": ("answers", "HostCopyFinished", {"settings": {"pages": 60}, "tiers": {"host_cache_gb": 1.0}}),
+    "storage": (
         "answers",
+        "StorageWritten",
+        {"settings": {"pages": 60}, "tiers": {"host_cache_gb": 0.2, "storage_gb": 4.0}},
+    ),
+    "sessions": ("given", "ControlRequested", {"server_sessions": True}),
+    "samples": ("given", "RequestArrived", {"samples": "0.5x2..3"}),
+    "hybrid": ("made", "BatchFinished", {"model": "gpt-oss-20b", "tiers": {"hybrid_memory": "on"}}),
+    "blocks": ("made", "BatchFinished", {"diffusion_block": 8}),
+    "experts": (
+        "answers",
+        "ExpertsMoved",
         {"model": "qwen3-30b-a3b", "tp": 4, "ep": 4, "attention_dp": 4, "moe_a2a": True, "expert_cv": 1.0, "eplb": True,
          "redundant_experts": 16, "eplb_interval": 25, "expert_drift": 0.3},
     ),
 }  # fmt: skip
-"""Options of a simulation, with a type of event that follows from them."""
+"""Options of a simulation, with a type of event that follows from them, and where it comes from."""
 
 
-@pytest.mark.parametrize("event", FEATURES)
-def test_a_simulation_with_a_feature_is_the_same_with_its_own_facts(event: str, tmp_path: Path) -> None:
-    kind, options = FEATURES[event]
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_simulation_with_a_feature_is_the_same_with_its_own_facts(name: str, tmp_path: Path) -> None:
+    where, event, options = FEATURES[name]
     scenario = Scenario(**{"model": "qwen3-8b", "gpu": "h200", "workload": CHAT, "engine": "none", **options})
     simulate(assemble(scenario, {}), folder=tmp_path)
     done = rerun(tmp_path)
     assert done.difference is None
-    assert getattr(done, kind)[event] > 2
+    assert getattr(done, where)[event] > 2
 
 
 def test_engines_that_hand_requests_over_are_simulated_one_by_one(tmp_path: Path) -> None:
@@ -100,23 +106,26 @@ def test_engines_that_hand_requests_over_are_simulated_one_by_one(tmp_path: Path
     assert "is the run of a cluster" in run_of(tmp_path).stderr
 
 
-def test_a_journal_without_its_first_segments_begins_with_its_snapshot(tmp_path: Path) -> None:
-    """Batches are in flight and requests are open at the snapshot."""
-    journal, engine = read_journal(FOLDER / "tight"), Engine(read_journal(FOLDER / "tight").header.config)
+@pytest.mark.parametrize(
+    "name", ["tight", "overlap-2", "speculation", "microbatches", "structured-output", "jump-forward"]
+)
+@pytest.mark.parametrize("step", [30, 61])
+def test_a_journal_without_its_first_segments_begins_with_its_snapshot(name: str, step: int, tmp_path: Path) -> None:
+    journal, engine, open_then = read_journal(FOLDER / name), Engine(read_journal(FOLDER / name).header.config), 0
     with JournalWriter.create(tmp_path, journal.header) as writer:
         for record in journal.events():
             engine.step(record.event)
             writer.append(record.event, record.digest)
-            if record.step == 60:
-                assert engine.in_flight
-                assert engine.requests
+            if record.step == step - 1:
+                open_then = len(engine.requests)
                 writer.begin_segment(snapshot.dump(engine), engine.digest)
                 writer.drop_before(1, {path.name for path in (tmp_path / "journal").glob("snapshot-*")})
         writer.close("closed")
+    assert open_then
     done = rerun(tmp_path)
     assert done.difference is None
-    assert (done.run.first_step, done.run.closed) == (61, True)
-    assert done.run.steps == journal.tail.steps - 61
+    assert (done.run.first_step, done.run.closed) == (step, True)
+    assert done.run.steps == journal.tail.steps - step
 
 
 # ----------------------------------------------------------------------------------------------------- planted errors
@@ -207,6 +216,14 @@ def test_a_journal_that_cannot_be_simulated_ends_with_one_error(
     assert "Traceback" not in result.stderr
     with pytest.raises((ConfigError, JournalError)):
         rerun(make(tmp_path / "again"))
+
+
+def test_a_journal_without_events_is_equal(tmp_path: Path) -> None:
+    result = run_of(with_header(tmp_path / "run"))
+    assert (result.exit_code, result.stdout.splitlines()[0]) == (
+        0,
+        "equal: all 0 steps, 0 launches among them, are the same",
+    )
 
 
 def test_a_corrupt_journal_and_an_open_one_have_the_statuses_of_replay(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ from lockstep.core.contract.events import (
     AdmissionDeferred,
     BatchFinished,
     ClockAdvanced,
+    EngineRestarted,
     GrammarReady,
     LaneReady,
     ObservedEvent,
@@ -166,7 +167,8 @@ class EngineHost:
         self._receives = True  # whether the lane receives arrivals before its next launch
         # No event was folded since the last LaneReady that launched nothing. Hosts in real time begin with an offer.
         self._nothing_new = features.record is None
-        self._offered = -1  # the microbatch that was offered a slot last
+        # The microbatch that was offered a slot last.
+        self._offered = -1 if features.record is None else features.record.offered
         sources = (self.tiers, self.encoder, self.experts, self.port, self.exchange, self._conversations)
         self._has_features = any(one is not None for one in sources)  # whether these may have facts
         self._tried = 0  # microbatches that launched nothing since the last other event
@@ -326,6 +328,8 @@ class EngineHost:
             for decided in step.decided:
                 if type(decided) is RequestQueued and decided.max_new_tokens < event.max_new_tokens:
                     self.clamped += 1
+        elif type(event) is EngineRestarted:
+            self._offered = -1  # another process is the host from here on
         return self._spend(now_us, self.cpu.arrival_us, "arrival")
 
     def _forced(self) -> tuple[tuple[RequestId, int, bytes], ...]:
@@ -384,7 +388,8 @@ class EngineHost:
             )
             return None
         step = self._fold(LaneReady(now_us) if several is None else LaneReady(now_us, self._next_microbatch(several)))
-        now_us = self._spend(now_us, 0.0, "slot")
+        if self._record is not None:
+            now_us = self._record.free_us
         if self._conversations is not None and self._conversations.is_stale:
             self._conversations.sink.sessions_held(now_us, engine.sessions.pages_held_alone())
             self._conversations.is_stale = bool(engine.sessions.unsettled)

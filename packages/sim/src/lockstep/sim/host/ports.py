@@ -82,6 +82,10 @@ class HostRecord(Protocol):
     """
 
     @property
+    def offered(self) -> int:
+        """The microbatch that the recorded host had offered a slot before the first event; -1: none."""
+
+    @property
     def free_us(self) -> int:
         """Time at which the lane folds its next event."""
 

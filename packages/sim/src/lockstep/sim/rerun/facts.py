@@ -85,6 +85,11 @@ class RecordedFacts:
     # -------------------------------------------------------------------------------------------------- host's record
 
     @property
+    def offered(self) -> int:
+        """The microbatch that was offered a slot before the first event, such that the first recorded offer follows."""
+        return self._run.offered
+
+    @property
     def free_us(self) -> int:
         """Place of the event that the lane folds next."""
         return self.folded
@@ -93,7 +98,7 @@ class RecordedFacts:
         """Return the event with the recorded time of its place, or the last one behind the end of the record."""
         place, times_us = self.folded, self._run.times_us
         self.folded += 1
-        return replace(event, time_us=times_us[min(place, len(times_us) - 1)])
+        return replace(event, time_us=times_us[min(place, len(times_us) - 1)]) if times_us else event
 
     def wake_us(self, wake_at_us: int | None) -> int | None:
         """Return the place of the next recorded ClockAdvanced, if it is due by then; None: there is none."""

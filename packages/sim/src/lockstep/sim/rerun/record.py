@@ -214,6 +214,7 @@ class RecordedRun:
     slot_waited_us: int = 0  # the longest time for which a slot was free while the host did something else ...
     slot_waited_place: int = -1  # ... and took in a further fact first; the event before that time
     tokens: int = 0  # in results
+    offered: int = -1  # the microbatch that was offered a slot before the first event; -1: none, or the last one
 
     @property
     def steps(self) -> int:
@@ -261,6 +262,7 @@ class _FactReader:
         self._batches = {batch.plan.batch_id: batch for batch in engine.in_flight}
         self._ordered: Counter[OrderKey] = Counter()
         self._newest: BatchId = -1  # of the results
+        self._offers = 0
         self._free = False  # whether a slot was free and something new behind the last event
 
     def take(self, event: ObservedEvent) -> None:
@@ -278,8 +280,10 @@ class _FactReader:
                 run.forced[self._newest] = event.forced
             case ClockAdvanced():
                 run.clocks.append(place)
-            case LaneReady():
-                pass
+            case LaneReady(_, microbatch):
+                if run.first_step and not self._offers:  # earlier offers have expired
+                    run.offered = microbatch - 1
+                self._offers += 1
             case _:
                 if isinstance(event, EngineRestarted):
                     self._batches.clear()
