@@ -197,6 +197,22 @@ OUTPUTS = {
             "won_most": "requests whose TTFT fell most, with the causes",
         },
     ),
+    "replay-in-simulator": JsonOutput(
+        ("replay run --in-simulator --json",),
+        {
+            "equal": "whether every step is the recorded one",
+            "closed": "whether the journal has its end",
+            "steps": "steps of the journal",
+            "launches": "launches that are the same",
+            "given": "events of the journal that come from outside of scheduler and host, by type",
+            "answers": "events of the journal that answer orders, by type",
+            "made": "other events, made by the simulated host, by type",
+            "drawn_tokens": "tokens that the model drew, in results",
+            "slot_waited_us": "the longest time for which a slot was free and the recorded host took in a fact first",
+            "difference": "the first step that differs; null: none does",
+        },
+        frozenset({"given", "answers", "made"}),
+    ),
     "explain-request": JsonOutput(("explain run --request 1 --json",), OF_A_STORY),
     "explain-slowest": JsonOutput(
         ("explain run --slowest ttft 3 --json",), {"requests": "the stories of the requests, the slowest first"}

@@ -24,7 +24,10 @@ from tests.json_schemas import LOAD, prepared
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "command-line.md"
 NEED_MODEL = {"generate", "demo-model"}
 STATUSES = ("0", "1", "2", "3")
-OF_REPLAY = ("replay RUN", "replay RUN --what-if", "replay TRACE --to URL", "replay RUN --on-hardware")
+OF_REPLAY = (
+    "replay RUN", "replay RUN --what-if", "replay RUN --in-simulator", "replay TRACE --to URL",
+    "replay RUN --on-hardware",
+)  # fmt: skip
 
 PLAN = f"plan --model qwen3-8b --gpus h100 --workload {LOAD} --quick --requests 20 --jobs 1 --rate 1"
 SIMULATE = f"simulate --model qwen3-8b --gpu h100 --workload {LOAD} --no-intervals --fail-on-slo"
@@ -42,6 +45,10 @@ CASES = {
     ("replay RUN --what-if", "2"): "replay none --what-if",
     ("replay RUN --what-if", "3"): "replay changed --what-if --max-running-requests 2",
     ("replay TRACE --to URL", "2"): f"replay {LOAD} --to {NO_SERVER}",
+    ("replay RUN --in-simulator", "0"): "replay run --in-simulator",
+    ("replay RUN --in-simulator", "1"): "replay open --in-simulator",
+    ("replay RUN --in-simulator", "2"): "replay none --in-simulator",
+    ("replay RUN --in-simulator", "3"): "replay changed --in-simulator",
     ("replay RUN --on-hardware", "2"): "replay none --on-hardware",
     ("diff", "0"): "diff run run",
     ("diff", "1"): "diff run other",

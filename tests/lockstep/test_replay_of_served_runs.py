@@ -25,6 +25,7 @@ pytest.importorskip("zmq", reason="the server is not installed")
 from lockstep.core.contract.events import RequestArrived, RequestCancelled, RequestFinished, RequestRetracted
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import fold, replay
+from lockstep.sim.rerun.rerun import rerun
 from tests.support.live_server import EMULATED, LiveServer, serving, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -143,10 +144,13 @@ def test_a_served_journal_under_load_replays_strictly(loaded: tuple[LiveServer, 
     assert done.tail is not None
     assert done.tail.verdict == "clean"
     assert done.steps > 200
-    kinds = Counter(type(event) for event, _ in fold(run))
-    assert kinds[RequestArrived] == len(load.ended)
-    assert kinds[RequestCancelled] >= 1
+    kinds = Counter(type(event).__name__ for event, _ in fold(run))
+    assert kinds["RequestArrived"] == len(load.ended)
+    assert kinds["RequestCancelled"] >= 1
     assert any(isinstance(one, RequestRetracted) for _, step in fold(run) for one in step.decided)
+    simulated = rerun(run)
+    assert simulated.difference is None
+    assert simulated.given == {name: kinds[name] for name in ("RequestArrived", "RequestCancelled")}
 
 
 def test_a_journal_whose_engine_was_killed_replays_to_its_last_whole_record(
@@ -180,4 +184,5 @@ def test_a_journal_whose_engine_was_killed_replays_to_its_last_whole_record(
     assert done.steps > 150
     assert done.batches > 50
     assert under_way(dead) > 0  # the engine died with open requests
+    assert rerun(dead).difference is None
     assert replay(run).steps >= done.steps  # replay continues to the point that the server reached

@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
@@ -22,15 +23,19 @@ pytest.importorskip("PIL", reason="images are decoded by Pillow")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 from lockstep.core.contract.commands import EncodeMedia, LaunchBatch  # noqa: E402
-from lockstep.core.contract.events import RequestFinished  # noqa: E402
+from lockstep.core.contract.events import BatchFinished, RequestFinished  # noqa: E402
 from lockstep.core.journal.replay import fold  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
+from lockstep.sim.rerun.rerun import rerun  # noqa: E402
 from tests.support.architectures import greedy_answers  # noqa: E402
 from tests.support.live_server import RUN, LiveServer, serving  # noqa: E402
 from tests.support.pictures import data_url, picture  # noqa: E402
 from tests.support.scene import save_scene  # noqa: E402
 
-OPTIONS = ("--device", "cpu", "--mamba-track-interval", "32", "--set=chunked_prefill_size=48", "--set=page_size=16")
+OPTIONS = (
+    "--device", "cpu", "--mamba-track-interval", "32", "--set=chunked_prefill_size=48", "--set=page_size=16",
+    "--set=speculative_method=ngram", "--set=num_speculative_tokens=2",
+)  # fmt: skip
 SYSTEM = "You answer briefly. " * 12
 TOOL = {
     "type": "function",
@@ -154,7 +159,9 @@ def picture_outlives_the_engine(server: LiveServer) -> None:
 
 
 def test_it_is_served_and_its_journal_tells_the_story(scene: tuple[Path, Any], tmp_path: Path) -> None:
-    """A prompt in chunks, the same beginning from the cache, a tool call, structured output, pictures, a broken one."""
+    """A prompt in chunks, the same beginning from the cache, drafts, a tool call, structured output, pictures, a broken
+    one; the simulator decides the same with the same facts.
+    """
     folder, _ = scene
     journal = tmp_path / "journal"
     system = {"role": "system", "content": SYSTEM}
@@ -174,17 +181,26 @@ def test_it_is_served_and_its_journal_tells_the_story(scene: tuple[Path, Any], t
         status, formed = asked(server.url, messages=[user], response_format=form)
         assert status == 200, formed
         assert isinstance(json.loads(formed["choices"][0]["message"]["content"])["ok"], bool)
+        one_token = {"logit_bias": {"61": 100}, "ignore_eos": True, "max_tokens": 24}
+        status, repeated = asked(server.url, messages=[user], **one_token)
+        assert status == 200, repeated
         seen = see_pictures(server.url)
         picture_outlives_the_engine(server)
-    steps = [step for _, step in fold(journal)]  # compares every digest: the same decisions
-    assert sum(isinstance(one, RequestFinished) for step in steps for one in step.decided) >= 4
-    commands = [one for step in steps for one in step.commands]
+    steps = list(fold(journal))  # compares every digest: the same decisions
+    assert sum(isinstance(one, RequestFinished) for _, step in steps for one in step.decided) >= 4
+    commands = [one for _, step in steps for one in step.commands]
     plans = [one.plan for one in commands if isinstance(one, LaunchBatch) and one.plan.hybrid is not None]
     assert any((plan.hybrid.state_sources >= 0).any() for plan in plans)  # a row begins with a checkpoint
     assert any(plan.hybrid.checkpoint_slots.size for plan in plans)
     assert sum(isinstance(one, EncodeMedia) for one in commands) == 3  # one of two again, in the second engine
     spans = [span for one in plans for span in one.media_spans]
     assert any(span.offset for span in spans)  # a chunk ended inside of a picture
+    counts = [np.frombuffer(event.accepted, "<i4") for event, _ in steps if isinstance(event, BatchFinished)]
+    assert sum(int((found - 1).sum()) for found in counts) > 8  # drafts were right
+    simulated = rerun(journal)  # the simulator makes the same events, decisions and commands
+    assert simulated.difference is None
+    assert simulated.given.keys() >= {"RequestArrived", "EngineRestarted"}
+    assert simulated.answers == {"GrammarReady": 2, "MediaEncoded": 3}
     for command in (["journal", "verify", str(journal)], ["explain", str(journal), "--request", seen]):
         done = subprocess.run([sys.executable, "-c", RUN, *command], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr

@@ -33,6 +33,7 @@ from lockstep.runtime.models import Parallel, build_model, read_settings  # noqa
 from lockstep.runtime.models.stage import StageLayers  # noqa: E402
 from lockstep.runtime.processor import threads_of_rank  # noqa: E402
 from lockstep.runtime.stages import RankPlace, check_stages  # noqa: E402
+from lockstep.sim.rerun.rerun import rerun  # noqa: E402
 from tests.support.adapters import write_adapter  # noqa: E402
 from tests.support.live_server import until  # noqa: E402
 from tests.support.small_llm import requests_with_shared_beginnings, write_weights  # noqa: E402
@@ -184,6 +185,7 @@ def test_an_engine_of_stages_starts_again_from_its_journal(folder: Path, tmp_pat
         with LLM(folder, pp=2, keeper=Keeper(tmp_path / "run"), **SMALL) as llm:
             answers.append([one.token_ids for one in llm.generate(prompts, params)])
     assert answers[0] == answers[1]
+    assert rerun(tmp_path / "run").difference is None  # the simulator's host begins again with the first microbatch
 
 
 def test_adapters_and_grammars_are_split_like_layers(tmp_path: Path) -> None:

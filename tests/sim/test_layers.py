@@ -26,6 +26,7 @@ ALLOWED = {
     "scenario": {"cost", "workload", "metrics"},
     "host": {"cost", "workload", "metrics", "scenario"},
     "fast": {"cost", "workload", "metrics", "host"},
+    "rerun": {"cost", "workload", "host"},
     "results": {"cost", "workload", "metrics", "host"},
     "report": {"metrics", "results"},
     "run": {"cost", "catalogue", "workload", "metrics", "host", "scenario", "fast", "results", "report"},

@@ -51,7 +51,7 @@ COND, for example: RequestRetracted and request == r17; AdmissionDeferred and re
 
 
 class _Replay(click.Command):
-    """Dispatches `--what-if`, `--on-hardware` and `--to` to other commands with options of their own, loaded lazily."""
+    """Dispatches `--what-if`, `--in-simulator`, `--on-hardware` and `--to` to other commands, loaded lazily."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -65,6 +65,11 @@ class _Replay(click.Command):
 
             rest = [word for word in args if word != "--on-hardware"]
             return on_hardware.make_context(f"{info_name} --on-hardware", rest, parent, **extra)
+        if "--in-simulator" in args:
+            from lockstep.tools.in_simulator import in_simulator
+
+            rest = [word for word in args if word != "--in-simulator"]
+            return in_simulator.make_context(f"{info_name} --in-simulator", rest, parent, **extra)
         if "--what-if" not in args:
             return super().make_context(info_name, args, parent, **extra)
         from lockstep.tools.what_if import what_if
@@ -108,6 +113,9 @@ def _other_command(*declared: str, **arguments: Any) -> Callable[[Callable[..., 
 @_other_command(
     "--on-hardware", is_flag=True, help="run its batches on this machine, and time them: --on-hardware --help"
 )
+@_other_command(
+    "--in-simulator", is_flag=True, help="simulate it with its own facts, and compare every step: --in-simulator --help"
+)
 @_other_command("--to", metavar="URL", help="send the requests to a server instead: --to URL --help")
 @with_flags(click.option, options_of(ReplayOptions).values(), kinds={"until": click.IntRange(0)})
 def replay(run: Path, **options: Any) -> None:
@@ -122,6 +130,7 @@ def replay(run: Path, **options: Any) -> None:
     lockstep replay runs/chat --break "RequestRetracted and request == r17"
     lockstep replay runs/chat -i
     lockstep replay runs/chat --what-if --policy lpm --html lpm.html
+    lockstep replay runs/chat --in-simulator
     lockstep replay runs/chat --on-hardware
     """
     given = take(ReplayOptions, options)

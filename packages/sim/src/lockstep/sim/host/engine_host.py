@@ -51,6 +51,7 @@ from lockstep.core.contract.events import (
     AdmissionDeferred,
     BatchFinished,
     ClockAdvanced,
+    EngineRestarted,
     GrammarReady,
     LaneReady,
     ObservedEvent,
@@ -71,7 +72,7 @@ from lockstep.sim.host.device import EOS_TOKEN_ID, Device
 from lockstep.sim.host.encoder_lane import EncoderLane
 from lockstep.sim.host.expert_traffic import ExpertTraffic
 from lockstep.sim.host.forcing import ForcedRuns
-from lockstep.sim.host.host_options import HostOptions
+from lockstep.sim.host.host_options import HostFeatures, HostOptions
 from lockstep.sim.host.ports import (
     NEVER_US,
     MetricsSink,
@@ -106,20 +107,8 @@ class EngineHost:
     ) -> None:
         options = options or HostOptions()
         watch, features, max_new_tokens = options.watch, options.features, options.max_new_tokens
-        if engine.config.speculates != (features.speculation is not None):
-            raise ContractError(
-                "a model of accepted drafts is needed for an engine that verifies drafts, and only for such an engine"
-            )
-        if (engine.config.block_tokens > 0) != (features.blocks is not None):
-            raise ContractError("a model of the passes of blocks is needed for a model that answers in blocks only")
-        if engine.config.jumps and features.forcing is None:
-            raise ContractError("an engine that computes forced tokens together needs a model of what grammars force")
-        if features.adapters is not None and not engine.memory.adapters.present:
-            raise ContractError("adapters need slots on the device: set max_loras")
-        if engine.memory.tiers.present and features.tiers is None:
-            raise ContractError("an engine with cache tiers needs links to them")
-        if engine.experts.interval and features.experts is None:
-            raise ContractError("an engine that measures the load of experts needs a model of what is routed to them")
+        if features.record is None:
+            check_models(engine, features)
         if max_new_tokens is not None and EOS_TOKEN_ID not in engine.config.eos_token_ids:
             raise ContractError(f"answers shorter than max_new_tokens need {EOS_TOKEN_ID} among the eos_token_ids")
         self.env = env
@@ -163,6 +152,7 @@ class EngineHost:
         self._adapter_load_us = options.adapter_load_us
         self._adapters = features.adapters
         self._loads: deque[AdapterLoaded] = deque()  # ends of loads, in the order of time
+        self._record = features.record
         self._forcing = features.forcing if engine.config.jumps else None
         self._forced_runs: dict[int, tuple[int, ForcedRuns]] = {}  # by row: the request, and its forced runs
         self.tiers = features.tiers
@@ -175,8 +165,10 @@ class EngineHost:
         self.wake_at_us: int | None = None
         self._skipper = ReceiveSkipper(options.receive_interval) if options.receive_interval != 1 else None
         self._receives = True  # whether the lane receives arrivals before its next launch
-        self._nothing_new = True  # no event was folded since the last LaneReady that launched nothing
-        self._offered = -1  # the microbatch that was offered a slot last
+        # No event was folded since the last LaneReady that launched nothing. Hosts in real time begin with an offer.
+        self._nothing_new = features.record is None
+        # The microbatch that was offered a slot last.
+        self._offered = -1 if features.record is None else features.record.offered
         sources = (self.tiers, self.encoder, self.experts, self.port, self.exchange, self._conversations)
         self._has_features = any(one is not None for one in sources)  # whether these may have facts
         self._tried = 0  # microbatches that launched nothing since the last other event
@@ -265,6 +257,7 @@ class EngineHost:
                 now_us = taken_us
             elif self.wake_at_us is not None and self.wake_at_us <= now_us:
                 self._fold(ClockAdvanced(now_us))
+                now_us = self._spend(now_us, 0.0, "clock")
             else:
                 break
         return now_us
@@ -335,6 +328,8 @@ class EngineHost:
             for decided in step.decided:
                 if type(decided) is RequestQueued and decided.max_new_tokens < event.max_new_tokens:
                     self.clamped += 1
+        elif type(event) is EngineRestarted:
+            self._offered = -1  # another process is the host from here on
         return self._spend(now_us, self.cpu.arrival_us, "arrival")
 
     def _forced(self) -> tuple[tuple[RequestId, int, bytes], ...]:
@@ -362,20 +357,15 @@ class EngineHost:
 
     def _collect(self, now_us: int) -> int:
         batch = self.device.queue.popleft()
-        forced = self._forced() if self._forcing is not None else ()
-        step = self._fold(
-            BatchFinished(
-                now_us,
-                batch.batch_id,
-                batch.tokens,
-                batch.started_us,
-                batch.finished_us,
-                batch.generation,
-                batch.accepted,
-            )
-        )
+        forced: tuple[tuple[RequestId, int, bytes], ...] = ()
+        if self._record is not None:
+            forced = self._record.forced(batch.batch_id)
+        elif self._forcing is not None:
+            forced = self._forced()
+        step = self._fold(self.device.result(batch, now_us))
         if forced:
             forced = tuple([one for one in forced if one[0] in self.engine.requests])
+        if forced:
             self._fold(TokensForced(now_us, batch.generation, forced))
         done_us = self._spend(now_us, self.cpu.result_us(batch.rows), "results")
         if self.device.untimed:
@@ -398,6 +388,8 @@ class EngineHost:
             )
             return None
         step = self._fold(LaneReady(now_us) if several is None else LaneReady(now_us, self._next_microbatch(several)))
+        if self._record is not None:
+            now_us = self._record.free_us
         if self._conversations is not None and self._conversations.is_stale:
             self._conversations.sink.sessions_held(now_us, engine.sessions.pages_held_alone())
             self._conversations.is_stale = bool(engine.sessions.unsettled)
@@ -490,8 +482,8 @@ class EngineHost:
         queue = self.device.queue
         if self._conversations is not None and self._conversations.due:
             return None
-        if self.exchange is not None:
-            return None  # every launch needs the agreement of the other ranks
+        if self.exchange is not None or self._record is not None:
+            return None  # every launch needs the agreement of the other ranks, or has its place in a recorded run
         until_us: float = self.arrivals.next_us
         newest = queue[-1]
         worth_us = newest.finished_us + RUN_WORTH_BATCHES * (newest.finished_us - newest.started_us)
@@ -556,6 +548,8 @@ class EngineHost:
         Args:
             came_us: time of the event for the metrics, if the lane received it later; None: `event.time_us`.
         """
+        if self._record is not None:
+            event = self._record.dated(event)
         try:
             step = self.engine.step(event)
         except LockstepError:
@@ -563,7 +557,7 @@ class EngineHost:
             raise
         self.journal.append(event, step.digest)
         self.metrics.observe(event if came_us is None else replace(event, time_us=came_us), step)
-        self.wake_at_us = step.wake_at_us
+        self.wake_at_us = step.wake_at_us if self._record is None else self._record.wake_us(step.wake_at_us)
         self._nothing_new, self._tried = False, 0
         if self._conversations is not None and not self._conversations.is_stale:
             self._conversations.is_stale = changes_holding(step)
@@ -615,6 +609,8 @@ class EngineHost:
             self._report_end(command.request_id, now_us, answered=False)
             self.rejected[command.reason] += 1
             self._count_end()
+        elif self._record is not None and self._record.order(command):
+            pass  # its answer comes when it came in the recorded run
         elif type(command) is CompileGrammar:
             self._compiling.append((now_us + self._grammar_compile_us, command.grammar.digest))
         elif type(command) is LoadAdapter:
@@ -678,7 +674,27 @@ class EngineHost:
 
     def _spend(self, now_us: int, cost_us: float, what: str) -> int:
         """Account for `cost_us` of work of the CPU lane. Return the time at which it is free again."""
+        if self._record is not None:
+            return self._record.free_us
         stop_us = now_us + round(cost_us)
         if stop_us > now_us:
             self.metrics.cpu_interval(now_us, stop_us, what)
         return stop_us
+
+
+def check_models(engine: Engine, features: HostFeatures) -> None:
+    """Raise ContractError if an engine's config needs a model that `features` lack, or they have one without use."""
+    if engine.config.speculates != (features.speculation is not None):
+        raise ContractError(
+            "a model of accepted drafts is needed for an engine that verifies drafts, and only for such an engine"
+        )
+    if (engine.config.block_tokens > 0) != (features.blocks is not None):
+        raise ContractError("a model of the passes of blocks is needed for a model that answers in blocks only")
+    if engine.config.jumps and features.forcing is None:
+        raise ContractError("an engine that computes forced tokens together needs a model of what grammars force")
+    if features.adapters is not None and not engine.memory.adapters.present:
+        raise ContractError("adapters need slots on the device: set max_loras")
+    if engine.memory.tiers.present and features.tiers is None:
+        raise ContractError("an engine with cache tiers needs links to them")
+    if engine.experts.interval and features.experts is None:
+        raise ContractError("an engine that measures the load of experts needs a model of what is routed to them")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.host.device import Device
-from lockstep.sim.host.ports import MetricsSink, Observer, RankExchange, TransferPort
+from lockstep.sim.host.ports import HostRecord, MetricsSink, Observer, RankExchange, TransferPort
 
 if TYPE_CHECKING:
     from lockstep.sim.host.adapters import AdapterLane
@@ -43,7 +43,7 @@ class HostLinks:
 
     port: TransferPort | None = None  # transfers of KV; None: neither a prefill nor a decode engine
     exchange: RankExchange | None = None  # exchange with the other data-parallel ranks; None: there are none
-    device_type: type[Device] | None = None  # type of the device; None: `Device`
+    device_type: Callable[..., Device] | None = None  # builds the device; None: `Device`
     wrap_metrics: Callable[[MetricsSink], MetricsSink] | None = None  # puts a sink in front of the engine's metrics
 
 
@@ -62,6 +62,7 @@ class HostFeatures:
     adapters: AdapterLane | None = None  # adapters registered at the start, and their loads
     conversations: Conversations | None = None  # sessions that the engine keeps; None: it keeps none
     experts: ExpertTraffic | None = None  # required if the load of experts is measured
+    record: HostRecord | None = None  # facts of a recorded run in place of all models above; None: nothing is recorded
     state_copy_us: float = 0.0  # copy of one request's recurrent state
 
 

@@ -9,17 +9,15 @@ from simpy import Environment, Event
 
 from lockstep.core.contract.commands import (
     CancelTransfer,
+    Command,
     ProposeBatch,
     StartTransfer,
     Step,
 )
 from lockstep.core.contract.events import (
     BatchId,
-    ControlRequested,
     ObservedEvent,
     RanksAgreed,
-    RequestArrived,
-    RequestCancelled,
     RequestId,
     TransferAdvanced,
 )
@@ -50,15 +48,17 @@ class Observer(Protocol):
 
 
 class RequestSource(Protocol):
-    """Source of the requests of a CPU lane: `Arrivals`, or the requests that a router sends to it."""
+    """Source of the requests of a CPU lane: `Arrivals`, the requests that a router sends to it, or recorded ones."""
 
-    next_us: int
+    @property
+    def next_us(self) -> int:
+        """Time of the next fact; NEVER_US: none is known."""
 
     @property
     def open_turns(self) -> Mapping[RequestId, Turn]:
         """Turns that arrived and have not ended, by request."""
 
-    def take(self, max_new_tokens: int | None) -> RequestArrived | RequestCancelled | ControlRequested:
+    def take(self, max_new_tokens: int | None) -> ObservedEvent:
         """Return the next fact, due at `next_us`."""
 
     @property
@@ -73,6 +73,39 @@ class RequestSource(Protocol):
 
     def broke_off(self, request_id: RequestId, now_us: int) -> None:
         """Record the rejection or the cancel of a request."""
+
+
+class HostRecord(Protocol):
+    """Facts of a run that a host simulates again, in place of its models; `rerun.facts.RecordedFacts` implements it.
+
+    The clock of such a host counts the events of the recorded run: at time n its lane folds event n.
+    """
+
+    @property
+    def offered(self) -> int:
+        """The microbatch that the recorded host had offered a slot before the first event; -1: none."""
+
+    @property
+    def free_us(self) -> int:
+        """Time at which the lane folds its next event."""
+
+    def dated(self, event: ObservedEvent) -> ObservedEvent:
+        """Return the event that is folded now, with the time at which the recorded host folded the event of its place.
+
+        Call it once for each event.
+        """
+
+    def wake_us(self, wake_at_us: int | None) -> int | None:
+        """Return when the recorded host reported that `wake_at_us` had passed, by this clock; None: never."""
+
+    def order(self, command: Command) -> bool:
+        """Take a command that some other event than a batch's result answers. Returns whether there was such an event.
+
+        The answer comes at its place from the source of requests, and not before the order.
+        """
+
+    def forced(self, batch_id: BatchId) -> tuple[tuple[RequestId, int, bytes], ...]:
+        """Return the tokens that were known to be forced behind a batch: entries of `TokensForced`."""
 
 
 class TransferPort(Protocol):
