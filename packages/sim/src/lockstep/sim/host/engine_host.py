@@ -548,8 +548,9 @@ class EngineHost:
         Args:
             came_us: time of the event for the metrics, if the lane received it later; None: `event.time_us`.
         """
-        if self._record is not None:
-            event = self._record.dated(event)
+        record = self._record
+        if record is not None:
+            event = record.dated(event)
         try:
             step = self.engine.step(event)
         except LockstepError:
@@ -557,7 +558,7 @@ class EngineHost:
             raise
         self.journal.append(event, step.digest)
         self.metrics.observe(event if came_us is None else replace(event, time_us=came_us), step)
-        self.wake_at_us = step.wake_at_us if self._record is None else self._record.wake_us(step.wake_at_us)
+        self.wake_at_us = step.wake_at_us if record is None else record.wake_us(step.wake_at_us)
         self._nothing_new, self._tried = False, 0
         if self._conversations is not None and not self._conversations.is_stale:
             self._conversations.is_stale = changes_holding(step)
