@@ -72,9 +72,9 @@ class OnDevice(Tensor):
         """Return the address of the memory."""
         return self.inner.data_ptr()
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the memory."""
-        return self.inner.untyped_storage()
+    def untyped_storage(self) -> Any:
+        """Return the memory, which reports the device."""
+        return DeviceStorage(self.inner.untyped_storage())
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,6 +86,8 @@ class OnDevice(Tensor):
                 return args[0].inner.tolist()
             if func is Tensor.numpy:
                 raise TypeError(f"can't convert a tensor of {DEVICE} to numpy")
+            if func is Tensor.set_ and isinstance(args[1], DeviceStorage):
+                return OnDevice(torch.empty(0, dtype=args[0].dtype).set_(args[1].inner))
             if func is Tensor.copy_:
                 return copied(*args, **(kwargs or {}))
             if func is Tensor.__getitem__:
@@ -102,6 +104,18 @@ class OnDevice(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(f"{func} outside of the fake device's `with`")
+
+
+class DeviceStorage:
+    """The memory of a tensor of the device. `inner` is a storage of the CPU."""
+
+    device = DEVICE
+
+    def __init__(self, inner: torch.UntypedStorage) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +149,7 @@ class FakeCuda(TorchDispatchMode):
         self.operations = 0
         self.capturing: Capture | None = None
         self.pinned: set[int] = set()
+        self.registering = 0  # the result of cudaHostRegister; an error above 0
         self.pool: Pool | None = None  # in which tensors are allocated; None: the device's own
         self.streams: list[Any] = [Stream(self)]
         self._patches = ExitStack()
@@ -301,9 +316,6 @@ class FakeCuda(TorchDispatchMode):
             finally:
                 self.pool = before
 
-        def registered(*_: Any) -> int:
-            return 0
-
         changed: dict[str, Any] = {
             "is_available": lambda: True,
             "device_count": lambda: 1,
@@ -332,7 +344,9 @@ class FakeCuda(TorchDispatchMode):
             "use_mem_pool": pooled,
             "CUDAGraph": lambda: Graph(self),
             "graph": graph,
-            "cudart": lambda: SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=registered),
+            "cudart": lambda: SimpleNamespace(
+                cudaHostRegister=self._register, cudaHostUnregister=self._unregister
+            ),
         }
         self._patches.enter_context(mock.patch.multiple(torch.cuda, **changed))
         pointers = mock.patch.object(torch._C, "_cuda_customAllocator", lambda *two: two, create=True)
@@ -362,7 +376,12 @@ class FakeCuda(TorchDispatchMode):
         return not isinstance(tensor, OnDevice) and tensor.untyped_storage().data_ptr() in self.pinned
 
     def _register(self, address: int, size: int, flags: int) -> int:
-        self.pinned.add(address)
+        if not self.registering:
+            self.pinned.add(address)
+        return self.registering
+
+    def _unregister(self, address: int) -> int:
+        self.pinned.remove(address)
         return 0
 
 
