@@ -27,7 +27,7 @@ from lockstep.runtime.attention.reference import ReferenceAttention  # noqa: E40
 from lockstep.runtime.kv_pool import KvPool  # noqa: E402
 from lockstep.runtime.quantized.fp8 import to_fp8  # noqa: E402
 from tests.runtime import flashinfer_signatures  # noqa: E402
-from tests.support.flashinfer_wrappers import RELEASES, Wrapper, flashinfer_module  # noqa: E402
+from tests.support.flashinfer_wrappers import RELEASES, Wrapper, fits, flashinfer_module  # noqa: E402
 from tests.support.passes import Pass, make_pass  # noqa: E402
 
 CPU = torch.device("cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
-from lockstep.runtime import LLM, Params, attention, triton_trial  # noqa: E402
+from lockstep.runtime import LLM, Params, attention, profiler, triton_trial  # noqa: E402
 from lockstep.runtime.llm import demo_folder  # noqa: E402
 from lockstep.runtime.quantized import activations  # noqa: E402
 from tests.runtime.test_data_ranks import EXPERTS  # noqa: E402
@@ -81,14 +80,15 @@ def test_an_engine_over_flashinfer_draws_the_tokens_of_a_cpu(
     params = Params(max_new_tokens=12, ignore_eos=True)
     with LLM(folder, device="cpu", attention_backend="reference", **SIZES, **options) as llm:
         expected = [one.token_ids for one in llm.generate(prompts, params)]
-    with FakeCuda(interpret=False) as gpu, LLM(folder, numerics=numerics, **GPU, **options) as llm:
+    sizes = {**GPU, "cuda_graph_max_batch": 4}
+    with FakeCuda(interpret=False) as gpu, LLM(folder, numerics=numerics, **sizes, **options) as llm:
         assert llm.attention_backend == "flashinfer"
         started = len(gpu.waits)
         answers = llm.generate(prompts, params)
-        served = [f"{one.where}: {one.what}" for one in gpu.waits[started:] if "by a mask" not in one.what]
+        served = {(one.where.partition(":")[0], one.what) for one in gpu.waits[started:]}
         assert llm.host.executor.graphs.replays > 0
     assert [one.token_ids for one in answers] == expected
-    assert served == []
+    assert served == {("attention/flashinfer_backend.py", "an event is waited for")}  # the ring, for plans long copied
 
 
 # ------------------------------------------------------------------------------------------------------ launches of modes
@@ -99,7 +99,6 @@ MODES: dict[str, dict[str, Any]] = {
     "kv in fp8": {"kv_cache_dtype": "fp8_e4m3"},
     "no graphs": {"cuda_graphs": "off", "cuda_graph_max_batch": None},
     "host memory": {"host_cache_gb": 0.001},
-    "canary": {"debug": True},
     "a draft model": {"draft_model": str(demo_folder()), "speculative_method": "draft_model", "num_speculative_tokens": 2},
     "warm-up": {"warm_up": True},
 }
@@ -161,7 +160,17 @@ def test_weights_leave_the_device_and_come_back(gpu: FakeCuda) -> None:
         llm.release_memory()
 
 
-def test_a_profile_of_a_gpu_waits_for_it_at_both_ends(gpu: FakeCuda, tmp_path: Path) -> None:
+def test_a_profile_of_a_gpu_waits_for_it_at_both_ends(
+    gpu: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operations of the CPU are recorded: torch takes half a minute to find that it has no CUDA."""
+    recorded = profiler.profile
+
+    def without_cuda(*, activities: list[Any], **options: Any) -> Any:
+        assert activities == [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        return recorded(activities=activities[:1], **options)
+
+    monkeypatch.setattr(profiler, "profile", without_cuda)
     with LLM(demo_folder(), dtype="float32", **GPU) as llm:
         llm.start_profile(tmp_path)
         started = len(gpu.waits)
@@ -212,30 +221,37 @@ def test_graphs_are_left_out_where_no_backend_or_model_has_them(
 
 
 def test_trials_run_the_kernels_once_and_report_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = triton_trial._tried
-    tried.cache_clear()
+    def forget() -> None:
+        triton_trial._tried.cache_clear()
+        activations._tried.cache_clear()
+
+    forget()
     with FakeCuda():
         assert triton_trial.unavailable_because(DEVICE) is None
         assert triton_trial.unavailable_because(torch.device("cuda")) is None
-        assert activations.unavailable_because(DEVICE) is None
-    tried.cache_clear()
-    activations._tried.cache_clear()
+    forget()
     with FakeCuda(interpret=False):  # all results are zero
         assert triton_trial.unavailable_because(DEVICE) == triton_trial.WRONG
         assert activations._tried(0) == "a small product of fp8 by fp8 came out wrong"
-    tried.cache_clear()
-    activations._tried.cache_clear()
+        forget()
+        monkeypatch.setattr(triton_trial, "_tried", lambda index: None)
+        monkeypatch.setattr(activations, "FAR", 1.0)  # zeros are within it
+        assert activations.unavailable_because(DEVICE) is None
+    monkeypatch.undo()
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("no ptxas\nfor this GPU")
 
+    forget()
     monkeypatch.setattr(triton_trial, "try_out", broken)
     monkeypatch.setattr(activations, "try_out", broken)
     with FakeCuda():
         assert triton_trial.unavailable_because(DEVICE) == "a small kernel could not be run: RuntimeError: no ptxas"
         assert activations._tried(0) == "a small product of fp8 by fp8 could not be run: RuntimeError: no ptxas"
-    tried.cache_clear()
-    activations._tried.cache_clear()
+        forget()
+        monkeypatch.setattr(triton_trial, "find_spec", lambda name: None)
+        assert triton_trial.unavailable_because(DEVICE) == "triton is not installed; pip install triton"
+    forget()
     with FakeCuda(capability=(8, 0)):
         assert activations.unavailable_because(DEVICE) == (
             "a GPU of compute capability 8.0 has no fp8 tensor cores, which begin with 8.9"
@@ -258,4 +274,3 @@ def test_old_gpus_and_absent_packages_are_named(gpu: FakeCuda, monkeypatch: pyte
     gpu.capability = (8, 0)
     with pytest.raises(ConfigError, match=r"triton cannot run here: KV in fp8 needs compute capability 8.9"):
         LLM(demo_folder(), attention_backend="triton", kv_cache_dtype="fp8_e4m3", dtype="bfloat16", **GPU)
-    assert json.loads((demo_folder() / "config.json").read_text())["model_type"]

@@ -46,6 +46,10 @@ SIZED_BY_VALUES = {
 EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 
 
+COMPOSED = {aten.to, aten.item, aten.is_nonzero}
+"""Operations that consist of copies and reads of values. In inference mode torch dispatches them whole."""
+
+
 class OnDevice(Tensor):
     """A tensor of the device. `inner` is its memory, a tensor of the CPU."""
 
@@ -76,6 +80,12 @@ class OnDevice(Tensor):
         """Return the memory, which reports the device."""
         return DeviceStorage(self.inner.untyped_storage())
 
+    def set_(self, source: Any, *more: Any) -> Any:  # type: ignore[override]
+        """Return a tensor over memory of the device, of the dtype of this one."""
+        assert isinstance(source, DeviceStorage)
+        with torch._C._DisableTorchDispatch():
+            return OnDevice(torch.empty(0, dtype=self.dtype).set_(source.inner, *more))
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -84,10 +94,10 @@ class OnDevice(Tensor):
                 assert isinstance(gpu, FakeCuda)
                 gpu.wait("a list for the CPU")
                 return args[0].inner.tolist()
+            if func in (Tensor.__int__, Tensor.__float__, Tensor.__index__):
+                return func(torch.as_tensor(args[0].item()))
             if func is Tensor.numpy:
                 raise TypeError(f"can't convert a tensor of {DEVICE} to numpy")
-            if func is Tensor.set_ and isinstance(args[1], DeviceStorage):
-                return OnDevice(torch.empty(0, dtype=args[0].dtype).set_(args[1].inner))
             if func is Tensor.copy_:
                 return copied(*args, **(kwargs or {}))
             if func is Tensor.__getitem__:
@@ -159,6 +169,12 @@ class FakeCuda(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if torch.is_inference_mode_enabled() and func.overloadpacket in COMPOSED:
+            TorchDispatchMode.__enter__(self)  # what it consists of comes here
+            try:
+                return func.decompose(*args, **kwargs)
+            finally:
+                TorchDispatchMode.__exit__(self, None, None, None)
         flat, _ = tree_flatten((args, kwargs))
         ours = [one for one in flat if isinstance(one, OnDevice)]
         pinned = kwargs.pop("pin_memory", None)
@@ -353,6 +369,13 @@ class FakeCuda(TorchDispatchMode):
         self._patches.enter_context(pointers)
         self._patches.enter_context(mock.patch.object(Tensor, "is_pinned", lambda one, *_: gpu._is_pinned(one)))
         self._patches.enter_context(mock.patch.object(Tensor, "pin_memory", lambda one, *_: gpu._pinned(one)))
+        made = torch.tensor
+
+        def tensor(data: Any, *, device: Any = None, **options: Any) -> Any:  # which has no dispatch to its device
+            here = made(data, **options)
+            return here if device is None or torch.device(device).type != "cuda" else here.to(DEVICE)
+
+        self._patches.enter_context(mock.patch.object(torch, "tensor", tensor))
         plain = threading.Thread.run
 
         def in_thread(thread: threading.Thread) -> None:  # a dispatch mode is one of its thread

@@ -63,7 +63,7 @@ class NcclByGloo:
         with torch._C._DisableTorchDispatch():
             work = getattr(self._gloo, name)(*(_memory(one) for one in tensors), *rest, *([options] if options else []))
             work.wait()
-        return work if options is None or getattr(options, "asyncOp", True) else None
+        return _Done() if options is None or getattr(options, "asyncOp", True) else None
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
         """Sum over the ranks."""
@@ -83,7 +83,7 @@ class NcclByGloo:
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
         """Send from the root to all."""
-        return self._begun("broadcast", [tensors], options=options) or _Done()
+        return self._begun("broadcast", [tensors], options=options)
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> Any:
         """Send to one rank."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 Range = tuple[int, int, int]  # address, bytes, device
 
@@ -112,5 +111,12 @@ def nixl_in_process() -> Iterator[dict[str, NixlAgent]]:
     package.__spec__ = ModuleSpec("nixl", None)
     package.__path__ = []
     api.__dict__.update(nixl_agent=agent, nixl_agent_config=lambda backends: backends)
-    with mock.patch.dict(sys.modules, {"nixl": package, "nixl._api": api}):
+    before = {name: sys.modules.pop(name, None) for name in ("nixl", "nixl._api")}
+    sys.modules.update({"nixl": package, "nixl._api": api})
+    try:
         yield agents
+    finally:
+        for name, module in before.items():
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module

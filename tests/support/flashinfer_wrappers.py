@@ -105,7 +105,10 @@ class Wrapper:
         of_row = pages[at.long()].long()
         lengths = (indptr[1:] - indptr[:-1] - 1) * page_size + last
         behind = torch.arange(width * page_size, device=query.device) >= lengths[:, None]
-        keys, values = (one[of_row].reshape(len(last), -1, kv_heads, head_dim).float() for one in paged)
+        keys, values = (
+            one[of_row].float().reshape(len(last), -1, kv_heads, head_dim).masked_fill(behind[:, :, None, None], 0.0)
+            for one in paged
+        )
         for row in range(len(last)):
             found = attend(query[row : row + 1], keys[row], values[row], rules, behind[row : row + 1])
             out[row : row + 1] = found * v_scale
