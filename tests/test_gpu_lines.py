@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from tests.support.gpu_lines.facts import lines_of_a_gpu
+from tests.support.gpu_lines.reached import NOWHERE, Outside
 
 
-def only_on_a_gpu(text: str, *, outside: set[str] | None = None, absent: tuple[str, ...] = ()) -> list[str]:
+def only_on_a_gpu(text: str, *, outside: Outside = NOWHERE, absent: tuple[str, ...] = ()) -> list[str]:
     """Return the lines of a module that only a GPU reaches. Further modules begin with `# module NAME`."""
     parts = text.split("# module ")
     modules = {"main": ("main", parts[0])}
     for part in parts[1:]:
         name, _, body = part.partition("\n")
         modules[name] = name, body
-    found = lines_of_a_gpu(modules, ("main",), outside or set(), absent)
+    found = lines_of_a_gpu(modules, ("main",), outside, absent)
     texts = {path: body.splitlines() for path, body in modules.values()}
     return [texts[path][line - 1].strip() for path, one in found.items() for line in sorted(one.lines)]
 
@@ -98,7 +99,7 @@ both(True)
 run(passed_on)
 used_elsewhere(device.type == "cuda")
 """
-    assert only_on_a_gpu(text, outside={"used_elsewhere"}) == ["a = 1"]
+    assert only_on_a_gpu(text, outside=Outside(frozenset({("main", "used_elsewhere")}))) == ["a = 1"]
 
 
 def test_an_argument_that_is_called_on_a_gpu_only() -> None:
@@ -171,7 +172,7 @@ def runs_on(device):
 if runs_on(device):
     launch(x)
 """
-    (found,) = lines_of_a_gpu({"main": ("main", text)}, ("main",), set(), ()).values()
+    (found,) = lines_of_a_gpu({"main": ("main", text)}, ("main",), NOWHERE, ()).values()
     assert (sorted(found.lines), sorted(found.kernels)) == ([6, 10], [4])
 
 
@@ -219,3 +220,47 @@ def run(options, more):
 run(Options(saver=True), More(True))
 """
     assert only_on_a_gpu(text) == []
+
+
+def test_functions_of_equal_names_are_told_apart_by_their_modules() -> None:
+    text = """
+import trial
+from other import unavailable
+def pick(device):
+    if device.type == "cuda":
+        return trial.unavailable(device)
+    return unavailable(device)
+pick(x)
+# module trial
+def unavailable(device):
+    a = 1
+# module other
+def unavailable(device):
+    b = 2
+"""
+    assert only_on_a_gpu(text) == ["return trial.unavailable(device)", "a = 1"]
+
+
+def test_functions_of_modules_that_are_passed_on() -> None:
+    text = """
+import kernels, plain
+def pick(device):
+    return kernels if device.type == "cuda" else plain
+pick(x).draw()
+import_module(f"of.{x}").draw()
+def other(kernels):
+    kernels.fill()
+other(y)
+# module kernels
+def draw():
+    a = 1
+def fill():
+    d = 4
+# module plain
+def draw():
+    b = 2
+# module of.one
+def draw():
+    c = 3
+"""
+    assert only_on_a_gpu(text) == ["a = 1", "d = 4"]

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.host.cache_moves import Move  # noqa: E402
 from lockstep.host.handover.kv import Fetch  # noqa: E402
-from lockstep.runtime import triton_trial  # noqa: E402
+from lockstep.runtime import memory_saver, triton_trial  # noqa: E402
 from lockstep.runtime.assembly import choose_device, current, device_name  # noqa: E402
 from lockstep.runtime.collectives import CollectiveFailed, Collectives  # noqa: E402
 from lockstep.runtime.errors import DeviceLost  # noqa: E402
@@ -26,7 +26,10 @@ from lockstep.runtime.kv_pool import KvPool  # noqa: E402
 from lockstep.runtime.memory import explained, free_bytes_of, size_pool  # noqa: E402
 from lockstep.runtime.models.stage import StageLayers  # noqa: E402
 from lockstep.runtime.overlap import CudaLane  # noqa: E402
+from lockstep.runtime.quantized.fp8 import Fp8Matrices, RowRounding  # noqa: E402
+from lockstep.runtime.quantized.matrices import FUSED_ROWS_MAX, StoredMatrix  # noqa: E402
 from lockstep.runtime.ranks import rank_device  # noqa: E402
+from lockstep.host.quantization import WeightFormat  # noqa: E402
 from lockstep.runtime.stages import RankPlace, StageLinks  # noqa: E402
 from lockstep.runtime.tiers.identity import Identity  # noqa: E402
 from lockstep.runtime.tiers.mover import HostMover  # noqa: E402
@@ -37,6 +40,7 @@ from lockstep.runtime.weights_group import WeightsGroup  # noqa: E402
 from tests.support.fake_cuda import DEVICE, FakeCuda  # noqa: E402
 from tests.support.fake_nccl import nccl_by_gloo  # noqa: E402
 from tests.support.fake_nixl import nixl_in_process  # noqa: E402
+from tests.support.mapped_memory import MappedMemory  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 GIB = 1 << 30
@@ -379,3 +383,69 @@ def test_weights_come_over_nccl(gpu: FakeCuda, address: str) -> None:
 
     with nccl_by_gloo():
         assert on_two_ranks(run) == [True, True]
+
+
+def test_a_torch_without_nccl_is_named(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"goes from GPU to GPU, but torch .* has none\nhint: gloo, at every end"):
+        WeightsGroup("127.0.0.1", 1, 0, 2, backend="nccl", device=DEVICE)
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+def test_saved_memory_of_a_full_device_is_a_lack_of_memory(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For torch by an allocation of no address, for a release by one sentence."""
+    driver = MappedMemory()
+    monkeypatch.setattr(memory_saver, "CudaDriver", lambda number: driver)
+    saver = memory_saver.MemorySaver(DEVICE)
+    with saver.place("weights"):
+        kept = torch.ones(MappedMemory.granularity, dtype=torch.uint8, device=DEVICE)
+    driver.room = driver.granularity
+    with saver.place("kv_cache"), pytest.raises(torch.OutOfMemoryError):
+        torch.ones(4, device=DEVICE)
+
+    def full(address: int, size: int) -> Any:
+        raise MemoryError("the host is full")
+
+    monkeypatch.setattr(driver, "read", full)
+    with pytest.raises(ConfigError, match=r"the weights, [0-9,]+ bytes, have no room in the memory of the host"):
+        saver.release(("weights", "kv_cache"))
+    assert kept.cpu().tolist() == [1] * MappedMemory.granularity
+
+
+def test_rows_that_no_step_of_a_gpu_divides_are_widened_or_refused(gpu: FakeCuda) -> None:
+    """A scale for each 24 inputs of a rank: tensor cores multiply fp8 by 32."""
+
+    def made(*, required: bool) -> Fp8Matrices:
+        stored = WeightFormat(method="fp8", layout="fp8", block=(16, 24))
+        rounding = RowRounding("dynamic", required)
+        return Fp8Matrices([StoredMatrix("part", 16, 48)], 0, 0, 1, torch.float32, DEVICE, stored, rounding)
+
+    assert made(required=False).activations == ""
+    with pytest.raises(ConfigError, match=r"on this rank 24 inputs of `part` share a scale, and a GPU multiplies"):
+        made(required=True)
+
+
+def test_products_of_many_rows_are_widened_first(gpu: FakeCuda) -> None:
+    """Torch multiplies then; experts by their rows, in one launch."""
+    stored = WeightFormat(method="fp8", layout="fp8", block=(16, 16))
+    one = Fp8Matrices([StoredMatrix("part", 32, 64)], 0, 0, 1, torch.bfloat16, DEVICE, stored)
+    one.weight.data.copy_(torch.ones(one.weight.shape))
+    one.scale.data.fill_(0.5)
+    rows = torch.ones(FUSED_ROWS_MAX + 1, 64, dtype=torch.bfloat16, device=DEVICE)
+    assert one.linear(rows).cpu().unique().tolist() == [32.0]
+    assert not gpu.launches
+    assert one.linear(rows[:FUSED_ROWS_MAX]).shape == (FUSED_ROWS_MAX, 32)
+    grouped = Fp8Matrices([StoredMatrix("part", 32, 64)], 3, 0, 1, torch.bfloat16, DEVICE, stored, RowRounding("dynamic"))
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32).to(DEVICE)
+    before = len(gpu.waits)
+    plain = Fp8Matrices([StoredMatrix("part", 32, 64)], 3, 0, 1, torch.bfloat16, DEVICE, stored)
+    assert plain.grouped(rows[:5], ends).shape == (5, 32)
+    wide = WeightFormat(method="fp8", layout="fp8", block=(32, 32))
+    rounded = Fp8Matrices([StoredMatrix("part", 32, 64)], 3, 0, 1, torch.bfloat16, DEVICE, wide, RowRounding("dynamic"))
+    assert rounded.grouped(rows[:5], ends).shape == (5, 32)
+    assert gpu.launches["fp8_linear_kernel"] == 2
+    assert gpu.launches["scaled_linear_kernel"] == 1
+    assert gpu.waits[before:] == []
+    assert grouped.activations == ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -33,6 +33,7 @@ class NcclByGloo:
     """One rank's end of a group."""
 
     Options = NcclOptions
+    ends: ClassVar[list[NcclByGloo]] = []  # kept until all ranks are done: the last to leave reads from the others
 
     def __init__(self, store: Any, rank: int, size: int, options: NcclOptions) -> None:
         assert options._timeout > timedelta(0), "a group without a limit of time"
@@ -42,6 +43,7 @@ class NcclByGloo:
         self.rank, self.size = rank, size
         self.connected = self.aborted = self.numbered = False
         self._gloo = dist.ProcessGroupGloo(store, rank, size, gloo)
+        self.ends.append(self)
 
     def _set_sequence_number_for_group(self) -> None:
         self.numbered = True
@@ -50,6 +52,8 @@ class NcclByGloo:
         """Connect before the first collective, as all ranks do at the same time."""
         assert self.numbered
         assert device == DEVICE
+        with torch._C._DisableTorchDispatch():
+            self._gloo.barrier().wait()
         self.connected = True
 
     def abort(self) -> None:
@@ -122,4 +126,7 @@ def nccl_by_gloo() -> Iterator[None]:
     with ExitStack() as changed:
         changed.enter_context(mock.patch.object(dist, "ProcessGroupNCCL", NcclByGloo, create=True))
         changed.enter_context(mock.patch.object(dist, "is_nccl_available", lambda: True))
-        yield
+        try:
+            yield
+        finally:
+            NcclByGloo.ends.clear()

@@ -6,16 +6,18 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.gpu_lines.reached import Reached
+from tests.support.gpu_lines.reached import Outside, Reached
 from tests.support.gpu_lines.sources import Sources, dotted, last_name
 from tests.support.gpu_lines.values import FALSE, NOTHING, TRUE
 
 ROOT = Path(__file__).parents[3]
 RUNTIME = ROOT / "packages/gpu-runtime/src"
+PACKAGE = "lockstep.runtime"
 OUTSIDE = ("packages/*/src", "tools/src")
 BACKENDS = ("lockstep.runtime.attention.flashinfer_backend", "lockstep.runtime.attention.triton_backend")
 """Chosen by name from a table, `attention.UNAVAILABLE_BECAUSE`, which refuses both on any other device."""
-ROOTS = ("lockstep.runtime.demo_model.cli", "lockstep.runtime.generate", "lockstep.runtime.worker")
+ROOTS = tuple(f"{PACKAGE}.{name}" for name in ("llm", "demo_model.cli", "generate", "sources.widen", "worker"))
+"""Modules that are started or imported from outside."""
 FALSE_CALLS = ("torch.cuda.is_available", "is_pinned")
 REFUSED = {"memory_saver": "memory_saver.check_memory_saver"}
 """Settings that are refused at start on any other device, and where."""
@@ -51,7 +53,7 @@ def anywhere(node: ast.expr) -> int:
     return NOTHING
 
 
-def read(root: Path = RUNTIME, package: str = "lockstep.runtime") -> dict[str, tuple[str, str]]:
+def read(root: Path = RUNTIME, package: str = PACKAGE) -> dict[str, tuple[str, str]]:
     """Return the modules of a package below a folder of sources: path and text by name."""
     found = {}
     for path in sorted((root / package.replace(".", "/")).rglob("*.py")):
@@ -60,20 +62,22 @@ def read(root: Path = RUNTIME, package: str = "lockstep.runtime") -> dict[str, t
     return found
 
 
-def named_outside() -> set[str]:
-    """Return the names that other packages use: those of the runtime that they may call are among them."""
-    found: set[str] = set()
+def used_outside() -> Outside:
+    """Return what other packages import of the runtime, and the names of all attributes that they read."""
+    imported: set[tuple[str, str]] = set()
+    attributes: set[str] = set()
     for pattern in OUTSIDE:
         for folder in ROOT.glob(pattern):
             for path in folder.rglob("*.py") if folder != RUNTIME else ():
                 for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                    if isinstance(node, ast.Name | ast.Attribute):
-                        found.add(last_name(node))
-                    elif isinstance(node, ast.ImportFrom | ast.Import):
-                        found.update(part for alias in node.names for part in alias.name.split("."))
-                    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-                        found.add(node.value)
-    return found
+                    if isinstance(node, ast.Attribute):
+                        attributes.add(node.attr)
+                    elif isinstance(node, ast.ImportFrom) and str(node.module).startswith(PACKAGE):
+                        imported.update((str(node.module), alias.name) for alias in node.names)
+                    elif isinstance(node, ast.Import):
+                        names = [alias.name.rpartition(".") for alias in node.names if alias.name.startswith(PACKAGE)]
+                        imported.update((parent, name) for parent, _, name in names)
+    return Outside(frozenset(imported), frozenset(attributes))
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class GpuLines:
 def lines_of_a_gpu(
     modules: dict[str, tuple[str, str]] | None = None,
     roots: tuple[str, ...] = ROOTS,
-    outside: set[str] | None = None,
+    outside: Outside | None = None,
     absent: tuple[str, ...] = BACKENDS,
 ) -> dict[str, GpuLines]:
     """Return by file the lines that may run on some device, and not where there is no GPU.
@@ -101,7 +105,7 @@ def lines_of_a_gpu(
         modules: as `read` returns them; None: the runtime. roots, outside, absent: see `Reached`.
     """
     modules = read() if modules is None else modules
-    names = named_outside() if outside is None else outside
+    names = used_outside() if outside is None else outside
     every = Sources(modules)
     anything = Reached(every, anywhere, (), roots, names).lines()
     without = Reached(Sources(modules), without_gpu, absent, roots, names).lines()

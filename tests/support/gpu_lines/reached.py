@@ -7,10 +7,11 @@
 
 Values are sets of `None`, `False`, `True` and anything else (`values.py`). They start empty and grow until nothing
 changes, as in sparse conditional constant propagation (Wegman and Zadeck, 1991), with variables regardless of order in
-their function. A function is reached if a line that may run names it, in whichever module; a class, if such a line
-names it outside of `isinstance` and annotations; a method, if its class is reached as well. Names that are equal are not
-distinguished, so too much is taken as reached, not too little. Parameters have the values of all calls; those of a
-function that is passed on, or that another package names, may be anything.
+their function. A function is reached if a line that may run names it, itself or by an import; a class, if such a line
+names it outside of `isinstance` and annotations; a method, if its class is reached and a line names an attribute like
+it. Methods and attributes of equal names are not distinguished, so too much is taken as reached, not too little.
+Parameters have the values of all calls; those of a function that is passed on, or that another package names, may be
+anything.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from tests.support.gpu_lines.sources import (
+    WITHOUT_FIELDS,
     Class,
     Function,
     FunctionNode,
@@ -39,6 +43,17 @@ FOREIGN = frozenset(dir(dict)) | set(dir(list)) | set(dir(str)) | set(dir(set)) 
 """Methods of other libraries' objects: a call of one is not resolved by its name."""
 
 
+@dataclass(frozen=True)
+class Outside:
+    """What other packages use of this one: `imported` by module and name, and names of attributes."""
+
+    imported: frozenset[tuple[str, str]] = frozenset()
+    attributes: frozenset[str] = frozenset()
+
+
+NOWHERE = Outside()
+
+
 class Reached:
     """The lines that may run.
 
@@ -46,23 +61,30 @@ class Reached:
         fact: what holds in this world.
         absent: names of modules that this world never imports: an import of one, and what follows it, is not reached.
         roots: names of modules that are started from outside.
-        outside: names that other packages use.
+        outside: what other packages use.
     """
 
     def __init__(
-        self, sources: Sources, fact: Fact, absent: Iterable[str], roots: Iterable[str], outside: Iterable[str]
+        self, sources: Sources, fact: Fact, absent: Iterable[str], roots: Iterable[str], outside: Outside = NOWHERE
     ) -> None:
         self.sources, self._fact, self._absent = sources, fact, frozenset(absent)
-        self._names: set[str] = set(outside)  # named by lines that may run
-        self._open: set[str] = set(outside)  # and not only called
+        self._named: dict[str, bool] = dict.fromkeys(outside.attributes, True)  # attributes; whether not only called
+        self._inner: dict[str, bool] = {}  # variables, likewise: functions within functions
+        self._tops: dict[int, bool] = {}  # functions and classes at the top of modules, likewise, by id
         self._attributes: dict[tuple[str, str], int] = {}
         self._changed = self._lenient = False
         self._module: Module
         self._function: Function | None = None
         self._owner: Class | None = None
         self._hidden: list[set[str]] = []  # variables of lambdas and comprehensions
-        for name in roots:
+        self._roots = frozenset(roots)
+        for name in self._roots:
             self._import(name)
+        for module, name in outside.imported:
+            self._import(module)
+            self._import(f"{module}.{name}")
+            if module in sources.modules:
+                self._top(sources.resolved(module, name), opens=True)
         while self._pass() or not self._lenient:  # at last, conditions without a value may be anything
             if not self._changed:
                 self._lenient = True
@@ -81,10 +103,11 @@ class Reached:
                 self._module, self._function, self._owner = module, None, None
                 self._body(module.tree.body)
         for one in self.sources.every_class():
-            if not one.reached and one.module.reached and one.name in self._names:
+            of_value = one.module.is_value and one.name in self._named
+            if not one.reached and one.module.reached and (id(one) in self._tops or of_value):
                 one.reached = self._changed = True
             for base in one.bases if one.reached else ():
-                self._name(base)
+                self._top(self.sources.class_of(one.module, base))
         for function in self.sources.every_function():
             if not function.reached and self._is_reached(function):
                 function.reached = self._changed = True
@@ -97,21 +120,30 @@ class Reached:
             return False
         owner, registered = function.owner, not (function.is_plain or function.is_kernel)
         if owner is None:
-            return function.name in self._names or registered
+            of_value = function.module.is_value and function.name in self._named
+            named = id(function) in self._tops or of_value if function.is_top else function.name in self._inner
+            return registered or named
         if owner.is_protocol or not owner.reached:
             return False
-        foreign = any(base and base not in self.sources.classes for base in owner.bases)
-        special = function.name.startswith("__") and function.name.endswith("__")
-        return function.name in self._names or special or foreign or registered
+        return registered or function.name in self._named or is_special(function.name) or self._is_foreign(owner)
+
+    def _is_foreign(self, owner: Class) -> bool:
+        """Whether a class extends one of another package, which may call any method."""
+        return any(self.sources.class_of(owner.module, base) is None for base in owner.bases if base not in WITHOUT_FIELDS)
+
+    def _is_open(self, function: Function) -> bool:
+        """Whether a function is called from where nothing is read."""
+        if function.owner is None:
+            opened = self._tops.get(id(function)) if function.is_top else self._inner.get(function.name)
+            return bool(opened) or not function.is_plain or (function.is_top and function.module.is_value)
+        if function.name == "__init__":
+            return bool(self._tops.get(id(function.owner)))
+        called = is_special(function.name) or self._is_foreign(function.owner) or not function.is_plain
+        return called or bool(self._named.get(function.name))
 
     def _read(self, function: Function) -> None:
         self._module, self._function, self._owner = function.module, function, function.owner
-        owner = function.owner
-        foreign = owner is not None and any(base and base not in self.sources.classes for base in owner.bases)
-        special = function.name.startswith("__") and function.name != "__init__"
-        if not function.open and (function.name in self._open or foreign or special or not function.is_plain):
-            function.open = self._changed = True
-        if function.name == "__init__" and owner is not None and owner.name in self._open and not function.open:
+        if not function.open and self._is_open(function):
             function.open = self._changed = True
         given = function.node.args
         named = [*given.posonlyargs, *given.args, *given.kwonlyargs]
@@ -151,7 +183,7 @@ class Reached:
             case ast.ClassDef():
                 self._class(node)
             case ast.If():
-                value = self._condition(node.test)
+                value = FALSE if self._is_not_started(node.test) else self._condition(node.test)
                 ends = [self._body(node.body)] if may_hold(value) else []
                 ends += [self._body(node.orelse)] if may_fail(value) else []
                 return any(ends)
@@ -215,6 +247,10 @@ class Reached:
                     if isinstance(child, ast.expr):
                         self._value(child)
         return True
+
+    def _is_not_started(self, node: ast.expr) -> bool:
+        """Whether a condition is that the module is the program, and no root."""
+        return ast.unparse(node) == "__name__ == '__main__'" and self._module.name not in self._roots
 
     def _match(self, node: ast.Match) -> bool:
         self._value(node.subject)
@@ -281,10 +317,17 @@ class Reached:
             self._import(name)
         for alias in node.names:
             if alias.asname:
-                self._name(alias.name.rpartition(".")[2], opens=True)
+                self._top(self.sources.resolved(self._module.name, alias.asname), opens=True)
         if self._function is not None:
-            for alias in node.names:
-                self._set(alias.asname or alias.name.partition(".")[0], OTHER)
+            self._function.imported.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
+
+    def _import_any(self, beginning: ast.expr) -> None:
+        """Import all modules whose names have this beginning."""
+        text = beginning.value if isinstance(beginning, ast.Constant) else None
+        for name, module in self.sources.modules.items():
+            if isinstance(text, str) and name.startswith(text):
+                self._import(name)
+                self._pass_on(module)
 
     def _import(self, name: str) -> None:
         parts = name.split(".")
@@ -332,12 +375,15 @@ class Reached:
             self._attributes[place] = before | value
             self._changed = True
 
-    def _name(self, name: str, *, opens: bool = False) -> None:
-        if name not in self._names or (opens and name not in self._open):
-            self._names.add(name)
-            if opens:
-                self._open.add(name)
+    def _note(self, names: dict[Any, bool], key: Any, *, opens: bool) -> None:
+        if key not in names or (opens and not names[key]):
+            names[key] = opens or names.get(key, False)
             self._changed = True
+
+    def _top(self, found: Function | Class | Module | None, *, opens: bool = False) -> None:
+        """Note that a function or class at the top of a module is named."""
+        if isinstance(found, Function | Class):
+            self._note(self._tops, id(found), opens=opens)
 
     # ----------------------------------------------------------------------------------------------------- expressions
 
@@ -355,8 +401,8 @@ class Reached:
             case ast.Name():
                 return self._variable(node.id)
             case ast.Attribute():
-                self._value(node.value)
-                return self._read_attribute(node.attr)
+                self._base(node)
+                return self._read_attribute(node)
             case ast.BoolOp():
                 return self._joined(node)
             case ast.UnaryOp(op=ast.Not()):
@@ -424,19 +470,46 @@ class Reached:
     def _variable(self, name: str, *, is_called: bool = False) -> int:
         if any(name in some for some in self._hidden):
             return OTHER
-        function = self._function
-        while function is not None:
-            if name in function.variables and name not in self.sources.functions:
-                if name not in function.used:
-                    function.used.add(name)
-                    self._changed = True
-                return function.variables[name]
-            function = function.outer
-        self._name(name, opens=not is_called)
+        function = self._binding(name)
+        if function is not None:
+            if name not in function.used:
+                function.used.add(name)
+                self._changed = True
+            return function.variables[name]
+        self._note(self._inner, name, opens=not is_called)
+        found = self.sources.resolved(self._module.name, name)
+        self._top(found, opens=not is_called)
+        if isinstance(found, Module):
+            self._pass_on(found)
         return OTHER
 
-    def _read_attribute(self, name: str, *, is_called: bool = False) -> int:
-        self._name(name, opens=not is_called)
+    def _pass_on(self, module: Module) -> None:
+        if not module.is_value:
+            module.is_value = self._changed = True
+
+    def _base(self, node: ast.Attribute) -> None:
+        """Read what an attribute is of, unless it is a module of this package."""
+        if not (isinstance(node.value, ast.Name) and isinstance(self._resolved(node.value), Module)):
+            self._value(node.value)
+
+    def _binding(self, name: str) -> Function | None:
+        """Return the function around this place of which a name is a variable; None: it is of the module."""
+        function = self._function
+        while function is not None:
+            if name in function.imported:
+                return None
+            if name in function.variables:
+                return function
+            function = function.outer
+        return None
+
+    def _read_attribute(self, node: ast.Attribute, *, is_called: bool = False) -> int:
+        found = self._resolved(node)
+        if found is not None:
+            self._top(found, opens=not is_called)
+            return OTHER
+        name = node.attr
+        self._note(self._named, name, opens=not is_called)
         place = place_of(self._module, name)
         getters = [one for one in self.sources.functions.get(name, ()) if "property" in one.decorators]
         if getters and not any(one.owner is not None and one.owner.is_protocol for one in getters):
@@ -444,6 +517,18 @@ class Reached:
         if getters or place not in self.sources.assigned:
             return OTHER
         return self._attributes.get(place, NOTHING)
+
+    def _resolved(self, node: ast.expr) -> Function | Class | Module | None:
+        """Return what a name, or an attribute of a module, stands for in this package; None: anything else."""
+        name = node.value if isinstance(node, ast.Attribute) else node
+        if isinstance(name, ast.Name) and self._binding(name.id) is not None:
+            return None
+        if isinstance(node, ast.Name):
+            return self.sources.resolved(self._module.name, node.id)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = self.sources.resolved(self._module.name, node.value.id)
+            return self.sources.resolved(module.name, node.attr) if isinstance(module, Module) else None
+        return None
 
     def _results(self, functions: list[Function]) -> int:
         found = NOTHING
@@ -460,16 +545,18 @@ class Reached:
                 return negated(negated(self._value(node.args[0])))
             self._variable(name, is_called=True)
         elif isinstance(node.func, ast.Attribute):
-            self._value(node.func.value)
-            self._read_attribute(name, is_called=True)
+            self._base(node.func)
+            self._read_attribute(node.func, is_called=True)
         else:
             self._value(node.func)
-        some = self._called(name, node)
+        some = self._called(name, node.func)
         arguments = [self._argument(one, some, place) for place, one in enumerate(node.args)]
         keywords = {one.arg: self._argument(one.value, some, one.arg) for one in node.keywords}
+        if name == "import_module" and isinstance(node.args[0], ast.JoinedStr):
+            self._import_any(node.args[0].values[0])
         for one in node.args:
             if isinstance(one, ast.Constant) and isinstance(one.value, str):
-                self._name(one.value, opens=True)  # getattr and its like
+                self._note(self._named, one.value, opens=True)  # getattr and its like
         spread = None in keywords or any(isinstance(one, ast.Starred) for one in node.args)
         for function in some:
             if spread:
@@ -481,7 +568,8 @@ class Reached:
                 if parameter is not None and parameter in function.variables:
                     self._changed |= function.set(parameter, value)
         functions = [one for one in some if one.name == name]
-        if not functions or name in FOREIGN or name in self.sources.classes or not all(one.is_plain for one in functions):
+        exact = isinstance(self._resolved(node.func), Function)
+        if not functions or not all(one.is_plain for one in functions) or (name in FOREIGN and not exact):
             return OTHER
         if any(one.owner is not None and one.owner.is_protocol for one in functions) and len(functions) == 1:
             return OTHER
@@ -495,20 +583,25 @@ class Reached:
                 return OTHER
         return self._value(node)
 
-    def _called(self, name: str, node: ast.Call) -> list[Function]:
-        """Return the functions that a call may run: those of its name, and constructors of classes of its name."""
-        functions = list(self.sources.functions.get(name, ()))
+    def _called(self, name: str, node: ast.expr) -> list[Function]:
+        """Return the functions that a call may run: the one that is named, a constructor, or methods of this name."""
+        found = self._resolved(node)
+        if name in ("cls", "type") and self._owner is not None:
+            found = self._owner
+        if isinstance(found, Function):
+            return [found]
+        if isinstance(found, Class):
+            return self._constructors(found)
+        some = self.sources.functions.get(name, ())
         if name == "__init__":  # of a base
-            return [one for one in functions if self._opened(one)]
-        classes = self.sources.classes.get(name, [])
-        if name in ("cls", "type"):
-            classes = [self._owner] if self._owner is not None else []
-        for one in classes:
-            functions += [made for made in self.sources.functions.get("__init__", ()) if made.owner is one or self._extends(one, made)]
-        return functions
+            return [one for one in some if self._opened(one)]
+        is_method = isinstance(node, ast.Attribute)
+        return [one for one in some if not one.is_top and (one.owner is not None) == is_method]
 
-    def _extends(self, one: Class, function: Function) -> bool:
-        return function.owner is not None and function.owner.name in one.bases
+    def _constructors(self, one: Class) -> list[Function]:
+        own = [made for made in self.sources.functions.get("__init__", ()) if made.owner is one]
+        bases = [base for name in one.bases if (base := self.sources.class_of(one.module, name)) is not None]
+        return own or [made for base in bases for made in self._constructors(base)]
 
     def _opened(self, function: Function) -> bool:
         if self._owner is not None and function.owner is not None and function.owner.name in self._owner.bases:
@@ -520,11 +613,18 @@ class Reached:
     def _is_instance(self, node: ast.Call) -> int:
         """Return whether an object may be of a class: not of one of ours of which none is made."""
         self._value(node.args[0])
-        names = [last_name(one) for one in ast.walk(node.args[1]) if isinstance(one, ast.Name | ast.Attribute)]
-        known = [self.sources.classes[name] for name in names if name in self.sources.classes]
-        if len(known) < len(names) or any(one.is_protocol for some in known for one in some):
+        given = node.args[1]
+        of_union = ast.walk(given) if isinstance(given, ast.BinOp | ast.Tuple) else [given]
+        found = [self._resolved(one) for one in of_union if isinstance(one, ast.Name | ast.Attribute)]
+        known = [one for one in found if isinstance(one, Class)]
+        if len(known) < len(found) or any(one.is_protocol for one in known):
             return BOOL
-        return BOOL if any(one.reached for some in known for one in some) else FALSE
+        return BOOL if any(one.reached for one in known) else FALSE
+
+
+def is_special(name: str) -> bool:
+    """Whether Python itself calls a method of this name, beside the constructor."""
+    return name.startswith("__") and name.endswith("__")
 
 
 def _breaks(body: list[ast.stmt]) -> bool:

@@ -23,6 +23,7 @@ class Module:
     path: str
     tree: ast.Module
     reached: bool = False
+    is_value: bool = False  # it is passed on: attributes of anything may be its functions
     lines: set[int] = field(default_factory=set)  # of statements that may run
 
 
@@ -58,6 +59,7 @@ class Function:
     reached: bool = False
     open: bool = False  # called from where nothing is read: its parameters may be anything
     variables: dict[str, int] = field(default_factory=dict)
+    imported: set[str] = field(default_factory=set)  # variables that it imports
     used: set[str] = field(default_factory=set)  # variables that lines that may run read
     returned: int = NOTHING
 
@@ -77,6 +79,11 @@ class Function:
         names = [one.arg for one in [*self.node.args.posonlyargs, *self.node.args.args]]
         bound = self.owner is not None and "staticmethod" not in self.decorators
         return names[1:] if bound else names
+
+    @property
+    def is_top(self) -> bool:
+        """Whether it is at the top of its module."""
+        return self.owner is None and self.outer is None
 
     @property
     def is_plain(self) -> bool:
@@ -120,9 +127,12 @@ class Sources:
         self.classes: dict[str, list[Class]] = defaultdict(list)
         self.functions: dict[str, list[Function]] = defaultdict(list)
         self.by_node: dict[ast.AST, Function | Class] = {}
+        self.tops: dict[tuple[str, str], Function | Class] = {}  # of the top of a module, by module and name
+        self.imported: dict[str, dict[str, str]] = {}  # by module and name in it: what it stands for, dotted
         self.assigned: set[tuple[str, str]] = set()  # attributes, see `place_of`
         for module in self.modules.values():
             self._read(module, module.tree, None, None)
+            self.imported[module.name] = imports_of(module.tree)
             for node in ast.walk(module.tree):
                 if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
                     self.assigned.add(place_of(module, node.attr))
@@ -137,12 +147,16 @@ class Sources:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ClassDef):
                 made = Class(child.name, module, child)
+                if owner is None and outer is None:
+                    self.tops[module.name, child.name] = made
                 self.classes[child.name].append(made)
                 self.by_node[child] = made
                 self._read(module, child, made, outer)
             elif isinstance(child, FunctionNode):
                 function = Function(child.name, module, child, owner, outer)
                 self.functions[child.name].append(function)
+                if function.is_top:
+                    self.tops[module.name, child.name] = function
                 self.by_node[child] = function
                 for one in _parameters(child):
                     function.variables[one] = NOTHING
@@ -157,14 +171,29 @@ class Sources:
             else:
                 self._read(module, child, owner, outer)
 
+    def resolved(self, module: str, name: str) -> Function | Class | Module | None:
+        """Return what a name of a module stands for, through imports; None: nothing of this package."""
+        if (module, name) in self.tops:
+            return self.tops[module, name]
+        target = self.imported[module].get(name)
+        if target is None or target == f"{module}.{name}":
+            return self.modules.get(f"{module}.{name}")
+        if target in self.modules:
+            return self.modules[target]
+        parent, _, last = target.rpartition(".")
+        return self.resolved(parent, last) if parent in self.modules else None
+
+    def class_of(self, module: Module, name: str) -> Class | None:
+        """Return the class of this package that a name of a module stands for; None: a foreign one."""
+        found = self.resolved(module.name, name)
+        return found if isinstance(found, Class) else None
+
     def has_fields(self, one: Class) -> bool:
         """Return whether annotations in a class may be parameters of `__init__`: by a decorator, or a foreign base."""
         if "dataclass" in map(last_name, map(called, one.node.decorator_list)):
             return True
-        return any(
-            any(map(self.has_fields, self.classes[base])) if base in self.classes else base not in WITHOUT_FIELDS
-            for base in one.bases
-        )
+        bases = [(base, self.class_of(one.module, base)) for base in one.bases]
+        return any(base not in WITHOUT_FIELDS if found is None else self.has_fields(found) for base, found in bases)
 
     def every_function(self) -> Iterator[Function]:
         """Yield all functions."""
@@ -175,6 +204,17 @@ class Sources:
         """Yield all classes."""
         for some in self.classes.values():
             yield from some
+
+
+def imports_of(tree: ast.Module) -> dict[str, str]:
+    """Return the names that a module imports, anywhere in it, with what they stand for."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.update((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            found.update((alias.asname or alias.name, alias.name) for alias in node.names)
+    return found
 
 
 def _parameters(node: FunctionNode) -> list[str]:
