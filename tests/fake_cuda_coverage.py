@@ -3,7 +3,7 @@
     python -m tests.fake_cuda_coverage                 the table by module; exit status 1 below the floor
     python -m tests.fake_cuda_coverage --missing       with the numbers of the lines that are not run
     python -m tests.fake_cuda_coverage --lines         only count the lines that only a GPU reaches; nothing is run
-    python -m tests.fake_cuda_coverage --on-cpu TEST   which of them these tests, on the CPU, run: there must be none
+    python -m tests.fake_cuda_coverage --on-cpu TEST   which of them tests of whole engines on a CPU run: none may
 
 A line is one that only a GPU reaches if it may run on some device, but not where no device is a GPU and Triton's
 interpreter is off: `tests/support/gpu_lines`. Bodies of Triton's kernels are counted apart. They run on no CPU but in
@@ -13,6 +13,7 @@ the interpreter, and are compiled ahead of time: `make kernel-resources`.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -33,8 +34,12 @@ def tests_on_the_fake_device() -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in found if MARK in path.read_text(encoding="utf-8")]
 
 
-def lines_run(tests: list[str]) -> dict[str, set[int]]:
-    """Run tests under coverage, the processes that they start too. Returns by file the lines that were run."""
+def lines_run(tests: list[str], *, interpret: bool) -> dict[str, set[int]]:
+    """Run tests under coverage, the processes that they start too. Returns by file the lines that were run.
+
+    Args:
+        interpret: whether Triton's kernels run in its interpreter.
+    """
     with tempfile.TemporaryDirectory() as folder:
         settings, data = Path(folder) / "settings", Path(folder) / "data"
         settings.write_text(
@@ -42,7 +47,8 @@ def lines_run(tests: list[str]) -> dict[str, set[int]]:
             f"source = {RUNTIME / 'lockstep/runtime'}\n"
         )
         command = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", "-q", *tests]
-        if status := subprocess.run(command, cwd=ROOT, check=False).returncode:
+        environment = {**os.environ, "TRITON_INTERPRET": str(int(interpret))}
+        if status := subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode:
             raise SystemExit(f"the tests failed with status {status}: nothing is counted")
         found: dict[str, set[int]] = {}
         for part in Path(folder).glob("data.*"):
@@ -78,7 +84,7 @@ def main() -> int:
     asked = parser.parse_args()
     only: dict[str, GpuLines] = lines_of_a_gpu()
     tests = asked.on_cpu or tests_on_the_fake_device()
-    ran = {} if asked.lines else lines_run(tests)
+    ran = {} if asked.lines else lines_run(tests, interpret=not asked.on_cpu)
     print(f"{'module':48}{'lines':>7}{'run':>7}{'share':>9}{'kernels':>9}")
     total = there = kernels = 0
     for path, found in sorted(only.items()):
