@@ -360,9 +360,7 @@ class FakeCuda(TorchDispatchMode):
             "use_mem_pool": pooled,
             "CUDAGraph": lambda: Graph(self),
             "graph": graph,
-            "cudart": lambda: SimpleNamespace(
-                cudaHostRegister=self._register, cudaHostUnregister=self._unregister
-            ),
+            "cudart": lambda: SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister),
         }
         self._patches.enter_context(mock.patch.multiple(torch.cuda, **changed))
         pointers = mock.patch.object(torch._C, "_cuda_customAllocator", lambda *two: two, create=True)

@@ -79,9 +79,7 @@ class NcclByGloo:
             "allgather", [[list(into.view(self.size, *tensor.shape).unbind())], [tensor]], options=options
         )
 
-    def alltoall_base(
-        self, into: Tensor, tensor: Tensor, receives: list[int], sends: list[int], options: Any
-    ) -> Any:
+    def alltoall_base(self, into: Tensor, tensor: Tensor, receives: list[int], sends: list[int], options: Any) -> Any:
         """Exchange rows."""
         return self._begun("alltoall_base", [into, tensor], receives, sends, options=options)
 
@@ -125,7 +123,7 @@ def nccl_by_gloo() -> Iterator[None]:
     """Let torch have NCCL."""
     with ExitStack() as changed:
         changed.enter_context(mock.patch.object(dist, "ProcessGroupNCCL", NcclByGloo, create=True))
-        changed.enter_context(mock.patch.object(dist, "is_nccl_available", lambda: True))
+        changed.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
         try:
             yield
         finally:

@@ -1,7 +1,7 @@
 """NIXL's agents within one process: a transfer of kind READ copies bytes between addresses that were registered.
 
-    with nixl_in_process() as agents:        import nixl._api
-        agents["lockstep-..."]               agents by name
+with nixl_in_process() as agents:        import nixl._api
+    agents["lockstep-..."]               agents by name
 """
 
 from __future__ import annotations

@@ -30,13 +30,12 @@ def without_gpu(node: ast.expr) -> int:
     Triton's interpreter, which tests use on a CPU, is switched off.
     """
     match node:
-        case ast.Compare(left=ast.Attribute(attr="type"), ops=[op], comparators=[ast.Constant(value=("cuda" | "cpu") as kind)]):
-            holds = (kind == "cpu") == isinstance(op, ast.Eq)
-            return (TRUE if holds else FALSE) if isinstance(op, ast.Eq | ast.NotEq) else NOTHING
-        case ast.Compare(left=left, ops=[ast.Eq()], comparators=[ast.Constant(value="1")]) if "TRITON_INTERPRET" in ast.unparse(left):
-            return FALSE
-        case ast.Compare(ops=[ast.Eq()], comparators=[ast.Constant(value=str(value))]) if value in REFUSED_VALUES:
-            return FALSE
+        case ast.Compare(left=left, ops=[ast.Eq() | ast.NotEq() as op], comparators=[ast.Constant(value=str(value))]):
+            equal, unequal = (TRUE, FALSE) if isinstance(op, ast.Eq) else (FALSE, TRUE)
+            if value in ("cuda", "cpu") and isinstance(left, ast.Attribute) and left.attr == "type":
+                return equal if value == "cpu" else unequal
+            if value in REFUSED_VALUES or (value == "1" and "TRITON_INTERPRET" in ast.unparse(left)):
+                return unequal
         case ast.Attribute(attr="is_cuda"):
             return FALSE
         case ast.Attribute(attr=name, ctx=ast.Load()) if name in REFUSED:

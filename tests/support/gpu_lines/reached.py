@@ -30,11 +30,22 @@ from tests.support.gpu_lines.sources import (
     Module,
     Sources,
     called,
-    dotted,
     last_name,
     place_of,
 )
-from tests.support.gpu_lines.values import BOOL, FALSE, NONE, NOTHING, OTHER, TRUE, is_none, may_fail, may_hold, negated, of_constant
+from tests.support.gpu_lines.values import (
+    BOOL,
+    FALSE,
+    NONE,
+    NOTHING,
+    OTHER,
+    TRUE,
+    is_none,
+    may_fail,
+    may_hold,
+    negated,
+    of_constant,
+)
 
 Fact = Callable[[ast.expr], int]
 """Returns the value of an expression in this world; NOTHING: no fact concerns it."""
@@ -129,7 +140,8 @@ class Reached:
 
     def _is_foreign(self, owner: Class) -> bool:
         """Whether a class extends one of another package, which may call any method."""
-        return any(self.sources.class_of(owner.module, base) is None for base in owner.bases if base not in WITHOUT_FIELDS)
+        bases = [base for base in owner.bases if base not in WITHOUT_FIELDS]
+        return any(self.sources.class_of(owner.module, base) is None for base in bases)
 
     def _is_open(self, function: Function) -> bool:
         """Whether a function is called from where nothing is read."""
@@ -202,7 +214,8 @@ class Reached:
                     self._value(item.context_expr)
                     if item.optional_vars is not None:
                         self._assign(item.optional_vars, OTHER)
-                return self._body(node.body) or any(last_name(called(one.context_expr)) == "suppress" for one in node.items)
+                suppresses = any(last_name(called(one.context_expr)) == "suppress" for one in node.items)
+                return self._body(node.body) or suppresses
             case ast.Try():
                 ends = [self._body(node.body) and self._body(node.orelse)]
                 for handler in node.handlers:

@@ -11,7 +11,16 @@ from tests.support.gpu_lines.values import NOTHING, OTHER
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 WITHOUT_FIELDS = ("Protocol", "ABC", "Exception", "RuntimeError", "ValueError")  # bases that make no parameters
-PLAIN = ("staticmethod", "classmethod", "property", "cached_property", "contextmanager", "cache", "abstractmethod", "override")
+PLAIN = (
+    "staticmethod",
+    "classmethod",
+    "property",
+    "cached_property",
+    "contextmanager",
+    "cache",
+    "abstractmethod",
+    "override",
+)
 KERNEL = "jit"
 
 
@@ -44,7 +53,7 @@ class Class:
     @property
     def is_protocol(self) -> bool:
         """Whether it only describes others."""
-        return "Protocol" in self.bases or any("Protocol" == last_name(getattr(one, "value", one)) for one in self.node.bases)
+        return "Protocol" in [last_name(getattr(one, "value", one)) for one in self.node.bases] + self.bases
 
 
 @dataclass

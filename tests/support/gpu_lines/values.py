@@ -29,4 +29,6 @@ def is_none(value: int) -> int:
 
 def of_constant(value: object) -> int:
     """Return what a literal is."""
-    return {None: NONE, False: FALSE, True: TRUE}.get(value, OTHER) if value is None or value is False or value is True else OTHER
+    if value is None:
+        return NONE
+    return OTHER if not isinstance(value, bool) else TRUE if value else FALSE

@@ -42,9 +42,7 @@ class HeadDrafter:
 
     reads_layers = True
 
-    def __init__(
-        self, head: DraftHead, attention: AttentionBackend, upload: Callable[[NDArray[Any]], Tensor]
-    ) -> None:
+    def __init__(self, head: DraftHead, attention: AttentionBackend, upload: Callable[[NDArray[Any]], Tensor]) -> None:
         self.head, self.attention, self._upload = head, attention, upload
         self.page_size = attention.pool.page_size
         self.page_shift = self.page_size.bit_length() - 1
