@@ -215,7 +215,7 @@ def test_graphs_are_left_out_where_no_backend_or_model_has_them(
     with LLM(demo_folder(), dtype="float32", **GPU) as llm:
         assert (llm.attention_backend, llm.host.executor.graphs) == ("reference", None)
         assert [len(one.token_ids) for one in llm.generate(PROMPTS, FOUR)] == [4, 4]
-    with pytest.raises(ConfigError, match="found none that can run here: flashinfer: .*; triton: a small kernel"):
+    with pytest.raises(ConfigError, match=r"found none that can run here: flashinfer: .*; triton: a small kernel"):
         LLM(demo_folder(), dtype="float32", cuda_graphs="on", **GPU)
     with pytest.raises(ConfigError, match="`attention_backend` triton cannot run here: a small kernel"):
         LLM(demo_folder(), dtype="float32", attention_backend="triton", **GPU)
