@@ -3,7 +3,7 @@
     python -m tests.fake_cuda_coverage                 the table by module; exit status 1 below the floor
     python -m tests.fake_cuda_coverage --missing       with the numbers of the lines that are not run
     python -m tests.fake_cuda_coverage --lines         only count the lines that only a GPU reaches; nothing is run
-    python -m tests.fake_cuda_coverage --on-cpu TEST   which of them tests of whole engines on a CPU run: none may
+    python -m tests.fake_cuda_coverage --on-cpu TEST   which of them tests on a CPU run; there should be none
 
 A line is one that only a GPU reaches if it may run on some device, but not where no device is a GPU and Triton's
 interpreter is off: `tests/support/gpu_lines`. Bodies of Triton's kernels are counted apart. They run on no CPU but in

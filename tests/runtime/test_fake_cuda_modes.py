@@ -68,8 +68,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("numerics", ["fast", "invariant"])
-@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize(("numerics", "kv"), [("fast", "auto"), ("invariant", "fp8_e4m3")])
 def test_an_engine_over_flashinfer_draws_the_tokens_of_a_cpu(
     flashinfer: ModuleType, tmp_path: Path, numerics: Any, kv: Any
 ) -> None:
