@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign openapi clients schema-campaign bench dist site pages container docs-test mutants kernel-mutants fast-path-campaign parity kernel-resources gpu-check
+.PHONY: help demo check test vllm-test vllm-families scenarios golden swarm explore fleet-swarm rank-swarm overload attacks kill-campaign resume-campaign openapi clients schema-campaign bench dist site pages container docs-test mutants kernel-mutants fast-path-campaign parity fake-cuda-coverage kernel-resources gpu-check
 
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,6 +93,9 @@ container:  ## the Containerfile: hadolint, and a build or, without a builder, i
 
 docs-test:  ## every command line of the documentation as long as it is printed; ARGS=--again goes on after Ctrl-C
 	@$(PYTHON) dev.py docs-test $(ARGS)
+
+fake-cuda-coverage: ## share of the lines that only a GPU reaches which run on a fake device, 90 % at least; ARGS=--missing
+	@$(PYTHON) dev.py fake-cuda-coverage $(ARGS)
 
 kernel-resources: ## every Triton kernel compiled for four generations of GPUs: registers, spills, shared memory; no GPU
 	@$(PYTHON) dev.py kernel-resources $(ARGS)

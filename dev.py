@@ -15,6 +15,7 @@
     python3 dev.py mutants ARGS       small changes of the sources, which tests must notice; core --sample 600
     python3 dev.py kernel-mutants     mutants of the simulator's fast path that no random run finds; --module memory.py
     python3 dev.py parity ARGS        each mechanism of docs/parity.md taken out; its test must fail. ARGS: some names
+    python3 dev.py fake-cuda-coverage the lines that only a GPU reaches, run on a fake device; --missing
     python3 dev.py fleet-swarm ARGS   random histories of prefill and decode engines with a bad network, 1,000,000 steps
     python3 dev.py rank-swarm ARGS    random histories of four data-parallel ranks; --steps 100_000
     python3 dev.py overload ARGS      overload of a server by all kinds of requests; --short for one minute
@@ -231,6 +232,10 @@ def parity(args):
     return call(PYTHON, "-m", "tests.parity", *([] if "--commands" in args else ["--check"]), *args)
 
 
+def fake_cuda_coverage(args):
+    return call(PYTHON, "-m", "tests.fake_cuda_coverage", *args)
+
+
 def kernel_mutants(args):
     return call(PYTHON, "tests/kernel_mutants.py", *args)
 
@@ -371,6 +376,7 @@ TASKS = {
     "docs-test": ("dev", docs_test),
     "version": (None, version),
     "gpu-check": ("runtime", gpu_check),
+    "fake-cuda-coverage": ("runtime", fake_cuda_coverage),
     "kernel-resources": ("runtime", kernel_resources),
     "run": ("dev", run),
     "install": ("dev", install),

@@ -52,8 +52,8 @@ META = torch.device("meta")
 BF16, FP32 = torch.bfloat16, torch.float32
 LAID_OUT = (((128,), torch.int64), ((3, 8), torch.int32))  # tokens and tiles of a batch with adapters
 PAGE, CONTEXT, PREFILL, DRAFTED = 16, 8192, 4096, 6
-SPILLS_MAX_BYTES = 256  # with KV in fp8, or one tile for all kernels (invariant); fast attention has a bound of its own
-FAST_SPILLS_MAX_BYTES = {80: 16, 90: 0, 100: 0, 120: 16}  # by capability
+SPILLS_MAX_BYTES = {80: 256, 90: 0, 100: 0, 120: 256}  # by capability; fast attention has a bound of its own
+FAST_SPILLS_MAX_BYTES = {80: 16, 90: 0, 100: 0, 120: 16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,8 @@ class Row:
             return f"{self.shared_bytes} bytes of shared memory, there are {limit}"
         if "float32" in self.use:
             return ""  # exact products without tensor cores: for comparisons, not for speed
-        allowed = FAST_SPILLS_MAX_BYTES.get(self.capability, 0) if "fast" in self.use else SPILLS_MAX_BYTES
+        bounds = FAST_SPILLS_MAX_BYTES if "fast" in self.use else SPILLS_MAX_BYTES
+        allowed = bounds.get(self.capability, 0)
         return f"{self.spilled_bytes} bytes spilled, {allowed} allowed" if self.spilled_bytes > allowed else ""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import types
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,11 +23,11 @@ from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.runtime import attention, triton_trial  # noqa: E402
 from lockstep.runtime.attention import Needs, choose, flashinfer_backend, make  # noqa: E402
-from lockstep.runtime.attention.reference import ReferenceAttention, attend  # noqa: E402
-from lockstep.runtime.attention.rules import LayerRules  # noqa: E402
+from lockstep.runtime.attention.reference import ReferenceAttention  # noqa: E402
 from lockstep.runtime.kv_pool import KvPool  # noqa: E402
 from lockstep.runtime.quantized.fp8 import to_fp8  # noqa: E402
 from tests.runtime import flashinfer_signatures  # noqa: E402
+from tests.support.flashinfer_wrappers import RELEASES, Wrapper, fits, flashinfer_module  # noqa: E402
 from tests.support.passes import Pass, make_pass  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -199,82 +198,13 @@ def test_choosing_imports_neither_triton_nor_flashinfer():
     assert done.stdout.strip() == "[]", done.stdout
 
 
-# FlashInfer has no kernels for a CPU. Its calls are checked with wrappers that compute in torch what its documentation
-# describes; and each call with the signatures of the releases that are accepted.
-
-RELEASES = json.loads(flashinfer_signatures.STORED.read_text())
-
-
-def fits(wrapper: Wrapper, method: str, *args: Any, **options: Any) -> None:
-    """Bind a call to the signatures of all releases. Raises TypeError for one that does not fit."""
-    name = f"Batch{'Decode' if wrapper.decode else 'Prefill'}WithPagedKVCacheWrapper"
-    for classes in RELEASES.values():
-        flashinfer_signatures.signature(classes[name][method]).bind(wrapper, *args, **options)
-        assert "_pin_memory_int_workspace_buffer" in classes[name]["attributes"]
-    wrapper.bound.add((name, method))
-
-
-class Wrapper:
-    """Plans and runs like the two paged wrappers of FlashInfer."""
-
-    decode = True
-    bound: ClassVar[set[tuple[str, str]]] = set()
-
-    def __init__(self, workspace: torch.Tensor, layout: str, **options: Any) -> None:
-        fits(self, "__init__", workspace, layout, **options)
-        assert layout == "NHD"
-        self.calls = options
-        self._pin_memory_int_workspace_buffer = torch.empty(8, dtype=torch.uint8)
-        self.pinned_used: list[int] = []
-
-    def plan(self, *args: Any, **options: Any) -> None:
-        fits(self, "plan", *args, **options)
-        self.pinned_used.append(self._pin_memory_int_workspace_buffer.data_ptr())
-        args = (None, *args) if self.decode else args
-        self.qo_indptr, self.indptr, self.pages, self.last, heads, kv_heads, head_dim, page_size = args
-        self.options = options
-        assert self.indptr.device.type == "cpu"
-        assert {one.dtype for one in (self.indptr, self.pages, self.last)} == {torch.int32}
-        assert len(self.pages) == self.indptr[-1]
-        if self.calls.get("use_cuda_graph"):
-            assert len(self.last) == len(self.calls["paged_kv_last_page_len_buffer"])
-            assert len(self.indptr) == len(self.calls["paged_kv_indptr_buffer"])
-            assert len(self.pages) <= len(self.calls["paged_kv_indices_buffer"])
-        self.shape = heads, kv_heads, head_dim, page_size
-
-    def run(
-        self,
-        query: torch.Tensor,
-        paged: tuple[torch.Tensor, torch.Tensor],
-        *,
-        out: torch.Tensor,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-    ) -> torch.Tensor:
-        fits(self, "run", query, paged, out=out, k_scale=k_scale, v_scale=v_scale)
-        assert {one.dtype for one in paged} == {self.options["kv_data_type"]}
-        assert query.dtype == self.options["q_data_type"]
-        heads, kv_heads, head_dim, page_size = self.shape
-        assert query.shape == out.shape
-        assert query.shape[1:] == (heads, head_dim)
-        qo_indptr = range(len(self.last) + 1) if self.decode else self.qo_indptr.tolist()
-        assert qo_indptr[-1] == len(query)
-        for row, last in enumerate(self.last.tolist()):
-            pages = self.pages[self.indptr[row] : self.indptr[row + 1]]
-            length = (len(pages) - 1) * page_size + last
-            keys, values = (one[pages].reshape(-1, kv_heads, head_dim)[:length] for one in paged)
-            at = slice(qo_indptr[row], qo_indptr[row + 1])
-            sm_scale = self.options["sm_scale"] * k_scale
-            out[at] = attend(query[at], keys.float(), values.float(), LayerRules(sm_scale)) * v_scale
-        return out
+# FlashInfer has no kernels for a CPU: its calls are those of `tests.support.flashinfer_wrappers`.
 
 
 @pytest.fixture
 def flashinfer(monkeypatch):
     """A module of that name with the wrappers above."""
-    module = types.ModuleType("flashinfer")
-    module.BatchDecodeWithPagedKVCacheWrapper = Wrapper
-    module.BatchPrefillWithPagedKVCacheWrapper = type("Prefill", (Wrapper,), {"decode": False})
+    module = flashinfer_module()
     monkeypatch.setitem(sys.modules, "flashinfer", module)
 
     class Event:

@@ -32,7 +32,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         yield one
 
 
-def test_what_a_cpu_would_wait_for_is_found(gpu: FakeCuda) -> None:
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_a_cpu_would_wait_for_is_found(gpu: FakeCuda, inference: bool) -> None:
+    """In inference mode, too, in which torch dispatches some operations whole that it otherwise takes apart."""
+    with torch.inference_mode(inference):
+        waits_are_found(gpu)
+
+
+def waits_are_found(gpu: FakeCuda) -> None:
     some = torch.arange(4, device=DEVICE)
     pinned = torch.empty(4, dtype=torch.int64, pin_memory=True)
     pinned.copy_(some, non_blocking=True)
@@ -42,6 +49,8 @@ def test_what_a_cpu_would_wait_for_is_found(gpu: FakeCuda) -> None:
     assert gpu.waits == []
     for wait in (
         lambda: some[0].item(),
+        lambda: bool(some[0] > 1),
+        lambda: int(some[1]),
         lambda: some.tolist(),
         lambda: some.nonzero(),
         lambda: some[some > 2],

@@ -46,6 +46,10 @@ SIZED_BY_VALUES = {
 EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 
 
+COMPOSED = {aten.to, aten.item, aten.is_nonzero}
+"""Operations that consist of copies and reads of values. In inference mode torch dispatches them whole."""
+
+
 class OnDevice(Tensor):
     """A tensor of the device. `inner` is its memory, a tensor of the CPU."""
 
@@ -72,9 +76,15 @@ class OnDevice(Tensor):
         """Return the address of the memory."""
         return self.inner.data_ptr()
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the memory."""
-        return self.inner.untyped_storage()
+    def untyped_storage(self) -> Any:
+        """Return the memory, which reports the device."""
+        return DeviceStorage(self.inner.untyped_storage())
+
+    def set_(self, source: Any, *more: Any) -> Any:  # type: ignore[override]
+        """Return a tensor over memory of the device, of the dtype of this one."""
+        assert isinstance(source, DeviceStorage)
+        with torch._C._DisableTorchDispatch():
+            return OnDevice(torch.empty(0, dtype=self.dtype).set_(source.inner, *more))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,6 +94,8 @@ class OnDevice(Tensor):
                 assert isinstance(gpu, FakeCuda)
                 gpu.wait("a list for the CPU")
                 return args[0].inner.tolist()
+            if func in (Tensor.__int__, Tensor.__float__, Tensor.__index__):
+                return func(torch.as_tensor(args[0].item()))
             if func is Tensor.numpy:
                 raise TypeError(f"can't convert a tensor of {DEVICE} to numpy")
             if func is Tensor.copy_:
@@ -102,6 +114,18 @@ class OnDevice(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(f"{func} outside of the fake device's `with`")
+
+
+class DeviceStorage:
+    """The memory of a tensor of the device. `inner` is a storage of the CPU."""
+
+    device = DEVICE
+
+    def __init__(self, inner: torch.UntypedStorage) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +159,7 @@ class FakeCuda(TorchDispatchMode):
         self.operations = 0
         self.capturing: Capture | None = None
         self.pinned: set[int] = set()
+        self.registering = 0  # the result of cudaHostRegister; an error above 0
         self.pool: Pool | None = None  # in which tensors are allocated; None: the device's own
         self.streams: list[Any] = [Stream(self)]
         self._patches = ExitStack()
@@ -144,6 +169,12 @@ class FakeCuda(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if torch.is_inference_mode_enabled() and func.overloadpacket in COMPOSED:
+            TorchDispatchMode.__enter__(self)  # what it consists of comes here
+            try:
+                return func.decompose(*args, **kwargs)
+            finally:
+                TorchDispatchMode.__exit__(self, None, None, None)
         flat, _ = tree_flatten((args, kwargs))
         ours = [one for one in flat if isinstance(one, OnDevice)]
         pinned = kwargs.pop("pin_memory", None)
@@ -301,9 +332,6 @@ class FakeCuda(TorchDispatchMode):
             finally:
                 self.pool = before
 
-        def registered(*_: Any) -> int:
-            return 0
-
         changed: dict[str, Any] = {
             "is_available": lambda: True,
             "device_count": lambda: 1,
@@ -332,13 +360,20 @@ class FakeCuda(TorchDispatchMode):
             "use_mem_pool": pooled,
             "CUDAGraph": lambda: Graph(self),
             "graph": graph,
-            "cudart": lambda: SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=registered),
+            "cudart": lambda: SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister),
         }
         self._patches.enter_context(mock.patch.multiple(torch.cuda, **changed))
         pointers = mock.patch.object(torch._C, "_cuda_customAllocator", lambda *two: two, create=True)
         self._patches.enter_context(pointers)
         self._patches.enter_context(mock.patch.object(Tensor, "is_pinned", lambda one, *_: gpu._is_pinned(one)))
         self._patches.enter_context(mock.patch.object(Tensor, "pin_memory", lambda one, *_: gpu._pinned(one)))
+        made = torch.tensor
+
+        def tensor(data: Any, *, device: Any = None, **options: Any) -> Any:  # which has no dispatch to its device
+            here = made(data, **options)
+            return here if device is None or torch.device(device).type != "cuda" else here.to(DEVICE)
+
+        self._patches.enter_context(mock.patch.object(torch, "tensor", tensor))
         plain = threading.Thread.run
 
         def in_thread(thread: threading.Thread) -> None:  # a dispatch mode is one of its thread
@@ -362,7 +397,12 @@ class FakeCuda(TorchDispatchMode):
         return not isinstance(tensor, OnDevice) and tensor.untyped_storage().data_ptr() in self.pinned
 
     def _register(self, address: int, size: int, flags: int) -> int:
-        self.pinned.add(address)
+        if not self.registering:
+            self.pinned.add(address)
+        return self.registering
+
+    def _unregister(self, address: int) -> int:
+        self.pinned.remove(address)
         return 0
 
 

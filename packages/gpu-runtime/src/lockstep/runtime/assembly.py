@@ -515,14 +515,14 @@ def make_executor(
         )
         blocks = None
         if model.settings.blocks is not None:
-            blocks = DeviceBlocks(model.settings.blocks, config.rows_max, device)
+            blocks = DeviceBlocks(model.settings.blocks, config.rows_max, lane)
         drafter: Drafter | None = None
         if draft is not None:
             plans = (config.drafts_max + 2) * (config.overlap_depth + 1)
             pool_of_drafts = make_pool(draft, config.pages, config.page_size)
             of_drafts = kernels.attention(pool_of_drafts, draft, plans_in_flight=plans)
             if isinstance(draft, DraftHead):
-                drafter = HeadDrafter(draft, of_drafts)
+                drafter = HeadDrafter(draft, of_drafts, lane.upload)
             else:
                 drafter = ModelDrafter(draft, of_drafts, config.pages)
         elif config.speculates:

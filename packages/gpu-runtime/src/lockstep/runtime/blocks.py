@@ -25,6 +25,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.host.batches import BatchResult, Int32s
 from lockstep.runtime.errors import PlanError
 from lockstep.runtime.models.settings import BlockSettings, ModelSettings
+from lockstep.runtime.overlap import StreamLane
 from lockstep.runtime.sampling import Sampled
 from lockstep.runtime.tables import ForwardPass, PassTensors
 
@@ -81,10 +82,12 @@ class DeviceBlocks:
 
     Args:
         rows: of the engine's request table.
+        lane: of the passes.
     """
 
-    def __init__(self, settings: BlockSettings, rows: int, device: torch.device) -> None:
-        self.settings = settings
+    def __init__(self, settings: BlockSettings, rows: int, lane: StreamLane) -> None:
+        self.settings, self._upload, device = settings, lane.upload, lane.device
+        self._mask_token = torch.full((1,), settings.mask_token, dtype=torch.int64, device=device)
         self.tokens = torch.full((rows, settings.size), settings.mask_token, dtype=torch.int64, device=device)
         self.masked = torch.ones((rows, settings.size), dtype=torch.bool, device=device)
         self._masks: Int32s = np.zeros(rows, np.int32)  # with which the newest block of each row began
@@ -105,7 +108,7 @@ class DeviceBlocks:
             self.masked[row] = True
             if given:
                 ids = plan.token_ids[at : at + given].astype(np.int64)
-                self.tokens[row, :given] = torch.from_numpy(ids).to(self.tokens.device)
+                self.tokens[row, :given] = self._upload(ids)
                 self.masked[row, :given] = False
                 at += given
             self._masks[row] = size - given
@@ -121,7 +124,7 @@ class DeviceBlocks:
         """
         rows, size = tensors.rows.to(torch.int64), self.settings.size
         before, masked = self.tokens.index_select(0, rows), self.masked.index_select(0, rows)
-        logits.index_fill_(1, rows.new_tensor([self.settings.mask_token]), -torch.inf)
+        logits.index_fill_(1, self._mask_token, -torch.inf)
         likely = logits.softmax(1)
         of_rows = tensors.rows.repeat_interleave(size)
         sampled = sampler.sample(logits, of_rows, tensors.positions, one.rows.repeat(size), None)

@@ -15,6 +15,9 @@ overwrites, when the model has computed the same tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -34,12 +37,13 @@ class HeadDrafter:
 
     Args:
         attention: over a pool of the head's layer with the pages of the model's pool.
+        upload: copies an array to the device without a wait of the CPU; see `overlap.StreamLane.upload`.
     """
 
     reads_layers = True
 
-    def __init__(self, head: DraftHead, attention: AttentionBackend) -> None:
-        self.head, self.attention = head, attention
+    def __init__(self, head: DraftHead, attention: AttentionBackend, upload: Callable[[NDArray[Any]], Tensor]) -> None:
+        self.head, self.attention, self._upload = head, attention, upload
         self.page_size = attention.pool.page_size
         self.page_shift = self.page_size.bit_length() - 1
         slots = (attention.pool.pages + 1) * self.page_size
@@ -62,9 +66,9 @@ class HeadDrafter:
         before = batch.positions - 1
         if batch.tree is not None:
             tree = batch.tree
-            numbers = torch.from_numpy(tree.numbers.astype(np.int64)).to(before.device)
+            numbers = self._upload(tree.numbers.astype(np.int64))
             parents = np.concatenate((np.array([-1]), tree.shape.parents)).astype(np.int64)
-            behind = torch.from_numpy(parents - tree.shape.depths).to(before.device)
+            behind = self._upload(parents - tree.shape.depths)
             first = len(before) - len(numbers)
             before = torch.cat((before[:first], batch.positions[first:] + behind[numbers]))
         counts = (batch.indptr[1:] - batch.indptr[:-1]).to(torch.int64)
@@ -112,10 +116,10 @@ class HeadDrafter:
             if not len(members):
                 break
             numbers = np.array(at_depth, np.int64)[places]
-            of_rows, of_tree = torch.from_numpy(members).to(device), torch.from_numpy(numbers).to(device)
+            of_rows, of_tree = self._upload(members), self._upload(numbers)
             batch = self._batch(tokens[of_rows, of_tree], rows, (members, numbers), shape, chain=chain)
             if depth:
-                parents = torch.from_numpy(shape.parents[numbers - 1].astype(np.int64)).to(device)
+                parents = self._upload(shape.parents[numbers - 1].astype(np.int64))
                 before = features[of_rows, parents]
             else:
                 positions = rows.stands.index_select(0, of_rows) - 1
@@ -129,7 +133,7 @@ class HeadDrafter:
                 for pair, (member, number) in enumerate(zip(members.tolist(), numbers.tolist(), strict=True))
                 for rank, draft in enumerate(behind[number])
             ]
-            pair, rank, member, draft = torch.from_numpy(np.array(pairs, np.int64).T.copy()).to(device)
+            pair, rank, member, draft = self._upload(np.array(pairs, np.int64).T.copy())
             tokens[member, draft] = likeliest[pair, rank]
         return tokens[:, 1:]
 
@@ -141,19 +145,19 @@ class HeadDrafter:
         device = token_ids.device
         of_rows, firsts, counts = np.unique(members, return_index=True, return_counts=True)
         indptr = np.append(firsts, len(members)).astype(np.int32)
-        of_members, of_tree = torch.from_numpy(members).to(device), torch.from_numpy(numbers).to(device)
+        of_members, of_tree = self._upload(members), self._upload(numbers)
         in_table, stands = rows.rows.index_select(0, of_members), rows.stands.index_select(0, of_members)
         last = numbers[indptr[1:] - 1].astype(np.int32)  # the slots up to it are read
-        first_of_row = torch.from_numpy(firsts).to(device)
+        first_of_row = self._upload(firsts)
         standing = rows.stands_host[of_rows].astype(np.int32)
         lengths = standing + last + np.int32(1)
-        device_lengths = stands.index_select(0, first_of_row) + torch.from_numpy(last.astype(np.int64)).to(device) + 1
+        device_lengths = stands.index_select(0, first_of_row) + self._upload(last.astype(np.int64)) + 1
         return ForwardBatch(
             token_ids=token_ids,
             positions=stands + int(shape.depths[numbers[0]]),
             slots=self._slots(in_table, stands + of_tree, rows.page_table),
             rows=in_table.index_select(0, first_of_row).to(torch.int32),
-            indptr=torch.from_numpy(indptr).to(device),
+            indptr=self._upload(indptr),
             lengths=device_lengths.to(torch.int32),
             page_table=rows.page_table,
             logits_at=torch.arange(len(members), device=device),

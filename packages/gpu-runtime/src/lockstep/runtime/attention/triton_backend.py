@@ -28,6 +28,7 @@ PROGRAMS_PER_SM = 4  # of `attend_split` without a GPU; with one, as many as the
 ITEMS_PER_ROW_MAX = 128
 AHEAD = 8  # parts that `merge` loads at a time
 ROWS = 128  # rows whose items a program of `attend_split` searches at a time
+REGISTERS_MAX = 255  # of a thread, on every GPU from Ampere on
 SPLIT_TILE_MAX = 64  # query rows of a tile up to which an extend is split like a decode
 
 
@@ -89,11 +90,24 @@ def extend_tiling(
     if dtype.itemsize > 2:  # no tensor cores in full fp32: registers are the limit
         return decode_tiling(head_dim, dtype, group)
     if numerics == "invariant":
-        return Tiling(max(32, triton.next_power_of_2(group)), block_n, 4, 2)
+        return Tiling(max(16 if head_dim > 128 else 32, triton.next_power_of_2(group)), block_n, 4, 2)
     block_m = min(max(16, triton.next_power_of_2(most_new * group)), 64 if head_dim > 128 else 128)
     if head_dim > 64 and not warpgroups:
         block_n = min(block_n, 32)
     return Tiling(block_m, block_n, 8 if block_m == (64 if head_dim > 128 else 128) else 4, 3)
+
+
+def registers_max(tiling: Tiling, head_dim: int, dtype: torch.dtype, numerics: Numerics, *, decode: bool) -> int | None:
+    """Return the registers of a thread that a kernel is compiled for; None: as many as the assembler chooses.
+
+    With `invariant` numerics it would choose too few for some kernels and spill, so that one more program fits a
+    multiprocessor. A number lets it use all of them, so the others have none: benchmarks/results/kernel_resources.csv.
+    """
+    if numerics == "fast" or dtype.itemsize > 2:
+        return None
+    if tiling.BLOCK_M > 16:
+        return REGISTERS_MAX
+    return 128 if decode and head_dim <= 64 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +361,7 @@ class TritonAttention:
             *self._bounds(layer),
             FP8=self.pool.fp8,
             SINKS=self.rules[layer].sinks is not None,
-            **self._constants(layer, query.dtype, tiling),
+            **self._constants(layer, query.dtype, tiling, decode=True),
         )
 
     def _attend_split(self, layer: int, query: Tensor, out: Tensor, batch: ForwardBatch, split: Split) -> None:
@@ -414,7 +428,9 @@ class TritonAttention:
         cap = 1.0 if rule.cap is None else rule.cap * LOG2_E
         return cap, self.workspace if rule.sinks is None else rule.sinks
 
-    def _constants(self, layer: int, dtype: torch.dtype, tiling: Tiling) -> dict[str, int | str | bool]:
+    def _constants(
+        self, layer: int, dtype: torch.dtype, tiling: Tiling, *, decode: bool = False
+    ) -> dict[str, int | str | bool | None]:
         rule = self.rules[layer]
         return {
             "WINDOW": rule.window or 0,
@@ -430,5 +446,6 @@ class TritonAttention:
             "PRECISION": "ieee",  # exact fp32, not tf32
             "num_warps": tiling.num_warps,
             "num_stages": tiling.num_stages,
+            "maxnreg": registers_max(tiling, self.pool.head_dim, dtype, self.numerics, decode=decode),
             "enable_fp_fusion": self.numerics == "fast",
         }

@@ -22,10 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.runtime.lora.batch import AdapterBatch
+from lockstep.runtime.lora.batch import HIGH_TILE, AdapterBatch
 
 BLOCK_N, BLOCK_K = 64, 64
 LEAST = 16  # the smallest tile side that tensor cores support
+REGISTERS = 128  # of a thread of `expand_kernel` with high tiles and ranks: with fewer it spills on B200
 
 
 @triton.jit
@@ -159,6 +160,7 @@ def add_lora_triton(
             BLOCK_M=batch.tile,
             BLOCK_N=BLOCK_N,
             BLOCK_K=min(BLOCK_K, max(LEAST, triton.next_power_of_2(rank))),
+            maxnreg=REGISTERS if rank > BLOCK_K and batch.tile == HIGH_TILE and out.dtype.itemsize <= 2 else None,
         )
         first += size
     return out
