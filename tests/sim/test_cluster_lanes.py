@@ -11,6 +11,8 @@ import pytest
 
 from lockstep.core.cluster.router import IN_TURN, RouterConfig
 from lockstep.core.contract.events import RequestId
+from lockstep.core.journal.sinks import NoJournal
+from lockstep.host.router_journal import NoRouterJournal
 from lockstep.sim.cluster.lane import EngineLane
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.routed import Cluster
@@ -115,3 +117,20 @@ def test_requests_that_are_routed_ahead_take_what_they_take_in_order(policy: str
         for name, column in one.data.requests.columns().items():
             expected = other.data.requests.columns()[name]
             assert np.array_equal(column, expected, equal_nan=column.dtype.kind == "f"), name
+
+
+def test_engines_of_an_interrupted_run_that_was_routed_ahead_are_at_the_same_time() -> None:
+    base = replace(BASE, workload=LOAD.replace("n=60", "n=400"))
+    setup = assemble_cluster(ClusterScenario(base=base, replicas=3, router=RouterConfig(policy="round_robin")), {})
+    cluster = Cluster(
+        setup,
+        [NoJournal()] * 3,
+        NoRouterJournal(),
+        on_finish=lambda ended: setattr(cluster, "stop_requested", cluster.stop_requested or ended > 100),
+    )
+    cluster.run()
+    done = cluster.result(stopped_early=False, began_s=0.0)
+    assert done.interrupted
+    assert 100 < done.data.summary["requests"]["completed"] < 200
+    ends_us = [one.data.span_us[1] for one in done.engines]
+    assert max(ends_us) - min(ends_us) < 300_000 < min(ends_us)

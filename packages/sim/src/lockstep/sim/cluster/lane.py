@@ -7,10 +7,18 @@ catches up in one go:
     others   --------a-----------a-----a-----------------a------>   arrivals that were routed to other engines
     lane     ====================================|                  no answer could end before this time
 
-`quiet_until_us` is a lower bound of the time at which the next answer of this engine ends. It follows from the known
-ends of the batches in flight, from the launches that must pass before the shortest answer is done, and from the least
-time of a launch. An arrival before the bound does not advance the lane. `tests/sim/test_cluster.py` compares this with
-advancing every engine at every arrival.
+`quiet_until_us` is a lower bound of the time at which the next answer of this engine ends. An arrival before the bound
+does not advance the lane. The bound follows from
+
+- the batches in flight: their ends are known, and so is which of them end a request, unless drafts, blocks or early ends
+  make the number of tokens a part of the result;
+- the launches behind them: each gives a request one token at most, so that no request ends before as many launches as it
+  has tokens left. A decode of the same requests takes no less time than the last one, because contexts grow;
+- the requests that were sent and have not arrived: a request that will be accepted has launches of its own before its
+  end, and changes only launches after its arrival.
+
+`tests/sim/test_cluster_lanes.py` compares the bound with every end, for engines with each feature;
+`tests/sim/test_cluster.py` compares the journals with those of advancing every engine at every arrival.
 """
 
 from __future__ import annotations

@@ -144,6 +144,7 @@ class Cluster:
         in_time = bool(self._report_interval_us) or eager or watch.is_set
         in_time = in_time or closed or self.arrivals.awaits_answers or not isinstance(router_journal, NoRouterJournal)
         self._routes_ahead = in_turn and not in_time
+        self._engines_lag = self._routes_ahead  # whether engines have not reached the requests that were sent to them
         for engine, (one, journal) in enumerate(zip(setup.engines, journals, strict=True)):
             clock = LaneClock()
             open_turns = self.arrivals.open_turns if self._dispatcher is None else self._sent_turns
@@ -177,13 +178,13 @@ class Cluster:
     @stop_requested.setter
     def stop_requested(self, value: bool) -> None:
         self._stop_requested = value
-        for lane in self.lanes:
+        for lane in () if self._engines_lag else self.lanes:
             lane.host.stop_requested = value
 
     def run(self, give_up: Callable[[Cluster], bool] | None = None) -> bool:
         """Route every request and finish every answer. Return whether `give_up` stopped the arrivals early."""
         arrivals, lanes, hop_us = self.arrivals, self.lanes, self._hop_us
-        until_question = GIVE_UP_EVERY
+        until_question, routed_us = GIVE_UP_EVERY, 0
         while not self._stop_requested:
             now_us = self._next_us()
             if arrivals.awaits_answers or self._held:
@@ -205,12 +206,17 @@ class Cluster:
             while arrivals.next_us == now_us:
                 self._route()
                 until_question -= 1
+            routed_us = now_us
             if give_up is not None and until_question <= 0:
                 until_question = max(GIVE_UP_EVERY, arrivals.arrived // GIVE_UP_SHARE)
                 # Advance all engines to one time. Requests that are sent later arrive later.
                 self._advance_all(min(now_us + hop_us, self._report_us))
                 if give_up(self):
                     return True
+        if self._stop_requested and self._routes_ahead:
+            self._advance_all(routed_us)  # the engines of an interrupted run are at the same time
+        self._engines_lag = False
+        self.stop_requested = self._stop_requested
         for lane in lanes:
             lane.advance(float("inf"))
         self._report_ends(NEVER_US)
