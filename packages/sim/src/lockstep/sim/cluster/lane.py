@@ -10,10 +10,10 @@ catches up in one go:
 `quiet_until_us` is a lower bound of the time at which the next answer of this engine ends. An arrival before the bound
 does not advance the lane. The bound follows from
 
-- the batches in flight: their ends are known, and so is which of them end a request, unless drafts, blocks or early ends
-  make the number of tokens a part of the result;
-- the launches behind them: each gives a request one token at most, so that no request ends before as many launches as it
-  has tokens left. A decode of the same requests takes no less time than the last one, because contexts grow;
+- the batches in flight: their ends are known, and so is which of them end a request, unless drafts, blocks or early
+  ends make the number of tokens a part of the result;
+- the launches behind them: each gives a request one token at most, so that no request ends before as many launches as
+  it has tokens left. A decode of the same requests takes no less time than the last one, because contexts grow;
 - the requests that were sent and have not arrived: a request that will be accepted has launches of its own before its
   end, and changes only launches after its arrival.
 
