@@ -29,8 +29,7 @@ from collections.abc import Callable, Mapping
 from simpy import Environment, Event
 
 from lockstep.core.contract.events import ControlRequested, RequestArrived, RequestCancelled, RequestId, TokenRuns
-from lockstep.core.requests.table import prompt_length
-from lockstep.core.requests.validation import VERSION_MARK
+from lockstep.core.requests.table import VERSION_MARK, prompt_length
 from lockstep.sim.cost import BatchShape, ContextBends, CostModel, decode_shape
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.cost.tables import unnoted
