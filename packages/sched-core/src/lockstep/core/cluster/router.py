@@ -34,6 +34,7 @@ not spread needlessly.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from hashlib import blake2b
 from math import ceil, isfinite
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
@@ -394,8 +395,9 @@ class Router:
         `among`: the engines to choose from, in ascending order; None: all that are up.
         """
         engines, weights = self._up if among is None else among, self._weights
+        loads: Sequence[float]
         if len(self._up_weights) == 1:  # the order is that of the loads themselves
-            loads: list[float] = [load[engine] for engine in engines]
+            loads = load if len(engines) == len(load) else [load[engine] for engine in engines]
         else:
             loads = [(load[engine] + more) / weights[engine] for engine in engines]
         least = min(loads)
@@ -421,9 +423,11 @@ class Router:
         """Return the engine within the bound that received most of this prompt; of equals, the one with least load."""
         config = self.config
         opened, weights = self.open_requests, self._weights
-        total = sum([opened[engine] for engine in self._up]) + 1
+        total = sum([opened[engine] for engine in self._up] if len(self._up) < len(opened) else opened) + 1
         bounds = {weight: self._bound(weight, total) for weight in self._up_weights}
-        within = [engine for engine in self._up if opened[engine] < bounds[weights[engine]]]
+        within = self._up
+        if max(opened) >= min(bounds.values()):
+            within = [engine for engine in within if opened[engine] < bounds[weights[engine]]]
         lengths = self._prefixes.match(prefix)
         homes, longest, passed_over = within, 0, False
         if lengths:

@@ -42,6 +42,8 @@ WAITING_MAX = 32  # waiting requests; with more of them, the next launch is take
 ROWS_SHARE = 0.9  # least time of a launch with decodes, as a share of the least time of a decode of any rows
 LATER_SHARE = 0.9  # least time of a later decode of the same requests, as a share of the last: tables are not monotone
 
+INFINITE_US = float("inf")
+
 Sent = RequestArrived | RequestCancelled | ControlRequested
 
 Ended = Callable[[int, RequestId, int, bool], None]
@@ -55,12 +57,13 @@ class LaneClock(Environment):
 
     def peek(self) -> float:
         """Return the next time at which another process of this clock or another part of the cluster acts."""
-        own = super().peek()
-        return own if own < self.horizon_us else self.horizon_us
+        own_us = self.next_own_us()
+        return own_us if own_us < self.horizon_us else self.horizon_us
 
     def next_own_us(self) -> float:
         """Return the next time at which a process of this clock acts; infinite if there is none."""
-        return super().peek()
+        queue = self._queue
+        return queue[0][0] if queue else INFINITE_US
 
 
 class Feed:
@@ -97,7 +100,8 @@ class Feed:
     @property
     def settled_until_us(self) -> int:
         """Time from which on the router may send further requests."""
-        return int(min(self._clock.horizon_us, NEVER_US))
+        horizon_us = self._clock.horizon_us
+        return int(horizon_us) if horizon_us < NEVER_US else NEVER_US
 
     def more(self, env: Environment) -> Event | None:
         """Return an event that the next call of `add` triggers."""
