@@ -37,7 +37,7 @@ from collections import deque
 from collections.abc import Sequence
 from hashlib import blake2b
 from math import ceil, isfinite
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -400,7 +400,7 @@ class Router:
             loads = load if len(engines) == len(load) else [load[engine] for engine in engines]
         else:
             loads = [(load[engine] + more) / weights[engine] for engine in engines]
-        least = min(loads)
+        least: Any = min(loads)
         if loads.count(least) == 1:
             return engines[loads.index(least)]
         equal = [engine for engine, one in zip(engines, loads, strict=True) if one == least]
