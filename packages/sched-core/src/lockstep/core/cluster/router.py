@@ -34,9 +34,10 @@ not spread needlessly.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from hashlib import blake2b
 from math import ceil, isfinite
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -59,6 +60,9 @@ RouterPolicy = Literal[
     "decode_round_robin",
 ]
 ROUTER_POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
+
+IN_TURN: tuple[RouterPolicy, ...] = ("round_robin", "follow_bootstrap_room", "decode_round_robin")
+"""Policies by which the engine of a request depends on the requests before it, and on no end or report."""
 
 EngineState = Literal["up", "draining", "recovering", "down"]
 """States of an engine. "up" takes requests; "draining" finishes its requests and takes no new ones; "recovering" has
@@ -240,8 +244,10 @@ class Router:
         self.open_tokens = [0] * len(engines)  # tokens of prompts and expected tokens of answers, by engine
         self.open: dict[int, _RoutedRequest] = {}  # by request id
         self.digest = bytes(16)  # chained over all decisions
+        self._weights = [share.weight for share in engines]
         self._up = list(range(len(engines)))
-        self._up_weight = sum(share.weight for share in engines)
+        self._up_weight = sum(self._weights)
+        self._up_weights = list(dict.fromkeys(self._weights))  # the different ones
         self._last_request_id = -1
         self._routed = 0
         self._last_chosen = [-1] * len(engines)  # by engine: value of `_routed` when it was last chosen
@@ -320,10 +326,9 @@ class Router:
                 more = fact.prompt_tokens + self._output_tokens_expected()
                 return self._least(self.open_tokens, more), "policy", 0
             case "total_requests":
-                return self._least([self.load_requests(e) for e in range(len(self.engines))], 1), "policy", 0
+                return self._least(self.load_requests(), 1), "policy", 0
             case "total_tokens":
-                loads = [self.load_tokens(e) for e in range(len(self.engines))]
-                return self._least(loads, fact.prompt_tokens), "policy", 0
+                return self._least(self.load_tokens(), fact.prompt_tokens), "policy", 0
             case "session_sticky":
                 return *self._by_session(fact.session), 0
             case "prefix_affinity":
@@ -357,34 +362,49 @@ class Router:
             engine, reason = engine_of_room(room, len(self.engines)), "room"
         return (engine, reason) if self.state[engine] == "up" else (None, "engine_not_up")
 
-    def load_requests(self, engine: int) -> int:
-        """Return the requests on an engine: those of its last report plus those sent since, or the open ones here."""
-        reported = self._reported[engine]
-        return self.open_requests[engine] if reported is None else reported.requests + len(reported.since)
+    def load_requests(self) -> list[int]:
+        """Return the requests on each engine: those of its last report plus those sent since, or the open ones here."""
+        return [
+            here if reported is None else reported.requests + len(reported.since)
+            for here, reported in zip(self.open_requests, self._reported, strict=True)
+        ]
 
-    def load_tokens(self, engine: int) -> int:
-        """Return the tokens on an engine: those of its last report plus those sent since, or the open ones here."""
-        reported = self._reported[engine]
-        return self.open_tokens[engine] if reported is None else reported.tokens + reported.since_tokens
+    def load_tokens(self) -> list[int]:
+        """Return the tokens on each engine: those of its last report plus those sent since, or the open ones here."""
+        return [
+            here if reported is None else reported.tokens + reported.since_tokens
+            for here, reported in zip(self.open_tokens, self._reported, strict=True)
+        ]
 
     def _in_turn(self) -> int:
         """Return the next engine by smooth weighted round robin.
 
         Each engine is credited its weight. The engine with the highest credit is chosen and loses the sum of weights.
         """
-        for engine in self._up:
-            self._credit[engine] += self.engines[engine].weight
-        chosen = max(self._up, key=lambda engine: (self._credit[engine], -engine))
-        self._credit[chosen] -= self._up_weight
+        up, weights, credit = self._up, self._weights, self._credit
+        credited = [credit[engine] + weights[engine] for engine in up]
+        for engine, more in zip(up, credited, strict=True):
+            credit[engine] = more
+        chosen = up[credited.index(max(credited))]  # of equals the first
+        credit[chosen] -= self._up_weight
         return chosen
 
     def _least(self, load: list[int], more: int, among: list[int] | None = None) -> int:
-        """Return the engine with the least load per weight, `more` added; of equals, the one chosen longest ago."""
-        engines, chosen = self.engines, self._last_chosen
-        return min(
-            self._up if among is None else among,
-            key=lambda engine: ((load[engine] + more) / engines[engine].weight, chosen[engine], engine),
-        )
+        """Return the engine with the least load per weight, `more` added; of equals, the one chosen longest ago.
+
+        `among`: the engines to choose from, in ascending order; None: all that are up.
+        """
+        engines, weights = self._up if among is None else among, self._weights
+        loads: Sequence[float]
+        if len(self._up_weights) == 1:  # the order is that of the loads themselves
+            loads = load if len(engines) == len(load) else [load[engine] for engine in engines]
+        else:
+            loads = [(load[engine] + more) / weights[engine] for engine in engines]
+        least: Any = min(loads)
+        if loads.count(least) == 1:
+            return engines[loads.index(least)]
+        equal = [engine for engine, one in zip(engines, loads, strict=True) if one == least]
+        return min(equal, key=self._last_chosen.__getitem__)
 
     def _by_session(self, session: str) -> tuple[int, RouteReason]:
         """Return the engine of the session; a new one for its first request, or if its engine is not up."""
@@ -402,21 +422,27 @@ class Router:
     def _by_prefix(self, prefix: tuple[int, ...]) -> tuple[int, RouteReason, int]:
         """Return the engine within the bound that received most of this prompt; of equals, the one with least load."""
         config = self.config
-        total = sum([self.open_requests[engine] for engine in self._up]) + 1
-        within = [engine for engine in self._up if self.open_requests[engine] < self._bound(engine, total)]
+        opened, weights = self.open_requests, self._weights
+        total = sum([opened[engine] for engine in self._up] if len(self._up) < len(opened) else opened) + 1
+        bounds = {weight: self._bound(weight, total) for weight in self._up_weights}
+        within = self._up
+        if max(opened) >= min(bounds.values()):
+            within = [engine for engine in within if opened[engine] < bounds[weights[engine]]]
         lengths = self._prefixes.match(prefix)
-        longest = max([lengths.get(engine, 0) for engine in within])
-        homes = [engine for engine in within if lengths.get(engine, 0) == longest]
-        engine = self._least(self.open_requests, 1, homes)
-        passed_over = max([lengths.get(other, 0) for other in self._up]) > longest
+        homes, longest, passed_over = within, 0, False
+        if lengths:
+            longest = max([lengths.get(engine, 0) for engine in within])
+            homes = [engine for engine in within if lengths.get(engine, 0) == longest]
+            passed_over = max([lengths.get(other, 0) for other in self._up]) > longest
+        engine = self._least(opened, 1, homes)
         self._prefixes.sent(prefix, engine)
         reason: RouteReason = "bound" if passed_over else "prefix" if longest else "policy"
         return engine, reason, longest * config.block_tokens
 
-    def _bound(self, engine: int, total: int) -> int:
+    def _bound(self, weight: float, total: int) -> int:
         """Return the most open requests of an engine if all have `total`, both with the request to be routed."""
         config = self.config
-        fair = config.load_bound * total * self.engines[engine].weight / self._up_weight
+        fair = config.load_bound * total * weight / self._up_weight
         return max(config.load_floor, ceil(fair))
 
     def _output_tokens_expected(self) -> int:
@@ -460,7 +486,9 @@ class Router:
         self.now_us = fact.time_us
         self.state[engine] = fact.state
         self._up = [e for e, state in enumerate(self.state) if state == "up"]
-        self._up_weight = sum(self.engines[e].weight for e in self._up)
+        up_weights = [self._weights[e] for e in self._up]
+        self._up_weight = sum(up_weights)
+        self._up_weights = list(dict.fromkeys(up_weights))
         self._credit[engine] = 0.0
         if fact.state in ("recovering", "down"):
             self._prefixes.lost(engine)

@@ -6,6 +6,10 @@ router counts exactly what has passed through it: the requests that it routed, a
 With autoscaling (`scaling`) every replica has a lane from the start. A replica that is off receives no requests, and
 starts again with an empty cache. With a queue at the router (`dispatch`) the wait there is part of the latency, and
 requests have numbers on engines in the order in which they were sent; `sent` maps these numbers to request ids.
+
+If nothing before the end of the run depends on the end of a request, requests are routed ahead: an engine is advanced
+once per SENT_AHEAD requests, and the router receives ends when they have been simulated, with a later time. That is so
+for policies in IN_TURN without follow-up turns, if there is no journal of the router, which has facts in order of time.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import msgspec
 from lockstep.core.cluster.autoscale import Autoscaler, LoadObserved
 from lockstep.core.cluster.dispatch import Dispatcher
 from lockstep.core.cluster.router import (
+    IN_TURN,
     EngineChanged,
     LoadReported,
     RequestEnded,
@@ -35,7 +40,7 @@ from lockstep.core.cluster.router import (
 from lockstep.core.contract.events import ControlRequested, Flush, RequestArrived, RequestId, TokenRuns
 from lockstep.core.journal.sinks import JournalSink
 from lockstep.host.router_journal import NoRouterJournal, RouterJournal, label_key
-from lockstep.sim.cluster.lane import EngineLane, Feed, LaneClock
+from lockstep.sim.cluster.lane import EngineLane, Feed, LaneClock, Sent
 from lockstep.sim.cluster.metrics import RefusedRequest, combine
 from lockstep.sim.cluster.prices import PriceOfDay, cost_over_time
 from lockstep.sim.cluster.result import ClusterRun
@@ -50,6 +55,7 @@ from lockstep.sim.workload.token_runs import prompt_ids
 from lockstep.sim.workload.turns import Turn
 
 GIVE_UP_EVERY = 32  # least number of requests between two calls of `give_up`
+SENT_AHEAD = 32  # requests that an engine gets before it is advanced, if no decision depends on ends
 GIVE_UP_SHARE = 16  # at least one n-th of the arrived requests lies between two calls of `give_up`
 
 
@@ -134,6 +140,11 @@ class Cluster:
         # In a closed loop the next session begins when one ends, without a think time.
         closed = scenario.concurrency is not None
         self._think_us_min = int(thinking.min()) if len(thinking) and not closed else 0
+        in_turn = setup.scenario.router.policy in IN_TURN and dispatch is None and scaling is None
+        in_time = bool(self._report_interval_us) or eager or watch.is_set
+        in_time = in_time or closed or self.arrivals.awaits_answers or not isinstance(router_journal, NoRouterJournal)
+        self._routes_ahead = in_turn and not in_time
+        self._engines_lag = self._routes_ahead  # whether engines have not reached the requests that were sent to them
         for engine, (one, journal) in enumerate(zip(setup.engines, journals, strict=True)):
             clock = LaneClock()
             open_turns = self.arrivals.open_turns if self._dispatcher is None else self._sent_turns
@@ -148,6 +159,7 @@ class Cluster:
             )
             self.lanes.append(EngineLane(host, feed, clock, one.cost, early_ends=scenario.max_new_tokens is not None))
             self.metrics.append(metrics)
+        self._quiet_us = [lane.quiet_until_us for lane in self.lanes]  # by engine
         if self._scaler is not None:
             for replica, state in enumerate(self._scaler.state):
                 if state == "off":
@@ -166,19 +178,19 @@ class Cluster:
     @stop_requested.setter
     def stop_requested(self, value: bool) -> None:
         self._stop_requested = value
-        for lane in self.lanes:
+        for lane in () if self._engines_lag else self.lanes:
             lane.host.stop_requested = value
 
     def run(self, give_up: Callable[[Cluster], bool] | None = None) -> bool:
         """Route every request and finish every answer. Return whether `give_up` stopped the arrivals early."""
         arrivals, lanes, hop_us = self.arrivals, self.lanes, self._hop_us
-        until_question = GIVE_UP_EVERY
+        until_question, routed_us = GIVE_UP_EVERY, 0
         while not self._stop_requested:
             now_us = self._next_us()
             if arrivals.awaits_answers or self._held:
                 # The next follow-up turn is not known yet. It arrives after the first end of an answer and the least
                 # think time. A request that waits at the router is sent as soon as another request ends.
-                first_us = min(lane.quiet_until_us for lane in lanes)
+                first_us = min(self._quiet_us)
                 sure_us = first_us + hop_us + (0 if self._held else self._think_us_min)
                 if sure_us < now_us or sure_us == now_us > first_us:  # what follows may come first at an equal time
                     self._advance(max(sure_us, first_us + 1))
@@ -187,19 +199,24 @@ class Cluster:
                 break
             if self._eager:
                 self._advance_all(now_us)
-            else:
+            elif not self._routes_ahead:
                 self._catch_up(now_us)
             self._report_ends(now_us + 1 if self._held else now_us)
             self._look_after(now_us)
             while arrivals.next_us == now_us:
                 self._route()
                 until_question -= 1
+            routed_us = now_us
             if give_up is not None and until_question <= 0:
                 until_question = max(GIVE_UP_EVERY, arrivals.arrived // GIVE_UP_SHARE)
                 # Advance all engines to one time. Requests that are sent later arrive later.
                 self._advance_all(min(now_us + hop_us, self._report_us))
                 if give_up(self):
                     return True
+        if self._stop_requested and self._routes_ahead:
+            self._advance_all(routed_us)  # the engines of an interrupted run are at the same time
+        self._engines_lag = False
+        self.stop_requested = self._stop_requested
         for lane in lanes:
             lane.advance(float("inf"))
         self._report_ends(NEVER_US)
@@ -207,14 +224,19 @@ class Cluster:
 
     def _advance(self, until_us: float) -> None:
         """Advance every engine that may end an answer before `until_us` to that time, or to the next known arrival."""
-        for lane in self.lanes:
+        for engine in range(len(self.lanes)):
             until_us = min(until_us, self._next_us())
-            if lane.quiet_until_us < until_us or self._eager:
-                lane.advance(until_us)
+            if self._quiet_us[engine] < until_us or self._eager:
+                self._advance_one(engine, until_us)
 
     def _advance_all(self, until_us: float) -> None:
-        for lane in self.lanes:
-            lane.advance(until_us)
+        for engine in range(len(self.lanes)):
+            self._advance_one(engine, until_us)
+
+    def _advance_one(self, engine: int, until_us: float) -> None:
+        lane = self.lanes[engine]
+        lane.advance(until_us)
+        self._quiet_us[engine] = lane.quiet_until_us
 
     def _catch_up(self, now_us: int) -> None:
         """Advance engines until every end that the router receives by `now_us` has happened.
@@ -222,9 +244,10 @@ class Cluster:
         Engines may run ahead by one hop, because new requests arrive one hop later, but not past the next report.
         """
         seen_us, until_us = now_us - self._hop_us, min(now_us + self._hop_us, self._report_us)
-        for lane in self.lanes:
-            if lane.quiet_until_us < seen_us:
-                lane.advance(until_us)
+        if min(self._quiet_us) < seen_us:
+            for engine, quiet_us in enumerate(self._quiet_us):
+                if quiet_us < seen_us:
+                    self._advance_one(engine, until_us)
 
     def _route(self) -> None:
         event = self.arrivals.take(self._max_new_tokens)
@@ -290,7 +313,18 @@ class Cluster:
             event = self._numbered(event)
         if waited_us or self._hop_us:
             event = msgspec.structs.replace(event, time_us=now_us + self._hop_us)
-        self.lanes[routed.engine].send(event)
+        if not self._routes_ahead:
+            self._send(routed.engine, event)
+            return
+        feed = self.lanes[routed.engine].feed
+        feed.add(event)
+        if feed.size >= SENT_AHEAD:
+            self._advance_one(routed.engine, event.time_us)
+
+    def _send(self, engine: int, event: Sent) -> None:
+        lane = self.lanes[engine]
+        lane.send(event)
+        self._quiet_us[engine] = lane.quiet_until_us
 
     def _numbered(self, event: RequestArrived) -> RequestArrived:
         """Return the request with a new number. Engines require numbers that increase in the order of sending."""
@@ -352,7 +386,7 @@ class Cluster:
                 self._started.add(engine)
             if changed.state == "up" and router.state[engine] == "down" and self.lanes[engine].host.ended:
                 self._flushes += 1  # a replica that starts has an empty cache
-                self.lanes[engine].send(ControlRequested(now_us, self._flushes, Flush()))
+                self._send(engine, ControlRequested(now_us, self._flushes, Flush()))
             self._decide(changed)
         paid = sum(state != "off" for state in scaler.state)
         if not self._turns_on or self._turns_on[-1][1] != paid:
@@ -380,6 +414,8 @@ class Cluster:
         """Step the router with the ends that reach it before `before_us`."""
         while self._ended and self._ended[0][0] < before_us:
             time_us, _, request_id, output_tokens = heappop(self._ended)
+            if self._routes_ahead:
+                time_us = max(time_us, self.router.now_us)
             at = self.router.open.get(request_id)
             self._last_end_us = time_us
             self._decide(RequestEnded(time_us=time_us, request_id=request_id, output_tokens=output_tokens))

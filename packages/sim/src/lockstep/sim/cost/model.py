@@ -57,7 +57,10 @@ class ContextBends(Protocol):
     """
 
     def decode_bends(self, rows: int) -> tuple[int, ...] | None:
-        """Return the contexts for a batch of `rows` decodes and no other rows, by its `decode_context_tokens`."""
+        """Return the contexts for a batch of `rows` decodes and no other rows, by its `decode_context_tokens`.
+
+        The time of such a batch does not fall as its context grows.
+        """
         ...
 
     def chunk_bends(self, tokens: int) -> tuple[int, ...] | None:
