@@ -48,7 +48,7 @@ VOCABULARY = 2048
 WARM_UP = 40  # first requests, which are not in the figures
 READY_S = 180.0
 CONTEXT, PAGE = 4096, 32
-DATE = "2026-11-26"
+DATE = "2026-11-27"
 
 # The worker runs inside the engine core. vLLM's default on CPUs is a process for each, and the one that waits polls.
 # Two cores are busy then: front end and client take their time from the worker, and batches take longer at high rates.
