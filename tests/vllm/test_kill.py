@@ -26,10 +26,10 @@ def command(what: object, *arguments: object) -> str:
 
 
 def load(server: Server) -> None:
-    """Begin six long answers, and return once each has some tokens."""
+    """Begin six long answers, and return once each has lasted longer than an item stays in memory: 50 ms."""
     for number, name in enumerate(NAMES):
         server.stream(name, prompt=[5, 6, 7, 20 + number], max_tokens=3000)
-    await_that(lambda: all(server.streamed[name] > 4 for name in NAMES), "tokens of every stream")
+    await_that(lambda: all(server.streamed[name] > 100 for name in NAMES), "tokens of every stream")
 
 
 def test_after_kill_9_one_command_shows_what_was_running(tmp_path: Path) -> None:
