@@ -156,8 +156,8 @@ class Quality:
         reserved = int((members.limits - positions).sum()) + 2 * config.page_size * (members.size + 1)
         if config.reserve == "ratio":  # admission pauses by the whole output of a resumed request
             reserved += sum(story.resumed_behind for story in self.stories.values())
-            if config.batching != "prefill_first":  # and takes the decodes of the pass, drafts included, from the rest
-                reserved += int(np.clip(members.limits - positions, 1, 1 + config.drafts_max).sum())
+            if config.batching != "prefill_first":  # and takes one token for each decode of the pass from the rest
+                reserved += members.size
         room = memory.available_pages * config.page_size - reserved
         ready = [one for one in engine.waiting if one.deferred is None and one.behind < 0]
         most = max((len(one.tokens) // 4 + one.max_new_tokens - one.outputs for one in ready), default=0)

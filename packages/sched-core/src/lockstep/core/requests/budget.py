@@ -191,17 +191,22 @@ class PrefillBudget:
         if tokens is not None and self.chunk is not None:
             self.chunk = shortened(self.chunk, tokens, self.align)
 
-    def share_with(self, decodes: int, set_aside: int) -> None:
-        """Subtract the `decodes` of the same pass and reserve `set_aside` pages for them.
+    def share_with(self, members: int, decode_tokens: int, set_aside: int) -> None:
+        """Subtract the decodes of the same pass and reserve `set_aside` pages for them.
 
-        Input and chunk keep at least one page, so that a prompt always progresses.
+        Input and chunk keep at least one page, so that a prompt always progresses. KV is charged one token for each
+        decode: drafts are optional, and the output that they become is in the reserve already.
+
+        Args:
+            members: requests of the running batch.
+            decode_tokens: tokens that the pass computes for them, drafts included.
         """
         if self.policy == "ratio":  # under the other policies the reserve contains the pages of decodes
-            self.total -= decodes
-            self.current -= decodes
-        self.input = beside_decodes(self.input, decodes, self.page_size)
+            self.total -= members
+            self.current -= members
+        self.input = beside_decodes(self.input, decode_tokens, self.page_size)
         if self.chunk is not None:
-            self.chunk = beside_decodes(self.chunk, decodes, self.page_size)
+            self.chunk = beside_decodes(self.chunk, decode_tokens, self.page_size)
         self.set_aside = set_aside
 
     def verdict(self) -> int:

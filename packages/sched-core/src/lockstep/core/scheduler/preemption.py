@@ -174,7 +174,7 @@ def _tokens_along(state: SchedulerState, members: int) -> int:
     """Return the tokens of the total budget that decodes of so many members in the same pass take."""
     config = state.config
     along = config.reserve == "ratio" and config.batching != "prefill_first"
-    return members * state.tokens_per_decode if along else 0
+    return members if along else 0
 
 
 class Projection:

@@ -144,7 +144,7 @@ class PrefillPlanner:
         budget = PrefillBudget(config, self._memory.available_pages * config.page_size, reserve)
         decodes = self._decode_tokens(running) if config.batching != "prefill_first" else 0
         if decodes:
-            budget.share_with(decodes, state.set_aside(running.batch, running.positions))
+            budget.share_with(running.batch.size, decodes, state.set_aside(running.batch, running.positions))
         least, chunk = config.chunked_prefill_size_min, config.chunked_prefill_size
         if least is not UNSET and chunk is not None:
             most = min(config.max_running_requests, self._microbatches.size)
