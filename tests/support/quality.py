@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 from msgspec import UNSET
 
 from lockstep.core.contract.commands import Step
