@@ -31,7 +31,7 @@ scenarios:  ## run the scenarios and rewrite their expected parts; then read the
 golden:     ## record missing golden journals; ARGS=NAME records one again, deliberately: docs/journal.md
 	@$(PYTHON) dev.py golden $(ARGS)
 
-swarm:      ## random histories with every invariant checked; ARGS="--steps 10_000_000"
+swarm:      ## random histories with every invariant checked; ARGS="--steps 10_000_000 --results FILE"
 	@$(PYTHON) dev.py swarm $(ARGS)
 
 explore:    ## every interleaving of small worlds, each two features together; ARGS="--transitions 4_000 --csv FILE"

@@ -2,6 +2,7 @@
 
     python tests/swarm.py --seconds 600            a campaign on all cores, fresh seeds
     python tests/swarm.py --steps 10_000_000       one of so many steps, however long that takes
+    python tests/swarm.py --steps 100_000_000 --results FILE    one that goes on where it ended, part by part
     python tests/swarm.py --seed 1234              one history again
     python tests/swarm.py --plant double_free      prove that the detectors detect
 
@@ -16,7 +17,7 @@ import random
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import nullcontext
@@ -70,6 +71,7 @@ SCENARIOS = Path(__file__).parent / "scenarios"
 ALL_PLANTS = PLANTS | RELEASES | UNSEEN | OBLIGATIONS | FEATURE_PLANTS
 SHOWN_BY = Path(__file__).parent / "data" / "plant_seeds.json"  # by planted bug: a seed that has shown it
 SEEDS_PER_TASK = 10
+TASKS_AHEAD = 8  # tasks of a process, so that a long one delays no other
 TIERED_SEEDS = 10  # one history of so many has cache tiers below the device
 HYBRID_SEEDS = 10  # and one has sliding windows or linear attention
 COMMANDED_SEEDS, COMMANDED_AT = 10, 5  # one of so many has many commands, this one
@@ -377,54 +379,94 @@ def seeds_shown() -> dict[str, int]:
 
 @dataclass
 class Tally(Found):
-    """The findings of the finished tasks of a campaign; its failure is that of the least seed that failed."""
+    """The findings of the first tasks of a campaign; its failure is that of the least seed that failed."""
 
     seeds: int = 0
+    elapsed_s: float = 0.0
+    parts: dict[str, int] = field(default_factory=dict)  # steps by commit
 
-    def add(self, tasks: Iterable[Future[Found]]) -> None:
+    def add(self, tasks: Iterable[Future[Found]], at: str) -> None:
+        """Take in tasks that ran at the commit `at`."""
         for task in tasks:
             found = task.result()
             self.steps, self.seeds = self.steps + found.steps, self.seeds + SEEDS_PER_TASK
+            self.parts[at] = self.parts.get(at, 0) + found.steps
             self.marks.update(found.marks)
             self.worsen(found.worst)
             if found.failure and (self.failure is None or found.failure < self.failure):
                 self.failure = found.failure
 
+    def store(self, first: int, path: Path | None) -> None:
+        """Write the campaign that began with the seed `first` to its file of results."""
+        if path is not None:
+            values = {"first": first, **vars(self)}
+            path.with_suffix(".new").write_text(json.dumps(values) + "\n", encoding="utf-8")
+            path.with_suffix(".new").replace(path)
+
+
+def stored(path: Path) -> tuple[int, Tally]:
+    """Return the first seed and the tally of a campaign from its file of results."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    first = values.pop("first")
+    tally = Tally(**values)
+    tally.marks = Counter(tally.marks)
+    return first, tally
+
 
 def campaign(
-    seconds: float | None, first: int, processes: int, *, steps: int | None = None, quiet: bool = False
-) -> Found:
+    seconds: float | None,
+    first: int,
+    processes: int,
+    *,
+    steps: int | None = None,
+    quiet: bool = False,
+    tally: Tally | None = None,
+    results: Path | None = None,
+) -> Tally:
     """Run until time is up, the number of steps is done, or a history fails.
 
     A process that is done with its seeds gets the next ones at once. At the end, histories in progress are finished and
     count; so the seeds of a campaign are consecutive from `first` on.
+
+    Args:
+        tally: what the campaign has found in its seeds so far, if it goes on.
+        results: a file for the tally, written with each line of progress, and at the end.
     """
-    start, tally, told = time.monotonic(), Tally(), 0.0
+    tally, at = tally or Tally(), commit()
+    start, reported = time.monotonic() - tally.elapsed_s, tally.elapsed_s
+    begun = tally.elapsed_s
     with ProcessPoolExecutor(processes) as pool:
-        firsts, tasks = count(first, SEEDS_PER_TASK), set[Future[Any]]()
+        firsts, tasks = count(first + tally.seeds, SEEDS_PER_TASK), deque[Future[Found]]()
         while True:
-            while len(tasks) < 2 * processes:
-                tasks.add(pool.submit(run_seeds, next(firsts), SEEDS_PER_TASK))
-            done, tasks = wait(tasks, return_when=FIRST_COMPLETED)
-            tally.add(done)
-            elapsed = time.monotonic() - start
-            over = seconds is not None and elapsed >= seconds
-            if tally.failure or over or (steps is not None and tally.steps >= steps):
+            while len(tasks) < TASKS_AHEAD * processes:
+                tasks.append(pool.submit(run_seeds, next(firsts), SEEDS_PER_TASK))
+            failed = any(task.result().failure for task in wait(tasks, return_when=FIRST_COMPLETED).done)
+            while tasks and tasks[0].done():
+                tally.add([tasks.popleft()], at)
+            tally.elapsed_s = time.monotonic() - start
+            over = seconds is not None and tally.elapsed_s - begun >= seconds
+            if failed or over or (steps is not None and tally.steps >= steps):
                 break
-            if not quiet and (sys.stderr.isatty() or elapsed - told >= PROGRESS_EVERY_S):
-                told = elapsed
-                report(tally, steps, elapsed)
-        tally.add([task for task in tasks if not task.cancel()])
+            if not quiet and (sys.stderr.isatty() or tally.elapsed_s - reported >= PROGRESS_EVERY_S):
+                reported = tally.elapsed_s
+                report(tally, steps)
+                tally.store(first, results)
+        tally.add([task for task in tasks if not task.cancel()], at)
+    tally.elapsed_s = time.monotonic() - start
+    if not tally.failure:
+        tally.store(first, results)
     if not quiet:
-        report(tally, steps, time.monotonic() - start)
+        report(tally, steps)
         print(file=sys.stderr)
     return tally
 
 
-def report(tally: Tally, steps: int | None, elapsed_s: float) -> None:
+def report(tally: Tally, steps: int | None) -> None:
     """The line of progress, on stderr."""
     wanted = f"{tally.steps:,} of {steps:,}" if steps is not None else f"{tally.steps:,}"
-    line = f"{tally.seeds:,} seeds, {wanted} steps, {elapsed_s:,.0f} s, {tally.steps / elapsed_s:,.0f} steps/s"
+    line = (
+        f"{tally.seeds:,} seeds, {wanted} steps, {tally.elapsed_s:,.0f} s, {tally.steps / tally.elapsed_s:,.0f} steps/s"
+    )
     before, after = ("\r", "") if sys.stderr.isatty() else ("", "\n")
     print(f"{before}{line}", end=after, file=sys.stderr, flush=True)
 
@@ -465,6 +507,13 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, help="run this seed only")
     parser.add_argument("--first", type=int, help="first seed of the campaign (default: fresh)")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="FILE",
+        help="where a campaign ended; if the file exists, the campaign goes on behind its last seed, with --steps in "
+        "all, and --seconds of this part",
+    )
     parser.add_argument("--processes", type=int, default=cpu_count() or 1)
     parser.add_argument("--plant", choices=sorted(ALL_PLANTS), help="plant a bug; success is to find it")
     parser.add_argument(
@@ -473,15 +522,21 @@ def main() -> int:
         help='plant every bug with TEXT in its name ("" has all) in fresh histories, and keep a seed that shows each',
     )
     options = parser.parse_args()
-    if options.steps is not None and (options.seed is not None or options.plant):
-        parser.error("argument --steps: is for a campaign, not for --seed or --plant; leave it out")
+    if options.seed is not None or options.plant or options.plants is not None:
+        for name in ("steps", "results"):
+            if getattr(options, name) is not None:
+                parser.error(f"argument --{name}: is for a campaign, not for --seed, --plant or --plants; leave it out")
     if options.seed is not None:
         with ALL_PLANTS[options.plant]() if options.plant else nullcontext():
             one = run_seeds(options.seed, 1)
         said = one.failure[1] if one.failure else f"{one.steps:,} steps, all well"
         print(f"seed {options.seed}: {said}")
         return 1 if one.failure else 0
-    first = options.first if options.first is not None else time.time_ns() % 10**12
+    first, tally = options.first if options.first is not None else time.time_ns() % 10**12, Tally()
+    if options.results is not None and options.results.exists():
+        if options.first is not None:
+            parser.error(f"argument --first: {options.results} has the first seed already; leave it out")
+        first, tally = stored(options.results)
     print(f"first seed {first}, commit {commit()}, {options.processes} processes", file=sys.stderr)
     if options.plants is not None:
         return find_all(options.plants, first)
@@ -494,12 +549,14 @@ def main() -> int:
         print(f"{options.plant} found by {where.where}, {time.monotonic() - start:.1f} s: {where.error}")
         return 0
     seconds = 60.0 if options.seconds is None and options.steps is None else options.seconds
-    found = campaign(seconds, first, options.processes, steps=options.steps)
+    found = campaign(seconds, first, options.processes, steps=options.steps, tally=tally, results=options.results)
     steps, marks = found.steps, found.marks
     if found.failure:
         explain(*found.failure)
         return 1
     print(f"{steps:,} steps, no invariant broken")
+    if len(found.parts) > 1:
+        print("  of these " + ", ".join(f"{part:,} at commit {at}" for at, part in found.parts.items()))
     for name, bound in BOUNDS.items():
         print(f"  {found.worst.get(name, 0):>8.3g} of {bound.most:<5g}  {name}")
     for mark in sorted(marks.keys() | set(EXPECTED_MARKS)):

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 from typing import get_args
 
 import pytest
 from msgspec.structs import replace
 
 from lockstep.core.contract.config import Batching
+from tests import swarm
 from tests.support.driver.run import run_actions
 from tests.support.plants import PLANTS
-from tests.swarm import ALL_PLANTS, campaign, commit, history, history_by_token, hunt, seeds_shown
+from tests.swarm import (
+    ALL_PLANTS,
+    Tally,
+    campaign,
+    commit,
+    history,
+    history_by_token,
+    hunt,
+    run_seeds,
+    seeds_shown,
+    stored,
+)
 
 SECONDS = 40.0
 SEEDS_MAX = 1000  # histories in which a planted bug must show; most need fewer than twenty
@@ -20,7 +33,8 @@ WITHIN_BOUNDS = (
     283349191151,  # a resumed request is charged with its whole output, so admission pauses though its rest is short
     495835177122,  # prompts are cut to two tokens, so the output that is computed again outweighs them
     757154242297,  # drafts hold pages that the reserve counts again until their results
-    639727806824,  # beside the reserve of `ratio`, admission leaves room for all drafts of the decodes of its pass
+    639727806824,  # the drafts of a pass are not charged beside the reserve of `ratio`
+    1428475001,  # nor are they while the last tokens of a request are drafts
 )
 """Histories whose waits are those that docs/scheduling.md prescribes: the bounds of quality must allow them."""
 
@@ -32,6 +46,22 @@ def test_a_fresh_campaign_breaks_nothing() -> None:
     assert failure is None, f"{failure[1]}\nagain: python tests/swarm.py --seed {failure[0]} (commit {commit()})"
     assert found.steps > 1000
     assert found.marks["retracted (pages)"], "no history ran out of pages: the campaign is too tame"
+
+
+def test_a_campaign_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two parts find what one campaign over the same seeds finds, and the file of results names their commits."""
+    monkeypatch.setattr(swarm, "SEEDS_PER_TASK", 1)
+    monkeypatch.setattr(swarm, "TASKS_AHEAD", 2)
+    path, tally = tmp_path / "results.json", Tally()
+    for number in (1, 2):
+        monkeypatch.setattr(swarm, "commit", lambda number=number: f"commit {number}")
+        campaign(None, 7, 1, steps=tally.steps + 1, quiet=True, tally=tally, results=path)
+        first, tally = stored(path)
+        assert first == 7
+    whole = run_seeds(7, tally.seeds)
+    assert (tally.steps, tally.marks, tally.worst) == (whole.steps, whole.marks, whole.worst)
+    assert list(tally.parts) == ["commit 1", "commit 2"]
+    assert sum(tally.parts.values()) == tally.steps
 
 
 @pytest.mark.parametrize("seed", WITHIN_BOUNDS)
