@@ -35,6 +35,7 @@ WITHIN_BOUNDS = (
     757154242297,  # drafts hold pages that the reserve counts again until their results
     639727806824,  # the drafts of a pass are not charged beside the reserve of `ratio`
     1428475001,  # nor are they while the last tokens of a request are drafts
+    864065747943,  # pages that a session yields to a chunk are in the budget of the same extend
 )
 """Histories whose waits are those that docs/scheduling.md prescribes: the bounds of quality must allow them."""
 

@@ -61,7 +61,7 @@ from lockstep.core.kv.facts import Facts
 from lockstep.core.kv.radix import Match
 from lockstep.core.requests import delivery, extras
 from lockstep.core.requests.batching import ExtendPart, InFlight
-from lockstep.core.requests.budget import CLIP_MAX_NEW_TOKENS
+from lockstep.core.requests.budget import CLIP_MAX_NEW_TOKENS, PrefillBudget
 from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.requests.retraction import importance
 from lockstep.core.requests.rules import clipped_output
@@ -401,22 +401,22 @@ class Transfers(Component):
         self._abandon(self.all[request.request_id], step)
         self._compute_here(request, step)
 
-    def makes_way(self, step: Step) -> bool:
+    def makes_way(self, budget: PrefillBudget, step: Step) -> bool:
         """Free the pages of the newest ready request for the chunked request, if nothing else frees any.
 
         Admitted while no other request was active, the chunked request may lack pages that transfers hold; with windows
         it has blocks for one chunk only. The ready request waits for its row or place.
-
-        Returns: whether any were freed.
+        Returns: whether any were freed; they are added to the budget of the extend.
         """
-        scheduler = self._scheduler
-        blocked = not scheduler.in_flight and not scheduler.all_running[0].size
-        if blocked and not scheduler.memory.hybrid.present:
-            blocked = not scheduler.memory.available_pages and not scheduler.memory.operations.device_busy
-        if blocked and self.ready:
-            self.give_up(self._scheduler.requests[self.ready[-1]], step)
-            return True
-        return False
+        scheduler, memory = self._scheduler, self._scheduler.memory
+        blocked = bool(self.ready) and not scheduler.in_flight and not scheduler.all_running[0].size
+        if blocked and not memory.hybrid.present:
+            blocked = not memory.available_pages and not memory.operations.device_busy
+        if blocked:
+            before = memory.available_pages
+            self.give_up(scheduler.requests[self.ready[-1]], step)
+            budget.gain(memory.available_pages - before)
+        return blocked
 
     def give_up_all(self, step: Step) -> None:
         """Free the pages of all ready requests."""

@@ -369,7 +369,7 @@ class Sessions(Component):
         lacking = self._lacking(request, deferral, budget)
         yielded = self.yield_until(memory, lambda: _room_for(memory, request) - room >= lacking, step)
         if yielded:
-            budget.hold((before - memory.available_pages) * self._scheduler.config.page_size)
+            budget.gain(memory.available_pages - before)
         return yielded
 
     def yield_until(self, memory: Memory, enough: Callable[[], bool], step: Step) -> bool:

@@ -225,6 +225,10 @@ class PrefillBudget:
         self.current += tokens
         self.set_aside = set_aside
 
+    def gain(self, pages: int) -> None:
+        """Add pages that came free while the extend is planned."""
+        self.hold(-pages * self.page_size)
+
     def hold(self, tokens: int) -> None:
         """Subtract cached tokens that a candidate locks: they can no longer be evicted."""
         self.total -= tokens

@@ -203,6 +203,7 @@ class DecodePlanner:
         lacking = needed - memory.available_pages
         if lacking > 0 and self._speculation.tree is not None:
             self._speculation.give_back_spare_pages(self._state.ahead)
+            self._state.retry_admission()
             lacking = needed - memory.available_pages
         return lacking > 0 and self._sessions.make_room(memory, lacking, step) < lacking
 

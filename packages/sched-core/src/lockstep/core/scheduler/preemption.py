@@ -112,15 +112,22 @@ def make_room(
     victims = [all_running.requests[i] for i in fewest(ranked, enough)]
     if not victims:
         return []
-    available, reserved = memory.available_pages, tokens_kept_free(state)
+    _preempt(state, victims, request, budget, step)
+    return victims
+
+
+def _preempt(
+    state: SchedulerState, victims: list[Request], beneficiary: Request, budget: PrefillBudget, step: Step
+) -> None:
+    """Retract members of a running batch for a request, and add their tokens to the budget of its extend."""
+    available, reserved = state.memory.available_pages, tokens_kept_free(state)
     state.leave_running(victims)
     for victim in victims:
-        state.retract(victim, "preempted", step, beneficiary=request.request_id)
-    back = (memory.available_pages - available) * config.page_size
+        state.retract(victim, "preempted", step, beneficiary=beneficiary.request_id)
+    back = (state.memory.available_pages - available) * state.config.page_size
     unreserved = reserved - tokens_kept_free(state)
     running = state.microbatches.current
     budget.regain(back, unreserved, state.set_aside(running.batch, running.positions))
-    return victims
 
 
 def make_room_for_chunked(
@@ -147,9 +154,7 @@ def make_room_for_chunked(
     if not ranked or enough([]):
         return []
     victims = [running_batch.requests[i] for i in fewest(ranked, enough)]
-    state.leave_running(victims)
-    for victim in victims:
-        state.retract(victim, "preempted", step, beneficiary=request.request_id)
+    _preempt(state, victims, request, budget, step)
     return victims
 
 

@@ -69,7 +69,7 @@ class PrefillPlanner:
             if not self._microbatches.has_place(self._state.prefilling):
                 return None  # its next chunk is launched with another microbatch
             self._continue_chunk(self._state.prefilling, budget, running, parts, step)
-            while not parts and self._transfers.ready and self._transfers.makes_way(step):
+            while not parts and self._transfers.ready and self._transfers.makes_way(budget, step):
                 self._continue_chunk(self._state.prefilling, budget, running, parts, step)
             if not parts and self._memory.hybrid.present:
                 take = self._chunk_in_full_pages(self._state.prefilling, budget)
@@ -188,7 +188,8 @@ class PrefillPlanner:
         if self._sessions.open:
             wanted = chunk_tokens(request.computed, request.extend_stop - request.computed, budget, True, True)
             lacking = -(-wanted // self._state.config.page_size) + budget.set_aside - self._memory.available_pages
-            if lacking > 0 and self._sessions.make_room(self._memory, lacking, step):
+            if lacking > 0 and (more := self._sessions.make_room(self._memory, lacking, step)):
+                budget.gain(more)
                 take = self._next_chunk(request, budget, running)
         if take > 0:
             self._microbatches.take_place(request)
