@@ -60,14 +60,18 @@ def pages_ahead(
     return int(opening.sum())
 
 
-def pages_to_come(positions: Int32s, limits: Int32s, page_size: int) -> int:
+def pages_to_come(positions: Int32s, limits: Int32s, page_size: int, spare: Int32s | None = None) -> int:
     """Return the pages that the members of a running batch open if they run to their limits.
 
     Args:
         positions: int32 [n], the next position of each member.
         limits: int32 [n], positions of prompt and output together at which each ends by length.
+        spare: int32 [n], pages that each member holds already behind those of its positions; None: none.
     """
-    return int(pages_between(positions, limits - 1, page_size).sum())
+    opening = pages_between(positions, limits - 1, page_size)
+    if spare is not None:
+        opening = np.maximum(opening - spare, 0)
+    return int(opening.sum())
 
 
 def members_growing(positions: Int32s, page_mask: Int32s) -> NDArray[np.intp]:

@@ -269,15 +269,18 @@ class SchedulerState:
         return self.refreshed_at + self.config.waiting_prefix_refresh - self.next_batch_id
 
     def reserve_of(self, running_batch: RunningBatch, positions: Int32s) -> int:
-        """Return the tokens that `reserve` keeps for a running batch at these positions."""
+        """Return the tokens that `reserve` keeps for a running batch at these positions, spare pages not counted."""
         config = self.config
         if not running_batch.size:
             return 0
-        if config.reserve == "full":
-            return pages_to_come(positions, running_batch.limits, config.page_size) * config.page_size
         if config.reserve == "on_demand":
             return self.next_pages(running_batch, positions) * config.page_size
+        spare = self.memory.table.spare_of(running_batch.rows) if config.keeps_draft_pages else None
+        if config.reserve == "full":
+            return pages_to_come(positions, running_batch.limits, config.page_size, spare) * config.page_size
         remaining = running_batch.limits - positions - ONE
+        if spare is not None:
+            remaining = np.maximum(remaining - spare * config.page_size, ZERO)
         if self._in_blocks:
             remaining = np.maximum(remaining, ZERO)  # a block may reach beyond the length
         return reserve_by_ratio(remaining, running_batch.ignores_eos, self.ratio.value)
