@@ -22,7 +22,7 @@ from lockstep.runtime.attention.cpu import CpuAttention  # noqa: E402
 from lockstep.runtime.attention.reference import ReferenceAttention  # noqa: E402
 from lockstep.runtime.attention.rules import LayerRules  # noqa: E402
 from lockstep.runtime.demo_model import demo_model_folder  # noqa: E402
-from lockstep.runtime.draft_tree import TreeRows, TreeShape, moves_of, right_paths, shape_of  # noqa: E402
+from lockstep.runtime.draft_tree import TreeRows, TreeShape, moves_of, part_of, right_paths, shape_of  # noqa: E402
 from lockstep.runtime.drafting import DraftingRows, places_of  # noqa: E402
 from lockstep.runtime.forward import ForwardBatch  # noqa: E402
 from lockstep.runtime.kv_pool import KvPool  # noqa: E402
@@ -116,7 +116,9 @@ def test_the_right_path_is_that_of_the_drawn_tokens() -> None:
     # number          0   1   2   3   4   5   6 |  0   1   2 |  0 |  0   1   2   3   4   5   6
     fed = torch.tensor([9, 10, 11, 12, 13, 14, 15, 9, 20, 21, 9, 9, 30, 30, 31, 32, 33, 34])
     drawn = torch.tensor([11, 0, 14, 0, 0, 50, 0, 20, 51, 0, 52, 30, 31, 32, 53, 0, 0, 0], dtype=torch.int32)
-    found = right_paths(shape, drawn, torch.zeros(18, dtype=torch.bool), fed, places, there)
+    parents, deepest = part_of(shape, 7)
+    above, real = torch.from_numpy(parents), torch.from_numpy(np.flatnonzero(there_host))
+    found = right_paths(above, deepest, drawn, torch.zeros(18, dtype=torch.bool), fed, places, there, real)
     assert found.path.tolist() == [[2, 5, 0], [1, 0, 0], [0, 0, 0], [1, 3, 0]]  # of two equal drafts the first
     assert found.accepted.tolist() == [3, 2, 1, 3]
     assert drawn[found.last].tolist() == [50, 51, 52, 53]
@@ -127,7 +129,7 @@ def test_the_right_path_is_that_of_the_drawn_tokens() -> None:
     assert moved == {(102, 101), (105, 102), (114, 113)}
     invalid = torch.zeros(18, dtype=torch.bool)
     invalid[5] = True  # behind draft 5 nothing can be drawn: it counts as wrong
-    assert right_paths(shape, drawn, invalid, fed, places, there).accepted.tolist() == [2, 2, 1, 3]
+    assert right_paths(above, deepest, drawn, invalid, fed, places, there, real).accepted.tolist() == [2, 2, 1, 3]
 
 
 @pytest.mark.parametrize("window", [None, 5])

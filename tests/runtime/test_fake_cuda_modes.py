@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
@@ -15,6 +16,8 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.runtime import LLM, Params, attention, profiler, triton_trial  # noqa: E402
+from lockstep.runtime.draft_tree import part_of, right_paths, shape_of  # noqa: E402
+from lockstep.runtime.drafting import places_of  # noqa: E402
 from lockstep.runtime.llm import demo_folder  # noqa: E402
 from lockstep.runtime.quantized import activations  # noqa: E402
 from tests.runtime.test_data_ranks import EXPERTS  # noqa: E402
@@ -148,6 +151,19 @@ def test_adapters_are_placed_and_added_without_a_wait_of_a_launch(gpu: FakeCuda,
 def test_an_mtp_layer_drafts_without_a_wait(gpu: FakeCuda, tmp_path: Path) -> None:
     folder = saved_with_mtp(tmp_path / "model", 3)
     assert served(gpu, folder, dtype="float32", speculative_method="mtp", num_speculative_tokens=2) == []
+
+
+def test_the_right_paths_of_trees_are_found_without_a_wait(gpu: FakeCuda) -> None:
+    places, there = places_of(np.array([4, 2, 4], np.int32))
+    parents, deepest = part_of(shape_of(np.array([0, 0, 1], np.int32)), places.shape[1])
+    samples = torch.arange(10)
+    given = (samples.to(torch.int32), torch.zeros(10, dtype=torch.bool), samples, torch.from_numpy(places))
+    given = (*given, torch.from_numpy(there), torch.from_numpy(np.flatnonzero(there)))
+    above, *on_device = (one.to(DEVICE) for one in (torch.from_numpy(parents), *given))
+    started = len(gpu.waits)
+    found = right_paths(above, deepest, *on_device)
+    assert gpu.waits[started:] == []
+    assert sorted(found.order.tolist()) == list(range(10))
 
 
 def test_weights_leave_the_device_and_come_back(gpu: FakeCuda) -> None:

@@ -64,6 +64,11 @@ def chain_of(drafts: int) -> TreeShape:
     return shape_of(np.arange(drafts, dtype=np.int32))
 
 
+def part_of(shape: TreeShape, most: int) -> tuple[NDArray[np.int64], int]:
+    """Return the parents of the first `most - 1` drafts of a tree, int64, and the longest path of these."""
+    return shape.parents[: most - 1].astype(np.int64), int(shape.depths[:most].max(initial=0))
+
+
 @dataclass(slots=True)
 class RightPaths:
     """The right path of each sampler of a pass.
@@ -82,16 +87,27 @@ class RightPaths:
 
 
 def right_paths(
-    shape: TreeShape, tokens: Tensor, invalid: Tensor, fed: Tensor, places: Tensor, there: Tensor
+    parents: Tensor,
+    deepest: int,
+    tokens: Tensor,
+    invalid: Tensor,
+    fed: Tensor,
+    places: Tensor,
+    there: Tensor,
+    real: Tensor,
 ) -> RightPaths:
     """Find the right path of each sampler; for `invalid`, `fed`, `places` and `there` see `drafting.right_ones`.
 
+    Nothing of it waits for the device: all sizes follow from the plan.
+
     Args:
+        parents: int64 [most - 1], of the drafts of the tree that any sampler has.
+        deepest: drafts on the longest path of these.
         tokens: int32 [samples], drawn.
+        real: int64 [samples], the places that are no padding, counted row by row.
     """
     samplers, most = places.shape
     device = tokens.device
-    parents = torch.from_numpy(shape.parents[: most - 1].astype(np.int64)).to(device)
     drawn = tokens.to(torch.int64)[places]
     right = (fed[places[:, 1:]] == drawn[:, parents]) & there[:, 1:] & ~invalid[places[:, 1:]]
     at = torch.zeros(samplers, dtype=torch.int64, device=device)
@@ -99,7 +115,7 @@ def right_paths(
     rank = torch.full((samplers, most), most, dtype=torch.int64, device=device)  # places in the order of samples
     rank[:, 0] = 0
     steps = []
-    for depth in range(1, int(shape.depths[:most].max(initial=0)) + 1):
+    for depth in range(1, deepest + 1):
         found = right & (parents == at[:, None])
         going = going & found.any(1)
         # the first of equal drafts: argmax of a bool is undefined among equals, so numbers are compared
@@ -108,8 +124,8 @@ def right_paths(
         steps.append(torch.where(going, number, 0))
         rank.scatter_(1, at[:, None], torch.where(going, depth, rank.gather(1, at[:, None])[:, 0])[:, None])
     path = torch.stack(steps, 1) if steps else torch.zeros((samplers, 0), dtype=torch.int64, device=device)
-    rank = torch.where(there, rank, most + 1)
-    order = places.gather(1, rank.argsort(dim=1, stable=True))[there]
+    ordered = places.gather(1, torch.where(there, rank, most + 1).argsort(dim=1, stable=True))  # padding goes last
+    order = ordered.reshape(-1).index_select(0, real)
     return RightPaths(path, 1 + (path > 0).sum(1), places.gather(1, at[:, None])[:, 0], order)
 
 

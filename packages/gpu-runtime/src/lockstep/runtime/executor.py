@@ -47,7 +47,7 @@ from lockstep.host.media.content import EncoderInput
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.blocks import DeviceBlocks
 from lockstep.runtime.canary import Canary
-from lockstep.runtime.draft_tree import TreeRows, moves_of, right_paths, tree_rows
+from lockstep.runtime.draft_tree import TreeRows, moves_of, part_of, right_paths, tree_rows
 from lockstep.runtime.drafting import Drafter, DraftingRows, TreeDrafter, kept_samples, places_of, right_ones
 from lockstep.runtime.errors import DeviceLost, PlanError
 from lockstep.runtime.expert_load import ExpertCounter
@@ -720,7 +720,9 @@ class Executor:
             found = self._draw_in_turn(in_turn, tensors, logits, fed, rows_host, allowed, logprobs_requested)
         places, there = self.lane.upload(places_host), self.lane.upload(there_host)
         if one.verifying is not None and one.verifying.tree is not None:
-            paths = right_paths(one.verifying.tree, found["tokens"], found["invalid"], fed, places, there)
+            parents, deepest = part_of(one.verifying.tree, places_host.shape[1])
+            real, above = self.lane.upload(np.flatnonzero(there_host)), self.lane.upload(parents)
+            paths = right_paths(above, deepest, found["tokens"], found["invalid"], fed, places, there, real)
             self.tables.verified(tensors, found["tokens"], paths.last)
             self._move(*moves_of(paths, places, tensors.slots.index_select(0, tensors.logits_at[:samples])))
             found = {name: part.index_select(0, paths.order) for name, part in found.items()}
