@@ -36,6 +36,7 @@ WITHIN_BOUNDS = (
     639727806824,  # the drafts of a pass are not charged beside the reserve of `ratio`
     1428475001,  # nor are they while the last tokens of a request are drafts
     864065747943,  # pages that a session yields to a chunk are in the budget of the same extend
+    353135318507,  # pages of duplicates come free with a result, and admission goes on
 )
 """Histories whose waits are those that docs/scheduling.md prescribes: the bounds of quality must allow them."""
 

@@ -255,7 +255,7 @@ class Memory(DeviceMemory, Component):
             self.deferred.rows.append(deferred)
 
     def release_deferred(self, step: Step) -> bool:
-        """Free the rows and pages for which no batch in flight is left. Returns whether a row was freed."""
+        """Free the rows and pages for which no batch in flight is left. Returns whether any were freed."""
         flying = [batch.plan.batch_id for batch in self.in_flight]
         done = [
             deferred
@@ -265,11 +265,12 @@ class Memory(DeviceMemory, Component):
         for deferred in done:
             self.deferred.rows.remove(deferred)
             self.release(deferred, step)
+        pages_before = len(self.deferred.pages)
         for free_after, pages in self.deferred.pages:
             if free_after not in flying:
                 self.pool.free(pages)
         self.deferred.pages = [entry for entry in self.deferred.pages if entry[0] in flying]
-        return bool(done)
+        return bool(done) or len(self.deferred.pages) < pages_before
 
     def release(self, deferred: DeferredFree, step: Step) -> None:
         """Free a row that nothing in flight uses. Its pages go to the radix cache or to the pool."""
@@ -383,34 +384,36 @@ class Memory(DeviceMemory, Component):
 
     # ------------------------------------------------------------------------------------------------------------ share
 
-    def publish(self, request: Request, computed: int, step: Step, writer: BatchId | None = None) -> None:
+    def publish(self, request: Request, computed: int, step: Step, writer: BatchId | None = None) -> bool:
         """Share the KV of a prompt: insert its whole pages, and use the pages that the tree already has.
 
         The KV is complete, unless `writer` names the batch in flight that computes it. Then only batches behind it may
         read the KV, which is true of every later launch, and the KV is void if that batch fails.
+
+        Returns: whether pages of its own came free at once, because the tree has them already.
         """
         radix, row = self.radix, request.row
         pages = computed // self.config.page_size
         if not radix.present or pages <= request.protected_pages or self.is_stale(request.namespace):
-            return
+            return False
         own = self.table.pages[row, :pages]
         tokens = request.tokens[: 4 * pages * self.config.page_size]
         if writer is not None and self.hybrid.present:
             known = self.path_of(radix.match(request.namespace, tokens, pages))
             if not self.hybrid.may_share(own[request.protected_pages : known.size], known[request.protected_pages :]):
-                return  # it is published once it is computed
+                return False  # it is published once it is computed
         keeps = self.config.keeps_duplicates or row in self.deferred.lent
         if keeps and radix.match(request.namespace, tokens, pages).pages > request.protected_pages:
-            return  # its own pages stay in use, so both copies would be kept; it is published when it leaves
+            return False  # its own pages stay in use, so both copies would be kept; it is published when it leaves
         inserted = radix.insert(request.namespace, tokens, own, behind=request.handle)
-        node, already = inserted.node, inserted.already
+        node, already, freed = inserted.node, inserted.already, False
         if already > request.protected_pages:
             twice = slice(request.protected_pages, already)
             duplicates = own[twice].copy()
             own[twice] = radix.pages_of(node)[twice]
             self.hybrid.replaced(row, duplicates, own[twice], request.protected_pages)
             self.rewrites.append(Rewrite(row, request.protected_pages, own[twice].copy()))
-            self._free_behind(row, duplicates)
+            freed = self._free_behind(row, duplicates)
         if request.handle is not None:
             radix.move_down(request.handle, node)
         else:
@@ -423,6 +426,7 @@ class Memory(DeviceMemory, Component):
         if writer is not None:
             self.hybrid.share(row, own, already)
         self.trim(step)
+        return freed
 
     def _writers(self, request: Request) -> list[BatchId]:
         """Return the batches in flight that compute KV of a request.
@@ -473,16 +477,17 @@ class Memory(DeviceMemory, Component):
         self.pool.free(evicted)
         step.decided.append(PagesEvicted(step.time_us, pages, reason, self.radix.evicted_of))
 
-    def _free_behind(self, row: int, pages: Int32s) -> None:
-        """Free pages of a row once the last batch in flight that may read them is collected."""
+    def _free_behind(self, row: int, pages: Int32s) -> bool:
+        """Free pages of a row once the last batch in flight that may read them is collected. Returns whether it is."""
         if row in self.deferred.lent:
             self.deferred.lent[row].pages.append(pages)
-            return
+            return False
         deferred_batches = [batch.plan.batch_id for batch in self.in_flight if batch.names(row)]
         if deferred_batches:
             self.deferred.pages.append((deferred_batches[-1], pages))
-        else:
-            self.pool.free(pages)
+            return False
+        self.pool.free(pages)
+        return True
 
     # ------------------------------------------------------------------------------------- snapshot and invariants
 

@@ -76,7 +76,8 @@ class Results:
             rows, stops = plan.rows[:extend_rows].tolist(), plan.stops[:extend_rows].tolist()
             for request, row, stop in zip(batch.requests, rows, stops, strict=False):
                 if request.row == row and row not in batch.dead:
-                    memory.publish(request, stop, step)
+                    if memory.publish(request, stop, step):
+                        state.retry_admission()
                     if not is_hybrid and memory.tiers.present:
                         self._back_up(request, stop, step)
         if plan.extend_rows and memory.hybrid.present and not event.error:

@@ -376,6 +376,7 @@ def free_behind(s: Record, c: Cache, number: int, pages: int) -> None:
     batch_id = last_batch_of(s, c, number, False)
     if batch_id == NONE:
         s.free_pages += pages
+        s.batch_is_full = 0
     else:
         deferred = c.deferred_pages[s.pages_behind]
         deferred[0], deferred[1] = batch_id, pages
@@ -456,6 +457,7 @@ def release_deferred(s: Record, c: Cache, batch_id: int) -> None:
     for i in range(s.pages_behind):
         if c.deferred_pages[i, 0] <= batch_id:
             s.free_pages += c.deferred_pages[i, 1]
+            s.batch_is_full = 0
         else:
             c.deferred_pages[left, 0], c.deferred_pages[left, 1] = c.deferred_pages[i, 0], c.deferred_pages[i, 1]
             left += 1
