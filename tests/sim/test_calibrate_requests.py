@@ -27,8 +27,8 @@ from lockstep.sim.calibrate.measured_points import fit_of_points, serving_points
 from lockstep.sim.calibrate.replayed_run import ReplayedServer
 from lockstep.sim.calibrate.request_fit import coverage_of, draft_calibration
 from lockstep.sim.calibrate.requests import RequestsSource, calibrate_requests
-from lockstep.sim.calibrate.serving_points import read_serving_points
-from lockstep.sim.catalogue import load_calibration
+from lockstep.sim.calibrate.serving_points import CLIENTS, play, read_serving_points
+from lockstep.sim.catalogue import load_calibration, load_engine
 from lockstep.sim.cli.calibrate import calibrate
 from lockstep.sim.cost import CalibrationError
 from lockstep.sim.cost.calibration import Correction
@@ -366,7 +366,18 @@ def test_scrapes_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         ),
         (plain_csv().replace("100.25", "soon"), "line 2, column `first_token_s`: expected a number, got `soon`"),
         (plain_csv().replace("last_token_s", "end"), "line 1: column `last_token_s` is missing"),
-        (plain_csv().replace(",200,", ",0,"), "prompt tokens of request 0 must be a number of at least 1, got `0`"),
+        (
+            plain_csv().replace(",200,", ",0,"),
+            "prompt tokens of request 0 must be a number from 1 to 16,777,216, got `0`",
+        ),
+        (
+            plain_csv().replace(",200,", ",99000000,"),
+            "prompt tokens of request 0 must be a number from 1 to 16,777,216, got `9.9e+07`",
+        ),
+        (
+            vllm(start_times=[100.0, 100.5, 1e18]),
+            "time of sending of request 2 must be at most 1e+09 s after that of the first request, got `1e+18`",
+        ),
     ],
 )
 def test_a_bad_file_is_refused_with_the_place(tmp_path: Path, text: str, message: str) -> None:
@@ -529,6 +540,9 @@ def test_each_of_four_points_is_predicted_without_itself(tmp_path: Path) -> None
     points, _ = serving_points_of(found.points, ServerFacts())
     done = fit_of_points(points, date=DATE, sources=[])
     assert len(done.errors) == 4
+    usual = load_engine("vllm")[0].calibration(points[0].model, "H100-SXM", "bf16")
+    before = play(points[0], next(iter(CLIENTS.values())), usual).tpot_us
+    assert done.errors[0].tpot[0] == pytest.approx(before / points[0].tpot_us - 1.0)  # not that of kernels alone
     assert max(abs(one.tpot[1]) for one in done.errors) < 0.05 < min(abs(one.tpot[0]) for one in done.errors)
     write_points(tmp_path / "p.csv", points)
     assert [p.key for p in read_serving_points(tmp_path / "p.csv")[0]] == [p.key for p in points]

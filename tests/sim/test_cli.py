@@ -421,7 +421,7 @@ def test_the_answer_stops_at_the_first_rate_that_fails() -> None:
     class Fake:
         def __init__(self, met: bool) -> None:
             self.data = type("Data", (), {"summary": {"slos": [{"met": met}]}})
-            self.setup = SimpleNamespace(calibration=SimpleNamespace(is_tested=True))
+            self.setup = SimpleNamespace(is_tested=True)
 
     runs: Any = {1: Fake(True), 2: Fake(False), 4: Fake(True)}
     assert answer(runs, 1, 1).startswith("Meets the SLO up to 1 req/s")
@@ -430,9 +430,8 @@ def test_the_answer_stops_at_the_first_rate_that_fails() -> None:
 
 
 def test_the_answer_is_the_lower_end_of_its_interval() -> None:
-    calibration = SimpleNamespace(is_tested=True)
     run = SimpleNamespace(
-        data=SimpleNamespace(summary={"slos": [{"met": True}]}), setup=SimpleNamespace(calibration=calibration)
+        data=SimpleNamespace(summary={"slos": [{"met": True}]}), setup=SimpleNamespace(is_tested=True)
     )
     runs: Any = {16: run, 32: run}
     said = answer(runs, 16, 32)
@@ -456,8 +455,8 @@ def test_the_demo_reports_between_what_its_answer_lies(
     ends: tuple[int, int],
 ) -> None:
     def run(met: bool) -> Any:
-        calibration = SimpleNamespace(interval=lambda kind, coverage, model: factors, is_tested=True)
-        setup = SimpleNamespace(calibration=calibration, model=SimpleNamespace(name="m"))
+        calibration = SimpleNamespace(interval=lambda kind, coverage, model: factors)
+        setup = SimpleNamespace(calibration=calibration, model=SimpleNamespace(name="m"), is_tested=True)
         return SimpleNamespace(data=SimpleNamespace(summary={"slos": [{"met": met}]}), setup=setup)
 
     runs = {rate: run(rate <= 24) for rate in (8, 24, 32, 36)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -42,6 +43,7 @@ from lockstep.sim.cost.calibration import (
     PROBABILITIES,
     UNSEEN_MODELS,
     CalibrationSource,
+    Case,
     Correction,
     Residuals,
     batch_features,
@@ -272,25 +274,69 @@ def test_models_that_were_not_seen_have_residuals_of_their_own() -> None:
     assert found.interval("ttft", 0.9, "qwen3-32b") == pytest.approx((0.7, 2.0))  # points of seen models only
     without = calibration(residuals=(residuals(), *UNSEEN_MODELS))
     assert without.interval("ttft", 0.9, "qwen3-0.6b") == pytest.approx((0.9, 1.2))  # the time takes its place
-    assert found.doubts("qwen3-0.6b", "H200-SXM", overlap_depth=0) == []
-    assert len(found.doubts("qwen3-32b", "H100-SXM", overlap_depth=1)) == 2
+    assert found.doubts(Case("qwen3-0.6b", "H200-SXM"), overlap_depth=0) == []
+    assert len(found.doubts(Case("qwen3-32b", "H100-SXM"), overlap_depth=1)) == 2
+
+
+POINTS = (CalibrationSource(kind="serving_points", file="p.csv", sha256="0" * 64, rows_used=9),)
+SEEN = Case("qwen3-0.6b", "H200-SXM", Parallelism(tp=2), "bf16", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (SEEN, ""),
+        (dataclasses.replace(SEEN, gpu="H100-SXM"), "made on H200-SXM, this is H100-SXM"),
+        (dataclasses.replace(SEEN, model="qwen3-32b"), "has not seen qwen3-32b; intervals are those of models"),
+        (dataclasses.replace(SEEN, split=Parallelism(tp=4)), "made on tp 2, this is tp 4"),
+        (dataclasses.replace(SEEN, split=Parallelism(tp=2, ep=2)), "made without ep"),
+        (
+            dataclasses.replace(SEEN, kv_dtype="fp8"),
+            "made with bf16 weights and bf16 KV, this is bf16 weights and fp8 KV",
+        ),
+        (dataclasses.replace(SEEN, weights_dtype="fp8"), "made with bf16 weights and bf16 KV, this is fp8 weights"),
+    ],
+)
+def test_a_calibration_states_what_it_does_not_hold_for(case: Case, said: str) -> None:
+    found = calibration(sources=POINTS, layouts=("tp 2",), dtypes=(("bf16", "bf16"),))
+    assert found.covers(case) == (not said)
+    doubts = found.doubts(case, overlap_depth=0)
+    assert len(doubts) == bool(said)
+    assert not said or said in doubts[0]
+
+
+def test_a_correction_is_that_of_an_engine() -> None:
+    with pytest.raises(CalibrationError, match="`engine` is none, which is kernels without an engine"):
+        calibration(engine="none")
+
+
+def test_only_intervals_whose_coverage_was_counted_are_called_ninety_percent() -> None:
+    case = Case("qwen3-0.6b", "H200-SXM")
+    assert calibration(sources=POINTS).covers(case)
+    assert not calibration().covers(case)  # no source
+    journal = (msgspec.structs.replace(POINTS[0], kind="journal"),)
+    assert not calibration(sources=journal).covers(case)  # batches of one run
+    few = tuple(replace(one, population="seen") for one in UNSEEN_MODELS)
+    assert not calibration(sources=POINTS, residuals=few).covers(case)  # errors of other engines' fits
+    assert not UNCALIBRATED.covers(case)
 
 
 def test_nothing_is_reported_of_intervals_where_there_are_none() -> None:
     found, split = calibration(cpu="included"), Parallelism(tp=2, ep=2)
-    said = [found.doubts("qwen3-32b", "H100-SXM", 0, split, has_intervals=both) for both in (True, False)]
+    case = Case("qwen3-32b", "H100-SXM", split)
+    said = [found.doubts(case, 0, has_intervals=both) for both in (True, False)]
     assert [len(lines) for lines in said] == [4, 4]  # parts without correction are reported too
     assert sum("interval" in line for line in said[0]) == 3
     assert not any("interval" in line for line in said[1])
     assert not any("  " in line or line.endswith(";") for line in said[1])
     for each in (*(load_calibration(name) for name in calibration_names()), UNCALIBRATED):
-        assert not any("interval" in line for line in each.doubts("none", "none", 0, split, has_intervals=False))
+        assert not any("interval" in line for line in each.doubts(Case("none", "none", split), 0, has_intervals=False))
 
 
 def test_overlap_cannot_be_judged_by_batches_that_have_the_cpu_in_them() -> None:
     found = calibration(cpu="included")
-    assert found.doubts("qwen3-0.6b", "H200-SXM", overlap_depth=1) == []
-    [doubt] = found.doubts("qwen3-0.6b", "H200-SXM", overlap_depth=0)
+    assert found.doubts(Case("qwen3-0.6b", "H200-SXM"), overlap_depth=1) == []
+    [doubt] = found.doubts(Case("qwen3-0.6b", "H200-SXM"), overlap_depth=0)
     assert "what overlap_depth 0 does is not seen" in doubt
 
 
@@ -407,13 +453,14 @@ def test_a_result_names_its_calibration_and_what_its_answers_lie_between(tmp_pat
 
 
 def test_tables_and_report_report_the_same(tmp_path: Path) -> None:
-    calibration().save(tmp_path / "c.json")
+    found = calibration(sources=POINTS)
+    found.save(tmp_path / "c.json")
     result = run(simulate, *SMALL, "--calibration", str(tmp_path / "c.json"), "--out", str(tmp_path / "run"))
     assert result.exit_code == 0, result.output
-    assert f"calibration: {calibration().title}\n" in result.stdout
+    assert f"calibration: {found.title}\n" in result.stdout
     assert "90 % intervals" in result.stdout
     report = (tmp_path / "run" / "report.html").read_text()
-    assert calibration().title in report
+    assert found.title in report
     assert "intervals (90 %) stand below the answers" in report
     written = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert written["intervals"]["coverage"] == 0.9

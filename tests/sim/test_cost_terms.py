@@ -50,7 +50,7 @@ def measured() -> MeasuredModel:
 
 
 def calibrated(correction: Correction = CORRECTION) -> CalibratedModel:
-    calibration = structs.replace(UNCALIBRATED, correction=correction)
+    calibration = structs.replace(UNCALIBRATED, engine="lockstep", correction=correction)
     return CalibratedModel(roofline_model(MODEL, GPU, SHARDED), calibration, 1.25)
 
 
@@ -147,7 +147,7 @@ def test_a_new_collective_is_counted_and_scaled_as_one(monkeypatch: pytest.Monke
     cost = roofline_model(MODEL, GPU, 8)
     assert (cost.collectives, cost.kernels) == (before.collectives + 7, before.kernels + 7)
     assert cost.collectives_us(500) == pytest.approx(before.collectives_us(500) + 1200.0)
-    corrected = CalibratedModel(cost, structs.replace(UNCALIBRATED, correction=CORRECTION))
+    corrected = CalibratedModel(cost, structs.replace(UNCALIBRATED, engine="lockstep", correction=CORRECTION))
     assert corrected.terms_us(decode_shape(500, 9))["barrier"] == pytest.approx(0.5 * 1200.0)
     check_sum(corrected, decode_shape(500, 9))
 

@@ -44,9 +44,10 @@ from lockstep.sim.cost import (
     roofline_model,
 )
 from lockstep.sim.cost.base_model import base_cost_model
-from lockstep.sim.cost.calibration import LOWER_BOUND
+from lockstep.sim.cost.calibration import LOWER_BOUND, Case
 from lockstep.sim.cost.engines import CostsWhen, EngineCosts, EngineModel, EngineSpec, expert_rows_us, release_key
 from lockstep.sim.cost.parallel import Parallelism
+from lockstep.sim.metrics.intervals import leverage_text
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.scenario.scenario import Scenario
 
@@ -102,6 +103,14 @@ def test_each_cost_adds_to_batches_as_documented(name: str) -> None:
         assert name != "dense" or "attention_decode" not in changed
 
 
+def test_a_row_costs_its_own_shard_only() -> None:
+    """With shards of attention a rank writes the KV of its own rows."""
+    split = Parallelism(tp=4, ep=4, attention_dp=4)
+    base = base_cost_model(load_model("qwen3-30b-a3b"), load_gpu("h100"), split)
+    terms = EngineModel(base, ALL, "a test").terms_us(decode_shape(32, 700))  # type: ignore[arg-type]
+    assert terms["engine_rows"] == pytest.approx(8 * ALL.row_layer_us * 48)
+
+
 def test_more_work_never_takes_less_time_under_any_engine() -> None:
     rng = random.Random(5)
     for name in engine_names():
@@ -152,17 +161,59 @@ def test_every_engine_of_the_catalogue_has_a_card_and_errors_of_groups_left_out(
 def test_a_model_and_a_gpu_that_a_fit_lacked_have_the_errors_of_ones_left_out() -> None:
     spec, _ = load_engine("vllm")
     pairs = (("qwen3-32b", "H100-SXM"), ("qwen3-32b", "B200-SXM"), ("qwen3-8b", "H100-SXM"))
-    assert [spec.unseen(*pair) for pair in pairs] == ["points", "cell", "model"]
-    assert spec.unseen("qwen3-32b", "A100-80G-SXM") == "gpu"
-    assert load_engine("lockstep")[0].unseen("qwen3-32b", "H100-SXM") == "engine"
+    assert [spec.unseen(*pair, "bf16") for pair in pairs] == ["points", "cell", "model"]
+    assert spec.unseen("qwen3-32b", "A100-80G-SXM", "bf16") == "gpu"
+    assert load_engine("lockstep")[0].unseen("qwen3-32b", "H100-SXM", "bf16") == "engine"
     widths = []
     for model, gpu in (("qwen3-32b", "H100-SXM"), ("qwen3-8b", "H100-SXM"), ("qwen3-8b", "A100-80G-SXM")):
         calibration = spec.calibration(load_model(model), gpu, "bf16")
         low, high = calibration.interval("time")
         widths.append(high / low)
-        assert bool(calibration.doubts(model, gpu, 1)) == (len(widths) > 1)
-        assert calibration.is_tested == (gpu == "H100-SXM")
+        case = Case(model, gpu)
+        assert bool(calibration.doubts(case, 1)) == (len(widths) > 1)
+        assert calibration.covers(case) == (gpu == "H100-SXM")
     assert widths == sorted(widths)
+
+
+def test_a_precision_that_a_fit_lacked_has_the_errors_of_models_left_out() -> None:
+    spec, _ = load_engine("vllm")
+    assert [spec.unseen("qwen3-32b", "H100-SXM", one) for one in ("fp8", "nvfp4", "int4")] == [
+        "points",
+        "cell",
+        "model",
+    ]
+    model = load_model("qwen3-32b")
+    widths = []
+    for precision in ("fp8", "nvfp4", "int4"):
+        calibration = spec.calibration(model, "H100-SXM", precision)
+        low, high = calibration.interval("time")
+        widths.append(high / low)
+        said = calibration.doubts(Case(model.name, "H100-SXM"), 1)
+        assert bool(said) == (precision != "fp8")
+        assert not said or said[0].startswith(f"engine vllm was not measured with qwen3-32b in {precision}")
+    assert widths == sorted(set(widths))
+
+
+LONG = Case("qwen3-32b", "H100-SXM", prompt_tokens=30_000.0)
+STAGES = Case("qwen3-32b", "H100-SXM", Parallelism(tp=2, pp=2))
+
+
+@pytest.mark.parametrize(
+    ("named", "case", "said"),
+    [
+        ("vllm", Case("qwen3-32b", "H100-SXM"), ""),
+        ("vllm@0.12", Case("qwen3-32b", "H100-SXM"), ""),
+        ("vllm@0.6", Case("qwen3-32b", "H100-SXM"), "release 0.6 of vllm was not measured"),
+        ("vllm", STAGES, "engine vllm was measured without pp"),
+        ("vllm", LONG, "engine vllm was measured with prompts of 1,024 to 8,192 tokens, these have 30,000 on average"),
+    ],
+)
+def test_intervals_of_what_was_never_measured_are_not_called_ninety_percent(named: str, case: Case, said: str) -> None:
+    spec, release = load_engine(named)
+    calibration = spec.calibration(load_model("qwen3-32b"), "H100-SXM", "bf16", release)
+    assert calibration.covers(case) == (not said)
+    assert calibration.doubts(case, 1) == ([f"{said}; intervals do not cover that"] if said else [])
+    assert calibration.doubts(case, 1, has_intervals=False) == ([said] if said else [])
 
 
 def test_an_old_release_of_vllm_has_costs_of_its_own() -> None:
@@ -191,7 +242,7 @@ def test_the_front_end_of_an_engine_takes_as_long_on_every_gpu(name: str) -> Non
     """HTTP and tokenising run on the CPU: a faster GPU does not delay them."""
     spec, _ = load_engine(name)
     assert not [when.gpus for when in spec.when if when.gpus and "frontend_layer_us" in when.factors]
-    models = {model for model, _ in spec.fitted} | {"qwen3-8b"}
+    models = {model for model, _, _ in spec.fitted} | {"qwen3-8b"}
     for model in models:
         for dtype in ("bf16", "fp8", "mxfp4", "nvfp4"):
             times = {
@@ -287,6 +338,28 @@ def test_ninety_percent_stands_only_at_intervals_that_were_tested() -> None:
     elsewhere = CliRunner().invoke(simulate, [word.replace("h100", "a100") for word in SMALL]).stdout
     assert "90 %" not in elsewhere
     assert "ranges, coverage not tested" in elsewhere
+    for words in (
+        ["--engine", "none"],  # 75 % of TPOT and 49 % of TTFT are inside
+        ["--engine", "vllm@0.6"],
+        ["--pp", "2"],
+        ["--speculative-method", "ngram"],
+        ["--prefill-engines", "1", "--decode-engines", "1"],
+    ):
+        beyond = CliRunner().invoke(simulate, [*SMALL, *words]).stdout
+        assert "ranges, coverage not tested" in beyond, words
+        assert "90 %" not in beyond, words
+    assert "was never measured; intervals do not cover that" not in tested
+
+
+def test_the_load_is_named_where_it_makes_intervals_of_first_tokens_wide() -> None:
+    said = "intervals of TTFT are wide because of the load: with batches "
+    loaded = [word.replace("n=30,rate=5", "n=400,rate=120") for word in SMALL]
+    assert said in CliRunner().invoke(simulate, loaded).stdout
+    assert said not in CliRunner().invoke(simulate, SMALL).stdout
+    idle = {"time_factors": [0.8, 1.2], "ttft_at_ends": [0.7, 1.5]}
+    assert leverage_text(idle) == leverage_text({**idle, "ttft_at_ends": None}) == leverage_text({}) == ""
+    assert leverage_text({**idle, "ttft_at_ends": [0.7, 1.9]}).endswith("requests wait for each other near saturation")
+    assert leverage_text({**idle, "ttft_at_ends": [0.5, 1.5]})
 
 
 # ----------------------------------------------------------------------------------------------------------------- fits

@@ -40,6 +40,7 @@ from lockstep.sim.cost import (
     roofline_model,
 )
 from lockstep.sim.cost.base_model import base_cost_model
+from lockstep.sim.cost.calibration import Case
 from lockstep.sim.cost.experts import EXACT_MAX, expected_max_load, expected_max_touched
 from lockstep.sim.cost.hardware import (
     MEASURED_ONLY,
@@ -467,8 +468,9 @@ def test_a_calibration_from_points_with_experts_over_ranks_names_them() -> None:
             "notes": (f"on {split}: 6 rows",),
         }
     )
-    assert any("without ep" in line for line in calibration.doubts("qwen3-32b", "H100-SXM", 1, split))
-    assert not any("without ep" in line for line in seen.doubts("qwen3-32b", "H100-SXM", 1, split))
+    case = Case("qwen3-32b", "H100-SXM", split)
+    assert any("without ep" in line for line in calibration.doubts(case, 1))
+    assert not any("without ep" in line for line in seen.doubts(case, 1))
 
 
 # ----------------------------------------------------------------------------------------------------------- pipelines

@@ -27,6 +27,7 @@ from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cli.progress import terminal_bar
 from lockstep.sim.cost import UNCALIBRATED, Calibration, CalibrationError, CatalogueError, CostModel
 from lockstep.sim.cost.base_model import base_cost_model
+from lockstep.sim.cost.calibration import Case
 from lockstep.sim.results.batch_times import (
     OUTLIER,
     BatchTime,
@@ -148,7 +149,8 @@ def on_hardware(run: Path, as_json: bool, **options: Any) -> int:
             random_weights=random_weights,
         )
         predictor = make_predictor(runner, gpu, corrected)
-        for doubt in corrected.doubts(predictor.model, predictor.gpu, header.config.overlap_depth, has_intervals=False):
+        case = Case(predictor.model, predictor.gpu)
+        for doubt in corrected.doubts(case, header.config.overlap_depth, has_intervals=False):
             click.echo(f"note: {doubt}", err=True)
         write = stack.enter_context(_written(out, _measured(run, runner, predictor, gpu)))
         advance = stack.enter_context(_progress(extent.batches))

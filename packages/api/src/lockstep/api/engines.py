@@ -506,6 +506,7 @@ def _meter(settings: ServeSettings, named: str, folder: Path, loras: int | None)
         from lockstep.api.observability.drift import DriftMeter
         from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
         from lockstep.sim.cost.base_model import base_cost_model
+        from lockstep.sim.cost.calibration import Case
         from lockstep.sim.cost.lora import LoraSpec
         from lockstep.sim.host.batch_shapes import RowAdapters
 
@@ -520,7 +521,7 @@ def _meter(settings: ServeSettings, named: str, folder: Path, loras: int | None)
         lora = LoraSpec(loras, settings.max_lora_rank) if loras else None
         cost = calibration.cost_model(base_cost_model(model, gpu, settings.tp, lora=lora, **kinds))
     log.info("batches are predicted by the calibration %s", calibration.title)
-    for doubt in calibration.doubts(model.name, gpu.name, overlap_depth=1, has_intervals=False):
+    for doubt in calibration.doubts(Case(model.name, gpu.name), overlap_depth=1, has_intervals=False):
         log.warning("%s", doubt)
     return DriftMeter(cost, adapters=None if lora is None else RowAdapters())
 

@@ -199,6 +199,8 @@ def calibration_of_points(
         residuals=tuple(residuals),
         sources=tuple(sources),
         notes=tuple(notes),
+        layouts=tuple(sorted({str(point.split) for point in points})),
+        dtypes=tuple(sorted({(point.weights_dtype, point.kv_dtype) for point in points})),
     )
 
 
@@ -354,6 +356,7 @@ def calibration_of_batches(
             f"error of held-out batches: {errors}",
             *notes,
         ),
+        layouts=(str(base.split),),
     )
 
 

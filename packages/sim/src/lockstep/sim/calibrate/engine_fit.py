@@ -413,6 +413,8 @@ def engine_of(
     """
     trial, fit = fitted.trial, fitted.fit
     rows = trial.rows(engine)
+    points = [trial.points[i] for i in rows]
+    lengths = [point.prompt_tokens for point in points]
     residuals = engine_residuals(fitted, engine)
     own = fit.groups.get(("engine", PointGroup(engine=engine)))
     base = [0] if own is None else [0, own]
@@ -432,7 +434,9 @@ def engine_of(
         costs=EngineCosts(**costs),
         spreads=spreads,
         when=_conditions(fit, engine, f"serving points, {date}"),
-        fitted=tuple(sorted({(trial.points[i].model.name, trial.points[i].gpu.name) for i in rows})),
+        fitted=tuple(sorted({(one.model.name, one.gpu.name, one.weights_dtype) for one in points})),
+        releases=tuple(sorted({one.engine_version for one in points if one.engine_version}, key=release_key)),
+        prompt_tokens=(min(lengths), max(lengths)) if lengths else (0, 0),
         residuals=residuals,
         card=card_of(trial, rows, residuals),
         gpus=tuple(gpus),

@@ -21,6 +21,7 @@ Counts = NDArray[np.int64]
 
 CLIENT_GAP_S = 0.05  # from an answer to the next request of a closed loop, at most: the client's own work
 LOOP_SHARE = 0.9  # of the requests that start behind an answer, in a closed loop
+SPAN_S_MAX = 1e9  # from the first to the last sending; longer is a time in another unit
 IN_FLIGHT_SLACK = 1  # requests in flight may be one off when two events have nearly the same time
 
 
@@ -88,10 +89,18 @@ class AnsweredRequests:
                 f"{where}: no request with an answer and its times\nhint: give a file of a longer run"
             )
         sent = np.array(columns.get("sent_s", [np.nan] * count), np.float64)
+        span = sent - (sent.min() if not np.isnan(sent).any() else 0.0)
         ttft, e2e = (np.array(columns[name], np.float64) for name in ("ttft_s", "e2e_s"))
         prompt, output = (np.array(columns[name], np.int64) for name in ("prompt_tokens", "output_tokens"))
         cached = np.array(columns.get("cached_tokens", [-1] * count), np.int64)
+        tokens = f"a number from 1 to {LENGTH_TOKENS_MAX:,}"
         checks = (
+            (
+                "time of sending",
+                span,
+                np.isnan(span) | (span <= SPAN_S_MAX),
+                f"at most {SPAN_S_MAX:g} s after that of the first request",
+            ),
             ("time to the first token", ttft, (ttft > 0) & np.isfinite(ttft), "a time above 0"),
             (
                 "end-to-end time",
@@ -99,8 +108,8 @@ class AnsweredRequests:
                 (e2e >= ttft * (1 - 1e-9)) & np.isfinite(e2e),
                 "a time not before the first token",
             ),
-            ("prompt tokens", prompt, (prompt > 0) & (prompt <= LENGTH_TOKENS_MAX), "a number of at least 1"),
-            ("output tokens", output, (output > 0) & (output <= LENGTH_TOKENS_MAX), "a number of at least 1"),
+            ("prompt tokens", prompt, (prompt > 0) & (prompt <= LENGTH_TOKENS_MAX), tokens),
+            ("output tokens", output, (output > 0) & (output <= LENGTH_TOKENS_MAX), tokens),
         )
         for what, values, good, expected in checks:
             if not good.all():

@@ -20,7 +20,7 @@ from lockstep.sim.calibrate.calibrate import (
     calibration_of_points,
     left_out_ratios,
 )
-from lockstep.sim.calibrate.load_runs import MeasuredPoint, ServerFacts
+from lockstep.sim.calibrate.load_runs import Floats, MeasuredPoint, ServerFacts
 from lockstep.sim.calibrate.serving_points import (
     CLIENTS,
     ENGINES,
@@ -32,10 +32,12 @@ from lockstep.sim.calibrate.serving_points import (
     UNIFORM_CAMPAIGN,
     UNIFORM_FROM,
     ServingPoint,
+    play,
 )
-from lockstep.sim.catalogue import load_gpu, load_model
+from lockstep.sim.catalogue import load_engine, load_gpu, load_model
 from lockstep.sim.cost import Calibration, CalibrationError, CapacityError, CatalogueError
 from lockstep.sim.cost.calibration import UNSEEN_MODELS, CalibrationSource
+from lockstep.sim.cost.engines import release_key
 from lockstep.sim.cost.fit import correction_of, fit_weights
 from lockstep.sim.cost.models import check_split
 
@@ -146,8 +148,7 @@ def fit_of_points(
         return _fit_of_few(trial, date, sources)
     calibration = calibration_of_points(trial, engines[0], date=date, sources=sources)
     ratios = left_out_ratios(trial, rows, list(range(len(rows))))
-    client = next(iter(CLIENTS))
-    before = {metric: trial.uncorrected_us(metric, rows, client) for metric in ("tpot_us", "ttft_us")}
+    before = of_engines(points)
     errors = tuple(
         PointErrors(
             point.title,
@@ -161,6 +162,23 @@ def fit_of_points(
     return PointsCalibration(calibration, errors, "each point predicted by a fit of the others")
 
 
+def of_engines(points: Sequence[ServingPoint]) -> dict[str, Floats]:
+    """Return `tpot_us` and `ttft_us` of points, float64 [points], as simulated without a calibration of the user.
+
+    These are times of the catalogue's engines, which `lockstep simulate` has for the same load.
+    """
+    client = CLIENTS[next(iter(CLIENTS))]
+    found: dict[str, list[float]] = {"tpot_us": [], "ttft_us": []}
+    for point in points:
+        spec, _ = load_engine(point.engine)
+        release = point.engine_version if release_key(point.engine_version) else ""
+        calibration = spec.calibration(point.model, point.gpu.name, point.weights_dtype, release)
+        played = play(point, client, calibration)
+        found["tpot_us"].append(played.tpot_us)
+        found["ttft_us"].append(played.ttft_us + calibration.correction.frontend_us)
+    return {name: np.array(values, np.float64) for name, values in found.items()}
+
+
 def _fit_of_few(trial: PointTrials, date: str, sources: Sequence[CalibrationSource]) -> PointsCalibration:
     points = trial.points
     rows = trial.rows(points[0].engine)
@@ -169,7 +187,7 @@ def _fit_of_few(trial: PointTrials, date: str, sources: Sequence[CalibrationSour
     weights = fit_weights(parts, trial.measured_us("tpot_us", rows))
     tpot_us = parts @ weights
     ttft_us = trial.parts("ttft_parts", rows, client) @ weights
-    before = {metric: trial.uncorrected_us(metric, rows, client) for metric in ("tpot_us", "ttft_us")}
+    before = of_engines(points)
     errors = tuple(
         PointErrors(
             point.title,
@@ -192,6 +210,8 @@ def _fit_of_few(trial: PointTrials, date: str, sources: Sequence[CalibrationSour
         residuals=(*(replace(one, population="seen") for one in UNSEEN_MODELS), *UNSEEN_MODELS),
         sources=tuple(sources),
         notes=(f"fitted to the TPOT of {len(points)} points; intervals are those of models outside of a fit",),
+        layouts=tuple(sorted({str(point.split) for point in points})),
+        dtypes=tuple(sorted({(point.weights_dtype, point.kv_dtype) for point in points})),
     )
     return PointsCalibration(calibration, errors, "TTFT kept aside; TPOT is what was fitted")
 

@@ -337,4 +337,6 @@ def draft_calibration(
         base=str(server.base.describe()["kind"]),
         residuals=tuple(seen),
         sources=tuple(sources),
+        layouts=(str(server.setup.split),),
+        dtypes=((server.setup.case.weights_dtype, server.setup.case.kv_dtype),),
     )

@@ -126,7 +126,9 @@ def engine_facts(name: str) -> dict[str, Any]:
         "title": engine.title,
         "release": engine.release,
         "releases_with_own_costs": sorted(bounds, key=lambda text: [int(n) for n in text.split(".") if n.isdecimal()]),
-        "fitted": [{"model": model, "gpu": gpu} for model, gpu in engine.fitted],
+        "fitted": [
+            {"model": model, "gpu": gpu, "weights_dtype": weights_dtype} for model, gpu, weights_dtype in engine.fitted
+        ],
         "date": engine.date,
         **engine.card,
         "gpus": [

@@ -193,11 +193,9 @@ def engines(names: tuple[str, ...], as_json: bool) -> None:
         return
     for one in facts:
         click.echo(f"{one['name']}: {one['title']}, release {one['release']} unless --engine {one['name']}@RELEASE")
-        cards = sorted({pair["gpu"] for pair in one["fitted"]})
-        of_models = sorted({pair["model"] for pair in one["fitted"]})
-        click.echo(
-            f"  fitted {one['date']} on {len(one['fitted'])} pairs of {len(of_models)} models and {len(cards)} GPUs"
-        )
+        pairs = {(found["model"], found["gpu"]) for found in one["fitted"]}
+        of_models, cards = sorted({model for model, _ in pairs}), {gpu for _, gpu in pairs}
+        click.echo(f"  fitted {one['date']} on {len(pairs)} pairs of {len(of_models)} models and {len(cards)} GPUs")
         if names:
             for label in ("fitted_on", "errors", "not_for"):
                 click.echo(f"  {label.replace('_', ' ')}: {one[label]}")

@@ -72,7 +72,7 @@ def answer(runs: dict[int, Run], low: int, high: int) -> str:
     from lockstep.sim.cost.calibration import COVERAGE
 
     met, slos = highest_met(runs), " and ".join(SLOS)
-    is_tested = next(iter(runs.values())).setup.calibration.is_tested
+    is_tested = next(iter(runs.values())).setup.is_tested
     ends = " to ".join(dict.fromkeys(str(end) if end else f"below {min(runs)}" for end in (low, high)))
     kind = f"{100 * COVERAGE:g} % interval" if is_tested else "range, coverage not tested:"
     sure = f"Meets the SLO up to {low} req/s" if low else f"Does not meet the SLO for certain at {min(runs)} req/s"
@@ -171,7 +171,7 @@ def _show(runs: dict[int, Run], headline: str, report: Path) -> None:
 
     setup = next(iter(runs.values())).setup
     low, high = setup.calibration.interval("time", model=setup.model.name)
-    share = f"{100 * COVERAGE:g} %" if setup.calibration.is_tested else "range, coverage not tested"
+    share = f"{100 * COVERAGE:g} %" if setup.is_tested else "range, coverage not tested"
     click.echo(f"{setup.calibration.line}; batches may take {low:.2f} to {high:.2f} times as long ({share})")
     click.echo(headline)
     click.echo(f"report: {report}")

@@ -21,6 +21,8 @@ from lockstep.sim.metrics.intervals import Answers, Intervals, answers_of
 from lockstep.sim.run.setup import Setup
 from lockstep.sim.run.simulate import Run, simulate
 
+MEAN_TTFT = "ttft_us_mean"
+
 
 def intervals_of(run: Run | ClusterRun, coverage: float = COVERAGE) -> Intervals | None:
     """Simulate the run twice more, at both ends of the systematic error. Return None if a run is interrupted."""
@@ -29,10 +31,12 @@ def intervals_of(run: Run | ClusterRun, coverage: float = COVERAGE) -> Intervals
     factors = calibration.interval("time", coverage, model)
     ttft_factors = calibration.interval("ttft", coverage, model)
     found = {name: [] if value is None else [value] for name, value in answers_of(run.data.summary).items()}
+    ttft = [run.data.summary["latency"][MEAN_TTFT]]
     for factor in factors:
         summary = _summary_at(run.setup, factor)
         if summary is None:
             return None
+        ttft.append(summary["latency"][MEAN_TTFT])
         for name, value in answers_of(summary).items():
             if value is not None:
                 found[name].append(value)
@@ -44,7 +48,8 @@ def intervals_of(run: Run | ClusterRun, coverage: float = COVERAGE) -> Intervals
         if ends is not None and name.startswith("ttft"):
             nominal = values[0]
             answers[name] = min(ends[0], nominal * ttft_factors[0]), max(ends[1], nominal * ttft_factors[1])
-    return Intervals(calibration.title, coverage, factors, ttft_factors, answers, calibration.is_tested)
+    at_ends = None if None in ttft or not ttft[0] else (ttft[1] / ttft[0], ttft[2] / ttft[0])
+    return Intervals(calibration.title, coverage, factors, ttft_factors, answers, at_ends, run.setup.is_tested)
 
 
 def _summary_at(setup: Setup | ClusterSetup, factor: float) -> Summary | None:

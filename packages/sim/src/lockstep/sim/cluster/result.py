@@ -111,6 +111,8 @@ class ClusterRun:
             intervals=self.intervals,
         )
         lines = together.remarks_on_requests()
+        if self.setup.hands_over and self.intervals is not None:
+            lines.append("handovers between engines were never measured; intervals do not cover that")
         if self.autoscale is not None:
             lines.append(
                 "autoscale: {replica_hours:.2f} replica-hours ({gpu_hours:.2f} GPU-hours); all of them all the time "

@@ -76,6 +76,11 @@ class ClusterSetup:
         return self.engines[0].config.hands_over
 
     @property
+    def is_tested(self) -> bool:
+        """Whether the coverage of intervals was counted on predictions like this one: never with handovers."""
+        return not self.hands_over and all(setup.is_tested for setup in self.engines)
+
+    @property
     def each_alone(self) -> bool:
         """Whether engines interact only at the router: no handovers, and no ranks."""
         return self.ranks == 1 and not self.hands_over

@@ -14,10 +14,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -77,6 +78,32 @@ class SplitCostModel(CostModel, Protocol):
     def terms_us(self, shape: BatchShape) -> dict[str, float]:
         """Return the time of a batch by term; the values sum to `batch_us`."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is simulated, as far as it decides whether the errors of a calibration are known for it."""
+
+    model: str  # catalogue name
+    gpu: str  # catalogue name
+    split: Parallelism = USUAL
+    weights_dtype: str = ""  # empty: not stated
+    kv_dtype: str = ""  # empty: not stated
+    prompt_tokens: float = 0.0  # mean over the requests; 0: not stated
+
+
+class Gap(NamedTuple):
+    """A respect in which a simulation goes beyond what was measured, and what follows from it."""
+
+    clause: str  # such as `the calibration was made on H100-SXM, this is L40S`
+    of_intervals: str  # what follows for a result with intervals
+    of_times: str  # what follows for its times alone; empty: nothing
+
+    def sentence(self, has_intervals: bool) -> str:
+        follows = self.of_intervals if has_intervals else self.of_times
+        if not follows:
+            return self.clause
+        return f"{self.clause}{'; ' if follows.startswith('intervals') else ': '}{follows}"
 
 
 class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -223,6 +250,9 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     residuals: tuple[Residuals, ...]
     sources: tuple[CalibrationSource, ...] = ()
     notes: tuple[str, ...] = ()  # limits of its use, one sentence each
+    # What was measured: layouts, such as `tp 2`, and pairs of the types of weights and KV. Unset: not stated.
+    layouts: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    dtypes: tuple[tuple[str, str], ...] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
@@ -231,6 +261,11 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise CalibrationError(
                 f"`version` {self.version} is not one this release reads, which is {VERSION}\n"
                 "hint: make it again with `lockstep calibrate`"
+            )
+        if self.engine == "none" and not self.correction.is_identity:
+            raise CalibrationError(
+                "`engine` is none, which is kernels without an engine, and `correction` is that of one\n"
+                "hint: --engine vllm, or another name"
             )
         if self.lane is not msgspec.UNSET and self.cpu == "included":
             raise CalibrationError("`lane` is given, but `cpu` is included: the correction has the time of the lane")
@@ -319,10 +354,19 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise CalibrationError(f"the cost model `{kind}` has no `collectives_us`: see SplitCostModel")
         return CalibratedModel(base, self, factor)
 
-    @property
-    def is_tested(self) -> bool:
-        """Whether the coverage of intervals was measured for the kind of model and GPU that is simulated."""
-        return True
+    def covers(self, case: Case) -> bool:
+        """Return whether the coverage of intervals was counted on predictions like those of a simulation.
+
+        It was for the model, GPU, layout and data types of a calibration from serving points or from requests, whose
+        points or blocks were left out in turn. It was not for other ones, for batches of one run, or for results that
+        are too few for errors of their own. Kernels without an engine have fewer points in their interval than it
+        states: 75 % of TPOT and 49 % of TTFT (docs/validation.md, section 10).
+        """
+        if self.engine == "none" or self.gaps(case):
+            return False
+        if self.residuals_of("time", case.model).method == _LEFT_OUT:
+            return False
+        return any(source.kind in ("serving_points", "requests") for source in self.sources)
 
     @property
     def line(self) -> str:
@@ -369,31 +413,45 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         low, high = self.residuals_of(metric, model).at([(1.0 - coverage) / 2.0, (1.0 + coverage) / 2.0])
         return float(low), float(high)
 
-    def doubts(
-        self, model: str, gpu: str, overlap_depth: int, split: Parallelism = USUAL, *, has_intervals: bool = True
-    ) -> list[str]:
+    def gaps(self, case: Case) -> list[Gap]:
+        """Return the respects in which a simulation goes beyond the measurements; none for kernels alone."""
+        if self.engine == "none":
+            return []
+        found = []
+        correction, intervals = "its correction does not cover that", "its intervals do not cover that"
+        split, layouts = str(case.split), () if self.layouts is msgspec.UNSET else self.layouts
+        if not case.split.is_plain:
+            if split not in layouts and not any(f"{split}:" in note for note in self.notes):
+                clause = f"the calibration was made without {', '.join(case.split.describe())}"
+                found.append(Gap(clause, "its correction and intervals do not cover that", correction))
+        elif layouts and split not in layouts:
+            clause = f"the calibration was made on {' and '.join(layouts)}, this is {split}"
+            found.append(Gap(clause, intervals, correction))
+        if self.gpu != case.gpu:
+            clause = f"the calibration was made on {self.gpu}, this is {case.gpu}"
+            found.append(Gap(clause, intervals, correction))
+        dtypes = case.weights_dtype, case.kv_dtype
+        if self.dtypes is not msgspec.UNSET and case.weights_dtype and dtypes not in self.dtypes:
+            made = " and ".join(_dtypes_text(*pair) for pair in self.dtypes)
+            clause = f"the calibration was made with {made}, this is {_dtypes_text(*dtypes)}"
+            found.append(Gap(clause, intervals, correction))
+        if self.models and case.model not in self.models:
+            clause = f"the calibration has not seen {case.model}"
+            found.append(Gap(clause, "intervals are those of models it had not seen", ""))
+        return found
+
+    def doubts(self, case: Case, overlap_depth: int, *, has_intervals: bool = True) -> list[str]:
         """Return the respects in which a simulation goes beyond the measurements, one sentence each.
 
         Args:
             has_intervals: whether results have intervals; if not, the sentences do not mention them.
         """
         if self.engine == "none":
-            beyond = [name for name in split.describe() if name not in ("ep", "expert_cv")]
+            beyond = [name for name in case.split.describe() if name not in ("ep", "expert_cv")]
             if beyond and has_intervals:
                 return [f"intervals are those of engines without {', '.join(beyond)}: they do not cover that"]
             return []
-        lines = []
-        lacks = elsewhere = "its correction does not cover that"
-        if has_intervals:
-            lacks, elsewhere = "its correction and intervals do not cover that", "its intervals do not cover that"
-        if not split.is_plain and not any(f"{split}:" in note for note in self.notes):
-            names = ", ".join(split.describe())
-            lines.append(f"the calibration was made without {names}: {lacks}")
-        if self.gpu != gpu:
-            lines.append(f"the calibration was made on {self.gpu}, this is {gpu}: {elsewhere}")
-        if self.models and model not in self.models:
-            intervals = "; intervals are those of models it had not seen" if has_intervals else ""
-            lines.append(f"the calibration has not seen {model}{intervals}")
+        lines = [gap.sentence(has_intervals) for gap in self.gaps(case)]
         if self.cpu == "included" and overlap_depth != 1:
             lines.append(
                 f"the calibration has CPU time in its batches: what overlap_depth {overlap_depth} does is not seen"
@@ -404,6 +462,10 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Return all fields with title and digest, for metrics.json."""
         described: dict[str, Any] = msgspec.to_builtins(self)
         return {"title": self.title, "digest": self.digest, **described}
+
+
+def _dtypes_text(weights_dtype: str, kv_dtype: str) -> str:
+    return f"{weights_dtype} weights and {kv_dtype} KV"
 
 
 class CalibratedModel:

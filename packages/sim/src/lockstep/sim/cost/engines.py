@@ -20,18 +20,26 @@ from typing import Any, Literal
 
 import msgspec
 
-from lockstep.sim.cost.calibration import UNCALIBRATED, Calibration, CalibrationSource, Correction, Metric, Residuals
+from lockstep.sim.cost.calibration import (
+    UNCALIBRATED,
+    Calibration,
+    CalibrationSource,
+    Case,
+    Correction,
+    Gap,
+    Metric,
+    Residuals,
+)
 from lockstep.sim.cost.errors import CalibrationError
 from lockstep.sim.cost.hardware import Constant
 from lockstep.sim.cost.model import BatchShape, CostModel
 from lockstep.sim.cost.models import ModelSpec
-from lockstep.sim.cost.parallel import USUAL, Parallelism
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.cost.tables import BaseModel
 from lockstep.sim.cost.terms import Constants, CostTerm, TermSum, TermUs, never
 
 FORMAT = "lockstep-engine"
-VERSION = 4
+VERSION = 5
 NONE = "none"  # the name under which `--engine` has no engine: the lower bound
 DEFAULT = "vllm"  # the engine where none is named
 ROW_BYTES = 7.5
@@ -41,13 +49,15 @@ Public operator tables (SGLang 0.5.10 and 0.5.14; grouped products of 4,096 to 1
 and of 2.5 us (bf16), 2.8 (fp8), 3.1 (mxfp4) and 3.9 (4-bit integers) per million of these on H100, 1.8 to 3.6 on H200,
 3.5 to 4.9 on A100 and 7.8 to 14 on L40S: 5 to 11 bytes at the rate of weights, for any precision.
 """
+PROMPTS_BEYOND = 2.0  # times the longest measured prompts, from which mean prompts are beyond what was measured
 LARGE_GPU_BYTES = 70 * 2**30  # from this memory on, vLLM and TensorRT-LLM take more new tokens in a pass
 Unseen = Literal["points", "cell", "model", "gpu", "engine"]
 """What a fit lacked when it predicted the points of some residuals.
 
-points   other points of the model on the GPU were in the fit, but none with its degree of parallelism
-cell     points of the model and points of the GPU, but none of both together, by this engine
-model    no point of the model
+points   other points of the model in the same precision on the GPU were in the fit, but none with its degree of
+         parallelism
+cell     points of the model and points of the GPU, but none of both together in this precision, by this engine
+model    no point of the model, or none of the precision
 gpu      no point of the GPU
 engine   no point of the engine: the costs are those of other engines
 """
@@ -167,7 +177,9 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     costs: EngineCosts = EngineCosts()
     spreads: dict[str, float] = {}  # standard deviations of the logarithms of `costs`, by the fit
     when: tuple[CostsWhen, ...] = ()
-    fitted: tuple[tuple[str, str], ...] = ()  # pairs of model and GPU in the fit's data
+    fitted: tuple[tuple[str, str, str], ...] = ()  # model, GPU and precision of weights in the fit's data, together
+    releases: tuple[str, ...] = ()  # stated in the fit's data
+    prompt_tokens: tuple[int, int] = (0, 0)  # of the shortest and the longest prompts in the fit's data
     residuals: tuple[EngineResiduals, ...]
     card: dict[str, str]  # fitted_on, errors, not_for: one sentence each
     gpus: tuple[GpuCard, ...] = ()  # the same for single GPUs
@@ -209,15 +221,24 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         texts = {"fitted_on": own.fitted_on, "errors": own.errors, "not_for": own.not_for}
         return {**self.card, **{f"{name} {gpu}": text for name, text in texts.items()}}
 
-    def unseen(self, model: str, gpu: str) -> Unseen:
-        """Return what the fit lacked for a model on a GPU; `engine` if it has no data at all."""
+    def unseen(self, model: str, gpu: str, precision: str) -> Unseen:
+        """Return what the fit lacked for a model on a GPU; `engine` if it has no data at all.
+
+        A precision that no model had is like a model that the fit lacked: its costs are those of the other precisions.
+        """
         if not self.fitted:
             return "engine"
-        if (model, gpu) in self.fitted:
+        if (model, gpu, precision) in self.fitted:
             return "points"
-        if gpu not in {gpu for _, gpu in self.fitted}:
+        models, gpus, precisions = (set(column) for column in zip(*self.fitted, strict=True))
+        if gpu not in gpus:
             return "gpu"
-        return "cell" if model in {model for model, _ in self.fitted} else "model"
+        return "cell" if model in models and precision in precisions else "model"
+
+    def is_measured(self, release: str) -> bool:
+        """Return whether a release, such as `0.12` or `0.12.0`, is one of the fit's data."""
+        number = release_key(release)
+        return any(release_key(one)[: len(number)] == number for one in self.releases if one[0].isdecimal())
 
     def calibration(self, model: ModelSpec, gpu: str, precision: str, release: str = "") -> EngineCalibration:
         """Return the calibration of one model, GPU and precision of weights.
@@ -226,13 +247,13 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         which lacked more, if this engine has none. For a model that the fit lacks on a GPU that it lacks too, the
         errors of both are added in quadrature.
         """
-        unseen = self.unseen(model.name, gpu)
+        unseen = self.unseen(model.name, gpu, precision)
         by_key = {(one.metric, one.unseen): one for one in self.residuals}
         order: tuple[Unseen, ...] = ("gpu", "engine") if unseen == "gpu" else ("points", "cell", "model", "engine")
         lacked = order[order.index(unseen) :]
         metrics: tuple[Metric, ...] = ("time", "ttft")
         found = [next(by_key[metric, one] for one in lacked if (metric, one) in by_key) for metric in metrics]
-        if unseen == "gpu" and model.name not in {fitted for fitted, _ in self.fitted}:
+        if unseen == "gpu" and model.name not in {fitted for fitted, _, _ in self.fitted}:
             found = [
                 one.beside(by_key[one.metric, "model"]) if (one.metric, "model") in by_key else one for one in found
             ]
@@ -247,6 +268,10 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             correction=Correction(frontend_us=round(costs.frontend_layer_us * model.layers, 1)),
             costs=costs,
             unseen=unseen,
+            weights_dtype=precision,
+            has_model=model.name in {fitted for fitted, _, _ in self.fitted},
+            has_release=not release or not self.fitted or self.is_measured(release),
+            prompt_tokens=self.prompt_tokens,
             residuals=tuple(one.residuals() for one in found),
             sources=self.sources,
             notes=tuple(f"{name.replace('_', ' ')}: {text}" for name, text in self.card_of(gpu).items()),
@@ -258,16 +283,38 @@ class EngineCalibration(Calibration, frozen=True, forbid_unknown_fields=True, kw
 
     costs: EngineCosts
     unseen: Unseen
+    weights_dtype: str
+    has_model: bool  # the model is in the fit's data, in any precision and on any GPU
+    has_release: bool  # the release that is named, if any, is in the fit's data
+    prompt_tokens: tuple[int, int]  # of the shortest and the longest prompts in the fit's data
 
     @property
     def title(self) -> str:
         """Engine, release and date in one line."""
         return f"engine {self.engine} {self.engine_version}, fitted {self.date}"
 
-    @property
-    def is_tested(self) -> bool:
-        """Whether models, GPUs or engines like this one were left out of a fit, and their coverage was counted."""
-        return self.unseen != "gpu"
+    def covers(self, case: Case) -> bool:
+        """Return whether models, GPUs or engines like those of a simulation were left out of a fit and counted.
+
+        GPUs were left out, too, but they are few: an interval for another one is called a range.
+        """
+        return self.unseen != "gpu" and not self.gaps(case)
+
+    def gaps(self, case: Case) -> list[Gap]:
+        """Return the respects in which a simulation goes beyond what was left out of fits and counted."""
+        clauses = []
+        layout = [name for name in case.split.describe() if name not in ("ep", "expert_cv")]
+        if layout:
+            clauses.append(f"engine {self.engine} was measured without {', '.join(layout)}")
+        if not self.has_release:
+            clauses.append(f"release {self.engine_version} of {self.engine} was not measured")
+        if self.prompt_tokens[1] and case.prompt_tokens > PROMPTS_BEYOND * self.prompt_tokens[1]:
+            least, most = self.prompt_tokens
+            clauses.append(
+                f"engine {self.engine} was measured with prompts of {least:,} to {most:,} tokens, these have "
+                f"{case.prompt_tokens:,.0f} on average"
+            )
+        return [Gap(clause, "intervals do not cover that", "") for clause in clauses]
 
     @property
     def line(self) -> str:
@@ -291,25 +338,22 @@ class EngineCalibration(Calibration, frozen=True, forbid_unknown_fields=True, kw
             with_engine = EngineModel(base, self.costs, self.title)  # type: ignore[arg-type]
         return with_engine if factor == 1.0 else UNCALIBRATED.cost_model(with_engine, factor)
 
-    def doubts(
-        self, model: str, gpu: str, overlap_depth: int, split: Parallelism = USUAL, *, has_intervals: bool = True
-    ) -> list[str]:
+    def doubts(self, case: Case, overlap_depth: int, *, has_intervals: bool = True) -> list[str]:
         """Return the respects in which a simulation goes beyond the measurements, one sentence each."""
         lines = []
+        model = f"{case.model} in {self.weights_dtype}" if self.has_model else case.model
         lacks = {
             "engine": ("never measured on a GPU", "engines"),
-            "gpu": (f"not measured on {gpu}", "GPUs"),
+            "gpu": (f"not measured on {case.gpu}", "GPUs"),
             "model": (f"not measured with {model}", "models"),
-            "cell": (f"not measured with {model} on {gpu}", "models on one GPU"),
+            "cell": (f"not measured with {model} on {case.gpu}", "models on one GPU"),
         }
         if self.unseen in lacks:
             lack, of = lacks[self.unseen]
             interval = f"; intervals are those of {of} left out of the fit" if has_intervals else ""
             lines.append(f"engine {self.engine} was {lack}{interval}")
-        beyond = [name for name in split.describe() if name not in ("ep", "expert_cv")]
-        if beyond:
-            lines.append(f"engine {self.engine} was measured without {', '.join(beyond)}")
-        if self.cpu == "included" and overlap_depth != 1 and split.pp == 1:
+        lines += [gap.sentence(has_intervals) for gap in self.gaps(case)]
+        if self.cpu == "included" and overlap_depth != 1 and case.split.pp == 1:
             lines.append(
                 f"the costs of {self.engine} have CPU time in its batches: what overlap_depth {overlap_depth} does is "
                 "not seen"
@@ -343,7 +387,7 @@ class EngineModel(TermSum):
             row_us = costs.row_layer_us * base.model.layers
 
             def rows_us(batch: BatchShape, own: BatchShape) -> float:
-                return row_us * (batch.extend_rows + batch.decode_rows)
+                return row_us * (own.extend_rows + own.decode_rows)
 
             yield CostTerm(
                 "engine_rows", "rows", rows_us, constant("row_layer_us"), decode_bends=never, chunk_bends=never

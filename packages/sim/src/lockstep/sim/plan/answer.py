@@ -292,13 +292,14 @@ class PlanAnswer:
             low, high = engine.interval("time", 0.9, setups[0].model.name)
             lines.append(
                 f"Times: {engine.line}. Not in the intervals: true times were {low:.2f} to {high:.2f} times the "
-                "predicted ones on public measurements (central 90 %). Leave out --engine none for an engine's times."
+                "predicted ones on 125 public points of H100 (central 90 %). Leave out --engine none for an engine's "
+                "times."
             )
         elif engine is not None:
             spans = {}
             for setup in setups:
                 low, high = setup.calibration.interval("time", 0.9, setup.model.name)
-                share = "90 % of left-out points" if setup.calibration.is_tested else "range, coverage not tested"
+                share = "90 % of left-out points" if setup.is_tested else "range, coverage not tested"
                 spans[setup.gpu.name] = f"{low:.2f} to {high:.2f} on {setup.gpu.name} ({share})"
             lines.append(f"True times divided by predicted ones: {'; '.join(spans.values())}.")
         links = [c.trial.scenario() for c in self.candidates if c.trial is not None and c.split is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.sim.metrics.intervals import coverage_text
+from lockstep.sim.metrics.intervals import coverage_text, leverage_text
 from lockstep.sim.report.parts import escape
 from lockstep.sim.report.report_run import ReportRun
 from lockstep.sim.results.slo_rows import Compared, unsure
@@ -112,6 +112,7 @@ def _certainty(run: ReportRun) -> str:
         low, high = run.intervals["time_factors"]
         times = f"batches may take {low:.2f} to {high:.2f} times as long"
         words = f"{run.calibration}; intervals ({coverage_text(run.intervals)}) stand below the answers: {times}"
+        words += f"; {why}" if (why := leverage_text(run.intervals)) else ""
     return f"<div><dt>Calibration</dt><dd>{escape(words)}</dd></div>" if words else ""
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.cost.parallel import BESIDES_TP, USUAL
-from lockstep.sim.metrics.intervals import coverage_text
+from lockstep.sim.metrics.intervals import intervals_title
 from lockstep.sim.results.results import show_rate, show_us
 from lockstep.sim.results.stored_run import Requests, StoredRun, read_run
 from lockstep.sim.results.text import setting
@@ -592,7 +592,6 @@ def _interval_rows(runs: Sequence[StoredRun]) -> tuple[tuple[IntervalRow, ...], 
             "no run has intervals (--no-intervals), so the uncertainty of the figures is unknown",
         )
     factors = [(run.intervals["calibration"], run.intervals["time_factors"]) for run in with_some if run.intervals]
-    coverage = coverage_text(with_some[0].metrics["intervals"])
     is_shared = len(with_some) == len(runs) and all(each == factors[0] for each in factors)
     rows = []
     for _, name, title, kind, _ in FIGURES:
@@ -609,7 +608,7 @@ def _interval_rows(runs: Sequence[StoredRun]) -> tuple[tuple[IntervalRow, ...], 
                 tuple(_ratios_at_ends(ends[0], other) if is_shared else None for other in ends[1:]),
             )
         )
-    note = f"{coverage} intervals: the error of the cost model, queueing included."
+    note = f"{intervals_title(with_some[0].metrics['intervals'])}: the error of the cost model, queueing included."
     if is_shared:
         note += (
             " All runs share one calibration and so one error: if real batches are slower, they are slower in every "

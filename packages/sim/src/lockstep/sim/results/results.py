@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.sim.metrics.columns import Summary
-from lockstep.sim.metrics.intervals import Intervals, coverage_text
+from lockstep.sim.metrics.intervals import Intervals, intervals_title
 from lockstep.sim.metrics.run_data import RunData
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ INTERVALS_SHOWN = {
 
 def intervals_table(intervals: Intervals) -> Table:
     """Return a table of the intervals of a run."""
-    title = f"{coverage_text(intervals.describe())} intervals" if intervals.tested else "ranges, coverage not tested"
+    title = intervals_title(intervals.describe())
     table = Table(title=title, title_justify="left")
     for heading in ("", "from", "to"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)

@@ -21,9 +21,12 @@ from lockstep.sim.cost import (
     KvCapacity,
     ModelSpec,
 )
+from lockstep.sim.cost.calibration import Case
+from lockstep.sim.cost.engines import NONE
 from lockstep.sim.cost.expert_balance import spread_of
 from lockstep.sim.cost.hardware import domains_of, network_of, scale_up_gpus
 from lockstep.sim.cost.lora import LoraSpec, slot_bytes
+from lockstep.sim.cost.models import checked_weights_dtype
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.stages import stages_of
 from lockstep.sim.host.adapters import AdapterLane, adapter_link, describe_loads
@@ -175,9 +178,33 @@ class Setup:
                 "adapters: their products are uncalibrated; passes with any are launched kernel by kernel, as in this "
                 "runtime, where others may replay CUDA graphs"
             )
-        depth = self.config.overlap_depth
-        more = self.calibration.doubts(self.model.name, self.gpu.name, depth, self.split, has_intervals=has_intervals)
+        if self.drafting is not None and self.calibration.engine != NONE:
+            beyond = "; intervals do not cover that" if has_intervals else ""
+            lines.append(f"drafts: {self.calibration.engine} was measured without any{beyond}")
+        more = self.calibration.doubts(self.case, self.config.overlap_depth, has_intervals=has_intervals)
         return lines + more
+
+    @property
+    def case(self) -> Case:
+        """What decides whether the errors of the calibration are known for this simulation."""
+        turns = self.workload.turns
+        return Case(
+            self.model.name,
+            self.gpu.name,
+            self.split,
+            checked_weights_dtype(self.model, self.scenario.weights_dtype),
+            self.scenario.kv_dtype,
+            float(turns.prompt_tokens.mean()) if len(turns) else 0.0,
+        )
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether the coverage of the calibration's intervals was counted on predictions like this simulation.
+
+        No fit has points with drafts, media, adapters, or models that compute prompts whole.
+        """
+        parts = (self.drafting, self.blocks, self.encoding, self.lora, self.model.whole)
+        return all(part is None for part in parts) and self.calibration.covers(self.case)
 
     def _layout_doubts(self) -> list[str]:
         """Return the assumptions about rows, experts and stages, one sentence each."""

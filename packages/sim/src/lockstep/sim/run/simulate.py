@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 from simpy import Environment
@@ -50,6 +50,7 @@ from lockstep.sim.host.ports import MetricsSink, Observer, RequestSource
 from lockstep.sim.host.sessions import Conversations
 from lockstep.sim.host.watch import WatchedMetrics
 from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.metrics.intervals import Intervals, leverage_text
 from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.run.energy import energy_of, site_of
 from lockstep.sim.run.fast_runs import fast_run_of, unsupported_by
@@ -57,10 +58,6 @@ from lockstep.sim.run.load import arrivals_of_load
 from lockstep.sim.run.setup import Setup
 from lockstep.sim.run.whole_prompts import request_kind
 from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX
-
-if TYPE_CHECKING:
-    from lockstep.sim.metrics.intervals import Intervals
-
 
 GARBAGE_THRESHOLD = 100_000  # new objects before a search for garbage cycles; Python's default is 700
 
@@ -148,6 +145,8 @@ class Run:
         if extrapolated:
             lines.append(f"some batches were far from what the operator tables measured, in {', '.join(extrapolated)}")
         lines += self.setup.doubts(has_intervals=self.intervals is not None)
+        if self.intervals is not None and (why := leverage_text(self.intervals.describe())):
+            lines.append(why)
         lines += [f"{self.setup.model.name}: {note}" for note in self.setup.model.notes]
         return lines + list(workload.notes)
 
